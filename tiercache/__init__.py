@@ -1,0 +1,1 @@
+"""tiercache: a KV cache offloading service for LLM serving."""

@@ -1,0 +1,63 @@
+"""Every exception that tiercache raises.
+
+    TierCacheError
+    ├── ConfigError           a setting is wrong; the text names key, value and remedy
+    ├── ProtocolError         a message that breaks the protocol (ours or the peer's)
+    │   └── VersionError      no protocol version that both sides speak
+    ├── RequestRefused        the daemon answered with a typed refusal (see `code`)
+    ├── DaemonUnavailable     no daemon at the address, or it died, or the client is down
+    │   └── DeadlineExceeded  no answer within the deadline
+    ├── ArenaError            shared memory could not be made, mapped or trusted
+    ├── LayoutError           a KV pool whose shape, strides or dtype cannot be served
+    └── ModelRefused          the engine cannot serve this model; the text says why
+
+Misses, pending blocks and a full arena are not errors: they are return values.
+At an engine's edge (`tiercache.connector`) every one of these becomes a miss.
+"""
+
+from __future__ import annotations
+
+
+class TierCacheError(Exception):
+    """Base of everything raised by tiercache."""
+
+
+class ConfigError(TierCacheError):
+    """A setting is wrong. The text names the key, the value and what to do."""
+
+
+class ProtocolError(TierCacheError):
+    """A message that cannot be understood, or that its receiver did not expect."""
+
+
+class VersionError(ProtocolError):
+    """The two sides have no protocol version in common."""
+
+
+class RequestRefused(TierCacheError):
+    """The daemon refused a request; `code` is one of `tiercache.messages.ErrorCode`."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+        self.code = code
+        self.text = text
+
+
+class DaemonUnavailable(TierCacheError):
+    """There is no live daemon behind this client."""
+
+
+class DeadlineExceeded(DaemonUnavailable):
+    """The daemon did not answer within the deadline."""
+
+
+class ArenaError(TierCacheError):
+    """Shared memory could not be created, mapped, registered or trusted."""
+
+
+class LayoutError(TierCacheError):
+    """A KV pool that cannot be addressed block by block."""
+
+
+class ModelRefused(TierCacheError):
+    """A model that the engine cannot serve exactly; the text says why and what to do."""

@@ -1,0 +1,76 @@
+"""What gives the bytes of a block their form: the namespace of a set of blocks.
+
+Two blocks with equal keys hold the same tokens of the same model; only blocks of the same
+namespace are the same *bytes*. A namespace is registered once per connection and is a small
+integer on the wire from then on, so a hit of the wrong rank, dtype or layout cannot be expressed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from tiercache.units import round_up
+
+FRAME_ALIGNMENT_BYTES = 4096
+MAX_BLOCK_BYTES = 256 << 20
+
+
+class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that decides how the bytes of a block are to be read.
+
+    Attributes:
+        engine: who wrote the bytes and which kernel layout they are for, e.g. `tiercache/1`.
+        layout: axes of one block in order, e.g. `layer,2,slot,kv_head,head_dim`.
+        dtype: element type as torch names it, e.g. `bfloat16`.
+        block_size: tokens in a block.
+        block_bytes: exact length of one block; frames are this rounded up to 4096.
+        layers, kv_heads, head_dim: shape of this rank's part of the model.
+        group: KV cache group of a hybrid model (`full`, `window`, `mamba`, ...).
+        quantization: how values were made smaller before store, with the place of its scales.
+        tp_rank, tp_size, pp_rank, pp_size: which shard of the model this is.
+        window_blocks: 0 for groups that need the whole prefix. Otherwise blocks may be present
+            without their parents, and a match at a cut means that the last `window_blocks`
+            blocks before it are present (sliding windows, recurrent state).
+        extra: anything else that changes the bytes.
+    """
+
+    engine: str
+    layout: str
+    dtype: str
+    block_size: int
+    block_bytes: int
+    layers: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    group: str = "full"
+    quantization: str = "none"
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    window_blocks: int = 0
+    extra: dict[str, str] = {}
+
+    def fingerprint(self) -> str:
+        """32 hex digits that are equal exactly when two specs are."""
+        fields = msgspec.to_builtins(self)
+        return hashlib.blake2b(msgspec.json.encode(fields, order="sorted"), digest_size=16).hexdigest()
+
+    @property
+    def frame_bytes(self) -> int:
+        """Size of the arena frame that holds one block (the size class)."""
+        return round_up(self.block_bytes, FRAME_ALIGNMENT_BYTES)
+
+    def problem(self) -> str | None:
+        """Why this spec cannot be served, or None. One line for the sender."""
+        if not 0 < self.block_bytes <= MAX_BLOCK_BYTES:
+            return f"block_bytes is {self.block_bytes}: must be 1 to {MAX_BLOCK_BYTES}"
+        if self.block_size <= 0:
+            return f"block_size is {self.block_size}: must be at least 1 token"
+        if self.window_blocks < 0:
+            return f"window_blocks is {self.window_blocks}: must be 0 (whole prefix) or more"
+        if not (0 <= self.tp_rank < self.tp_size and 0 <= self.pp_rank < self.pp_size):
+            return "tp_rank and pp_rank must be at least 0 and below tp_size and pp_size"
+        return None

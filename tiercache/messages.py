@@ -1,0 +1,455 @@
+"""The protocol's messages: msgpack arrays, one typed struct each.
+
+A struct is encoded as an array whose first element is its tag. Every request then carries four
+fields: `request_id` (echoed), `session` (the token from `Welcome`), `generation` (the daemon's
+life, from `Welcome`) and `deadline_us` (on the *sender's* monotonic clock; the daemon knows the
+offset from `Hello.clock_us`, so it can tell how long a message lay in a queue). Every reply
+carries `request_id` and `generation`.
+
+Evolution: fields are only ever appended, with defaults; a receiver ignores elements it does not
+know and fills in those that are missing. A change that this cannot express raises PROTOCOL.
+
+Keys travel packed, 16 bytes each, in one bytes field. Frames travel packed as one u64le each:
+region id in the top 16 bits, byte offset inside the region in the low 48.
+
+`daemon/README.md` describes all of this from the bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from enum import Enum, IntEnum
+from typing import Any
+
+import msgspec
+
+from tiercache.layout import NamespaceSpec
+
+PROTOCOL = 1
+OLDEST_PROTOCOL = 1
+
+KEY_BYTES = 16
+TOKEN_BYTES = 16
+INSTANCE_BYTES = 16
+NO_LEASE = 0
+"""Lease id of a reply that grants none. Real ids are random and never 0."""
+
+# Named limits. A message over one of these is answered with `too_large`.
+MAX_KEYS = 65_536
+MAX_RESOLVE = 512
+MAX_RESERVE = 512
+MAX_NAMESPACES_PER_REQUEST = 256
+MAX_PAYLOAD_BYTES = 2 << 20
+MAX_MESSAGE_BYTES = MAX_PAYLOAD_BYTES + (64 << 10)
+MAX_HELLO_BYTES = 4096
+MAX_FDS_PER_MESSAGE = 16
+MAX_LEASE_TTL_MS = 600_000
+MAX_PIN_TTL_MS = 7 * 86_400_000
+
+REGION_SHIFT = 48
+OFFSET_MASK = (1 << REGION_SHIFT) - 1
+
+
+class ErrorCode(str, Enum):
+    """Why a request was refused. `Error.code` on the wire is the value."""
+
+    MALFORMED = "malformed"
+    TOO_LARGE = "too_large"
+    UNKNOWN_SESSION = "unknown_session"
+    STALE_GENERATION = "stale_generation"
+    EXPIRED = "expired"
+    UNKNOWN_NAMESPACE = "unknown_namespace"
+    UNKNOWN_LEASE = "unknown_lease"
+    BAD_VALUE = "bad_value"
+    LIMIT = "limit"
+    VERSION = "version"
+    FULL = "full"
+    INTERNAL = "internal"
+
+
+class BlockState(IntEnum):
+    """What `Reserve` found for one key."""
+
+    HAVE = 0
+    """Stored and visible: nothing to do."""
+    PENDING = 1
+    """Somebody else holds a write lease on it."""
+    FRAME = 2
+    """Reserved for the caller; its frame is in the reply."""
+    NONE = 3
+    """No frame free now (backpressure), or behind one that has none."""
+
+
+class CommitState(IntEnum):
+    """What became of one committed block."""
+
+    VISIBLE = 0
+    """Any match from now on finds it."""
+    HELD = 1
+    """Complete, and visible as soon as its parent is."""
+    DROPPED = 2
+    """Not kept: the lease was over, its parent was lost, or a flush came in between."""
+
+
+# --- session socket (SEQPACKET, one message per packet) ----------------------------------------
+
+
+class Hello(msgspec.Struct, array_like=True, tag="hello"):
+    """First packet of a client; carries its own pidfd as ancillary data.
+
+    `instance` is random and shared by all sessions of one engine; `clock_us` is the sender's
+    monotonic clock now; `map_arena` asks for the regions' descriptors.
+    """
+
+    protocol_min: int
+    protocol_max: int
+    instance: bytes
+    name: str
+    clock_us: int
+    map_arena: bool
+
+
+class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
+    """The daemon's answer. `control` is the ZeroMQ endpoint of the ROUTER."""
+
+    protocol: int
+    generation: int
+    session: bytes
+    control: str
+    daemon_version: str
+    arena_bytes: int
+
+
+class Regions(msgspec.Struct, array_like=True, tag="regions"):
+    """Regions whose memfds come with this packet, in order: `[region_id, size_bytes]` each.
+
+    Sent after `Welcome` for the regions that exist and again whenever one becomes ready, always
+    before a frame of it is named to anyone.
+    """
+
+    regions: list[tuple[int, int]]
+
+
+class Refused(msgspec.Struct, array_like=True, tag="refused"):
+    """The daemon will not have this client; the socket is closed after it."""
+
+    code: str
+    text: str
+
+
+SessionMessage = Welcome | Regions | Refused
+
+
+# --- requests ----------------------------------------------------------------------------------
+
+
+class Request(msgspec.Struct, array_like=True, tag="request"):
+    """Fields that every request starts with."""
+
+    request_id: int
+    session: bytes
+    generation: int
+    deadline_us: int
+
+
+class Ping(Request, tag="ping"):
+    """Answered with `Done`."""
+
+
+class RegisterNamespace(Request, tag="register_namespace"):
+    """Answered with `Namespace`; the same spec always gets the same id from one daemon life."""
+
+    spec: NamespaceSpec
+
+
+class Match(Request, tag="match"):
+    """Longest stored prefix of `keys` that *all* `namespaces` have. Answered with `Matched`.
+
+    With `ttl_ms` > 0 and at least one block, a read lease is granted. `resolve` asks for the
+    frames of up to that many leading blocks in the same reply (at most MAX_RESOLVE).
+    """
+
+    namespaces: list[int]
+    keys: bytes
+    ttl_ms: int = 0
+    resolve: int = 0
+
+
+class Resolve(Request, tag="resolve"):
+    """Frames of blocks `first ..< first + count` under a read lease. Answered with `Frames`."""
+
+    lease: int
+    namespace: int
+    first: int
+    count: int
+
+
+class Hold(Request, tag="hold"):
+    """Become a further holder of a read lease of the same instance. Answered with `Done`."""
+
+    lease: int
+
+
+class Release(Request, tag="release"):
+    """End this session's hold on a read lease. Answered with `Released`. Idempotent."""
+
+    lease: int
+
+
+class Renew(Request, tag="renew"):
+    """Extend leases (read or write). Answered with `Renewed`."""
+
+    leases: list[int]
+    ttl_ms: int
+
+
+class Reserve(Request, tag="reserve"):
+    """Ask to store `keys`, a run of a chain whose block before the first is `parent`.
+
+    `parent` is empty for a run that starts at the root. Answered with `Reserved`.
+    """
+
+    namespace: int
+    parent: bytes
+    keys: bytes
+    ttl_ms: int
+
+
+class Commit(Request, tag="commit"):
+    """The copies of these blocks (u32le indices into the reserved keys) are complete.
+
+    Answered with `Committed`. Idempotent.
+    """
+
+    lease: int
+    blocks: bytes
+
+
+class Abort(Request, tag="abort"):
+    """Give up what a write lease has not committed. Answered with `Done`. Idempotent.
+
+    `finished` says that no copy of this client still writes to the frames; without it they stay
+    in quarantine until a later `Abort` says so or the client's process has ended.
+    """
+
+    lease: int
+    finished: bool
+
+
+class Read(Request, tag="read"):
+    """Bytes `offset ..< offset + length` of leased block `index`. Answered with `Payload`.
+
+    For clients that do not map the arena; at most MAX_PAYLOAD_BYTES.
+    """
+
+    lease: int
+    namespace: int
+    index: int
+    offset: int
+    length: int
+
+
+class Write(Request, tag="write"):
+    """The payload frame that follows goes to `offset` of reserved block `index`. -> `Done`."""
+
+    lease: int
+    index: int
+    offset: int
+
+
+class Pin(Request, tag="pin"):
+    """Keep the stored prefix of `keys` from eviction for `ttl_ms`. Answered with `Pinned`."""
+
+    namespaces: list[int]
+    keys: bytes
+    ttl_ms: int
+
+
+class Unpin(Request, tag="unpin"):
+    """End pins that were set with the same keys. Answered with `Pinned` (blocks unpinned)."""
+
+    namespaces: list[int]
+    keys: bytes
+
+
+class Prefetch(Request, tag="prefetch"):
+    """Bring the stored prefix of `keys` up into DRAM. Answered with `Matched`, without a lease."""
+
+    namespaces: list[int]
+    keys: bytes
+
+
+class Flush(Request, tag="flush"):
+    """Forget blocks. Answered with `Flushed`.
+
+    `tier` is `all` or a tier's name. Empty `namespaces` means every one; `key` empty means
+    everything, otherwise that block and all that follow it.
+    """
+
+    tier: str
+    namespaces: list[int]
+    key: bytes
+
+
+class Report(Request, tag="report"):
+    """What the client did with its mapping (`cuda`, `mlock`, `none`) and its own counters. -> `Done`."""
+
+    registration: str
+    counters: dict[str, int]
+
+
+class Stats(Request, tag="stats"):
+    """Answered with `StatsReply`."""
+
+
+class Bye(Request, tag="bye"):
+    """End of this session. Answered with `Done`; its leases end as at a lost connection."""
+
+
+AnyRequest = (
+    Ping | RegisterNamespace | Match | Resolve | Hold | Release | Renew | Reserve | Commit | Abort
+    | Read | Write | Pin | Unpin | Prefetch | Flush | Report | Stats | Bye
+)  # fmt: skip
+
+
+# --- replies -----------------------------------------------------------------------------------
+
+
+class Reply(msgspec.Struct, array_like=True, tag="reply"):
+    """Fields that every reply starts with."""
+
+    request_id: int
+    generation: int
+
+
+class Done(Reply, tag="done"):
+    """It was done, or had been done before."""
+
+
+class Error(Reply, tag="error"):
+    """Refused. `code` is an `ErrorCode` value; `text` says what to do."""
+
+    code: str
+    text: str
+
+
+class Namespace(Reply, tag="namespace"):
+    """The small integer of a registered spec, and the size of its frames."""
+
+    namespace: int
+    frame_bytes: int
+
+
+class Matched(Reply, tag="matched"):
+    """Blocks of the leading run found, by tier: in DRAM, then further ones in the tier below.
+
+    `frames` holds one packed list per namespace for as many blocks as `resolve` asked for.
+    """
+
+    dram_blocks: int
+    below_blocks: int
+    lease: int
+    frames: list[bytes] = []
+
+
+class Frames(Reply, tag="frames"):
+    """Frames from block `first` on; fewer than asked when the run is shorter.
+
+    `extents` is where a tier below will name its places; empty while there is none.
+    """
+
+    first: int
+    frames: bytes
+    extents: bytes = b""
+
+
+class Released(Reply, tag="released"):
+    """`good`: the lease was never revoked, so what was copied under it is right. Else a miss."""
+
+    good: bool
+
+
+class Renewed(Reply, tag="renewed"):
+    """One byte per lease: 1 alive with the new deadline, 0 over."""
+
+    alive: bytes
+
+
+class Reserved(Reply, tag="reserved"):
+    """One `BlockState` byte per key, and the frames of those in state FRAME, in order.
+
+    `parent_missing`: the block before the first key is not here, so nothing was reserved; send
+    an earlier part of the chain.
+    """
+
+    lease: int
+    states: bytes
+    frames: bytes
+    parent_missing: bool = False
+
+
+class Committed(Reply, tag="committed"):
+    """One `CommitState` byte per index, in the order asked."""
+
+    states: bytes
+
+
+class Payload(Reply, tag="payload"):
+    """The bytes follow as the next ZeroMQ frame."""
+
+    length: int
+
+
+class Pinned(Reply, tag="pinned"):
+    """Blocks of the prefix that are (or were) pinned."""
+
+    blocks: int
+
+
+class Flushed(Reply, tag="flushed"):
+    """Blocks forgotten."""
+
+    blocks: int
+
+
+class StatsReply(Reply, tag="stats_reply"):
+    """A tree of raw numbers and short strings; see `daemon/README.md`."""
+
+    stats: dict[str, Any]
+
+
+AnyReply = (
+    Done | Error | Namespace | Matched | Frames | Released | Renewed | Reserved | Committed
+    | Payload | Pinned | Flushed | StatsReply
+)  # fmt: skip
+
+
+def pack_frames(frames: list[int]) -> bytes:
+    """Frame numbers as u64le, 8 bytes each."""
+    return _little_endian(array("Q", frames)).tobytes()
+
+
+def unpack_frames(packed: bytes) -> array[int]:
+    """Inverse of `pack_frames`. Raises ValueError when the length is no multiple of 8."""
+    frames = array("Q")
+    frames.frombytes(packed)
+    return _little_endian(frames)
+
+
+def pack_indices(indices: list[int]) -> bytes:
+    """Block indices as u32le, 4 bytes each."""
+    return _little_endian(array("I", indices)).tobytes()
+
+
+def unpack_indices(packed: bytes) -> array[int]:
+    """Inverse of `pack_indices`. Raises ValueError when the length is no multiple of 4."""
+    indices = array("I")
+    indices.frombytes(packed)
+    return _little_endian(indices)
+
+
+def _little_endian(values: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
