@@ -1,0 +1,182 @@
+"""Who owns which part of the arena: regions, split in frames of one size class each.
+
+A frame's number is `region_id << 48 | byte offset`, as on the wire. Size classes come from the
+namespaces; a region belongs to one class as long as one of its frames is in use, and can be split
+anew when all are free. Owners of frames are told apart by `holders`: a frame given back while
+something outside (a ZeroMQ send, later a disk) still reads it is free only when that has ended.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from tiercache.messages import OFFSET_MASK, REGION_SHIFT
+
+NO_FRAME = -1
+
+
+class _Region:
+    """One region's frames: never used from `fresh` on, given back ones on the stack `returned`."""
+
+    __slots__ = ("frames", "fresh", "owned", "region_id", "returned", "size_bytes")
+
+    def __init__(self, region_id: int, size_bytes: int) -> None:
+        self.region_id = region_id
+        self.size_bytes = size_bytes
+        self.split(size_bytes)
+
+    def split(self, frame_bytes: int) -> None:
+        self.frames = self.size_bytes // frame_bytes
+        self.fresh = 0
+        self.returned = array("I")
+        self.owned = 0
+
+
+class SizeClass:
+    """All regions whose frames have one size."""
+
+    def __init__(self, frame_bytes: int) -> None:
+        self.frame_bytes = frame_bytes
+        self.regions: dict[int, _Region] = {}
+        self.open: list[_Region] = []  # regions with a free frame; the last one is used first
+        self.free = 0
+
+    @property
+    def frames(self) -> int:
+        """Frames of this class, in use or not."""
+        return sum(region.frames for region in self.regions.values())
+
+
+class Allocator:
+    """Frames of the arena. Event loop only; O(1) but for the re-splitting of a region."""
+
+    def __init__(self) -> None:
+        self.classes: dict[int, SizeClass] = {}
+        self.unassigned: list[_Region] = []
+        self.arena_bytes = 0
+        self.used_bytes = 0
+        self._holders: dict[int, int] = {}
+        self._waiting: set[int] = set()
+        self._class_of: dict[int, SizeClass] = {}
+
+    def add_region(self, region_id: int, size_bytes: int) -> None:
+        """A region that all mapping clients have been told of."""
+        self.unassigned.append(_Region(region_id, size_bytes))
+        self.arena_bytes += size_bytes
+
+    def size_class(self, frame_bytes: int) -> SizeClass:
+        """The class of that frame size, made when it is the first of its kind."""
+        if frame_bytes not in self.classes:
+            self.classes[frame_bytes] = SizeClass(frame_bytes)
+        return self.classes[frame_bytes]
+
+    def take(self, size_class: SizeClass) -> int:
+        """A free frame, or NO_FRAME. Frames taken one after another tend to be neighbours."""
+        if not size_class.open and not self._open_region(size_class):
+            return NO_FRAME
+        region = size_class.open[-1]
+        if region.returned:
+            number = region.returned.pop()
+        else:
+            number = region.fresh
+            region.fresh += 1
+        region.owned += 1
+        size_class.free -= 1
+        self.used_bytes += size_class.frame_bytes
+        if region.owned == region.frames:
+            size_class.open.pop()
+        return region.region_id << REGION_SHIFT | number * size_class.frame_bytes
+
+    def give_back(self, frame: int) -> None:
+        """The owner is done with the frame. It is free at once, or when its last holder is done."""
+        if frame in self._holders:
+            self._waiting.add(frame)
+            return
+        region_id = frame >> REGION_SHIFT
+        size_class = self._class_of[region_id]
+        region = size_class.regions[region_id]
+        if region.owned == region.frames:
+            size_class.open.insert(0, region)
+        region.returned.append((frame & OFFSET_MASK) // size_class.frame_bytes)
+        region.owned -= 1
+        size_class.free += 1
+        self.used_bytes -= size_class.frame_bytes
+
+    def hold(self, frame: int) -> None:
+        """Something that cannot be recalled reads or writes the frame."""
+        self._holders[frame] = self._holders.get(frame, 0) + 1
+
+    def unhold(self, frame: int) -> None:
+        """That has ended."""
+        self._holders[frame] -= 1
+        if self._holders[frame] == 0:
+            del self._holders[frame]
+            if frame in self._waiting:
+                self._waiting.remove(frame)
+                self.give_back(frame)
+
+    def frame_bytes(self, frame: int) -> int:
+        """Size of a frame in use."""
+        return self._class_of[frame >> REGION_SHIFT].frame_bytes
+
+    def _open_region(self, size_class: SizeClass) -> bool:
+        """Give the class one more region: an unassigned one, or an empty one of another class."""
+        region = self._take_unassigned(size_class.frame_bytes) or self._take_empty(size_class)
+        if region is None:
+            return False
+        region.split(size_class.frame_bytes)
+        size_class.regions[region.region_id] = region
+        size_class.open.append(region)
+        size_class.free += region.frames
+        self._class_of[region.region_id] = size_class
+        return True
+
+    def _take_unassigned(self, frame_bytes: int) -> _Region | None:
+        for place, region in enumerate(self.unassigned):
+            if region.size_bytes >= frame_bytes:
+                return self.unassigned.pop(place)
+        return None
+
+    def _take_empty(self, size_class: SizeClass) -> _Region | None:
+        for other in self.classes.values():
+            if other is size_class or other.free == 0:
+                continue
+            for region in other.open:
+                if region.owned == 0 and region.size_bytes >= size_class.frame_bytes:
+                    other.open.remove(region)
+                    del other.regions[region.region_id]
+                    other.free -= region.frames
+                    return region
+        return None
+
+    def check_integrity(self, owned_frames: list[int]) -> list[str]:
+        """Findings when exactly `owned_frames` (those of every owner, any order) should be in use."""
+        findings = []
+        owned = set(owned_frames)
+        if len(owned) != len(owned_frames):
+            findings.append(f"{len(owned_frames) - len(owned)} frames have two owners")
+        owned |= self._waiting
+        counted: dict[int, int] = {}
+        for frame in owned:
+            counted[frame >> REGION_SHIFT] = counted.get(frame >> REGION_SHIFT, 0) + 1
+        used_bytes = 0
+        for size_class in self.classes.values():
+            free = 0
+            for region in size_class.regions.values():
+                free += region.frames - region.owned
+                used_bytes += region.owned * size_class.frame_bytes
+                if region.owned != counted.get(region.region_id, 0):
+                    findings.append(
+                        f"region {region.region_id} counts {region.owned} frames in use, "
+                        f"{counted.get(region.region_id, 0)} have an owner"
+                    )
+                if region.fresh - len(region.returned) != region.owned:
+                    findings.append(f"region {region.region_id}: free list and count differ")
+                for number in region.returned:
+                    if region.region_id << REGION_SHIFT | number * size_class.frame_bytes in owned:
+                        findings.append(f"region {region.region_id} frame {number} is free and owned")
+            if free != size_class.free:
+                findings.append(f"class {size_class.frame_bytes} counts {size_class.free} free, has {free}")
+        if used_bytes != self.used_bytes:
+            findings.append(f"{self.used_bytes} bytes counted in use, {used_bytes} are")
+        return findings

@@ -1,0 +1,331 @@
+"""Which blocks are here, where, and after which: the prefix-closed index of one tier.
+
+Every block but a root's child hangs below the block before it, and a block leaves only after all
+its descendants, so "key i is here" implies "keys 0..i are here" and the longest match is a binary
+search. Blocks of windowed namespaces hang below nothing and leave in any order.
+
+An entry is a row in columns of plain integers plus one dict item, about 200 bytes; objects would
+cost twice that and make every full garbage collection a stall. The dict of a namespace is split
+in shards, because growing one dict of a million items stops everything for 66 ms.
+
+Entry states:
+
+    FREE ─insert→ LIVE ─unlink→ DEAD ─(no pin, no child)→ FREE
+
+DEAD entries cannot be found any more; whoever pins them still holds their frame.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from tiercache.daemon.policy import NO_ENTRY, Columns, Policy
+from tiercache.messages import KEY_BYTES
+
+FREE, LIVE, DEAD = 0, 1, 2
+_SHARDS = 64
+_GROW_ENTRIES = 4096
+
+
+class Table:
+    """The blocks of one namespace."""
+
+    __slots__ = ("blocks", "number", "policy", "shards", "unlinking", "windowed")
+
+    def __init__(self, number: int, policy: Policy, windowed: bool) -> None:
+        self.number = number
+        self.policy = policy
+        self.windowed = windowed
+        self.shards: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
+        self.blocks = 0
+        self.unlinking = 0  # dead entries that still have children to unlink
+
+    def get(self, key: bytes) -> int:
+        """The live entry of `key`, or NO_ENTRY."""
+        return self.shards[key[0] & (_SHARDS - 1)].get(key, NO_ENTRY)
+
+
+class Index:
+    """All entries of the DRAM tier. Single-threaded; nothing here blocks.
+
+    `release_frame` is called with the frame of every entry that becomes FREE.
+    """
+
+    def __init__(self, release_frame: Callable[[int], None]) -> None:
+        self._release_frame = release_frame
+        self.columns = Columns()
+        self.tables: dict[int, Table] = {}
+        self.invariant_failures = 0
+        self.key: list[bytes] = []
+        self.parent = array("i")
+        self.children = array("i")
+        self.first_child = array("i")
+        self.next_sibling = array("i")
+        self.prev_sibling = array("i")
+        self.pins = array("i")
+        self.frame = array("q")
+        self.table = array("H")
+        self.state = array("B")
+        self._free = array("i")
+        self._unlinking: list[int] = []
+
+    def add_table(self, number: int, policy: Policy, windowed: bool) -> Table:
+        """Make the table of a new namespace."""
+        self.tables[number] = Table(number, policy, windowed)
+        return self.tables[number]
+
+    # --- finding ---------------------------------------------------------------------------------
+
+    def prefix_length(self, table: Table, keys: bytes, limit: int) -> int:
+        """How many of the first `limit` keys are here, as a leading run.
+
+        O(log n) look-ups; O(n) while part of the namespace is being unlinked.
+        """
+        if table.unlinking:
+            return self._walk_length(table, keys, limit)
+        shards = table.shards
+
+        def here(number: int) -> bool:
+            key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+            return key in shards[key[0] & (_SHARDS - 1)]
+
+        if limit == 0 or here(limit - 1):  # a full hit is the common case
+            return limit
+        low, high = 0, limit - 1  # all keys below `low` are here, key `high` is not
+        while low < high:
+            middle = (low + high) // 2
+            if here(middle):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _walk_length(self, table: Table, keys: bytes, limit: int) -> int:
+        before = NO_ENTRY
+        for number in range(limit):
+            entry = table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+            if entry == NO_ENTRY or self.parent[entry] != before:
+                return number
+            before = entry
+        return limit
+
+    def run_frames(self, table: Table, keys: bytes, first: int, count: int) -> list[int]:
+        """Frames of keys `first ..< first + count`, a shorter list where the chain does not hold.
+
+        Walks the parent links back from the last key and compares each key on the way, so that
+        neither a permuted list nor a bug in the closure can name a frame that is not the key's.
+        """
+        if table.windowed:
+            return self._forward_frames(table, keys, first, count)
+        last = first + count - 1
+        entry = table.get(keys[last * KEY_BYTES : (last + 1) * KEY_BYTES])
+        frames = [0] * count
+        key_of, parent, frame = self.key, self.parent, self.frame
+        offset = last * KEY_BYTES
+        for slot in range(count - 1, -1, -1):
+            if entry < 0 or key_of[entry] != keys[offset : offset + KEY_BYTES]:
+                self.invariant_failures += 1
+                return self._forward_frames(table, keys, first, count)
+            frames[slot] = frame[entry]
+            entry = parent[entry]
+            offset -= KEY_BYTES
+        expected = NO_ENTRY if first == 0 else table.get(keys[offset : offset + KEY_BYTES])
+        if entry != expected:
+            self.invariant_failures += 1
+            return []
+        return frames
+
+    def _forward_frames(self, table: Table, keys: bytes, first: int, count: int) -> list[int]:
+        frames: list[int] = []
+        before = table.get(keys[(first - 1) * KEY_BYTES : first * KEY_BYTES]) if first else NO_ENTRY
+        for number in range(first, first + count):
+            entry = table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+            if entry == NO_ENTRY or (not table.windowed and self.parent[entry] != before):
+                break
+            frames.append(self.frame[entry])
+            before = entry
+        return frames
+
+    def attached(self, entry: int) -> bool:
+        """Whether the entry and all before it are live. O(depth): only needed while unlinking."""
+        while entry != NO_ENTRY:
+            if self.state[entry] != LIVE:
+                return False
+            entry = self.parent[entry]
+        return True
+
+    # --- changing --------------------------------------------------------------------------------
+
+    def insert(self, table: Table, key: bytes, parent: int, frame: int) -> int:
+        """Publish a block below `parent` (NO_ENTRY for a root's child). The key must not be here."""
+        shard = table.shards[key[0] & (_SHARDS - 1)]
+        assert key not in shard, "a key is published once"
+        if not self._free:
+            self._grow()
+        entry = self._free.pop()
+        shard[key] = entry
+        table.blocks += 1
+        self.key[entry] = key
+        self.frame[entry] = frame
+        self.table[entry] = table.number
+        self.state[entry] = LIVE
+        self.pins[entry] = self.children[entry] = 0
+        self.first_child[entry] = NO_ENTRY
+        self.parent[entry] = parent
+        self.prev_sibling[entry] = NO_ENTRY
+        self.next_sibling[entry] = NO_ENTRY
+        if parent != NO_ENTRY:
+            self._adopt(table, parent, entry)
+        table.policy.inserted(entry)
+        table.policy.add(entry)
+        return entry
+
+    def _adopt(self, table: Table, parent: int, entry: int) -> None:
+        assert self.state[parent] == LIVE
+        if self.children[parent] == 0 and self.pins[parent] == 0:
+            table.policy.remove(parent)
+        self.children[parent] += 1
+        sibling = self.first_child[parent]
+        self.next_sibling[entry] = sibling
+        if sibling != NO_ENTRY:
+            self.prev_sibling[sibling] = entry
+        self.first_child[parent] = entry
+
+    def _grow(self) -> None:
+        first, count = len(self.key), _GROW_ENTRIES
+        self.key.extend([b""] * count)
+        for column in (
+            self.parent, self.children, self.first_child, self.next_sibling, self.prev_sibling,
+            self.pins, self.frame, self.table, self.state,
+        ):  # fmt: skip
+            column.frombytes(bytes(column.itemsize * count))
+        self.columns.grow(count)
+        self._free.extend(range(first + count - 1, first - 1, -1))
+
+    def touch(self, entry: int) -> None:
+        """A match ended here."""
+        self.tables[self.table[entry]].policy.touched(entry)
+
+    def pin(self, entry: int) -> None:
+        """Keep the entry's frame, and so all its ancestors, until `unpin`."""
+        if self.pins[entry] == 0 and self.children[entry] == 0 and self.state[entry] == LIVE:
+            self.tables[self.table[entry]].policy.remove(entry)
+        self.pins[entry] += 1
+
+    def unpin(self, entry: int) -> None:
+        """Undo one `pin`."""
+        self.pins[entry] -= 1
+        assert self.pins[entry] >= 0, "more unpins than pins"
+        if self.pins[entry] == 0:
+            self._settle(entry)
+
+    def _settle(self, entry: int) -> None:
+        """An entry without pins: candidate when it is a live leaf, free when it is dead and bare."""
+        if self.children[entry]:
+            return
+        if self.state[entry] == LIVE:
+            self.tables[self.table[entry]].policy.add(entry)
+        elif self.state[entry] == DEAD:
+            self._free_entry(entry)
+
+    def evict(self, entry: int) -> None:
+        """Forget a candidate; its frame is released at once and its parent may become a candidate."""
+        assert self.children[entry] == 0
+        assert self.pins[entry] == 0
+        parent = self.parent[entry]
+        if parent != NO_ENTRY and self.children[parent] == 1 and self.state[parent] == LIVE:
+            self.tables[self.table[entry]].policy.inherited(parent, entry)
+        self._unlink(entry)
+
+    def drop(self, entry: int) -> None:
+        """Forget an entry and all its descendants, these in slices (`unlink_slice`).
+
+        The entry is out of sight at once, and with it everything after it. Whoever reads under a
+        lease below it must be told (`attached` says who): frames go to new owners from here on.
+        """
+        assert self.state[entry] == LIVE
+        self._unlink(entry)
+
+    def _unlink(self, entry: int) -> None:
+        """LIVE → DEAD: out of the table, off its parent; freed when bare."""
+        table = self.tables[self.table[entry]]
+        if self.children[entry] == 0 and self.pins[entry] == 0:
+            table.policy.remove(entry)
+        key = self.key[entry]
+        del table.shards[key[0] & (_SHARDS - 1)][key]
+        table.blocks -= 1
+        self.state[entry] = DEAD
+        self._leave_parent(entry)
+        if self.children[entry]:
+            # Pinned while it waits for its children to go, so that nobody frees it meanwhile.
+            self.pins[entry] += 1
+            table.unlinking += 1
+            self._unlinking.append(entry)
+        elif self.pins[entry] == 0:
+            self._free_entry(entry)
+
+    def _leave_parent(self, entry: int) -> None:
+        parent = self.parent[entry]
+        if parent == NO_ENTRY:
+            return
+        before, after = self.prev_sibling[entry], self.next_sibling[entry]
+        if before == NO_ENTRY:
+            self.first_child[parent] = after
+        else:
+            self.next_sibling[before] = after
+        if after != NO_ENTRY:
+            self.prev_sibling[after] = before
+        self.parent[entry] = NO_ENTRY
+        self.children[parent] -= 1
+        if self.children[parent] == 0 and self.pins[parent] == 0 and self.state[parent] == LIVE:
+            self.tables[self.table[parent]].policy.add(parent)
+
+    def unlink_slice(self, limit: int) -> int:
+        """Unlink up to `limit` descendants of dropped entries; returns how many were.
+
+        Fewer than `limit` means that all is done and matches are logarithmic again.
+        """
+        done = 0
+        while self._unlinking and done < limit:
+            entry = self._unlinking[-1]
+            if self.children[entry]:
+                # The child joins the stack while it has children of its own, so depth comes first.
+                self._unlink(self.first_child[entry])
+                done += 1
+                continue
+            self._unlinking.pop()
+            self.tables[self.table[entry]].unlinking -= 1
+            self.unpin(entry)
+        return done
+
+    def _free_entry(self, entry: int) -> None:
+        self.state[entry] = FREE
+        self.key[entry] = b""
+        self._free.append(entry)
+        self._release_frame(self.frame[entry])
+
+    # --- checking --------------------------------------------------------------------------------
+
+    def check_integrity(self) -> list[str]:
+        """Every way in which the columns, the tables and the counts disagree. O(entries)."""
+        findings = []
+        children = array("i", bytes(4 * len(self.key)))
+        for entry, state in enumerate(self.state):
+            parent = self.parent[entry]
+            if state != FREE and parent != NO_ENTRY:
+                children[parent] += 1
+            if state == LIVE and self.tables[self.table[entry]].get(self.key[entry]) != entry:
+                findings.append(f"entry {entry} is live but its key is not in its table")
+            if state == LIVE and parent != NO_ENTRY and self.state[parent] == FREE:
+                findings.append(f"entry {entry} hangs below the free entry {parent}")
+        for entry, state in enumerate(self.state):
+            if state != FREE and children[entry] != self.children[entry]:
+                findings.append(f"entry {entry} counts {self.children[entry]} children, has {children[entry]}")
+            is_candidate = self.columns.next[entry] != 0
+            if is_candidate != (state == LIVE and self.children[entry] == 0 and self.pins[entry] == 0):
+                findings.append(f"entry {entry} is {'' if is_candidate else 'not '}a candidate, wrongly")
+        for table in self.tables.values():
+            if table.blocks != sum(map(len, table.shards)):
+                findings.append(f"namespace {table.number} counts {table.blocks} blocks")
+        return findings

@@ -1,0 +1,198 @@
+"""Settings: where they come from, what they refuse, and that the printed file reads back."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercache import config as config_module
+from tiercache.config import (
+    MAX_REGIONS,
+    MAX_SOCKET_PATH_BYTES,
+    SETTINGS,
+    DaemonConfig,
+    add_config_flags,
+    control_endpoint,
+    default_address,
+    default_run_dir,
+    flags_from_args,
+    load_config,
+    render_toml,
+    resolve_config,
+    session_socket_path,
+)
+from tiercache.errors import ConfigError
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "tiercache.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults() -> None:
+    config = load_config(None, {"TIERCACHE_RUN_DIR": "/x"}, {})
+    assert (config.run_dir, config.arena_bytes, config.region_bytes) == (Path("/x"), 4 * GIB, 256 * MIB)
+    assert config.quarantine_per_client_bytes == GIB
+    assert (config.max_sessions, config.max_leases_per_session, config.lease_ttl_max_s) == (256, 1024, 60.0)
+    assert (config.policy, config.lock_memory, config.pin_share) == ("lru", "auto", 0.5)
+    assert config.region_sizes() == [256 * MIB] * 16
+
+
+def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
+    path = write(tmp_path, 'arena = "1GiB"\nmax_sessions = 7\npin_share = 0.25\n')
+    env = {"TIERCACHE_ARENA": "2GiB", "TIERCACHE_MAX_SESSIONS": "8", "TIERCACHE_CONFIG": "/nowhere.toml"}
+    config, sources = resolve_config(path, env, {"arena": "3GiB", "policy": None})
+    assert (config.arena_bytes, config.max_sessions, config.pin_share) == (3 * GIB, 8, 0.25)
+    assert sources["arena"] == "--arena"
+    assert sources["max_sessions"] == "TIERCACHE_MAX_SESSIONS"
+    assert sources["pin_share"] == str(path)
+    assert sources["policy"] == "default"
+
+
+def test_the_environment_names_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "arena = 1048576000\n")
+    assert load_config(None, {"TIERCACHE_CONFIG": str(path)}).arena_bytes == 1000 * MIB
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "text", "words"),
+    [
+        ({"arena": "lots"}, {}, "", ["arena = lots", "--arena", "16GiB"]),
+        ({}, {"TIERCACHE_ARENA": "16Gb i"}, "", ["arena", "16Gb i", "TIERCACHE_ARENA", "write for example"]),
+        ({}, {}, 'arena = "1KiB"', ["arena", "1KiB", "tiercache.toml", '"2MiB" to "64TiB"']),
+        ({"region": "3MiB"}, {}, "", ["region", "3MiB", "--region", "4MiB"]),
+        ({"region": 0}, {}, "", ["region", "2MiB"]),
+        ({"pin_share": "1.5"}, {}, "", ["pin_share", "1.5", "0 to 1"]),
+        ({"pin_share": "nan"}, {}, "", ["pin_share", "nan", "0 to 1"]),
+        ({"pin_share": "half"}, {}, "", ["pin_share", "half", "0.5"]),
+        ({"max_sessions": "0"}, {}, "", ["max_sessions", "0", "1 to 4096"]),
+        ({"max_sessions": "many"}, {}, "", ["max_sessions", "many", "whole number"]),
+        ({"lease_ttl_max": "2h"}, {}, "", ["lease_ttl_max", "2h", "--lease-ttl-max", "600s"]),
+        ({"log_level": "loud"}, {}, "", ["log_level", "loud", "debug, info, warning, error"]),
+        ({"arena": "9" * 400}, {}, "", ["arena", "--arena"]),
+        ({"run_dir": ""}, {}, "", ["run_dir", "--run-dir", "path"]),
+        ({}, {}, "lock_memory = true", ["lock_memory", "True", "bool"]),
+        ({}, {}, "arena = [1]", ["arena", "list"]),
+        ({}, {}, 'arean = "1GiB"', ["arean", "tiercache.toml", "did you mean arena?"]),
+        ({}, {}, "[daemon]\narena = 1", ["daemon", "no such setting"]),
+        ({}, {"TIERCACHE_AREAN": "1GiB"}, "", ["TIERCACHE_AREAN", "1GiB", "did you mean TIERCACHE_ARENA?"]),
+        ({"max_session": 3}, {}, "", ["max_session", "did you mean max_sessions?"]),
+        ({}, {}, "arena = ", ["tiercache.toml", "not TOML", "tiercache config"]),
+    ],
+)
+def test_errors_name_key_value_source_and_remedy(
+    tmp_path: Path, flags: dict[str, object], env: dict[str, str], text: str, words: list[str]
+) -> None:
+    path = write(tmp_path, text) if text else None
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, env, flags)
+    message = str(caught.value)
+    assert [word for word in words if word not in message] == [], message
+    assert "\n" not in message
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"/nowhere\.toml.*No such file.*--config"):
+        load_config("/nowhere.toml", {})
+
+
+def test_variables_that_kubernetes_sets_are_left_alone() -> None:
+    from_kubernetes = {"TIERCACHE_PORT": "tcp://10.0.0.1:80", "TIERCACHE_SERVICE_HOST": "10.0.0.1"}
+    assert load_config(None, {**from_kubernetes, "TIERCACHE_ARENA": "1GiB"}).arena_bytes == GIB
+
+
+def test_regions_are_fitted_to_the_arena() -> None:
+    assert DaemonConfig(arena_bytes=8 * MIB).region_sizes() == [8 * MIB]
+    assert DaemonConfig(arena_bytes=7 * MIB, region_bytes=4 * MIB).region_sizes() == [4 * MIB, 2 * MIB]
+    large = DaemonConfig(arena_bytes=1 << 40)
+    assert len(large.region_sizes()) == MAX_REGIONS
+    assert sum(large.region_sizes()) == 1 << 40
+
+
+@given(arena=st.integers(2 * MIB, 1 << 42), region=st.integers(1, 1 << 12))
+def test_any_arena_is_covered_by_few_enough_regions(arena: int, region: int) -> None:
+    config = DaemonConfig(run_dir=Path("/x"), arena_bytes=arena, region_bytes=region * 2 * MIB)
+    sizes = config.region_sizes()
+    assert sum(sizes) == config.arena_bytes
+    assert 0 <= arena - config.arena_bytes < 2 * MIB
+    assert len(sizes) <= MAX_REGIONS
+    assert all(size % (2 * MIB) == 0 and size > 0 for size in sizes)
+
+
+def test_an_object_made_by_hand_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match=r"region = 5: .*2MiB"):
+        DaemonConfig(region_bytes=5)
+
+
+configs = st.builds(
+    DaemonConfig,
+    run_dir=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40).map(
+        lambda text: Path("/run", text.lstrip("/"))
+    ),
+    arena_bytes=st.integers(2 * MIB, 1 << 40),
+    region_bytes=st.integers(1, 4096).map(lambda n: n * 2 * MIB),
+    lock_memory=st.sampled_from(["auto", "off", "require"]),
+    max_sessions=st.integers(1, 4096),
+    lease_ttl_max_s=st.floats(0.1, 600),
+    quarantine_per_client_bytes=st.integers(0, 1 << 40),
+    pin_share=st.floats(0, 1).map(lambda value: round(value, 6)),
+    log_level=st.sampled_from(["debug", "info", "warning", "error"]),
+)
+
+
+@given(config=configs)
+def test_the_printed_file_reads_back_to_an_equal_object(
+    tmp_path_factory: pytest.TempPathFactory, config: DaemonConfig
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "printed.toml"
+    for comments in (True, False):
+        path.write_text(render_toml(config, comments))
+        assert load_config(path, {}, {}) == config, f"with comments={comments}"
+
+
+def test_the_printed_file_teaches_and_says_where_values_came_from() -> None:
+    config, sources = resolve_config(None, {"TIERCACHE_ARENA": "1GiB"}, {"pin_share": 0.5})
+    text = render_toml(config, sources=sources)
+    assert 'arena = "1GiB"  # from TIERCACHE_ARENA\n' in text
+    assert "pin_share = 0.5  # from --pin-share\n" in text
+    assert '\n#region = "256MiB"\n' in text
+    for setting in SETTINGS.values():
+        assert setting.doc.split()[0] in text
+
+
+def test_flags_go_through_argparse() -> None:
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    args = parser.parse_args(["--arena", "1GiB", "--lease-ttl-max", "5s", "--config", "a.toml"])
+    assert flags_from_args(args) == {"arena": "1GiB", "lease_ttl_max": "5s"}
+    assert args.config == "a.toml"
+    text = " ".join(parser.format_help().split())
+    assert [key for key in SETTINGS if config_module.flag_name(key) not in text] == []
+
+
+def test_daemon_and_client_come_to_the_same_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert default_run_dir({"TIERCACHE_RUN_DIR": "/a", "XDG_RUNTIME_DIR": "/b"}) == Path("/a")
+    assert default_run_dir({"XDG_RUNTIME_DIR": "/b"}) == Path("/b/tiercache")
+    assert default_run_dir({}).parts[1] in ("run", "tmp")
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    assert default_run_dir({}) == Path("/tmp/tiercache-1234")
+    monkeypatch.setenv("TIERCACHE_RUN_DIR", str(tmp_path))
+    assert default_address() == str(load_config().run_dir) == str(tmp_path)
+
+
+def test_socket_paths_have_a_limit() -> None:
+    assert session_socket_path("/run/tiercache") == Path("/run/tiercache/session.sock")
+    assert control_endpoint("/run/tiercache") == "ipc:///run/tiercache/control.sock"
+    longest = "/" + "é" * 46 + "x"  # 2 bytes each in UTF-8
+    assert len(os.fsencode(session_socket_path(longest))) == MAX_SOCKET_PATH_BYTES
+    with pytest.raises(ConfigError, match=r"run_dir = /x+: session\.sock .* 109 bytes.*107.*shorter"):
+        session_socket_path("/" + "x" * 95)

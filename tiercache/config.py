@@ -1,0 +1,460 @@
+"""The daemon's settings: one frozen object, and where its values come from.
+
+    TOML file  <  TIERCACHE_* environment  <  command-line flags
+
+Every setting has one key. `arena` in the file is `TIERCACHE_ARENA` in the environment and
+`--arena` on the command line. Sizes are written as `16GiB`, durations as `60s`.
+
+The same module knows where a daemon is found: an *address* is the path of its run directory,
+which holds the session socket and the control socket.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tiercache.errors import ConfigError
+from tiercache.units import parse_bytes, parse_duration_s, round_up
+
+if TYPE_CHECKING:
+    import argparse
+
+ENV_PREFIX = "TIERCACHE_"
+HUGE_PAGE_BYTES = 2 << 20
+MAX_REGIONS = 256
+MAX_SOCKET_PATH_BYTES = 107
+"""sun_path of a unix socket address is 108 bytes with its final NUL (unix(7))."""
+
+DEFAULT = "default"
+"""Source of a setting that nobody set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonConfig:
+    """Every setting of the daemon, checked; `SETTINGS` says what each is for.
+
+    Values are the effective ones: `region_bytes` is fitted to the arena, and a
+    `quarantine_per_client_bytes` of 0 becomes a quarter of it. Raises ConfigError for values that
+    cannot work.
+    """
+
+    run_dir: Path = field(default_factory=lambda: default_run_dir())
+    arena_bytes: int = 4 << 30
+    region_bytes: int = 256 << 20
+    lock_memory: str = "auto"
+    policy: str = "lru"
+    max_sessions: int = 256
+    max_leases_per_session: int = 1024
+    lease_ttl_max_s: float = 60.0
+    quarantine_per_client_bytes: int = 0
+    pin_share: float = 0.5
+    log_level: str = "info"
+    log_format: str = "auto"
+
+    def __post_init__(self) -> None:
+        for setting in SETTINGS.values():
+            value = getattr(self, setting.field)
+            if problem := setting.kind.check(value):
+                raise ConfigError(f"{setting.key} = {value}: {problem}")
+        set_field = object.__setattr__  # the one place where a frozen object may be written
+        set_field(self, "arena_bytes", self.arena_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+        least = round_up(-(-self.arena_bytes // MAX_REGIONS), HUGE_PAGE_BYTES)
+        set_field(self, "region_bytes", min(max(self.region_bytes, least), self.arena_bytes))
+        if self.quarantine_per_client_bytes == 0:
+            set_field(self, "quarantine_per_client_bytes", self.arena_bytes // 4)
+
+    def region_sizes(self) -> list[int]:
+        """Sizes of the arena's regions in bytes: all `region_bytes`, the last one perhaps less."""
+        whole, rest = divmod(self.arena_bytes, self.region_bytes)
+        return [self.region_bytes] * whole + ([rest] if rest else [])
+
+
+class _Kind(NamedTuple):
+    """How values of one kind are read, checked and written."""
+
+    metavar: str
+    parse: Callable[[Any], Any]
+    """Text or TOML value to the field's value. Raises ValueError with the remedy."""
+    check: Callable[[Any], str | None]
+    """What is wrong with a value, and what to do; or None."""
+    render: Callable[[Any], str]
+    """The value as TOML; `parse` reads it back."""
+
+
+class _Setting(NamedTuple):
+    """One line of the table of settings."""
+
+    key: str
+    field: str
+    kind: _Kind
+    doc: str
+
+
+def _toml_string(value: object) -> str:
+    """A TOML basic string; its escapes are a superset of what JSON writes for ASCII."""
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _toml_bytes(value: int) -> str:
+    for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if value and value % (1 << shift) == 0:
+            return f'"{value >> shift}{unit}"'
+    return str(value)
+
+
+def _within(low: float, high: float, show: Callable[[Any], str] = str) -> Callable[[Any], str | None]:
+    return lambda value: None if low <= value <= high else f"must be {show(low)} to {show(high)}"
+
+
+def _size(check: Callable[[Any], str | None]) -> _Kind:
+    return _Kind("SIZE", parse_bytes, check, _toml_bytes)
+
+
+def _count(low: int, high: int) -> _Kind:
+    def parse(value: object) -> int:
+        try:
+            return int(str(value))
+        except ValueError:
+            raise ValueError(f"is no whole number: write for example {low + 15}") from None
+
+    return _Kind("N", parse, _within(low, high), str)
+
+
+def _choice(*choices: str) -> _Kind:
+    def check(value: str) -> str | None:
+        return None if value in choices else f"must be one of: {', '.join(choices)}"
+
+    return _Kind("|".join(choices), str, check, _toml_string)
+
+
+def _parse_share(value: str | float) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError("is no number: write for example 0.5") from None
+
+
+def _parse_directory(value: object) -> Path:
+    if not str(value):
+        raise ValueError("is empty: write the path of a directory, or leave the setting out")
+    return Path(str(value)).expanduser().absolute()
+
+
+def _check_region(value: int) -> str | None:
+    if value >= HUGE_PAGE_BYTES and value % HUGE_PAGE_BYTES == 0:
+        return None
+    nearest = _toml_bytes(max(round_up(value, HUGE_PAGE_BYTES), HUGE_PAGE_BYTES))
+    return f"must be a multiple of 2MiB (a huge page): write {nearest}"
+
+
+_DIRECTORY = _Kind("DIR", _parse_directory, lambda value: None, _toml_string)
+_ARENA = _size(_within(HUGE_PAGE_BYTES, 64 << 40, _toml_bytes))
+_QUARANTINE = _size(lambda value: None if value >= 0 else "must be 0 or more")
+
+
+def _seconds(value: float) -> str:
+    return repr(value).removesuffix(".0") + "s"
+
+
+_TTL = _Kind("DURATION", parse_duration_s, _within(0.1, 600, _seconds), lambda value: f'"{_seconds(value)}"')
+_SHARE = _Kind("SHARE", _parse_share, _within(0, 1), lambda value: repr(float(value)))
+
+_TABLE = (
+    _Setting(
+        "run_dir", "run_dir", _DIRECTORY,
+        "Directory of the daemon's sockets. Its path is the daemon's address: clients that are given none "
+        "look in the same place.",
+    ),
+    _Setting(
+        "arena", "arena_bytes", _ARENA,
+        "Page-locked host memory for KV blocks, shared with the clients that map it. Taken when the daemon "
+        "starts, in whole 2MiB pages, and never grown.",
+    ),
+    _Setting(
+        "region", "region_bytes", _size(_check_region),
+        "The arena is made of regions of this size, one memfd each: the unit in which memory is populated, "
+        "registered with CUDA and re-split between block sizes. A multiple of 2MiB; raised by itself so that "
+        f"{MAX_REGIONS} are enough, and never larger than the arena.",
+    ),
+    _Setting(
+        "lock_memory", "lock_memory", _choice("auto", "off", "require"),
+        "Lock the arena in RAM (mlock). auto: try, and say in `tiercache stats` when the limit (ulimit -l) "
+        "is too low. require: do not start without it. off: do not try.",
+    ),
+    _Setting(
+        "policy", "policy", _choice("lru"),
+        "Which blocks go first when the arena is full. lru: the end of the prefix that was used longest ago.",
+    ),
+    _Setting(
+        "max_sessions", "max_sessions", _count(1, 4096),
+        "Clients connected at once. One more is refused with a line that says so.",
+    ),
+    _Setting(
+        "max_leases_per_session", "max_leases_per_session", _count(1, 1 << 20),
+        "Leases of one client at once: its loads and stores under way.",
+    ),
+    _Setting(
+        "lease_ttl_max", "lease_ttl_max_s", _TTL,
+        "Longest time that a lease lasts without being renewed: what a client that hangs can hold up.",
+    ),
+    _Setting(
+        "quarantine_per_client", "quarantine_per_client_bytes", _QUARANTINE,
+        "Frames of one client's unfinished stores that wait for proof that nobody writes to them any more. "
+        "Beyond it the client's stores are refused; its loads go on. 0: a quarter of the arena.",
+    ),
+    _Setting(
+        "pin_share", "pin_share", _SHARE,
+        "Part of the arena that pins may hold, 0 to 1. A pin beyond it keeps fewer blocks.",
+    ),
+    _Setting(
+        "log_level", "log_level", _choice("debug", "info", "warning", "error"),
+        "Least important lines that are logged, to stderr.",
+    ),
+    _Setting(
+        "log_format", "log_format", _choice("auto", "text", "json"),
+        "auto: text on a terminal, otherwise one JSON object a line.",
+    ),
+)  # fmt: skip
+
+SETTINGS: dict[str, _Setting] = {setting.key: setting for setting in _TABLE}
+"""Key -> how the field of `DaemonConfig` behind it is written, and what it is for."""
+
+
+def default_run_dir(env: Mapping[str, str] = os.environ) -> Path:
+    """Where daemon and clients meet when nobody says: both come to the same answer.
+
+    $TIERCACHE_RUN_DIR, else $XDG_RUNTIME_DIR/tiercache, else /run/tiercache for root, else
+    /tmp/tiercache-<uid>.
+    """
+    if env.get(ENV_PREFIX + "RUN_DIR"):
+        return _parse_directory(env[ENV_PREFIX + "RUN_DIR"])
+    if env.get("XDG_RUNTIME_DIR"):
+        return Path(env["XDG_RUNTIME_DIR"], "tiercache").absolute()
+    if os.geteuid() == 0 and os.access("/run", os.W_OK):
+        return Path("/run/tiercache")
+    return Path(f"/tmp/tiercache-{os.geteuid()}")
+
+
+class Resolved(NamedTuple):
+    """A configuration and, for each key, where its value came from (`DEFAULT` if nowhere)."""
+
+    config: DaemonConfig
+    sources: dict[str, str]
+
+
+def load_config(
+    path: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> DaemonConfig:
+    """The daemon's settings from a TOML file, the environment and flags, later ones winning.
+
+    Args:
+        path: the file; None means $TIERCACHE_CONFIG, and without that no file.
+        env: the environment, `os.environ` by default.
+        flags: key -> value, as text or already a number; None values are flags not given.
+
+    Raises ConfigError, which names key, value, source and remedy. Reads one small file.
+    """
+    return resolve_config(path, env, flags).config
+
+
+def resolve_config(
+    path: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Resolved:
+    """`load_config`, with the source of each value beside it."""
+    env = os.environ if env is None else env
+    path = path or env.get(ENV_PREFIX + "CONFIG") or None
+    layers: list[dict[str, tuple[Any, str]]] = [
+        {} if path is None else _from_file(Path(path)),
+        _from_environment(env),
+        _from_flags(flags or {}),
+    ]
+    values: dict[str, Any] = {"run_dir": default_run_dir(env)}
+    sources = dict.fromkeys(SETTINGS, DEFAULT)
+    for layer in layers:
+        for key, (value, source) in layer.items():
+            values[SETTINGS[key].field] = _checked(key, value, source)
+            sources[key] = source
+    return Resolved(DaemonConfig(**values), sources)
+
+
+def _checked(key: str, value: Any, source: str) -> Any:
+    setting = SETTINGS[key]
+    where = f"{key} = {value} (from {source})"
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike)):
+        raise ConfigError(f"{where}: must be a text or a number, not a {type(value).__name__}")
+    try:
+        parsed = setting.kind.parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    except OverflowError:
+        raise ConfigError(f"{where}: is larger than any machine") from None
+    if problem := setting.kind.check(parsed):
+        raise ConfigError(f"{where}: {problem}")
+    return parsed
+
+
+def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        with path.open("rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(
+            f"config file {path}: {error.strerror}: give --config or TIERCACHE_CONFIG a file that can be read"
+        ) from None
+    except ValueError as error:  # of TOML or of UTF-8
+        raise ConfigError(f"config file {path} is not TOML: {error}: `tiercache config` prints one") from None
+    for key in table:
+        if key not in SETTINGS:
+            raise ConfigError(f"{key} = {table[key]} (from {path}): no such setting{_nearest(key)}")
+    return {key: (value, str(path)) for key, value in table.items()}
+
+
+def _from_environment(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    # A name that is no setting is only refused when it looks like a slip of the pen: Kubernetes
+    # gives pods TIERCACHE_PORT and TIERCACHE_SERVICE_HOST when a Service is called tiercache.
+    found: dict[str, tuple[Any, str]] = {}
+    for name, value in env.items():
+        if not name.startswith(ENV_PREFIX) or value == "":
+            continue
+        key = name[len(ENV_PREFIX) :].lower()
+        if key in SETTINGS:
+            found[key] = (value, name)
+        elif near := _nearest(key, env=True):
+            raise ConfigError(f"{name} = {value} (from the environment): no such setting{near}")
+    return found
+
+
+def _from_flags(flags: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    found: dict[str, tuple[Any, str]] = {}
+    for key, value in flags.items():
+        if key not in SETTINGS:
+            raise ConfigError(f"{key} = {value} (from flags): no such setting{_nearest(key)}")
+        if value is not None:
+            found[key] = (value, flag_name(key))
+    return found
+
+
+def _nearest(key: str, *, env: bool = False) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(key.lower(), SETTINGS, n=1, cutoff=0.8 if env else 0.5)
+    if env:
+        return f": did you mean {ENV_PREFIX}{near[0].upper()}?" if near else ""
+    return f": did you mean {near[0]}?" if near else f": there are {', '.join(SETTINGS)}"
+
+
+def flag_name(key: str) -> str:
+    """`lease_ttl_max` -> `--lease-ttl-max`."""
+    return "--" + key.replace("_", "-")
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """Add `--config` and a flag for every setting; `flags_from_args` picks them up again."""
+    parser.add_argument("--config", metavar="FILE", help="TOML file of settings (default: $TIERCACHE_CONFIG)")
+    group = parser.add_argument_group(
+        "settings",
+        "Each may also stand in the file (arena = \"16GiB\") or in the environment (TIERCACHE_ARENA=16GiB). "
+        "Flags win over the environment, and the environment over the file.",
+    )
+    defaults = DaemonConfig(run_dir=default_run_dir())
+    for setting in SETTINGS.values():
+        default = setting.kind.render(getattr(defaults, setting.field)).strip('"')
+        shown = f" (default: {default})" if setting.key != "quarantine_per_client" else ""
+        text = (setting.doc + shown).replace("%", "%%")
+        group.add_argument(flag_name(setting.key), dest=setting.key, metavar=setting.kind.metavar, help=text)
+
+
+def flags_from_args(args: argparse.Namespace) -> dict[str, str]:
+    """The settings given on the command line: `load_config(args.config, flags=flags_from_args(args))`."""
+    return {key: getattr(args, key) for key in SETTINGS if getattr(args, key, None) is not None}
+
+
+def render_toml(
+    config: DaemonConfig, comments: bool = True, sources: Mapping[str, str] | None = None
+) -> str:
+    """The settings as TOML, which `load_config` reads back to an equal object.
+
+    With `comments` each setting is explained, and those at their default are commented out: the
+    file says what was chosen and teaches what there is. `sources` adds where a value came from.
+    """
+    from textwrap import TextWrapper
+
+    wrap = TextWrapper(98, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False).wrap
+    defaults = DaemonConfig()
+    fitted = DaemonConfig(arena_bytes=config.arena_bytes)  # defaults that follow from the arena
+    lines = [*_TOML_HEAD, ""] if comments else []
+    for setting in SETTINGS.values():
+        value = getattr(config, setting.field)
+        line = f"{setting.key} = {setting.kind.render(value)}"
+        if not comments:
+            lines.append(line)
+            continue
+        default = getattr(defaults if setting.key == "arena" else fitted, setting.field)
+        source = (sources or {}).get(setting.key, DEFAULT)
+        if source != DEFAULT:
+            line += f"  # from {source}"
+        elif value == default:
+            line = f"#{line}"
+        lines += [*wrap(setting.doc), line, ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+_TOML_HEAD = (
+    "# Settings of the tiercache daemon. A line with # and no space after it is a default.",
+    "# TIERCACHE_ARENA=16GiB in the environment and --arena 16GiB on the command line win over this file.",
+)
+
+
+def default_address() -> str:
+    """The address of the daemon that nobody named: its run directory."""
+    return str(default_run_dir())
+
+
+def session_socket_path(run_dir: str | Path) -> Path:
+    """Where clients say hello and receive the arena. Raises ConfigError when too long for a socket."""
+    return _socket_path(Path(run_dir) / "session.sock")
+
+
+def control_endpoint(run_dir: str | Path) -> str:
+    """ZeroMQ endpoint of the control socket. Raises ConfigError when too long for a socket."""
+    return f"ipc://{_socket_path(Path(run_dir) / 'control.sock')}"
+
+
+def _socket_path(path: Path) -> Path:
+    size = len(os.fsencode(path))
+    if size > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"run_dir = {path.parent}: {path.name} in it makes a path of {size} bytes, and a unix socket's "
+            f"may have {MAX_SOCKET_PATH_BYTES}: choose a shorter directory, for example /run/tiercache"
+        )
+    return path
+
+
+__all__ = [
+    "DaemonConfig",
+    "Resolved",
+    "add_config_flags",
+    "control_endpoint",
+    "default_address",
+    "default_run_dir",
+    "flag_name",
+    "flags_from_args",
+    "load_config",
+    "render_toml",
+    "resolve_config",
+    "session_socket_path",
+]
