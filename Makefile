@@ -1,13 +1,56 @@
-# Everything a fresh clone needs, from a bare Python 3.10 or later.
+# Everything that a fresh clone needs, from a bare Python 3.10 or later on Linux.
+#
+#   make setup      virtual environment in .venv with the versions of constraints.txt
+#   make test       lint, types and tests; MARKERS="not engine" leaves out the parts that load torch
+#   make demo       a small engine with and without the cache, side by side
+#   make bench      transfers and daemon, measured on this machine
+#   make gpu-check  kernels and transfers on a CUDA device; needs torch, no network, no .venv
+#   make clean      remove what the other targets made, except .venv
 PYTHON ?= python3
 VENV ?= .venv
-BIN = $(VENV)/bin
+MARKERS ?=
+PYTEST_ARGS ?=
 
-.PHONY: setup
+BIN = $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
+BENCHMARKS = $(wildcard bench/bench_transfer.py bench/bench_daemon.py)
+
+.PHONY: setup test lint types unit demo bench gpu-check clean
+.DEFAULT_GOAL := test
+
 setup: $(VENV)/.installed
 
+# The build backend comes first, so that building needs no second, unpinned environment.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engine,test,dev]'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --upgrade pip setuptools wheel
+	$(PIP_INSTALL) --no-build-isolation --editable '.[engine,test,dev]'
 	touch $@
+
+test: lint types unit
+
+lint: setup
+	$(BIN)/ruff check
+
+types: setup
+	$(BIN)/mypy
+
+# One thread per process: the tests start many, and the machine's cores are theirs to share.
+unit: export OMP_NUM_THREADS = 1
+unit: setup
+	$(BIN)/python -m pytest -m 'not slow and not gpu$(if $(MARKERS), and ($(MARKERS)))' $(PYTEST_ARGS)
+
+demo: setup
+	$(BIN)/tiercache demo
+
+bench: setup
+	$(if $(BENCHMARKS),,$(error no benchmark in bench/))
+	set -e; for benchmark in $(BENCHMARKS); do $(BIN)/python $$benchmark; done
+
+# Runs from the checkout as it is, with the .venv if there is one and else the system's Python.
+gpu-check:
+	PYTHONPATH=$(CURDIR) $(firstword $(wildcard $(BIN)/python) $(PYTHON)) bench/gpu_check.py
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -18,7 +18,7 @@ NO_FRAME = -1
 class _Region:
     """One region's frames: never used from `fresh` on, given back ones on the stack `returned`."""
 
-    __slots__ = ("frames", "fresh", "owned", "region_id", "returned", "size_bytes")
+    __slots__ = ("draining", "entries", "frames", "fresh", "owned", "region_id", "returned", "size_bytes")
 
     def __init__(self, region_id: int, size_bytes: int) -> None:
         self.region_id = region_id
@@ -30,6 +30,8 @@ class _Region:
         self.fresh = 0
         self.returned = array("I")
         self.owned = 0
+        self.draining = False
+        self.entries = array("i", bytes(4 * self.frames))  # index entry + 1 of each frame, 0 without one
 
 
 class SizeClass:
@@ -95,12 +97,17 @@ class Allocator:
         region_id = frame >> REGION_SHIFT
         size_class = self._class_of[region_id]
         region = size_class.regions[region_id]
-        if region.owned == region.frames:
-            size_class.open.insert(0, region)
-        region.returned.append((frame & OFFSET_MASK) // size_class.frame_bytes)
+        number = (frame & OFFSET_MASK) // size_class.frame_bytes
+        region.entries[number] = 0
+        region.returned.append(number)
         region.owned -= 1
-        size_class.free += 1
         self.used_bytes -= size_class.frame_bytes
+        if region.draining:
+            self._finish_drain(size_class, region)
+            return
+        if region.owned == region.frames - 1:
+            size_class.open.insert(0, region)
+        size_class.free += 1
 
     def hold(self, frame: int) -> None:
         """Something that cannot be recalled reads or writes the frame."""
@@ -114,6 +121,39 @@ class Allocator:
             if frame in self._waiting:
                 self._waiting.remove(frame)
                 self.give_back(frame)
+
+    def set_entry(self, frame: int, entry: int) -> None:
+        """Remember which index entry the frame belongs to, so that a region can be emptied."""
+        region_id = frame >> REGION_SHIFT
+        size_class = self._class_of[region_id]
+        number = (frame & OFFSET_MASK) // size_class.frame_bytes
+        size_class.regions[region_id].entries[number] = entry + 1
+
+    def entries_of(self, region_id: int, draining: bool) -> array[int] | None:
+        """For each frame of a region its index entry + 1, 0 where it has none. Not a copy.
+
+        None when the region is not in use, or is (not) draining unlike asked.
+        """
+        size_class = self._class_of.get(region_id)
+        region = size_class.regions[region_id] if size_class is not None else None
+        return region.entries if region is not None and region.draining is draining else None
+
+    def drain(self, region_id: int) -> None:
+        """Hand out no more frames of the region; once the last one is back it is unassigned."""
+        size_class = self._class_of[region_id]
+        region = size_class.regions[region_id]
+        region.draining = True
+        if region in size_class.open:
+            size_class.open.remove(region)
+        size_class.free -= region.frames - region.owned
+        self._finish_drain(size_class, region)
+
+    def _finish_drain(self, size_class: SizeClass, region: _Region) -> None:
+        if region.owned == 0:
+            del size_class.regions[region.region_id]
+            del self._class_of[region.region_id]
+            region.split(region.size_bytes)
+            self.unassigned.append(region)
 
     def frame_bytes(self, frame: int) -> int:
         """Size of a frame in use."""
@@ -163,7 +203,7 @@ class Allocator:
         for size_class in self.classes.values():
             free = 0
             for region in size_class.regions.values():
-                free += region.frames - region.owned
+                free += 0 if region.draining else region.frames - region.owned
                 used_bytes += region.owned * size_class.frame_bytes
                 if region.owned != counted.get(region.region_id, 0):
                     findings.append(

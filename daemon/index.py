@@ -1,8 +1,9 @@
 """Which blocks are here, where, and after which: the prefix-closed index of one tier.
 
-Every block but a root's child hangs below the block before it, and a block leaves only after all
-its descendants, so "key i is here" implies "keys 0..i are here" and the longest match is a binary
-search. Blocks of windowed namespaces hang below nothing and leave in any order.
+Every block hangs below the block before it, the first ones below their namespace's root, and a
+block leaves only after all its descendants, so "key i is here" implies "keys 0..i are here" and the
+longest match is a binary search. Blocks of windowed namespaces all hang below the root and leave in
+any order. A root is an entry without key and frame; to drop it is to flush the namespace.
 
 An entry is a row in columns of plain integers plus one dict item, about 200 bytes; objects would
 cost twice that and make every full garbage collection a stall. The dict of a namespace is split
@@ -20,6 +21,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
+from tiercache.daemon.allocator import NO_FRAME
 from tiercache.daemon.policy import NO_ENTRY, Columns, Policy
 from tiercache.messages import KEY_BYTES
 
@@ -31,18 +33,19 @@ _GROW_ENTRIES = 4096
 class Table:
     """The blocks of one namespace."""
 
-    __slots__ = ("blocks", "number", "policy", "shards", "unlinking", "windowed")
+    __slots__ = ("blocks", "number", "policy", "root", "shards", "unlinking", "windowed")
 
     def __init__(self, number: int, policy: Policy, windowed: bool) -> None:
         self.number = number
         self.policy = policy
         self.windowed = windowed
+        self.root = NO_ENTRY
         self.shards: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         self.blocks = 0
         self.unlinking = 0  # dead entries that still have children to unlink
 
     def get(self, key: bytes) -> int:
-        """The live entry of `key`, or NO_ENTRY."""
+        """The live entry of `key`, or NO_ENTRY. While `unlinking`, it may be about to go."""
         return self.shards[key[0] & (_SHARDS - 1)].get(key, NO_ENTRY)
 
 
@@ -72,8 +75,14 @@ class Index:
 
     def add_table(self, number: int, policy: Policy, windowed: bool) -> Table:
         """Make the table of a new namespace."""
-        self.tables[number] = Table(number, policy, windowed)
-        return self.tables[number]
+        table = self.tables[number] = Table(number, policy, windowed)
+        self._plant(table)
+        return table
+
+    def _plant(self, table: Table) -> None:
+        """Give the table a new root: live, pinned for good, never a candidate."""
+        table.root = self._new_entry(table, b"", NO_ENTRY, NO_FRAME)
+        self.pins[table.root] = 1
 
     # --- finding ---------------------------------------------------------------------------------
 
@@ -102,7 +111,7 @@ class Index:
         return low
 
     def _walk_length(self, table: Table, keys: bytes, limit: int) -> int:
-        before = NO_ENTRY
+        before = table.root
         for number in range(limit):
             entry = table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
             if entry == NO_ENTRY or self.parent[entry] != before:
@@ -130,7 +139,7 @@ class Index:
             frames[slot] = frame[entry]
             entry = parent[entry]
             offset -= KEY_BYTES
-        expected = NO_ENTRY if first == 0 else table.get(keys[offset : offset + KEY_BYTES])
+        expected = table.root if first == 0 else table.get(keys[offset : offset + KEY_BYTES])
         if entry != expected:
             self.invariant_failures += 1
             return []
@@ -138,7 +147,7 @@ class Index:
 
     def _forward_frames(self, table: Table, keys: bytes, first: int, count: int) -> list[int]:
         frames: list[int] = []
-        before = table.get(keys[(first - 1) * KEY_BYTES : first * KEY_BYTES]) if first else NO_ENTRY
+        before = table.get(keys[(first - 1) * KEY_BYTES : first * KEY_BYTES]) if first else table.root
         for number in range(first, first + count):
             entry = table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
             if entry == NO_ENTRY or (not table.windowed and self.parent[entry] != before):
@@ -158,31 +167,32 @@ class Index:
     # --- changing --------------------------------------------------------------------------------
 
     def insert(self, table: Table, key: bytes, parent: int, frame: int) -> int:
-        """Publish a block below `parent` (NO_ENTRY for a root's child). The key must not be here."""
+        """Publish a block below `parent`, a live entry. The key must not be here."""
         shard = table.shards[key[0] & (_SHARDS - 1)]
         assert key not in shard, "a key is published once"
+        entry = self._new_entry(table, key, parent, frame)
+        shard[key] = entry
+        table.blocks += 1
+        self._adopt(table, parent, entry)
+        table.policy.inserted(entry)
+        table.policy.add(entry)
+        return entry
+
+    def _new_entry(self, table: Table, key: bytes, parent: int, frame: int) -> int:
         if not self._free:
             self._grow()
         entry = self._free.pop()
-        shard[key] = entry
-        table.blocks += 1
         self.key[entry] = key
         self.frame[entry] = frame
         self.table[entry] = table.number
         self.state[entry] = LIVE
         self.pins[entry] = self.children[entry] = 0
-        self.first_child[entry] = NO_ENTRY
         self.parent[entry] = parent
-        self.prev_sibling[entry] = NO_ENTRY
-        self.next_sibling[entry] = NO_ENTRY
-        if parent != NO_ENTRY:
-            self._adopt(table, parent, entry)
-        table.policy.inserted(entry)
-        table.policy.add(entry)
+        self.first_child[entry] = self.prev_sibling[entry] = self.next_sibling[entry] = NO_ENTRY
         return entry
 
     def _adopt(self, table: Table, parent: int, entry: int) -> None:
-        assert self.state[parent] == LIVE
+        assert self.state[parent] == LIVE, "a block is published below a live one"
         if self.children[parent] == 0 and self.pins[parent] == 0:
             table.policy.remove(parent)
         self.children[parent] += 1
@@ -234,7 +244,7 @@ class Index:
         assert self.children[entry] == 0
         assert self.pins[entry] == 0
         parent = self.parent[entry]
-        if parent != NO_ENTRY and self.children[parent] == 1 and self.state[parent] == LIVE:
+        if self.children[parent] == 1 and self.pins[parent] == 0 and self.state[parent] == LIVE:
             self.tables[self.table[entry]].policy.inherited(parent, entry)
         self._unlink(entry)
 
@@ -246,6 +256,18 @@ class Index:
         """
         assert self.state[entry] == LIVE
         self._unlink(entry)
+
+    def drop_table(self, table: Table) -> int:
+        """Forget all blocks of a namespace, in slices; returns how many there were."""
+        root, blocks = table.root, table.blocks
+        self._plant(table)
+        self.state[root] = DEAD
+        if self.children[root]:
+            table.unlinking += 1
+            self._unlinking.append(root)  # its lasting pin serves as the one of this list
+        else:
+            self.unpin(root)
+        return blocks
 
     def _unlink(self, entry: int) -> None:
         """LIVE → DEAD: out of the table, off its parent; freed when bare."""
@@ -267,8 +289,6 @@ class Index:
 
     def _leave_parent(self, entry: int) -> None:
         parent = self.parent[entry]
-        if parent == NO_ENTRY:
-            return
         before, after = self.prev_sibling[entry], self.next_sibling[entry]
         if before == NO_ENTRY:
             self.first_child[parent] = after
@@ -303,19 +323,30 @@ class Index:
         self.state[entry] = FREE
         self.key[entry] = b""
         self._free.append(entry)
-        self._release_frame(self.frame[entry])
+        if self.frame[entry] != NO_FRAME:
+            self._release_frame(self.frame[entry])
+
+    def unlinking_entries(self) -> list[int]:
+        """Dead entries that wait for their children to be unlinked."""
+        return list(self._unlinking)
+
+    def frames_in_use(self) -> list[int]:
+        """Frames of all entries, the dead ones included that somebody still pins."""
+        rows = zip(self.frame, self.state, strict=True)
+        return [frame for frame, state in rows if state != FREE and frame != NO_FRAME]
 
     # --- checking --------------------------------------------------------------------------------
 
     def check_integrity(self) -> list[str]:
         """Every way in which the columns, the tables and the counts disagree. O(entries)."""
         findings = []
+        roots = {table.root for table in self.tables.values()}
         children = array("i", bytes(4 * len(self.key)))
         for entry, state in enumerate(self.state):
             parent = self.parent[entry]
             if state != FREE and parent != NO_ENTRY:
                 children[parent] += 1
-            if state == LIVE and self.tables[self.table[entry]].get(self.key[entry]) != entry:
+            if state == LIVE and entry not in roots and self.tables[self.table[entry]].get(self.key[entry]) != entry:
                 findings.append(f"entry {entry} is live but its key is not in its table")
             if state == LIVE and parent != NO_ENTRY and self.state[parent] == FREE:
                 findings.append(f"entry {entry} hangs below the free entry {parent}")

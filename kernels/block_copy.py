@@ -43,7 +43,11 @@ HOST_PROGRAMS = 16
 BlockIds = Sequence[int] | torch.Tensor
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+# Nothing here gains from a variant per divisibility, and every variant is a pause to compile.
+@triton.jit(
+    do_not_specialize=["items", "segments", "chunks"],
+    do_not_specialize_on_alignment=["bases", "strides", "lengths", "offsets", "block_ids", "frames"],
+)  # type: ignore[untyped-decorator, unused-ignore]
 def _copy_blocks(  # type: ignore[no-untyped-def]
     bases,
     strides,
@@ -127,10 +131,10 @@ class PoolTable:
             raise ValueError("a pool has at least one segment and one block, and a row for each segment")
         if any(not 0 < length <= stride for length, stride in zip(lengths, strides, strict=True)):
             raise ValueError("a segment's length is 1 byte or more and at most its stride")
-        offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-        columns = [torch.tensor(column, dtype=torch.int64) for column in (bases, strides, lengths, offsets)]
+        offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).tolist()
+        rows = torch.tensor([bases, strides, lengths, offsets], dtype=torch.int64).to(device)
         align = math.gcd(16, *bases, *strides, *lengths)
-        return cls(num_blocks, sum(lengths), *(c.to(device) for c in columns), align, max(lengths))
+        return cls(num_blocks, sum(lengths), rows[0], rows[1], rows[2], rows[3], align, max(lengths))
 
     @classmethod
     def from_layers(cls, layers: Sequence[torch.Tensor], block_axis: int = 0) -> PoolTable:
@@ -146,10 +150,9 @@ class PoolTable:
         for layer in layers:
             if layer.shape[block_axis] != layers[0].shape[block_axis] or layer.device != layers[0].device:
                 raise ValueError("all layers have the same number of blocks and are on one device")
-            outer, stride = np.indices(layer.shape[:block_axis]).reshape(block_axis, -1).T, layer.stride()
-            count = _dense_elements(layer, block_axis + 1)
-            for position in outer:
-                at = sum(int(i) * step for i, step in zip(position, stride, strict=False))
+            stride, count = layer.stride(), _dense_elements(layer, block_axis + 1)
+            for position in np.ndindex(tuple(layer.shape[:block_axis])):  # once, and empty, for axis 0
+                at = sum(i * step for i, step in zip(position, stride[:block_axis], strict=True))
                 bases.append(layer.data_ptr() + at * layer.element_size())
                 strides.append(stride[block_axis] * layer.element_size())
                 lengths.append(count * layer.element_size())
@@ -161,7 +164,8 @@ def _dense_elements(tensor: torch.Tensor, first_axis: int) -> int:
     count = 1
     for stride, size in sorted(zip(tensor.stride()[first_axis:], tensor.shape[first_axis:], strict=True)):
         if size > 1 and stride != count:
-            raise ValueError(f"the bytes of a block are not one run: strides {tensor.stride()} (shape {tuple(tensor.shape)})")
+            shape = list(tensor.shape)
+            raise ValueError(f"a block is not one run of bytes: shape {shape}, strides {tensor.stride()}")
         count *= size
     return count
 
@@ -199,29 +203,30 @@ def scatter_blocks(
 
 
 def _launch(
-    pool: PoolTable, block_ids: BlockIds, frames: torch.Tensor, frame_align: int, programs: int, *, gather: bool
+    pool: PoolTable, block_ids: BlockIds, frames: torch.Tensor, align: int, programs: int, *, gather: bool
 ) -> None:
     ids = _checked_ids(pool, block_ids, unique=not gather)
-    addresses, frame_align = _frame_addresses(pool, frames, frame_align)
+    addresses, align = _frame_addresses(pool, frames, align)
     if ids.numel() != addresses.numel():
         raise ValueError(f"{ids.numel()} block ids for {addresses.numel()} frames")
     if ids.numel() == 0:
         return
-    align = math.gcd(pool.align_bytes, frame_align)
+    align = math.gcd(align, pool.align_bytes)
     chunk_bytes = min(CHUNK_BYTES, triton.next_power_of_2(pool.max_length))
     chunks = -(-pool.max_length // chunk_bytes)
     segments = pool.bases.numel()
     items = ids.numel() * segments * chunks
     if items >= 1 << 31:
         raise ValueError(f"{items} pieces in one launch: copy fewer blocks at a time")
-    arguments = (pool.bases, pool.strides, pool.lengths, pool.offsets, ids, addresses, items, segments, chunks)
+    table = (pool.bases, pool.strides, pool.lengths, pool.offsets, ids, addresses)
+    constants = kernel_constants(align, chunk_bytes, gather)
     if pool.device.type == "cuda":
         with torch.cuda.device(pool.device):
             processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
             grid = (min(items, programs or processors * PROGRAMS_PER_PROCESSOR),)
-            _copy_blocks[grid](*arguments, **kernel_constants(align, chunk_bytes, gather), num_warps=NUM_WARPS)
+            _copy_blocks[grid](*table, items, segments, chunks, **constants, num_warps=NUM_WARPS)
     else:  # only Triton's interpreter accepts this
-        _copy_blocks[(min(items, programs or 3),)](*arguments, **kernel_constants(align, chunk_bytes, gather))
+        _copy_blocks[(min(items, programs or 3),)](*table, items, segments, chunks, **constants)
 
 
 def kernel_constants(align: int, chunk_bytes: int, gather: bool) -> dict[str, Any]:
@@ -248,7 +253,7 @@ def _checked_ids(pool: PoolTable, block_ids: BlockIds, *, unique: bool) -> torch
     else:
         ids = torch.tensor(block_ids, dtype=torch.int64)
     host: npt.NDArray[np.int64] = ids.numpy()
-    if host.size and not (0 <= host.min() and host.max() < pool.num_blocks):
+    if host.size and (host.min() < 0 or host.max() >= pool.num_blocks):
         raise IndexError(f"block ids {host.min()} to {host.max()} for a pool of {pool.num_blocks} blocks")
     if unique and len(np.unique(host)) != host.size:
         raise IndexError("a block id is repeated: two frames cannot be scattered into one block")
@@ -267,6 +272,8 @@ def _frame_addresses(pool: PoolTable, frames: torch.Tensor, align: int) -> tuple
         raise ValueError("frames are a contiguous uint8 [n, block_bytes] tensor, or int64 addresses [n]")
     if frames.shape[1] != pool.block_bytes:
         raise ValueError(f"frames of {frames.shape[1]} bytes for blocks of {pool.block_bytes}")
+    if frames.device != pool.device and not frames.is_pinned():
+        raise ValueError(f"frames on {frames.device} for a pool on {pool.device}: pin or move them")
     rows = torch.arange(frames.shape[0], dtype=torch.int64, device=pool.device)
     return rows * pool.block_bytes + frames.data_ptr(), math.gcd(16, frames.data_ptr(), pool.block_bytes)
 
@@ -288,7 +295,8 @@ def gather_blocks_reference(
     ids = torch.as_tensor(block_ids, dtype=torch.int64, device=layers[0].device)
     parts = []
     for layer in layers:
-        blocks = layer.movedim(block_axis, 0)[ids].contiguous()
+        # clone, not contiguous: axes of size 1 may keep strides under which no view as bytes is had.
+        blocks = layer.movedim(block_axis, 0)[ids].clone(memory_format=torch.contiguous_format)
         parts.append(blocks.view(torch.uint8).reshape(len(ids), layer.nbytes // layer.shape[block_axis]))
     return torch.cat(parts, dim=1)
 
@@ -302,6 +310,6 @@ def scatter_blocks_reference(
     for layer in layers:
         width = layer.nbytes // layer.shape[block_axis]
         blocks = layer.movedim(block_axis, 0)
-        rows = frames[:, at : at + width].contiguous().view(layer.dtype)
+        rows = frames[:, at : at + width].clone(memory_format=torch.contiguous_format).view(layer.dtype)
         blocks[ids] = rows.reshape(len(ids), *blocks.shape[1:])
         at += width

@@ -408,9 +408,10 @@ class Pinned(Reply, tag="pinned"):
 
 
 class Flushed(Reply, tag="flushed"):
-    """Blocks forgotten."""
+    """Blocks forgotten so far; `more`: others are out of sight already and still being freed."""
 
     blocks: int
+    more: bool = False
 
 
 class StatsReply(Reply, tag="stats_reply"):

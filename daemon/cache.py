@@ -1,0 +1,134 @@
+"""The cache as one thing: everything the daemon decides, without sockets, threads or real time.
+
+    Space    where blocks live: namespaces, size classes, eviction
+    Reads    match, resolve, hold, release, pin
+    Writes   reserve, commit, abort, quarantine
+    Cache    what concerns all three: flush, expiry, lost sessions, checks
+
+The clock is a parameter, so tests drive all of it with a fake one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tiercache.daemon.below import NoTierBelow, TierBelow
+from tiercache.daemon.counters import Counters
+from tiercache.daemon.leases import Owner
+from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.reads import Found, Reads
+from tiercache.daemon.space import Namespace, Space
+from tiercache.daemon.writes import Reservation, Writes
+
+
+_FLUSH_AT_ONCE = 2048
+"""Entries unlinked before a flush is answered; the rest goes in the background."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLimits:
+    """What bounds the cache beside the size of its arena."""
+
+    policy: str = "lru"
+    pin_share: float = 0.5
+    quarantine_bytes: int = 1 << 30
+
+
+class Cache:
+    """All state of the DRAM tier. Event loop only; nothing here blocks."""
+
+    def __init__(
+        self, clock_s: Callable[[], float], limits: CacheLimits | None = None, below: TierBelow | None = None
+    ) -> None:
+        limits = limits or CacheLimits()
+        self.below = below or NoTierBelow()
+        self.counters = Counters()
+        self.space = Space(limits.policy, self.counters)
+        self.reads = Reads(self.space, self.below, clock_s, limits.pin_share)
+        self.writes = Writes(self.space, clock_s, limits.quarantine_bytes)
+
+    def match(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float) -> Found:
+        """See `Reads.match`."""
+        return self.reads.match(owner, namespaces, keys, ttl_s)
+
+    def reserve(
+        self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float
+    ) -> Reservation:
+        """See `Writes.reserve`. May evict, so leases that lost something are revoked on the way."""
+        reservation = self.writes.reserve(owner, namespace, parent, keys, ttl_s)
+        self._revoke_if_drained()
+        return reservation
+
+    def flush(self, numbers: Sequence[int], key: bytes) -> tuple[int, bool]:
+        """Forget everything in these namespaces, or one block and what follows it.
+
+        At once for everybody who asks; frames come back in slices (`work`). Reads under way are
+        revoked, and what is being written is dropped at its commit. Returns the blocks forgotten
+        so far and whether frames are still coming back.
+        """
+        gone = 0
+        for number in numbers:
+            table = self.space.index.tables[number]
+            if key:
+                before = table.blocks
+                self.writes.drop_key(number, key)
+                entry = table.get(key)
+                if entry != NO_ENTRY:
+                    self.space.index.drop(entry)
+                self.space.index.unlink_slice(_FLUSH_AT_ONCE)
+                gone += before - table.blocks
+            else:
+                self.writes.drop_namespace(number)
+                gone += self.space.index.drop_table(table)
+        self.reads.revoke_detached()
+        self.counters.flushes += 1
+        self.counters.flushed_blocks += gone
+        more = any(self.space.index.tables[number].unlinking for number in numbers)
+        return gone, more
+
+    def work(self) -> bool:
+        """One slice of what was put off; True while there is more. About a millisecond."""
+        more = self.space.work()
+        self._revoke_if_drained()
+        return more
+
+    def _revoke_if_drained(self) -> None:
+        if self.space.drained_something:
+            self.space.drained_something = False
+            self.reads.revoke_detached()
+
+    def expire(self) -> None:
+        """End what has run out of time."""
+        self.reads.expire()
+        self.writes.expire()
+
+    def session_lost(self, owner: Owner) -> None:
+        """A session has ended, its process maybe not."""
+        self.reads.session_lost(owner)
+        self.writes.session_lost(owner)
+
+    def process_gone(self, owner: Owner) -> None:
+        """The session's process has exited, so nothing of it is being written any more."""
+        self.session_lost(owner)
+        self.writes.process_gone(owner)
+
+    def check_integrity(self) -> list[str]:
+        """Everything in which columns, tables, leases and frames disagree; empty when all is well."""
+        space = self.space
+        index = space.index
+        owned = index.frames_in_use() + self.writes.owned_frames()
+        findings = index.check_integrity() + space.allocator.check_integrity(owned)
+        pins = [0] * len(index.key)
+        for lease in self.reads.leases.values():
+            for entry in lease.pins:
+                pins[entry] += 1
+        for block in self.writes.pending.values():
+            if block.parent_entry != NO_ENTRY:
+                pins[block.parent_entry] += 1
+        for entry in (*index.unlinking_entries(), *(table.root for table in index.tables.values())):
+            pins[entry] += 1
+        for entry, count in enumerate(pins):
+            if index.state[entry] != 0 and index.pins[entry] != count:
+                findings.append(f"entry {entry} counts {index.pins[entry]} pins, has {count}")
+        return findings

@@ -1,0 +1,127 @@
+"""Leases, and the blocks that are being written under one.
+
+A read lease keeps a prefix in place while its frames are copied from; a write lease keeps frames
+that are being copied into. Both are only data: `tiercache.daemon.cache` decides, and
+`tiercache.daemon.writes` and `reads` change them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import secrets
+from collections.abc import Iterator
+from enum import Enum
+
+from tiercache.daemon.index import Table
+from tiercache.daemon.policy import NO_ENTRY
+
+
+class Owner:
+    """One session as far as leases are concerned.
+
+    `instance` is shared by all sessions of an engine: its workers may copy under its scheduler's
+    lease, and finish what a lost session of it was writing.
+    """
+
+    __slots__ = ("instance", "reads", "writes")
+
+    def __init__(self, instance: bytes) -> None:
+        self.instance = instance
+        self.reads: dict[int, ReadLease] = {}
+        self.writes: dict[int, WriteLease] = {}
+
+
+class ReadLease:
+    """Holds the first `blocks` of `keys` in each of `tables`, by pinning `pins`.
+
+    A lease that is revoked (expired, or something under it was dropped) is taken from its holders,
+    who learn at release that what they copied is worth nothing. A lease without holders is a pin.
+    """
+
+    __slots__ = ("blocks", "deadline_s", "holders", "keys", "lease_id", "pin_name", "pins", "tables")
+
+    def __init__(
+        self, lease_id: int, tables: list[Table], keys: bytes, blocks: int, pins: list[int], deadline_s: float
+    ) -> None:
+        self.lease_id = lease_id
+        self.tables = tables
+        self.keys = keys
+        self.blocks = blocks
+        self.pins = pins
+        self.deadline_s = deadline_s
+        self.holders: set[Owner] = set()
+        self.pin_name: tuple[tuple[int, ...], bytes] | None = None
+
+
+class BlockPhase(Enum):
+    """Where a reserved block stands.
+
+    WRITING ─commit→ HELD ─parent published→ VISIBLE
+       └──────────────┴─abort, expiry, loss of the parent, flush→ DROPPED
+    """
+
+    WRITING = "writing"
+    HELD = "held"
+    VISIBLE = "visible"
+    DROPPED = "dropped"
+
+
+class PendingBlock:
+    """A block between reserve and publication.
+
+    It hangs below an entry of the index (`parent_entry`, pinned meanwhile) or below another
+    pending block (`parent_block`), or below nothing. `frame` belongs to it until it is published
+    or its writer is known to be done with it.
+    """
+
+    __slots__ = ("children", "frame", "key", "lease", "parent_block", "parent_entry", "phase", "table")
+
+    def __init__(self, table: Table, key: bytes, frame: int, lease: WriteLease) -> None:
+        self.table = table
+        self.key = key
+        self.frame = frame
+        self.lease = lease
+        self.parent_entry = NO_ENTRY
+        self.parent_block: PendingBlock | None = None
+        self.children: list[PendingBlock] = []
+        self.phase = BlockPhase.WRITING
+
+
+class WriteLease:
+    """Frames handed to one writer, by the index of the key in its request.
+
+    `over` once it expired or was given up without the word that its copies are finished: from then
+    on nothing of it is published, and its frames are in quarantine.
+    """
+
+    __slots__ = ("blocks", "deadline_s", "frame_bytes", "lease_id", "over", "owner", "writing")
+
+    def __init__(self, lease_id: int, owner: Owner, deadline_s: float, frame_bytes: int) -> None:
+        self.lease_id = lease_id
+        self.owner = owner
+        self.frame_bytes = frame_bytes
+        self.deadline_s = deadline_s
+        self.blocks: dict[int, PendingBlock] = {}
+        self.writing = 0  # blocks whose frame the writer may still write to
+        self.over = False
+
+
+class Deadlines:
+    """Lease ids by deadline; a renewed lease is found out when its old deadline comes up."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []
+
+    def add(self, deadline_s: float, lease_id: int) -> None:
+        """Look at that lease at that time."""
+        heapq.heappush(self._heap, (deadline_s, lease_id))
+
+    def due(self, now_s: float) -> Iterator[int]:
+        """Lease ids whose noted deadline has passed; each is noted no more."""
+        while self._heap and self._heap[0][0] <= now_s:
+            yield heapq.heappop(self._heap)[1]
+
+
+def new_lease_id() -> int:
+    """A random id, never 0, that fits msgpack's unsigned integer."""
+    return secrets.randbits(63) | 1

@@ -1,0 +1,216 @@
+"""Finding blocks and keeping them in place while they are copied: match, resolve, hold, pin.
+
+A match pins one entry in each namespace, the deepest: nothing before it can be evicted while it
+has a descendant. A windowed namespace has no chains, so there each block of the window is pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tiercache.daemon.below import TierBelow
+from tiercache.daemon.leases import Deadlines, Owner, ReadLease, new_lease_id
+from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.space import Namespace, Space
+from tiercache.messages import KEY_BYTES
+
+
+class Found:
+    """The longest run that all asked namespaces have."""
+
+    __slots__ = ("below", "dram", "lease")
+
+    def __init__(self, dram: int, below: int, lease: ReadLease | None) -> None:
+        self.dram = dram
+        self.below = below
+        self.lease = lease
+
+
+class Reads:
+    """All read leases and pins. Event loop only."""
+
+    def __init__(
+        self, space: Space, below: TierBelow, clock_s: Callable[[], float], pin_share: float
+    ) -> None:
+        self.leases: dict[int, ReadLease] = {}
+        self.pins: dict[tuple[tuple[int, ...], bytes], ReadLease] = {}
+        self.pinned_bytes = 0
+        self._space = space
+        self._below = below
+        self._clock_s = clock_s
+        self._pin_share = pin_share
+        self._deadlines = Deadlines()
+
+    def match(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float) -> Found:
+        """The longest run; with `ttl_s` > 0 also a lease on it."""
+        asked = len(keys) // KEY_BYTES
+        blocks = self._longest(namespaces, keys, asked)
+        tables = [namespace.table for namespace in namespaces]
+        counters = self._space.counters
+        counters.match_requests += 1
+        counters.match_blocks_asked += asked
+        counters.match_blocks_hit += blocks
+        below = self._below.blocks_after(tables, keys, blocks) if blocks < asked else 0
+        if blocks == 0:
+            return Found(0, below, None)
+        ends = self._ends(namespaces, keys, blocks)
+        for entry in ends:
+            self._space.index.touch(entry)
+        if ttl_s <= 0:
+            return Found(blocks, below, None)
+        lease = self._grant(namespaces, keys, blocks, ends, ttl_s)
+        lease.holders.add(owner)
+        owner.reads[lease.lease_id] = lease
+        return Found(blocks, below, lease)
+
+    def _longest(self, namespaces: Sequence[Namespace], keys: bytes, asked: int) -> int:
+        index = self._space.index
+        cut = asked
+        windowed = []
+        for namespace in namespaces:
+            if namespace.table.windowed:
+                windowed.append(namespace)
+            else:
+                cut = index.prefix_length(namespace.table, keys, cut)
+        # A missing block m rules out every cut in m+1 ..= m+w, so m is the next one to try.
+        settled = False
+        while cut and not settled:
+            settled = True
+            for namespace in windowed:
+                missing = self._missing_in_window(namespace, keys, cut)
+                if missing < cut:
+                    cut, settled = missing, False
+        return cut
+
+    def _missing_in_window(self, namespace: Namespace, keys: bytes, cut: int) -> int:
+        """The last block that is missing of the window before `cut`, or `cut`."""
+        table, parent = namespace.table, self._space.index.parent
+        for number in range(cut - 1, max(0, cut - namespace.spec.window_blocks) - 1, -1):
+            entry = table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+            if entry == NO_ENTRY or parent[entry] != table.root:
+                return number
+        return cut
+
+    def _ends(self, namespaces: Sequence[Namespace], keys: bytes, blocks: int) -> list[int]:
+        """The entries whose pins hold the whole match."""
+        entries = []
+        for namespace in namespaces:
+            first = max(0, blocks - namespace.spec.window_blocks) if namespace.table.windowed else blocks - 1
+            for number in range(first, blocks):
+                entries.append(namespace.table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]))
+        return entries
+
+    def _grant(
+        self, namespaces: Sequence[Namespace], keys: bytes, blocks: int, ends: list[int], ttl_s: float
+    ) -> ReadLease:
+        for entry in ends:
+            self._space.index.pin(entry)
+        deadline_s = self._clock_s() + ttl_s
+        tables = [namespace.table for namespace in namespaces]
+        lease = ReadLease(new_lease_id(), tables, keys[: blocks * KEY_BYTES], blocks, ends, deadline_s)
+        self.leases[lease.lease_id] = lease
+        self._deadlines.add(deadline_s, lease.lease_id)
+        return lease
+
+    def frames(self, lease: ReadLease, namespace: Namespace, first: int, count: int) -> list[int]:
+        """Frames of blocks `first ..< first + count` of a live lease; fewer where the run ends."""
+        count = min(count, lease.blocks - first)
+        if count <= 0 or namespace.table not in lease.tables:
+            return []
+        return self._space.index.run_frames(namespace.table, lease.keys, first, count)
+
+    def hold(self, owner: Owner, lease_id: int) -> bool:
+        """Let another session of the same instance hold the lease too."""
+        lease = self.leases.get(lease_id)
+        if lease is None or not lease.holders:
+            return False
+        if all(holder.instance != owner.instance for holder in lease.holders):
+            return False
+        lease.holders.add(owner)
+        owner.reads[lease_id] = lease
+        return True
+
+    def release(self, owner: Owner, lease_id: int) -> bool:
+        """End the owner's hold; True when everything copied under it is right."""
+        lease = owner.reads.pop(lease_id, None)
+        if lease is None:
+            self._space.counters.loads_revoked += 1
+            return False
+        self._space.counters.loads_good += 1
+        lease.holders.discard(owner)
+        if not lease.holders:
+            self._end(lease)
+        return True
+
+    def renew(self, lease: ReadLease, ttl_s: float) -> None:
+        """Move the deadline of a live lease."""
+        lease.deadline_s = self._clock_s() + ttl_s
+        self._deadlines.add(lease.deadline_s, lease.lease_id)
+
+    def pin(self, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float) -> int:
+        """Keep the present prefix until the time is up; blocks pinned, 0 when over the share."""
+        self.unpin(namespaces, keys)
+        blocks = self._longest(namespaces, keys, len(keys) // KEY_BYTES)
+        block_bytes = sum(namespace.spec.frame_bytes for namespace in namespaces)
+        room = self._space.allocator.arena_bytes * self._pin_share - self.pinned_bytes
+        blocks = min(blocks, int(room // block_bytes))
+        if blocks <= 0:
+            return 0
+        lease = self._grant(namespaces, keys, blocks, self._ends(namespaces, keys, blocks), ttl_s)
+        lease.pin_name = _pin_name(namespaces, keys)
+        self.pins[lease.pin_name] = lease
+        self.pinned_bytes += blocks * block_bytes
+        return blocks
+
+    def unpin(self, namespaces: Sequence[Namespace], keys: bytes) -> int:
+        """Undo `pin` with the same arguments; blocks that were pinned."""
+        lease = self.pins.get(_pin_name(namespaces, keys))
+        if lease is None:
+            return 0
+        self._end(lease)
+        return lease.blocks
+
+    def expire(self) -> None:
+        """End every lease and pin whose time is up. A reader that goes on copying gets a miss."""
+        now_s = self._clock_s()
+        for lease_id in self._deadlines.due(now_s):
+            lease = self.leases.get(lease_id)
+            if lease is None or lease.deadline_s > now_s:
+                continue
+            if lease.holders:
+                self._space.counters.leases_expired += 1
+            self._end(lease)
+
+    def session_lost(self, owner: Owner) -> None:
+        """Give up all holds of a session that is gone."""
+        for lease in list(owner.reads.values()):
+            lease.holders.discard(owner)
+            if not lease.holders:
+                self._end(lease)
+        owner.reads.clear()
+
+    def revoke_detached(self) -> None:
+        """After blocks were dropped: revoke each lease that has lost one, and end such pins."""
+        index = self._space.index
+        for lease in list(self.leases.values()):
+            if not all(index.attached(entry) for entry in lease.pins):
+                # Its frames may have new owners already, so there is nothing left to hold them for.
+                self._end(lease)
+
+    def _end(self, lease: ReadLease) -> None:
+        """Unpin, and take the lease from whoever still holds it: a release then finds none."""
+        del self.leases[lease.lease_id]
+        for holder in lease.holders:
+            del holder.reads[lease.lease_id]
+        lease.holders.clear()
+        for entry in lease.pins:
+            self._space.index.unpin(entry)
+        if lease.pin_name is not None:
+            del self.pins[lease.pin_name]
+            namespaces = self._space.namespaces
+            frames = (namespaces[table.number].spec.frame_bytes for table in lease.tables)
+            self.pinned_bytes -= lease.blocks * sum(frames)
+
+
+def _pin_name(namespaces: Sequence[Namespace], keys: bytes) -> tuple[tuple[int, ...], bytes]:
+    return tuple(namespace.number for namespace in namespaces), keys[-KEY_BYTES:]

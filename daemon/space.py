@@ -1,0 +1,131 @@
+"""Room for blocks: namespaces, their size classes, and what is evicted to make more of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiercache.daemon.allocator import NO_FRAME, Allocator, SizeClass
+from tiercache.daemon.counters import Counters
+from tiercache.daemon.index import LIVE, Index, Table
+from tiercache.daemon.policy import NO_ENTRY, POLICIES, Policy
+from tiercache.layout import NamespaceSpec
+from tiercache.messages import REGION_SHIFT
+
+MAX_NAMESPACES = 4096
+SLICE = 512
+"""Entries unlinked, or frames drained, in one go: about a millisecond of the loop."""
+
+
+@dataclass(slots=True)
+class Namespace:
+    """A registered spec and where its blocks live."""
+
+    number: int
+    spec: NamespaceSpec
+    fingerprint: str
+    table: Table
+    size_class: SizeClass
+
+
+class NoRoom(Exception):
+    """There is no place for another namespace."""
+
+
+class Space:
+    """The DRAM tier's places and what is in them. Event loop only; nothing here blocks."""
+
+    def __init__(self, policy: str, counters: Counters) -> None:
+        self.allocator = Allocator()
+        self.index = Index(self.allocator.give_back)
+        self.counters = counters
+        self.namespaces: dict[int, Namespace] = {}
+        self._by_fingerprint: dict[str, Namespace] = {}
+        self._policy_name = policy
+        self._policies: dict[int, Policy] = {}
+        self._draining: tuple[int, int] | None = None  # region id, next frame to look at
+        self.drained_something = False
+
+    def open_namespace(self, spec: NamespaceSpec) -> Namespace:
+        """The namespace of a spec that has no `problem()`; made when it is new. Raises NoRoom."""
+        fingerprint = spec.fingerprint()
+        known = self._by_fingerprint.get(fingerprint)
+        if known is not None:
+            return known
+        if len(self.namespaces) >= MAX_NAMESPACES:
+            raise NoRoom(f"{MAX_NAMESPACES} namespaces are registered: restart the daemon to forget them")
+        number = len(self.namespaces) + 1
+        size_class = self.allocator.size_class(spec.frame_bytes)
+        policy = self._policies.get(spec.frame_bytes)
+        if policy is None:
+            policy = self._policies[spec.frame_bytes] = POLICIES[self._policy_name](self.index.columns)
+        table = self.index.add_table(number, policy, windowed=spec.window_blocks > 0)
+        namespace = Namespace(number, spec, fingerprint, table, size_class)
+        self.namespaces[number] = self._by_fingerprint[fingerprint] = namespace
+        return namespace
+
+    def take_frame(self, namespace: Namespace) -> int:
+        """A frame for one block, evicting leaves of the same size class if need be, or NO_FRAME.
+
+        Whatever must survive this (the new block's ancestors) has to be pinned by the caller.
+        """
+        allocator, size_class = self.allocator, namespace.size_class
+        policy = namespace.table.policy
+        while (frame := allocator.take(size_class)) == NO_FRAME:
+            if self.index.unlink_slice(SLICE):
+                continue
+            self._consider_drain(size_class, policy)
+            victim = policy.victim()
+            if victim == NO_ENTRY:
+                return NO_FRAME
+            self.index.evict(victim)
+            self.counters.evicted_blocks += 1
+        return frame
+
+    def work(self) -> bool:
+        """One slice of unlinking and draining; True while there is more."""
+        self._drain_slice()
+        return self.index.unlink_slice(SLICE) == SLICE or self._draining is not None
+
+    # A class that is out of frames gets a region of another one whose coldest block is colder than
+    # its own. The region is emptied in slices and cannot be used before its last frame is back.
+
+    def _consider_drain(self, size_class: SizeClass, policy: Policy) -> None:
+        if self._draining is not None or len(self._policies) < 2:
+            return
+        own = policy.coldest_stamp()
+        coldest: tuple[int, Policy] | None = None
+        for frame_bytes, other in self._policies.items():
+            stamp = other.coldest_stamp()
+            if frame_bytes == size_class.frame_bytes or stamp is None:
+                continue
+            if coldest is None or stamp < coldest[0]:
+                coldest = stamp, other
+        if coldest is None or (own is not None and own <= coldest[0]):
+            return
+        region_id = self.index.frame[coldest[1].victim()] >> REGION_SHIFT
+        if self._drainable(region_id):
+            self.allocator.drain(region_id)
+            self._draining = region_id, 0
+            self.counters.regions_drained += 1
+            self._drain_slice()
+
+    def _drainable(self, region_id: int) -> bool:
+        pins, entries = self.index.pins, self.allocator.entries_of(region_id, draining=False)
+        return entries is not None and all(entry == 0 or pins[entry - 1] == 0 for entry in entries)
+
+    def _drain_slice(self) -> None:
+        if self._draining is None:
+            return
+        region_id, first = self._draining
+        entries = self.allocator.entries_of(region_id, draining=True)
+        if entries is None:  # the last frame came back meanwhile
+            self._draining = None
+            return
+        for frame in range(first, min(first + SLICE, len(entries))):
+            entry = entries[frame] - 1
+            if entry != NO_ENTRY and self.index.state[entry] == LIVE:
+                self.index.drop(entry)
+                self.counters.evicted_blocks += 1
+                self.drained_something = True
+        done = first + SLICE >= len(entries)
+        self._draining = None if done else (region_id, first + SLICE)

@@ -1,0 +1,351 @@
+"""Blocks on their way in: reserve, commit, abort, and the quarantine.
+
+    reserve(parent, keys)   HAVE HAVE PENDING FRAME FRAME NONE
+                            ├─ here ─┤ other's ├─ ours ─┤ └ no room
+    copy                              into the frames, by the client
+    commit(indices)                   FRAME → VISIBLE, or HELD until its parent is
+
+A frame that a writer was given and has not said to be finished with is never reused: when its
+lease runs out or its session is lost, the frame waits in quarantine until that client says so or
+its process has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tiercache.daemon.allocator import NO_FRAME
+from tiercache.daemon.index import LIVE
+from tiercache.daemon.leases import BlockPhase, Deadlines, Owner, PendingBlock, WriteLease, new_lease_id
+from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.space import Namespace, Space
+from tiercache.messages import KEY_BYTES, NO_LEASE, BlockState, CommitState
+
+_COMMIT_STATE = {
+    BlockPhase.VISIBLE: CommitState.VISIBLE,
+    BlockPhase.HELD: CommitState.HELD,
+    BlockPhase.DROPPED: CommitState.DROPPED,
+}
+
+
+class Reservation(NamedTuple):
+    """Answer to `reserve`: one state per key, frames of those in state FRAME, in order."""
+
+    lease_id: int
+    states: list[BlockState]
+    frames: list[int]
+    parent_missing: bool
+
+
+class Writes:
+    """All write leases, pending blocks and quarantined frames. Event loop only."""
+
+    def __init__(self, space: Space, clock_s: Callable[[], float], quarantine_limit_bytes: int) -> None:
+        self.leases: dict[int, WriteLease] = {}
+        self.quarantined: dict[int, WriteLease] = {}
+        self.quarantine_limit_bytes = quarantine_limit_bytes
+        self.quarantine_bytes: dict[bytes, int] = {}  # by instance, so that a reconnect does not clear it
+        self.pending: dict[tuple[int, bytes], PendingBlock] = {}
+        self._space = space
+        self._clock_s = clock_s
+        self._deadlines = Deadlines()
+
+    # --- reserve ---------------------------------------------------------------------------------
+
+    def reserve(self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float) -> Reservation:
+        """Frames for those of `keys` that are neither here nor on their way."""
+        entry, block = namespace.table.root, None
+        if parent and not namespace.table.windowed:
+            entry = namespace.table.get(parent)
+            block = self.pending.get((namespace.number, parent)) if entry == NO_ENTRY else None
+            if entry == NO_ENTRY and block is None:
+                return Reservation(NO_LEASE, [], [], parent_missing=True)
+        states, entry = self._present(namespace, keys, entry) if block is None else ([], NO_ENTRY)
+        lease = WriteLease(new_lease_id(), owner, self._clock_s() + ttl_s, namespace.size_class.frame_bytes)
+        # Pinned before anything is evicted, so that room for a child is not made of its ancestors.
+        if entry != NO_ENTRY:
+            self._space.index.pin(entry)
+        self._reserve_rest(lease, namespace, keys, states, entry, block)
+        if entry != NO_ENTRY:
+            self._space.index.unpin(entry)
+        frames = [pending.frame for pending in lease.blocks.values()]
+        self._count(states)
+        if not frames:
+            return Reservation(NO_LEASE, states, [], parent_missing=False)
+        self.leases[lease.lease_id] = owner.writes[lease.lease_id] = lease
+        self._deadlines.add(lease.deadline_s, lease.lease_id)
+        return Reservation(lease.lease_id, states, frames, parent_missing=False)
+
+    def _present(self, namespace: Namespace, keys: bytes, entry: int) -> tuple[list[BlockState], int]:
+        """The leading run that is here, and its last entry (or `entry`, the parent, if none is)."""
+        index, table = self._space.index, namespace.table
+        states: list[BlockState] = []
+        if table.windowed:
+            return states, entry
+        for start in range(0, len(keys), KEY_BYTES):
+            found = table.get(keys[start : start + KEY_BYTES])
+            if found == NO_ENTRY or index.parent[found] != entry:
+                break
+            states.append(BlockState.HAVE)
+            entry = found
+        if states:
+            index.touch(entry)
+        return states, entry
+
+    def _reserve_rest(
+        self, lease: WriteLease, namespace: Namespace, keys: bytes, states: list[BlockState],
+        entry: int, block: PendingBlock | None,
+    ) -> None:  # fmt: skip
+        """Go on from the deepest present ancestor, `entry` or `block`, until room or sense runs out."""
+        table = namespace.table
+        for number in range(len(states), len(keys) // KEY_BYTES):
+            key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+            found = table.get(key)
+            if found != NO_ENTRY:
+                if not table.windowed or self._space.index.parent[found] != table.root:
+                    # Here, but not after the block before it: it is being unlinked, or the list is no chain.
+                    self._space.index.invariant_failures += 0 if table.unlinking else 1
+                    break
+                states.append(BlockState.HAVE)
+                continue
+            other = self.pending.get((namespace.number, key))
+            if other is not None:
+                if not table.windowed and (other.parent_entry != entry or other.parent_block is not block):
+                    self._space.index.invariant_failures += 1
+                    break
+                states.append(BlockState.PENDING)
+                entry, block = NO_ENTRY, other
+                continue
+            new = self._new_block(lease, namespace, key, entry, block)
+            if new is None:
+                break
+            lease.blocks[number] = new
+            states.append(BlockState.FRAME)
+            if not table.windowed:
+                entry, block = NO_ENTRY, new
+        states.extend([BlockState.NONE] * (len(keys) // KEY_BYTES - len(states)))
+
+    def _new_block(
+        self, lease: WriteLease, namespace: Namespace, key: bytes, entry: int, parent: PendingBlock | None
+    ) -> PendingBlock | None:
+        if self.quarantine_bytes.get(lease.owner.instance, 0) >= self.quarantine_limit_bytes:
+            return None
+        frame = self._space.take_frame(namespace)
+        if frame == NO_FRAME:
+            return None
+        block = PendingBlock(namespace.table, key, frame, lease)
+        block.parent_entry, block.parent_block = entry, parent
+        if parent is not None:
+            parent.children.append(block)
+        else:
+            self._space.index.pin(entry)
+        self.pending[namespace.number, key] = block
+        lease.writing += 1
+        return block
+
+    def _count(self, states: Sequence[BlockState]) -> None:
+        counters = self._space.counters
+        for state in states:
+            if state is BlockState.FRAME:
+                counters.reserved_blocks += 1
+            elif state is BlockState.NONE:
+                counters.refused_blocks += 1
+            else:
+                counters.dedup_blocks += 1
+
+    # --- commit and abort ------------------------------------------------------------------------
+
+    def commit(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> list[CommitState]:
+        """The copies into these blocks are complete. Blocks of a lease that is over are dropped."""
+        lease = self._find(owner, lease_id)
+        if lease is None:
+            return [CommitState.DROPPED] * len(numbers)
+        states = []
+        for number in numbers:
+            block = lease.blocks.get(number)
+            if block is None:
+                states.append(CommitState.DROPPED)
+                continue
+            if block.phase is BlockPhase.WRITING:
+                self._finish_writing(lease, block)
+            elif block.phase is BlockPhase.DROPPED:
+                self._give_back(lease, block)
+            states.append(_COMMIT_STATE[block.phase])
+        self._end_if_done(lease)
+        return states
+
+    def abort(self, owner: Owner, lease_id: int, finished: bool) -> None:
+        """Drop what was not committed. Unless `finished`, its frames go into quarantine."""
+        lease = self._find(owner, lease_id)
+        if lease is None:
+            return
+        self._give_up(lease)
+        if finished:
+            self._finish(lease)
+        elif lease.writing:
+            self._space.counters.quarantines += 1
+
+    def writable_frame(self, owner: Owner, lease_id: int, number: int) -> int:
+        """The frame of a block that may still be written to, or NO_FRAME."""
+        lease = self._find(owner, lease_id)
+        block = lease.blocks.get(number) if lease is not None and not lease.over else None
+        return block.frame if block is not None and block.phase is BlockPhase.WRITING else NO_FRAME
+
+    def renew(self, lease: WriteLease, ttl_s: float) -> None:
+        """Move the deadline of a live lease."""
+        lease.deadline_s = self._clock_s() + ttl_s
+        self._deadlines.add(lease.deadline_s, lease.lease_id)
+
+    def _find(self, owner: Owner, lease_id: int) -> WriteLease | None:
+        """A live or quarantined lease of the same instance."""
+        lease = self.leases.get(lease_id) or self.quarantined.get(lease_id)
+        return lease if lease is not None and lease.owner.instance == owner.instance else None
+
+    def _finish_writing(self, lease: WriteLease, block: PendingBlock) -> None:
+        """WRITING → VISIBLE, HELD or DROPPED."""
+        lease.writing -= 1
+        if block.parent_block is not None:
+            block.phase = BlockPhase.HELD
+        else:
+            self._publish(block)
+
+    def _publish(self, first: PendingBlock) -> None:
+        """Make a complete block visible, then those that were held for it, as deep as they go."""
+        index = self._space.index
+        ready = [first]
+        while ready:
+            block = ready.pop()
+            parent, table = block.parent_entry, block.table
+            if index.state[parent] != LIVE or (table.unlinking and not index.attached(parent)):
+                block.phase = BlockPhase.HELD  # its copy is complete, so its frame is free to go
+                self._drop(block)
+                continue
+            entry = index.insert(table, block.key, parent, block.frame)
+            self._space.allocator.set_entry(block.frame, entry)
+            self._space.counters.stored_blocks += 1
+            self._space.counters.stored_bytes += self._space.namespaces[table.number].spec.block_bytes
+            index.unpin(parent)
+            block.frame, block.parent_entry, block.phase = NO_FRAME, NO_ENTRY, BlockPhase.VISIBLE
+            del self.pending[table.number, block.key]
+            for child in block.children:
+                child.parent_block, child.parent_entry = None, entry
+                index.pin(entry)
+                if child.phase is BlockPhase.HELD:
+                    ready.append(child)
+            block.children = []
+
+    def _drop(self, first: PendingBlock) -> None:
+        """A pending block will never be published, nor those below it.
+
+        Complete ones give their frame back; frames that are being written stay their writer's.
+        """
+        if first.parent_block is not None:
+            first.parent_block.children.remove(first)
+        doomed = [first]
+        while doomed:
+            block = doomed.pop()
+            doomed.extend(block.children)
+            block.children, block.parent_block = [], None
+            if block.parent_entry != NO_ENTRY:
+                self._space.index.unpin(block.parent_entry)
+                block.parent_entry = NO_ENTRY
+            del self.pending[block.table.number, block.key]
+            self._space.counters.dropped_blocks += 1
+            complete = block.phase is BlockPhase.HELD
+            block.phase = BlockPhase.DROPPED
+            if complete:
+                self._space.allocator.give_back(block.frame)
+                block.frame = NO_FRAME
+
+    def drop_namespace(self, number: int) -> int:
+        """Drop all pending blocks of a namespace; returns how many."""
+        dropped = 0
+        for block in [block for (table, _), block in self.pending.items() if table == number]:
+            if block.phase is not BlockPhase.DROPPED:
+                self._drop(block)
+                dropped += 1
+        return dropped
+
+    def drop_key(self, number: int, key: bytes) -> None:
+        """Drop a pending block and those below it."""
+        block = self.pending.get((number, key))
+        if block is not None:
+            self._drop(block)
+
+    # --- the ends of leases ----------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """Quarantine every lease whose time is up."""
+        now_s = self._clock_s()
+        for lease_id in self._deadlines.due(now_s):
+            lease = self.leases.get(lease_id)
+            if lease is not None and lease.deadline_s <= now_s:
+                self._space.counters.leases_expired += 1
+                self._space.counters.quarantines += 1
+                self._give_up(lease)
+
+    def session_lost(self, owner: Owner) -> None:
+        """The session is closed; its process may still be copying."""
+        for lease in list(owner.writes.values()):
+            self._space.counters.quarantines += 1
+            self._give_up(lease)
+
+    def process_gone(self, owner: Owner) -> None:
+        """The process has exited: nobody writes to its frames any more."""
+        for lease in [lease for lease in self.quarantined.values() if lease.owner is owner]:
+            self._finish(lease)
+
+    def _give_up(self, lease: WriteLease) -> None:
+        """Nothing more of this lease is published; its frames wait in quarantine."""
+        if lease.over:
+            return
+        lease.over = True
+        for block in lease.blocks.values():
+            if block.phase is BlockPhase.WRITING:
+                self._drop(block)
+        del self.leases[lease.lease_id], lease.owner.writes[lease.lease_id]
+        self.quarantined[lease.lease_id] = lease
+        self._count_quarantine(lease, lease.writing)
+        self._end_if_done(lease)
+
+    def _count_quarantine(self, lease: WriteLease, frames: int) -> None:
+        instance = lease.owner.instance
+        left = self.quarantine_bytes.get(instance, 0) + frames * lease.frame_bytes
+        if left:
+            self.quarantine_bytes[instance] = left
+        else:
+            self.quarantine_bytes.pop(instance, None)
+
+    def _finish(self, lease: WriteLease) -> None:
+        """All copies of a lease that is over have ended."""
+        for block in lease.blocks.values():
+            if block.phase is BlockPhase.DROPPED:
+                self._give_back(lease, block)
+        self._end_if_done(lease)
+
+    def _give_back(self, lease: WriteLease, block: PendingBlock) -> None:
+        """A dropped block's frame, with which its writer is done."""
+        if block.frame == NO_FRAME:
+            return
+        if lease.over:
+            self._count_quarantine(lease, -1)
+        lease.writing -= 1
+        self._space.allocator.give_back(block.frame)
+        block.frame = NO_FRAME
+
+    def _end_if_done(self, lease: WriteLease) -> None:
+        if lease.writing == 0:
+            if lease.over:
+                self.quarantined.pop(lease.lease_id, None)
+            else:
+                self.leases.pop(lease.lease_id, None)
+                lease.owner.writes.pop(lease.lease_id, None)
+
+    def owned_frames(self) -> list[int]:
+        """Frames of pending blocks, and of dropped ones whose writer may still write to them."""
+        frames = [block.frame for block in self.pending.values()]
+        for lease in (*self.leases.values(), *self.quarantined.values()):
+            dropped = (block for block in lease.blocks.values() if block.phase is BlockPhase.DROPPED)
+            frames += [block.frame for block in dropped if block.frame != NO_FRAME]
+        return frames

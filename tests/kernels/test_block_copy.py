@@ -1,0 +1,157 @@
+"""Block copy: the interpreter's run, what is refused, the twin, and what the compiler makes of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from tiercache.kernels import block_copy  # noqa: E402
+
+pytestmark = pytest.mark.kernels
+
+HERE = Path(__file__).parent
+SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10}
+"""What one program may use, by compute capability."""
+
+
+def test_every_case_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    ran = subprocess.run(
+        [*command, str(HERE / "interpreted_block_copy.py")],
+        env=environment, cwd=HERE.parents[1], capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    passed = re.search(r"(\d+) passed", ran.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= 35, ran.stdout
+
+
+def compiled(capability: int, align: int, gather: bool) -> Any:
+    """The kernel as it would run on a GPU of this capability; needs no GPU."""
+    constants = block_copy.kernel_constants(align, block_copy.CHUNK_BYTES, gather)
+    tables = dict.fromkeys(("bases", "strides", "lengths", "offsets", "block_ids", "frames"), "*i64")
+    counts = dict.fromkeys(("items", "segments", "chunks"), "i32")
+    signature = tables | counts | dict.fromkeys(constants, "constexpr")
+    places = list(signature)
+    return triton.compile(
+        ASTSource(
+            block_copy._copy_blocks,
+            signature,
+            constexprs={(places.index(name),): value for name, value in constants.items()},
+        ),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": block_copy.NUM_WARPS},
+    )
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("gather", [True, False], ids=["gather", "scatter"])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_aligned_blocks_move_16_bytes_at_a_time(capability: int, gather: bool) -> None:
+    kernel = compiled(capability, align=16, gather=gather)
+    vectors = r"{}\.global\.(?:v2\.b64|v4\.b32)"
+    threads = block_copy.NUM_WARPS * 32
+    # Every byte of the chunk goes through a 16-byte access: none is left to narrow ones.
+    assert len(re.findall(vectors.format("ld"), kernel.asm["ptx"])) == block_copy.CHUNK_BYTES // 16 // threads
+    assert len(re.findall(vectors.format("st"), kernel.asm["ptx"])) == block_copy.CHUNK_BYTES // 16 // threads
+    assert kernel.metadata.shared <= SHARED_MEMORY_BYTES[capability]
+    assert len(kernel.asm["cubin"]) > 0
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(("align", "bits"), [(8, 64), (4, 32), (2, 16), (1, 8)])
+def test_unaligned_blocks_never_use_a_wider_access(align: int, bits: int) -> None:
+    ptx = compiled(90, align, gather=True).asm["ptx"]
+    assert re.findall(r"st\.global\.(\w+)", ptx) == [f"b{bits}"] * len(re.findall(r"st\.global", ptx))
+    assert "st.global.v" not in ptx
+
+
+def pool(blocks: int = 4, width: int = 8) -> tuple[Any, Any]:
+    layers = [torch.arange(blocks * width, dtype=torch.int32).reshape(blocks, width)]
+    return layers, block_copy.PoolTable.from_layers(layers)
+
+
+def test_a_table_says_where_each_piece_is() -> None:
+    layers = [torch.zeros(2, 5, 3, 4, dtype=torch.bfloat16) for _ in range(2)]
+    table = block_copy.PoolTable.from_layers(layers, block_axis=1)
+    first, second = layers[0].data_ptr(), layers[1].data_ptr()
+    assert table.bases.tolist() == [first, first + 120, second, second + 120]
+    assert table.strides.tolist() == [24] * 4
+    assert table.offsets.tolist() == [0, 24, 48, 72]
+    assert (table.num_blocks, table.block_bytes, table.align_bytes) == (5, 96, 8)
+
+
+def test_a_block_may_be_dense_in_another_order_than_its_axes() -> None:
+    heads_first = torch.zeros(5, 2, 16, 8).transpose(1, 2)
+    assert block_copy.PoolTable.from_layers([heads_first]).lengths.tolist() == [2 * 16 * 8 * 4]
+
+
+def test_a_block_with_holes_is_refused() -> None:
+    with pytest.raises(ValueError, match="not one run of bytes"):
+        block_copy.PoolTable.from_layers([torch.zeros(5, 4, 8)[:, :, :4]])
+
+
+@pytest.mark.parametrize("ids", [[4], [-1], [0, 1, 1 << 40]])
+def test_block_ids_outside_the_pool_are_refused(ids: list[int]) -> None:
+    _, table = pool()
+    frames = torch.empty(len(ids), table.block_bytes, dtype=torch.uint8)
+    with pytest.raises(IndexError, match="pool of 4 blocks"):
+        block_copy.gather_blocks(table, ids, frames)
+
+
+def test_a_scatter_into_one_block_twice_is_refused() -> None:
+    _, table = pool()
+    with pytest.raises(IndexError, match="repeated"):
+        block_copy.scatter_blocks(table, [1, 2, 1], torch.empty(3, table.block_bytes, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("frames", "text"),
+    [
+        (torch.empty(2, 32, dtype=torch.uint8), "1 block ids for 2 frames"),
+        (torch.empty(1, 31, dtype=torch.uint8), "frames of 31 bytes for blocks of 32"),
+        (torch.empty(1, 32, dtype=torch.int8), "contiguous uint8"),
+        (torch.empty(1, 64, dtype=torch.uint8)[:, ::2], "contiguous uint8"),
+    ],
+)
+def test_frames_that_do_not_fit_are_refused(frames: Any, text: str) -> None:
+    _, table = pool()
+    with pytest.raises(ValueError, match=text):
+        block_copy.gather_blocks(table, [0], frames)
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (([0], [8], [16], 1), "at most its stride"),
+        (([0], [8], [0], 1), "at most its stride"),
+        (([], [], [], 1), "at least one segment"),
+        (([0], [8], [8], 0), "one block"),
+    ],
+)
+def test_segments_that_make_no_pool_are_refused(rows: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        block_copy.PoolTable.from_segments(*rows, device="cpu")
+
+
+def test_the_twin_gives_known_bytes() -> None:
+    pairs, singles = torch.arange(12, dtype=torch.uint8), torch.arange(100, 106, dtype=torch.uint8)
+    layers = [pairs.reshape(2, 3, 2), singles.reshape(2, 3, 1)]
+    rows = block_copy.gather_blocks_reference(layers, [2, 0], block_axis=1)
+    assert rows.tolist() == [[4, 5, 10, 11, 102, 105], [0, 1, 6, 7, 100, 103]]
+    block_copy.scatter_blocks_reference(layers, [1, 2], rows, block_axis=1)
+    assert layers[0].tolist() == [[[0, 1], [4, 5], [0, 1]], [[6, 7], [10, 11], [6, 7]]]
+    assert layers[1].flatten().tolist() == [100, 102, 100, 103, 105, 103]

@@ -1,0 +1,352 @@
+"""The command line: help, exit statuses, one-line errors, and every command against a real daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiercache.cli import flush, stats
+from tiercache.cli.main import main
+from tiercache.cli.report import Section, align, human, print_sections, sections, with_human
+from tiercache.config import load_config
+from tiercache.errors import ConfigError
+
+COMMAND = [sys.executable, "-m", "tiercache.cli.main"]
+DEADLINE_S = 20.0
+COMMANDS = ("stats", "flush", "ping", "config", "demo", "version", "daemon")
+
+
+class Outcome(tuple[int, str, str]):
+    """Exit status, stdout and stderr of one command line."""
+
+    __slots__ = ()
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs one command line in this process: (exit status, stdout, stderr)."""
+
+    def run_one(*arguments: object) -> tuple[int, str, str]:
+        status = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run_one
+
+
+def assert_one_line(err: str, *words: str) -> None:
+    assert err.startswith("tiercache: ")
+    assert err.count("\n") == 1
+    assert [word for word in words if word not in err] == [], err
+
+
+# --- without a daemon --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_ends_in_examples(command: str) -> None:
+    done = subprocess.run([*COMMAND, command, "--help"], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    examples = done.stdout[done.stdout.lower().index("examples:") :].strip().splitlines()[1:]
+    assert examples
+    assert f"tiercache {command}" in examples[0]
+
+
+def test_no_command_prints_the_help(run: Run) -> None:
+    status, out, err = run()
+    assert (status, err) == (0, "")
+    assert [command for command in COMMANDS if f"  {command} " not in out] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bogus"], ["bogus", "--help"]),
+        (["stats", "--bogus"], ["--bogus"]),
+        (["stats", "soon"], ["soon"]),
+        (["ping", "--count", "0"], ["--count"]),
+        (["flush", "--tier", "nvme"], ["--tier", "nvme", "all, dram"]),
+        (["flush", "--yes", "--prefix", "xyz"], ["--prefix", "xyz", "32 hex digits"]),
+        (["flush", "--yes", "--prefix", "00ff"], ["--prefix", "00ff", "32 hex digits"]),
+        (["config", "--config", "/nowhere.toml"], ["/nowhere.toml", "--config"]),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_status_2(run: Run, arguments: list[str], words: list[str]) -> None:
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert_one_line(err, *words)
+
+
+@pytest.mark.parametrize("arguments", [["stats"], ["stats", "--watch"], ["ping"], ["flush", "--yes"]])
+def test_no_daemon_is_one_line_and_status_1(run: Run, tmp_path: Path, arguments: list[str]) -> None:
+    status, out, err = run(*arguments, "--address", tmp_path)
+    assert (status, out) == (1, "")
+    assert_one_line(err, str(tmp_path), "tiercache daemon", "--address")
+
+
+def test_no_daemon_in_json(run: Run, tmp_path: Path) -> None:
+    status, out, err = run("ping", "--json", "--address", tmp_path)
+    answer = json.loads(out)
+    assert (status, err, answer["ok"], answer["address"]) == (1, "", False, str(tmp_path))
+
+
+def test_flush_asks_a_terminal_or_wants_yes(run: Run, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "flush", "--address", str(tmp_path)], stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert_one_line(done.stderr, "--yes")
+
+
+def test_config_prints_a_file_that_reads_back(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('arena = "1GiB"\n')
+    monkeypatch.setenv("TIERCACHE_PIN_SHARE", "0.25")
+    status, out, err = run("config", "--config", path)
+    assert (status, err) == (0, "")
+    assert f'arena = "1GiB"  # from {path}\n' in out
+    assert "pin_share = 0.25  # from TIERCACHE_PIN_SHARE\n" in out
+    printed = tmp_path / "b.toml"
+    printed.write_text(out)
+    assert load_config(printed, {}) == load_config(path)
+
+
+def test_config_as_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERCACHE_ARENA", "1GiB")
+    tree = json.loads(run("config", "--json")[1])
+    assert tree["arena"] == {"value": 1 << 30, "text": "1GiB", "source": "TIERCACHE_ARENA"}
+    assert tree["policy"] == {"value": "lru", "text": "lru", "source": "default"}
+
+
+def test_version(run: Run) -> None:
+    status, out, err = run("version")
+    assert (status, err) == (0, "")
+    assert re.fullmatch(r"tiercache \S+ \(protocol \d+, python 3\.\S+, .*\)\n", out)
+    assert json.loads(run("version", "--json")[1])["pyzmq"][0].isdigit()
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    child = subprocess.Popen([*COMMAND, "config"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    child.stdout.close()
+    assert child.stderr is not None
+    assert child.stderr.read() == ""
+    assert child.wait(timeout=DEADLINE_S) == 0
+    child.stderr.close()
+
+
+# --- how statistics are shown ------------------------------------------------------------------
+
+TREE: dict[str, Any] = {
+    "daemon": {"version": "1", "generation": 7, "uptime_s": 90, "loop": {"ticks": 1234, "max_us": 1500.0}},
+    "arena": {"bytes": 4 << 30, "used_bytes": 1 << 30, "classes": [{"frame_bytes": 4096, "frames": 10, "used": 2}]},
+    "tiers": {"dram": {"blocks": 2, "bytes": 8192}},
+    "counters": {"match_requests": 10, "match_blocks_asked": 100, "match_blocks_hit": 60, "stored_blocks": 5},
+    "latency": {"match": {"count": 10, "p50_us": 12.0, "p99_us": 300.0}, "stats": {"count": 1, "p99_us": 5.0}},
+    "namespaces": [],
+    "sessions": [{"name": "engine\x1b[31m", "pid": 12}],
+}  # fmt: skip
+
+
+def test_numbers_are_shown_by_their_unit() -> None:
+    assert human("used_bytes", 1 << 30) == "1.0 GiB"
+    assert human("bytes", 4096) == "4.0 KiB"
+    assert (human("p99_us", 1500.0), human("uptime_s", 90), human("age_ms", 3)) == ("1.5 ms", "90.00 s", "3.0 ms")
+    assert (human("blocks", 1234567), human("share", 0.12345)) == ("1,234,567", "0.123")
+    assert (human("mapped", True), human("fault", ""), human("list", [1, 2])) == ("yes", "-", "1, 2")
+    assert "\x1b" not in human("name", "\x1b[31m")
+    assert len(human("text", "x" * 1000)) == 60
+
+
+def test_json_has_raw_and_human_numbers() -> None:
+    tree = with_human(TREE)
+    assert tree["arena"]["used_bytes"] == 1 << 30
+    assert tree["arena"]["used_bytes_human"] == "1.0 GiB"
+    assert tree["arena"]["classes"][0]["frame_bytes_human"] == "4.0 KiB"
+    assert "match_requests_human" not in tree["counters"]
+    assert json.loads(json.dumps(tree)) == tree
+
+
+def test_a_tree_becomes_sections() -> None:
+    found = {section.title: section for section in sections(TREE)}
+    assert list(found) == ["general", "daemon", "arena", "arena classes", "tiers", "counters", "latency", "sessions"]
+    assert ("loop.ticks", "1,234") in found["daemon"].rows
+    assert found["arena classes"] == Section(
+        "arena classes", ("frame_bytes", "frames", "used"), [("4.0 KiB", "10", "2")]
+    )
+    assert found["latency"].columns == ("latency", "count", "p50_us", "p99_us")
+    assert found["latency"].rows[1] == ("stats", "1", "-", "5 us")
+    assert found["general"].rows == [("namespaces", "-")]
+
+
+def test_piped_text_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    print_sections([Section("a", ("", ""), [("x", "1"), ("long", "20")]), Section("b", ("n", "v"), [("k", "w")])])
+    assert capsys.readouterr().out == "# a\nx      1\nlong  20\n\n# b\nn  v\nk  w\n"
+    assert align([("a", "1"), ("bb", "22")], [True, False]) == [" a  1", "bb  22"]
+
+
+def test_rates_are_differences_and_start_again_with_a_new_daemon() -> None:
+    later = {**TREE, "counters": {**TREE["counters"], "match_blocks_asked": 120, "match_blocks_hit": 75}}
+    row = stats.changes(TREE, later, 2.0)
+    assert (row["asked_per_s"], row["hit_per_s"], row["hit_rate"], row["stored_per_s"]) == (10, 7.5, 0.75, 0)
+    assert (row["blocks"], row["used_bytes"], row["sessions"], row["restarted"]) == (2, 1 << 30, 1, False)
+    restarted = stats.changes(TREE, {**later, "daemon": {"generation": 8}}, 1.0)
+    assert (restarted["asked_per_s"], restarted["restarted"]) == (120, True)
+    assert len(stats.cells(row)) == len(stats._COLUMNS) == len(stats._WIDTHS)
+    idle = stats.changes(TREE, TREE, 1.0)
+    assert (idle["hit_rate"], stats.cells(idle)[1]) == (None, "-")
+
+
+def test_namespaces_are_found_by_number_or_start_of_fingerprint() -> None:
+    tree = {"namespaces": [{"id": 1, "fingerprint": "2abc"}, {"id": 2, "fingerprint": "2abd"}]}
+    assert flush.find_namespace(tree, "2") == 2
+    assert flush.find_namespace(tree, "2ABC") == 1
+    with pytest.raises(ConfigError, match=r"2ab: is the start of 2 fingerprints: there are 1 \(2abc\), 2 \(2abd\)"):
+        flush.find_namespace(tree, "2ab")
+    for nothing in ("3", "", "9f"):
+        with pytest.raises(ConfigError, match="no such namespace"):
+            flush.find_namespace(tree, nothing)
+
+
+# --- with a real daemon ------------------------------------------------------------------------
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """The first true value of `condition`, asked again and again until the deadline."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        if value := condition():
+            return value
+    raise AssertionError(f"{what}: not within {DEADLINE_S} s")
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The run directory of a daemon with an arena of 64 MiB."""
+    run_dir = tmp_path_factory.mktemp("run")
+    log = (run_dir / "log").open("w")
+    child = subprocess.Popen(
+        [*COMMAND, "daemon", "--run-dir", str(run_dir), "--arena", "64MiB", "--lock-memory", "off"],
+        stdout=log, stderr=log,
+    )  # fmt: skip
+    try:
+        until(lambda: main(["ping", "--address", str(run_dir)]) == 0 or child.poll() is not None, "daemon answers")
+        assert child.poll() is None, (run_dir / "log").read_text()
+        yield run_dir
+    finally:
+        child.send_signal(signal.SIGTERM)
+        status = child.wait(timeout=DEADLINE_S)
+        log.close()
+    assert status == 0, (run_dir / "log").read_text()
+
+
+def on_a_terminal(arguments: list[str], answer: str = "") -> tuple[int, str]:
+    """Run a command on a pseudo-terminal; `answer` is typed once it has asked."""
+    master, slave = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    child = subprocess.Popen([*COMMAND, *arguments], stdin=slave, stdout=slave, stderr=slave, env=env)
+    os.close(slave)
+    text, deadline_s = b"", time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        if not select.select([master], [], [], 0.1)[0]:
+            continue
+        try:
+            text += os.read(master, 4096)
+        except OSError:  # the other end is closed
+            break
+        if answer and b"[y/N]" in text:
+            os.write(master, answer.encode())
+            answer = ""
+    os.close(master)
+    return child.wait(timeout=DEADLINE_S), text.decode()
+
+
+def test_ping(run: Run, daemon: Path) -> None:
+    status, out, _ = run("ping", "--address", daemon)
+    assert status == 0
+    assert re.fullmatch(rf"{daemon}: answered in \S+ \S+\n", out)
+    answer = json.loads(run("ping", "--count", "20", "--json", "--address", daemon)[1])
+    assert (answer["ok"], answer["count"]) == (True, 20)
+    assert 0 < answer["min_us"] <= answer["p50_us"] <= answer["p99_us"] <= answer["max_us"]
+
+
+def test_the_environment_names_the_daemon(run: Run, daemon: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERCACHE_RUN_DIR", str(daemon))
+    assert run("ping", "--json")[0] == 0
+
+
+def test_stats_in_a_pipe_and_as_json(run: Run, daemon: Path) -> None:
+    status, out, _ = run("stats", "--address", daemon)
+    assert status == 0
+    assert out.startswith("# summary\nhit rate")
+    assert re.search(r"^arena +0 B of 64\.0 MiB used", out, re.MULTILINE)
+    tree = json.loads(run("stats", "--json", "--address", daemon)[1])
+    assert (tree["arena"]["bytes"], tree["arena"]["bytes_human"]) == (64 << 20, "64.0 MiB")
+    assert tree["counters"]["match_requests"] == 0
+
+
+def test_stats_on_a_terminal(daemon: Path) -> None:
+    status, text = on_a_terminal(["stats", "--address", str(daemon)])
+    assert status == 0
+    assert "64.0 MiB" in text
+    assert "─" in text
+
+
+def test_watch_prints_a_line_per_interval_until_interrupted(daemon: Path) -> None:
+    child = subprocess.Popen(
+        [*COMMAND, "stats", "--watch", "0.02", "--address", str(daemon)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    lines = [child.stdout.readline().split() for _ in range(23)]
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=DEADLINE_S)
+    assert (child.returncode, err) == (0, "")
+    assert lines[0][:3] == lines[21][:3] == ["time", "hit%", "matches/s"]
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", lines[1][0])
+
+
+def test_watch_as_json(daemon: Path) -> None:
+    child = subprocess.Popen(
+        [*COMMAND, "stats", "0.02", "--json", "--address", str(daemon)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    rows = [json.loads(child.stdout.readline()) for _ in range(3)]
+    child.stdout.close()
+    assert child.wait(timeout=DEADLINE_S) == 0, "a closed pipe ends it"
+    assert [row["restarted"] for row in rows] == [False] * 3
+
+
+def test_flush(run: Run, daemon: Path) -> None:
+    assert run("flush", "--yes", "--address", daemon)[:2] == (0, "0 blocks flushed\n")
+    answer = json.loads(run("flush", "--yes", "--json", "--tier", "dram", "--address", daemon)[1])
+    assert answer == {"flushed_blocks": 0, "tier": "dram", "namespaces": [], "prefix": ""}
+    status, _, err = run("flush", "--yes", "--namespace", "9f", "--address", daemon)
+    assert status == 2
+    assert_one_line(err, "--namespace = 9f", "no such namespace")
+
+
+@pytest.mark.parametrize(("answer", "status", "words"), [("y\n", 0, "0 blocks flushed"), ("n\n", 2, "stopped")])
+def test_flush_on_a_terminal_asks_first(daemon: Path, answer: str, status: int, words: str) -> None:
+    got, text = on_a_terminal(["flush", "--address", str(daemon)], answer)
+    assert "Forget all blocks of every namespace in all tiers (0 blocks are held now)? [y/N]" in text
+    assert got == status, text
+    assert words in text

@@ -1,0 +1,156 @@
+"""The wheel, the checkout's links and the declared dependencies."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+pytestmark = pytest.mark.packaging
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTER = ("connectors", "daemon", "kernels")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+IMPORT_NAMES = {"pyzmq": "zmq", "prometheus-client": "prometheus_client"}
+OPTIONAL = ("connectors/", "kernels/", "tiercache/engine/", "tiercache/cuda.py", "tiercache/gds.py")
+"""Modules that need an extra; everything else works with the base install."""
+
+
+def run(*command: str, cwd: Path, python_path: Path | None = None) -> str:
+    """Output of a command that must succeed; nothing of the checkout is on its path."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TIERCACHE_"))}
+    if python_path:
+        env["PYTHONPATH"] = str(python_path)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def python_files() -> list[str]:
+    """Every module, by its path in the repository, without the ways through symbolic links."""
+    paths = [path for folder in ("tiercache", *OUTER) for path in (ROOT / folder).rglob("*.py")]
+    names = sorted(str(path.relative_to(ROOT)) for path in paths)
+    return [name for name in names if not name.startswith(tuple(f"tiercache/{outer}/" for outer in OUTER))]
+
+
+def installed_name(name: str) -> str:
+    """Where a file of the repository is in the distribution."""
+    return name if name.startswith("tiercache/") else f"tiercache/{name}"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of the sources: what an earlier build left must not get into it."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    for name in ("tiercache", *OUTER):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    out = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), cwd=copy)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel's content, as pip puts it there."""
+    target = tmp_path_factory.mktemp("installed")
+    run(
+        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target),
+        str(wheel), cwd=target,
+    )  # fmt: skip
+    return target
+
+
+def test_the_wheel_holds_every_module_once_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    code = sorted(name for name in names if ".dist-info/" not in name)
+    assert code == sorted([*map(installed_name, python_files()), "tiercache/py.typed"])
+    assert len(names) == len(set(names))
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"tiercache", f"tiercache-{PROJECT['version']}.dist-info"}
+
+
+def test_the_installed_package_runs_without_the_checkout(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'triton', 'transformers', 'kvikio')))\n"
+        "import tiercache, tiercache.client, tiercache.connector, tiercache.daemon, tiercache.cli.app\n"
+        "print(tiercache.__file__, *tiercache.daemon.__path__)"
+    )
+    places = run(sys.executable, "-c", code, cwd=tmp_path, python_path=installed).split()
+    assert places == [str(installed / "tiercache" / "__init__.py"), str(installed / "tiercache" / "daemon")]
+
+
+def test_the_installed_daemon_explains_itself(installed: Path, tmp_path: Path) -> None:
+    as_module = run(sys.executable, "-m", "tiercache.daemon", "--help", cwd=tmp_path, python_path=installed)
+    as_command = run(
+        sys.executable, "-m", "tiercache.cli.main", "daemon", "--help", cwd=tmp_path, python_path=installed
+    )
+    assert as_module == as_command
+    assert "--arena" in as_module
+    assert "tiercache daemon --" in as_module.rstrip().splitlines()[-1]
+
+
+def test_links_are_tracked_and_relative() -> None:
+    for name in OUTER:
+        assert os.readlink(ROOT / "tiercache" / name) == f"../{name}"
+        assert not (ROOT / name / "__init__.py").exists()
+        if (ROOT / ".git").exists():
+            entry = run("git", "ls-files", "--stage", f"tiercache/{name}", cwd=ROOT)
+            assert entry.startswith("120000 "), f"tiercache/{name} is not tracked as a symbolic link"
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_a_package_of_the_same_name_wins_over_our_folder(name: str, tmp_path: Path) -> None:
+    theirs = tmp_path / name / "__init__.py"
+    theirs.parent.mkdir()
+    theirs.touch()
+    code = f"import sys; assert sys.path[0] == ''; import {name}; print({name}.__file__)"
+    assert run(sys.executable, "-c", code, cwd=ROOT, python_path=tmp_path).strip() == str(theirs)
+
+
+def requirements(extra: str | None = None) -> set[str]:
+    """Names that the base install or an extra asks for, in lower case."""
+    lines = PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]
+    return {re.split(r"[<>=!~;\[ ]", line)[0].lower() for line in lines}
+
+
+def test_the_base_install_is_enough_for_daemon_and_client() -> None:
+    declared = {IMPORT_NAMES.get(name, name) for name in requirements()} | {"tiercache"}
+    missing = set()
+    for name in python_files():
+        if name.startswith(OPTIONAL):
+            continue
+        for node in ast.walk(ast.parse((ROOT / name).read_text())):
+            found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            tops = {module.split(".")[0] for module in found} - set(sys.stdlib_module_names) - {"tomllib"}
+            missing |= {f"{name}: {top}" for top in tops - declared}
+    assert missing == set()
+
+
+def test_constraints_hold_what_setup_installs_by_name() -> None:
+    pinned = set(re.findall(r"^([a-z0-9-]+)[=<>]", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    wanted = requirements().union(*(requirements(extra) for extra in ("engine", "test", "dev")))
+    assert wanted - pinned == set()
+
+
+def test_ci_runs_make_test() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    run("bash", "-n", str(script), cwd=ROOT)
+    assert script.read_text().rstrip().endswith("\nmake test")
+    assert " -m pytest " in run("make", "--dry-run", "--no-print-directory", "test", cwd=ROOT)

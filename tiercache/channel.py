@@ -1,0 +1,320 @@
+"""Requests and replies between this process and one life of the daemon.
+
+A `Channel` is one DEALER socket, used by one thread at a time. `Channels` is the pool of them that
+belongs to one session: a call checks one out, sends, waits for the reply with its request id and
+puts it back, so calls of different threads neither share a socket nor wait for each other.
+
+A send proves nothing: ZeroMQ takes messages for a dead daemon too. Only the reply is success. A
+channel whose reply did not come in time goes to the `late` list, where `Channels.collect_late`
+reads it without waiting: a late reply that grants a lease is given back, every other is dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from tiercache import messages
+from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, RequestRefused
+from tiercache.messages import AnyReply, Error, ErrorCode, Reply, Request
+
+HIGH_WATER_MESSAGES = 1024
+PIPELINE_DEPTH = 8
+MAX_IDLE_CHANNELS = 16
+LATE_CHANNEL_S = 30.0
+"""How long a channel with a missing reply is watched for it, before it is closed."""
+
+ANSWERS: Mapping[type[Request], type[Reply]] = {
+    messages.Ping: messages.Done,
+    messages.RegisterNamespace: messages.Namespace,
+    messages.Match: messages.Matched,
+    messages.Resolve: messages.Frames,
+    messages.Hold: messages.Done,
+    messages.Release: messages.Released,
+    messages.Renew: messages.Renewed,
+    messages.Reserve: messages.Reserved,
+    messages.Commit: messages.Committed,
+    messages.Abort: messages.Done,
+    messages.Read: messages.Payload,
+    messages.Write: messages.Done,
+    messages.Pin: messages.Pinned,
+    messages.Unpin: messages.Pinned,
+    messages.Prefetch: messages.Matched,
+    messages.Flush: messages.Flushed,
+    messages.Report: messages.Done,
+    messages.Stats: messages.StatsReply,
+    messages.Bye: messages.Done,
+}
+"""The reply that each request is answered with, when it is not an `Error`."""
+
+SESSION_OVER_CODES = (ErrorCode.STALE_GENERATION.value, ErrorCode.UNKNOWN_SESSION.value)
+"""Refusals that no later request of this session can escape."""
+
+R = TypeVar("R", bound=Reply)
+Order = tuple[type[Request], dict[str, Any], Any]
+"""One request of a pipeline: its type, its own fields and its payload (bytes-like or None)."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode: Callable[[bytes], AnyReply] = msgspec.msgpack.Decoder(AnyReply).decode
+_request_ids = itertools.count(1)
+_context_lock = threading.Lock()
+_context: tuple[int, zmq.Context[zmq.Socket[bytes]]] | None = None
+
+
+def _process_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """The ZeroMQ context of this process; a forked child gets its own."""
+    global _context
+    with _context_lock:
+        if _context is None or _context[0] != os.getpid():
+            _context = (os.getpid(), zmq.Context())
+        return _context[1]
+
+
+def _forget_lock() -> None:
+    """In a forked child: the lock may be held by a thread that does not exist here."""
+    global _context_lock
+    _context_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
+
+
+class Channel:
+    """One DEALER socket to the daemon's ROUTER. Not thread-safe."""
+
+    __slots__ = ("_receive_timeout_ms", "_socket", "late_until_s")
+
+    def __init__(self, endpoint: str) -> None:
+        socket = _process_context().socket(zmq.DEALER)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.SNDHWM, HIGH_WATER_MESSAGES)
+        socket.set(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+        socket.set(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+        socket.connect(endpoint)
+        self._socket = socket
+        self._receive_timeout_ms = -1
+        self.late_until_s = 0.0
+
+    def send(self, request: Request, payload: Any = None) -> None:
+        """Queue one request. Raises zmq.Again when the queue is full."""
+        if payload is None:
+            self._socket.send(_encode(request), zmq.NOBLOCK)
+        else:
+            # The payload is copied: the caller's memory is free again whatever becomes of the message.
+            self._socket.send_multipart([_encode(request), payload], zmq.NOBLOCK)
+
+    def receive(self, deadline_ns: int) -> tuple[AnyReply, bytes | None] | None:
+        """The next reply and its payload part, or None at `deadline_ns` (time.monotonic_ns()).
+
+        Raises ProtocolError for bytes that are no reply.
+        """
+        wait_ms = max(0, -((time.monotonic_ns() - deadline_ns) // 1_000_000))
+        if wait_ms != self._receive_timeout_ms:
+            self._socket.set(zmq.RCVTIMEO, wait_ms)
+            self._receive_timeout_ms = wait_ms
+        try:
+            parts = self._socket.recv_multipart()
+        except zmq.Again:
+            return None
+        try:
+            reply = _decode(parts[0])
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"the daemon sent something that is no reply: {error}") from error
+        return reply, parts[1] if len(parts) > 1 else None
+
+    def close(self) -> None:
+        """Close the socket; what it had queued is dropped. Idempotent."""
+        self._socket.close(0)
+
+
+class Channels:
+    """All channels of one session. Thread-safe.
+
+    Args:
+        endpoint, session, generation: from the daemon's `Welcome`.
+        timeout_s: deadline of a request whose caller names none.
+        on_late: gets every reply of this generation that came after its caller had gone. Called
+            in the thread that finds it; must not block.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        session: bytes,
+        generation: int,
+        timeout_s: float,
+        on_late: Callable[[AnyReply], None],
+    ) -> None:
+        self.generation = generation
+        self.timeout_s = timeout_s
+        self._endpoint = endpoint
+        self._session = session
+        self._on_late = on_late
+        self._lock = threading.Lock()
+        self._idle: list[Channel] = []
+        self._late: deque[Channel] = deque()
+        self._closed = False
+
+    def call(
+        self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
+    ) -> R:
+        """Send one request and wait for its reply.
+
+        Raises DeadlineExceeded without one in time, RequestRefused for an `Error`, ProtocolError
+        for an answer of another type, DaemonUnavailable when the session is over.
+        """
+        replies: list[R] = []
+        orders: list[Order] = [(request_type, fields, None)]
+        self.pipeline(orders, expect, lambda _, reply, __: replies.append(reply), timeout_s)
+        return replies[0]
+
+    def pipeline(
+        self,
+        orders: Iterable[Order],
+        expect: type[R],
+        on_reply: Callable[[int, R, bytes | None], None],
+        timeout_s: float | None = None,
+    ) -> None:
+        """Send requests, up to 8 unanswered, and hand on each reply with its place in `orders`.
+
+        Every request has a deadline of its own. Raises as `call` does; replies still missing then
+        are treated as late ones.
+        """
+        channel = self._check_out()
+        waiting: dict[int, tuple[int, int]] = {}
+        broken = True
+        try:
+            self._exchange(channel, orders, expect, on_reply, timeout_s or self.timeout_s, waiting)
+            broken = False
+        except zmq.ZMQError as error:
+            raise DaemonUnavailable(f"the connection to the daemon failed: {error}") from error
+        except RequestRefused:
+            broken = False
+            raise
+        finally:
+            self._check_in(channel, reusable=not broken and not waiting)
+
+    def _exchange(
+        self,
+        channel: Channel,
+        orders: Iterable[Order],
+        expect: type[R],
+        on_reply: Callable[[int, R, bytes | None], None],
+        timeout_s: float,
+        waiting: dict[int, tuple[int, int]],
+    ) -> None:
+        """The loop of `pipeline`. `waiting`: request id -> (place in `orders`, deadline)."""
+        timeout_ns = int(timeout_s * 1e9)
+        queue = enumerate(orders)
+        more = True
+        while True:
+            while more and len(waiting) < PIPELINE_DEPTH:
+                entry = next(queue, None)
+                if entry is None:
+                    more = False
+                    break
+                place, (request_type, fields, payload) = entry
+                request_id = next(_request_ids)
+                deadline_ns = time.monotonic_ns() + timeout_ns
+                header = (request_id, self._session, self.generation, deadline_ns // 1000)
+                channel.send(request_type(*header, **fields), payload)
+                waiting[request_id] = (place, deadline_ns)
+            if not waiting:
+                return
+            oldest_ns = next(iter(waiting.values()))[1]
+            received = channel.receive(oldest_ns)
+            if received is None:
+                raise DeadlineExceeded(f"no answer from the daemon in {timeout_s:g} s")
+            reply, payload = received
+            if reply.generation != self.generation and not _says_session_is_over(reply):
+                continue
+            slot = waiting.pop(reply.request_id, None)
+            if slot is None:
+                self._on_late(reply)
+                continue
+            on_reply(slot[0], _expected(reply, expect), payload)
+
+    def collect_late(self) -> bool:
+        """Read what came in on late channels, without waiting. True while there are such channels."""
+        with self._lock:
+            channels, self._late = self._late, deque()
+        kept = [channel for channel in channels if self._read_late(channel)]
+        with self._lock:
+            if self._closed:
+                for channel in kept:
+                    channel.close()
+                return False
+            self._late.extend(kept)
+            return bool(self._late)
+
+    def _read_late(self, channel: Channel) -> bool:
+        try:
+            while (received := channel.receive(0)) is not None:
+                if received[0].generation == self.generation:
+                    self._on_late(received[0])
+        except (ProtocolError, zmq.ZMQError):
+            channel.close()
+            return False
+        if time.monotonic() > channel.late_until_s:
+            channel.close()
+            return False
+        return True
+
+    def close(self) -> None:
+        """End all channels; those in use are closed when their call returns. Idempotent."""
+        with self._lock:
+            self._closed = True
+            channels = [*self._idle, *self._late]
+            self._idle.clear()
+            self._late.clear()
+        for channel in channels:
+            channel.close()
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child: refuse all calls, and touch none of the parent's sockets."""
+        self._lock = threading.Lock()
+        self._closed = True
+
+    def _check_out(self) -> Channel:
+        with self._lock:
+            if self._closed:
+                raise DaemonUnavailable("the session with the daemon is over")
+            if self._idle:
+                return self._idle.pop()
+        try:
+            return Channel(self._endpoint)
+        except zmq.ZMQError as error:
+            raise DaemonUnavailable(f"no connection to {self._endpoint}: {error}") from error
+
+    def _check_in(self, channel: Channel, *, reusable: bool) -> None:
+        with self._lock:
+            if not self._closed and not reusable:
+                channel.late_until_s = time.monotonic() + LATE_CHANNEL_S
+                self._late.append(channel)
+                return
+            if not self._closed and len(self._idle) < MAX_IDLE_CHANNELS:
+                self._idle.append(channel)
+                return
+        channel.close()
+
+
+def _says_session_is_over(reply: AnyReply) -> bool:
+    """Such a refusal comes from another life of the daemon and carries that life's generation."""
+    return isinstance(reply, Error) and reply.code in SESSION_OVER_CODES
+
+
+def _expected(reply: AnyReply, expect: type[R]) -> R:
+    """`reply` as the type that the request is answered with."""
+    if isinstance(reply, expect):
+        return reply
+    if isinstance(reply, Error):
+        raise RequestRefused(reply.code, reply.text)
+    raise ProtocolError(f"the daemon answered with {type(reply).__name__}, not {expect.__name__}")

@@ -1,0 +1,193 @@
+"""The commands: what they are called, take and explain. What they do is in the modules beside."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from tiercache.cli.main import EXIT_OK, EXIT_USAGE
+
+# ClickException, the base of all complaints about a command line. Newer typers carry a click of
+# their own, older ones import it: by this way both are found.
+_CommandLineError = cast("type[Exception]", typer.BadParameter.__mro__[2])
+
+app = typer.Typer(
+    name="tiercache",
+    help="KV cache offloading for LLM serving: the daemon, and commands that look at it.",
+    epilog="""\b
+Examples:
+  tiercache daemon --arena 16GiB      run the daemon in the foreground
+  tiercache stats                     what it holds and how fast it answers
+  tiercache COMMAND --help            more about a command
+""",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+Address = Annotated[
+    str | None,
+    typer.Option("--address", metavar="DIR", help="Run directory of the daemon ($TIERCACHE_RUN_DIR)."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, with raw numbers.")]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit status. Raises the errors of `tiercache.errors`."""
+    try:
+        status = app(list(arguments) or ["--help"], prog_name="tiercache", standalone_mode=False)
+    except _CommandLineError as error:
+        print(f"tiercache: {_one_line(error)}: see `tiercache --help`", file=sys.stderr)
+        return EXIT_USAGE
+    except (typer.Abort, KeyboardInterrupt):
+        print("tiercache: stopped", file=sys.stderr)
+        return EXIT_USAGE
+    return status if isinstance(status, int) else EXIT_OK
+
+
+def _one_line(error: BaseException) -> str:
+    text = error.format_message() if hasattr(error, "format_message") else str(error)
+    return " ".join(text.split()).rstrip(".")
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def daemon(context: typer.Context) -> int:
+    """Run the daemon in the foreground until SIGTERM."""
+    from tiercache.cli.main import main
+
+    return main(["daemon", *context.args])
+
+
+@app.command(epilog="""\b
+Examples:
+  tiercache stats                     everything, as tables
+  tiercache stats --watch 5           one line every 5 seconds, with what changed
+  tiercache stats --json | jq .arena.used_bytes
+""")
+def stats(
+    seconds: Annotated[
+        float | None, typer.Argument(metavar="SECONDS", help="Interval of --watch (default: 1).", min=0.01)
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="One line per interval, until Ctrl-C.")] = False,
+    as_json: Json = False,
+    address: Address = None,
+) -> int:
+    """Show what the daemon holds, how often it is asked and how fast it answers."""
+    from tiercache.cli import stats as command
+
+    if watch or seconds is not None:
+        return command.watch(address, interval_s=seconds or 1.0, as_json=as_json)
+    return command.show(address, as_json=as_json)
+
+
+@app.command(epilog="""\b
+Examples:
+  tiercache flush                     forget everything, after asking
+  tiercache flush --yes --namespace 9f3a
+                                      forget the blocks of one namespace (see `tiercache stats`)
+  tiercache flush --yes --prefix 00112233445566778899aabbccddeeff
+                                      forget one block and all that follow it
+""")
+def flush(
+    tier: Annotated[str, typer.Option("--tier", metavar="all|dram", help="Where to forget them.")] = "all",
+    namespace: Annotated[
+        str | None,
+        typer.Option("--namespace", metavar="ID", help="A namespace's number or (start of its) fingerprint."),
+    ] = None,
+    prefix: Annotated[
+        str | None, typer.Option("--prefix", metavar="HEXKEY", help="Key of a block, 32 hex digits.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+    address: Address = None,
+) -> int:
+    """Forget blocks. Loads under way end as misses; requests only take longer."""
+    from tiercache.cli import flush as command
+
+    return command.flush(address, tier=tier, namespace=namespace, prefix=prefix, yes=yes, as_json=as_json)
+
+
+@app.command(epilog="""\b
+Examples:
+  tiercache ping                      exit status 0 when the daemon answers, else 1
+  tiercache ping --count 1000         with percentiles of the round trip
+""")
+def ping(
+    count: Annotated[int, typer.Option("--count", metavar="N", min=1, max=1_000_000, help="How often.")] = 1,
+    as_json: Json = False,
+    address: Address = None,
+) -> int:
+    """Ask the daemon whether it is there and how long an answer takes."""
+    from tiercache.cli import ping as command
+
+    return command.ping(address, count=count, as_json=as_json)
+
+
+@app.command(epilog="""\b
+Examples:
+  tiercache config > tiercache.toml   a file to start from: every setting, explained
+  TIERCACHE_ARENA=16GiB tiercache config
+                                      says where each value that was chosen came from
+""")
+def config(
+    path: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="TOML file (default: $TIERCACHE_CONFIG).")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Print the settings that a daemon started here would have."""
+    from tiercache.cli import config as command
+
+    return command.show(path, as_json=as_json)
+
+
+@app.command(epilog="""\b
+Examples:
+  tiercache demo                      a small random model and a prompt of 8192 tokens
+  tiercache demo --model ./Qwen3-0.6B --prompt-file report.txt
+  tiercache demo --json               figures only
+""")
+def demo(
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="DIR", help="Hugging Face model (default: a small random one)."),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", metavar="FILE", help="Text to start every prompt with.")
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", metavar="N", min=16, help="Length of the prompt.")
+    ] = 8192,
+    as_json: Json = False,
+    address: Annotated[
+        str | None, typer.Option("--address", metavar="DIR", help="Use this daemon (default: a private one).")
+    ] = None,
+) -> int:
+    """Serve a prompt, forget it on the GPU, serve it again: with and without the cache."""
+    try:
+        from tiercache.cli import demo as command
+    except ImportError as error:
+        if (error.name or "").split(".")[0] not in ("torch", "transformers", "safetensors"):
+            raise
+        print(f"tiercache: demo needs {error.name}: pip install 'tiercache[engine]'", file=sys.stderr)
+        return EXIT_USAGE
+    return command.run(model=model, prompt_file=prompt_file, tokens=tokens, as_json=as_json, address=address)
+
+
+@app.command(epilog="""\b
+Examples:
+  tiercache version
+""")
+def version(as_json: Json = False) -> int:
+    """Print the versions of tiercache and of what it runs on."""
+    from tiercache.cli import config as command
+
+    return command.version(as_json=as_json)

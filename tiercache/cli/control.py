@@ -1,0 +1,35 @@
+"""How the commands reach the daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tiercache.config import default_address
+from tiercache.errors import DaemonUnavailable
+
+if TYPE_CHECKING:
+    from tiercache.client import Client
+
+CONNECT_DEADLINE_S = 5.0
+_REMEDY = "start a daemon with `tiercache daemon`, or name its run directory with --address"
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[Client]:
+    """A client of the daemon at `address` (the default one when None) that maps no memory.
+
+    Blocks for at most a few seconds. Raises DaemonUnavailable, with what to do about it.
+    """
+    from tiercache.client import Client
+
+    where = address or default_address()
+    try:
+        client = Client.connect(where, name="tiercache-cli", map_arena=False, timeout_s=CONNECT_DEADLINE_S)
+    except DaemonUnavailable as error:
+        raise DaemonUnavailable(f"{error}: {_REMEDY}") from None
+    try:
+        yield client
+    finally:
+        client.close()

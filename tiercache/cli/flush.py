@@ -1,0 +1,82 @@
+"""`tiercache flush`: forget blocks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+
+from tiercache.cli.control import connected
+from tiercache.cli.main import EXIT_OK
+from tiercache.cli.report import print_json
+from tiercache.errors import ConfigError, ProtocolError
+from tiercache.messages import KEY_BYTES, Flush, Flushed
+
+TIERS = ("all", "dram")
+FLUSH_DEADLINE_S = 60.0
+"""Millions of blocks are forgotten in slices, between which the daemon serves others."""
+
+
+def flush(
+    address: str | None, *, tier: str, namespace: str | None, prefix: str | None, yes: bool, as_json: bool
+) -> int:
+    """Flush what the options select, after a confirmation, and print how many blocks it was.
+
+    Raises ConfigError for options that select nothing that exists.
+    """
+    if tier not in TIERS:
+        raise ConfigError(f"--tier = {tier}: must be one of: {', '.join(TIERS)}")
+    key = parse_key(prefix)
+    if not yes and not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError("flush asks before it forgets, and there is no terminal to ask on: give --yes")
+    with connected(address) as client:
+        stats = client.stats()
+        namespaces = [] if namespace is None else [find_namespace(stats, namespace)]
+        if not yes:
+            typer.confirm(question(stats, tier, namespace, prefix), abort=True, err=True)
+        reply = client.call(Flush, timeout_s=FLUSH_DEADLINE_S, tier=tier, namespaces=namespaces, key=key)
+    if not isinstance(reply, Flushed):
+        raise ProtocolError(f"a flush was answered with {type(reply).__name__}")
+    blocks = reply.blocks
+    if as_json:
+        print_json({"flushed_blocks": blocks, "tier": tier, "namespaces": namespaces, "prefix": key.hex()})
+    else:
+        print(f"{blocks:,} blocks flushed")
+    return EXIT_OK
+
+
+def parse_key(prefix: str | None) -> bytes:
+    """32 hex digits as a key; None as the empty key, which stands for everything."""
+    if prefix is None:
+        return b""
+    try:
+        key = bytes.fromhex(prefix)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ConfigError(f"--prefix = {prefix}: must be the key of a block, {2 * KEY_BYTES} hex digits")
+    return key
+
+
+def find_namespace(stats: dict[str, Any], wanted: str) -> int:
+    """The id of the one namespace with this number, or whose fingerprint starts like this."""
+    known = {int(row["id"]): str(row.get("fingerprint", "")) for row in stats.get("namespaces", [])}
+    if wanted.isdecimal() and int(wanted) in known:
+        return int(wanted)
+    start = wanted.lower()
+    found = [number for number, fingerprint in known.items() if start and fingerprint.startswith(start)]
+    if len(found) == 1:
+        return found[0]
+    problem = f"is the start of {len(found)} fingerprints" if found else "no such namespace"
+    there = ", ".join(f"{number} ({fingerprint})" for number, fingerprint in known.items()) or "none yet"
+    raise ConfigError(f"--namespace = {wanted}: {problem}: there are {there}")
+
+
+def question(stats: dict[str, Any], tier: str, namespace: str | None, prefix: str | None) -> str:
+    """What is about to be forgotten, as a question."""
+    what = "all blocks" if prefix is None else f"block {prefix[:8]}... and all that follow it"
+    whose = "every namespace" if namespace is None else f"namespace {namespace}"
+    where = "all tiers" if tier == "all" else tier
+    held = sum(int(figures.get("blocks", 0)) for figures in stats.get("tiers", {}).values())
+    return f"Forget {what} of {whose} in {where} ({held:,} blocks are held now)?"

@@ -1,0 +1,42 @@
+"""Entry point of the `tiercache` command.
+
+Exit status: 0 it is well, 1 the thing asked about is not (no daemon), 2 a wrong command line,
+setting or installation. Errors are one line on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from tiercache.errors import ConfigError, TierCacheError
+
+EXIT_OK = 0
+EXIT_UNWELL = 1
+EXIT_USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (`sys.argv[1:]` by default) and return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["daemon"]:
+            # Before typer and rich are imported: a sidecar starts in a fraction of a second.
+            from tiercache.daemon.__main__ import main as daemon_main
+
+            return daemon_main(arguments[1:]) or EXIT_OK
+        from tiercache.cli.app import run
+
+        return run(arguments)
+    except TierCacheError as error:
+        print(f"tiercache: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNWELL
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`). Python would complain once more while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""`tiercache ping`: is the daemon there, and how long does an answer take?"""
+
+from __future__ import annotations
+
+from tiercache.cli.control import connected
+from tiercache.cli.main import EXIT_OK, EXIT_UNWELL
+from tiercache.cli.report import print_json
+from tiercache.config import default_address
+from tiercache.errors import DaemonUnavailable
+from tiercache.units import format_duration
+
+
+def ping(address: str | None, *, count: int, as_json: bool) -> int:
+    """Ping `count` times, one after the other, and print the round trip. Returns the exit status."""
+    where = address or default_address()
+    try:
+        with connected(address) as client:
+            seconds = sorted(client.ping() for _ in range(count))
+    except DaemonUnavailable as error:
+        if not as_json:
+            raise
+        print_json({"ok": False, "address": where, "error": str(error)})
+        return EXIT_UNWELL
+    figures = {
+        "min": seconds[0],
+        "p50": seconds[(count - 1) // 2],
+        "p99": seconds[(count * 99 - 1) // 100],
+        "max": seconds[-1],
+    }
+    if as_json:
+        in_us = {f"{name}_us": round(value * 1e6, 1) for name, value in figures.items()}
+        print_json({"ok": True, "address": where, "count": count, **in_us})
+    elif count == 1:
+        print(f"{where}: answered in {format_duration(seconds[0])}")
+    else:
+        spread = ", ".join(f"{name} {format_duration(value)}" for name, value in figures.items())
+        print(f"{where}: {count} answers, {spread}")
+    return EXIT_OK

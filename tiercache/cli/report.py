@@ -1,0 +1,164 @@
+"""Trees of raw numbers for people: sections, as tables on a terminal and as aligned text in a pipe.
+
+A number's unit is the last word of its name (`used_bytes`, `uptime_s`, `p99_us`), so that a figure
+which the daemon learns to count tomorrow is shown well today.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from tiercache.units import format_bytes, format_duration
+
+_LONGEST_TEXT = 60
+
+
+class Section(NamedTuple):
+    """One table. Rows have as many cells as there are columns; a table of two has no head."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def human(name: str, value: Any) -> str:
+    """One value as people read it, by the unit in its name."""
+    unit = name.rpartition("_")[2]
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or value == "" or value == [] or value == {}:
+        return "-"
+    if isinstance(value, (int, float)):
+        if unit == "bytes":
+            return format_bytes(value)
+        if unit in _SECONDS:
+            return format_duration(value * _SECONDS[unit])
+        return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+    if isinstance(value, (list, tuple)):
+        value = ", ".join(human("", item) for item in value)
+    elif isinstance(value, dict):
+        value = " ".join(f"{key}={human(str(key), item)}" for key, item in value.items())
+    text = "".join(c if c.isprintable() else "?" for c in str(value))
+    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
+
+
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+def with_human(tree: Any) -> Any:
+    """The same tree with `<name>_human` beside every number that has a unit."""
+    if isinstance(tree, list):
+        return [with_human(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    result: dict[str, Any] = {}
+    for name, value in tree.items():
+        result[name] = with_human(value)
+        unit = str(name).rpartition("_")[2]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and (unit == "bytes" or unit in _SECONDS):
+            result[f"{name}_human"] = human(str(name), value)
+    return result
+
+
+def print_json(tree: Any, *, indent: int | None = 2) -> None:
+    """Print a tree as JSON on stdout; one line with `indent=None`."""
+    print(json.dumps(tree, indent=indent, default=str), flush=True)
+
+
+def sections(tree: dict[str, Any]) -> list[Section]:
+    """Every number of a tree, in sections: one for each of its branches."""
+    loose = {name: value for name, value in tree.items() if not _is_branch(value)}
+    found = _branch("general", loose) if loose else []
+    for name, value in tree.items():
+        if _is_branch(value):
+            found += _branch(str(name), value)
+    return found
+
+
+def _is_branch(value: Any) -> bool:
+    return isinstance(value, dict) or _is_table(value)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _branch(title: str, branch: Any) -> list[Section]:
+    if isinstance(branch, list):
+        return [_table(title, [("", row) for row in branch])]
+    if branch and all(isinstance(row, dict) for row in branch.values()):
+        return [_table(title, list(branch.items()), first=title)]
+    inner = [(name, value) for name, value in branch.items() if _is_table(value)]
+    outer = {str(name): value for name, value in branch.items() if not _is_table(value)}
+    rows: list[tuple[str, ...]] = [row for name, value in outer.items() for row in _flat(name, value)]
+    found = [Section(title, ("", ""), rows)] if rows else []
+    for name, value in inner:
+        found += _branch(f"{title} {name}", value)
+    return found
+
+
+def _flat(name: str, value: Any) -> Iterable[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for inner, item in value.items():
+            yield from _flat(f"{name}.{inner}", item)
+    else:
+        yield name, human(name, value)
+
+
+def _table(title: str, rows: list[tuple[str, dict[str, Any]]], *, first: str = "") -> Section:
+    names = list(dict.fromkeys(str(name) for _, row in rows for name in row))
+    body = [[human(name, row.get(name)) for name in names] for _, row in rows]
+    if not first:
+        return Section(title, tuple(names), [tuple(cells) for cells in body])
+    cells = [(str(label), *row) for (label, _), row in zip(rows, body, strict=True)]
+    return Section(title, (first, *names), cells)
+
+
+def _numeric(section: Section, column: int) -> bool:
+    """Whether a column reads better aligned to the right."""
+    cells = [row[column] for row in section.rows]
+    return column > 0 and all(cell[:1].isdigit() or cell in ("-", "yes", "no") for cell in cells)
+
+
+def print_sections(found: list[Section]) -> None:
+    """Print sections on stdout: rich tables on a terminal, plain aligned text otherwise."""
+    if sys.stdout.isatty():
+        _print_tables(found)
+        return
+    for index, section in enumerate(found):
+        print(("\n" if index else "") + f"# {section.title}")
+        rows = section.rows if section.columns == ("", "") else [section.columns, *section.rows]
+        for line in align(rows, [_numeric(section, column) for column in range(len(section.columns))]):
+            print(line)
+
+
+def align(rows: list[tuple[str, ...]], to_right: list[bool]) -> list[str]:
+    """Rows of cells as lines in which the columns stand below each other."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, to_right, strict=True)
+        line = "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells)
+        lines.append(line.rstrip())
+    return lines
+
+
+def _print_tables(found: list[Section]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for section in found:
+        table = Table(title=Text(section.title, "bold"), title_justify="left", box=box.SIMPLE_HEAD)
+        table.show_header = section.columns != ("", "")
+        for index, column in enumerate(section.columns):
+            table.add_column(Text(column), justify="right" if _numeric(section, index) else "left")
+        for row in section.rows:
+            table.add_row(*map(Text, row))
+        console.print(table)

@@ -1,0 +1,119 @@
+"""`tiercache stats`: what the daemon says about itself, once or line by line."""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+from typing import Any
+
+from tiercache.cli.control import connected
+from tiercache.cli.main import EXIT_OK
+from tiercache.cli.report import Section, human, print_json, print_sections, sections, with_human
+from tiercache.units import format_bytes
+
+HEADER_EVERY = 20
+"""Lines of --watch between two headers."""
+
+_RATES = {
+    "matches": "match_requests",
+    "asked": "match_blocks_asked",
+    "hit": "match_blocks_hit",
+    "stored": "stored_blocks",
+    "dedup": "dedup_blocks",
+    "evicted": "evicted_blocks",
+}
+"""What --watch gives per second -> the counter that says so."""
+
+_COLUMNS = ("time", "hit%", *(f"{name}/s" for name in _RATES), "blocks", "used", "sessions", "match p99")
+_WIDTHS = (8, 5, 8, 9, 9, 9, 9, 9, 9, 10, 8, 10)
+
+
+def show(address: str | None, *, as_json: bool) -> int:
+    """Print everything once."""
+    with connected(address) as client:
+        tree = client.stats()
+    if as_json:
+        print_json(with_human(tree))
+    else:
+        print_sections([summary(tree), *sections(tree)])
+    return EXIT_OK
+
+
+def summary(tree: dict[str, Any]) -> Section:
+    """The few figures that one looks for first."""
+    arena, counters = tree.get("arena", {}), tree.get("counters", {})
+    asked, hit = counters.get("match_blocks_asked", 0), counters.get("match_blocks_hit", 0)
+    used, size = arena.get("used_bytes", 0), arena.get("bytes", 0)
+    hit_rate = f"{hit / asked:.1%} of {asked:,} blocks asked for" if asked else "nothing asked for yet"
+    share = f" ({used / size:.0%})" if size else ""
+    rows: list[tuple[str, ...]] = [
+        ("hit rate", hit_rate),
+        ("arena", f"{format_bytes(used)} of {format_bytes(size)} used{share}"),
+        ("blocks", human("blocks", total_blocks(tree))),
+        ("sessions", human("sessions", len(tree.get("sessions", [])))),
+        ("up for", human("uptime_s", tree.get("daemon", {}).get("uptime_s", 0))),
+    ]
+    return Section("summary", ("", ""), rows)
+
+
+def total_blocks(tree: dict[str, Any]) -> int:
+    """Blocks held, over all tiers."""
+    return sum(int(tier.get("blocks", 0)) for tier in tree.get("tiers", {}).values())
+
+
+def watch(address: str | None, *, interval_s: float, as_json: bool) -> int:
+    """Print a line per interval with what changed, until Ctrl-C or the daemon goes away."""
+    try:
+        with connected(address) as client:
+            before, before_s = client.stats(), time.monotonic()
+            for line in count():
+                due_s = before_s + interval_s
+                time.sleep(max(0.0, due_s - time.monotonic()))
+                now, now_s = client.stats(), time.monotonic()
+                row = changes(before, now, now_s - before_s)
+                if as_json:
+                    print_json(with_human(row), indent=None)
+                else:
+                    if line % HEADER_EVERY == 0:
+                        print(_line(_COLUMNS))
+                    print(_line(cells(row)), flush=True)
+                before, before_s = now, now_s
+    except KeyboardInterrupt:
+        pass
+    return EXIT_OK
+
+
+def changes(before: dict[str, Any], now: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """What happened between two trees that were read `seconds` apart; rates are per second.
+
+    A daemon that restarted in between counts from zero again, and so do the rates.
+    """
+    same_life = before.get("daemon", {}).get("generation") == now.get("daemon", {}).get("generation")
+    earlier = before.get("counters", {}) if same_life else {}
+    later = now.get("counters", {})
+    grown = {name: int(later.get(name, 0)) - int(earlier.get(name, 0)) for name in _RATES.values()}
+    asked = grown["match_blocks_asked"]
+    return {
+        "unix_s": round(time.time(), 3),
+        "interval_s": round(seconds, 3),
+        "hit_rate": round(grown["match_blocks_hit"] / asked, 4) if asked else None,
+        **{f"{name}_per_s": round(grown[counter] / seconds, 1) for name, counter in _RATES.items()},
+        "blocks": total_blocks(now),
+        "used_bytes": now.get("arena", {}).get("used_bytes", 0),
+        "sessions": len(now.get("sessions", [])),
+        "match_p99_us": now.get("latency", {}).get("match", {}).get("p99_us"),
+        "restarted": not same_life,
+    }
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """One row of `changes` as the cells of a line."""
+    clock = time.strftime("%H:%M:%S", time.localtime(row["unix_s"]))
+    hit_rate = "-" if row["hit_rate"] is None else f"{row['hit_rate']:.1%}".rstrip("%")
+    rates = [f"{value:,.0f}" for name, value in row.items() if name.endswith("_per_s")]
+    state = [human(name, row[name]) for name in ("blocks", "used_bytes", "sessions", "match_p99_us")]
+    return (clock, hit_rate, *rates, *state)
+
+
+def _line(row: tuple[str, ...]) -> str:
+    return " ".join(cell.rjust(width) for cell, width in zip(row, _WIDTHS, strict=True))

@@ -1,0 +1,482 @@
+"""A client of the daemon: one session at a time, and the manners when the daemon fails.
+
+    UP    calls go through; each has a deadline
+    DOWN  every call raises DaemonUnavailable at once, within microseconds
+
+A missed deadline, an end of file on the session socket or a refused session bring the client
+DOWN. A background thread then probes, with back-off and jitter, and brings it UP after three good
+pings. A daemon that was only slow keeps its session; one that died is met again with a new session
+and a new mapping of the arena. The same thread maps regions that become ready, renews leases that
+are held for long, and gives back what was granted after its caller had gone.
+
+What belongs to one life of the daemon is in `tiercache.session`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import random
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from tiercache import messages
+from tiercache.channel import ANSWERS
+from tiercache.config import session_socket_path
+from tiercache.errors import (
+    ArenaError,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    ProtocolError,
+    RequestRefused,
+    TierCacheError,
+)
+from tiercache.layout import NamespaceSpec
+from tiercache.messages import (
+    AnyReply,
+    Bye,
+    Done,
+    Flush,
+    Flushed,
+    Ping,
+    Release,
+    Renew,
+    Renewed,
+    Request,
+    Stats,
+    StatsReply,
+)
+from tiercache.session import Session
+
+if TYPE_CHECKING:
+    from tiercache.cuda import Pinner
+
+REQUEST_TIMEOUT_S = 0.5
+BACK_OFF_FIRST_S = 0.05
+BACK_OFF_LAST_S = 2.0
+GOOD_PINGS = 3
+STEADY_S = 10.0
+"""UP for this long makes the next back-off short again: a daemon that is too slow does not flap."""
+HOLD_AT_MOST_S = 600.0
+"""A lease that nobody ended is renewed for this long."""
+TIDY_S = 0.02
+
+logger = logging.getLogger("tiercache.client")
+
+
+class _Kept(NamedTuple):
+    """A lease that is renewed in the background for as long as `holder` lives."""
+
+    session: Session
+    ttl_ms: int
+    due_s: float
+    until_s: float
+    holder: weakref.ref[Any]
+
+
+class Client:
+    """A client of one daemon, for as long as the process likes. Thread-safe. Close it when done.
+
+    After a fork the child's copy is unusable and says so; connect anew there.
+    """
+
+    def __init__(
+        self,
+        address: str | Path,
+        *,
+        name: str = "",
+        instance: bytes | None = None,
+        map_arena: bool = True,
+        pinner: Pinner | None = None,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> None:
+        """Make a client that is DOWN; `start` or `connect` bring it up. Arguments as for `connect`."""
+        if instance is not None and len(instance) != messages.INSTANCE_BYTES:
+            raise ValueError(f"an instance is {messages.INSTANCE_BYTES} random bytes, not {len(instance)}")
+        if request_timeout_s <= 0:
+            raise ValueError(f"request_timeout_s is {request_timeout_s}: must be more than 0")
+        self.address = str(session_socket_path(address).parent)
+        self.name = name
+        self.instance = instance or os.urandom(messages.INSTANCE_BYTES)
+        self.request_timeout_s = request_timeout_s
+        self.times_up = 0
+        self.times_down = 0
+        self._map_arena = map_arena
+        self._pinner = pinner
+        self._lock = threading.Lock()
+        self._up: Session | None = None  # the session while UP
+        self._session: Session | None = None  # also while DOWN, if it may come back
+        self._former: Session | None = None  # the last one, for what it had to give back
+        self._reason = "it has not been reached yet"
+        self._specs: dict[str, NamespaceSpec] = {}
+        self._kept: dict[int, _Kept] = {}
+        self._back_off_s = BACK_OFF_FIRST_S
+        self._up_since_s = 0.0
+        self._closed = False
+        self._forked = False
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread: threading.Thread | None = None
+        self.counters: Callable[[], dict[str, int]] = dict
+        """What the owner of the client wants the daemon to know of its own counters."""
+        _clients.add(self)
+
+    @classmethod
+    def connect(
+        cls,
+        address: str | Path,
+        *,
+        name: str = "",
+        instance: bytes | None = None,
+        map_arena: bool = True,
+        pinner: Pinner | None = None,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+        timeout_s: float = 5.0,
+    ) -> Client:
+        """A client that is UP. Blocks for at most about `timeout_s`.
+
+        Args:
+            address: the daemon's run directory.
+            name: how the daemon calls this client in its statistics.
+            instance: 16 random bytes shared by all sessions of one engine; random by default.
+            map_arena: False moves bytes through the control socket, 2 MiB at a time.
+            pinner: page-locks the mapped regions for a GPU (`tiercache.cuda.Pinner`).
+            request_timeout_s: deadline of one request; after a missed one the client is DOWN.
+            timeout_s: deadline of connecting.
+
+        Raises:
+            DaemonUnavailable: nobody answers at `address`.
+            RequestRefused: the daemon will not have this client (version, limits).
+        """
+        client = cls(
+            address,
+            name=name,
+            instance=instance,
+            map_arena=map_arena,
+            pinner=pinner,
+            request_timeout_s=request_timeout_s,
+        )
+        try:
+            client.start(timeout_s, required=True)
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def start(self, timeout_s: float, *, required: bool) -> None:
+        """Try for `timeout_s` to come UP (once, if not `required`), then leave it to the background."""
+        deadline_s = time.monotonic() + timeout_s
+        while (error := self._try_to_come_up()) is not None and required:
+            if isinstance(error, RequestRefused):
+                raise error
+            if time.monotonic() + self._back_off_s > deadline_s:
+                raise DaemonUnavailable(
+                    f"no tiercache daemon answers at {self.address}: {self._reason}; "
+                    f"start one with `tiercache daemon --run-dir {self.address}`"
+                )
+            self._pause(self._next_back_off_s())
+        self._thread = threading.Thread(target=self._watch, name="tiercache-client", daemon=True)
+        self._thread.start()
+
+    # --- what callers use ------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """True while UP."""
+        return self._up is not None
+
+    def session(self) -> Session:
+        """The session, while UP. Raises DaemonUnavailable at once when DOWN. Takes no lock."""
+        session = self._up
+        if session is None:
+            raise DaemonUnavailable(f"the cache at {self.address} is unavailable: {self._reason}")
+        return session
+
+    def call(self, request_type: type[Request], *, timeout_s: float | None = None, **fields: Any) -> AnyReply:
+        """Send one request and return its reply, for all requests without payload.
+
+        Raises RequestRefused for an `Error` reply, DeadlineExceeded, DaemonUnavailable.
+        """
+        reply = self.session().call(request_type, ANSWERS[request_type], timeout_s, **fields)
+        return cast(AnyReply, reply)
+
+    def ping(self) -> float:
+        """One round trip; returns seconds."""
+        start_s = time.perf_counter()
+        self.session().call(Ping, Done)
+        return time.perf_counter() - start_s
+
+    def stats(self) -> dict[str, Any]:
+        """The daemon's statistics."""
+        return self.session().call(Stats, StatsReply).stats
+
+    def flush(
+        self, *, tier: str = "all", namespaces: Sequence[NamespaceSpec] = (), key: bytes = b""
+    ) -> int:
+        """Forget blocks of `namespaces` (none named: all): `key` with what follows it, or everything.
+
+        Returns how many blocks were forgotten.
+        """
+        session = self.session()
+        numbers = [session.namespace_id(spec) for spec in namespaces]
+        return session.call(Flush, Flushed, tier=tier, namespaces=numbers, key=key).blocks
+
+    def register(self, spec: NamespaceSpec) -> int:
+        """The id of `spec` in the present session; it is registered again in every later one."""
+        if problem := spec.problem():
+            raise ValueError(problem)
+        self._specs[spec.fingerprint()] = spec
+        return self.session().namespace_id(spec)
+
+    def frame_address(self, frame: int, length: int) -> int:
+        """Where a frame begins in this process; waits, with a deadline, for its region to be mapped.
+
+        Only valid while the session lives and a copy is announced (`ArenaMapping.begin_copy`).
+        Raises ProtocolError for a frame outside its region, DeadlineExceeded, DaemonUnavailable.
+        """
+        arena = self.session().arena
+        if arena is None:
+            raise ArenaError("this client does not map the arena: it was connected with map_arena=False")
+        return int(arena.addresses(messages.pack_frames([frame]), length, self.request_timeout_s)[0])
+
+    def keep(self, session: Session, lease: int, ttl_ms: int, holder: Any) -> None:
+        """Renew `lease` in the background until `let_go`, for 10 minutes at most, while `holder` exists."""
+        now_s = time.monotonic()
+        kept = _Kept(session, ttl_ms, now_s + ttl_ms / 2000, now_s + HOLD_AT_MOST_S, weakref.ref(holder))
+        with self._lock:
+            self._kept[lease] = kept
+
+    def let_go(self, lease: int) -> None:
+        """Stop renewing `lease`."""
+        with self._lock:
+            self._kept.pop(lease, None)
+
+    def close(self) -> None:
+        """Say good-bye and end the session. Blocks for at most about 2 s. Idempotent."""
+        if self._closed or self._forked:
+            return
+        session = self._up
+        self._closed = True
+        self._reason = "this client was closed"
+        if session is not None:
+            try:
+                session.call(Bye, Done, 0.2)
+            except TierCacheError as error:
+                logger.debug("good-bye was not answered: %s", error)
+        self._up = None
+        self._wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+        with self._lock:
+            session, self._session = self._session, None
+            self._kept.clear()
+            if self._thread is None or not self._thread.is_alive():
+                os.close(self._wakeup)
+                self._wakeup = -1
+        if session is not None:
+            session.end()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- going down and coming up ------------------------------------------------------------------
+
+    def _go_down(self, session: Session, reason: str, over: bool) -> None:
+        """Leave UP. `over`: this session will never work again. Called in any thread."""
+        with self._lock:
+            if self._forked or self._session is not session:
+                return
+            was_up, self._up = self._up is session, None
+            if was_up:
+                self._reason = reason
+                self.times_down += 1
+            if over:
+                self._session = None
+        if was_up and not self._closed:
+            logger.warning("the cache at %s is down: %s; going on without it", self.address, reason)
+        if over:
+            session.end()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have the background thread look again."""
+        with self._lock:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
+
+    def _try_to_come_up(self) -> Exception | None:
+        """Connect if need be and ping three times. Returns why that failed, or None when UP."""
+        session = self._session
+        try:
+            if session is None:
+                session = self._open_session()
+            self._prove(session)
+        except (TierCacheError, OSError) as error:
+            self._reason = str(error)
+            if session is not None and not isinstance(error, DeadlineExceeded):
+                self._go_down(session, str(error), True)
+            return error
+        with self._lock:
+            if self._session is not session or self._closed:
+                return DaemonUnavailable(self._reason)
+            self._up = session
+            self._up_since_s = time.monotonic()
+        if self.times_up:
+            logger.warning("the cache at %s is back", self.address)
+        self.times_up += 1
+        return None
+
+    def _open_session(self) -> Session:
+        session = Session(
+            self.address,
+            self.name,
+            self.instance,
+            map_arena=self._map_arena,
+            timeout_s=self.request_timeout_s,
+            pinner=self._pinner,
+        )
+        session.on_trouble = self._go_down
+        session.counters = self.counters
+        with self._lock:
+            former, self._former = self._former, session
+            self._session = session
+        if former is not None:
+            session.inherit(former)
+        return session
+
+    def _prove(self, session: Session) -> None:
+        """Three good pings, and all that must be in order before calls go through."""
+        half_s = self.request_timeout_s / 2
+        for _ in range(GOOD_PINGS):
+            session.call(Ping, Done, half_s)
+        if not session.receive():
+            raise DaemonUnavailable("the daemon closed the session")
+        for spec in list(self._specs.values()):
+            try:
+                session.namespace_id(spec)
+            except RequestRefused as error:
+                logger.warning("the daemon refuses a namespace of this client: %s", error)
+        session.tidy()
+
+    def _next_back_off_s(self) -> float:
+        """The pause before the next probe: doubling, with jitter so that clients do not come in step."""
+        pause_s = self._back_off_s * random.uniform(0.75, 1.25)
+        self._back_off_s = min(self._back_off_s * 2, BACK_OFF_LAST_S)
+        return pause_s
+
+    # --- the background thread ---------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._closed:
+            session = self._up
+            if session is None:
+                self._pause(self._next_back_off_s())
+                if not self._closed:
+                    self._try_to_come_up()
+                continue
+            if time.monotonic() - self._up_since_s > STEADY_S:
+                self._back_off_s = BACK_OFF_FIRST_S
+            try:
+                soon = session.tidy()
+                self._renew(session)
+                self._wait(session, TIDY_S if soon else self._until_next_renewal_s())
+            except TierCacheError as error:
+                # `Session.call` has brought the client down where that is due.
+                logger.debug("background work for %s: %s", self.address, error)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait while DOWN; an end of file on a session that was only slow ends that session meanwhile."""
+        deadline_s = time.monotonic() + seconds
+        while not self._closed and (left_s := deadline_s - time.monotonic()) > 0:
+            self._wait(self._session, left_s)
+
+    def _wait(self, session: Session | None, seconds: float) -> None:
+        """Wait for the session socket or a wake-up; take what the socket has."""
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        if session is not None:
+            fd = session.fileno()
+            if fd < 0:
+                return
+            poll.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(max(1, int(seconds * 1000)))}
+        if self._wakeup in ready:
+            try:
+                os.eventfd_read(self._wakeup)
+            except BlockingIOError:
+                return  # another wait has taken it
+        if session is None or not ready - {self._wakeup}:
+            return
+        try:
+            if not session.receive():
+                self._go_down(session, "the daemon is gone (its session socket closed)", True)
+        except (ProtocolError, ArenaError, OSError) as error:
+            self._go_down(session, str(error), True)
+
+    def _until_next_renewal_s(self) -> float:
+        with self._lock:
+            due_s = min((kept.due_s for kept in self._kept.values()), default=None)
+        return 1.0 if due_s is None else min(1.0, max(0.001, due_s - time.monotonic()))
+
+    def _renew(self, session: Session) -> None:
+        """Extend the kept leases that are due; give back those whose holder is gone."""
+        now_s = time.monotonic()
+        due: list[int] = []
+        with self._lock:
+            for lease, kept in list(self._kept.items()):
+                if kept.session is not session or now_s > kept.until_s:
+                    del self._kept[lease]
+                elif kept.holder() is None:
+                    del self._kept[lease]
+                    session.give_back(Release, lease=lease)
+                elif kept.due_s <= now_s:
+                    due.append(lease)
+                    self._kept[lease] = kept._replace(due_s=now_s + kept.ttl_ms / 2000)
+            ttl_ms = max((self._kept[lease].ttl_ms for lease in due), default=0)
+        if due:
+            alive = session.call(Renew, Renewed, leases=due, ttl_ms=ttl_ms).alive
+            with self._lock:
+                for lease, still in zip(due, alive, strict=False):
+                    if not still:
+                        self._kept.pop(lease, None)
+
+    def _forget_in_child(self) -> None:
+        """In a forked child: threads, locks, mappings and sockets of the parent are not ours."""
+        self._forked = True
+        self._reason = "this process was forked from the one that connected; connect again here"
+        self._lock = threading.Lock()
+        session, self._session, self._up = self._session, None, None
+        if session is not None:
+            session.forget_in_child()
+            _left_behind.append(session)
+        if self._wakeup >= 0:
+            os.close(self._wakeup)
+            self._wakeup = -1
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+# Sessions of the parent, in a forked child: never touched, and never collected either.
+_left_behind: list[Session] = []
+
+
+def _forget_all_in_child() -> None:
+    for client in list(_clients):
+        if not client._closed:
+            client._forget_in_child()
+
+
+def _close_all() -> None:
+    for client in list(_clients):
+        client.close()
+
+
+os.register_at_fork(after_in_child=_forget_all_in_child)
+atexit.register(_close_all)

@@ -1,0 +1,207 @@
+"""Who owns which block of the KV pool, and what the idle ones still hold.
+
+A block is in exactly one place:
+
+    used      one or more references: sequences that read or fill it, transfers that copy it
+    clean     no reference; may be given out at once. Blank blocks first, then the least
+              recently used; what it holds is forgotten when it is given out
+    dirty     no reference; holds what the cache must be given first (only with write-back)
+
+A block with a key is in the prefix cache, wherever it is. Blocks of a sequence are given back
+deepest first, so that a tail goes before the blocks that it needs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from tiercache.keys import KeyChain
+
+
+class Origin(NamedTuple):
+    """Which block of which chain a pool block holds."""
+
+    chain: KeyChain
+    index: int
+
+
+class BlockManager:
+    """References, the prefix cache and the free queues of `num_blocks` pool blocks.
+
+    Every operation on one block is O(1). With `write_back`, blocks that were not stored are not
+    given out (see `dirty_blocks`).
+    """
+
+    def __init__(self, num_blocks: int, *, write_back: bool = False) -> None:
+        self.num_blocks = num_blocks
+        self.evictions = 0
+        self._write_back = write_back
+        self._references = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._origins: list[Origin | None] = [None] * num_blocks
+        self._stored = [False] * num_blocks
+        self._cached: dict[bytes, int] = {}
+        self._clean: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._dirty: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def clean_count(self) -> int:
+        """Blocks that `allocate` can give out now."""
+        return len(self._clean)
+
+    @property
+    def idle_count(self) -> int:
+        """Blocks without a reference."""
+        return len(self._clean) + len(self._dirty)
+
+    def references(self, block_id: int) -> int:
+        return self._references[block_id]
+
+    def block_of(self, key: bytes) -> int | None:
+        """The pool block that holds `key`, or None."""
+        return self._cached.get(key)
+
+    def find(self, chain: KeyChain, limit: int) -> list[int]:
+        """The pool blocks of the longest leading run of `chain`, at most `limit` blocks."""
+        found: list[int] = []
+        for index in range(min(limit, len(chain))):
+            block_id = self._cached.get(chain.key(index))
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def allocate(self, count: int, after: int | None = None) -> list[int] | None:
+        """`count` blocks with one reference each, or None (and no change) if fewer are clean.
+
+        Blank blocks that continue the run from `after` are preferred, so that a sequence's blocks
+        tend to be one run of memory.
+        """
+        if count > len(self._clean):
+            return None
+        taken: list[int] = []
+        for _ in range(count):
+            follower = None if after is None else after + 1
+            if follower in self._clean and self._keys[follower] is None:
+                block_id = follower
+            else:
+                block_id = next(iter(self._clean))
+            del self._clean[block_id]
+            if self._keys[block_id] is not None:
+                self.evictions += 1
+                self._forget(block_id)
+            self._references[block_id] = 1
+            taken.append(block_id)
+            after = block_id
+        return taken
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """One more reference on each block, idle or used."""
+        for block_id in block_ids:
+            if self._references[block_id] == 0:
+                queue = self._clean if block_id in self._clean else self._dirty
+                del queue[block_id]
+            self._references[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give back one reference on each block; `block_ids` in the order of the sequence."""
+        for block_id in reversed(block_ids):
+            assert self._references[block_id] > 0, f"block {block_id} is released but not held"
+            self._references[block_id] -= 1
+            if self._references[block_id] == 0:
+                self._make_idle(block_id)
+
+    def _make_idle(self, block_id: int) -> None:
+        if self._write_back and self._keys[block_id] is not None and not self._stored[block_id]:
+            self._dirty[block_id] = None
+            return
+        self._clean[block_id] = None
+        if self._keys[block_id] is None:
+            self._clean.move_to_end(block_id, last=False)
+
+    def register(self, block_id: int, chain: KeyChain, index: int, *, stored: bool = False) -> bool:
+        """Put a used, full block into the prefix cache; False if its key is there already.
+
+        The block must not change from here on.
+        """
+        key = chain.key(index)
+        if key in self._cached:
+            return False
+        assert self._references[block_id] > 0, f"block {block_id} is registered but not held"
+        assert self._keys[block_id] is None, f"block {block_id} is registered twice"
+        self._cached[key] = block_id
+        self._keys[block_id] = key
+        self._origins[block_id] = Origin(chain, index)
+        self._stored[block_id] = stored
+        return True
+
+    def mark_stored(self, block_ids: Iterable[int]) -> None:
+        """The cache has been given these blocks: they need not be stored again."""
+        for block_id in block_ids:
+            # A block without a key holds a copy of one that has it.
+            self._stored[block_id] = self._keys[block_id] is not None
+
+    def dirty_blocks(self, count: int) -> list[tuple[Origin, list[int]]]:
+        """What to store so that at least `count` dirty blocks (or all) become clean.
+
+        Runs of one chain, parents first: a cache keeps no block without its parents, so a run
+        begins at the first block of its chain that was not stored. The blocks stay dirty until
+        they are held, marked as stored and released.
+        """
+        runs: list[tuple[Origin, list[int]]] = []
+        chosen: set[int] = set()
+        for block_id in self._dirty:
+            if len(chosen) >= count:
+                break
+            origin = self._origins[block_id]
+            if block_id in chosen or origin is None:
+                continue
+            run: list[int] = []
+            for index in range(origin.index, -1, -1):
+                parent = self._cached.get(origin.chain.key(index))
+                if parent is None or self._stored[parent] or parent in chosen:
+                    break
+                run.append(parent)
+            chosen.update(run)
+            runs.append((Origin(origin.chain, origin.index - len(run) + 1), run[::-1]))
+        return runs
+
+    def forget_all(self) -> None:
+        """Empty the prefix cache. Used blocks stay with their owners."""
+        for block_id in list(self._cached.values()):
+            self._forget(block_id)
+        self._clean.update(self._dirty)
+        self._dirty.clear()
+
+    def _forget(self, block_id: int) -> None:
+        key = self._keys[block_id]
+        assert key is not None
+        del self._cached[key]
+        self._keys[block_id] = None
+        self._origins[block_id] = None
+        self._stored[block_id] = False
+
+    def check_integrity(self, owners: Mapping[int, int]) -> None:
+        """Recount everything; `owners` is the number of references per block that there should be.
+
+        Raises AssertionError that names the first block that is wrong. O(num_blocks).
+        """
+        for block_id in range(self.num_blocks):
+            count, key = self._references[block_id], self._keys[block_id]
+            expected = owners.get(block_id, 0)
+            assert count == expected, f"block {block_id} has {count} references, its owners hold {expected}"
+            places = (count > 0) + (block_id in self._clean) + (block_id in self._dirty)
+            assert places == 1, f"block {block_id} is in {places} places"
+            if key is not None:
+                assert self._cached.get(key) == block_id, f"block {block_id} has a key that leads elsewhere"
+                origin = self._origins[block_id]
+                assert origin is not None, f"block {block_id} has a key and no chain"
+                assert origin.chain.key(origin.index) == key, f"block {block_id} has lost its chain"
+            if block_id in self._dirty:
+                assert self._write_back and key is not None and not self._stored[block_id], (
+                    f"block {block_id} is dirty without reason"
+                )
+        keyed = sum(key is not None for key in self._keys)
+        assert keyed == len(self._cached), f"{len(self._cached)} keys for {keyed} blocks"

@@ -1,0 +1,215 @@
+"""A Hugging Face decoder folder: what it is, what its KV is called, and how it is run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from tiercache.engine import attention
+from tiercache.engine.settings import EngineSettings
+from tiercache.errors import ConfigError, ModelRefused
+from tiercache.keys import fingerprint_files, root_key
+from tiercache.layout import NamespaceSpec
+
+ENGINE_NAME = "tiercache/1"
+BLOCK_LAYOUT = "layer,2,slot,kv_head,head_dim"
+_SERVED_LAYERS = {"full_attention", "sliding_attention"}
+# These compute the angles of a token from how long its sequence has become, so that its K has
+# no fixed value. Below the length they were trained for they are constant.
+_GROWING_ROPE = {"dynamic", "longrope"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a model's config the KV pool and the limits depend on."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    vocabulary: int
+    max_context: int
+    windows: tuple[int, ...]
+    eos_token_ids: frozenset[int]
+
+    def block_bytes(self, block_size: int) -> int:
+        return self.layers * 2 * block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def weight_files(model_dir: str | Path) -> list[Path]:
+    """The safetensors files of a model folder. Raises ModelRefused where there is no such model."""
+    folder = Path(model_dir)
+    if not folder.is_dir():
+        raise ModelRefused(f"{folder} is not a folder: give a downloaded Hugging Face model folder")
+    if not (folder / "config.json").is_file():
+        raise ModelRefused(f"{folder} has no config.json: give a Hugging Face model folder")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelRefused(f"{folder} has no *.safetensors: save the model with safe_serialization=True")
+    return files
+
+
+def read_shape(model_dir: str | Path, settings: EngineSettings) -> ModelShape:
+    """Read config.json. Raises ModelRefused for a model that is not a decoder with plain attention."""
+    weight_files(model_dir)
+    try:
+        full_config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelRefused(f"transformers cannot read {model_dir}/config.json: {_first_line(error)}") from error
+    config = full_config.get_text_config(decoder=True)
+    if getattr(full_config, "is_encoder_decoder", False):
+        raise ModelRefused(f"{full_config.model_type} is an encoder-decoder model: give a decoder")
+    layer_types = getattr(config, "layer_types", None) or []
+    strange = sorted(set(layer_types) - _SERVED_LAYERS)
+    if strange:
+        raise ModelRefused(
+            f"{config.model_type} has {', '.join(strange)} layers: only full and sliding attention are served"
+        )
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    return ModelShape(
+        layers=layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=_dtype(settings.dtype, getattr(config, "dtype", None)),
+        vocabulary=config.vocab_size,
+        max_context=_max_context(config, settings),
+        windows=_windows(config, layer_types, layers),
+        eos_token_ids=_eos_token_ids(model_dir, full_config),
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _dtype(wanted: str, stored: Any) -> torch.dtype:
+    name = str(stored or "float32").removeprefix("torch.") if wanted == "auto" else wanted
+    dtype = getattr(torch, name, None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ModelRefused(f"the model's dtype is {name}: set dtype to float32, bfloat16 or float16")
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _windows(config: Any, layer_types: Sequence[str], layers: int) -> tuple[int, ...]:
+    """The sliding window that each layer should have by the config, 0 for none."""
+    window = int(getattr(config, "sliding_window", None) or 0)
+    if layer_types:
+        return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = 0
+    return (window,) * layers
+
+
+def _max_context(config: Any, settings: EngineSettings) -> int:
+    allowed = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for entry in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if entry.get("rope_type") in _GROWING_ROPE:
+            original = entry.get("original_max_position_embeddings")
+            allowed = min(allowed, int(original or getattr(config, "original_max_position_embeddings", allowed)))
+    if settings.max_context > allowed:
+        raise ConfigError(f"max_context is {settings.max_context}: this model's KV is fixed up to {allowed} tokens")
+    return settings.max_context or allowed
+
+
+def _eos_token_ids(model_dir: str | Path, config: Any) -> frozenset[int]:
+    eos: Any = None
+    if (Path(model_dir) / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(str(model_dir), local_files_only=True).eos_token_id
+    eos = config.eos_token_id if eos is None and hasattr(config, "eos_token_id") else eos
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def describe_model(
+    model_dir: str | Path, settings: EngineSettings | None = None, *, epoch: int = 0
+) -> tuple[NamespaceSpec, bytes]:
+    """The namespace of a model's blocks and the root key of its chains.
+
+    Reads config.json and every byte of the weights, at the speed of the disk; needs no device. Raises
+    ModelRefused and ConfigError.
+    """
+    settings = settings or EngineSettings()
+    shape = read_shape(model_dir, settings)
+    namespace = NamespaceSpec(
+        engine=ENGINE_NAME,
+        layout=BLOCK_LAYOUT,
+        dtype=str(shape.dtype).removeprefix("torch."),
+        block_size=settings.block_size,
+        block_bytes=shape.block_bytes(settings.block_size),
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+    )
+    if problem := namespace.problem():
+        raise ConfigError(f"{problem}; change block_size")
+    content = fingerprint_files([*weight_files(model_dir), Path(model_dir) / "config.json"])
+    # Exact reuse needs an equal split of the prefill, which the chunk size decides.
+    split = f"{settings.chunk_size}" if settings.exact else "any"
+    root = root_key(content, salt=settings.salt, epoch=epoch, extra=[("split", split)])
+    return namespace, root
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`auto`, `cpu` or `cuda` as a device. Raises ConfigError for CUDA where there is none."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but torch finds no CUDA device: set device to 'cpu' or 'auto'")
+    cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if cuda else "cpu")
+
+
+class HostedModel:
+    """The weights, run over a paged KV pool.
+
+    Raises ModelRefused when transformers cannot load the folder. Blocks for as long as reading
+    the weights takes.
+    """
+
+    def __init__(self, model_dir: str | Path, shape: ModelShape, device: torch.device) -> None:
+        self.shape = shape
+        self.device = device
+        try:
+            module: Any = AutoModelForCausalLM.from_pretrained(
+                str(model_dir),
+                dtype=shape.dtype,
+                attn_implementation=attention.NAME,
+                local_files_only=True,
+                use_safetensors=True,
+            )
+        except (ValueError, KeyError, OSError, ImportError, NotImplementedError) as error:
+            raise ModelRefused(f"transformers cannot host {model_dir}: {_first_line(error)}") from error
+        self.module = module.to(device).eval()
+        self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
+
+    def new_pool(self, num_blocks: int, block_size: int) -> torch.Tensor:
+        """Zeroed KV memory `[block, layer, 2, slot, kv_head, head_dim]`.
+
+        To be called outside of inference mode: tensors that are made inside cannot be written from outside.
+        """
+        assert not torch.is_inference_mode_enabled()
+        shape = (num_blocks, self.shape.layers, 2, block_size, self.shape.kv_heads, self.shape.head_dim)
+        # Written, not only reserved: else the first prefill or load pays for the page faults.
+        return torch.empty(shape, dtype=self.shape.dtype, device=self.device).fill_(0)
+
+    def forward(self, batch: attention.Batch, tokens: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
+        """Run `tokens` of `batch`; returns the logits after the tokens at `rows`, `[row, vocabulary]`.
+
+        Writes K and V of all tokens into the pool. On CUDA it returns before the device is done.
+        """
+        with torch.inference_mode(), attention.attend(batch):
+            inputs = torch.tensor([tokens], device=self.device)
+            # A forward pass computes at least one row: of a chunk that ends no prompt, the last.
+            kept = torch.tensor(rows or [len(tokens) - 1], device=self.device)
+            extra = {"logits_to_keep": kept} if self._keeps_logits else {}
+            positions = batch.positions[None]
+            out = self.module(input_ids=inputs, position_ids=positions, use_cache=False, **extra)
+            logits: torch.Tensor = out.logits[0]
+            return logits if self._keeps_logits else logits[kept]

@@ -1,0 +1,114 @@
+"""Does a model compute the same over paged KV as it does by itself?
+
+transformers runs whatever the folder says, with whatever state a model keeps besides its K
+and V, and a model that keeps such state gives fluent, wrong text. So every model is tried at load: two
+sequences, packed, in uneven chunks, on scattered blocks, against one pass each of its own attention.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tiercache.engine.attention import NAME, Batch, Segment
+from tiercache.engine.model import HostedModel
+from tiercache.errors import ModelRefused, TierCacheError
+
+_BLOCK_SIZE = 16
+_LENGTHS = (101, 67)
+# Ends of the chunks of a sequence, as parts of its length: uneven, of one token, and again large.
+_ENDS = (0.31, 0.32, 0.83, 0.99, 1.0)
+# Longest sliding window that the sequences are made long enough to leave.
+_MAX_TRIED_WINDOW = 512
+# Largest accepted difference of a token's logits, relative to their spread (root mean squares).
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+def check_model(model: HostedModel) -> None:
+    """Raises ModelRefused with one line where the paged result differs. Some forward passes of ~100 tokens."""
+    shape = model.shape
+    tried = [window for window in shape.windows if 0 < window <= _MAX_TRIED_WINDOW]
+    lengths = [min(length + max(tried, default=0), shape.max_context) for length in _LENGTHS]
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, shape.vocabulary, (length,), generator=generator).tolist() for length in lengths]
+    try:
+        paged, windows = _paged_logits(model, prompts)
+        for prompt, logits in zip(prompts, paged, strict=True):
+            _compare(model, logits, _stock_logits(model, prompt))
+    except TierCacheError:
+        raise
+    except Exception as error:
+        # Whatever a strange model's code raises, it is the model that cannot be served.
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise ModelRefused(f"{_name(model)} does not run on paged KV: {type(error).__name__}: {line}") from error
+    if sorted(windows) != list(range(shape.layers)):
+        raise ModelRefused(
+            f"{_name(model)} calls transformers' attention interface in {len(windows)} of {shape.layers} layers: "
+            "only models with paged attention in every layer are served"
+        )
+    for layer, window in enumerate(shape.windows):
+        if windows[layer] != window:
+            raise ModelRefused(
+                f"{_name(model)} has a sliding window of {window} in layer {layer} by its config and of "
+                f"{windows[layer]} by its code: not served"
+            )
+
+
+def _name(model: HostedModel) -> str:
+    return type(model.module).__name__
+
+
+def _paged_logits(model: HostedModel, prompts: list[list[int]]) -> tuple[list[torch.Tensor], dict[int, int]]:
+    """All logits of all prompts, computed packed and in chunks; and each layer's sliding window."""
+    needed = [-(-len(prompt) // _BLOCK_SIZE) for prompt in prompts]
+    pool = model.new_pool(sum(needed), _BLOCK_SIZE)
+    # Every other block, so that no two blocks of a sequence follow one another.
+    order = [*range(0, sum(needed), 2), *range(1, sum(needed), 2)]
+    tables = [order[: needed[0]], order[needed[0] :]]
+    done = [0] * len(prompts)
+    parts: list[list[torch.Tensor]] = [[] for _ in prompts]
+    windows: dict[int, int] = {}
+    for part in _ENDS:
+        segments, tokens = [], []
+        for number, prompt in enumerate(prompts):
+            end = int(len(prompt) * part)
+            if end > done[number]:
+                segments.append(Segment(len(tokens), done[number], end, tables[number], False))
+                tokens += prompt[done[number] : end]
+        batch = Batch(pool, segments)
+        logits = model.forward(batch, tokens, range(len(tokens)))
+        windows |= batch.windows
+        for segment in segments:
+            number = tables.index(list(segment.block_table))
+            parts[number].append(logits[segment.row : segment.row + segment.end - segment.start])
+            done[number] = segment.end
+    return [torch.cat(part) for part in parts], windows
+
+
+def _stock_logits(model: HostedModel, prompt: list[int]) -> torch.Tensor:
+    """The model's own logits, `[token, vocabulary]`: with torch's attention, or spelled out where it has none."""
+    inputs = torch.tensor([prompt], device=model.device)
+    try:
+        for implementation in ("sdpa", "eager"):
+            try:
+                model.module.set_attn_implementation(implementation)
+                with torch.inference_mode():
+                    logits: torch.Tensor = model.module(input_ids=inputs, use_cache=False).logits[0]
+                return logits
+            except ValueError:
+                if implementation == "eager":
+                    raise
+    finally:
+        model.module.set_attn_implementation(NAME)
+    raise AssertionError("unreachable")
+
+
+def _compare(model: HostedModel, paged: torch.Tensor, stock: torch.Tensor) -> None:
+    paged, stock = paged.float(), stock.float()
+    spread = (stock - stock.mean(dim=-1, keepdim=True)).square().mean().sqrt()
+    worst = ((paged - stock).square().mean(dim=-1).sqrt() / spread).max().item()
+    tolerance = _TOLERANCE[model.shape.dtype]
+    if not worst <= tolerance:
+        raise ModelRefused(
+            f"{_name(model)} computes other logits over paged KV than by itself (off by {worst:.2g} of their "
+            f"spread, {tolerance:g} is allowed): it keeps state besides K and V, and is not served"
+        )

@@ -1,0 +1,265 @@
+"""One session with one life of the daemon: hello, the session socket, the arena's mapping, requests.
+
+Leases, namespace ids and frames are only valid in the session that gave them, so whoever holds one
+holds its `Session` too and asks through it: a request can then never reach another life.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from tiercache import messages
+from tiercache.channel import ANSWERS, SESSION_OVER_CODES, Channels, Order
+from tiercache.config import session_socket_path
+from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused, TierCacheError
+from tiercache.layout import NamespaceSpec
+from tiercache.mapping import ArenaMapping
+from tiercache.messages import (
+    NO_LEASE,
+    Abort,
+    AnyReply,
+    Done,
+    Hello,
+    Matched,
+    Namespace,
+    Refused,
+    Regions,
+    RegisterNamespace,
+    Release,
+    Reply,
+    Report,
+    Request,
+    Reserved,
+    Welcome,
+)
+from tiercache.wire import close_fds, receive_packet, send_packet
+
+if TYPE_CHECKING:
+    from tiercache.cuda import Pinner
+
+MAX_GIVE_BACK = 4096
+MAX_NAME_CHARS = 200
+
+logger = logging.getLogger("tiercache.client")
+R = TypeVar("R", bound=Reply)
+_decode = msgspec.msgpack.Decoder(messages.SessionMessage).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Session:
+    """One session with one life of the daemon. Thread-safe.
+
+    Attributes:
+        generation: the daemon's life.
+        arena: this process's mapping of its regions, or None for clients that do not map.
+    """
+
+    def __init__(
+        self,
+        address: str | Path,
+        name: str,
+        instance: bytes,
+        *,
+        map_arena: bool = True,
+        timeout_s: float = 0.5,
+        pinner: Pinner | None = None,
+    ) -> None:
+        """Say hello. Blocks for at most about `timeout_s`.
+
+        Raises DaemonUnavailable, RequestRefused (version, limits), ProtocolError, ArenaError.
+        """
+        self.arena = ArenaMapping(self._report, pinner=pinner) if map_arena else None
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self.welcome = self._say_hello(address, name, instance, map_arena, timeout_s)
+        except OSError as error:
+            self._sock.close()
+            raise DaemonUnavailable(_explain(error)) from error
+        except TierCacheError:
+            self._sock.close()
+            raise
+        self._sock.setblocking(False)
+        self.generation = self.welcome.generation
+        self.namespaces: dict[str, int] = {}
+        self.on_trouble: Callable[[Session, str, bool], None] = lambda session, reason, over: None
+        """Told of a failed request: the session, why, and whether the session is over for good."""
+        self.counters: Callable[[], dict[str, int]] = dict
+        self._to_give_back: deque[tuple[type[Request], dict[str, Any]]] = deque()
+        self._channels = Channels(
+            self.welcome.control, self.welcome.session, self.generation, timeout_s, self._on_late
+        )
+
+    def _say_hello(
+        self, address: str | Path, name: str, instance: bytes, map_arena: bool, timeout_s: float
+    ) -> Welcome:
+        self._sock.settimeout(timeout_s)
+        self._sock.connect(str(session_socket_path(address)))
+        hello = Hello(
+            protocol_min=messages.OLDEST_PROTOCOL,
+            protocol_max=messages.PROTOCOL,
+            instance=instance,
+            name=name[:MAX_NAME_CHARS],
+            clock_us=time.monotonic_ns() // 1000,
+            map_arena=map_arena,
+        )
+        # The daemon watches the pidfd: frames that we may still be writing to stay ours until we have exited.
+        pidfd = os.pidfd_open(os.getpid())
+        try:
+            send_packet(self._sock, _encode(hello), [pidfd])
+        finally:
+            os.close(pidfd)
+        message = self._read_packet()
+        if isinstance(message, Refused):
+            raise RequestRefused(message.code, message.text)
+        if not isinstance(message, Welcome):
+            raise ProtocolError("the daemon did not answer the hello with a welcome")
+        return message
+
+    def fileno(self) -> int:
+        """Descriptor of the session socket, to poll."""
+        return self._sock.fileno()
+
+    def _read_packet(self) -> Welcome | Refused | Regions | None:
+        """One packet, its regions mapped. None is end of file."""
+        data, fds = receive_packet(self._sock)
+        try:
+            if not data:
+                return None
+            try:
+                message: Welcome | Refused | Regions = _decode(data)
+            except msgspec.DecodeError as error:
+                raise ProtocolError(f"the daemon sent a packet that is no message: {error}") from error
+            if isinstance(message, Regions) and self.arena is not None:
+                self.arena.add(message.regions, fds)
+            return message
+        finally:
+            close_fds(fds)
+
+    def receive(self) -> bool:
+        """Take what the session socket has, without waiting. False when the session is over.
+
+        Raises ProtocolError, ArenaError, OSError when what came cannot be used.
+        """
+        while True:
+            try:
+                message = self._read_packet()
+            except BlockingIOError:
+                return True
+            if message is None or isinstance(message, Refused):
+                return False
+
+    def call(
+        self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
+    ) -> R:
+        """One request and its reply. Raises as `Channels.call`; trouble is told to `on_trouble`."""
+        try:
+            return self._channels.call(request_type, expect, timeout_s, **fields)
+        except TierCacheError as error:
+            self._blame(error)
+            raise
+
+    def pipeline(
+        self, orders: Iterable[Order], expect: type[R], on_reply: Callable[[int, R, bytes | None], None]
+    ) -> None:
+        """Many requests, several in flight; see `Channels.pipeline`."""
+        try:
+            self._channels.pipeline(orders, expect, on_reply)
+        except TierCacheError as error:
+            self._blame(error)
+            raise
+
+    def _blame(self, error: TierCacheError) -> None:
+        if isinstance(error, RequestRefused):
+            if error.code in SESSION_OVER_CODES:
+                self.on_trouble(self, str(error), True)
+                raise DaemonUnavailable(f"the daemon does not know this session: {error.text}") from error
+        elif isinstance(error, ProtocolError):
+            self.on_trouble(self, str(error), True)
+        elif isinstance(error, DaemonUnavailable):
+            self.on_trouble(self, str(error), False)
+
+    def namespace_id(self, spec: NamespaceSpec, timeout_s: float | None = None) -> int:
+        """The small integer of `spec` in this session; asks the daemon only the first time."""
+        fingerprint = spec.fingerprint()
+        number = self.namespaces.get(fingerprint)
+        if number is None:
+            number = self.call(RegisterNamespace, Namespace, timeout_s, spec=spec).namespace
+            self.namespaces[fingerprint] = number
+        return number
+
+    def give_back(self, request_type: type[Request], **fields: Any) -> None:
+        """Send this `Release` or `Abort` once the daemon answers: the lease could not be ended in time."""
+        if len(self._to_give_back) < MAX_GIVE_BACK:
+            self._to_give_back.append((request_type, fields))
+
+    def _on_late(self, reply: AnyReply) -> None:
+        if isinstance(reply, Matched) and reply.lease != NO_LEASE:
+            self.give_back(Release, lease=reply.lease)
+        elif isinstance(reply, Reserved) and reply.lease != NO_LEASE:
+            self.give_back(Abort, lease=reply.lease, finished=True)
+
+    def tidy(self) -> bool:
+        """Read late replies, and give back what is to be given back. Called by one thread.
+
+        True when late replies are still awaited. Raises as `call` does.
+        """
+        waiting = self._channels.collect_late()
+        while self._to_give_back:
+            request_type, fields = self._to_give_back[0]
+            try:
+                self.call(request_type, ANSWERS[request_type], **fields)
+            except RequestRefused as error:
+                logger.debug("the daemon would not take back %s: %s", fields, error)
+            self._to_give_back.popleft()
+        return waiting
+
+    def inherit(self, former: Session) -> None:
+        """Take over what a former session with the same daemon life still had to give back."""
+        if former.generation == self.generation:
+            self._to_give_back.extend(former._to_give_back)
+
+    def _report(self, registration: str) -> None:
+        """Tell the daemon how the arena is held here. Called by the mapping's own thread."""
+        try:
+            self.call(Report, Done, registration=registration, counters=self.counters())
+        except TierCacheError as error:
+            logger.debug("the report on the mapping was not taken: %s", error)
+
+    def end(self) -> None:
+        """Close the sockets; the arena is unmapped after the last copy. Idempotent."""
+        self._channels.close()
+        self._sock.close()
+        if self.arena is not None:
+            self.arena.end()
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child: let go of everything without a word to the daemon.
+
+        The descriptor of the session socket is closed, else the daemon would not see the parent
+        die; the ZeroMQ sockets belong to threads that do not exist here and stay untouched.
+        """
+        self._sock.close()
+        self._channels.forget_in_child()
+        if self.arena is not None:
+            self.arena.forget_in_child()
+
+
+def _explain(error: OSError) -> str:
+    """Why a connection could not be made, for people."""
+    if error.errno == errno.ENOENT:
+        return "there is no session socket"
+    if error.errno == errno.ECONNREFUSED:
+        return "its process is gone"
+    if isinstance(error, TimeoutError) or error.errno == errno.EAGAIN:
+        return "it does not answer the hello"
+    return str(error)
