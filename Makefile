@@ -30,7 +30,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 test: lint types unit
 
 lint: setup
-	$(BIN)/ruff check
+	$(BIN)/ruff check --quiet --output-format concise
 
 types: setup
 	$(BIN)/mypy

@@ -296,6 +296,10 @@ class Writes:
         for lease in [lease for lease in self.quarantined.values() if lease.owner is owner]:
             self._finish(lease)
 
+    def has_quarantine(self, owner: Owner) -> bool:
+        """Whether frames wait for this session's process to exit."""
+        return any(lease.owner is owner for lease in self.quarantined.values())
+
     def _give_up(self, lease: WriteLease) -> None:
         """Nothing more of this lease is published; its frames wait in quarantine."""
         if lease.over:

@@ -25,13 +25,8 @@ from tiercache.errors import ConfigError
 
 COMMAND = [sys.executable, "-m", "tiercache.cli.main"]
 DEADLINE_S = 20.0
+QUIET: dict[str, Any] = {"capture_output": True, "text": True, "timeout": DEADLINE_S}
 COMMANDS = ("stats", "flush", "ping", "config", "demo", "version", "daemon")
-
-
-class Outcome(tuple[int, str, str]):
-    """Exit status, stdout and stderr of one command line."""
-
-    __slots__ = ()
 
 
 Run = Callable[..., tuple[int, str, str]]
@@ -60,7 +55,7 @@ def assert_one_line(err: str, *words: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_help_ends_in_examples(command: str) -> None:
-    done = subprocess.run([*COMMAND, command, "--help"], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([*COMMAND, command, "--help"], **QUIET, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     examples = done.stdout[done.stdout.lower().index("examples:") :].strip().splitlines()[1:]
     assert examples
@@ -78,7 +73,7 @@ def test_no_command_prints_the_help(run: Run) -> None:
     [
         (["bogus"], ["bogus", "--help"]),
         (["stats", "--bogus"], ["--bogus"]),
-        (["stats", "soon"], ["soon"]),
+        (["stats", "soon"], ["SECONDS"]),
         (["ping", "--count", "0"], ["--count"]),
         (["flush", "--tier", "nvme"], ["--tier", "nvme", "all, dram"]),
         (["flush", "--yes", "--prefix", "xyz"], ["--prefix", "xyz", "32 hex digits"]),
@@ -86,7 +81,9 @@ def test_no_command_prints_the_help(run: Run) -> None:
         (["config", "--config", "/nowhere.toml"], ["/nowhere.toml", "--config"]),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_status_2(run: Run, arguments: list[str], words: list[str]) -> None:
+def test_a_wrong_command_line_is_one_line_and_status_2(
+    run: Run, arguments: list[str], words: list[str]
+) -> None:
     status, out, err = run(*arguments)
     assert (status, out) == (2, "")
     assert_one_line(err, *words)
@@ -107,9 +104,8 @@ def test_no_daemon_in_json(run: Run, tmp_path: Path) -> None:
 
 def test_flush_asks_a_terminal_or_wants_yes(run: Run, tmp_path: Path) -> None:
     done = subprocess.run(
-        [*COMMAND, "flush", "--address", str(tmp_path)], stdin=subprocess.DEVNULL, capture_output=True,
-        text=True, timeout=30, check=False,
-    )  # fmt: skip
+        [*COMMAND, "flush", "--address", str(tmp_path)], stdin=subprocess.DEVNULL, **QUIET, check=False
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert_one_line(done.stderr, "--yes")
 
@@ -157,10 +153,10 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 
 TREE: dict[str, Any] = {
     "daemon": {"version": "1", "generation": 7, "uptime_s": 90, "loop": {"ticks": 1234, "max_us": 1500.0}},
-    "arena": {"bytes": 4 << 30, "used_bytes": 1 << 30, "classes": [{"frame_bytes": 4096, "frames": 10, "used": 2}]},
+    "arena": {"bytes": 4 << 30, "used_bytes": 1 << 30, "classes": [{"frame_bytes": 4096, "used": 2}]},
     "tiers": {"dram": {"blocks": 2, "bytes": 8192}},
     "counters": {"match_requests": 10, "match_blocks_asked": 100, "match_blocks_hit": 60, "stored_blocks": 5},
-    "latency": {"match": {"count": 10, "p50_us": 12.0, "p99_us": 300.0}, "stats": {"count": 1, "p99_us": 5.0}},
+    "latency": {"match": {"count": 10, "p50_us": 12.0, "p99_us": 300.0}, "stats": {"count": 1, "p99_us": 5}},
     "namespaces": [],
     "sessions": [{"name": "engine\x1b[31m", "pid": 12}],
 }  # fmt: skip
@@ -169,7 +165,7 @@ TREE: dict[str, Any] = {
 def test_numbers_are_shown_by_their_unit() -> None:
     assert human("used_bytes", 1 << 30) == "1.0 GiB"
     assert human("bytes", 4096) == "4.0 KiB"
-    assert (human("p99_us", 1500.0), human("uptime_s", 90), human("age_ms", 3)) == ("1.5 ms", "90.00 s", "3.0 ms")
+    assert (human("p99_us", 1500.0), human("uptime_s", 90)) == ("1.5 ms", "90.00 s")
     assert (human("blocks", 1234567), human("share", 0.12345)) == ("1,234,567", "0.123")
     assert (human("mapped", True), human("fault", ""), human("list", [1, 2])) == ("yes", "-", "1, 2")
     assert "\x1b" not in human("name", "\x1b[31m")
@@ -187,10 +183,11 @@ def test_json_has_raw_and_human_numbers() -> None:
 
 def test_a_tree_becomes_sections() -> None:
     found = {section.title: section for section in sections(TREE)}
-    assert list(found) == ["general", "daemon", "arena", "arena classes", "tiers", "counters", "latency", "sessions"]
+    assert list(found)[:4] == ["general", "daemon", "arena", "arena classes"]
+    assert list(found)[4:] == ["tiers", "counters", "latency", "sessions"]
     assert ("loop.ticks", "1,234") in found["daemon"].rows
     assert found["arena classes"] == Section(
-        "arena classes", ("frame_bytes", "frames", "used"), [("4.0 KiB", "10", "2")]
+        "arena classes", ("frame_bytes", "used"), [("4.0 KiB", "2")]
     )
     assert found["latency"].columns == ("latency", "count", "p50_us", "p99_us")
     assert found["latency"].rows[1] == ("stats", "1", "-", "5 us")
@@ -198,7 +195,8 @@ def test_a_tree_becomes_sections() -> None:
 
 
 def test_piped_text_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
-    print_sections([Section("a", ("", ""), [("x", "1"), ("long", "20")]), Section("b", ("n", "v"), [("k", "w")])])
+    pairs = Section("a", ("", ""), [("x", "1"), ("long", "20")])
+    print_sections([pairs, Section("b", ("n", "v"), [("k", "w")])])
     assert capsys.readouterr().out == "# a\nx      1\nlong  20\n\n# b\nn  v\nk  w\n"
     assert align([("a", "1"), ("bb", "22")], [True, False]) == [" a  1", "bb  22"]
 
@@ -219,7 +217,7 @@ def test_namespaces_are_found_by_number_or_start_of_fingerprint() -> None:
     tree = {"namespaces": [{"id": 1, "fingerprint": "2abc"}, {"id": 2, "fingerprint": "2abd"}]}
     assert flush.find_namespace(tree, "2") == 2
     assert flush.find_namespace(tree, "2ABC") == 1
-    with pytest.raises(ConfigError, match=r"2ab: is the start of 2 fingerprints: there are 1 \(2abc\), 2 \(2abd\)"):
+    with pytest.raises(ConfigError, match=r"2ab: is the start of 2 fingerprints: .* 1 \(2abc\), 2 \(2abd\)"):
         flush.find_namespace(tree, "2ab")
     for nothing in ("3", "", "9f"):
         with pytest.raises(ConfigError, match="no such namespace"):
@@ -248,7 +246,8 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         stdout=log, stderr=log,
     )  # fmt: skip
     try:
-        until(lambda: main(["ping", "--address", str(run_dir)]) == 0 or child.poll() is not None, "daemon answers")
+        answers = ["ping", "--address", str(run_dir)]
+        until(lambda: main(answers) == 0 or child.poll() is not None, "the daemon answers")
         assert child.poll() is None, (run_dir / "log").read_text()
         yield run_dir
     finally:
@@ -318,7 +317,7 @@ def test_watch_prints_a_line_per_interval_until_interrupted(daemon: Path) -> Non
     assert child.stdout is not None
     lines = [child.stdout.readline().split() for _ in range(23)]
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=DEADLINE_S)
+    _, err = child.communicate(timeout=DEADLINE_S)
     assert (child.returncode, err) == (0, "")
     assert lines[0][:3] == lines[21][:3] == ["time", "hit%", "matches/s"]
     assert re.fullmatch(r"\d\d:\d\d:\d\d", lines[1][0])
@@ -344,7 +343,9 @@ def test_flush(run: Run, daemon: Path) -> None:
     assert_one_line(err, "--namespace = 9f", "no such namespace")
 
 
-@pytest.mark.parametrize(("answer", "status", "words"), [("y\n", 0, "0 blocks flushed"), ("n\n", 2, "stopped")])
+@pytest.mark.parametrize(
+    ("answer", "status", "words"), [("y\n", 0, "0 blocks flushed"), ("n\n", 2, "stopped")]
+)
 def test_flush_on_a_terminal_asks_first(daemon: Path, answer: str, status: int, words: str) -> None:
     got, text = on_a_terminal(["flush", "--address", str(daemon)], answer)
     assert "Forget all blocks of every namespace in all tiers (0 blocks are held now)? [y/N]" in text

@@ -24,13 +24,14 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from tiercache import messages
 from tiercache.channel import ANSWERS
 from tiercache.config import session_socket_path
 from tiercache.errors import (
     ArenaError,
+    ConfigError,
     DaemonUnavailable,
     DeadlineExceeded,
     ProtocolError,
@@ -54,9 +55,6 @@ from tiercache.messages import (
 )
 from tiercache.session import Session
 
-if TYPE_CHECKING:
-    from tiercache.cuda import Pinner
-
 REQUEST_TIMEOUT_S = 0.5
 BACK_OFF_FIRST_S = 0.05
 BACK_OFF_LAST_S = 2.0
@@ -66,6 +64,7 @@ STEADY_S = 10.0
 HOLD_AT_MOST_S = 600.0
 """A lease that nobody ended is renewed for this long."""
 TIDY_S = 0.02
+RAMP_S = 1.0
 
 logger = logging.getLogger("tiercache.client")
 
@@ -93,7 +92,7 @@ class Client:
         name: str = "",
         instance: bytes | None = None,
         map_arena: bool = True,
-        pinner: Pinner | None = None,
+        cuda: bool = False,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
         """Make a client that is DOWN; `start` or `connect` bring it up. Arguments as for `connect`."""
@@ -108,7 +107,7 @@ class Client:
         self.times_up = 0
         self.times_down = 0
         self._map_arena = map_arena
-        self._pinner = pinner
+        self._cuda = cuda
         self._lock = threading.Lock()
         self._up: Session | None = None  # the session while UP
         self._session: Session | None = None  # also while DOWN, if it may come back
@@ -134,7 +133,7 @@ class Client:
         name: str = "",
         instance: bytes | None = None,
         map_arena: bool = True,
-        pinner: Pinner | None = None,
+        cuda: bool = False,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
         timeout_s: float = 5.0,
     ) -> Client:
@@ -145,7 +144,7 @@ class Client:
             name: how the daemon calls this client in its statistics.
             instance: 16 random bytes shared by all sessions of one engine; random by default.
             map_arena: False moves bytes through the control socket, 2 MiB at a time.
-            pinner: page-locks the mapped regions for a GPU (`tiercache.cuda.Pinner`).
+            cuda: register the mapped regions with CUDA, so that copies to a GPU are direct.
             request_timeout_s: deadline of one request; after a missed one the client is DOWN.
             timeout_s: deadline of connecting.
 
@@ -158,7 +157,7 @@ class Client:
             name=name,
             instance=instance,
             map_arena=map_arena,
-            pinner=pinner,
+            cuda=cuda,
             request_timeout_s=request_timeout_s,
         )
         try:
@@ -226,11 +225,22 @@ class Client:
         numbers = [session.namespace_id(spec) for spec in namespaces]
         return session.call(Flush, Flushed, tier=tier, namespaces=numbers, key=key).blocks
 
+    @property
+    def warmth(self) -> float:
+        """1 in ordinary times; from 0 to 1 in the first second after the daemon was back."""
+        if self.times_up < 2:
+            return 1.0
+        return min(1.0, (time.monotonic() - self._up_since_s) / RAMP_S)
+
+    def expect(self, spec: NamespaceSpec) -> None:
+        """Have `spec` registered in every session, as soon as it begins."""
+        if problem := spec.problem():
+            raise ConfigError(f"this namespace cannot be served: {problem}")
+        self._specs[spec.fingerprint()] = spec
+
     def register(self, spec: NamespaceSpec) -> int:
         """The id of `spec` in the present session; it is registered again in every later one."""
-        if problem := spec.problem():
-            raise ValueError(problem)
-        self._specs[spec.fingerprint()] = spec
+        self.expect(spec)
         return self.session().namespace_id(spec)
 
     def frame_address(self, frame: int, length: int) -> int:
@@ -341,7 +351,7 @@ class Client:
             self.instance,
             map_arena=self._map_arena,
             timeout_s=self.request_timeout_s,
-            pinner=self._pinner,
+            cuda=self._cuda,
         )
         session.on_trouble = self._go_down
         session.counters = self.counters

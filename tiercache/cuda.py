@@ -76,13 +76,14 @@ class Driver:
     Raises OSError where there is no driver library and AttributeError where it is too old.
     """
 
-    def __init__(self) -> None:
-        library = ctypes.CDLL("libcuda.so.1")
+    def __init__(self, library: Any = None) -> None:
+        library = library or ctypes.CDLL("libcuda.so.1")
         address, size, pointer = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
         self._init = self._function(library.cuInit, ctypes.c_uint)
         self._error_name = self._function(library.cuGetErrorName, ctypes.c_int, pointer)
         self._retain = self._function(library.cuDevicePrimaryCtxRetain, pointer, ctypes.c_int)
-        self._context_state = self._function(library.cuDevicePrimaryCtxGetState, ctypes.c_int, pointer, pointer)
+        state = library.cuDevicePrimaryCtxGetState
+        self._context_state = self._function(state, ctypes.c_int, pointer, pointer)
         self._device_count = self._function(library.cuDeviceGetCount, pointer)
         self._push = self._function(library.cuCtxPushCurrent_v2, pointer)
         self._pop = self._function(library.cuCtxPopCurrent_v2, pointer)
@@ -115,16 +116,16 @@ class Driver:
 
     @contextlib.contextmanager
     def context(self, device: int) -> Iterator[None]:
-        """The device's primary context (torch's) is current on this thread. Raises LayoutError."""
+        """The device's primary context (torch's) is current on this thread. Raises ArenaError."""
         if device not in self._contexts:
             context = ctypes.c_void_p()
             code = self._init(0) or self._retain(ctypes.byref(context), device)
             if code:
-                raise LayoutError(f"CUDA device {device} cannot be used: {self.error_name(code)}")
+                raise ArenaError(f"CUDA device {device} cannot be used: {self.error_name(code)}")
             self._contexts[device] = context
         code = self._push(self._contexts[device])
         if code:
-            raise LayoutError(f"CUDA device {device} cannot be used: {self.error_name(code)}")
+            raise ArenaError(f"CUDA device {device} cannot be used: {self.error_name(code)}")
         try:
             yield
         finally:
@@ -256,12 +257,23 @@ class HostMemory:
         """
         found = driver()
         if found is None:
-            raise ArenaError("no CUDA driver (libcuda.so.1) to register memory with: install one, or go without")
+            raise ArenaError("memory cannot be registered with CUDA: there is no driver (libcuda.so.1)")
         with self._lock:
             if length <= 0 or address in self._regions:
-                raise ArenaError(f"{length} bytes at {address:#x} cannot be registered: empty, or registered before")
+                raise ArenaError(f"{length} bytes at {address:#x} are none, or registered already")
             # Reserves the address; nothing is offered to copies before `_refresh`.
             self._regions[address] = _Region(address, _EMPTY, True)
+        try:
+            region = self._register_chunks(found, address, length)
+        except ArenaError:
+            with self._lock:
+                del self._regions[address]
+            raise
+        with self._lock:
+            self._regions[address] = region
+            self._refresh()
+
+    def _register_chunks(self, found: Driver, address: int, length: int) -> _Region:
         chunks: Addresses = np.arange(address, address + length, self._chunk_bytes, dtype=np.int64)
         in_place = True
         for count, start in enumerate(chunks.tolist()):
@@ -270,12 +282,8 @@ class HostMemory:
                 in_place = in_place and code == 0 and found.is_mapped_in_place(start)
             if code:
                 self._unregister_chunks(found, chunks[:count])
-                with self._lock:
-                    del self._regions[address]
                 raise ArenaError(f"memory cannot be registered with CUDA: {found.error_name(code)}")
-        with self._lock:
-            self._regions[address] = _Region(address + length, chunks, in_place)
-            self._refresh()
+        return _Region(address + length, chunks, in_place)
 
     def unregister(self, address: int) -> None:
         """Undo `register(address, ...)`; no copy of the region may be under way. Idempotent."""
@@ -538,9 +546,8 @@ class CudaCopier:
         self._driver = require_cuda()
         import torch
 
-        self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        if self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        name = f"cuda:{device}" if isinstance(device, int) else device
+        self.device = torch.empty(0, device=name).device  # by way of a tensor: `cuda` gets its index
         self.segments = tuple(segments)
         self.num_blocks = num_blocks
         self.block_bytes = sum(length for _, _, length in segments)
@@ -703,7 +710,9 @@ class CudaCopier:
             from tiercache.kernels import block_copy as kernels
 
             table = kernels.PoolTable.from_segments(
-                *([segment[column] for segment in self.segments] for column in range(3)),
+                [base for base, _, _ in self.segments],
+                [stride for _, stride, _ in self.segments],
+                [length for _, _, length in self.segments],
                 self.num_blocks or 1 << 40,
                 self.device,
             )
@@ -737,5 +746,5 @@ def check_block_ids(ids: Addresses, frames: Addresses, num_blocks: int | None, u
 def _gpu_errors() -> tuple[type[Exception], ...]:
     """What enqueuing may raise: RuntimeError is every CUDA error of torch; then our own and Triton's."""
     triton = sys.modules.get("triton.errors")
-    ours = (ImportError, LayoutError, OSError, RuntimeError, ValueError, subprocess.SubprocessError)
+    ours = (ImportError, ArenaError, OSError, RuntimeError, ValueError, subprocess.SubprocessError)
     return ours if triton is None else (*ours, triton.TritonError)

@@ -7,21 +7,19 @@ one has arrived. After `end` no copy begins any more, and the regions are unmapp
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tiercache.arena import Region
-from tiercache.errors import DeadlineExceeded, ProtocolError
+from tiercache.errors import ArenaError, DeadlineExceeded, ProtocolError
 from tiercache.messages import OFFSET_MASK, REGION_SHIFT
-
-if TYPE_CHECKING:
-    from tiercache.cuda import Pinner
 
 logger = logging.getLogger("tiercache.client")
 Addresses = npt.NDArray[np.int64]
@@ -33,13 +31,13 @@ class ArenaMapping:
     Args:
         on_ready: called with `cuda`, `mlock` or `none` (how the pages are held) whenever the
             regions that came are populated; in a thread of its own.
-        pinner: how regions are page-locked for a GPU (`tiercache.cuda.Pinner`); None locks them
-            with mlock where that is allowed.
+        cuda: register regions with CUDA, for direct copies; otherwise, or where that fails, they are
+            locked with mlock where that is allowed.
     """
 
-    def __init__(self, on_ready: Callable[[str], None], *, pinner: Pinner | None = None) -> None:
+    def __init__(self, on_ready: Callable[[str], None], *, cuda: bool = False) -> None:
         self._on_ready = on_ready
-        self._pinner = pinner
+        self._cuda = cuda
         self._changed = threading.Condition()
         self._regions: dict[int, Region] = {}
         self._forms: dict[int, str] = {}
@@ -156,8 +154,8 @@ class ArenaMapping:
 
     def _unmap(self) -> None:
         for region in self._regions.values():
-            if self._pinner is not None:
-                self._pinner.unregister(region.address)
+            if self._forms.get(region.region_id) == "cuda":
+                _cuda_module().unregister(region.address)
             region.unmap()
         with self._changed:
             self._regions = {}
@@ -186,14 +184,22 @@ class ArenaMapping:
             self._on_ready(self.registration)
 
     def _hold_pages(self, region: Region) -> None:
-        if self._pinner is not None:
-            form = self._pinner.register(region.address, region.size_bytes)
-            self._forms[region.region_id] = str(form.value)
-        else:
-            self._forms[region.region_id] = "mlock" if region.lock() else "none"
+        if self._cuda:
+            try:
+                _cuda_module().register(region.address, region.size_bytes)
+                self._forms[region.region_id] = "cuda"
+                return
+            except ArenaError as error:
+                logger.warning("copies to the GPU will be slower: %s", error)
+        self._forms[region.region_id] = "mlock" if region.lock() else "none"
 
     @property
     def registration(self) -> str:
         """The weakest form in which the pages of a region are held: `cuda`, `mlock` or `none`."""
         forms = set(self._forms.values()) or {"none"}
         return next(form for form in ("none", "mlock", "cuda") if form in forms)
+
+
+def _cuda_module() -> Any:
+    """`tiercache.cuda`, imported only where a pool is on a GPU: it brings torch along."""
+    return importlib.import_module("tiercache.cuda")

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -44,9 +44,6 @@ from tiercache.messages import (
 )
 from tiercache.wire import close_fds, receive_packet, send_packet
 
-if TYPE_CHECKING:
-    from tiercache.cuda import Pinner
-
 MAX_GIVE_BACK = 4096
 MAX_NAME_CHARS = 200
 
@@ -72,13 +69,13 @@ class Session:
         *,
         map_arena: bool = True,
         timeout_s: float = 0.5,
-        pinner: Pinner | None = None,
+        cuda: bool = False,
     ) -> None:
         """Say hello. Blocks for at most about `timeout_s`.
 
         Raises DaemonUnavailable, RequestRefused (version, limits), ProtocolError, ArenaError.
         """
-        self.arena = ArenaMapping(self._report, pinner=pinner) if map_arena else None
+        self.arena = ArenaMapping(self._report, cuda=cuda) if map_arena else None
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self.welcome = self._say_hello(address, name, instance, map_arena, timeout_s)
@@ -90,6 +87,7 @@ class Session:
             raise
         self._sock.setblocking(False)
         self.generation = self.welcome.generation
+        self.timeout_s = timeout_s
         self.namespaces: dict[str, int] = {}
         self.on_trouble: Callable[[Session, str, bool], None] = lambda session, reason, over: None
         """Told of a failed request: the session, why, and whether the session is over for good."""

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.errors import LayoutError, TierCacheError
+from tiercache.errors import ArenaError, LayoutError, TierCacheError
 
 if TYPE_CHECKING:
-    from tiercache.cuda import CudaCopy, Pinner
+    from tiercache.cuda import CudaCopy
 
 logger = logging.getLogger("tiercache.transfer")
 
@@ -222,18 +222,9 @@ class Copier(Protocol):
         """The work that the calling thread has queued so far, where there is a queue."""
 
 
-def make_pinner(pool: Pool) -> Pinner | None:
-    """What page-locks the arena for copies to `pool`'s GPU; None for a pool on the CPU."""
-    if pool.device == "cpu":
-        return None
-    cuda: Any = importlib.import_module("tiercache.cuda")
-    pinner: Pinner = cuda.Pinner(device=_device_index(pool.device))
-    return pinner
-
-
-def make_copier(pool: Pool, pinner: Pinner | None) -> Copier:
-    """The copier for where `pool` lives; `pinner` as `make_pinner` made it."""
-    return CpuCopier(pool) if pinner is None else GpuCopier(pool, pinner)
+def make_copier(pool: Pool) -> Copier:
+    """The copier for where `pool` lives. On CUDA this imports torch."""
+    return CpuCopier(pool) if pool.device == "cpu" else GpuCopier(pool)
 
 
 class CpuCopier:
@@ -303,13 +294,9 @@ def run_starts(left: Addresses, right: Addresses, length: int, most: int) -> lis
 class GpuCopier:
     """Copies by `tiercache.cuda`, in steps, at most two of them in flight."""
 
-    def __init__(self, pool: Pool, pinner: Pinner) -> None:
+    def __init__(self, pool: Pool) -> None:
         cuda: Any = importlib.import_module("tiercache.cuda")
-        self._torch: Any = importlib.import_module("torch")
-        self._device = pool.device
-        segments = [cuda.Segment(base, stride, length) for base, stride, length in pool.segments]
-        device = _device_index(pool.device)
-        self._copier = cuda.CudaCopier(device, segments, pool.num_blocks, pinner=pinner, owner=pool)
+        self._copier = cuda.CudaCopier(pool.device, pool.segments, pool.num_blocks, owner=pool)
         self._step = max(1, SUBMIT_BYTES // pool.block_bytes)
 
     def copy_in(self, addresses: Addresses, block_ids: Addresses, limit: Limit, after: Any = None) -> int:
@@ -332,7 +319,7 @@ class GpuCopier:
 
     def mark(self) -> Any:
         """An event on the caller's current stream."""
-        return self._torch.cuda.current_stream(self._device).record_event()
+        return self._copier.mark()
 
     def _run(self, count: int, submit: Callable[[slice], CudaCopy], limit: Limit) -> int:
         flying: deque[tuple[int, CudaCopy]] = deque()
@@ -345,14 +332,13 @@ class GpuCopier:
                 begin = end
                 continue
             end, copy = flying.popleft()
-            if not copy.wait(COPY_GIVE_UP_S):
-                raise CopyLost(copy.error or f"a copy has not ended in {COPY_GIVE_UP_S:g} s")
-            failed = failed or copy.error
-            complete = complete if failed else end
+            try:
+                copy.wait(COPY_GIVE_UP_S)
+                complete = complete if failed else end
+            except ArenaError as error:
+                if not copy.done():
+                    raise CopyLost(str(error)) from error
+                failed = str(error)
         if failed:
             logger.warning("a GPU copy failed: %s", failed)
         return complete
-
-
-def _device_index(device: str) -> int:
-    return int(device.partition(":")[2] or 0)

@@ -47,6 +47,8 @@ def run(arguments: Sequence[str]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         print("tiercache: stopped", file=sys.stderr)
         return EXIT_USAGE
+    except SystemExit:
+        return EXIT_OK  # click's answer to a closed pipe (`| head`): the reader has seen enough
     return status if isinstance(status, int) else EXIT_OK
 
 

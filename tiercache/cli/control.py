@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tiercache.config import default_address
+from tiercache.config import default_address, session_socket_path
 from tiercache.errors import DaemonUnavailable
 
 if TYPE_CHECKING:
     from tiercache.client import Client
 
-CONNECT_DEADLINE_S = 5.0
+CONNECT_DEADLINE_S = 3.0
 _REMEDY = "start a daemon with `tiercache daemon`, or name its run directory with --address"
 
 
@@ -25,6 +26,9 @@ def connected(address: str | None) -> Iterator[Client]:
     from tiercache.client import Client
 
     where = address or default_address()
+    # A client would wait for the socket to appear. People will not.
+    if not os.path.exists(session_socket_path(where)):
+        raise DaemonUnavailable(f"no daemon at {where}: {_REMEDY}")
     try:
         client = Client.connect(where, name="tiercache-cli", map_arena=False, timeout_s=CONNECT_DEADLINE_S)
     except DaemonUnavailable as error:

@@ -28,12 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return daemon_main(arguments[1:]) or EXIT_OK
         from tiercache.cli.app import run
 
-        return run(arguments)
+        status = run(arguments)
+        sys.stdout.flush()
+        return status
     except TierCacheError as error:
         print(f"tiercache: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNWELL
     except BrokenPipeError:
-        # The reader has seen enough (`| head`). Python would complain once more while it exits.
+        # Nobody reads on. Python would complain about that once more while it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
 

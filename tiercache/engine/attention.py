@@ -179,7 +179,7 @@ def _checked_layer(
     layers, kv_heads, head_dim = batch.pool.shape[1], batch.pool.shape[4], batch.pool.shape[5]
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or not 0 <= layer < layers:
-        raise ModelRefused(f"an attention layer calls itself number {layer} of {layers}: not a plain decoder stack")
+        raise ModelRefused(f"an attention layer calls itself number {layer} of {layers}: not a plain decoder")
     if key.shape[3] != value.shape[3]:
         raise ModelRefused(
             f"layer {layer} has keys of {key.shape[3]} and values of {value.shape[3]} elements: "

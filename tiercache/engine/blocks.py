@@ -21,10 +21,10 @@ from tiercache.keys import KeyChain
 
 
 class Origin(NamedTuple):
-    """Which block of which chain a pool block holds."""
+    """Which block of which chain a pool block holds: block `number`, counted from 0."""
 
     chain: KeyChain
-    index: int
+    number: int
 
 
 class BlockManager:
@@ -59,6 +59,18 @@ class BlockManager:
     def references(self, block_id: int) -> int:
         return self._references[block_id]
 
+    def is_clean(self, block_id: int) -> bool:
+        return block_id in self._clean
+
+    def stored_run(self, block_ids: Iterable[int]) -> int:
+        """How many of the leading blocks are known to be stored."""
+        count = 0
+        for block_id in block_ids:
+            if not self._stored[block_id]:
+                break
+            count += 1
+        return count
+
     def block_of(self, key: bytes) -> int | None:
         """The pool block that holds `key`, or None."""
         return self._cached.get(key)
@@ -83,11 +95,9 @@ class BlockManager:
             return None
         taken: list[int] = []
         for _ in range(count):
-            follower = None if after is None else after + 1
-            if follower in self._clean and self._keys[follower] is None:
-                block_id = follower
-            else:
-                block_id = next(iter(self._clean))
+            block_id = next(iter(self._clean))
+            if after is not None and after + 1 in self._clean and self._keys[after + 1] is None:
+                block_id = after + 1
             del self._clean[block_id]
             if self._keys[block_id] is not None:
                 self.evictions += 1
@@ -143,6 +153,16 @@ class BlockManager:
             # A block without a key holds a copy of one that has it.
             self._stored[block_id] = self._keys[block_id] is not None
 
+    def mark_lost(self, chain: KeyChain, count: int) -> None:
+        """The cache no longer has the first `count` blocks of a chain: they may be stored again.
+
+        Idle ones are not made dirty: what was evicted from the cache once is not worth a wait.
+        """
+        for index in range(min(count, len(chain))):
+            block_id = self._cached.get(chain.key(index))
+            if block_id is not None and self._references[block_id] > 0:
+                self._stored[block_id] = False
+
     def dirty_blocks(self, count: int) -> list[tuple[Origin, list[int]]]:
         """What to store so that at least `count` dirty blocks (or all) become clean.
 
@@ -159,13 +179,13 @@ class BlockManager:
             if block_id in chosen or origin is None:
                 continue
             run: list[int] = []
-            for index in range(origin.index, -1, -1):
+            for index in range(origin.number, -1, -1):
                 parent = self._cached.get(origin.chain.key(index))
                 if parent is None or self._stored[parent] or parent in chosen:
                     break
                 run.append(parent)
             chosen.update(run)
-            runs.append((Origin(origin.chain, origin.index - len(run) + 1), run[::-1]))
+            runs.append((Origin(origin.chain, origin.number - len(run) + 1), run[::-1]))
         return runs
 
     def forget_all(self) -> None:
@@ -198,10 +218,9 @@ class BlockManager:
                 assert self._cached.get(key) == block_id, f"block {block_id} has a key that leads elsewhere"
                 origin = self._origins[block_id]
                 assert origin is not None, f"block {block_id} has a key and no chain"
-                assert origin.chain.key(origin.index) == key, f"block {block_id} has lost its chain"
+                assert origin.chain.key(origin.number) == key, f"block {block_id} has lost its chain"
             if block_id in self._dirty:
-                assert self._write_back and key is not None and not self._stored[block_id], (
-                    f"block {block_id} is dirty without reason"
-                )
+                needs_store = self._write_back and key is not None and not self._stored[block_id]
+                assert needs_store, f"block {block_id} is dirty without reason"
         keyed = sum(key is not None for key in self._keys)
         assert keyed == len(self._cached), f"{len(self._cached)} keys for {keyed} blocks"

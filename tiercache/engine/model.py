@@ -61,7 +61,7 @@ def read_shape(model_dir: str | Path, settings: EngineSettings) -> ModelShape:
     try:
         full_config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
-        raise ModelRefused(f"transformers cannot read {model_dir}/config.json: {_first_line(error)}") from error
+        raise ModelRefused(f"transformers cannot read {model_dir}: {_first_line(error)}") from error
     config = full_config.get_text_config(decoder=True)
     if getattr(full_config, "is_encoder_decoder", False):
         raise ModelRefused(f"{full_config.model_type} is an encoder-decoder model: give a decoder")
@@ -112,10 +112,10 @@ def _max_context(config: Any, settings: EngineSettings) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     for entry in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         if entry.get("rope_type") in _GROWING_ROPE:
-            original = entry.get("original_max_position_embeddings")
-            allowed = min(allowed, int(original or getattr(config, "original_max_position_embeddings", allowed)))
+            name = "original_max_position_embeddings"
+            allowed = min(allowed, int(entry.get(name) or getattr(config, name, None) or allowed))
     if settings.max_context > allowed:
-        raise ConfigError(f"max_context is {settings.max_context}: this model's KV is fixed up to {allowed} tokens")
+        raise ConfigError(f"max_context is {settings.max_context}: the model is served up to {allowed}")
     return settings.max_context or allowed
 
 

@@ -24,12 +24,12 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
 def check_model(model: HostedModel) -> None:
-    """Raises ModelRefused with one line where the paged result differs. Some forward passes of ~100 tokens."""
+    """Raises ModelRefused with one line where the paged result differs. Takes passes of ~100 tokens."""
     shape = model.shape
     tried = [window for window in shape.windows if 0 < window <= _MAX_TRIED_WINDOW]
     lengths = [min(length + max(tried, default=0), shape.max_context) for length in _LENGTHS]
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, shape.vocabulary, (length,), generator=generator).tolist() for length in lengths]
+    prompts = [torch.randint(shape.vocabulary, (length,), generator=generator).tolist() for length in lengths]
     try:
         paged, windows = _paged_logits(model, prompts)
         for prompt, logits in zip(prompts, paged, strict=True):
@@ -39,11 +39,12 @@ def check_model(model: HostedModel) -> None:
     except Exception as error:
         # Whatever a strange model's code raises, it is the model that cannot be served.
         line = (str(error).strip().splitlines() or [""])[0]
-        raise ModelRefused(f"{_name(model)} does not run on paged KV: {type(error).__name__}: {line}") from error
+        kind = type(error).__name__
+        raise ModelRefused(f"{_name(model)} does not run on paged KV: {kind}: {line}") from error
     if sorted(windows) != list(range(shape.layers)):
         raise ModelRefused(
-            f"{_name(model)} calls transformers' attention interface in {len(windows)} of {shape.layers} layers: "
-            "only models with paged attention in every layer are served"
+            f"{_name(model)} calls transformers' attention interface in {len(windows)} of {shape.layers} "
+            "layers: only models that do so in every layer are served"
         )
     for layer, window in enumerate(shape.windows):
         if windows[layer] != window:
@@ -68,7 +69,8 @@ def _paged_logits(model: HostedModel, prompts: list[list[int]]) -> tuple[list[to
     parts: list[list[torch.Tensor]] = [[] for _ in prompts]
     windows: dict[int, int] = {}
     for part in _ENDS:
-        segments, tokens = [], []
+        segments: list[Segment] = []
+        tokens: list[int] = []
         for number, prompt in enumerate(prompts):
             end = int(len(prompt) * part)
             if end > done[number]:
@@ -85,7 +87,7 @@ def _paged_logits(model: HostedModel, prompts: list[list[int]]) -> tuple[list[to
 
 
 def _stock_logits(model: HostedModel, prompt: list[int]) -> torch.Tensor:
-    """The model's own logits, `[token, vocabulary]`: with torch's attention, or spelled out where it has none."""
+    """The model's own logits, `[token, vocabulary]`: with torch's attention if it can use that."""
     inputs = torch.tensor([prompt], device=model.device)
     try:
         for implementation in ("sdpa", "eager"):

@@ -118,10 +118,12 @@ class Scheduler:
         skipped: list[Sequence] = []
         while self.waiting and room > 0 and budget > 0:
             sequence = self.waiting.popleft()
-            if self._offload.is_loading(sequence):
+            chain, limit = sequence.chain, sequence.max_hit_blocks
+            found = self._blocks.find(chain, limit)
+            if len(found) < limit and self._offload.is_loading(chain.key(len(found))):
                 skipped.append(sequence)  # another one brings the same blocks: wait for those
                 continue
-            if not self._place(sequence, plan):
+            if not self._place(sequence, found, plan):
                 self.waiting.appendleft(sequence)
                 break
             room -= 1
@@ -129,9 +131,8 @@ class Scheduler:
                 budget -= sequence.next_edge() - sequence.computed
         self.waiting.extendleft(reversed(skipped))
 
-    def _place(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Give a sequence its blocks: found in the pool, to be loaded, or blank. False: no room now."""
-        found = self._blocks.find(sequence.chain, sequence.max_hit_blocks)
+    def _place(self, sequence: Sequence, found: list[int], plan: StepPlan) -> bool:
+        """Give a sequence its blocks: `found` in the pool, to be loaded, or blank. False: no room now."""
         match, reach = None, 0
         # First whether there is room at all: a match asks the cache and takes a lease there.
         kept = found[: sequence.usable_hit_blocks(len(found))]
@@ -147,7 +148,7 @@ class Scheduler:
             sequence.blocks_for(len(sequence.tokens)) - len(kept), after=kept[-1] if kept else None
         )
         if new is None:
-            # Only if the match reached further than the pool and so changed which blocks are idle.
+            # The match made more of the idle hits worth keeping, and fewer blocks are left than it takes.
             self._blocks.release(kept)
             self._offload.give_up(match)
             return False
@@ -163,18 +164,21 @@ class Scheduler:
         return True
 
     def _has_room(self, sequence: Sequence, kept: list[int]) -> bool:
-        needed = sequence.blocks_for(len(sequence.tokens)) - len(kept)
-        idle_hits = sum(self._blocks.references(block_id) == 0 for block_id in kept)
-        if needed + idle_hits <= self._blocks.clean_count:
+        # One block for the growth of each running sequence, else admission would only cause preemption.
+        needed = sequence.blocks_for(len(sequence.tokens)) - len(kept) + len(self.running)
+        needed += sum(map(self._blocks.is_clean, kept))
+        if needed <= self._blocks.clean_count:
             return True
-        self._offload.ask_for(needed + idle_hits)
+        self._offload.ask_for(needed)
         return False
 
     def _start(self, sequence: Sequence, kept: list[int], new: list[int]) -> None:
         sequence.add_blocks(kept)
         sequence.add_blocks(new)
         sequence.computed = len(kept) * self._settings.block_size
-        sequence.registered_blocks = sequence.stored_blocks = len(kept)
+        sequence.registered_blocks = len(kept)
+        # What is in the pool may not be in the cache: the cache was away, or has lost it.
+        sequence.stored_blocks = self._blocks.stored_run(kept)
         if sequence.first_token_s is None:
             sequence.pool_hit_tokens = sequence.computed
 

@@ -42,7 +42,12 @@ class Sequence:
     """
 
     def __init__(
-        self, request_id: int, prompt: list[int], params: SamplingParams, root: bytes, settings: EngineSettings
+        self,
+        request_id: int,
+        prompt: list[int],
+        params: SamplingParams,
+        root: bytes,
+        settings: EngineSettings,
     ) -> None:
         self.request_id = request_id
         self.tokens = prompt
@@ -70,6 +75,7 @@ class Sequence:
         self.registered_blocks = 0
         self.stored_blocks = 0
         self.skip_external = False
+        self.store_retried = False
         self.prefill_end = len(self.tokens)
         self.hashed_tokens = self.prefill_end
         self.chain = self._make_chain()

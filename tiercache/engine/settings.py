@@ -36,7 +36,7 @@ class EngineSettings:
         salt: a tenant's secret. Engines with different salts share nothing.
     """
 
-    block_size: int = 32
+    block_size: int = 16
     chunk_size: int = 512
     pool_bytes: int = 1 << 30
     pool_blocks: int = 0
@@ -61,7 +61,9 @@ class EngineSettings:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: must be 0 or more")
         if self.chunk_size % self.block_size:
-            raise ConfigError(f"chunk_size is {self.chunk_size}: must be a multiple of block_size {self.block_size}")
+            raise ConfigError(
+                f"chunk_size is {self.chunk_size}: must be a multiple of block_size {self.block_size}"
+            )
         for name, allowed in (("device", DEVICES), ("dtype", DTYPES), ("write", WRITE_MODES)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: must be one of {', '.join(allowed)}")

@@ -1,0 +1,65 @@
+"""`python -m tiercache.daemon`: settings, logging, then the server until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import resource
+import sys
+from collections.abc import Sequence
+
+from tiercache.config import add_config_flags, flags_from_args, load_config
+from tiercache.errors import TierCacheError
+
+EXAMPLES = """examples:
+  tiercache daemon --arena 16GiB
+  tiercache daemon --config /etc/tiercache.toml --log-level debug
+  TIERCACHE_ARENA=64GiB tiercache daemon --run-dir /run/tiercache
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a daemon; exit status 0 after a clean stop, 1 when it failed, 2 for a wrong setting."""
+    parser = argparse.ArgumentParser(
+        prog="tiercache daemon",
+        description="Keep KV blocks in page-locked memory and give them back to engines on this host.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_config_flags(parser)
+    parser.add_argument("--parent-fd", type=int, help="end when this inherited pipe reaches its end of file")
+    args = parser.parse_args(argv)
+    try:
+        config = load_config(args.config, flags=flags_from_args(args))
+    except TierCacheError as error:
+        print(f"tiercache daemon: {error}", file=sys.stderr)
+        return 2
+    _raise_file_limit()
+
+    from tiercache.daemon.logs import start_logging
+    from tiercache.daemon.server import Server
+
+    listener = start_logging(config.log_level, config.log_format)
+
+    async def serve() -> int:
+        return await Server(config).run(args.parent_fd)
+
+    try:
+        return asyncio.run(serve())
+    except TierCacheError as error:
+        print(f"tiercache daemon: {error}", file=sys.stderr)
+        return 2
+    finally:
+        listener.stop()
+
+
+def _raise_file_limit() -> None:
+    """Regions, sessions and pidfds are descriptors; the usual soft limit of 1024 is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

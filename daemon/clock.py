@@ -1,0 +1,36 @@
+"""The clock that leases run on: monotonic time less the time in which nobody was served."""
+
+from __future__ import annotations
+
+import time
+
+STALL_S = 0.1
+"""A gap between two looks at the clock that is longer than this is a stall of the daemon."""
+
+
+class LeaseClock:
+    """Seconds that stand still while the daemon does (a stopped process, a paused VM).
+
+    A client cannot renew a lease with a daemon that does not run, so such time must not count
+    against the lease. The loop calls `observe` at least every tick; what a gap is longer than a
+    stall is taken off.
+    """
+
+    def __init__(self) -> None:
+        self.stalls = 0
+        self._stalled_s = 0.0
+        self._seen_s = time.monotonic()
+
+    def observe(self) -> float:
+        """Look at the clock; returns monotonic seconds."""
+        now_s = time.monotonic()
+        gap_s = now_s - self._seen_s
+        if gap_s > STALL_S:
+            self.stalls += 1
+            self._stalled_s += gap_s
+        self._seen_s = now_s
+        return now_s
+
+    def __call__(self) -> float:
+        """Lease time now, as of the last `observe`."""
+        return self._seen_s - self._stalled_s

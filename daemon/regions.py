@@ -1,0 +1,78 @@
+"""The thread that makes the arena, region by region, while the daemon already answers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from tiercache.arena import Region, create_region
+from tiercache.errors import ArenaError
+from tiercache.units import round_up
+
+log = logging.getLogger("tiercache.daemon")
+
+RETRY_S = 2.0
+_REGION_GRANULE_BYTES = 2 << 20
+
+
+class RegionMaker(threading.Thread):
+    """Allocates, maps, populates and locks one region after another; hands each over when ready.
+
+    Memory that is not there yet (a killed daemon's clients may still map its regions) is asked for
+    again every two seconds, and `shortage` says so meanwhile. `hand_over(region, fd)` and
+    `give_up(text)` are called on this thread: pass the loop's `call_soon_threadsafe`.
+    """
+
+    def __init__(
+        self, arena_bytes: int, region_bytes: int, lock_memory: str,
+        hand_over: Callable[[Region, int], None], give_up: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        super().__init__(name="regions", daemon=True)
+        self._sizes = region_sizes(arena_bytes, region_bytes)
+        self._lock_memory = lock_memory
+        self._hand_over = hand_over
+        self._give_up = give_up
+        self._stopped = threading.Event()
+        self.shortage = ""
+
+    def run(self) -> None:
+        for region_id, size_bytes in enumerate(self._sizes):
+            made = self._make(region_id, size_bytes)
+            if made is None:
+                return
+            region, fd = made
+            populated = region.populate()
+            if not populated:
+                log.warning("this kernel cannot populate memory ahead (before 5.14): first stores are slower")
+            if self._lock_memory != "off" and not region.lock() and self._lock_memory == "require":
+                self._give_up(
+                    "memory could not be locked: raise RLIMIT_MEMLOCK (ulimit -l, LimitMEMLOCK=infinity) "
+                    "or set lock_memory = 'auto'"
+                )
+                return
+            if self._stopped.is_set():
+                return
+            self._hand_over(region, fd)
+
+    def _make(self, region_id: int, size_bytes: int) -> tuple[Region, int] | None:
+        while not self._stopped.is_set():
+            try:
+                fd = create_region(size_bytes, f"tiercache-{region_id}")
+                return Region(region_id, fd, size_bytes), fd
+            except ArenaError as error:
+                if not self.shortage:
+                    log.warning("%s; trying again every %.0f s", error, RETRY_S)
+                self.shortage = str(error)
+            self._stopped.wait(RETRY_S)
+        return None
+
+    def stop(self) -> None:
+        """Ask the thread to end; it does after the region that it is at."""
+        self._stopped.set()
+
+
+def region_sizes(arena_bytes: int, region_bytes: int) -> list[int]:
+    """Sizes of the regions that make up an arena; the last may be smaller."""
+    whole, rest = divmod(arena_bytes, region_bytes)
+    return [region_bytes] * whole + ([round_up(rest, _REGION_GRANULE_BYTES)] if rest else [])

@@ -1,0 +1,162 @@
+"""The ROUTER: requests in, replies out, without ever waiting for a peer.
+
+What bites here, and what is done about it:
+- the descriptor is edge-triggered, and a send can swallow the edge: EVENTS is read again after
+  every batch, and the loop's tick drains too;
+- a full peer queue drops replies without a word unless ROUTER_MANDATORY is set: a peer that does
+  not read its replies loses its session;
+- a payload sent without a copy is read by ZeroMQ's own thread: its frame is held until the tracker
+  says that it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from tiercache.daemon.sessions import Session
+from tiercache.messages import MAX_MESSAGE_BYTES
+
+log = logging.getLogger("tiercache.daemon")
+
+BATCH = 64
+MAX_OUTSTANDING = 1024
+"""Replies that may wait for one peer; one more ends its session."""
+_HANDSHAKE_MS = 3000
+
+
+class Answer(NamedTuple):
+    """A reply to a session: its header, and a payload with what to call once nobody reads it."""
+
+    header: bytes
+    session: Session | None
+    payload: memoryview | None = None
+    payload_done: Callable[[], None] | None = None
+
+
+Handler = Callable[[bytes, "list[zmq.Frame]"], Answer]
+
+
+class Router:
+    """Owns the ROUTER socket; calls `handle(header, further parts)` for each request in turn."""
+
+    def __init__(
+        self, endpoint: str, handle: Handler, cut: Callable[[Session, str], None], max_connections: int
+    ) -> None:
+        self.connections: set[int] = set()
+        self.refused_connections = 0
+        self._handle = handle
+        self._cut = cut
+        self._max_connections = max_connections
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context(io_threads=1)
+        self._socket = socket_ = self._context.socket(zmq.ROUTER)
+        self._sending: list[tuple[zmq.MessageTracker, Callable[[], None]]] = []
+        self._scheduled = False
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.SNDHWM, MAX_OUTSTANDING),
+            (zmq.RCVHWM, MAX_OUTSTANDING),
+            (zmq.HANDSHAKE_IVL, _HANDSHAKE_MS),
+        ):
+            socket_.setsockopt(option, value)
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+        self._monitor = socket_.get_monitor_socket(events)
+        socket_.bind(endpoint)
+        Path(endpoint.removeprefix("ipc://")).chmod(0o600)
+        self._loop.add_reader(socket_.getsockopt(zmq.FD), self._on_readable)
+
+    def _on_readable(self) -> None:
+        self._scheduled = False
+        for _ in range(BATCH):
+            if not self._serve_one():
+                break
+        # A send may have taken the edge of a request that came in meanwhile.
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._on_readable)
+
+    def drain(self, limit: int = 4 * MAX_OUTSTANDING) -> bool:
+        """Serve what is here now, at most `limit` requests; True when nothing is left."""
+        return any(not self._serve_one() for _ in range(limit))
+
+    def _serve_one(self) -> bool:
+        """One request, if there is one."""
+        try:
+            identity = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        header, parts = b"", []
+        if self._socket.getsockopt(zmq.RCVMORE):
+            header = self._socket.recv()
+        while self._socket.getsockopt(zmq.RCVMORE):
+            parts.append(self._socket.recv(copy=False))
+        self._reply(identity, self._handle(header, parts))
+        return True
+
+    def _reply(self, identity: bytes, answer: Answer) -> None:
+        flags = zmq.NOBLOCK | zmq.SNDMORE
+        try:
+            self._socket.send(identity, flags)
+            if answer.payload is None:
+                self._socket.send(answer.header, zmq.NOBLOCK)
+                return
+            self._socket.send(answer.header, flags)
+            tracker = self._socket.send(answer.payload, zmq.NOBLOCK, copy=False, track=True)
+        except zmq.ZMQError as error:
+            if answer.payload_done is not None:
+                answer.payload_done()
+            # EHOSTUNREACH: the peer has gone, and its session socket says so too.
+            if error.errno == zmq.EAGAIN and answer.session is not None:
+                self._cut(answer.session, "it does not read its replies")
+            return
+        assert isinstance(tracker, zmq.MessageTracker)
+        assert answer.payload_done is not None
+        self._sending.append((tracker, answer.payload_done))
+
+    def tick(self) -> None:
+        """What is looked at now and then: finished payloads, new and lost connections."""
+        if self._sending:
+            still = []
+            for tracker, done in self._sending:
+                if tracker.done:
+                    done()
+                else:
+                    still.append((tracker, done))
+            self._sending = still
+        while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._accepted(event["value"])
+            else:
+                self.connections.discard(event["value"])
+
+    def _accepted(self, fd: int) -> None:
+        self.connections.add(fd)
+        if len(self.connections) > self._max_connections:
+            self.refused_connections += 1
+            try:
+                # ZeroMQ has no limit of its own; shutting the socket down makes it let go of the peer.
+                with socket.socket(fileno=os.dup(fd)) as peer:
+                    peer.shutdown(socket.SHUT_RDWR)
+            except OSError as error:
+                log.debug("a connection over the limit was gone already: %s", error)
+
+    def close(self) -> None:
+        """Stop serving; what was not sent is dropped."""
+        self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+        self._socket.disable_monitor()
+        self._socket.close()
+        for _, done in self._sending:
+            done()
+        self._context.term()

@@ -1,0 +1,198 @@
+"""The daemon: one event loop that owns all state, and the few threads that report to it.
+
+    session socket ─► SessionGate ─┐
+    ROUTER ─► Router ─► Service ───┼─► Cache          (all on the loop)
+    RegionMaker ─ regions ─────────┘                  (a thread)
+
+Once per tick: requests that are here are served first, then leases expire, so that a daemon that
+was stopped for a while reads the renewals in its queue before it judges.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import secrets
+import signal
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tiercache.arena import Region
+from tiercache.config import DaemonConfig, control_endpoint, session_socket_path
+from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.clock import LeaseClock
+from tiercache.daemon.regions import RegionMaker
+from tiercache.daemon.router import Router
+from tiercache.daemon.rundir import RunDir
+from tiercache.daemon.service import Service
+from tiercache.daemon.sessions import Session, SessionGate
+from tiercache.daemon.stats import build_stats
+from tiercache.messages import PROTOCOL, Welcome
+from tiercache.units import format_bytes
+
+log = logging.getLogger("tiercache.daemon")
+
+TICK_S = 0.01
+CONNECTIONS_PER_SESSION = 4
+_GC_THRESHOLDS = (50_000, 20, 100)
+
+try:
+    VERSION = version("tiercache")
+except PackageNotFoundError:  # run from a checkout that was never installed
+    VERSION = "0+checkout"
+
+
+class Server:
+    """One daemon. `run` returns its exit status."""
+
+    def __init__(self, config: DaemonConfig) -> None:
+        self.config = config
+        self.started_s = time.monotonic()
+        self.generation = secrets.randbits(63) | 1
+        self.clock = LeaseClock()
+        quarantine_bytes = config.quarantine_per_client_bytes or config.arena_bytes // 4
+        self.cache = Cache(self.clock, CacheLimits(config.policy, config.pin_share, quarantine_bytes))
+        self.regions: dict[int, Region] = {}
+        self.problem = ""
+        self._working = False
+        self._stopping = asyncio.Event()
+
+    async def run(self, parent_fd: int | None = None) -> int:
+        """Serve until SIGTERM, SIGINT, or the end of file on `parent_fd`. Raises ConfigError."""
+        self.loop = asyncio.get_running_loop()
+        run_dir = RunDir(self.config.run_dir)
+        try:
+            self._open()
+            self._watch(parent_fd)
+            log.info(
+                "tiercache %s serves %s: arena %s, pid %d",
+                VERSION, self.config.run_dir, format_bytes(self.config.arena_bytes), os.getpid(),
+            )  # fmt: skip
+            _notify_systemd("READY=1")
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(*_GC_THRESHOLDS)
+            self._tick()
+            await self._stopping.wait()
+            _notify_systemd("STOPPING=1")
+            self._close()
+        finally:
+            run_dir.close()
+        log.info("stopped%s", f": {self.problem}" if self.problem else "")
+        return 1 if self.problem else 0
+
+    def _open(self) -> None:
+        config, endpoint = self.config, control_endpoint(self.config.run_dir)
+
+        def welcome(session: Session, protocol: int) -> Welcome:
+            return Welcome(protocol, self.generation, session.token, endpoint, VERSION, config.arena_bytes)
+
+        socket_path = session_socket_path(config.run_dir)
+        self.gate = SessionGate(socket_path, welcome, self, config.max_sessions, self.cache.counters)
+        self.service = Service(
+            self.cache, self.clock, self.generation, self.gate.sessions, self.regions,
+            end=lambda session: self._later(self.gate.end, session), stats=lambda: build_stats(self),
+            lease_ttl_max_s=config.lease_ttl_max_s, max_leases=config.max_leases_per_session,
+            region_bytes=min(config.region_bytes, config.arena_bytes),
+        )  # fmt: skip
+        connections = config.max_sessions * CONNECTIONS_PER_SESSION
+        self.router = Router(endpoint, self.service.handle, self.gate.cut, connections)
+        self.maker = RegionMaker(
+            config.arena_bytes, config.region_bytes, config.lock_memory,
+            hand_over=lambda region, fd: self._from_thread(self._add_region, region, fd),
+            give_up=lambda text: self._from_thread(self._fail, text),
+        )  # fmt: skip
+        self.maker.start()
+
+    def _watch(self, parent_fd: int | None) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.add_signal_handler(number, self._stopping.set)
+        if parent_fd is not None:
+            # The parent holds the other end and never writes: readable means that it has ended.
+            self.loop.add_reader(parent_fd, self._stopping.set)
+
+    def _later(self, call: Any, *args: Any) -> None:
+        self.loop.call_soon(call, *args)
+
+    def _from_thread(self, call: Any, *args: Any) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(call, *args)
+
+    def _add_region(self, region: Region, fd: int) -> None:
+        self.regions[region.region_id] = region
+        self.gate.announce(region, fd)
+        self.cache.space.allocator.add_region(region.region_id, region.size_bytes)
+
+    def _fail(self, problem: str) -> None:
+        log.error("%s", problem)
+        self.problem = problem
+        self._stopping.set()
+
+    # --- the tick --------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        """Every 10 ms: drain, expire, and start what was put off."""
+        if self._stopping.is_set():
+            return
+        self.loop.call_later(TICK_S, self._tick)
+        self.clock.observe()
+        self.cache.counters.loop_stalls = self.clock.stalls
+        drained = self.router.drain()
+        self.router.tick()
+        if drained:
+            self.cache.expire()
+        if not self._working:
+            self._work()
+
+    def _work(self) -> None:
+        """A slice of what was put off; the loop serves others before the next one."""
+        self._working = self.cache.work()
+        if self._working:
+            self._later(self._work)
+
+    # --- what the gate tells ---------------------------------------------------------------------
+
+    def session_ended(self, session: Session) -> None:
+        """Its last requests may still be in the queue: a release there is worth hearing first."""
+        self.router.drain()
+        self.cache.session_lost(session.owner)
+
+    def process_ended(self, session: Session) -> None:
+        self.cache.process_gone(session.owner)
+
+    def has_quarantine(self, session: Session) -> bool:
+        return self.cache.writes.has_quarantine(session.owner)
+
+    def _close(self) -> None:
+        self.maker.stop()
+        self.gate.close()
+        self.router.close()
+
+
+def _notify_systemd(state: str) -> None:
+    """Tell systemd where the service stands, if it asked (`Type=notify`)."""
+    path = os.environ.get("NOTIFY_SOCKET")
+    if not path:
+        return
+    import socket
+
+    address = "\0" + path[1:] if path.startswith("@") else path
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.sendto(state.encode(), address)
+        except OSError as error:
+            log.warning("systemd could not be told %s: %s", state, error.strerror)
+
+
+def rss_bytes() -> tuple[int, int]:
+    """Resident bytes of this process: all, and those that are shared memory."""
+    values = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in ("VmRSS", "RssShmem"):
+            values[name] = int(value.split()[0]) * 1024
+    return values["VmRSS"], values["RssShmem"]

@@ -1,0 +1,353 @@
+"""Requests, one by one: decode, check, ask the cache, encode the answer.
+
+Whatever arrives is answered: a malformed message, an unknown session, a value out of range and a
+bug of ours each get a typed error, are counted, and disturb nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from tiercache import messages as m
+from tiercache.arena import Region
+from tiercache.daemon.allocator import NO_FRAME
+from tiercache.daemon.cache import Cache
+from tiercache.daemon.clock import LeaseClock
+from tiercache.daemon.router import Answer
+from tiercache.daemon.sessions import Session
+from tiercache.daemon.space import Namespace, NoRoom
+from tiercache.errors import RequestRefused
+from tiercache.messages import KEY_BYTES, NO_LEASE, OFFSET_MASK, REGION_SHIFT, ErrorCode
+from tiercache.metrics import LatencyHistogram
+
+log = logging.getLogger("tiercache.daemon")
+
+MAX_SPEC_BYTES = 8192
+MAX_CLIENT_COUNTERS = 64
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(m.AnyRequest)
+_decode_start = msgspec.msgpack.Decoder(list[Any]).decode
+
+
+class Service:
+    """Answers requests from the cache. Event loop only.
+
+    `sessions` maps tokens to sessions; `end(session)` ends one once its reply is sent; `stats()`
+    builds the tree that `Stats` is answered with.
+    """
+
+    def __init__(
+        self, cache: Cache, clock: LeaseClock, generation: int, sessions: dict[bytes, Session],
+        regions: dict[int, Region], end: Callable[[Session], None], stats: Callable[[], dict[str, Any]],
+        lease_ttl_max_s: float, max_leases: int, region_bytes: int,
+    ) -> None:  # fmt: skip
+        self.latency: dict[str, LatencyHistogram] = {}
+        self._cache = cache
+        self._clock = clock
+        self._generation = generation
+        self._sessions = sessions
+        self._regions = regions
+        self._end = end
+        self._stats = stats
+        self._lease_ttl_max_s = lease_ttl_max_s
+        self._max_leases = max_leases
+        self._region_bytes = region_bytes
+        self._methods: dict[type, Callable[[Session, Any], m.Reply]] = {
+            m.Ping: lambda session, request: m.Done(request.request_id, generation),
+            m.RegisterNamespace: self._register,
+            m.Match: self._match,
+            m.Resolve: self._resolve,
+            m.Hold: self._hold,
+            m.Release: self._release,
+            m.Renew: self._renew,
+            m.Reserve: self._reserve,
+            m.Commit: self._commit,
+            m.Abort: self._abort,
+            m.Pin: self._pin,
+            m.Unpin: self._unpin,
+            m.Prefetch: self._prefetch,
+            m.Flush: self._flush,
+            m.Report: self._report,
+            m.Stats: lambda session, request: m.StatsReply(request.request_id, generation, self._stats()),
+            m.Bye: self._bye,
+        }
+
+    def handle(self, header: bytes, parts: list[zmq.Frame]) -> Answer:
+        """Answer one message: its header part, and the payload parts that followed."""
+        started_ns = time.perf_counter_ns()
+        counters = self._cache.counters
+        counters.requests += 1
+        self._clock.observe()
+        request_id = 0
+        session: Session | None = None
+        try:
+            request = self._decode(header)
+            request_id = request.request_id
+            session = self._session_of(request)
+            answer = self._dispatch(session, request, parts)
+        except RequestRefused as refusal:
+            counters.requests_refused += 1
+            error = m.Error(request_id or _request_id_of(header), self._generation, refusal.code, refusal.text)
+            answer = Answer(_encoder.encode(error), session)
+        except Exception:
+            # The one place where a bug of ours must not become a client that waits for ever.
+            log.exception("a request failed")
+            counters.requests_failed += 1
+            text = "the daemon failed at this request; its log says where"
+            error = m.Error(request_id, self._generation, ErrorCode.INTERNAL.value, text)
+            answer = Answer(_encoder.encode(error), session)
+        else:
+            self._observe(type(request), started_ns)
+        return answer
+
+    def _observe(self, kind: type, started_ns: int) -> None:
+        histogram = self.latency.get(kind.__name__)
+        if histogram is None:
+            histogram = self.latency[kind.__name__] = LatencyHistogram()
+        histogram.observe_ns(time.perf_counter_ns() - started_ns)
+
+    def _decode(self, header: bytes) -> m.Request:
+        try:
+            return _decoder.decode(header)
+        except msgspec.MsgspecError as error:
+            self._cache.counters.requests_malformed += 1
+            raise RequestRefused(ErrorCode.MALFORMED.value, str(error)) from error
+
+    def _session_of(self, request: m.Request) -> Session:
+        if request.generation != self._generation:
+            text = "the daemon was restarted since this session began: connect again"
+            raise RequestRefused(ErrorCode.STALE_GENERATION.value, text)
+        session = self._sessions.get(request.session)
+        if session is None:
+            raise RequestRefused(ErrorCode.UNKNOWN_SESSION.value, "this session has ended: connect again")
+        if request.deadline_us + session.clock_offset_us < time.monotonic_ns() // 1000:
+            self._cache.counters.requests_expired += 1
+            raise RequestRefused(ErrorCode.EXPIRED.value, "its deadline was over before it was read")
+        return session
+
+    def _dispatch(self, session: Session, request: m.Request, parts: list[zmq.Frame]) -> Answer:
+        if len(parts) != (1 if isinstance(request, m.Write) else 0):
+            self._cache.counters.requests_malformed += 1
+            raise RequestRefused(ErrorCode.MALFORMED.value, f"{len(parts)} payload parts do not belong to this request")
+        if isinstance(request, m.Read):
+            return self._read(session, request)
+        if isinstance(request, m.Write):
+            reply: m.Reply = self._write(session, request, parts[0].buffer)
+        else:
+            reply = self._methods[type(request)](session, request)
+        return Answer(_encoder.encode(reply), session)
+
+    # --- namespaces and keys, as requests name them ----------------------------------------------
+
+    def _register(self, session: Session, request: m.RegisterNamespace) -> m.Reply:
+        problem = request.spec.problem()
+        if problem is None and request.spec.frame_bytes > self._region_bytes:
+            problem = (
+                f"block_bytes is {request.spec.block_bytes}: a region holds {self._region_bytes}; "
+                "start the daemon with a larger --region"
+            )
+        if problem is None and len(_encoder.encode(request.spec)) > MAX_SPEC_BYTES:
+            problem = f"the spec is longer than {MAX_SPEC_BYTES} bytes"
+        if problem is not None:
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, problem)
+        try:
+            namespace = self._cache.space.open_namespace(request.spec)
+        except NoRoom as error:
+            raise RequestRefused(ErrorCode.LIMIT.value, str(error)) from error
+        return m.Namespace(request.request_id, self._generation, namespace.number, request.spec.frame_bytes)
+
+    def _namespace(self, number: int) -> Namespace:
+        namespace = self._cache.space.namespaces.get(number)
+        if namespace is None:
+            raise RequestRefused(ErrorCode.UNKNOWN_NAMESPACE.value, f"{number} is not registered: register its spec")
+        return namespace
+
+    def _namespaces(self, numbers: Sequence[int]) -> list[Namespace]:
+        if not 0 < len(numbers) <= m.MAX_NAMESPACES_PER_REQUEST or len(set(numbers)) != len(numbers):
+            text = f"{len(numbers)} namespaces: 1 to {m.MAX_NAMESPACES_PER_REQUEST} different ones are allowed"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        return [self._namespace(number) for number in numbers]
+
+    def _lease_ttl_s(self, session: Session, ttl_ms: int) -> float:
+        if len(session.owner.reads) + len(session.owner.writes) >= self._max_leases:
+            raise RequestRefused(ErrorCode.LIMIT.value, f"{self._max_leases} leases are open in this session")
+        return min(_positive(ttl_ms, "ttl_ms") / 1000, self._lease_ttl_max_s)
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def _match(self, session: Session, request: m.Match) -> m.Reply:
+        _check_keys(request.keys, m.MAX_KEYS)
+        namespaces = self._namespaces(request.namespaces)
+        ttl_s = self._lease_ttl_s(session, request.ttl_ms) if request.ttl_ms else 0.0
+        found = self._cache.match(session.owner, namespaces, request.keys, ttl_s)
+        if found.lease is None:
+            return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
+        named = min(request.resolve, m.MAX_RESOLVE)
+        frames = []
+        if named > 0:
+            for namespace in namespaces:
+                frames.append(m.pack_frames(self._cache.reads.frames(found.lease, namespace, 0, named)))
+        lease_id = found.lease.lease_id
+        return m.Matched(request.request_id, self._generation, found.dram, found.below, lease_id, frames)
+
+    def _resolve(self, session: Session, request: m.Resolve) -> m.Reply:
+        if not 0 <= request.first or not 0 < request.count <= m.MAX_RESOLVE:
+            text = f"blocks {request.first} + {request.count}: at most {m.MAX_RESOLVE} in one request, from 0 on"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        lease = session.owner.reads.get(request.lease)
+        if lease is None:
+            raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
+        namespace = self._namespace(request.namespace)
+        frames = self._cache.reads.frames(lease, namespace, request.first, request.count)
+        return m.Frames(request.request_id, self._generation, request.first, m.pack_frames(frames))
+
+    def _hold(self, session: Session, request: m.Hold) -> m.Reply:
+        self._lease_ttl_s(session, 1)
+        if not self._cache.reads.hold(session.owner, request.lease):
+            raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
+        return m.Done(request.request_id, self._generation)
+
+    def _release(self, session: Session, request: m.Release) -> m.Reply:
+        good = self._cache.reads.release(session.owner, request.lease)
+        return m.Released(request.request_id, self._generation, good)
+
+    def _renew(self, session: Session, request: m.Renew) -> m.Reply:
+        ttl_s = min(_positive(request.ttl_ms, "ttl_ms") / 1000, self._lease_ttl_max_s)
+        alive = bytearray()
+        for lease_id in request.leases[: self._max_leases]:
+            read, write = session.owner.reads.get(lease_id), session.owner.writes.get(lease_id)
+            if read is not None:
+                self._cache.reads.renew(read, ttl_s)
+            elif write is not None:
+                self._cache.writes.renew(write, ttl_s)
+            alive.append(read is not None or write is not None)
+        return m.Renewed(request.request_id, self._generation, bytes(alive))
+
+    def _read(self, session: Session, request: m.Read) -> Answer:
+        lease = session.owner.reads.get(request.lease)
+        if lease is None:
+            raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
+        namespace = self._namespace(request.namespace)
+        _check_range(request.offset, request.length, namespace.spec.block_bytes)
+        frames = self._cache.reads.frames(lease, namespace, request.index, 1) if request.index >= 0 else []
+        if not frames:
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, f"block {request.index} is not under this lease")
+        frame, allocator = frames[0], self._cache.space.allocator
+        allocator.hold(frame)
+        self._cache.counters.payload_bytes_read += request.length
+        region = self._regions[frame >> REGION_SHIFT]
+        view = region.view((frame & OFFSET_MASK) + request.offset, request.length)
+        header = _encoder.encode(m.Payload(request.request_id, self._generation, request.length))
+        return Answer(header, session, view, lambda: allocator.unhold(frame))
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def _reserve(self, session: Session, request: m.Reserve) -> m.Reply:
+        _check_keys(request.keys, m.MAX_RESERVE)
+        if len(request.parent) not in (0, KEY_BYTES):
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, f"parent is a key of {KEY_BYTES} bytes, or empty")
+        ttl_s = self._lease_ttl_s(session, request.ttl_ms)
+        namespace = self._namespace(request.namespace)
+        got = self._cache.reserve(session.owner, namespace, request.parent, request.keys, ttl_s)
+        frames, states = m.pack_frames(got.frames), bytes(got.states)
+        return m.Reserved(request.request_id, self._generation, got.lease_id, states, frames, got.parent_missing)
+
+    def _commit(self, session: Session, request: m.Commit) -> m.Reply:
+        if len(request.blocks) % 4 or len(request.blocks) > 4 * m.MAX_RESERVE:
+            text = f"blocks must be u32le indices, at most {m.MAX_RESERVE}"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        numbers = m.unpack_indices(request.blocks)
+        states = self._cache.writes.commit(session.owner, request.lease, numbers)
+        return m.Committed(request.request_id, self._generation, bytes(states))
+
+    def _abort(self, session: Session, request: m.Abort) -> m.Reply:
+        self._cache.writes.abort(session.owner, request.lease, request.finished)
+        return m.Done(request.request_id, self._generation)
+
+    def _write(self, session: Session, request: m.Write, payload: memoryview) -> m.Reply:
+        frame = self._cache.writes.writable_frame(session.owner, request.lease, request.index)
+        if frame == NO_FRAME:
+            text = f"block {request.index} is not reserved under this lease (any more)"
+            raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, text)
+        _check_range(request.offset, len(payload), self._cache.space.allocator.frame_bytes(frame))
+        region = self._regions[frame >> REGION_SHIFT]
+        # At most 2 MiB: a third of a millisecond of the loop.
+        region.view((frame & OFFSET_MASK) + request.offset, len(payload))[:] = payload
+        self._cache.counters.payload_bytes_written += len(payload)
+        return m.Done(request.request_id, self._generation)
+
+    # --- the rest --------------------------------------------------------------------------------
+
+    def _pin(self, session: Session, request: m.Pin) -> m.Reply:
+        _check_keys(request.keys, m.MAX_KEYS)
+        ttl_s = min(_positive(request.ttl_ms, "ttl_ms"), m.MAX_PIN_TTL_MS) / 1000
+        blocks = self._cache.reads.pin(self._namespaces(request.namespaces), request.keys, ttl_s)
+        return m.Pinned(request.request_id, self._generation, blocks)
+
+    def _unpin(self, session: Session, request: m.Unpin) -> m.Reply:
+        _check_keys(request.keys, m.MAX_KEYS)
+        blocks = self._cache.reads.unpin(self._namespaces(request.namespaces), request.keys)
+        return m.Pinned(request.request_id, self._generation, blocks)
+
+    def _prefetch(self, session: Session, request: m.Prefetch) -> m.Reply:
+        _check_keys(request.keys, m.MAX_KEYS)
+        found = self._cache.match(session.owner, self._namespaces(request.namespaces), request.keys, 0.0)
+        return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
+
+    def _flush(self, session: Session, request: m.Flush) -> m.Reply:
+        tiers = ["all", "dram", *filter(None, [self._cache.below.name])]
+        if request.tier not in tiers:
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, f"there is no tier {request.tier!r}: {', '.join(tiers)}")
+        if request.key:
+            _check_keys(request.key, 1)
+        numbers = [number for number in request.namespaces if self._namespace(number)]
+        numbers = numbers or list(self._cache.space.namespaces)
+        blocks, more = self._cache.flush(numbers, request.key)
+        log.info("session %s flushed %d blocks", session.name, blocks)
+        return m.Flushed(request.request_id, self._generation, blocks, more)
+
+    def _report(self, session: Session, request: m.Report) -> m.Reply:
+        if request.registration not in ("cuda", "mlock", "none") or len(request.counters) > MAX_CLIENT_COUNTERS:
+            text = f"registration is cuda, mlock or none, with at most {MAX_CLIENT_COUNTERS} counters"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        session.registration, session.counters = request.registration, request.counters
+        return m.Done(request.request_id, self._generation)
+
+    def _bye(self, session: Session, request: m.Bye) -> m.Reply:
+        self._end(session)
+        return m.Done(request.request_id, self._generation)
+
+
+def _positive(value: int, name: str) -> int:
+    if value <= 0:
+        raise RequestRefused(ErrorCode.BAD_VALUE.value, f"{name} is {value}: must be more than 0")
+    return value
+
+
+def _check_keys(keys: bytes, limit: int) -> None:
+    if not keys or len(keys) % KEY_BYTES:
+        raise RequestRefused(ErrorCode.BAD_VALUE.value, f"keys are {len(keys)} bytes: must be 16 for each, at least one")
+    if len(keys) > limit * KEY_BYTES:
+        raise RequestRefused(ErrorCode.TOO_LARGE.value, f"{len(keys) // KEY_BYTES} keys: at most {limit} here")
+
+
+def _check_range(offset: int, length: int, end: int) -> None:
+    if offset < 0 or not 0 < length <= m.MAX_PAYLOAD_BYTES or offset + length > end:
+        text = f"bytes {offset} + {length} of {end}: must lie inside, at most {m.MAX_PAYLOAD_BYTES} in one message"
+        raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+
+
+def _request_id_of(header: bytes) -> int:
+    """The request id of a message that could not be decoded, if it got that far; else 0."""
+    try:
+        fields = _decode_start(header)
+    except msgspec.MsgspecError:
+        return 0
+    return fields[1] if len(fields) > 1 and isinstance(fields[1], int) else 0

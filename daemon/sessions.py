@@ -1,0 +1,262 @@
+"""Who is connected: the session socket, tokens, and what is known of each client's process.
+
+A session is named by a random token, given over the session socket to whom may open it. The end
+of the socket ends the session; only the pidfd, readable once the process has exited, proves that
+nobody writes to its frames any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from tiercache.arena import Region
+from tiercache.daemon.counters import Counters
+from tiercache.daemon.leases import Owner
+from tiercache.errors import ProtocolError
+from tiercache.messages import (
+    INSTANCE_BYTES,
+    MAX_FDS_PER_MESSAGE,
+    OLDEST_PROTOCOL,
+    PROTOCOL,
+    TOKEN_BYTES,
+    ErrorCode,
+    Hello,
+    Refused,
+    Regions,
+    Welcome,
+)
+from tiercache.wire import close_fds, receive_packet, send_packet
+
+log = logging.getLogger("tiercache.daemon")
+
+HELLO_TIMEOUT_S = 2.0
+MAX_GREETING = 32
+"""Connections that have not said hello yet."""
+_BACKLOG = 128
+_encode = msgspec.msgpack.Encoder().encode
+_decode_hello = msgspec.msgpack.Decoder(Hello).decode
+
+
+class Ends(Protocol):
+    """Who is told about the ends of sessions."""
+
+    def session_ended(self, session: Session) -> None:
+        """The socket is closed; the process may live on."""
+
+    def process_ended(self, session: Session) -> None:
+        """The process has exited. Comes after `session_ended`."""
+
+    def has_quarantine(self, session: Session) -> bool:
+        """Whether it still matters when the process exits."""
+
+
+class Session:
+    """One connected client."""
+
+    def __init__(self, sock: socket.socket, pidfd: int, pid: int, hello: Hello) -> None:
+        self.sock = sock
+        self.pidfd = pidfd
+        self.pid = pid
+        self.name = hello.name[:64]
+        self.map_arena = hello.map_arena
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.owner = Owner(hello.instance)
+        # From the client's monotonic clock to ours; late by the hello's way here, never early.
+        self.clock_offset_us = time.monotonic_ns() // 1000 - hello.clock_us
+        self.registration = "none"
+        self.counters: dict[str, int] = {}
+        self.open = True
+
+
+class SessionGate:
+    """The listening socket and all sessions behind it. Event loop only; sockets never block."""
+
+    def __init__(
+        self, path: Path, welcome: Callable[[Session, int], Welcome], ends: Ends, max_sessions: int,
+        counters: Counters,
+    ) -> None:  # fmt: skip
+        self.sessions: dict[bytes, Session] = {}
+        self._welcome = welcome
+        self._ends = ends
+        self._max_sessions = max_sessions
+        self._counters = counters
+        self._regions: list[tuple[Region, int]] = []
+        self._greeting: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._ghosts: set[Session] = set()
+        self._loop = asyncio.get_running_loop()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener.bind(str(path))
+        path.chmod(0o600)
+        self._listener.listen(_BACKLOG)
+        self._loop.add_reader(self._listener, self._accept)
+
+    # --- coming ----------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # out of descriptors: the peer waits in the backlog
+            log.warning("a connection could not be accepted: %s", error.strerror)
+            return
+        sock.setblocking(False)
+        if len(self.sessions) >= self._max_sessions or len(self._greeting) >= MAX_GREETING:
+            self._refuse(sock, ErrorCode.LIMIT, f"{self._max_sessions} sessions are open: raise max_sessions")
+            return
+        self._greeting[sock] = self._loop.call_later(HELLO_TIMEOUT_S, self._stop_greeting, sock, True)
+        self._loop.add_reader(sock, self._greet, sock)
+
+    def _stop_greeting(self, sock: socket.socket, close: bool) -> None:
+        self._greeting.pop(sock).cancel()
+        self._loop.remove_reader(sock)
+        if close:
+            sock.close()
+
+    def _greet(self, sock: socket.socket) -> None:
+        fds: list[int] = []
+        try:
+            data, fds = receive_packet(sock)
+            self._stop_greeting(sock, close=not data)
+            if data:
+                self._admit(sock, data, fds)
+        except BlockingIOError:
+            return
+        except (ProtocolError, msgspec.MsgspecError, ValueError) as error:
+            if sock in self._greeting:
+                self._stop_greeting(sock, close=False)
+            close_fds(fds)
+            self._refuse(sock, ErrorCode.MALFORMED, str(error))
+        except OSError:
+            close_fds(fds)
+            if sock in self._greeting:
+                self._stop_greeting(sock, close=False)
+            sock.close()
+
+    def _admit(self, sock: socket.socket, data: bytes, fds: list[int]) -> None:
+        """Hello → Welcome and the regions. Raises ValueError for what is wrong with it."""
+        hello = _decode_hello(data)
+        if hello.protocol_max < OLDEST_PROTOCOL or hello.protocol_min > PROTOCOL:
+            close_fds(fds)
+            text = f"this daemon speaks protocol {OLDEST_PROTOCOL} to {PROTOCOL}: use the same release on both sides"
+            self._refuse(sock, ErrorCode.VERSION, text)
+            return
+        if len(hello.instance) != INSTANCE_BYTES:
+            raise ValueError(f"instance must be {INSTANCE_BYTES} random bytes")
+        if len(fds) != 1:
+            raise ValueError("hello must carry one descriptor: the sender's own pidfd")
+        session = Session(sock, fds[0], _checked_pid(sock, fds[0]), hello)
+        send_packet(sock, _encode(self._welcome(session, min(PROTOCOL, hello.protocol_max))))
+        self.sessions[session.token] = session
+        self._counters.sessions_opened += 1
+        self._loop.add_reader(sock, self._on_packet, session)
+        self._loop.add_reader(session.pidfd, self._on_process_exit, session)
+        if session.map_arena:
+            for first in range(0, len(self._regions), MAX_FDS_PER_MESSAGE):
+                self._send_regions(session, self._regions[first : first + MAX_FDS_PER_MESSAGE])
+
+    def _refuse(self, sock: socket.socket, code: ErrorCode, text: str) -> None:
+        self._counters.sessions_refused += 1
+        try:
+            send_packet(sock, _encode(Refused(code.value, text)))
+        except OSError as error:
+            log.debug("a refused peer was gone already: %s", error)
+        sock.close()
+
+    # --- regions ---------------------------------------------------------------------------------
+
+    def announce(self, region: Region, fd: int) -> None:
+        """Send a new region to all who map the arena; from here on its frames may be named."""
+        self._regions.append((region, fd))
+        for session in list(self.sessions.values()):
+            if session.map_arena:
+                self._send_regions(session, [(region, fd)])
+
+    def _send_regions(self, session: Session, regions: list[tuple[Region, int]]) -> None:
+        if not session.open:
+            return
+        message = Regions([(region.region_id, region.size_bytes) for region, _ in regions])
+        try:
+            send_packet(session.sock, _encode(message), [fd for _, fd in regions])
+        except OSError as error:
+            # It would be named frames that it cannot map, so it is better off connecting again.
+            self.cut(session, f"it does not read its session socket ({error.strerror})")
+
+    # --- going -----------------------------------------------------------------------------------
+
+    def _on_packet(self, session: Session) -> None:
+        try:
+            data, fds = receive_packet(session.sock)
+        except BlockingIOError:
+            return
+        except (OSError, ProtocolError):
+            data, fds = b"", []
+        close_fds(fds)
+        if data:
+            self.cut(session, "it sent a packet where none is expected")
+        else:
+            self.end(session)
+
+    def cut(self, session: Session, why: str) -> None:
+        """End a session that misbehaves or does not keep up."""
+        if session.open:
+            log.warning("session %s (pid %d) is cut: %s", session.name, session.pid, why)
+            self._counters.sessions_cut += 1
+            self.end(session)
+
+    def end(self, session: Session) -> None:
+        """Close a session; its process is watched on while frames of it are in quarantine."""
+        if not session.open:
+            return
+        session.open = False
+        self._ends.session_ended(session)
+        self.sessions.pop(session.token, None)
+        self._loop.remove_reader(session.sock)
+        session.sock.close()
+        if self._ends.has_quarantine(session):
+            self._ghosts.add(session)
+        else:
+            self._forget_process(session)
+
+    def _on_process_exit(self, session: Session) -> None:
+        self.end(session)
+        if session in self._ghosts:
+            self._ghosts.remove(session)
+            self._ends.process_ended(session)
+            self._forget_process(session)
+
+    def _forget_process(self, session: Session) -> None:
+        self._loop.remove_reader(session.pidfd)
+        os.close(session.pidfd)
+
+    def close(self) -> None:
+        """End everything, at shutdown."""
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        for sock in list(self._greeting):
+            self._stop_greeting(sock, close=True)
+        for session in list(self.sessions.values()):
+            self.end(session)
+
+
+def _checked_pid(sock: socket.socket, fd: int) -> int:
+    """The peer's pid (0 from another pid namespace). Raises ValueError unless `fd` is its pidfd."""
+    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
+        if line.startswith("Pid:"):
+            shown = int(line.split()[1])
+            if pid > 0 and shown != pid:
+                raise ValueError(f"the pidfd is of process {shown}, the sender is {pid}: connect again after a fork")
+            return int(pid)
+    raise ValueError("the descriptor that came with hello is no pidfd")

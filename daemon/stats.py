@@ -1,0 +1,115 @@
+"""The tree that `stats` answers: raw numbers and short strings, units last in the names."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiercache.daemon.server import Server
+
+
+def build_stats(server: Server) -> dict[str, Any]:
+    """Everything that is known, as of now. O(namespaces + sessions)."""
+    from tiercache.daemon.server import VERSION, rss_bytes
+
+    cache, space = server.cache, server.cache.space
+    rss, shared = rss_bytes()
+    blocks = sum(table.blocks for table in space.index.tables.values())
+    counters = asdict(cache.counters)
+    counters["invariant_failures"] = space.index.invariant_failures
+    counters["connections_refused"] = server.router.refused_connections
+    return {
+        "daemon": {
+            "version": VERSION,
+            "pid": os.getpid(),
+            "run_dir": str(server.config.run_dir),
+            "generation": server.generation,
+            "uptime_s": time.monotonic() - server.started_s,
+            "rss_bytes": rss,
+            "rss_besides_arena_bytes": rss - shared,
+            "policy": server.config.policy,
+        },
+        "health": _health(server),
+        "arena": _arena(server),
+        "tiers": {
+            "dram": {
+                "blocks": blocks,
+                "bytes": space.allocator.used_bytes,
+                "capacity_bytes": space.allocator.arena_bytes,
+            }
+        },
+        "counters": counters,
+        "latency": {name: histogram.snapshot() for name, histogram in sorted(server.service.latency.items())},
+        "leases": {
+            "read": len(cache.reads.leases) - len(cache.reads.pins),
+            "write": len(cache.writes.leases),
+            "quarantined": len(cache.writes.quarantined),
+            "pending_blocks": len(cache.writes.pending),
+        },
+        "pins": {"count": len(cache.reads.pins), "bytes": cache.reads.pinned_bytes},
+        "namespaces": [_namespace(namespace) for namespace in space.namespaces.values()],
+        "sessions": [
+            {
+                "name": session.name,
+                "pid": session.pid,
+                "mapped": session.map_arena,
+                "registration": session.registration,
+                "read_leases": len(session.owner.reads),
+                "write_leases": len(session.owner.writes),
+                "counters": session.counters,
+            }
+            for session in server.gate.sessions.values()
+        ],
+    }
+
+
+def _health(server: Server) -> dict[str, Any]:
+    reasons = []
+    if server.maker.shortage and server.cache.space.allocator.arena_bytes < server.config.arena_bytes:
+        reasons.append(server.maker.shortage)
+    if server.cache.space.index.invariant_failures:
+        reasons.append("the index has contradicted itself, or a client sent keys that are no chain")
+    return {"state": "degraded" if reasons else "ok", "reasons": reasons}
+
+
+def _arena(server: Server) -> dict[str, Any]:
+    allocator = server.cache.space.allocator
+    locked = sum(region.size_bytes for region in server.regions.values() if region.locked)
+    return {
+        "bytes": server.config.arena_bytes,
+        "populated_bytes": allocator.arena_bytes,
+        "locked_bytes": locked,
+        "regions": len(server.regions),
+        "used_bytes": allocator.used_bytes,
+        "free_bytes": allocator.arena_bytes - allocator.used_bytes,
+        "quarantined_bytes": sum(server.cache.writes.quarantine_bytes.values()),
+        "classes": [
+            {
+                "frame_bytes": size_class.frame_bytes,
+                "regions": len(size_class.regions),
+                "frames": size_class.frames,
+                "free": size_class.free,
+            }
+            for size_class in allocator.classes.values()
+        ],
+    }
+
+
+def _namespace(namespace: Any) -> dict[str, Any]:
+    spec = namespace.spec
+    return {
+        "id": namespace.number,
+        "fingerprint": namespace.fingerprint,
+        "engine": spec.engine,
+        "layout": spec.layout,
+        "dtype": spec.dtype,
+        "group": spec.group,
+        "quantization": spec.quantization,
+        "block_size": spec.block_size,
+        "block_bytes": spec.block_bytes,
+        "rank": f"tp {spec.tp_rank}/{spec.tp_size} pp {spec.pp_rank}/{spec.pp_size}",
+        "blocks": namespace.table.blocks,
+    }

@@ -1,0 +1,342 @@
+"""`tiercache.cuda` on a real device: registered memory, and copies both ways by every method."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch
+
+from tiercache import cuda
+from tiercache.cuda import CudaCopier, HostMemory, Method
+from tiercache.errors import ArenaError, LayoutError
+from tiercache.kernels.block_copy import gather_blocks_reference
+
+pytestmark = pytest.mark.gpu
+
+GUARD = 0xA5
+WAIT_S = 30.0
+
+
+class Arena:
+    """Frames in shared memory: `count` of `frame_bytes`, registered in small chunks unless told not to."""
+
+    def __init__(self, count: int, frame_bytes: int, chunk_bytes: int = 1 << 20, registered: bool = True) -> None:
+        self.frame_bytes = -(-frame_bytes // 4096) * 4096
+        self.map = mmap.mmap(-1, count * self.frame_bytes)
+        self.bytes = np.frombuffer(self.map, dtype=np.uint8).reshape(count, self.frame_bytes)
+        self.bytes[:] = GUARD
+        self.memory = HostMemory(chunk_bytes)
+        if registered:
+            self.memory.register(self.bytes.ctypes.data, self.bytes.nbytes)
+
+    def addresses(self, frames: list[int]) -> list[int]:
+        """Where these frames begin."""
+        return [self.bytes.ctypes.data + frame * self.frame_bytes for frame in frames]
+
+    def close(self) -> None:
+        """Unregister; the mapping goes with the last array."""
+        self.memory.unregister(self.bytes.ctypes.data)
+
+
+@pytest.fixture
+def arenas() -> Iterator[list[Arena]]:
+    """Arenas put in here are unregistered at the end."""
+    made: list[Arena] = []
+    yield made
+    torch.cuda.synchronize()
+    for arena in made:
+        arena.close()
+
+
+def layers_of(shape: tuple[int, ...], count: int, device: str) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    length = int(np.prod(shape)) * 2
+    raw = [torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator) for _ in range(count)]
+    return [item.view(torch.bfloat16).reshape(shape).to(device) for item in raw]
+
+
+def segments_of(layers: list[torch.Tensor], block_axis: int) -> list[tuple[int, int, int]]:
+    """As `tiercache.transfer.Pool` makes them."""
+    found = []
+    for layer in layers:
+        parts = layer if block_axis == 1 else layer[None]
+        for part in parts:
+            length = part[0].nbytes
+            found.append((part.data_ptr(), part.stride(0) * part.element_size(), length))
+    return found
+
+
+# name, shape of a layer, layers, block axis; blocks = 24 in all of them
+POOLS = {
+    "block-first, 64 KiB": ((24, 2, 16, 8, 128), 1, 0),
+    "block-first, 1 KiB": ((24, 512), 1, 0),
+    "block-first, 4 KiB: frames touch": ((24, 2048), 1, 0),
+    "block-first, odd": ((24, 3333), 1, 0),
+    "layer-first, 4 KiB pieces": ((2, 24, 16, 128), 8, 1),
+    "layer-first, 64 KiB pieces": ((2, 24, 32, 8, 128), 2, 1),
+    "layer-first, odd pieces": ((2, 24, 111), 3, 1),
+}
+
+
+@pytest.mark.parametrize("method", [None, *Method], ids=lambda method: str(method))
+@pytest.mark.parametrize("pool", POOLS)
+def test_blocks_go_out_and_come_back(pool: str, method: Method | None, device: str, arenas: list[Arena]) -> None:
+    shape, count, axis = POOLS[pool]
+    layers = layers_of(shape, count, device)
+    segments = segments_of(layers, axis)
+    block_bytes = sum(length for _, _, length in segments)
+    arena = Arena(40, block_bytes, chunk_bytes=64 << 10)
+    arenas.append(arena)
+    copier = CudaCopier(
+        device, segments, 24, method=method, staging_bytes=5 * block_bytes, memory=arena.memory, owner=layers
+    )
+    shuffle = random.Random(5)
+    ids, frames = shuffle.sample(range(24), 17), shuffle.sample(range(40), 17)
+    expected = gather_blocks_reference(layers, ids, axis).cpu().numpy()
+    everything = gather_blocks_reference(layers, range(24), axis).cpu().numpy()
+
+    assert copier.copy_out(ids, arena.addresses(frames)).wait(WAIT_S)
+    assert (arena.bytes[frames, :block_bytes] == expected).all()
+    assert (arena.bytes[frames, block_bytes:] == GUARD).all()
+    others = [frame for frame in range(40) if frame not in frames]
+    assert (arena.bytes[others] == GUARD).all()
+
+    for layer in layers:
+        layer.view(torch.uint8).fill_(GUARD)
+    moved = ids[1:] + ids[:1]
+    assert copier.copy_in(arena.addresses(frames), moved).wait(WAIT_S)
+    assert copier.idle()
+    restored = gather_blocks_reference(layers, range(24), axis).cpu().numpy()
+    assert (restored[moved] == expected).all()
+    untouched = [block for block in range(24) if block not in ids]
+    assert (restored[untouched] == GUARD).all()
+    assert not (everything == GUARD).all()
+
+
+def test_adjacent_blocks_go_as_one_run_over_chunk_borders(device: str, arenas: list[Arena]) -> None:
+    layers = layers_of((64, 2, 16, 8, 128), 1, device)
+    segments = segments_of(layers, 0)
+    arena = Arena(64, segments[0][2], chunk_bytes=(1 << 20) - 4096)
+    arenas.append(arena)
+    copier = CudaCopier(device, segments, 64, memory=arena.memory)
+    assert copier.copy_out(range(64), arena.addresses(list(range(64)))).wait(WAIT_S)
+    assert (arena.bytes == layers[0].view(torch.uint8).reshape(64, -1).cpu().numpy()).all()
+
+
+@pytest.mark.parametrize("pool", ["block-first, 64 KiB", "layer-first, 4 KiB pieces"])
+def test_memory_that_is_not_registered_works_too(pool: str, device: str) -> None:
+    shape, count, axis = POOLS[pool]
+    layers = layers_of(shape, count, device)
+    segments = segments_of(layers, axis)
+    block_bytes = sum(length for _, _, length in segments)
+    arena = Arena(3, block_bytes, registered=False)
+    copier = CudaCopier(device, segments, 24, memory=arena.memory)
+    assert copier.copy_out([5, 0, 23], arena.addresses([2, 0, 1])).wait(WAIT_S)
+    expected = gather_blocks_reference(layers, [5, 0, 23], axis).cpu().numpy()
+    assert (arena.bytes[[2, 0, 1], :block_bytes] == expected).all()
+    assert copier.copy_in(arena.addresses([2, 0, 1]), [1, 2, 3]).wait(WAIT_S)
+    assert (gather_blocks_reference(layers, [1, 2, 3], axis).cpu().numpy() == expected).all()
+
+
+@pytest.mark.parametrize("method", [Method.DIRECT, Method.STAGED, Method.ZERO_COPY])
+def test_a_store_waits_for_the_kernels_before_it(method: Method, device: str, arenas: list[Arena]) -> None:
+    """Compute that is still running writes the blocks; the store must carry its result."""
+    layers = layers_of((16, 1 << 15), 1, device)
+    segments = segments_of(layers, 0)
+    arena = Arena(16, segments[0][2])
+    arenas.append(arena)
+    copier = CudaCopier(device, segments, 16, method=method, memory=arena.memory)
+    compute = torch.cuda.Stream(device)
+    work = torch.ones(4096, 4096, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(compute):
+        for _ in range(200):
+            work = (work @ work).clamp_(0, 1)
+        layers[0].view(torch.uint8).fill_(0x3C)
+        mark = copier.mark()
+    copy = copier.copy_out(range(16), arena.addresses(list(range(16))), mark)
+    assert copy.wait(WAIT_S)
+    assert (arena.bytes == 0x3C).all()
+
+
+def test_a_load_waits_for_the_kernels_before_it(device: str, arenas: list[Arena]) -> None:
+    """A kernel in flight still writes the block's old content; the loaded one comes after."""
+    layers = layers_of((16, 1 << 15), 1, device)
+    segments = segments_of(layers, 0)
+    arena = Arena(16, segments[0][2])
+    arenas.append(arena)
+    copier = CudaCopier(device, segments, 16, memory=arena.memory)
+    compute = torch.cuda.Stream(device)
+    work = torch.ones(4096, 4096, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(compute):
+        for _ in range(200):
+            work = (work @ work).clamp_(0, 1)
+        layers[0].zero_()
+        copy = copier.copy_in(arena.addresses(list(range(16))), range(16))
+    assert copy.wait(WAIT_S)
+    assert bool((layers[0].view(torch.uint8) == GUARD).all())
+
+
+def test_a_copy_returns_before_it_is_done(device: str, arenas: list[Arena]) -> None:
+    layers = layers_of((16, 1 << 15), 1, device)
+    segments = segments_of(layers, 0)
+    arena = Arena(16, segments[0][2])
+    arenas.append(arena)
+    copier = CudaCopier(device, segments, 16, memory=arena.memory)
+    compute = torch.cuda.Stream(device)
+    with torch.cuda.stream(compute):
+        torch.cuda._sleep(int(2e9))  # about a second of clock cycles
+        copy = copier.copy_out(range(16), arena.addresses(list(range(16))))
+    assert not copy.done()
+    assert not copier.idle()
+    with pytest.raises(ArenaError, match="still in use"):
+        copy.wait(0.0)
+    assert copy.wait(WAIT_S)
+    assert copy.done()
+
+
+def test_loads_and_stores_overlap_in_time(device: str, arenas: list[Arena]) -> None:
+    """A store that waits for compute does not hold a load back."""
+    layers = layers_of((16, 1 << 15), 1, device)
+    segments = segments_of(layers, 0)
+    arena = Arena(16, segments[0][2])
+    arenas.append(arena)
+    copier = CudaCopier(device, segments, 16, memory=arena.memory)
+    idle = copier.mark()
+    compute = torch.cuda.Stream(device)
+    with torch.cuda.stream(compute):
+        torch.cuda._sleep(int(2e9))
+        store = copier.copy_out([0], arena.addresses([0]))
+    load = copier.copy_in(arena.addresses([1]), [1], idle)
+    assert load.wait(WAIT_S)
+    assert not store.done()
+    assert store.wait(WAIT_S)
+
+
+def test_a_copy_that_the_driver_refuses_fails_without_harm(device: str, arenas: list[Arena]) -> None:
+    """An address in no memory at all: an error in words, and the next copy works."""
+    layers = layers_of((16, 1 << 15), 1, device)
+    base, stride, length = segments_of(layers, 0)[0]
+    arena = Arena(16, length)
+    arenas.append(arena)
+    broken = CudaCopier(device, [(16, stride, length)], 16, memory=arena.memory)
+    copy = broken.copy_out([0], arena.addresses([0]))
+    with pytest.raises(ArenaError, match="CUDA_ERROR"):
+        copy.wait(WAIT_S)
+    assert copy.done()
+    assert (arena.bytes[0] == GUARD).all()
+    sound = CudaCopier(device, [(base, stride, length)], 16, memory=arena.memory)
+    assert sound.copy_out([0], arena.addresses([0])).wait(WAIT_S)
+    assert (arena.bytes[0] == layers[0][0].view(torch.uint8).reshape(-1).cpu().numpy()).all()
+
+
+def test_ids_that_are_not_in_the_pool_are_refused(device: str, arenas: list[Arena]) -> None:
+    layers = layers_of((16, 1 << 15), 1, device)
+    segments = segments_of(layers, 0)
+    arena = Arena(2, segments[0][2])
+    arenas.append(arena)
+    copier = CudaCopier(device, segments, 16, memory=arena.memory)
+    with pytest.raises(LayoutError, match="pool of 16"):
+        copier.copy_out([16], arena.addresses([0]))
+    with pytest.raises(LayoutError, match="repeated"):
+        copier.copy_in(arena.addresses([0, 1]), [3, 3])
+    assert copier.copy_out([], []).done()
+
+
+def test_registering_twice_fails_and_leaves_no_error_behind(device: str) -> None:
+    """A failure of the runtime's own call would come back from the next kernel launch."""
+    memory = np.zeros(1 << 20, dtype=np.uint8)
+    first, second = HostMemory(), HostMemory()
+    first.register(memory.ctypes.data, memory.nbytes)
+    with pytest.raises(ArenaError, match="ALREADY_REGISTERED"):
+        second.register(memory.ctypes.data, memory.nbytes)
+    assert float(torch.ones(8, device=device).sum()) == 8.0
+    torch.cuda.synchronize()
+    first.unregister(memory.ctypes.data)
+    second.register(memory.ctypes.data, memory.nbytes)
+    assert second.registered.mapped_in_place
+    second.unregister(memory.ctypes.data)
+
+
+def test_memory_that_is_not_mapped_cannot_be_registered(device: str) -> None:
+    with pytest.raises(ArenaError, match="cannot be registered with CUDA"):
+        HostMemory().register(1 << 20, 1 << 20)
+
+
+def test_the_module_registers_for_the_whole_process(device: str) -> None:
+    memory = np.zeros(1 << 20, dtype=np.uint8)
+    torch.cuda.init()
+    cuda.register(memory.ctypes.data, memory.nbytes)
+    try:
+        seen = torch.from_numpy(memory)
+        assert seen.is_pinned()
+    finally:
+        cuda.unregister(memory.ctypes.data)
+    assert not torch.from_numpy(memory).is_pinned()
+
+
+def test_copies_from_a_thread_that_never_used_cuda(device: str, arenas: list[Arena]) -> None:
+    """The transfer layer copies from its own threads, where no context is current at first."""
+    import threading
+
+    layers = layers_of((16, 1 << 15), 1, device)
+    segments = segments_of(layers, 0)
+    arena = Arena(16, segments[0][2], registered=False)
+    arenas.append(arena)
+    copier = CudaCopier(device, segments, 16, memory=arena.memory)
+    mark = copier.mark()
+    outcome: list[object] = []
+
+    def work() -> None:
+        arena.memory.register(arena.bytes.ctypes.data, arena.bytes.nbytes)
+        outcome.append(copier.copy_out(range(16), arena.addresses(list(range(16))), mark).wait(WAIT_S))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(2 * WAIT_S)
+    assert outcome == [True]
+    assert (arena.bytes == layers[0].view(torch.uint8).reshape(16, -1).cpu().numpy()).all()
+
+
+def test_many_small_copies_in_flight_all_arrive(device: str, arenas: list[Arena]) -> None:
+    """Staging rows are used again and again while copies queue up behind each other."""
+    shape, count, axis = POOLS["layer-first, 4 KiB pieces"]
+    layers = layers_of(shape, count, device)
+    segments = segments_of(layers, axis)
+    block_bytes = sum(length for _, _, length in segments)
+    arena = Arena(24 * 8, block_bytes)
+    arenas.append(arena)
+    copier = CudaCopier(
+        device, segments, 24, method=Method.STAGED, staging_bytes=2 * block_bytes, memory=arena.memory
+    )
+    shuffle = random.Random(9)
+    expected = gather_blocks_reference(layers, range(24), axis).cpu().numpy()
+    orders = [shuffle.sample(range(24), 24) for _ in range(8)]
+    copies = [
+        copier.copy_out(order, arena.addresses(list(range(24 * turn, 24 * turn + 24))))
+        for turn, order in enumerate(orders)
+    ]
+    deadline = time.monotonic() + WAIT_S
+    for copy in copies:
+        assert copy.wait(max(0.0, deadline - time.monotonic()))
+    for turn, order in enumerate(orders):
+        assert (arena.bytes[24 * turn : 24 * turn + 24, :block_bytes] == expected[order]).all()
+
+
+def test_the_driver_batches_where_it_is_new_enough(device: str) -> None:
+    found = cuda.driver()
+    assert found is not None
+    version = ctypes.c_int()
+    assert ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0
+    assert found.batches == (version.value >= 12080)

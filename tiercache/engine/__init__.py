@@ -1,0 +1,25 @@
+"""A small paged-attention engine that serves Hugging Face decoders, with tiercache below its KV pool.
+
+    engine = Engine(model_dir, EngineSettings(), connect=connect_to(address))
+    [output] = engine.generate([prompt_tokens], SamplingParams(max_tokens=32))
+
+Needs the `engine` extra (torch, transformers).
+"""
+
+from __future__ import annotations
+
+from tiercache.engine.engine import Engine, RequestOutput, StepOutput
+from tiercache.engine.model import describe_model
+from tiercache.engine.offload import CacheLike
+from tiercache.engine.sampling import SamplingParams
+from tiercache.engine.settings import EngineSettings
+
+__all__ = [
+    "CacheLike",
+    "Engine",
+    "EngineSettings",
+    "RequestOutput",
+    "SamplingParams",
+    "StepOutput",
+    "describe_model",
+]

@@ -1,0 +1,126 @@
+"""Transfers that run in the background: what the caller holds, and the queue behind it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from tiercache.errors import DeadlineExceeded
+from tiercache.transfer import CopyLost, Limit
+
+RESULT_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 5.0
+
+logger = logging.getLogger("tiercache.connector")
+T = TypeVar("T")
+
+
+class Transfer(Generic[T]):
+    """A load or store under way.
+
+    The blocks that it names belong to it until `done()` is true: that is when its last copy has
+    finished, whatever became of it.
+    """
+
+    __slots__ = ("_begun", "_done", "_limit", "_lock", "_miss", "_result", "_run", "_skip")
+
+    def __init__(self, run: Callable[[], T], skip: Callable[[], T], miss: T, limit: Limit) -> None:
+        """`run` does the work; `skip` ends it unbegun; `miss` is its result when it fails."""
+        self._run = run
+        self._skip = skip
+        self._miss = miss
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._begun = False
+        self._done = threading.Event()
+        self._result: T = miss
+
+    @classmethod
+    def finished(cls, result: T) -> Transfer[T]:
+        """A transfer that was over before it began."""
+        transfer = cls(lambda: result, lambda: result, result, Limit())
+        transfer._begun = True
+        transfer._done.set()
+        return transfer
+
+    def done(self) -> bool:
+        """True when every copy has finished and the result is known. Never blocks."""
+        return self._done.is_set()
+
+    def result(self, timeout_s: float = RESULT_TIMEOUT_S) -> T:
+        """Wait for the result. Raises DeadlineExceeded after `timeout_s`; the transfer then goes on."""
+        if not self._done.wait(timeout_s):
+            raise DeadlineExceeded(f"the transfer is not done after {timeout_s:g} s")
+        return self._result
+
+    def cancel(self) -> None:
+        """Begin no further copy. Copies that have begun go on: wait for `done()` as before."""
+        self._limit.stopped = True
+
+    def perform(self) -> None:
+        """Do the work, in the thread of a queue."""
+        with self._lock:
+            begun, self._begun = self._begun, True
+        if begun:
+            return
+        try:
+            self._result = self._skip() if self._limit.stopped else self._run()
+        except CopyLost as error:
+            # Not done, and never will be: memory that a device may still write to is not given back.
+            logger.error("a transfer is lost: %s", error)
+            return
+        except Exception:
+            # The engine must go on whatever this is; its copies were over when it was raised.
+            logger.exception("a transfer failed in a way that nobody foresaw")
+        self._done.set()
+
+
+class JobQueue:
+    """One thread that performs transfers in order; the queue is bounded."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self._name = name
+        self._capacity = capacity
+        self._jobs: deque[Transfer[Any]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, transfer: Transfer[Any]) -> bool:
+        """Queue a transfer. False when the queue is full or closed."""
+        with self._changed:
+            if self._closed or len(self._jobs) >= self._capacity:
+                return False
+            self._jobs.append(transfer)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return True
+
+    def __len__(self) -> int:
+        """Transfers that have not begun."""
+        return len(self._jobs)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs:
+                    if self._closed:
+                        return
+                    self._changed.wait(1.0)
+                transfer = self._jobs.popleft()
+            transfer.perform()
+
+    def close(self) -> None:
+        """Cancel what is queued, and wait for what has begun, for at most 5 s."""
+        with self._changed:
+            self._closed = True
+            for transfer in self._jobs:
+                transfer.cancel()
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)

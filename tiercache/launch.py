@@ -1,0 +1,197 @@
+"""A private daemon as a child process that ends with its parent.
+
+The child holds the read end of a pipe and ends when that reads end of file: whatever becomes of
+the parent, the kernel closes the write end. (A child that the parent has forked without exec keeps
+the write end too, and the daemon then outlives the parent for as long as that child.)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from pathlib import Path
+from types import TracebackType
+
+from tiercache.client import Client
+from tiercache.config import flag_name, session_socket_path
+from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError
+
+STOP_TIMEOUT_S = 10.0
+LOG_LINES = 5
+MAX_RUN_DIR_BYTES = 80
+
+
+class LaunchedDaemon:
+    """A daemon that belongs to this process. Close it, or use it in a `with`.
+
+    Attributes:
+        address: what `tiercache.connect` takes.
+        pid: its process id.
+        log: path of its log.
+    """
+
+    def __init__(self, run_dir: Path, private: bool, log: Path, process: subprocess.Popen[bytes], pipe: int) -> None:
+        self.address = str(run_dir)
+        self.pid = process.pid
+        self.log = log
+        self._process = process
+        self._private = private
+        self._pipe = pipe
+        self._owner_pid = os.getpid()
+        self._lock = threading.Lock()
+        _running.add(self)
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs."""
+        return self._process.poll()
+
+    def close(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """SIGTERM, wait, SIGKILL after `timeout_s`; removes a run directory made for it. Idempotent."""
+        if os.getpid() != self._owner_pid:
+            return  # a forked child does not own its parent's daemon
+        with self._lock:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
+                # A daemon that was stopped does not see the signal before it goes on.
+                self._process.send_signal(signal.SIGCONT)
+                try:
+                    self._process.wait(timeout_s)
+                except subprocess.TimeoutExpired:
+                    self._process.kill()
+                    self._process.wait(STOP_TIMEOUT_S)
+            if self._pipe >= 0:
+                os.close(self._pipe)
+                self._pipe = -1
+            if self._private:
+                shutil.rmtree(self.address, ignore_errors=True)
+
+    def __enter__(self) -> LaunchedDaemon:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def launch(
+    arena: str | int = "1GiB",
+    *,
+    run_dir: str | Path | None = None,
+    log: str | Path | None = None,
+    timeout_s: float = 10.0,
+    **config: str | float | bool,
+) -> LaunchedDaemon:
+    """Start a daemon and wait until it answers.
+
+    Args:
+        arena: size of its DRAM tier, e.g. "1GiB".
+        run_dir: where its sockets are; by default a new private directory, removed at the end.
+        log: where its stderr goes; by default `daemon.log` in the run directory.
+        timeout_s: how long it may take to answer.
+        **config: further settings of the daemon by their keys, e.g. `region="64MiB"`.
+
+    Raises:
+        ConfigError: a run directory whose path is too long for a socket.
+        DaemonUnavailable: it did not start; the text ends with the last lines of its log.
+    """
+    private = run_dir is None
+    directory = Path(_private_dir() if run_dir is None else run_dir).absolute()
+    try:
+        session_socket_path(directory)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log_path = Path(log) if log is not None else directory / "daemon.log"
+        daemon = _start(directory, private, log_path, arena, config)
+    except BaseException:
+        if private:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+    try:
+        _await_answer(daemon, timeout_s)
+    except BaseException:
+        daemon.close(1.0)
+        raise
+    return daemon
+
+
+def _private_dir() -> str:
+    """A new directory of mode 0700 whose path leaves room for the names of sockets."""
+    base = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="tiercache-", dir=base if len(os.fsencode(base)) < MAX_RUN_DIR_BYTES else "/tmp")
+
+
+def _start(
+    directory: Path, private: bool, log_path: Path, arena: str | int, config: dict[str, str | float | bool]
+) -> LaunchedDaemon:
+    command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", str(directory), "--arena", str(arena)]
+    for key, value in config.items():
+        command += [flag_name(key), str(value)]
+    ours, its = -1, -1
+    try:
+        its, ours = os.pipe2(os.O_CLOEXEC)
+        with log_path.open("ab") as log_file:
+            process = subprocess.Popen(
+                [*command, "--parent-fd", str(its)],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                pass_fds=[its],
+                # Control-C at a terminal is for the engine; the daemon ends with it, and not before.
+                start_new_session=True,
+            )
+    except BaseException:
+        if ours >= 0:
+            os.close(ours)
+        raise
+    finally:
+        if its >= 0:
+            os.close(its)
+    return LaunchedDaemon(directory, private, log_path, process, ours)
+
+
+def _await_answer(daemon: LaunchedDaemon, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    reason = "it does not answer"
+    while time.monotonic() < deadline_s and daemon.poll() is None:
+        if session_socket_path(daemon.address).exists():
+            try:
+                Client.connect(daemon.address, name="launch", map_arena=False, timeout_s=0.5).close()
+                return
+            except TierCacheError as error:
+                reason = str(error)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            daemon._process.wait(0.005)
+    status = daemon.poll()
+    if status is not None:
+        reason = f"it ended with status {status}"
+    raise DaemonUnavailable(f"the daemon did not start within {timeout_s:g} s: {reason}{_last_lines(daemon.log)}")
+
+
+def _last_lines(log: Path) -> str:
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "".join(f"\n  {line}" for line in lines[-LOG_LINES:])
+
+
+_running: weakref.WeakSet[LaunchedDaemon] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for daemon in list(_running):
+        daemon.close()
+
+
+atexit.register(_close_all)
+
+__all__ = ["ConfigError", "LaunchedDaemon", "launch"]

@@ -1,0 +1,218 @@
+"""Loads: a match under a read lease, then the copies, then the daemon's word that they are good.
+
+    match ──► lease on blocks 0 ..< n, frames of the first 64 in the same reply
+    copy      in windows of 512: resolve the frames that are missing, copy
+    release ─► good: the lease was never revoked while we copied. Anything else is a miss.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tiercache.client import Client
+from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused
+from tiercache.layout import NamespaceSpec
+from tiercache.messages import (
+    KEY_BYTES,
+    MAX_KEYS,
+    MAX_RESOLVE,
+    NO_LEASE,
+    Done,
+    Frames,
+    Hold,
+    Matched,
+    Release,
+    Released,
+    Resolve,
+)
+from tiercache.messages import Match as MatchRequest
+from tiercache.moves import Mover
+from tiercache.session import Session
+from tiercache.transfer import Addresses, Limit
+
+READ_TTL_MS = 10_000
+RESOLVE_WITH_MATCH = 64
+FRAME_BYTES = 8
+
+
+class Match:
+    """A leading run of stored blocks, kept from eviction until it is loaded or released.
+
+    Attributes:
+        blocks: length of the run; 0 is a miss.
+        below_blocks: further blocks that a tier below DRAM has; `Connector.prefetch` brings them up.
+    """
+
+    __slots__ = ("__weakref__", "_frames", "_lease", "_lock", "_session", "below_blocks", "blocks")
+
+    def __init__(
+        self,
+        session: Session | None = None,
+        lease: int = NO_LEASE,
+        blocks: int = 0,
+        below_blocks: int = 0,
+        frames: dict[int, bytes] | None = None,
+    ) -> None:
+        self.blocks = blocks
+        self.below_blocks = below_blocks
+        self._session = session
+        self._lease = lease
+        self._frames = frames or {}  # namespace id -> frames of the first blocks, packed
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Match(blocks={self.blocks}, below_blocks={self.below_blocks})"
+
+    def ticket(self) -> bytes:
+        """This match for another process of the same instance (`Connector.adopt`); empty for a miss.
+
+        The lease stays with this match too: release it when the other process has adopted it.
+        """
+        session, lease = self._session, self._lease
+        if session is None or lease == NO_LEASE:
+            return b""
+        return msgspec.msgpack.encode(_Ticket(session.generation, lease, self.blocks, self._frames))
+
+    def frames(self, namespace: int, first: int, count: int) -> bytes:
+        """What came with the match of the frames of blocks `first ..< first + count`, packed."""
+        return self._frames.get(namespace, b"")[first * FRAME_BYTES : (first + count) * FRAME_BYTES]
+
+    def take(self) -> tuple[Session, int] | None:
+        """Session and lease, for whoever ends it; None for everyone after the first, and for a miss."""
+        with self._lock:
+            lease, self._lease = self._lease, NO_LEASE
+        return None if self._session is None or lease == NO_LEASE else (self._session, lease)
+
+
+class _Ticket(msgspec.Struct, array_like=True):
+    generation: int
+    lease: int
+    blocks: int
+    frames: dict[int, bytes]
+
+
+_decode_ticket = msgspec.msgpack.Decoder(_Ticket).decode
+
+
+def match_blocks(client: Client, keys: bytes, specs: Sequence[NamespaceSpec], *, with_frames: bool) -> Match:
+    """Ask for the longest leading run of `keys` that all namespaces have. Raises TierCacheError."""
+    session = client.session()
+    numbers = [session.namespace_id(spec) for spec in specs]
+    keys = keys[: MAX_KEYS * KEY_BYTES]
+    count = len(keys) // KEY_BYTES
+    # The first blocks of a windowed namespace are usually gone: their frames are asked for when loading.
+    resolve = min(count, RESOLVE_WITH_MATCH) if with_frames and not any(s.window_blocks for s in specs) else 0
+    reply = session.call(
+        MatchRequest, Matched, namespaces=numbers, keys=keys, ttl_ms=READ_TTL_MS, resolve=resolve
+    )
+    if reply.dram_blocks == 0 or reply.lease == NO_LEASE:
+        return Match(below_blocks=reply.below_blocks)
+    if reply.dram_blocks > count or len(reply.frames) not in (0, len(numbers)):
+        raise ProtocolError(f"{reply.dram_blocks} blocks were matched of {count} keys")
+    frames = dict(zip(numbers, reply.frames, strict=False))
+    match = Match(session, reply.lease, reply.dram_blocks, reply.below_blocks, frames)
+    client.keep(session, reply.lease, READ_TTL_MS, match)
+    return match
+
+
+def adopt_match(client: Client, ticket: bytes) -> Match:
+    """Become a further holder of another process's match. Raises TierCacheError."""
+    if not ticket:
+        return Match()
+    try:
+        known = _decode_ticket(ticket)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"this is no ticket of a match: {error}") from error
+    session = client.session()
+    if known.generation != session.generation:
+        return Match()
+    try:
+        session.call(Hold, Done, lease=known.lease)
+    except RequestRefused:
+        return Match()  # it is over
+    except DaemonUnavailable:
+        session.give_back(Release, lease=known.lease)
+        raise
+    match = Match(session, known.lease, known.blocks, frames=known.frames)
+    client.keep(session, known.lease, READ_TTL_MS, match)
+    return match
+
+
+def end_match(client: Client, match: Match) -> bool:
+    """Release the lease. True if the daemon says that it was good to the end."""
+    taken = match.take()
+    return taken is not None and _release(client, *taken)
+
+
+def load_blocks(
+    client: Client,
+    mover: Mover,
+    spec: NamespaceSpec,
+    match: Match,
+    block_ids: Addresses,
+    first: int,
+    limit: Limit,
+    after: Any = None,
+) -> int:
+    """Blocks `first..` of a match into `block_ids`; returns how many leading ones are good.
+
+    Ends the lease. When it returns or raises, no copy is under way (but for CopyLost).
+    """
+    taken = match.take()
+    if taken is None:
+        return 0
+    session, lease = taken
+    copied = 0
+    try:
+        number = session.namespace_id(spec)
+        copied = _copy(session, lease, number, mover, match, block_ids, first, limit, after)
+    finally:
+        # The one word that makes the bytes good: asked for after the last of them has arrived.
+        good = _release(client, session, lease)
+    return copied if good else 0
+
+
+def _copy(
+    session: Session,
+    lease: int,
+    number: int,
+    mover: Mover,
+    match: Match,
+    block_ids: Addresses,
+    first: int,
+    limit: Limit,
+    after: Any,
+) -> int:
+    count = min(len(block_ids), match.blocks - first)
+    done = 0
+    while done < count and not limit.reached():
+        window = min(count - done, MAX_RESOLVE)
+        frames = match.frames(number, first + done, window)
+        if not frames:
+            begin = first + done
+            reply = session.call(Resolve, Frames, lease=lease, namespace=number, first=begin, count=window)
+            if reply.first != begin or len(reply.frames) > window * FRAME_BYTES:
+                raise ProtocolError("the daemon resolved other blocks than were asked for")
+            frames = reply.frames
+        named = len(frames) // FRAME_BYTES
+        ids = block_ids[done : done + named]
+        moved = mover.fetch(session, lease, number, first + done, frames, ids, limit, after)
+        done += moved
+        if named == 0 or moved < named:
+            break
+    return done
+
+
+def _release(client: Client, session: Session, lease: int) -> bool:
+    client.let_go(lease)
+    try:
+        return session.call(Release, Released, lease=lease).good
+    except DaemonUnavailable:
+        session.give_back(Release, lease=lease)
+    except (RequestRefused, ProtocolError):
+        pass  # as good as a no
+    return False
