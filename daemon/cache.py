@@ -21,7 +21,6 @@ from tiercache.daemon.reads import Found, Reads
 from tiercache.daemon.space import Namespace, Space
 from tiercache.daemon.writes import Reservation, Writes
 
-
 _FLUSH_AT_ONCE = 2048
 """Entries unlinked before a flush is answered; the rest goes in the background."""
 

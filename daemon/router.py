@@ -74,7 +74,8 @@ class Router:
         self._monitor = socket_.get_monitor_socket(events)
         socket_.bind(endpoint)
         Path(endpoint.removeprefix("ipc://")).chmod(0o600)
-        self._loop.add_reader(socket_.getsockopt(zmq.FD), self._on_readable)
+        self._fd = int(socket_.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._on_readable)
 
     def _on_readable(self) -> None:
         self._scheduled = False
@@ -82,7 +83,7 @@ class Router:
             if not self._serve_one():
                 break
         # A send may have taken the edge of a request that came in meanwhile.
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN and not self._scheduled:
+        if _readable(self._socket) and not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._on_readable)
 
@@ -134,7 +135,7 @@ class Router:
                 else:
                     still.append((tracker, done))
             self._sending = still
-        while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while _readable(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._accepted(event["value"])
@@ -154,9 +155,13 @@ class Router:
 
     def close(self) -> None:
         """Stop serving; what was not sent is dropped."""
-        self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+        self._loop.remove_reader(self._fd)
         self._socket.disable_monitor()
         self._socket.close()
         for _, done in self._sending:
             done()
         self._context.term()
+
+
+def _readable(socket_: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket_.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

@@ -31,7 +31,7 @@ from tiercache.daemon.rundir import RunDir
 from tiercache.daemon.service import Service
 from tiercache.daemon.sessions import Session, SessionGate
 from tiercache.daemon.stats import build_stats
-from tiercache.messages import PROTOCOL, Welcome
+from tiercache.messages import Welcome
 from tiercache.units import format_bytes
 
 log = logging.getLogger("tiercache.daemon")

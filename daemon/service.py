@@ -115,7 +115,8 @@ class Service:
 
     def _decode(self, header: bytes) -> m.Request:
         try:
-            return _decoder.decode(header)
+            request: m.Request = _decoder.decode(header)
+            return request
         except msgspec.MsgspecError as error:
             self._cache.counters.requests_malformed += 1
             raise RequestRefused(ErrorCode.MALFORMED.value, str(error)) from error
@@ -198,7 +199,7 @@ class Service:
         return m.Matched(request.request_id, self._generation, found.dram, found.below, lease_id, frames)
 
     def _resolve(self, session: Session, request: m.Resolve) -> m.Reply:
-        if not 0 <= request.first or not 0 < request.count <= m.MAX_RESOLVE:
+        if not request.first >= 0 or not 0 < request.count <= m.MAX_RESOLVE:
             text = f"blocks {request.first} + {request.count}: at most {m.MAX_RESOLVE} in one request, from 0 on"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         lease = session.owner.reads.get(request.lease)

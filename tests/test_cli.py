@@ -240,21 +240,19 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The run directory of a daemon with an arena of 64 MiB."""
     run_dir = tmp_path_factory.mktemp("run")
-    log = (run_dir / "log").open("w")
-    child = subprocess.Popen(
-        [*COMMAND, "daemon", "--run-dir", str(run_dir), "--arena", "64MiB", "--lock-memory", "off"],
-        stdout=log, stderr=log,
-    )  # fmt: skip
+    arguments = ["daemon", "--run-dir", str(run_dir), "--arena", "64MiB", "--lock-memory", "off"]
+    with (run_dir / "log").open("w") as log:
+        child = subprocess.Popen([*COMMAND, *arguments], stdout=log, stderr=log)
     try:
         answers = ["ping", "--address", str(run_dir)]
         until(lambda: main(answers) == 0 or child.poll() is not None, "the daemon answers")
         assert child.poll() is None, (run_dir / "log").read_text()
         yield run_dir
+        child.terminate()
+        assert child.wait(timeout=DEADLINE_S) == 0, (run_dir / "log").read_text()
     finally:
-        child.send_signal(signal.SIGTERM)
-        status = child.wait(timeout=DEADLINE_S)
-        log.close()
-    assert status == 0, (run_dir / "log").read_text()
+        child.kill()
+        child.wait()
 
 
 def on_a_terminal(arguments: list[str], answer: str = "") -> tuple[int, str]:

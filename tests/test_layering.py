@@ -21,7 +21,8 @@ LAYERS: dict[str, float] = {
     "tiercache.channel": 2, "tiercache.cuda": 2,
     "tiercache.mapping": 3, "tiercache.session": 3, "tiercache.client": 3, "tiercache.transfer": 3,
     "tiercache.moves": 3, "tiercache.jobs": 3,
-    "tiercache.loading": 4, "tiercache.storing": 4, "tiercache.connector": 4, "tiercache.launch": 4, "tiercache": 4,
+    "tiercache.loading": 4, "tiercache.storing": 4, "tiercache.connector": 4, "tiercache.launch": 4,
+    "tiercache": 4,
     "tiercache.engine": 5, "tiercache.connectors": 5, "tiercache.daemon": 5,
     "tiercache.cli": 6,
 }  # fmt: skip

@@ -148,7 +148,7 @@ class Region:
 
     def view(self, offset: int, length: int) -> memoryview:
         """Writable bytes of this region; must not be used after `unmap`."""
-        assert 0 <= offset and offset + length <= self.size_bytes
+        assert 0 <= offset <= self.size_bytes - length
         return memoryview((ctypes.c_char * length).from_address(self.address + offset)).cast("B")
 
     def unmap(self) -> None:

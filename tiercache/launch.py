@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from pathlib import Path
 from types import TracebackType
 
@@ -26,8 +25,11 @@ from tiercache.config import flag_name, session_socket_path
 from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError
 
 STOP_TIMEOUT_S = 10.0
+POLL_S = 0.01
+ALL_MEMORY_S = 2.0
+"""A large arena may fill while it is used already; a small one is complete when `launch` returns."""
 LOG_LINES = 5
-MAX_RUN_DIR_BYTES = 80
+MAX_TEMP_DIR_BYTES = 80
 
 
 class LaunchedDaemon:
@@ -39,7 +41,9 @@ class LaunchedDaemon:
         log: path of its log.
     """
 
-    def __init__(self, run_dir: Path, private: bool, log: Path, process: subprocess.Popen[bytes], pipe: int) -> None:
+    def __init__(
+        self, run_dir: Path, private: bool, log: Path, process: subprocess.Popen[bytes], pipe: int
+    ) -> None:
         self.address = str(run_dir)
         self.pid = process.pid
         self.log = log
@@ -71,6 +75,7 @@ class LaunchedDaemon:
             if self._pipe >= 0:
                 os.close(self._pipe)
                 self._pipe = -1
+            _running.discard(self)
             if self._private:
                 shutil.rmtree(self.address, ignore_errors=True)
 
@@ -100,6 +105,8 @@ def launch(
         timeout_s: how long it may take to answer.
         **config: further settings of the daemon by their keys, e.g. `region="64MiB"`.
 
+    Blocks until it answers and has memory.
+
     Raises:
         ConfigError: a run directory whose path is too long for a socket.
         DaemonUnavailable: it did not start; the text ends with the last lines of its log.
@@ -126,7 +133,9 @@ def launch(
 def _private_dir() -> str:
     """A new directory of mode 0700 whose path leaves room for the names of sockets."""
     base = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="tiercache-", dir=base if len(os.fsencode(base)) < MAX_RUN_DIR_BYTES else "/tmp")
+    if len(os.fsencode(base)) > MAX_TEMP_DIR_BYTES:
+        base = "/tmp"
+    return tempfile.mkdtemp(prefix="tiercache-", dir=base)
 
 
 def _start(
@@ -159,21 +168,31 @@ def _start(
 
 
 def _await_answer(daemon: LaunchedDaemon, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
+    """Wait until the daemon answers and has memory: some of it at least, all of it if that is soon."""
+    start_s = time.monotonic()
     reason = "it does not answer"
-    while time.monotonic() < deadline_s and daemon.poll() is None:
+    while (waited_s := time.monotonic() - start_s) < timeout_s and daemon.poll() is None:
         if session_socket_path(daemon.address).exists():
             try:
-                Client.connect(daemon.address, name="launch", map_arena=False, timeout_s=0.5).close()
-                return
+                memory = _memory(daemon)
+                if memory["populated_bytes"] >= (memory["bytes"] if waited_s < ALL_MEMORY_S else 1):
+                    return
+                reason = "it has no memory for its arena yet"
             except TierCacheError as error:
                 reason = str(error)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            daemon._process.wait(0.005)
+            daemon._process.wait(POLL_S)
     status = daemon.poll()
     if status is not None:
         reason = f"it ended with status {status}"
-    raise DaemonUnavailable(f"the daemon did not start within {timeout_s:g} s: {reason}{_last_lines(daemon.log)}")
+    lines = _last_lines(daemon.log)
+    raise DaemonUnavailable(f"the daemon did not start within {timeout_s:g} s: {reason}{lines}")
+
+
+def _memory(daemon: LaunchedDaemon) -> dict[str, int]:
+    with Client.connect(daemon.address, name="launch", map_arena=False, timeout_s=0.5) as client:
+        memory: dict[str, int] = client.stats()["arena"]
+        return memory
 
 
 def _last_lines(log: Path) -> str:
@@ -184,7 +203,7 @@ def _last_lines(log: Path) -> str:
     return "".join(f"\n  {line}" for line in lines[-LOG_LINES:])
 
 
-_running: weakref.WeakSet[LaunchedDaemon] = weakref.WeakSet()
+_running: set[LaunchedDaemon] = set()
 
 
 def _close_all() -> None:

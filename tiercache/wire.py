@@ -22,7 +22,8 @@ def send_packet(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> No
 
     Raises OSError (BlockingIOError on a full non-blocking socket, BrokenPipeError on a dead peer).
     """
-    assert len(data) <= MAX_PACKET_BYTES and len(fds) <= MAX_FDS_PER_MESSAGE
+    assert len(data) <= MAX_PACKET_BYTES
+    assert len(fds) <= MAX_FDS_PER_MESSAGE
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sent = sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
     assert sent == len(data), "SEQPACKET sends whole packets"

@@ -1,0 +1,158 @@
+"""A cache in a dict that keeps the engine's side of the connector's contract, and can misbehave on order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tiercache.errors import DaemonUnavailable
+from tiercache.layout import NamespaceSpec
+
+
+class StoreResult(NamedTuple):
+    stored: int
+    present: int
+    dropped: int
+    parent_missing: bool
+
+
+class MemoryMatch(NamedTuple):
+    keys: tuple[bytes, ...]
+    number: int
+
+    @property
+    def blocks(self) -> int:
+        return len(self.keys)
+
+
+class MemoryTransfer:
+    """The copy happens when it is finished: a block reused too early is then a wrong byte in a test."""
+
+    def __init__(self, copy: Any, miss: Any) -> None:
+        self._copy, self._result = copy, miss
+        self._done = self._cancelled = False
+
+    def finish(self) -> None:
+        if not self._done and not self._cancelled:
+            self._result = self._copy()
+        self._done = True
+
+    def done(self) -> bool:
+        return self._done
+
+    def result(self, timeout_s: float = 60.0) -> Any:
+        assert self._done, "the engine asks only for results of transfers that are done"
+        return self._result
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+
+class MemoryCache:
+    """Blocks by key, prefix-closed, with copies of the real bytes.
+
+    Attributes:
+        blocks: what is stored.
+        hold_transfers: while true, transfers wait in `pending` for `finish_all`.
+        good_blocks: loads report at most this many blocks as good, and spoil the rest.
+        capacity: blocks that fit; more are dropped.
+        refuse: every call raises, as a connector must not.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, torch.Tensor] = {}
+        self.pool: torch.Tensor | None = None
+        self.namespace: NamespaceSpec | None = None
+        self.available = True
+        self.hold_transfers = False
+        self.refuse = False
+        self.good_blocks = 1 << 30
+        self.capacity = 1 << 30
+        self.pending: list[MemoryTransfer] = []
+        self.leases: set[int] = set()
+        self.store_calls: list[tuple[int, int]] = []
+        self.load_calls: list[tuple[int, int]] = []
+        self.closed = False
+
+    def connect(self, namespace: NamespaceSpec, pool: torch.Tensor) -> MemoryCache:
+        self.namespace, self.pool = namespace, pool
+        return self
+
+    def match(self, keys: bytes) -> MemoryMatch:
+        self._check()
+        found = []
+        for start in range(0, len(keys), 16):
+            if keys[start : start + 16] not in self.blocks:
+                break
+            found.append(keys[start : start + 16])
+        match = MemoryMatch(tuple(found), len(self.load_calls) + len(self.leases) + 1000 * len(self.leases))
+        if found:
+            self.leases.add(match.number)
+        return match
+
+    def release(self, match: MemoryMatch) -> None:
+        self.leases.discard(match.number)
+
+    def load_async(
+        self, match: MemoryMatch, block_ids: Sequence[int], *, first: int = 0, timeout_s: float | None = None
+    ) -> MemoryTransfer:
+        self._check()
+        keys = match.keys[first : first + len(block_ids)]
+        assert len(keys) == len(block_ids), "a load asks for what was matched"
+        self.load_calls.append((first, len(block_ids)))
+        self.leases.discard(match.number)
+
+        def copy() -> int:
+            assert self.pool is not None
+            for number, (key, block_id) in enumerate(zip(keys, block_ids, strict=True)):
+                if number < self.good_blocks:
+                    self.pool[block_id] = self.blocks[key]
+                else:
+                    self.pool[block_id] = float("nan")
+            return min(len(keys), self.good_blocks)
+
+        return self._begin(copy, 0)
+
+    def store_async(self, keys: bytes, block_ids: Sequence[int], *, first: int = 0) -> MemoryTransfer:
+        self._check()
+        chain = [keys[start : start + 16] for start in range(0, len(keys), 16)]
+        assert len(chain) >= first + len(block_ids)
+        self.store_calls.append((first, len(block_ids)))
+
+        def copy() -> StoreResult:
+            assert self.pool is not None
+            if not all(key in self.blocks for key in chain[:first]):
+                return StoreResult(0, 0, len(block_ids), True)
+            stored = present = 0
+            for key, block_id in zip(chain[first:], block_ids, strict=False):
+                if key in self.blocks:
+                    present += 1
+                elif len(self.blocks) < self.capacity:
+                    self.blocks[key] = self.pool[block_id].clone()
+                    stored += 1
+                else:
+                    break
+            return StoreResult(stored, present, len(block_ids) - stored - present, False)
+
+        return self._begin(copy, StoreResult(0, 0, len(block_ids), False))
+
+    def _begin(self, copy: Any, miss: Any) -> MemoryTransfer:
+        transfer = MemoryTransfer(copy, miss)
+        self.pending.append(transfer)
+        if not self.hold_transfers:
+            self.finish_all()
+        return transfer
+
+    def finish_all(self) -> None:
+        for transfer in self.pending:
+            transfer.finish()
+        self.pending.clear()
+
+    def _check(self) -> None:
+        if self.refuse:
+            raise DaemonUnavailable("the cache is away")
+
+    def close(self) -> None:
+        self.closed = True

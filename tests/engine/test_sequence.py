@@ -1,0 +1,117 @@
+"""Where prefills are cut, and which hits may be used."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiercache.engine.sampling import SamplingParams
+from tiercache.engine.sequence import Sequence
+from tiercache.engine.settings import EngineSettings
+from tiercache.errors import ConfigError
+from tiercache.keys import KeyChain, root_key
+
+pytestmark = pytest.mark.engine
+ROOT = root_key("sequence")
+EXACT = EngineSettings(block_size=4, chunk_size=16)
+LOOSE = EngineSettings(block_size=4, chunk_size=16, exact=False)
+
+
+def sequence_of(length: int, settings: EngineSettings) -> Sequence:
+    return Sequence(0, list(range(1, length + 1)), SamplingParams(), ROOT, settings)
+
+
+def edges(sequence: Sequence) -> list[int]:
+    found = []
+    while sequence.prefilling:
+        sequence.computed = sequence.next_edge()
+        found.append(sequence.computed)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (1, [1]),
+        (4, [4]),
+        (5, [4, 5]),
+        (16, [12, 16]),
+        (17, [16, 17]),
+        (20, [16, 20]),
+        (21, [16, 20, 21]),
+        (32, [16, 28, 32]),
+        (39, [16, 32, 36, 39]),
+    ],
+)
+def test_exact_chunks_end_at_multiples_and_at_the_last_block(length: int, expected: list[int]) -> None:
+    assert edges(sequence_of(length, EXACT)) == expected
+
+
+def test_loose_chunks_end_at_multiples() -> None:
+    assert edges(sequence_of(39, LOOSE)) == [16, 32, 39]
+
+
+def test_decoding_goes_on_token_by_token() -> None:
+    sequence = sequence_of(6, EXACT)
+    sequence.computed = 6
+    assert not sequence.prefilling
+    assert sequence.next_edge() == 7
+
+
+@pytest.mark.parametrize(("found", "usable"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (9, 9), (10, 9)])
+def test_exact_hits_are_rounded_down_to_an_edge(found: int, usable: int) -> None:
+    sequence = sequence_of(39, EXACT)  # 9 full blocks before the last edge at 36
+    assert sequence.usable_hit_blocks(found) == usable
+
+
+def test_a_hit_never_covers_the_last_token() -> None:
+    assert sequence_of(32, LOOSE).usable_hit_blocks(8) == 7
+    assert sequence_of(33, LOOSE).usable_hit_blocks(8) == 8
+
+
+def test_exact_keys_tell_the_split() -> None:
+    plain = KeyChain(ROOT, 4, range(1, 40))
+    at_28, at_32, at_39 = (sequence_of(length, EXACT).chain for length in (28, 32, 39))
+    # 28 tokens are cut at 24, 32 at 28: the blocks after 16 are different blocks.
+    assert [len(chain) for chain in (at_28, at_32, at_39)] == [6, 7, 9]
+    assert at_28.key(3) == at_32.key(3) == at_39.key(3) == plain.key(3)
+    assert len({at_28.key(4), at_32.key(4), at_39.key(4)}) == 3
+    assert at_39.key(4) == plain.key(4)  # a whole chunk
+    assert sequence_of(31, EXACT).chain.packed() == at_32.packed()  # both are cut at 28
+
+
+def test_loose_keys_go_on_with_what_is_generated() -> None:
+    sequence = sequence_of(6, LOOSE)
+    assert len(sequence.chain) == 1
+    sequence.tokens += [7, 8, 9]
+    sequence.computed = 9
+    assert sequence.keyed_full_blocks() == 2
+    sequence.tokens += [10, 11, 12, 13]
+    sequence.computed = 12
+    assert sequence.keyed_full_blocks() == 3
+    assert sequence.chain.packed() == KeyChain(ROOT, 4, range(1, 13)).packed()
+
+
+def test_block_table_knows_whether_it_is_one_run() -> None:
+    sequence = sequence_of(6, EXACT)
+    sequence.add_blocks([3, 4, 5])
+    assert sequence.contiguous
+    sequence.add_blocks([7])
+    assert not sequence.contiguous
+    assert sequence.take_blocks(keep=2) == [5, 7]
+    assert sequence.block_table == [3, 4]
+    assert sequence.contiguous
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ({"block_size": 0}, "block_size is 0: must be at least 1"),
+        ({"chunk_size": 40, "block_size": 16}, "chunk_size is 40: must be a multiple of block_size 16"),
+        ({"write": "never"}, "write is 'never': must be one of through, back"),
+        ({"load_timeout_s": 0.0}, "load_timeout_s is 0.0: must be above 0"),
+        ({"clean_blocks": -1}, "clean_blocks is -1: must be 0 or more"),
+    ],
+)
+def test_wrong_settings_are_named(setting: dict, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        EngineSettings(**setting)
