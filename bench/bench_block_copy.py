@@ -158,7 +158,7 @@ def bench_bus(bench: Bench) -> None:
     import numpy as np
     import torch
 
-    from tiercache.cuda import HostMemory
+    from tiercache.cuda import PIN_CHUNK_BYTES, HostMemory
 
     arena = mmap.mmap(-1, ARENA_BYTES)
     frames = np.frombuffer(arena, dtype=np.uint8)
@@ -168,7 +168,7 @@ def bench_bus(bench: Bench) -> None:
     memory.register(frames.ctypes.data, ARENA_BYTES)
     bench.figures.append(Figure("registering host memory", ARENA_BYTES / (time.perf_counter() - start) / 1e9))
     device = torch.empty(SAMPLE_BYTES, dtype=torch.uint8, device="cuda").random_()
-    host = torch.from_numpy(frames)[: 64 << 20]
+    host = torch.from_numpy(frames)[: min(PIN_CHUNK_BYTES, SAMPLE_BYTES)]
 
     def to_device() -> None:
         for at in range(0, SAMPLE_BYTES, len(host)):  # a copy stays inside one registration

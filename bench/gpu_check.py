@@ -104,7 +104,7 @@ def main() -> int:
     if device is None:
         print("no CUDA device: nothing was run (the gpu tests and benchmarks need one)")
         return 0
-    result = {
+    result: dict[str, Any] = {
         "device": device,
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),

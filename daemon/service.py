@@ -334,7 +334,7 @@ def _positive(value: int, name: str) -> int:
 
 def _check_keys(keys: bytes, limit: int) -> None:
     if not keys or len(keys) % KEY_BYTES:
-        raise RequestRefused(ErrorCode.BAD_VALUE.value, f"keys are {len(keys)} bytes: must be 16 for each, at least one")
+        raise RequestRefused(ErrorCode.BAD_VALUE.value, f"keys are {len(keys)} bytes: 16 for each, at least one")
     if len(keys) > limit * KEY_BYTES:
         raise RequestRefused(ErrorCode.TOO_LARGE.value, f"{len(keys) // KEY_BYTES} keys: at most {limit} here")
 

@@ -167,6 +167,7 @@ def test_numbers_are_shown_by_their_unit() -> None:
     assert human("bytes", 4096) == "4.0 KiB"
     assert (human("p99_us", 1500.0), human("uptime_s", 90)) == ("1.5 ms", "90.00 s")
     assert (human("blocks", 1234567), human("share", 0.12345)) == ("1,234,567", "0.123")
+    assert (human("pid", 12345), human("generation", 1 << 60)) == ("12345", str(1 << 60))
     assert (human("mapped", True), human("fault", ""), human("list", [1, 2])) == ("yes", "-", "1, 2")
     assert "\x1b" not in human("name", "\x1b[31m")
     assert len(human("text", "x" * 1000)) == 60
@@ -183,15 +184,16 @@ def test_json_has_raw_and_human_numbers() -> None:
 
 def test_a_tree_becomes_sections() -> None:
     found = {section.title: section for section in sections(TREE)}
-    assert list(found)[:4] == ["general", "daemon", "arena", "arena classes"]
-    assert list(found)[4:] == ["tiers", "counters", "latency", "sessions"]
+    assert list(found)[:3] == ["daemon", "arena", "arena classes"]
+    assert list(found)[3:] == ["tiers", "counters", "latency", "namespaces", "sessions"]
     assert ("loop.ticks", "1,234") in found["daemon"].rows
     assert found["arena classes"] == Section(
         "arena classes", ("frame_bytes", "used"), [("4.0 KiB", "2")]
     )
     assert found["latency"].columns == ("latency", "count", "p50_us", "p99_us")
     assert found["latency"].rows[1] == ("stats", "1", "-", "5 us")
-    assert found["general"].rows == [("namespaces", "-")]
+    assert found["namespaces"].rows == [("none", "")]
+    assert sections({"age_s": 2, "tiers": {}})[0] == Section("general", ("", ""), [("age_s", "2.00 s")])
 
 
 def test_piped_text_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,7 +295,7 @@ def test_the_environment_names_the_daemon(run: Run, daemon: Path, monkeypatch: p
 def test_stats_in_a_pipe_and_as_json(run: Run, daemon: Path) -> None:
     status, out, _ = run("stats", "--address", daemon)
     assert status == 0
-    assert out.startswith("# summary\nhit rate")
+    assert out.startswith("# summary\nhealth")
     assert re.search(r"^arena +0 B of 64\.0 MiB used", out, re.MULTILINE)
     tree = json.loads(run("stats", "--json", "--address", daemon)[1])
     assert (tree["arena"]["bytes"], tree["arena"]["bytes_human"]) == (64 << 20, "64.0 MiB")

@@ -38,6 +38,7 @@ MAY_IMPORT_HEAVY = {
     "tiercache.gds": {"kvikio", "torch"},
     "tiercache.engine": {"torch", "triton", "transformers", "safetensors"},
     "tiercache.connectors": {"torch", "vllm"},
+    "tiercache.cli.demo_worker": {"torch", "transformers"},  # the main module of a process of its own
 }
 MAY_IMPORT_HEAVY_LAZILY = {"tiercache.cli": {"torch", "transformers"}}
 NOT_IN_THE_DAEMON = {*HEAVY, "numpy", "typer", "rich", "tiercache.keys"}
@@ -104,7 +105,7 @@ def problem(found: Import) -> str | None:
     """What is wrong with an import, or None."""
     importer, package = unit(found.importer), found.module.split(".")[0]
     if package in HEAVY:
-        allowed = MAY_IMPORT_HEAVY.get(importer, set())
+        allowed = MAY_IMPORT_HEAVY.get(importer, set()) | MAY_IMPORT_HEAVY.get(found.importer, set())
         if found.lazy:
             allowed = allowed | MAY_IMPORT_HEAVY_LAZILY.get(importer, set())
         return None if package in allowed else f"{package} is not for {importer}"

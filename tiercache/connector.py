@@ -41,7 +41,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,7 +163,7 @@ class Connector:
         self._loads = JobQueue("tiercache-load", MAX_QUEUED_LOADS)
         self._stores = JobQueue("tiercache-store", MAX_QUEUED_STORES)
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._counts = dict.fromkeys(COUNTERS, 0)
         self._complained: set[str] = set()
         client.counters = lambda: self.counters
 
@@ -266,7 +265,6 @@ class Connector:
         return match, ids, first, limit, self._own_mover().copier.mark()
 
     def _perform_load(self, match: Match, ids: Addresses, first: int, limit: Limit, after: Any) -> int:
-        self._count(loads=1)
         try:
             mover = self._own_mover()
             good = load_blocks(self._client, mover, self.namespace, match, ids, first, limit, after)
@@ -274,10 +272,11 @@ class Connector:
             raise
         except TierCacheError as error:
             self._fail("load", error)
+            self._count(loads=1, loads_short=1)
             return 0
-        if good < min(len(ids), match.blocks - first):
-            self._count(loads_short=1)
-        self._succeed("load", loaded_blocks=good, loaded_bytes=good * self.namespace.block_bytes)
+        short = int(good < min(len(ids), match.blocks - first))
+        size = good * self.namespace.block_bytes
+        self._succeed("load", loads=1, loads_short=short, loaded_blocks=good, loaded_bytes=size)
         return good
 
     def _skip_load(self, match: Match) -> int:
@@ -446,7 +445,8 @@ class Connector:
 
     def _count(self, **counts: int) -> None:
         with self._lock:
-            self._counts.update(counts)
+            for name, count in counts.items():
+                self._counts[name] += count
 
     def _is_up(self, counter: str) -> bool:
         if self._client.alive:

@@ -613,8 +613,8 @@ class CudaCopier:
     ) -> CudaCopy:
         import torch
 
-        frames = np.asarray(frame_addresses, dtype=np.int64)
-        ids = np.asarray(block_ids, dtype=np.int64)
+        frames = np.array(frame_addresses, dtype=np.int64)  # copies: torch wants them writable
+        ids = np.array(block_ids, dtype=np.int64)
         check_block_ids(ids, frames, self.num_blocks, unique=load)
         if not len(ids):
             return CudaCopy(None)

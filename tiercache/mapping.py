@@ -22,6 +22,8 @@ from tiercache.errors import ArenaError, DeadlineExceeded, ProtocolError
 from tiercache.messages import OFFSET_MASK, REGION_SHIFT
 
 logger = logging.getLogger("tiercache.client")
+FEW = 8
+"""Below this many frames, plain integers are faster than arrays."""
 Addresses = npt.NDArray[np.int64]
 
 
@@ -86,8 +88,8 @@ class ArenaMapping:
         DeadlineExceeded, and ProtocolError for a frame that does not lie inside its region.
         """
         numbers = np.frombuffer(frames, "<u8") if isinstance(frames, bytes) else frames
-        if not len(numbers):
-            return np.zeros(0, np.int64)
+        if len(numbers) < FEW:
+            return np.array([self._address(number, length, timeout_s) for number in numbers.tolist()], np.int64)
         ids = (numbers >> np.uint64(REGION_SHIFT)).astype(np.int64)
         offsets = (numbers & np.uint64(OFFSET_MASK)).astype(np.int64)
         highest = int(ids.max())
@@ -98,6 +100,16 @@ class ArenaMapping:
             raise ProtocolError("the daemon named a frame that is not inside its region")
         result: Addresses = bases[ids] + offsets
         return result
+
+    def _address(self, number: int, length: int, timeout_s: float) -> int:
+        region_id, offset = number >> REGION_SHIFT, number & OFFSET_MASK
+        region = self._regions.get(region_id)
+        if region is None:
+            self._await_regions(np.array([region_id]), timeout_s)
+            region = self._regions[region_id]
+        if offset + length > region.size_bytes:
+            raise ProtocolError("the daemon named a frame that is not inside its region")
+        return region.address + offset
 
     def _await_regions(self, ids: Addresses, timeout_s: float) -> None:
         def mapped() -> bool:

@@ -88,7 +88,7 @@ class Session:
         self._sock.setblocking(False)
         self.generation = self.welcome.generation
         self.timeout_s = timeout_s
-        self.namespaces: dict[str, int] = {}
+        self._namespaces: dict[int, tuple[NamespaceSpec, int]] = {}
         self.on_trouble: Callable[[Session, str, bool], None] = lambda session, reason, over: None
         """Told of a failed request: the session, why, and whether the session is over for good."""
         self.counters: Callable[[], dict[str, int]] = dict
@@ -188,12 +188,13 @@ class Session:
 
     def namespace_id(self, spec: NamespaceSpec, timeout_s: float | None = None) -> int:
         """The small integer of `spec` in this session; asks the daemon only the first time."""
-        fingerprint = spec.fingerprint()
-        number = self.namespaces.get(fingerprint)
-        if number is None:
+        known = self._namespaces.get(id(spec))
+        if known is None:
             number = self.call(RegisterNamespace, Namespace, timeout_s, spec=spec).namespace
-            self.namespaces[fingerprint] = number
-        return number
+            # Specs cannot be hashed, and fingerprints cost as much as a request; the reference to the
+            # spec keeps its id from being given to another.
+            self._namespaces[id(spec)] = known = (spec, number)
+        return known[1]
 
     def give_back(self, request_type: type[Request], **fields: Any) -> None:
         """Send this `Release` or `Abort` once the daemon answers: the lease could not be ended in time."""

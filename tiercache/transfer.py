@@ -123,12 +123,15 @@ class Pool:
         ids = np.asarray(block_ids, np.int64)
         if ids.ndim != 1:
             raise LayoutError("block ids must be a flat list of integers")
-        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.num_blocks):
-            raise LayoutError(f"block ids must be 0 to {self.num_blocks - 1}, not {ids.min()} to {ids.max()}")
+        listed = ids.tolist()
+        if listed and (min(listed) < 0 or max(listed) >= self.num_blocks):
+            raise LayoutError(
+                f"block ids must be 0 to {self.num_blocks - 1}, not {min(listed)} to {max(listed)}"
+            )
         if writing:
             if not self.writable:
                 raise LayoutError("this pool is read-only: blocks cannot be loaded into it")
-            if len(set(ids.tolist())) != len(ids):
+            if len(set(listed)) != len(listed):
                 raise LayoutError("a block id comes twice: each loaded block needs a place of its own")
         return ids
 
@@ -250,6 +253,10 @@ class CpuCopier:
         if len(segments) > 1:
             return self._copy_scattered(block_ids, addresses, limit, into_pool=into_pool)
         base, stride, length = segments[0]
+        if len(block_ids) == 1 and not limit.reached():
+            block, address = base + int(block_ids[0]) * stride, int(addresses[0])
+            _memmove(*((block, address) if into_pool else (address, block)), length)
+            return 1
         blocks = block_ids * stride + base
         starts = run_starts(blocks, addresses, length, max(1, MERGE_BYTES // length))
         targets, sources = (blocks, addresses) if into_pool else (addresses, blocks)

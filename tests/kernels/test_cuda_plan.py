@@ -6,6 +6,7 @@ import ctypes
 
 import numpy as np
 import pytest
+from fake_driver import STREAM, FakeDriver, FakeLibrary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -235,56 +236,6 @@ def test_a_copy_on_a_broken_device_is_never_done() -> None:
     assert "GPU failed" in copy.error
 
 
-class Attributes(ctypes.Structure):
-    """CUmemcpyAttributes of CUDA 12.8, written down a second time."""
-
-    _fields_ = [(name, ctypes.c_uint) for name in ("order", "a_type", "a_id", "b_type", "b_id", "flags")]
-
-
-class FakeLibrary:
-    """A driver library whose copies are memmove, behind C function pointers of the real signatures.
-
-    `fail_at` is the number of the copy that fails; `batches` keeps the size of each batch.
-    """
-
-    def __init__(self, fail_at: int = -1, has_batches: bool = True) -> None:
-        self.copies, self.fail_at, self.batches = 0, fail_at, list[int]()
-        integer, size, address, pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
-        nothing = ctypes.CFUNCTYPE(integer)(lambda: 0)
-        self.cuInit = self.cuDeviceGetCount = self.cuDevicePrimaryCtxRetain = nothing
-        self.cuDevicePrimaryCtxGetState = self.cuCtxPushCurrent_v2 = self.cuCtxPopCurrent_v2 = nothing
-        self.cuMemHostRegister_v2 = self.cuMemHostUnregister = self.cuMemHostGetDevicePointer_v2 = nothing
-        self.cuGetErrorName = ctypes.CFUNCTYPE(integer, integer, pointer)(self.name)
-        self.cuMemcpyAsync = ctypes.CFUNCTYPE(integer, address, address, size, pointer)(self.one)
-        if has_batches:
-            counts, addresses = ctypes.POINTER(size), ctypes.POINTER(address)
-            kinds = ctypes.POINTER(Attributes)
-            self.cuMemcpyBatchAsync = ctypes.CFUNCTYPE(
-                integer, addresses, addresses, counts, size, kinds, counts, size, counts, pointer
-            )(self.many)
-
-    def name(self, code: int, text: int) -> int:
-        ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = b"CUDA_ERROR_%d" % code
-        return 0
-
-    def one(self, target: int, source: int, length: int, stream: int) -> int:
-        assert stream == 77
-        if self.copies == self.fail_at:
-            return 1
-        self.copies += 1
-        ctypes.memmove(target, source, length)
-        return 0
-
-    def many(self, targets, sources, lengths, count, attributes, first, kinds, failed, stream) -> int:  # type: ignore[no-untyped-def]
-        assert (kinds, first[0], attributes[0].order, attributes[0].flags) == (1, 0, 1, 0)
-        self.batches.append(count)
-        for number in range(count):
-            if self.one(targets[number], sources[number], lengths[number], stream):
-                failed[0] = number
-                return 1
-        return 0
-
-
 def ten_copies() -> tuple[np.ndarray, np.ndarray, Runs]:
     """Ten bytes, a place for them in reverse order, and the ten copies."""
     source, target = np.arange(1, 11, dtype=np.uint8), np.zeros(10, dtype=np.uint8)
@@ -297,7 +248,7 @@ def test_copies_go_in_batches_of_limited_size(limit: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(cuda, "MAX_BATCH", limit)
     library = FakeLibrary()
     source, target, runs = ten_copies()
-    assert cuda.Driver(library).copy(runs, 77, batched=True) == ""
+    assert cuda.Driver(library).copy(runs, STREAM, batched=True) == ""
     assert (target == source[::-1]).all()
     assert sum(library.batches) == 10
     assert max(library.batches) <= limit
@@ -309,7 +260,7 @@ def test_copies_go_one_by_one_where_there_are_no_batches(has_batches: bool, batc
     source, target, runs = ten_copies()
     driver = cuda.Driver(library)
     assert driver.batches is has_batches
-    assert driver.copy(runs, 77, batched=batched) == ""
+    assert driver.copy(runs, STREAM, batched=batched) == ""
     assert (target == source[::-1]).all()
     assert library.batches == []
 
@@ -322,42 +273,10 @@ def test_the_first_failure_ends_the_copies_and_is_named(
     monkeypatch.setattr(cuda, "MAX_BATCH", 4)
     library = FakeLibrary(fail_at)
     _, target, runs = ten_copies()
-    error = cuda.Driver(library).copy(runs, 77, batched=batched)
+    error = cuda.Driver(library).copy(runs, STREAM, batched=batched)
     assert error.startswith("CUDA_ERROR_1 in a ")
     assert not batched or f"(copy {fail_at % 4})" in error
     assert np.count_nonzero(target) == fail_at
-
-
-class FakeDriver:
-    """Registers nothing, remembers everything; fails at the n-th registration."""
-
-    def __init__(self, fail_at: int = -1, in_place: bool = True) -> None:
-        self.fail_at = fail_at
-        self.in_place = in_place
-        self.held: dict[int, int] = {}
-
-    def any_context(self) -> FakeDriver:
-        return self
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def register(self, address: int, length: int) -> int:
-        if len(self.held) == self.fail_at:
-            return 2
-        self.held[address] = length
-        return 0
-
-    def unregister(self, address: int) -> int:
-        del self.held[address]
-        return 0
-
-    def is_mapped_in_place(self, address: int) -> bool:
-        return self.in_place
-
-    def error_name(self, code: int) -> str:
-        return f"CUDA_ERROR_{code}"
 
 
 @pytest.fixture

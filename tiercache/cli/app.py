@@ -169,19 +169,17 @@ def demo(
         int, typer.Option("--tokens", metavar="N", min=16, help="Length of the prompt.")
     ] = 8192,
     as_json: Json = False,
-    address: Annotated[
-        str | None, typer.Option("--address", metavar="DIR", help="Use this daemon (default: a private one).")
-    ] = None,
 ) -> int:
-    """Serve a prompt, forget it on the GPU, serve it again: with and without the cache."""
+    """Serve one long prompt from scratch, from the cache, and while the daemon is dead."""
     try:
         from tiercache.cli import demo as command
+
+        return command.run(model=model, prompt_file=prompt_file, tokens=tokens, as_json=as_json)
     except ImportError as error:
-        if (error.name or "").split(".")[0] not in ("torch", "transformers", "safetensors"):
+        if (error.name or "").split(".")[0] not in ("torch", "transformers", "tokenizers", "safetensors"):
             raise
         print(f"tiercache: demo needs {error.name}: pip install 'tiercache[engine]'", file=sys.stderr)
         return EXIT_USAGE
-    return command.run(model=model, prompt_file=prompt_file, tokens=tokens, as_json=as_json, address=address)
 
 
 @app.command(epilog="""\b

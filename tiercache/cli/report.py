@@ -31,7 +31,7 @@ def human(name: str, value: Any) -> str:
         return "yes" if value else "no"
     if value is None or value == "" or value == [] or value == {}:
         return "-"
-    if isinstance(value, (int, float)):
+    if isinstance(value, (int, float)) and unit not in _IDENTIFIERS:
         if unit == "bytes":
             return format_bytes(value)
         if unit in _SECONDS:
@@ -46,6 +46,7 @@ def human(name: str, value: Any) -> str:
 
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_IDENTIFIERS = {"id", "pid", "generation"}
 
 
 def with_human(tree: Any) -> Any:
@@ -80,7 +81,7 @@ def sections(tree: dict[str, Any]) -> list[Section]:
 
 
 def _is_branch(value: Any) -> bool:
-    return isinstance(value, dict) or _is_table(value)
+    return isinstance(value, dict) or _is_table(value) or value == []
 
 
 def _is_table(value: Any) -> bool:
@@ -88,9 +89,11 @@ def _is_table(value: Any) -> bool:
 
 
 def _branch(title: str, branch: Any) -> list[Section]:
+    if not branch:
+        return [Section(title, ("", ""), [("none", "")])]
     if isinstance(branch, list):
         return [_table(title, [("", row) for row in branch])]
-    if branch and all(isinstance(row, dict) for row in branch.values()):
+    if all(isinstance(row, dict) for row in branch.values()):
         return [_table(title, list(branch.items()), first=title)]
     inner = [(name, value) for name, value in branch.items() if _is_table(value)]
     outer = {str(name): value for name, value in branch.items() if not _is_table(value)}

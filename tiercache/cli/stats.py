@@ -46,7 +46,9 @@ def summary(tree: dict[str, Any]) -> Section:
     used, size = arena.get("used_bytes", 0), arena.get("bytes", 0)
     hit_rate = f"{hit / asked:.1%} of {asked:,} blocks asked for" if asked else "nothing asked for yet"
     share = f" ({used / size:.0%})" if size else ""
+    health = tree.get("health", {})
     rows: list[tuple[str, ...]] = [
+        ("health", ": ".join([str(health.get("state", "unknown")), *map(str, health.get("reasons", []))])),
         ("hit rate", hit_rate),
         ("arena", f"{format_bytes(used)} of {format_bytes(size)} used{share}"),
         ("blocks", human("blocks", total_blocks(tree))),
@@ -59,6 +61,12 @@ def summary(tree: dict[str, Any]) -> Section:
 def total_blocks(tree: dict[str, Any]) -> int:
     """Blocks held, over all tiers."""
     return sum(int(tier.get("blocks", 0)) for tier in tree.get("tiers", {}).values())
+
+
+def match_latency(tree: dict[str, Any]) -> dict[str, Any]:
+    """Percentiles of the requests that engines wait for; empty before the first one."""
+    latency = {str(name).lower(): figures for name, figures in tree.get("latency", {}).items()}
+    return dict(latency.get("match", {}))
 
 
 def watch(address: str | None, *, interval_s: float, as_json: bool) -> int:
@@ -101,7 +109,7 @@ def changes(before: dict[str, Any], now: dict[str, Any], seconds: float) -> dict
         "blocks": total_blocks(now),
         "used_bytes": now.get("arena", {}).get("used_bytes", 0),
         "sessions": len(now.get("sessions", [])),
-        "match_p99_us": now.get("latency", {}).get("match", {}).get("p99_us"),
+        "match_p99_us": match_latency(now).get("p99_us"),
         "restarted": not same_life,
     }
 

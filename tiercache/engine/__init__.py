@@ -8,7 +8,7 @@ Needs the `engine` extra (torch, transformers).
 
 from __future__ import annotations
 
-from tiercache.engine.engine import Engine, RequestOutput, StepOutput
+from tiercache.engine.engine import Connect, Engine, RequestOutput, StepOutput, connect_to
 from tiercache.engine.model import describe_model
 from tiercache.engine.offload import CacheLike
 from tiercache.engine.sampling import SamplingParams
@@ -16,10 +16,12 @@ from tiercache.engine.settings import EngineSettings
 
 __all__ = [
     "CacheLike",
+    "Connect",
     "Engine",
     "EngineSettings",
     "RequestOutput",
     "SamplingParams",
     "StepOutput",
+    "connect_to",
     "describe_model",
 ]

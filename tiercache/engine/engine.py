@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+import tiercache
 from tiercache.engine.attention import Batch, Segment
 from tiercache.engine.blocks import BlockManager
 from tiercache.engine.model import HostedModel, choose_device, describe_model, read_shape
@@ -34,9 +35,24 @@ from tiercache.errors import ConfigError, DeadlineExceeded
 from tiercache.layout import NamespaceSpec
 
 Connect = Callable[[NamespaceSpec, torch.Tensor], CacheLike]
+"""Makes a connector for the blocks of a namespace in a pool `[block, layer, 2, slot, kv_head, head_dim]`."""
 # How long a step waits for a transfer when there is nothing to compute.
 _IDLE_WAIT_S = 0.02
 _CLOSE_TIMEOUT_S = 10.0
+
+
+def connect_to(address: str | Path | None = None, *, name: str = "engine", required: bool = False) -> Connect:
+    """Connects an engine to the daemon at `address` (by default where a daemon runs by default).
+
+    With `required`, the engine raises DaemonUnavailable when no daemon answers; else it starts without
+    its cache and finds the daemon when it comes.
+    """
+
+    def connect(namespace: NamespaceSpec, pool: torch.Tensor) -> CacheLike:
+        blocks = tiercache.Pool.from_blocks(pool)
+        return tiercache.connect(address, namespace=namespace, pool=blocks, name=name, required=required)
+
+    return connect
 
 
 class RequestOutput(NamedTuple):
@@ -70,8 +86,7 @@ class Engine:
     Args:
         model_dir: a Hugging Face decoder folder with safetensors.
         settings: see `EngineSettings`.
-        connect: makes the cache's connector, given the namespace of this engine's blocks and its KV pool
-            `[block, layer, 2, slot, kv_head, head_dim]` (see `connect_to`). None: no cache.
+        connect: makes the cache's connector, e.g. `connect_to(address)`. None: no cache.
 
     Loading reads and hashes the weights and tries the model on ~100 tokens. Raises ModelRefused and
     ConfigError, each with one line that says what to do.
@@ -183,8 +198,6 @@ class Engine:
         for sequence, _, end in chunks:
             sequence.computed = end
             self._register_full_blocks(sequence)
-        if self.device.type == "cuda" and self._cache is not None:
-            torch.cuda.current_stream().synchronize()  # a store reads what the pass has written
         for chunk in chunks:
             self._offload.store_full_blocks(chunk.sequence)
         return [self._append(sequence, token) for sequence, token in zip(sampled, tokens, strict=True)]

@@ -1,0 +1,101 @@
+"""Cases for `tiercache.cuda.CudaCopier`, shared by the tests on a GPU and those on a stand-in."""
+
+from __future__ import annotations
+
+import mmap
+import random
+
+import numpy as np
+import torch
+
+from tiercache.cuda import CudaCopier, HostMemory, Method
+from tiercache.kernels.block_copy import gather_blocks_reference
+
+GUARD = 0xA5
+"""Byte that fills everything that a copy must leave alone."""
+WAIT_S = 30.0
+
+
+class Arena:
+    """Frames in shared memory, registered in chunks unless told not to."""
+
+    def __init__(
+        self, count: int, frame_bytes: int, chunk_bytes: int = 1 << 20, registered: bool = True
+    ) -> None:
+        self.frame_bytes = -(-frame_bytes // 4096) * 4096
+        self.map = mmap.mmap(-1, count * self.frame_bytes)
+        self.bytes = np.frombuffer(self.map, dtype=np.uint8).reshape(count, self.frame_bytes)
+        self.bytes[:] = GUARD
+        self.memory = HostMemory(chunk_bytes)
+        if registered:
+            self.memory.register(self.bytes.ctypes.data, self.bytes.nbytes)
+
+    def addresses(self, frames: list[int]) -> list[int]:
+        """Where these frames begin."""
+        return [self.bytes.ctypes.data + frame * self.frame_bytes for frame in frames]
+
+    def close(self) -> None:
+        """Unregister; the mapping goes with the last array."""
+        self.memory.unregister(self.bytes.ctypes.data)
+
+
+def layers_of(shape: tuple[int, ...], count: int, device: str) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    length = int(np.prod(shape)) * 2
+    raw = [torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator) for _ in range(count)]
+    return [item.view(torch.bfloat16).reshape(shape).to(device) for item in raw]
+
+
+def segments_of(layers: list[torch.Tensor], block_axis: int) -> list[tuple[int, int, int]]:
+    """As `tiercache.transfer.Pool` makes them."""
+    found = []
+    for layer in layers:
+        parts = layer if block_axis == 1 else layer[None]
+        for part in parts:
+            length = part[0].nbytes
+            found.append((part.data_ptr(), part.stride(0) * part.element_size(), length))
+    return found
+
+
+# name, shape of a layer, layers, block axis; blocks = 24 in all of them
+POOLS = {
+    "block-first, 64 KiB": ((24, 2, 16, 8, 128), 1, 0),
+    "block-first, 1 KiB": ((24, 512), 1, 0),
+    "block-first, 4 KiB: frames touch": ((24, 2048), 1, 0),
+    "block-first, odd": ((24, 3333), 1, 0),
+    "layer-first, 4 KiB pieces": ((2, 24, 16, 128), 8, 1),
+    "layer-first, 64 KiB pieces": ((2, 24, 32, 8, 128), 2, 1),
+    "layer-first, odd pieces": ((2, 24, 111), 3, 1),
+}
+
+
+def check_out_and_back(pool: str, method: Method | None, device: str) -> Arena:
+    """Blocks go to shuffled frames and come back into other blocks; nothing else changes."""
+    shape, count, axis = POOLS[pool]
+    layers = layers_of(shape, count, device)
+    segments = segments_of(layers, axis)
+    block_bytes = sum(length for _, _, length in segments)
+    arena = Arena(40, block_bytes, chunk_bytes=64 << 10)
+    copier = CudaCopier(
+        device, segments, 24, method=method, staging_bytes=5 * block_bytes, memory=arena.memory, owner=layers
+    )
+    shuffle = random.Random(5)
+    ids, frames = shuffle.sample(range(24), 17), shuffle.sample(range(40), 17)
+    expected = gather_blocks_reference(layers, ids, axis).cpu().numpy()
+
+    assert copier.copy_out(ids, arena.addresses(frames)).wait(WAIT_S)
+    assert (arena.bytes[frames, :block_bytes] == expected).all()
+    assert (arena.bytes[frames, block_bytes:] == GUARD).all()
+    others = [frame for frame in range(40) if frame not in frames]
+    assert (arena.bytes[others] == GUARD).all()
+
+    for layer in layers:
+        layer.view(torch.uint8).fill_(GUARD)
+    moved = ids[1:] + ids[:1]
+    assert copier.copy_in(arena.addresses(frames), moved).wait(WAIT_S)
+    assert copier.idle()
+    restored = gather_blocks_reference(layers, range(24), axis).cpu().numpy()
+    assert (restored[moved] == expected).all()
+    untouched = [block for block in range(24) if block not in ids]
+    assert (restored[untouched] == GUARD).all()
+    return arena

@@ -1,0 +1,126 @@
+"""The copier's cases without a GPU: kernels in Triton's interpreter, DMA by memmove.
+
+The stand-in for torch.cuda has one stream, on which everything is done at once. What remains for
+the GPU to show is order and overlap. Run by `test_block_copy.py`, like its neighbour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import pytest
+import torch
+from copier_cases import POOLS, check_out_and_back
+from fake_driver import STREAM, FakeLibrary
+
+from tiercache import cuda
+from tiercache.cuda import CudaCopier, Method
+from tiercache.errors import ArenaError
+
+pytestmark = pytest.mark.kernels
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_block_copy.py, with TRITON_INTERPRET=1"
+
+
+class Event:
+    """Work is done when it is enqueued, so every event has happened."""
+
+    def record(self, stream: Stream) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class Stream:
+    """The only stream."""
+
+    cuda_stream = STREAM
+    device = torch.device("cpu")
+
+    def __init__(self, device: torch.device | None = None) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+
+class Driver(cuda.Driver):
+    """The real class over a library that copies with memmove."""
+
+    def context(self, device: int) -> Any:
+        return contextlib.nullcontext()
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    """A stand-in for torch.cuda and the driver; counts the copies that are made."""
+    made = FakeLibrary()
+    driver = Driver(made)
+    monkeypatch.setattr(cuda, "driver", lambda: made.registrar)
+    monkeypatch.setattr(cuda, "require_cuda", lambda: driver)
+    for name, value in {
+        "Stream": Stream, "Event": Event, "current_stream": Stream, "synchronize": lambda device: None,
+        "device": contextlib.nullcontext, "stream": contextlib.nullcontext,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    return made
+
+
+@pytest.mark.parametrize("method", [None, *Method], ids=str)
+@pytest.mark.parametrize("pool", POOLS)
+def test_blocks_go_out_and_come_back(pool: str, method: Method | None, library: FakeLibrary) -> None:
+    check_out_and_back(pool, method, "cpu")
+    # Copies by a kernel over the bus leave the DMA engines alone; the other two use nothing else.
+    assert (library.copies == 0) == (method is Method.ZERO_COPY or (method is None and pool in BY_KERNEL))
+
+
+BY_KERNEL = {
+    "block-first, 1 KiB",
+    "block-first, 4 KiB: frames touch",  # in shuffled frames few neighbours meet
+    "block-first, odd",
+    "layer-first, odd pieces",
+}
+
+
+@pytest.mark.parametrize("method", [Method.DIRECT, Method.STAGED], ids=str)
+def test_a_copy_that_fails_part_of_the_way_says_so(method: Method, library: FakeLibrary) -> None:
+    library.fail_at = 3
+    with pytest.raises(ArenaError, match="CUDA_ERROR_1"):
+        check_out_and_back("block-first, odd", method, "cpu")
+
+
+def test_kernels_that_do_not_compile_are_done_without(
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiercache.kernels import block_copy
+
+    def broken(*arguments: object, **options: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(block_copy, "gather_blocks", broken)
+    check_out_and_back("layer-first, odd pieces", None, "cpu")
+    assert library.copies > 0
+
+
+def test_a_copy_in_cuda_trouble_fails_and_raises_nothing(
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = torch.zeros(4, 64, dtype=torch.uint8)
+    copier = CudaCopier("cpu", [(pool.data_ptr(), 64, 64)], 4, method=Method.DIRECT)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Stream, "wait_stream", broken)
+    copy = copier.copy_out([0], [pool.data_ptr() + 64])
+    with pytest.raises(ArenaError, match="out of memory"):
+        copy.wait(1.0)
+    assert copy.done()
+    monkeypatch.setattr(Event, "record", broken)
+    copy = copier.copy_out([0], [pool.data_ptr() + 64])
+    assert not copy.done()
+    assert not copier.idle()
+    assert library.copies == 0

@@ -1,0 +1,73 @@
+"""What the demo serves when it is given nothing: a small random model, and text that is at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiercache.errors import ConfigError
+
+MODEL_SEED = 1
+VOCABULARY = 256 + 1  # every byte, and an end of text
+
+
+def build_model(folder: Path) -> str:
+    """Write a randomly initialised ~20M-parameter fp32 Llama and a byte-level tokenizer to `folder`.
+
+    Returns a line that says what it is. It generates noise, but it computes what a trained model of
+    its size computes. Takes about a second.
+    """
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(MODEL_SEED)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=131_072,
+        bos_token_id=None,
+        eos_token_id=256,
+        dtype="float32",
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: number for number, symbol in enumerate([*alphabet, "<end>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return f"a random-initialised Llama of {parameters / 1e6:.0f}M parameters in fp32 (it writes noise; give --model)"
+
+
+def prompt_tokens(model: Path, prompt_file: Path | None, count: int) -> tuple[list[int], str]:
+    """The first `count` tokens of a text, and where it is from. Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    if prompt_file is None:
+        text, source = _text_at_hand(), "the language reference in Python's own help"
+    else:
+        try:
+            text, source = prompt_file.read_text(errors="replace"), str(prompt_file)
+        except OSError as error:
+            raise ConfigError(f"--prompt-file {prompt_file} cannot be read: {error.strerror}") from error
+    # No tokenizer makes more than one token of a byte, so this is always enough and never wasteful.
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokens: list[int] = tokenizer(text[: 16 * count], add_special_tokens=False)["input_ids"]
+    if len(tokens) < count:
+        raise ConfigError(f"{source} has {len(tokens)} tokens: ask for --tokens {len(tokens)} or give a longer text")
+    return tokens[:count], source
+
+
+def _text_at_hand() -> str:
+    """About 700 kB of English that comes with every Python."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
