@@ -157,6 +157,7 @@ class Router:
         """Stop serving; what was not sent is dropped."""
         self._loop.remove_reader(self._fd)
         self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close()
         for _, done in self._sending:
             done()

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
@@ -135,6 +135,21 @@ class Channel:
         self._socket.close(0)
 
 
+class Pending(Generic[R]):
+    """A request that was sent, on a channel that waits for its reply."""
+
+    __slots__ = ("channel", "deadline_ns", "expect", "request_id", "timeout_s")
+
+    def __init__(
+        self, channel: Channel, request_id: int, deadline_ns: int, timeout_s: float, expect: type[R]
+    ) -> None:
+        self.channel = channel
+        self.request_id = request_id
+        self.deadline_ns = deadline_ns
+        self.timeout_s = timeout_s
+        self.expect = expect
+
+
 class Channels:
     """All channels of one session. Thread-safe.
 
@@ -171,10 +186,47 @@ class Channels:
         Raises DeadlineExceeded without one in time, RequestRefused for an `Error`, ProtocolError
         for an answer of another type, DaemonUnavailable when the session is over.
         """
-        replies: list[R] = []
-        orders: list[Order] = [(request_type, fields, None)]
-        self.pipeline(orders, expect, lambda _, reply, __: replies.append(reply), timeout_s)
-        return replies[0]
+        return self.wait(self.post(request_type, expect, timeout_s, **fields))
+
+    def post(
+        self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
+    ) -> Pending[R]:
+        """Send one request. Its reply must be taken with `wait`, or given up with `abandon`."""
+        channel = self._check_out()
+        timeout_s = timeout_s or self.timeout_s
+        deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+        request_id = next(_request_ids)
+        request = request_type(request_id, self._session, self.generation, deadline_ns // 1000, **fields)
+        try:
+            channel.send(request)
+        except zmq.ZMQError as error:
+            self._check_in(channel, reusable=False)
+            raise DaemonUnavailable(f"the connection to the daemon failed: {error}") from error
+        return Pending(channel, request_id, deadline_ns, timeout_s, expect)
+
+    def wait(self, pending: Pending[R]) -> R:
+        """The reply to a posted request, once. Raises as `call` does."""
+        channel = pending.channel
+        answered = False
+        try:
+            while (received := channel.receive(pending.deadline_ns)) is not None:
+                reply = received[0]
+                if reply.generation != self.generation and not _says_session_is_over(reply):
+                    continue
+                if reply.request_id != pending.request_id:
+                    self._on_late(reply)
+                    continue
+                answered = True
+                return _expected(reply, pending.expect)
+            raise DeadlineExceeded(f"no answer from the daemon in {pending.timeout_s:g} s")
+        except zmq.ZMQError as error:
+            raise DaemonUnavailable(f"the connection to the daemon failed: {error}") from error
+        finally:
+            self._check_in(channel, reusable=answered)
+
+    def abandon(self, pending: Pending[Any]) -> None:
+        """Take no reply; what it may grant is given back when it comes."""
+        self._check_in(pending.channel, reusable=False)
 
     def pipeline(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from tiercache.channel import Pending
 from tiercache.client import Client
 from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused
 from tiercache.layout import NamespaceSpec
@@ -187,23 +188,36 @@ def _copy(
     limit: Limit,
     after: Any,
 ) -> int:
+    """Window after window; the frames of the next one are asked for while one is copied."""
     count = min(len(block_ids), match.blocks - first)
+    frames = match.frames(number, first, count)
+    coming: Pending[Frames] | None = None
     done = 0
-    while done < count and not limit.reached():
-        window = min(count - done, MAX_RESOLVE)
-        frames = match.frames(number, first + done, window)
-        if not frames:
-            begin = first + done
-            reply = session.call(Resolve, Frames, lease=lease, namespace=number, first=begin, count=window)
+    try:
+        while done < count and not limit.reached():
+            named = len(frames) // FRAME_BYTES
+            begin, window = first + done + named, min(count - done - named, MAX_RESOLVE)
+            if window and (named or done == 0):
+                coming = session.post(
+                    Resolve, Frames, lease=lease, namespace=number, first=begin, count=window
+                )
+            if named:
+                ids = block_ids[done : done + named]
+                moved = mover.fetch(session, lease, number, first + done, frames, ids, limit, after)
+                done += moved
+                if moved < named:
+                    break
+            if coming is None:
+                break
+            pending, coming = coming, None
+            reply = session.wait(pending)
             if reply.first != begin or len(reply.frames) > window * FRAME_BYTES:
                 raise ProtocolError("the daemon resolved other blocks than were asked for")
             frames = reply.frames
-        named = len(frames) // FRAME_BYTES
-        ids = block_ids[done : done + named]
-        moved = mover.fetch(session, lease, number, first + done, frames, ids, limit, after)
-        done += moved
-        if named == 0 or moved < named:
-            break
+            if not frames:
+                break  # the run is shorter than it was
+    finally:
+        session.abandon(coming)
     return done
 
 

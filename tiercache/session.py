@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tiercache import messages
-from tiercache.channel import ANSWERS, SESSION_OVER_CODES, Channels, Order
+from tiercache.channel import ANSWERS, SESSION_OVER_CODES, Channels, Order, Pending
 from tiercache.config import session_socket_path
 from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused, TierCacheError
 from tiercache.layout import NamespaceSpec
@@ -160,11 +160,30 @@ class Session:
         self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
     ) -> R:
         """One request and its reply. Raises as `Channels.call`; trouble is told to `on_trouble`."""
+        return self.wait(self.post(request_type, expect, timeout_s, **fields))
+
+    def post(
+        self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
+    ) -> Pending[R]:
+        """Send a request whose reply is taken later, with `wait` (or never: `abandon`)."""
         try:
-            return self._channels.call(request_type, expect, timeout_s, **fields)
+            return self._channels.post(request_type, expect, timeout_s, **fields)
         except TierCacheError as error:
             self._blame(error)
             raise
+
+    def wait(self, pending: Pending[R]) -> R:
+        """The reply to a posted request. Raises as `call` does."""
+        try:
+            return self._channels.wait(pending)
+        except TierCacheError as error:
+            self._blame(error)
+            raise
+
+    def abandon(self, pending: Pending[Any] | None) -> None:
+        """Wait for it no longer; a lease that it may grant is given back."""
+        if pending is not None:
+            self._channels.abandon(pending)
 
     def pipeline(
         self, orders: Iterable[Order], expect: type[R], on_reply: Callable[[int, R, bytes | None], None]

@@ -4,6 +4,9 @@
     copy       the blocks that got a frame
     commit ──► per block: visible / held until its parent is / dropped
 
+    window 0   reserve  copy...........  commit
+    window 1            reserve          copy...........  commit
+
 What was reserved and not committed is aborted; with `finished` only when no copy of ours can
 still write to the frames, because the daemon gives them to others after that word.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tiercache.channel import Pending
 from tiercache.client import Client
 from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused
 from tiercache.layout import NamespaceSpec
@@ -34,8 +38,8 @@ from tiercache.session import Session
 from tiercache.transfer import Addresses, CopyLost, Limit
 
 WRITE_TTL_MS = 10_000
-WINDOW_BYTES = 256 << 20
-"""Reserved at once: frames that wait for their copy are of no use to anyone."""
+WINDOW_BYTES = 16 << 20
+"""Reserved at once: large enough for few round trips, small enough to hide all but the first and last."""
 FRAME_BYTES = 8
 
 
@@ -54,10 +58,6 @@ class StoreResult(NamedTuple):
     parent_missing: bool = False
 
 
-class _Writing:
-    """Exists while a write lease is in use; its end stops the renewals."""
-
-
 def store_blocks(
     client: Client,
     mover: Mover,
@@ -74,73 +74,139 @@ def store_blocks(
     """
     session = client.session()
     number = session.namespace_id(spec)
-    count = len(block_ids)
     window = max(1, min(MAX_RESERVE, WINDOW_BYTES // spec.block_bytes))
-    stored = present = done = 0
-    while done < count and not limit.reached():
-        ids = block_ids[done : done + window]
-        begin = (first + done) * KEY_BYTES
-        reserved = session.call(
-            Reserve,
-            Reserved,
-            namespace=number,
-            parent=keys[max(0, begin - KEY_BYTES) : begin],
-            keys=keys[begin : begin + len(ids) * KEY_BYTES],
-            ttl_ms=WRITE_TTL_MS,
-        )
-        if reserved.parent_missing:
-            return StoreResult(stored, present, count - stored - present, parent_missing=done == 0)
-        stored += _fill(client, session, mover, reserved, ids, limit, after)
-        present += reserved.states.count(BlockState.HAVE) + reserved.states.count(BlockState.PENDING)
-        done += len(ids)
-        if BlockState.NONE in reserved.states:
-            break  # no frame free: what follows would have no parent
-    return StoreResult(stored, present, count - stored - present)
+    return _Store(client, session, mover, number, keys, block_ids, first, window).run(limit, after)
 
 
-def _fill(
-    client: Client,
-    session: Session,
-    mover: Mover,
-    reserved: Reserved,
-    block_ids: Addresses,
-    limit: Limit,
-    after: Any,
-) -> int:
-    """Copy and commit what was reserved; returns how many blocks were kept."""
-    indices = [index for index, state in enumerate(reserved.states) if state == BlockState.FRAME]
-    lease = reserved.lease
-    if len(reserved.states) != len(block_ids) or len(reserved.frames) != len(indices) * FRAME_BYTES:
-        _abort(session, lease, finished=True)
-        raise ProtocolError("the daemon reserved other blocks than were asked for")
-    if lease == NO_LEASE or not indices:
-        return 0
-    writing = _Writing()
-    client.keep(session, lease, WRITE_TTL_MS, writing)
-    kept = 0
-    copied = 0
-    committed = False
-    finished = True
-    try:
-        copied = mover.put(session, lease, indices, reserved.frames, block_ids[indices], limit, after)
-        if copied:
-            kept = _commit(session, lease, indices[:copied])
-        committed = copied == len(indices)
-    except CopyLost:
-        finished = False
-        raise
-    finally:
-        client.let_go(lease)
-        if not committed:
-            _abort(session, lease, finished=finished)
-    return kept
+class _Store:
+    """One store, in windows: while one is copied, the next is reserved and the last one committed."""
+
+    def __init__(
+        self,
+        client: Client,
+        session: Session,
+        mover: Mover,
+        number: int,
+        keys: bytes,
+        block_ids: Addresses,
+        first: int,
+        window: int,
+    ) -> None:
+        self._client = client
+        self._session = session
+        self._mover = mover
+        self._number = number
+        self._keys = keys
+        self._block_ids = block_ids
+        self._first = first
+        self._window = window
+        self._reserving: Pending[Reserved] | None = None
+        self._committing: _Commit | None = None
+        self._stored = 0
+        self._present = 0
+
+    def run(self, limit: Limit, after: Any) -> StoreResult:
+        """All windows, until the end, the limit, or no room."""
+        count = len(self._block_ids)
+        done = 0
+        try:
+            self._reserve(done)
+            while self._reserving is not None and not limit.reached():
+                pending, self._reserving = self._reserving, None
+                reserved = self._session.wait(pending)
+                if reserved.parent_missing:
+                    missing = done == 0
+                    self._finish_commit()
+                    return self._result(missing)
+                ids = self._block_ids[done : done + self._window]
+                done += len(ids)
+                # Where no frame is free now, what follows would have no parent.
+                if BlockState.NONE not in reserved.states:
+                    self._reserve(done)
+                self._fill(reserved, ids, limit, after)
+                self._present += reserved.states.count(BlockState.HAVE)
+                self._present += reserved.states.count(BlockState.PENDING)
+            self._finish_commit()
+        finally:
+            self._session.abandon(self._reserving)
+            if self._committing is not None:
+                self._session.abandon(self._committing.pending)
+                _abort(self._session, self._committing.lease, finished=True)
+        assert self._stored + self._present <= count
+        return self._result()
+
+    def _result(self, parent_missing: bool = False) -> StoreResult:
+        dropped = len(self._block_ids) - self._stored - self._present
+        return StoreResult(self._stored, self._present, dropped, parent_missing)
+
+    def _reserve(self, done: int) -> None:
+        count = min(self._window, len(self._block_ids) - done)
+        if count:
+            begin = (self._first + done) * KEY_BYTES
+            self._reserving = self._session.post(
+                Reserve,
+                Reserved,
+                namespace=self._number,
+                parent=self._keys[max(0, begin - KEY_BYTES) : begin],
+                keys=self._keys[begin : begin + count * KEY_BYTES],
+                ttl_ms=WRITE_TTL_MS,
+            )
+
+    def _fill(self, reserved: Reserved, block_ids: Addresses, limit: Limit, after: Any) -> None:
+        """Copy what was reserved and send its commit."""
+        indices = [index for index, state in enumerate(reserved.states) if state == BlockState.FRAME]
+        session, lease = self._session, reserved.lease
+        if len(reserved.states) != len(block_ids) or len(reserved.frames) != len(indices) * FRAME_BYTES:
+            _abort(session, lease, finished=True)
+            raise ProtocolError("the daemon reserved other blocks than were asked for")
+        if lease == NO_LEASE or not indices:
+            return
+        writing = _Writing()
+        self._client.keep(session, lease, WRITE_TTL_MS, writing)
+        committed = False
+        finished = True
+        try:
+            ids = block_ids if len(indices) == len(block_ids) else block_ids[indices]
+            copied = self._mover.put(session, lease, indices, reserved.frames, ids, limit, after)
+            self._finish_commit()
+            if copied:
+                blocks = pack_indices(indices[:copied])
+                self._committing = _Commit(lease, copied, session.post(Commit, Committed, lease=lease, blocks=blocks))
+            committed = copied == len(indices)
+            if not committed:
+                self._finish_commit()
+        except CopyLost:
+            finished = False
+            raise
+        finally:
+            self._client.let_go(lease)
+            if not committed:
+                _abort(session, lease, finished=finished)
+
+    def _finish_commit(self) -> None:
+        """Take the answer to the commit that is under way, if there is one."""
+        if self._committing is None:
+            return
+        commit, self._committing = self._committing, None
+        try:
+            states = self._session.wait(commit.pending).states
+        except TierCacheError:
+            # Whether it was done is not known; it is idempotent, and what it left is given up.
+            _abort(self._session, commit.lease, finished=True)
+            raise
+        if len(states) != commit.blocks:
+            raise ProtocolError(f"{commit.blocks} blocks were committed and {len(states)} answered")
+        self._stored += states.count(CommitState.VISIBLE) + states.count(CommitState.HELD)
 
 
-def _commit(session: Session, lease: int, indices: list[int]) -> int:
-    states = session.call(Commit, Committed, lease=lease, blocks=pack_indices(indices)).states
-    if len(states) != len(indices):
-        raise ProtocolError(f"{len(indices)} blocks were committed and {len(states)} answered")
-    return states.count(CommitState.VISIBLE) + states.count(CommitState.HELD)
+class _Commit(NamedTuple):
+    lease: int
+    blocks: int
+    pending: Pending[Committed]
+
+
+class _Writing:
+    """Exists while a write lease is in use; its end stops the renewals."""
 
 
 def _abort(session: Session, lease: int, *, finished: bool) -> None:

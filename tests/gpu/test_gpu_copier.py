@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import torch
-from copier_cases import GUARD, POOLS, WAIT_S, Arena, check_out_and_back, layers_of, segments_of
+from copier_cases import GUARD, POOLS, WAIT_S, Arena, check_out_and_back, check_transfer_layer, layers_of, segments_of
 
 from tiercache import cuda
 from tiercache.cuda import CudaCopier, HostMemory, Method
@@ -22,6 +22,7 @@ from tiercache.errors import ArenaError, LayoutError
 from tiercache.kernels.block_copy import gather_blocks_reference
 
 pytestmark = pytest.mark.gpu
+
 
 @pytest.fixture
 def arenas() -> Iterator[list[Arena]]:
@@ -39,6 +40,10 @@ def test_blocks_go_out_and_come_back(
     pool: str, method: Method | None, device: str, arenas: list[Arena]
 ) -> None:
     arenas.append(check_out_and_back(pool, method, device))
+
+
+def test_the_transfer_layer_copies_in_steps(device: str, arenas: list[Arena]) -> None:
+    arenas.append(check_transfer_layer(device, cuda.host_memory))
 
 
 def test_adjacent_blocks_go_as_one_run_over_chunk_borders(device: str, arenas: list[Arena]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from tiercache.cuda import CudaCopier, HostMemory, Method
 from tiercache.kernels.block_copy import gather_blocks_reference
+from tiercache.transfer import GpuCopier, Limit, Pool
 
 GUARD = 0xA5
 """Byte that fills everything that a copy must leave alone."""
@@ -98,4 +99,27 @@ def check_out_and_back(pool: str, method: Method | None, device: str) -> Arena:
     assert (restored[moved] == expected).all()
     untouched = [block for block in range(24) if block not in ids]
     assert (restored[untouched] == GUARD).all()
+    return arena
+
+
+def check_transfer_layer(device: str, registered: HostMemory) -> Arena:
+    """The engine-neutral copier on top: steps of a few blocks, in order, complete."""
+    layers = layers_of((2, 24, 16, 8), 3, device)
+    pool = Pool.from_layers(layers, block_axis=1)
+    copier = GpuCopier(pool)
+    copier._step = 5
+    arena = Arena(24, pool.block_bytes, registered=False)
+    arena.memory = registered
+    arena.memory.register(arena.bytes.ctypes.data, arena.bytes.nbytes)
+    there = np.array(arena.addresses(list(range(24))), dtype=np.int64)
+    every = np.arange(24, dtype=np.int64)
+    expected = gather_blocks_reference(layers, range(24), 1).cpu().numpy()
+
+    assert copier.copy_out(every, there, Limit(), copier.mark()) == 24
+    assert (arena.bytes[:, : pool.block_bytes] == expected).all()
+    assert copier.copy_in(there, every[::-1], Limit()) == 24
+    assert (gather_blocks_reference(layers, range(24), 1).cpu().numpy() == expected[::-1]).all()
+    stopped = Limit()
+    stopped.stopped = True
+    assert copier.copy_out(every, there, stopped) == 0
     return arena

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from copier_cases import POOLS, check_out_and_back
+from copier_cases import POOLS, check_out_and_back, check_transfer_layer
 from fake_driver import STREAM, FakeLibrary
 
 from tiercache import cuda
@@ -83,6 +83,11 @@ BY_KERNEL = {
     "block-first, odd",
     "layer-first, odd pieces",
 }
+
+
+def test_the_transfer_layer_copies_in_steps(library: FakeLibrary) -> None:
+    arena = check_transfer_layer("cpu", cuda.host_memory)
+    arena.close()
 
 
 @pytest.mark.parametrize("method", [Method.DIRECT, Method.STAGED], ids=str)

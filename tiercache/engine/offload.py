@@ -66,6 +66,9 @@ class LoadOrder(NamedTuple):
     first: int
     end: int
 
+    def keys(self) -> list[bytes]:
+        return [self.sequence.chain.key(number) for number in range(self.first, self.end)]
+
 
 class LoadResult(NamedTuple):
     """`good_blocks` leading blocks of the order are proven good. Unless `ended`, the copies may still run."""
@@ -93,7 +96,6 @@ class _Load:
     order: LoadOrder
     transfer: TransferLike
     block_ids: list[int]
-    keys: list[bytes]
     deadline_s: float
     wanted: bool = True
 
@@ -150,6 +152,12 @@ class Offload:
         """Whether the block of `key` is on its way into the pool."""
         return key in self._loading_keys
 
+    def order_load(self, sequence: Sequence, match: MatchLike, first: int, end: int) -> LoadOrder:
+        """A load for `start_load`; from here on others see that its blocks are on their way."""
+        order = LoadOrder(sequence, match, first, end)
+        self._loading_keys.update(order.keys())
+        return order
+
     def start_load(self, order: LoadOrder) -> bool:
         """Begin a load into the sequence's blocks; False (and no load) if the cache refused it."""
         assert self.cache is not None, "a load is ordered after a match"
@@ -159,11 +167,10 @@ class Offload:
             transfer = self.cache.load_async(order.match, block_ids, first=order.first, timeout_s=timeout_s)
         except TierCacheError as error:
             self._count_error(error)
+            self._loading_keys.difference_update(order.keys())
             return False
         self.blocks.hold(block_ids)
-        keys = [order.sequence.chain.key(index) for index in range(order.first, order.end)]
-        self._loading_keys.update(keys)
-        self._loads.append(_Load(order, transfer, block_ids, keys, time.monotonic() + timeout_s))
+        self._loads.append(_Load(order, transfer, block_ids, time.monotonic() + timeout_s))
         return True
 
     def abandon(self, sequence: Sequence) -> None:
@@ -175,7 +182,7 @@ class Offload:
     def _disown(self, load: _Load) -> None:
         load.wanted = False
         load.transfer.cancel()
-        self._loading_keys.difference_update(load.keys)
+        self._loading_keys.difference_update(load.order.keys())
 
     def poll(self) -> list[LoadResult]:
         """Take note of all transfers that have ended, and of loads that are too late. Never blocks."""
@@ -185,7 +192,7 @@ class Offload:
             if load.transfer.done():
                 self._loads.remove(load)
                 if load.wanted:
-                    self._loading_keys.difference_update(load.keys)
+                    self._loading_keys.difference_update(load.order.keys())
                     good = self._good_blocks(load)
                     results.append(LoadResult(load.order, good, ended=True))
                 self.blocks.release(load.block_ids)

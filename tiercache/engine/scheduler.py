@@ -156,7 +156,7 @@ class Scheduler:
         if match is not None and reach > len(kept):
             sequence.state = SequenceState.LOADING
             self.loading.append(sequence)
-            plan.loads.append(LoadOrder(sequence, match, len(kept), reach))
+            plan.loads.append(self._offload.order_load(sequence, match, len(kept), reach))
         else:
             self._offload.give_up(match)
             sequence.state = SequenceState.RUNNING
