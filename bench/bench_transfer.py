@@ -171,7 +171,7 @@ class Worker:
         good = self._connector.load(match, self._targets)
         took = time.perf_counter() - start
         if good != self._case.blocks:
-            raise RuntimeError(f"{good} of {self._case.blocks} blocks were loaded")
+            raise RuntimeError(f"{good} of {match.blocks} matched of {self._case.blocks} blocks were loaded {self._connector.stats()}")
         for source, target in zip(self._sources, self._targets, strict=True):
             first, last = (self._pool[target, at].view(np.uint64)[0] for at in (slice(8), slice(-8, None)))
             if first != stamp + source or last != stamp - source:

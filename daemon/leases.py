@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import heapq
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 
 from tiercache.daemon.index import Table
 from tiercache.daemon.policy import NO_ENTRY
+
+_SPARE_NOTES = 1024
 
 
 class Owner:
@@ -107,14 +109,25 @@ class WriteLease:
 
 
 class Deadlines:
-    """Lease ids by deadline; a renewed lease is found out when its old deadline comes up."""
+    """Ids of `leases` by deadline; a renewed lease is found out when its old deadline comes up.
 
-    def __init__(self) -> None:
+    Notes on leases that ended or were renewed are swept out once they are the greater part, so
+    that pins for a week, set again and again, do not pile up for a week.
+    """
+
+    def __init__(self, leases: Mapping[int, ReadLease | WriteLease]) -> None:
+        self._leases = leases
         self._heap: list[tuple[float, int]] = []
 
     def add(self, deadline_s: float, lease_id: int) -> None:
-        """Look at that lease at that time."""
+        """Look at that lease, one of `leases`, at that time."""
         heapq.heappush(self._heap, (deadline_s, lease_id))
+        if len(self._heap) > 2 * len(self._leases) + _SPARE_NOTES:
+            self._heap = [(lease.deadline_s, number) for number, lease in self._leases.items()]
+            heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
 
     def due(self, now_s: float) -> Iterator[int]:
         """Lease ids whose noted deadline has passed; each is noted no more."""

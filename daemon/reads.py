@@ -39,12 +39,12 @@ class Reads:
         self._below = below
         self._clock_s = clock_s
         self._pin_share = pin_share
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(self.leases)
 
     def match(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float) -> Found:
         """The longest run; with `ttl_s` > 0 also a lease on it."""
         asked = len(keys) // KEY_BYTES
-        blocks = self._longest(namespaces, keys, asked)
+        blocks, ends = self._find(namespaces, keys, asked)
         tables = [namespace.table for namespace in namespaces]
         counters = self._space.counters
         counters.match_requests += 1
@@ -53,7 +53,6 @@ class Reads:
         below = self._below.blocks_after(tables, keys, blocks) if blocks < asked else 0
         if blocks == 0:
             return Found(0, below, None)
-        ends = self._ends(namespaces, keys, blocks)
         for entry in ends:
             self._space.index.touch(entry)
         if ttl_s <= 0:
@@ -62,6 +61,17 @@ class Reads:
         lease.holders.add(owner)
         owner.reads[lease.lease_id] = lease
         return Found(blocks, below, lease)
+
+    def _find(self, namespaces: Sequence[Namespace], keys: bytes, limit: int) -> tuple[int, list[int]]:
+        """The longest run of at most `limit` blocks, and the entries whose pins hold all of it."""
+        blocks = self._longest(namespaces, keys, limit)
+        ends = self._ends(namespaces, keys, blocks) if blocks else []
+        if NO_ENTRY in ends:
+            # The search of one namespace was cut shorter by another one's, at a key that the first
+            # does not have although it has a later one: the list is no chain.
+            self._space.index.invariant_failures += 1
+            return 0, []
+        return blocks, ends
 
     def _longest(self, namespaces: Sequence[Namespace], keys: bytes, asked: int) -> int:
         index = self._space.index
@@ -72,20 +82,27 @@ class Reads:
                 windowed.append(namespace)
             else:
                 cut = index.prefix_length(namespace.table, keys, cut)
-        # A missing block m rules out every cut in m+1 ..= m+w, so m is the next one to try.
+        # A missing block m rules out every cut in m+1 ..= m+w, so m is the next one to try. What was
+        # seen of a window is not looked at again: each block is, at most once for each namespace.
+        seen_from = [cut] * len(windowed)
         settled = False
         while cut and not settled:
             settled = True
-            for namespace in windowed:
-                missing = self._missing_in_window(namespace, keys, cut)
+            for place, namespace in enumerate(windowed):
+                missing = self._missing_in_window(namespace, keys, cut, min(seen_from[place], cut))
+                seen_from[place] = max(0, cut - namespace.spec.window_blocks)
                 if missing < cut:
-                    cut, settled = missing, False
+                    cut = seen_from[place] = missing
+                    settled = False
         return cut
 
-    def _missing_in_window(self, namespace: Namespace, keys: bytes, cut: int) -> int:
-        """The last block that is missing of the window before `cut`, or `cut`."""
+    def _missing_in_window(self, namespace: Namespace, keys: bytes, cut: int, seen_from: int) -> int:
+        """The last block that is missing of the window before `cut`, or `cut`.
+
+        Those from `seen_from` on are known to be here.
+        """
         table, parent = namespace.table, self._space.index.parent
-        for number in range(cut - 1, max(0, cut - namespace.spec.window_blocks) - 1, -1):
+        for number in range(seen_from - 1, max(0, cut - namespace.spec.window_blocks) - 1, -1):
             entry = table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
             if entry == NO_ENTRY or parent[entry] != table.root:
                 return number
@@ -113,9 +130,15 @@ class Reads:
         return lease
 
     def frames(self, lease: ReadLease, namespace: Namespace, first: int, count: int) -> list[int]:
-        """Frames of blocks `first ..< first + count` of a live lease; fewer where the run ends."""
+        """Frames of blocks `first ..< first + count` of a live lease; fewer where the run ends.
+
+        None at all when `first` lies before the window of a windowed namespace: such blocks may be
+        here, but the lease does not hold them.
+        """
         count = min(count, lease.blocks - first)
         if count <= 0 or namespace.table not in lease.tables:
+            return []
+        if namespace.table.windowed and first < lease.blocks - namespace.spec.window_blocks:
             return []
         return self._space.index.run_frames(namespace.table, lease.keys, first, count)
 
@@ -150,13 +173,13 @@ class Reads:
     def pin(self, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float) -> int:
         """Keep the present prefix until the time is up; blocks pinned, 0 when over the share."""
         self.unpin(namespaces, keys)
-        blocks = self._longest(namespaces, keys, len(keys) // KEY_BYTES)
         block_bytes = sum(namespace.spec.frame_bytes for namespace in namespaces)
         room = self._space.allocator.arena_bytes * self._pin_share - self.pinned_bytes
-        blocks = min(blocks, int(room // block_bytes))
-        if blocks <= 0:
+        limit = min(len(keys) // KEY_BYTES, max(0, int(room // block_bytes)))
+        blocks, ends = self._find(namespaces, keys, limit)
+        if blocks == 0:
             return 0
-        lease = self._grant(namespaces, keys, blocks, self._ends(namespaces, keys, blocks), ttl_s)
+        lease = self._grant(namespaces, keys, blocks, ends, ttl_s)
         lease.pin_name = _pin_name(namespaces, keys)
         self.pins[lease.pin_name] = lease
         self.pinned_bytes += blocks * block_bytes

@@ -33,7 +33,18 @@ MAX_CLIENT_COUNTERS = 64
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(m.AnyRequest)
-_decode_start = msgspec.msgpack.Decoder(list[Any]).decode
+
+
+class _Start(msgspec.Struct, array_like=True):
+    """How every request starts; what comes after is skipped, not built."""
+
+    tag: str
+    request_id: int
+
+
+_decode_start = msgspec.msgpack.Decoder(_Start).decode
+# Besides its own errors msgspec lets these two through: text that is no UTF-8, and nesting without end.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Service:
@@ -117,7 +128,7 @@ class Service:
         try:
             request: m.Request = _decoder.decode(header)
             return request
-        except msgspec.MsgspecError as error:
+        except _UNREADABLE as error:
             self._cache.counters.requests_malformed += 1
             raise RequestRefused(ErrorCode.MALFORMED.value, str(error)) from error
 
@@ -308,8 +319,10 @@ class Service:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, f"there is no tier {request.tier!r}: {', '.join(tiers)}")
         if request.key:
             _check_keys(request.key, 1)
-        numbers = [number for number in request.namespaces if self._namespace(number)]
-        numbers = numbers or list(self._cache.space.namespaces)
+        if request.namespaces:
+            numbers = [namespace.number for namespace in self._namespaces(request.namespaces)]
+        else:
+            numbers = list(self._cache.space.namespaces)
         blocks, more = self._cache.flush(numbers, request.key)
         log.info("session %s flushed %d blocks", session.name, blocks)
         return m.Flushed(request.request_id, self._generation, blocks, more)
@@ -348,7 +361,6 @@ def _check_range(offset: int, length: int, end: int) -> None:
 def _request_id_of(header: bytes) -> int:
     """The request id of a message that could not be decoded, if it got that far; else 0."""
     try:
-        fields = _decode_start(header)
-    except msgspec.MsgspecError:
+        return _decode_start(header).request_id
+    except _UNREADABLE:
         return 0
-    return fields[1] if len(fields) > 1 and isinstance(fields[1], int) else 0

@@ -49,7 +49,7 @@ class Writes:
         self.pending: dict[tuple[int, bytes], PendingBlock] = {}
         self._space = space
         self._clock_s = clock_s
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(self.leases)
 
     # --- reserve ---------------------------------------------------------------------------------
 
@@ -115,7 +115,8 @@ class Writes:
                     self._space.index.invariant_failures += 1
                     break
                 states.append(BlockState.PENDING)
-                entry, block = NO_ENTRY, other
+                if not table.windowed:
+                    entry, block = NO_ENTRY, other
                 continue
             new = self._new_block(lease, namespace, key, entry, block)
             if new is None:

@@ -90,7 +90,7 @@ os.register_at_fork(after_in_child=_forget_lock)
 class Channel:
     """One DEALER socket to the daemon's ROUTER. Not thread-safe."""
 
-    __slots__ = ("_receive_timeout_ms", "_socket", "late_until_s")
+    __slots__ = ("_receive_timeout_ms", "_socket", "late_until_s", "owed")
 
     def __init__(self, endpoint: str) -> None:
         socket = _process_context().socket(zmq.DEALER)
@@ -101,6 +101,8 @@ class Channel:
         socket.connect(endpoint)
         self._socket = socket
         self._receive_timeout_ms = -1
+        self.owed = 0
+        """Replies that its former users did not wait for."""
         self.late_until_s = 0.0
 
     def send(self, request: Request, payload: Any = None) -> None:
@@ -200,14 +202,14 @@ class Channels:
         try:
             channel.send(request)
         except zmq.ZMQError as error:
-            self._check_in(channel, reusable=False)
+            self._check_in(channel, broken=True)
             raise DaemonUnavailable(f"the connection to the daemon failed: {error}") from error
         return Pending(channel, request_id, deadline_ns, timeout_s, expect)
 
     def wait(self, pending: Pending[R]) -> R:
         """The reply to a posted request, once. Raises as `call` does."""
         channel = pending.channel
-        answered = False
+        owed, broken = 1, True
         try:
             while (received := channel.receive(pending.deadline_ns)) is not None:
                 reply = received[0]
@@ -216,17 +218,23 @@ class Channels:
                 if reply.request_id != pending.request_id:
                     self._on_late(reply)
                     continue
-                answered = True
-                return _expected(reply, pending.expect)
+                owed = 0
+                answer = _expected(reply, pending.expect)
+                broken = False
+                return answer
+            broken = False
             raise DeadlineExceeded(f"no answer from the daemon in {pending.timeout_s:g} s")
+        except RequestRefused:
+            broken = False
+            raise
         except zmq.ZMQError as error:
             raise DaemonUnavailable(f"the connection to the daemon failed: {error}") from error
         finally:
-            self._check_in(channel, reusable=answered)
+            self._check_in(channel, owed=owed, broken=broken)
 
     def abandon(self, pending: Pending[Any]) -> None:
         """Take no reply; what it may grant is given back when it comes."""
-        self._check_in(pending.channel, reusable=False)
+        self._check_in(pending.channel, owed=1)
 
     def pipeline(
         self,
@@ -246,13 +254,13 @@ class Channels:
         try:
             self._exchange(channel, orders, expect, on_reply, timeout_s or self.timeout_s, waiting)
             broken = False
-        except zmq.ZMQError as error:
-            raise DaemonUnavailable(f"the connection to the daemon failed: {error}") from error
-        except RequestRefused:
+        except (RequestRefused, DeadlineExceeded):
             broken = False
             raise
+        except zmq.ZMQError as error:
+            raise DaemonUnavailable(f"the connection to the daemon failed: {error}") from error
         finally:
-            self._check_in(channel, reusable=not broken and not waiting)
+            self._check_in(channel, owed=len(waiting), broken=broken)
 
     def _exchange(
         self,
@@ -308,12 +316,17 @@ class Channels:
             return bool(self._late)
 
     def _read_late(self, channel: Channel) -> bool:
+        """Take what a late channel has; True while it is to be kept as one."""
         try:
-            while (received := channel.receive(0)) is not None:
+            while channel.owed and (received := channel.receive(0)) is not None:
                 if received[0].generation == self.generation:
+                    channel.owed -= 1
                     self._on_late(received[0])
         except (ProtocolError, zmq.ZMQError):
             channel.close()
+            return False
+        if channel.owed == 0:
+            self._check_in(channel)
             return False
         if time.monotonic() > channel.late_until_s:
             channel.close()
@@ -346,15 +359,17 @@ class Channels:
         except zmq.ZMQError as error:
             raise DaemonUnavailable(f"no connection to {self._endpoint}: {error}") from error
 
-    def _check_in(self, channel: Channel, *, reusable: bool) -> None:
+    def _check_in(self, channel: Channel, *, owed: int = 0, broken: bool = False) -> None:
         with self._lock:
-            if not self._closed and not reusable:
-                channel.late_until_s = time.monotonic() + LATE_CHANNEL_S
-                self._late.append(channel)
-                return
-            if not self._closed and len(self._idle) < MAX_IDLE_CHANNELS:
-                self._idle.append(channel)
-                return
+            channel.owed += owed
+            if not self._closed and not broken:
+                if channel.owed:
+                    channel.late_until_s = time.monotonic() + LATE_CHANNEL_S
+                    self._late.append(channel)
+                    return
+                if len(self._idle) < MAX_IDLE_CHANNELS:
+                    self._idle.append(channel)
+                    return
         channel.close()
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tiercache.channel import Pending
 from tiercache.client import Client
-from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused
+from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused, TierCacheError
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import (
     KEY_BYTES,
@@ -38,7 +38,7 @@ from tiercache.session import Session
 from tiercache.transfer import Addresses, CopyLost, Limit
 
 WRITE_TTL_MS = 10_000
-WINDOW_BYTES = 16 << 20
+WINDOW_BYTES = 32 << 20
 """Reserved at once: large enough for few round trips, small enough to hide all but the first and last."""
 FRAME_BYTES = 8
 

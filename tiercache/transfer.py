@@ -74,8 +74,8 @@ class Pool:
         self.device = device
         self.writable = writable
         self._arrays = arrays
-        if not self.segments or num_blocks < 1 or self.block_bytes < 1:
-            raise LayoutError("this pool has no blocks: give arrays with at least one block of one byte")
+        assert self.segments
+        assert num_blocks > 0
 
     @classmethod
     def from_blocks(cls, array: Any) -> Pool:
@@ -165,6 +165,8 @@ def _view(array: Any) -> _View:
 
 def _segments(view: _View, block_axis: int, name: str) -> list[Segment]:
     """The segments of one array: one, or one for each part before the block axis."""
+    if 0 in view.shape:
+        raise LayoutError(f"{name} of shape {list(view.shape)} has no blocks, or blocks of no bytes")
     inner = view.shape[block_axis + 1 :]
     expected = view.item_bytes
     for size, stride in zip(reversed(inner), reversed(view.strides[block_axis + 1 :]), strict=True):

@@ -12,6 +12,7 @@ from memory_cache import MemoryCache
 from test_engine import record_logits, run_checked
 
 from tiercache.engine import Engine, EngineSettings, SamplingParams
+from tiercache.errors import DeadlineExceeded
 
 pytestmark = pytest.mark.engine
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -141,7 +142,7 @@ def test_a_load_that_is_late_is_computed_and_keeps_its_blocks(llama: Path) -> No
         second.step()
         [late] = cache.pending
         lent = second._sequences[request_id].block_table[:14]
-        outputs = run_checked(second, on_step=lambda: None)
+        outputs = run_checked(second)
         assert second.stats()["loads_given_up_count"] == 1
         assert outputs[request_id].external_hit_tokens == 0
         assert outputs[request_id].tokens == cold.tokens
@@ -154,6 +155,17 @@ def test_a_load_that_is_late_is_computed_and_keeps_its_blocks(llama: Path) -> No
         second.check_integrity()
         [warm] = second.generate([PROMPT], GREEDY)
         assert warm.tokens == cold.tokens
+
+
+def test_transfers_that_never_end_stall_the_engine_with_a_word(llama: Path) -> None:
+    cache = MemoryCache()
+    cache.hold_transfers = True
+    with engine_on(cache, llama, pool_blocks=20) as engine:
+        engine.generate([PROMPT], GREEDY)
+        with pytest.raises(DeadlineExceeded, match="transfers hold the pool"):
+            engine.generate([prompt_of(100, seed=1)], GREEDY, stall_timeout_s=0.1)
+        engine.check_integrity()
+        cache.finish_all()
 
 
 def test_aborting_a_load_keeps_its_blocks_until_the_copies_end(llama: Path) -> None:

@@ -7,8 +7,9 @@ the thread. No mask function is registered under `NAME`, so models make no mask:
 windows are ours, and anything else that a model asks for is refused.
 
 The pool is `[block, layer, 2, slot, kv_head, head_dim]`: one block of all layers is one run of
-memory, so that moving it is one copy. A layer's K of a sequence is therefore gathered (one strided
-copy where the blocks follow one another): 2 to 5% of the attention that reads it.
+memory, so that moving it is one copy. A layer's K and V of a sequence are therefore gathered before
+they are read: one strided copy where the blocks follow one another. On a CPU, at 8192 tokens, that
+adds 0.5% to the attention of a chunk of 512 and half to that of a single token.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ class Batch:
 
     Attributes:
         windows: sliding window of each layer that was called so far (0 for none).
+        plain: False once a layer has asked for what torch's own attention does not have.
     """
 
     def __init__(self, pool: torch.Tensor, segments: Sequence[Segment]) -> None:
         self.pool = pool
         self.segments = segments
         self.windows: dict[int, int] = {}
+        self.plain = True
         self.token_count = sum(segment.end - segment.start for segment in segments)
         self._block_size = pool.shape[3]
         positions = torch.cat([torch.arange(segment.start, segment.end) for segment in segments])
@@ -84,16 +87,16 @@ class Batch:
         blocks = -(-segment.end // self._block_size) - first_block
         if segment.contiguous:
             start = segment.block_table[first_block]
-            kv = self.pool[start : start + blocks, layer]
+            run = self.pool[start : start + blocks, layer]
+            key, value = run[:, 0], run[:, 1]
         else:
             ids = self._gathers.get((number, first_block))
             if ids is None:
                 table = segment.block_table[first_block : first_block + blocks]
                 ids = self._gathers[number, first_block] = torch.tensor(table, device=self.pool.device)
-            kv = self.pool[:, layer].index_select(0, ids)
-        skip, stop = first - first_block * self._block_size, segment.end - first_block * self._block_size
-        key, value = (kv[:, part].flatten(0, 1)[skip:stop].transpose(0, 1) for part in (0, 1))
-        return key, value
+            key, value = (self.pool[:, layer, part].index_select(0, ids) for part in (0, 1))
+        tokens = slice(first - first_block * self._block_size, segment.end - first_block * self._block_size)
+        return key.flatten(0, 1)[tokens].transpose(0, 1), value.flatten(0, 1)[tokens].transpose(0, 1)
 
     def mask(self, number: int, first: int, window: int) -> torch.Tensor | None:
         """What to add to the scores of segment `number`, `[query, token]`; None where nothing is hidden."""
@@ -154,13 +157,15 @@ def paged_attention(
     batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    plain = softcap is None and sinks is None
+    batch.plain &= plain
     out = query.new_empty(1, batch.token_count, query.shape[1], query.shape[3])
     for number, segment in enumerate(batch.segments):
         rows = slice(segment.row, segment.row + segment.end - segment.start)
         first = max(0, segment.start + 1 - window) if window else 0
         k, v = batch.read(layer, number, first)
         mask = batch.mask(number, first, window)
-        if softcap is None and sinks is None:
+        if plain:
             out[0, rows] = _fused(query[0, :, rows], k, v, mask, scale).transpose(0, 1)
         else:
             out[0, rows] = _spelled_out(query[0, :, rows], k, v, mask, scale, softcap, sinks).transpose(0, 1)

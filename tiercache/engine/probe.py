@@ -7,6 +7,9 @@ sequences, packed, in uneven chunks, on scattered blocks, against one pass each 
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import NamedTuple
+
 import torch
 
 from tiercache.engine.attention import NAME, Batch, Segment
@@ -23,6 +26,14 @@ _MAX_TRIED_WINDOW = 512
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
+class Trial(NamedTuple):
+    """What came of the paged passes: logits of each prompt, `[token, vocabulary]`; see `Batch` for the rest."""
+
+    logits: list[torch.Tensor]
+    windows: dict[int, int]
+    plain: bool
+
+
 def check_model(model: HostedModel) -> None:
     """Raises ModelRefused with one line where the paged result differs. Takes passes of ~100 tokens."""
     shape = model.shape
@@ -31,9 +42,11 @@ def check_model(model: HostedModel) -> None:
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(shape.vocabulary, (length,), generator=generator).tolist() for length in lengths]
     try:
-        paged, windows = _paged_logits(model, prompts)
-        for prompt, logits in zip(prompts, paged, strict=True):
-            _compare(model, logits, _stock_logits(model, prompt))
+        trial = _run_paged(model, prompts)
+        for prompt, logits in zip(prompts, trial.logits, strict=True):
+            # transformers' sdpa may leave out in silence what it does not have.
+            stock = _stock_logits(model, prompt, ("sdpa", "eager") if trial.plain else ("eager",))
+            _compare(model, logits, stock)
     except TierCacheError:
         raise
     except Exception as error:
@@ -41,16 +54,16 @@ def check_model(model: HostedModel) -> None:
         line = (str(error).strip().splitlines() or [""])[0]
         kind = type(error).__name__
         raise ModelRefused(f"{_name(model)} does not run on paged KV: {kind}: {line}") from error
-    if sorted(windows) != list(range(shape.layers)):
+    if sorted(trial.windows) != list(range(shape.layers)):
         raise ModelRefused(
-            f"{_name(model)} calls transformers' attention interface in {len(windows)} of {shape.layers} "
+            f"{_name(model)} calls transformers' attention interface in {len(trial.windows)} of {shape.layers} "
             "layers: only models that do so in every layer are served"
         )
     for layer, window in enumerate(shape.windows):
-        if windows[layer] != window:
+        if trial.windows[layer] != window:
             raise ModelRefused(
                 f"{_name(model)} has a sliding window of {window} in layer {layer} by its config and of "
-                f"{windows[layer]} by its code: not served"
+                f"{trial.windows[layer]} by its code: not served"
             )
 
 
@@ -58,8 +71,8 @@ def _name(model: HostedModel) -> str:
     return type(model.module).__name__
 
 
-def _paged_logits(model: HostedModel, prompts: list[list[int]]) -> tuple[list[torch.Tensor], dict[int, int]]:
-    """All logits of all prompts, computed packed and in chunks; and each layer's sliding window."""
+def _run_paged(model: HostedModel, prompts: list[list[int]]) -> Trial:
+    """Compute all logits of the prompts, packed and in chunks."""
     needed = [-(-len(prompt) // _BLOCK_SIZE) for prompt in prompts]
     pool = model.new_pool(sum(needed), _BLOCK_SIZE)
     # Every other block, so that no two blocks of a sequence follow one another.
@@ -68,40 +81,42 @@ def _paged_logits(model: HostedModel, prompts: list[list[int]]) -> tuple[list[to
     done = [0] * len(prompts)
     parts: list[list[torch.Tensor]] = [[] for _ in prompts]
     windows: dict[int, int] = {}
+    plain = True
     for part in _ENDS:
-        segments: list[Segment] = []
+        ends = [int(len(prompt) * part) for prompt in prompts]
+        segments: dict[int, Segment] = {}
         tokens: list[int] = []
-        for number, prompt in enumerate(prompts):
-            end = int(len(prompt) * part)
-            if end > done[number]:
-                segments.append(Segment(len(tokens), done[number], end, tables[number], False))
-                tokens += prompt[done[number] : end]
-        batch = Batch(pool, segments)
+        for number, (prompt, start, end) in enumerate(zip(prompts, done, ends, strict=True)):
+            if end > start:
+                segments[number] = Segment(len(tokens), start, end, tables[number], contiguous=False)
+                tokens += prompt[start:end]
+        batch = Batch(pool, list(segments.values()))
         logits = model.forward(batch, tokens, range(len(tokens)))
         windows |= batch.windows
-        for segment in segments:
-            number = tables.index(list(segment.block_table))
+        plain &= batch.plain
+        for number, segment in segments.items():
             parts[number].append(logits[segment.row : segment.row + segment.end - segment.start])
-            done[number] = segment.end
-    return [torch.cat(part) for part in parts], windows
+        done = ends
+    return Trial([torch.cat(part) for part in parts], windows, plain)
 
 
-def _stock_logits(model: HostedModel, prompt: list[int]) -> torch.Tensor:
-    """The model's own logits, `[token, vocabulary]`: with torch's attention if it can use that."""
+def _stock_logits(model: HostedModel, prompt: list[int], implementations: tuple[str, ...]) -> torch.Tensor:
+    """The model's own logits, `[token, vocabulary]`, with the first implementation that it accepts."""
     inputs = torch.tensor([prompt], device=model.device)
     try:
-        for implementation in ("sdpa", "eager"):
-            try:
-                model.module.set_attn_implementation(implementation)
-                with torch.inference_mode():
-                    logits: torch.Tensor = model.module(input_ids=inputs, use_cache=False).logits[0]
-                return logits
-            except ValueError:
-                if implementation == "eager":
-                    raise
+        for implementation in implementations[:-1]:
+            with suppress(ValueError):
+                return _run_stock(model, inputs, implementation)
+        return _run_stock(model, inputs, implementations[-1])
     finally:
         model.module.set_attn_implementation(NAME)
-    raise AssertionError("unreachable")
+
+
+def _run_stock(model: HostedModel, inputs: torch.Tensor, implementation: str) -> torch.Tensor:
+    model.module.set_attn_implementation(implementation)
+    with torch.inference_mode():
+        logits: torch.Tensor = model.module(input_ids=inputs, use_cache=False).logits[0]
+    return logits
 
 
 def _compare(model: HostedModel, paged: torch.Tensor, stock: torch.Tensor) -> None:

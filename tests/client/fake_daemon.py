@@ -1,0 +1,218 @@
+"""A daemon that can be made to misbehave: real sockets, a real memfd, a thread of its own.
+
+It keeps blocks of one namespace in one region and grants every lease. What it does with a request
+is decided by `rules`: by default it answers; a rule may drop the request, hold the reply back, or
+send something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from tiercache import messages as m
+from tiercache.arena import Region, create_region
+from tiercache.wire import close_fds, receive_packet, send_packet
+
+Rule = Callable[[m.Request, m.Reply], "list[bytes] | None"]
+"""Parts to send for a request whose proper reply this is; None answers properly, [] not at all."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_requests = msgspec.msgpack.Decoder(m.AnyRequest)
+_hello = msgspec.msgpack.Decoder(m.Hello)
+
+
+class FakeDaemon:
+    """Serves one run directory until `close`."""
+
+    def __init__(self, run_dir: Path, *, region_bytes: int = 4 << 20, frame_bytes: int = 4096) -> None:
+        run_dir.mkdir(exist_ok=True)
+        self.address = str(run_dir)
+        self.generation = secrets.randbits(60) | 1
+        self.frame_bytes = frame_bytes
+        self.rules: dict[type[m.Request], Rule] = {}
+        self.requests: list[m.Request] = []
+        self.hellos: list[m.Hello] = []
+        self.held: list[tuple[bytes, bytes]] = []
+        self.stored: dict[bytes, int] = {}
+        self.good = True
+        self.announce_regions = True
+        self.next_frame = 0
+        self._region_bytes = region_bytes
+        self._region_fd = create_region(region_bytes, "fake")
+        self.region = Region(0, self._region_fd, region_bytes)
+        self._writing: dict[int, list[bytes]] = {}
+        self._tokens: dict[bytes, socket.socket] = {}
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.set(zmq.LINGER, 0)
+        self.control = f"ipc://{run_dir / 'control.sock'}"
+        with contextlib.suppress(FileNotFoundError):
+            (run_dir / "session.sock").unlink()
+        self._router.bind(self.control)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(run_dir / "session.sock"))
+        self._listener.listen()
+        self._commands: list[Callable[[], None]] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="fake-daemon")
+        self._thread.start()
+
+    # --- what tests call ------------------------------------------------------------------------
+
+    def seen(self, kind: type[m.Request]) -> list[m.Request]:
+        """Requests of one kind so far."""
+        return [request for request in list(self.requests) if type(request) is kind]
+
+    def hold_back(self, kind: type[m.Request]) -> None:
+        """Keep the replies to this kind until `let_go`."""
+        self.rules[kind] = lambda request, reply: self._hold(request, reply)
+
+    def let_go(self) -> None:
+        """Send what was held back, and hold nothing back any more."""
+        self.rules.clear()
+        self._commands.append(self._send_held)
+
+    def drop_sessions(self) -> None:
+        """Close all session sockets, as a daemon that dies does."""
+        self._commands.append(self._drop_sessions)
+
+    def send_regions(self) -> None:
+        """Send the region to everybody now."""
+        self._commands.append(lambda: [self._send_region(sock) for sock in self._tokens.values()] and None)
+
+    def close(self) -> None:
+        """End all of it."""
+        self._closing = True
+        self._thread.join(5)
+        for sock in self._tokens.values():
+            sock.close()
+        self._listener.close()
+        self._router.close(0)
+        self._context.term()
+        self.region.unmap()
+        os.close(self._region_fd)
+
+    def __enter__(self) -> FakeDaemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- its thread ------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._listener.fileno(), zmq.POLLIN)
+        while not self._closing:
+            while self._commands:
+                self._commands.pop(0)()
+            ready = dict(poller.poll(5))
+            if self._listener.fileno() in ready:
+                self._accept()
+            if self._router in ready:
+                identity, *parts = self._router.recv_multipart()
+                self._answer(identity, parts)
+
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        data, fds = receive_packet(sock)
+        close_fds(fds)
+        assert len(fds) == 1
+        hello = _hello.decode(data)
+        self.hellos.append(hello)
+        token = secrets.token_bytes(16)
+        welcome = m.Welcome(1, self.generation, token, self.control, "fake", self._region_bytes)
+        send_packet(sock, _encode(welcome))
+        self._tokens[token] = sock
+        if hello.map_arena and self.announce_regions:
+            self._send_region(sock)
+
+    def _send_region(self, sock: socket.socket) -> None:
+        send_packet(sock, _encode(m.Regions([(0, self._region_bytes)])), [self._region_fd])
+
+    def _drop_sessions(self) -> None:
+        for sock in self._tokens.values():
+            sock.close()
+        self._tokens.clear()
+
+    def _send_held(self) -> None:
+        for identity, data in self.held:
+            self._router.send_multipart([identity, data])
+        self.held.clear()
+
+    def _hold(self, request: m.Request, reply: m.Reply) -> list[bytes]:
+        self.held.append((self._identity, _encode(reply)))
+        return []
+
+    def _answer(self, identity: bytes, parts: list[bytes]) -> None:
+        request = _requests.decode(parts[0])
+        self._identity = identity
+        ids = (request.request_id, self.generation)
+        if request.generation != self.generation:
+            reply: m.Reply = m.Error(*ids, m.ErrorCode.STALE_GENERATION.value, "another life")
+        elif request.session not in self._tokens:
+            reply = m.Error(*ids, m.ErrorCode.UNKNOWN_SESSION.value, "who?")
+        else:
+            reply = self._proper(request)
+        sent = None
+        if (rule := self.rules.get(type(request))) is not None:
+            sent = rule(request, reply)
+        for part in [[_encode(reply)]] if sent is None else [sent]:
+            if part:
+                self._router.send_multipart([identity, *part])
+        # Appended last: who waits for it here knows that the answer is on its way.
+        self.requests.append(request)
+
+    def _proper(self, request: m.Request) -> m.Reply:
+        ids = (request.request_id, self.generation)
+        match request:
+            case m.RegisterNamespace():
+                return m.Namespace(*ids, 1, self.frame_bytes)
+            case m.Match():
+                keys = _split(request.keys)
+                blocks = next((n for n, key in enumerate(keys) if key not in self.stored), len(keys))
+                frames = m.pack_frames([self.stored[key] for key in keys[: min(blocks, request.resolve)]])
+                lease = secrets.randbits(40) | 1 if blocks and request.ttl_ms else m.NO_LEASE
+                return m.Matched(*ids, blocks, 0, lease, [frames] if request.resolve else [])
+            case m.Reserve():
+                keys = _split(request.keys)
+                lease = secrets.randbits(40) | 1
+                self._writing[lease] = keys
+                frames = []
+                for key in keys:
+                    frames.append(self.stored.setdefault(key, self.next_frame))
+                    self.next_frame += self.frame_bytes
+                return m.Reserved(*ids, lease, bytes([m.BlockState.FRAME] * len(keys)), m.pack_frames(frames))
+            case m.Commit():
+                return m.Committed(*ids, bytes(len(request.blocks) // 4))
+            case m.Release():
+                return m.Released(*ids, self.good)
+            case m.Renew():
+                return m.Renewed(*ids, bytes([1] * len(request.leases)))
+            case m.Stats():
+                return m.StatsReply(*ids, {"fake": 1})
+            case _:
+                return m.Done(*ids)
+
+
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + 16] for at in range(0, len(keys), 16)]
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Poll until `condition()` is true. Fails at the deadline."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come true in time"
+        threading.Event().wait(0.002)

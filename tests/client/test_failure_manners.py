@@ -1,0 +1,330 @@
+"""What the client does when the daemon answers late, wrongly, or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from fake_daemon import FakeDaemon, wait_until
+
+import tiercache
+from tiercache import messages as m
+from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, RequestRefused
+from tiercache.wire import receive_packet, send_packet
+
+BLOCK = 4096
+SPEC = tiercache.NamespaceSpec(engine="t/1", layout="x", dtype="uint8", block_size=4, block_bytes=BLOCK)
+KEYS = tiercache.KeyChain(tiercache.root_key("t"), 4, range(12)).packed()
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """A run directory whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="tc-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def daemon(run_dir: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(run_dir) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def client(daemon: FakeDaemon) -> Iterator[tiercache.Client]:
+    with tiercache.Client.connect(daemon.address, name="t", request_timeout_s=0.2) as client:
+        yield client
+
+
+@pytest.fixture
+def connector(daemon: FakeDaemon) -> Iterator[tiercache.Connector]:
+    pool = tiercache.Pool.from_blocks(np.zeros((8, BLOCK), np.uint8))
+    with tiercache.connect(
+        daemon.address, namespace=SPEC, pool=pool, request_timeout_s=0.2, required=True
+    ) as connector:
+        yield connector
+
+
+def test_hello_carries_the_versions_and_one_pidfd(daemon: FakeDaemon, client: tiercache.Client) -> None:
+    hello = daemon.hellos[0]
+    assert (hello.protocol_min, hello.protocol_max, hello.name, hello.map_arena) == (1, 1, "t", True)
+    assert len(hello.instance) == 16
+    assert len(daemon.seen(m.Ping)) == 3
+
+
+def test_no_daemon_is_one_clear_line(run_dir: Path) -> None:
+    with pytest.raises(DaemonUnavailable, match=r"no tiercache daemon answers at .*tiercache daemon --run-dir"):
+        tiercache.Client.connect(run_dir, timeout_s=0.05)
+
+
+def test_a_refusal_at_hello_is_told_at_once(run_dir: Path) -> None:
+    with FakeDaemon(run_dir) as daemon:
+        daemon._accept = lambda: _refuse(daemon)  # type: ignore[method-assign]
+        with pytest.raises(RequestRefused, match="version: speak another"):
+            tiercache.Client.connect(run_dir, timeout_s=5)
+
+
+def _refuse(daemon: FakeDaemon) -> None:
+    sock, _ = daemon._listener.accept()
+    data, fds = receive_packet(sock)
+    assert data
+    assert len(fds) == 1
+    os.close(fds[0])
+    send_packet(sock, msgspec.msgpack.encode(m.Refused("version", "speak another")))
+    sock.close()
+
+
+def test_a_missed_deadline_is_down_and_good_pings_are_up(daemon: FakeDaemon, client: tiercache.Client) -> None:
+    daemon.rules[m.Ping] = lambda request, reply: []
+    daemon.rules[m.Stats] = lambda request, reply: []
+    with pytest.raises(DeadlineExceeded):
+        client.stats()
+    assert not client.alive
+    with pytest.raises(DaemonUnavailable, match="unavailable: no answer"):
+        client.stats()
+    asked = len(daemon.seen(m.Stats))
+    assert asked == 1  # the second call did not even ask
+    pings = len(daemon.seen(m.Ping))
+    wait_until(lambda: len(daemon.seen(m.Ping)) > pings)
+    assert not client.alive
+    daemon.rules.clear()
+    wait_until(lambda: client.alive)
+    assert client.stats() == {"fake": 1}
+    assert len(daemon.hellos) == 1  # a daemon that was only slow keeps its session
+
+
+def test_a_late_grant_of_a_read_lease_is_given_back(
+    daemon: FakeDaemon, connector: tiercache.Connector
+) -> None:
+    assert connector.store(KEYS, [0, 1, 2]).stored == 3
+    daemon.hold_back(m.Match)
+    assert connector.match(KEYS).blocks == 0
+    assert not connector.available
+    (_, held), = daemon.held
+    lease = msgspec.msgpack.decode(held)[5]
+    daemon.let_go()
+    wait_until(lambda: any(r.lease == lease for r in daemon.seen(m.Release)))  # type: ignore[attr-defined]
+
+
+def test_a_late_grant_of_a_write_lease_is_given_back(
+    daemon: FakeDaemon, connector: tiercache.Connector
+) -> None:
+    daemon.hold_back(m.Reserve)
+    assert connector.store(KEYS, [0, 1, 2]) == (0, 0, 3, False)
+    (_, held), = daemon.held
+    lease = msgspec.msgpack.decode(held)[3]
+    daemon.let_go()
+    wait_until(lambda: any((r.lease, r.finished) == (lease, True) for r in daemon.seen(m.Abort)))  # type: ignore[attr-defined]
+    wait_until(lambda: connector.available)
+
+
+def test_without_the_last_word_of_release_a_load_is_a_miss(
+    daemon: FakeDaemon, connector: tiercache.Connector
+) -> None:
+    connector.store(KEYS, [0, 1, 2])
+    daemon.rules[m.Release] = lambda request, reply: []
+    assert connector.load(connector.match(KEYS), [3, 4, 5]) == 0
+    # ... and the lease is released when the daemon answers again.
+    daemon.rules.clear()
+    before = len(daemon.seen(m.Release))
+    wait_until(lambda: len(daemon.seen(m.Release)) > before)
+
+
+def test_a_revoked_lease_is_a_miss(daemon: FakeDaemon, connector: tiercache.Connector) -> None:
+    connector.store(KEYS, [0, 1, 2])
+    match = connector.match(KEYS)
+    daemon.good = False
+    assert match.blocks == 3
+    assert connector.load(match, [3, 4, 5]) == 0
+
+
+def test_replies_of_another_life_are_dropped(daemon: FakeDaemon, client: tiercache.Client) -> None:
+    def wrong_life_then_right(request: m.Request, reply: m.Reply) -> None:
+        other = m.StatsReply(request.request_id, daemon.generation + 1, {"old": 1})
+        daemon._router.send_multipart([daemon._identity, msgspec.msgpack.encode(other)])
+
+    daemon.rules[m.Stats] = wrong_life_then_right
+    assert client.stats() == {"fake": 1}
+
+
+def test_replies_to_unknown_requests_are_dropped(daemon: FakeDaemon, client: tiercache.Client) -> None:
+    def stranger_first(request: m.Request, reply: m.Reply) -> None:
+        other = m.StatsReply(request.request_id + 10_000, daemon.generation, {"other": 1})
+        daemon._router.send_multipart([daemon._identity, msgspec.msgpack.encode(other)])
+
+    daemon.rules[m.Stats] = stranger_first
+    assert client.stats() == {"fake": 1}
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", msgspec.msgpack.encode(["no such", 1])])
+def test_garbage_ends_the_session_and_a_new_one_begins(
+    daemon: FakeDaemon, client: tiercache.Client, garbage: bytes
+) -> None:
+    daemon.rules[m.Stats] = lambda request, reply: [garbage] if garbage else [b"", b""]
+    with pytest.raises(ProtocolError):
+        client.stats()
+    assert not client.alive
+    daemon.rules.clear()
+    wait_until(lambda: client.alive)
+    assert len(daemon.hellos) == 2
+
+
+def test_an_answer_of_another_type_is_no_answer(daemon: FakeDaemon, client: tiercache.Client) -> None:
+    daemon.rules[m.Stats] = lambda request, reply: [
+        msgspec.msgpack.encode(m.Done(request.request_id, daemon.generation))
+    ]
+    with pytest.raises(ProtocolError, match="Done, not StatsReply"):
+        client.stats()
+
+
+def test_a_frame_outside_its_region_is_a_miss(daemon: FakeDaemon, connector: tiercache.Connector) -> None:
+    connector.store(KEYS, [0, 1, 2])
+    for key in daemon.stored:
+        daemon.stored[key] = (4 << 20) - 100
+    assert connector.load(connector.match(KEYS), [3, 4, 5]) == 0
+    assert connector.counters["failures"] == 1
+
+
+def test_a_region_that_comes_late_is_waited_for(run_dir: Path) -> None:
+    with FakeDaemon(run_dir) as daemon:
+        daemon.announce_regions = False
+        pool = tiercache.Pool.from_blocks(np.ones((8, BLOCK), np.uint8))
+        with tiercache.connect(
+            run_dir, namespace=SPEC, pool=pool, required=True, request_timeout_s=5
+        ) as connector:
+            transfer = connector.store_async(KEYS, [0, 1, 2])
+            wait_until(lambda: daemon.seen(m.Reserve))
+            daemon.send_regions()
+            assert transfer.result(5).stored == 3
+
+
+def test_a_closed_session_is_down_at_once_and_comes_back_with_a_new_mapping(
+    daemon: FakeDaemon, connector: tiercache.Connector
+) -> None:
+    assert connector.store(KEYS, [0, 1, 2]).stored == 3
+    old = connector.client.session()
+    assert old.arena is not None
+    daemon.drop_sessions()
+    wait_until(lambda: connector.counters["times_down"] == 1)
+    assert old.arena.wait_unmapped(5)
+    wait_until(lambda: connector.available)
+    assert len(daemon.hellos) == 2
+    assert connector.load(connector.match(KEYS), [3, 4, 5]) == 3
+
+
+def test_a_copy_in_flight_keeps_the_mapping(daemon: FakeDaemon, connector: tiercache.Connector) -> None:
+    arena = connector.client.session().arena
+    assert arena is not None
+    wait_until(lambda: arena.region_count == 1)
+    assert arena.begin_copy()
+    daemon.drop_sessions()
+    wait_until(lambda: not arena.begin_copy() or arena.end_copy())
+    assert not arena.wait_unmapped(0.05)
+    arena.end_copy()
+    assert arena.wait_unmapped(5)
+
+
+def test_a_request_of_a_former_session_never_reaches_the_new_one(
+    daemon: FakeDaemon, connector: tiercache.Connector
+) -> None:
+    connector.store(KEYS, [0, 1, 2])
+    match = connector.match(KEYS)
+    daemon.drop_sessions()
+    wait_until(lambda: connector.counters["times_up"] == 2)
+    before = len(daemon.seen(m.Release))
+    assert connector.load(match, [3, 4, 5]) == 0
+    assert connector.available
+    assert connector.match(KEYS).blocks == 3
+    assert len(daemon.seen(m.Release)) == before
+
+
+def test_a_held_match_is_renewed_and_a_forgotten_one_given_back(
+    daemon: FakeDaemon, connector: tiercache.Connector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiercache.loading.READ_TTL_MS", 200)
+    connector.store(KEYS, [0, 1, 2])
+    match = connector.match(KEYS)
+    wait_until(lambda: len(daemon.seen(m.Renew)) >= 2)
+    renewal = daemon.seen(m.Renew)[-1]
+    assert isinstance(renewal, m.Renew)
+    assert (len(renewal.leases), renewal.ttl_ms) == (1, 200)
+    del match
+    wait_until(lambda: [r.lease for r in daemon.seen(m.Release)] == renewal.leases)  # type: ignore[attr-defined]
+
+
+def test_unavailable_calls_are_misses_and_are_counted(run_dir: Path) -> None:
+    pool = tiercache.Pool.from_blocks(np.zeros((8, BLOCK), np.uint8))
+    with tiercache.connect(run_dir, namespace=SPEC, pool=pool) as connector:
+        assert not connector.available
+        match = connector.match(KEYS)
+        assert match.blocks == 0
+        assert connector.load(match, []) == 0
+        assert connector.store(KEYS, [0, 1]) == (0, 0, 2, False)
+        assert connector.store_async(KEYS, [0, 1]).done()
+        assert connector.prefetch(KEYS) == connector.pin(KEYS, 1) == connector.unpin(KEYS) == 0
+        with pytest.raises(DaemonUnavailable):
+            connector.flush()
+        stats = connector.stats()
+        assert (stats["available"], stats["daemon"]) == (False, {})
+        assert stats["client"]["dropped_blocks"] == 4
+        with FakeDaemon(run_dir):
+            wait_until(lambda: connector.available)
+            assert connector.store(KEYS, [0, 1]).stored == 2
+
+
+def test_it_is_logged_once_when_it_goes_and_once_when_it_comes(
+    daemon: FakeDaemon, connector: tiercache.Connector, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon.drop_sessions()
+    wait_until(lambda: connector.counters["times_down"] == 1)
+    for _ in range(20):
+        connector.match(KEYS)
+    wait_until(lambda: connector.available)
+    assert [record.message.split("; ")[-1][-7:] for record in caplog.records] == ["without it"[-7:], "is back"]
+
+
+def test_a_forked_child_says_so_and_leaves_the_parent_alone(
+    daemon: FakeDaemon, connector: tiercache.Connector
+) -> None:
+    connector.store(KEYS, [0, 1, 2])
+    pid = os.fork()
+    if pid == 0:
+        try:
+            assert connector.match(KEYS).blocks == 0
+            assert connector.store_async(KEYS, [0]).done()
+            connector.client.ping()
+        except DaemonUnavailable as error:
+            os._exit(7 if "forked" in str(error) else 8)
+        except BaseException:
+            os._exit(9)
+        os._exit(10)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert connector.load(connector.match(KEYS), [3, 4, 5]) == 3
+    assert len(daemon.hellos) == 1
+
+
+def test_a_slow_daemon_does_not_come_up_by_halves(daemon: FakeDaemon, client: tiercache.Client) -> None:
+    """Pings must come within half the deadline, so one that needs 1.1 deadlines stays down."""
+    waits: list[float] = []
+    never = threading.Event()
+
+    def slow(request: m.Request, reply: m.Reply) -> None:
+        waits.append(time.monotonic())
+        never.wait(0.15)
+
+    daemon.rules[m.Stats] = lambda request, reply: []
+    daemon.rules[m.Ping] = slow
+    with pytest.raises(DeadlineExceeded):
+        client.stats()
+    wait_until(lambda: len(waits) >= 3)
+    assert not client.alive
+    daemon.rules.clear()
+    wait_until(lambda: client.alive)

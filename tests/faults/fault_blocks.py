@@ -1,0 +1,47 @@
+"""Blocks whose bytes say whose they are: content follows from (key, namespace), 64 bytes at a time."""
+
+from __future__ import annotations
+
+import hashlib
+
+from tiercache.layout import NamespaceSpec
+from tiercache.messages import KEY_BYTES
+
+LINE_BYTES = 64
+
+
+def spec_of(block_bytes: int = 4096, rank: int = 0) -> NamespaceSpec:
+    """A namespace: equal keys of another rank or size are other bytes."""
+    return NamespaceSpec(
+        engine="faults/1", layout="bytes", dtype="uint8", block_size=16, block_bytes=block_bytes,
+        tp_rank=rank, tp_size=8,
+    )  # fmt: skip
+
+
+def chain(seed: object, blocks: int, after: bytes = b"") -> bytes:
+    """Packed keys of a chain: block i of seed s is the same in every process. `after` is a prefix of keys."""
+    keys, last = [], after[-KEY_BYTES:]
+    for number in range(blocks):
+        last = hashlib.blake2b(last + f"{seed}/{number}".encode(), digest_size=KEY_BYTES).digest()
+        keys.append(last)
+    return after + b"".join(keys)
+
+
+def key_at(keys: bytes, number: int) -> bytes:
+    """Key `number` of packed keys."""
+    return keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+
+
+def content(key: bytes, spec: NamespaceSpec) -> bytes:
+    """The bytes of one block; each line of 64 names its key and namespace, so a mixture shows."""
+    line = hashlib.blake2b(key + spec.fingerprint().encode(), digest_size=LINE_BYTES).digest()
+    return (line * (spec.block_bytes // LINE_BYTES + 1))[: spec.block_bytes]
+
+
+def whose(data: bytes, keys: bytes, specs: list[NamespaceSpec]) -> str:
+    """For messages: which of these blocks the first line of `data` belongs to."""
+    for spec in specs:
+        for number in range(len(keys) // KEY_BYTES):
+            if content(key_at(keys, number), spec)[:LINE_BYTES] == data[:LINE_BYTES]:
+                return f"block {number} of rank {spec.tp_rank}"
+    return "nobody known"

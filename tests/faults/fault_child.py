@@ -1,0 +1,208 @@
+"""The child's side of `fault_processes.Child`: a client that obeys orders from its stdin.
+
+    peer    a hand-made client (`fault_peer.Peer`) with all that it must not do
+    engine  a connector with a pool, as an engine has it
+
+Every order is one JSON line `[name, arguments]`; every answer is one line `{"value": ...}`, or
+`{"error": ...}` when the order failed or bytes were wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from fault_blocks import chain, content, key_at, spec_of
+from fault_engine import Engine
+from fault_peer import Peer
+
+from tiercache import messages as m
+
+LIFE_S = 120
+
+
+class PeerChild:
+    """Orders for a hand-made client. Block content is always the right one, unless told to scribble."""
+
+    def __init__(self, run_dir: str, block_bytes: int = 4096, rank: int = 0, **settings: Any) -> None:
+        self.run_dir = run_dir
+        self.spec = spec_of(block_bytes, rank)
+        self.settings = settings
+        self.peer = Peer(run_dir, **settings)
+        self.lease = 0
+        self.keys = b""
+        self.indices: list[int] = []
+        self.frames: list[int] = []
+
+    def reserve(self, seed: object, blocks: int, ttl_ms: int = 30_000) -> dict[str, Any]:
+        self.keys = chain(seed, blocks)
+        reserved = self.peer.reserve(self.spec, self.keys, ttl_ms=ttl_ms)
+        self.lease = reserved.lease
+        states = list(reserved.states)
+        self.indices = [index for index, state in enumerate(states) if state == m.BlockState.FRAME]
+        self.frames = list(m.unpack_frames(reserved.frames))
+        return {"states": states, "frames": self.frames, "lease": self.lease}
+
+    def fill(self, first: int, count: int) -> int:
+        for index, frame in list(zip(self.indices, self.frames, strict=True))[first : first + count]:
+            self.peer.write(frame, content(key_at(self.keys, index), self.spec))
+        return count
+
+    def scribble(self) -> int:
+        """Write to every frame of the last reservation, however late it is."""
+        for frame in self.frames:
+            self.peer.write(frame, b"\xee" * self.spec.block_bytes)
+        return len(self.frames)
+
+    def commit(self) -> list[int]:
+        return self.peer.commit(self.lease, self.indices)
+
+    def abort(self, finished: bool) -> str:
+        return type(self.peer.ask(m.Abort, lease=self.lease, finished=finished)).__name__
+
+    def hang_up(self) -> bool:
+        self.peer.hang_up()
+        return True
+
+    def reconnect(self) -> bool:
+        """A new session of the same process and instance; the old mapping stays in use."""
+        old = self.peer
+        old.hang_up()
+        self.peer = Peer(self.run_dir, instance=old.instance, map_arena=False)
+        self.peer.regions = old.regions
+        return True
+
+    def fork(self) -> int:
+        """A child that inherits every socket and does nothing, for two minutes at most."""
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(LIFE_S)
+            os.close(0)
+            os.close(1)
+            while True:
+                signal.pause()
+        return pid
+
+    def hold(self, seed: object, blocks: int, ttl_ms: int) -> dict[str, Any]:
+        self.keys = chain(seed, blocks)
+        matched = self.peer.match(self.spec, self.keys, ttl_ms=ttl_ms, resolve=m.MAX_RESOLVE)
+        self.lease = matched.lease
+        self.frames = list(m.unpack_frames(matched.frames[0])) if matched.lease else []
+        return {"blocks": matched.dram_blocks, "frames": self.frames}
+
+    def release(self) -> bool:
+        return bool(self.peer.ask(m.Release, lease=self.lease).good)
+
+    def store(self, seed: object, blocks: int) -> int:
+        return len(self.peer.store(self.spec, chain(seed, blocks)))
+
+    def ping_pong(self, seconds: float, peers: int) -> int:
+        """Several sessions, each with a few pings under way; every one must be answered."""
+        others = [Peer(self.run_dir, name=f"ping {n}", map_arena=False) for n in range(peers)]
+        answered = 0
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            posted = [(peer, peer.post(m.Ping)) for peer in others for _ in range(3)]
+            for peer, request_id in posted:
+                assert isinstance(peer.answer_to(request_id)[0], m.Done)
+                answered += 1
+        for peer in others:
+            peer.close()
+        return answered
+
+    def limit_files(self, spare: int) -> int:
+        """Let this process open only `spare` descriptors more."""
+        limit = max(int(name) for name in os.listdir("/proc/self/fd")) + 1 + spare
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        return limit
+
+
+class EngineChild:
+    """Orders for a connector with a pool."""
+
+    def __init__(
+        self, run_dir: str, block_bytes: int = 4096, rank: int = 0, blocks: int = 64, spare_files: int = 0,
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        if spare_files:
+            limit = len(os.listdir("/proc/self/fd")) + spare_files
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        self.engine = Engine(run_dir, spec_of(block_bytes, rank), blocks, **settings)
+
+    def store(self, seed: object, blocks: int) -> list[int]:
+        return list(self.engine.store(chain(seed, blocks)))
+
+    def load(self, seed: object, blocks: int) -> int:
+        return self.engine.load(chain(seed, blocks))
+
+    def available(self) -> bool:
+        return self.engine.connector.available
+
+    def counters(self) -> dict[str, int]:
+        return self.engine.connector.counters
+
+    def mapped_regions(self) -> int:
+        return sum("memfd:tiercache" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    def hold(self, seed: object, blocks: int) -> int:
+        self.match = self.engine.connector.match(chain(seed, blocks))
+        return self.match.blocks
+
+    def load_held(self, seed: object) -> int:
+        return self.engine.load_match(self.match, chain(seed, self.match.blocks))
+
+    def churn(self, seed: int, seconds: float, chains: int, longest: int, flush: bool) -> dict[str, int]:
+        """Store, load, pin and flush at random, with every good block verified."""
+        dice = random.Random(seed)
+        engine, connector = self.engine, self.engine.connector
+        totals = dict.fromkeys(("rounds", "stored", "good", "misses"), 0)
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            totals["rounds"] += 1
+            keys = chain(f"churn {dice.randrange(chains)}", dice.randint(1, longest))
+            draw = dice.random()
+            if draw < 0.45:
+                totals["stored"] += engine.store(keys).stored
+            elif draw < 0.93:
+                good = engine.load(keys)
+                totals["good"] += good
+                totals["misses"] += good == 0
+            elif draw < 0.96:
+                connector.pin(keys, ttl_s=0.2)
+            elif draw < 0.97:
+                connector.unpin(keys)
+            elif draw < 0.98:
+                connector.release(connector.match(keys))
+            elif flush:
+                engine.try_flush(key=b"" if draw > 0.995 else key_at(keys, 0))
+        return totals
+
+
+def main() -> None:
+    kind, run_dir, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    signal.alarm(LIFE_S)
+    target: Any = None
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        try:
+            if name == "begin":
+                target = {"peer": PeerChild, "engine": EngineChild}[kind](run_dir, **settings)
+                answer: dict[str, Any] = {"value": os.getpid()}
+            else:
+                answer = {"value": getattr(target, name)(**arguments)}
+        except Exception:
+            # Whatever it was is the answer: the test decides.
+            answer = {"error": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""An engine as the cache sees it: a connector, a pool, and blocks whose bytes are verified."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from fault_blocks import content, key_at, whose
+
+import tiercache
+from tiercache.errors import TierCacheError
+from tiercache.layout import NamespaceSpec
+from tiercache.loading import Match
+from tiercache.messages import KEY_BYTES
+from tiercache.storing import StoreResult
+
+_DIRT = 0xDD
+
+
+class Engine:
+    """A connector over a numpy pool of `blocks` blocks."""
+
+    def __init__(self, run_dir: str, spec: NamespaceSpec, blocks: int = 64, **settings: Any) -> None:
+        self.spec = spec
+        self.pool = np.full((blocks, spec.block_bytes), _DIRT, np.uint8)
+        self.connector = tiercache.connect(
+            run_dir, namespace=spec, pool=tiercache.Pool.from_blocks(self.pool), **{"required": True, **settings}
+        )
+
+    def write(self, keys: bytes, first: int = 0) -> list[int]:
+        """Put the right bytes of keys `first..` into pool blocks 0.."""
+        count = len(keys) // KEY_BYTES - first
+        for number in range(count):
+            self.pool[number] = np.frombuffer(content(key_at(keys, first + number), self.spec), np.uint8)
+        return list(range(count))
+
+    def store(self, keys: bytes, first: int = 0) -> StoreResult:
+        """Store keys `first..` of a chain."""
+        return self.connector.store(keys, self.write(keys, first), first=first)
+
+    def verify(self, keys: bytes, good: int) -> int:
+        """That the first `good` pool blocks hold what was stored under the keys."""
+        for number in range(good):
+            got = self.pool[number].tobytes()
+            right = got == content(key_at(keys, number), self.spec)
+            assert right, f"block {number} of {good} is wrong: it is {whose(got, keys, [self.spec])}"
+        return good
+
+    def load_match(self, match: Match, keys: bytes) -> int:
+        """Load what was matched into a dirty pool, and verify what is said to be good."""
+        blocks = min(match.blocks, len(self.pool))
+        self.pool[:blocks] = _DIRT
+        return self.verify(keys, self.connector.load(match, list(range(blocks))))
+
+    def load(self, keys: bytes) -> int:
+        """Match, load and verify; how many blocks were good."""
+        return self.load_match(self.connector.match(keys), keys)
+
+    def try_flush(self, key: bytes) -> int:
+        """Flush; 0 when the daemon cannot be asked."""
+        try:
+            return self.connector.flush(key=key)
+        except TierCacheError:
+            return 0
+
+    def close(self) -> None:
+        """End the connector."""
+        self.connector.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,221 @@
+"""Real processes for the fault tests: daemons and clients that can be stopped, killed and brought back."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fault_peer import Peer
+
+from tiercache.config import session_socket_path
+
+READY_S = 20.0
+_HERE = Path(__file__).parent
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 10.0) -> Any:
+    """Look again and again until `condition()` is true; its value. AssertionError at the deadline."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.005)
+    return value
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for a process: T is stopped, Z a zombie, empty is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until it has."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: state_of(pid) == "T", f"process {pid} is stopped")
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident memory of a process besides shared memory."""
+    values = dict.fromkeys(("VmRSS", "RssShmem"), 0)
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in values:
+            values[name] = int(value.split()[0]) * 1024
+    return values["VmRSS"] - values["RssShmem"]
+
+
+def open_fds(pid: int) -> int:
+    """Descriptors that a process has open."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+class Daemon:
+    """A daemon on a run directory of its own, which lives through its deaths."""
+
+    def __init__(self, *flags: str, run_dir: str = "", preexec: Callable[[], None] | None = None) -> None:
+        self.own_dir = "" if run_dir else tempfile.mkdtemp(prefix="tcf-", dir="/tmp")
+        self.run_dir = run_dir or self.own_dir
+        self.flags = flags
+        self.log_path = Path(tempfile.mkstemp(prefix="tcf-", suffix=".log", dir="/tmp")[1])
+        self._preexec = preexec
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe = -1
+
+    @property
+    def pid(self) -> int:
+        """Of the present life, or the last one."""
+        assert self._process is not None
+        return self._process.pid
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        """Start the process, which ends when this one does, and do not wait for it."""
+        its, ours = os.pipe2(os.O_CLOEXEC)
+        command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", self.run_dir, *self.flags]
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, "--parent-fd", str(its)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[its], preexec_fn=self._preexec,
+            )  # fmt: skip
+        os.close(its)
+        if self._pipe >= 0:
+            os.close(self._pipe)
+        self._pipe = ours
+        return self._process
+
+    def start(self, *, complete: bool = True) -> Daemon:
+        """Start, and wait until it answers and (if `complete`) has all its memory."""
+        self.launch()
+        wait_until(lambda: self._is_ready(complete), f"the daemon is ready\n{self.log()}", READY_S)
+        return self
+
+    def _is_ready(self, complete: bool) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, f"the daemon ended\n{self.log()}"
+        if not session_socket_path(self.run_dir).exists():
+            return False
+        try:
+            with Peer(self.run_dir, name="ready?", map_arena=False) as peer:
+                arena = peer.stats()["arena"]
+        except OSError:
+            return False
+        return bool(arena["populated_bytes"] == arena["bytes"]) or not complete
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        stop(self.pid)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(READY_S)
+
+    def restart(self) -> Daemon:
+        """kill -9, and again."""
+        self.kill()
+        return self.start()
+
+    def terminate(self) -> int:
+        """SIGTERM; the exit status."""
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait(READY_S)
+
+    def running(self) -> bool:
+        """Whether it lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def log(self) -> str:
+        """What it has written to stderr, in all lives."""
+        return self.log_path.read_text(errors="replace")
+
+    def stats(self) -> dict[str, Any]:
+        """Its statistics."""
+        with Peer(self.run_dir, name="stats", map_arena=False) as peer:
+            return peer.stats()
+
+    def close(self) -> None:
+        """End it and remove what it left."""
+        if self.running():
+            self.kill()
+        if self._pipe >= 0:
+            os.close(self._pipe)
+        if self.own_dir:
+            shutil.rmtree(self.own_dir, ignore_errors=True)
+        self.log_path.unlink(missing_ok=True)
+
+
+class Child:
+    """A client in a process of its own, told what to do line by line (`fault_child.py`)."""
+
+    def __init__(self, kind: str, run_dir: str, **settings: Any) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(_HERE / "fault_child.py"), kind, run_dir, json.dumps(settings)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self._read = b""
+        self.pid = self._process.pid
+
+    def tell(self, command: str, **arguments: Any) -> None:
+        """Give an order and do not wait."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([command, arguments]).encode() + b"\n")
+
+    def hear(self, timeout_s: float = 20.0) -> Any:
+        """The answer to the oldest order."""
+        assert self._process.stdout is not None
+        deadline_s = time.monotonic() + timeout_s
+        while b"\n" not in self._read:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            ready = select.select([self._process.stdout], [], [], left_s)[0]
+            assert ready, f"child {self.pid} does not answer"
+            got = os.read(self._process.stdout.fileno(), 1 << 20)
+            assert got, f"child {self.pid} ended with {self._process.wait(5)}"
+            self._read += got
+        line, _, self._read = self._read.partition(b"\n")
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        return answer["value"]
+
+    def do(self, command: str, *, timeout_s: float = 20.0, **arguments: Any) -> Any:
+        """Give an order and wait for its answer."""
+        self.tell(command, **arguments)
+        return self.hear(timeout_s)
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        stop(self.pid)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait(READY_S)
+
+    def close(self) -> None:
+        """End it."""
+        if self._process.poll() is None:
+            self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
