@@ -91,14 +91,14 @@ class Allocator:
 
     def give_back(self, frame: int) -> None:
         """The owner is done with the frame. It is free at once, or when its last holder is done."""
-        if frame in self._holders:
-            self._waiting.add(frame)
-            return
         region_id = frame >> REGION_SHIFT
         size_class = self._class_of[region_id]
         region = size_class.regions[region_id]
         number = (frame & OFFSET_MASK) // size_class.frame_bytes
-        region.entries[number] = 0
+        region.entries[number] = 0  # the entry may be another block's before the last holder is done
+        if frame in self._holders:
+            self._waiting.add(frame)
+            return
         region.returned.append(number)
         region.owned -= 1
         self.used_bytes -= size_class.frame_bytes
@@ -137,6 +137,10 @@ class Allocator:
         size_class = self._class_of.get(region_id)
         region = size_class.regions[region_id] if size_class is not None else None
         return region.entries if region is not None and region.draining is draining else None
+
+    def owned_frames(self, region_id: int) -> int:
+        """Frames of a region in use, with or without an index entry."""
+        return self._class_of[region_id].regions[region_id].owned
 
     def drain(self, region_id: int) -> None:
         """Hand out no more frames of the region; once the last one is back it is unassigned."""

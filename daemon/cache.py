@@ -67,6 +67,8 @@ class Cache:
         so far and whether frames are still coming back.
         """
         gone = 0
+        if not key:
+            self.writes.drop_namespaces(set(numbers))
         for number in numbers:
             table = self.space.index.tables[number]
             if key:
@@ -78,7 +80,6 @@ class Cache:
                 self.space.index.unlink_slice(_FLUSH_AT_ONCE)
                 gone += before - table.blocks
             else:
-                self.writes.drop_namespace(number)
                 gone += self.space.index.drop_table(table)
         self.reads.revoke_detached()
         self.counters.flushes += 1

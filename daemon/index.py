@@ -156,12 +156,23 @@ class Index:
             before = entry
         return frames
 
-    def attached(self, entry: int) -> bool:
-        """Whether the entry and all before it are live. O(depth): only needed while unlinking."""
-        while entry != NO_ENTRY:
+    def attached(self, entry: int, known: set[int] | None = None) -> bool:
+        """Whether the entry and all before it are live. O(depth) while unlinking, else O(1).
+
+        `known` gathers what was found attached, so that many questions in a row walk no link twice.
+        """
+        if self.state[entry] != LIVE:
+            return False
+        if not self.tables[self.table[entry]].unlinking:
+            return True  # what is live below a dead entry is waiting to be unlinked
+        known = set() if known is None else known
+        path = []
+        while entry != NO_ENTRY and entry not in known:
             if self.state[entry] != LIVE:
                 return False
+            path.append(entry)
             entry = self.parent[entry]
+        known.update(path)
         return True
 
     # --- changing --------------------------------------------------------------------------------

@@ -104,6 +104,7 @@ class LeafLRU:
             columns.prev[entry] = columns.next[entry] = entry + 1
             self._heads[bucket] = entry
             self._push(bucket)
+            self._inherited = NO_ENTRY
             return
         tail = columns.prev[head] - 1
         columns.prev[entry] = tail + 1

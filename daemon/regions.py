@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 
@@ -59,8 +60,12 @@ class RegionMaker(threading.Thread):
         while not self._stopped.is_set():
             try:
                 fd = create_region(size_bytes, f"tiercache-{region_id}")
-                return Region(region_id, fd, size_bytes), fd
-            except ArenaError as error:
+                try:
+                    return Region(region_id, fd, size_bytes), fd
+                except ArenaError:
+                    os.close(fd)  # else every attempt would keep a region's memory
+                    raise
+            except (ArenaError, OSError) as error:
                 if not self.shortage:
                     log.warning("%s; trying again every %.0f s", error, RETRY_S)
                 self.shortage = str(error)

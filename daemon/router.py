@@ -119,7 +119,8 @@ class Router:
                 answer.payload_done()
             # EHOSTUNREACH: the peer has gone, and its session socket says so too.
             if error.errno == zmq.EAGAIN and answer.session is not None:
-                self._cut(answer.session, "it does not read its replies")
+                # Not at once: an end drains this socket, and we may be in the middle of that.
+                self._loop.call_soon(self._cut, answer.session, "it does not read its replies")
             return
         assert isinstance(tracker, zmq.MessageTracker)
         assert answer.payload_done is not None
@@ -135,23 +136,28 @@ class Router:
                 else:
                     still.append((tracker, done))
             self._sending = still
+        over: list[int] = []
         while _readable(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._accepted(event["value"])
+                self.connections.add(event["value"])
+                if len(self.connections) > self._max_connections:
+                    over.append(event["value"])
             else:
                 self.connections.discard(event["value"])
+        for fd in over:
+            # One that has gone meanwhile is left alone: its number may be somebody else's by now.
+            if fd in self.connections:
+                self._refuse(fd)
 
-    def _accepted(self, fd: int) -> None:
-        self.connections.add(fd)
-        if len(self.connections) > self._max_connections:
-            self.refused_connections += 1
-            try:
-                # ZeroMQ has no limit of its own; shutting the socket down makes it let go of the peer.
-                with socket.socket(fileno=os.dup(fd)) as peer:
-                    peer.shutdown(socket.SHUT_RDWR)
-            except OSError as error:
-                log.debug("a connection over the limit was gone already: %s", error)
+    def _refuse(self, fd: int) -> None:
+        self.refused_connections += 1
+        try:
+            # ZeroMQ has no limit of its own; shutting the socket down makes it let go of the peer.
+            with socket.socket(fileno=os.dup(fd)) as peer:
+                peer.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            log.debug("a connection over the limit was gone already: %s", error)
 
     def close(self) -> None:
         """Stop serving; what was not sent is dropped."""

@@ -37,6 +37,8 @@ from tiercache.units import format_bytes
 log = logging.getLogger("tiercache.daemon")
 
 TICK_S = 0.01
+_TICK_REQUESTS = 256
+_MAX_UNDRAINED_TICKS = 50
 CONNECTIONS_PER_SESSION = 4
 _GC_THRESHOLDS = (50_000, 20, 100)
 
@@ -59,6 +61,7 @@ class Server:
         self.regions: dict[int, Region] = {}
         self.problem = ""
         self._working = False
+        self._undrained_ticks = 0
         self._stopping = asyncio.Event()
 
     async def run(self, parent_fd: int | None = None) -> int:
@@ -141,15 +144,18 @@ class Server:
         self.loop.call_later(TICK_S, self._tick)
         self.clock.observe()
         self.cache.counters.loop_stalls = self.clock.stalls
-        drained = self.router.drain()
+        self._undrained_ticks = 0 if self.router.drain(_TICK_REQUESTS) else self._undrained_ticks + 1
         self.router.tick()
-        if drained:
+        # A queue that never runs empty must not keep every lease alive.
+        if self._undrained_ticks in (0, _MAX_UNDRAINED_TICKS):
+            self._undrained_ticks = 0
             self.cache.expire()
         if not self._working:
             self._work()
 
     def _work(self) -> None:
         """A slice of what was put off; the loop serves others before the next one."""
+        self._working = False  # a slice that fails is tried again at the next tick
         self._working = self.cache.work()
         if self._working:
             self._later(self._work)

@@ -27,6 +27,7 @@ from tiercache.errors import ProtocolError
 from tiercache.messages import (
     INSTANCE_BYTES,
     MAX_FDS_PER_MESSAGE,
+    MAX_HELLO_BYTES,
     OLDEST_PROTOCOL,
     PROTOCOL,
     TOKEN_BYTES,
@@ -44,6 +45,7 @@ HELLO_TIMEOUT_S = 2.0
 MAX_GREETING = 32
 """Connections that have not said hello yet."""
 _BACKLOG = 128
+_ACCEPT_AGAIN_S = 1.0
 _encode = msgspec.msgpack.Encoder().encode
 _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
@@ -68,7 +70,7 @@ class Session:
         self.sock = sock
         self.pidfd = pidfd
         self.pid = pid
-        self.name = hello.name[:64]
+        self.name = "".join(char if char.isprintable() else "?" for char in hello.name[:64])  # it goes into logs
         self.map_arena = hello.map_arena
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.owner = Owner(hello.instance)
@@ -99,7 +101,7 @@ class SessionGate:
         self._listener.bind(str(path))
         path.chmod(0o600)
         self._listener.listen(_BACKLOG)
-        self._loop.add_reader(self._listener, self._accept)
+        self._listen()
 
     # --- coming ----------------------------------------------------------------------------------
 
@@ -108,15 +110,24 @@ class SessionGate:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError as error:  # out of descriptors: the peer waits in the backlog
+        except OSError as error:  # out of descriptors: the peer waits in the backlog, and we do not spin
             log.warning("a connection could not be accepted: %s", error.strerror)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(_ACCEPT_AGAIN_S, self._listen)
             return
         sock.setblocking(False)
-        if len(self.sessions) >= self._max_sessions or len(self._greeting) >= MAX_GREETING:
+        if len(self.sessions) + len(self._greeting) >= self._max_sessions:
             self._refuse(sock, ErrorCode.LIMIT, f"{self._max_sessions} sessions are open: raise max_sessions")
+            return
+        if len(self._greeting) >= MAX_GREETING:
+            self._refuse(sock, ErrorCode.LIMIT, f"{MAX_GREETING} connections have not said hello: try again")
             return
         self._greeting[sock] = self._loop.call_later(HELLO_TIMEOUT_S, self._stop_greeting, sock, True)
         self._loop.add_reader(sock, self._greet, sock)
+
+    def _listen(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
 
     def _stop_greeting(self, sock: socket.socket, close: bool) -> None:
         self._greeting.pop(sock).cancel()
@@ -125,27 +136,34 @@ class SessionGate:
             sock.close()
 
     def _greet(self, sock: socket.socket) -> None:
-        fds: list[int] = []
         try:
             data, fds = receive_packet(sock)
-            self._stop_greeting(sock, close=not data)
-            if data:
-                self._admit(sock, data, fds)
         except BlockingIOError:
             return
-        except (ProtocolError, msgspec.MsgspecError, ValueError) as error:
-            if sock in self._greeting:
-                self._stop_greeting(sock, close=False)
+        except OSError:
+            self._stop_greeting(sock, close=True)
+            return
+        except ProtocolError as error:
+            self._stop_greeting(sock, close=False)
+            self._refuse(sock, ErrorCode.MALFORMED, str(error))
+            return
+        self._stop_greeting(sock, close=not data)
+        try:
+            if data:
+                self._admit(sock, data, fds)
+            else:
+                close_fds(fds)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             close_fds(fds)
             self._refuse(sock, ErrorCode.MALFORMED, str(error))
         except OSError:
             close_fds(fds)
-            if sock in self._greeting:
-                self._stop_greeting(sock, close=False)
             sock.close()
 
     def _admit(self, sock: socket.socket, data: bytes, fds: list[int]) -> None:
         """Hello → Welcome and the regions. Raises ValueError for what is wrong with it."""
+        if len(data) > MAX_HELLO_BYTES:
+            raise ValueError(f"hello is {len(data)} bytes: at most {MAX_HELLO_BYTES}")
         hello = _decode_hello(data)
         if hello.protocol_max < OLDEST_PROTOCOL or hello.protocol_min > PROTOCOL:
             close_fds(fds)
@@ -220,10 +238,15 @@ class SessionGate:
         if not session.open:
             return
         session.open = False
-        self._ends.session_ended(session)
-        self.sessions.pop(session.token, None)
-        self._loop.remove_reader(session.sock)
-        session.sock.close()
+        try:
+            self._ends.session_ended(session)
+        finally:
+            self.sessions.pop(session.token, None)
+            self._loop.remove_reader(session.sock)
+            session.sock.close()
+        for ghost in [ghost for ghost in self._ghosts if not self._ends.has_quarantine(ghost)]:
+            self._ghosts.remove(ghost)  # another session of its instance has said that its copies are finished
+            self._forget_process(ghost)
         if self._ends.has_quarantine(session):
             self._ghosts.add(session)
         else:

@@ -12,11 +12,10 @@ its process has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from tiercache.daemon.allocator import NO_FRAME
-from tiercache.daemon.index import LIVE
 from tiercache.daemon.leases import BlockPhase, Deadlines, Owner, PendingBlock, WriteLease, new_lease_id
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace, Space
@@ -218,7 +217,7 @@ class Writes:
         while ready:
             block = ready.pop()
             parent, table = block.parent_entry, block.table
-            if index.state[parent] != LIVE or (table.unlinking and not index.attached(parent)):
+            if not index.attached(parent):
                 block.phase = BlockPhase.HELD  # its copy is complete, so its frame is free to go
                 self._drop(block)
                 continue
@@ -259,14 +258,11 @@ class Writes:
                 self._space.allocator.give_back(block.frame)
                 block.frame = NO_FRAME
 
-    def drop_namespace(self, number: int) -> int:
-        """Drop all pending blocks of a namespace; returns how many."""
-        dropped = 0
-        for block in [block for (table, _), block in self.pending.items() if table == number]:
+    def drop_namespaces(self, numbers: Set[int]) -> None:
+        """Drop all pending blocks of these namespaces."""
+        for block in [block for (table, _), block in self.pending.items() if table in numbers]:
             if block.phase is not BlockPhase.DROPPED:
                 self._drop(block)
-                dropped += 1
-        return dropped
 
     def drop_key(self, number: int, key: bytes) -> None:
         """Drop a pending block and those below it."""

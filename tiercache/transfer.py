@@ -255,7 +255,9 @@ class CpuCopier:
         if len(segments) > 1:
             return self._copy_scattered(block_ids, addresses, limit, into_pool=into_pool)
         base, stride, length = segments[0]
-        if len(block_ids) == 1 and not limit.reached():
+        if not len(block_ids) or limit.reached():
+            return 0
+        if len(block_ids) == 1:
             block, address = base + int(block_ids[0]) * stride, int(addresses[0])
             _memmove(*((block, address) if into_pool else (address, block)), length)
             return 1
@@ -265,7 +267,7 @@ class CpuCopier:
         ends = [*starts[1:], len(block_ids)]
         moves = zip(starts, ends, targets[starts].tolist(), sources[starts].tolist(), strict=True)
         for start, end, target, source in moves:
-            if limit.reached():
+            if start and limit.reached():
                 return start
             _memmove(target, source, (end - start) * length)
         return len(block_ids)

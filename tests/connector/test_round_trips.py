@@ -212,9 +212,8 @@ def test_windowed_namespaces_need_only_the_end(open_connector: Open) -> None:
 
 
 def test_pins_prefetch_and_flush(open_connector: Open) -> None:
-    connector = open_connector()
+    connector = open_connector(namespace=_spec(5000, group="pins"))
     chain = keys("pins", 4)
-    connector.flush()
     connector.store(chain, range(4))
     assert connector.pin(chain, 60) == 4
     assert connector.prefetch(chain) == 4
@@ -271,9 +270,9 @@ def test_backpressure_drops_what_does_not_fit(open_connector: Open) -> None:
     connector.flush()
 
 
-def _spec(block_bytes: int) -> tiercache.NamespaceSpec:
+def _spec(block_bytes: int, group: str = "full") -> tiercache.NamespaceSpec:
     return tiercache.NamespaceSpec(
-        engine="test/1", layout="x", dtype="uint8", block_size=4, block_bytes=block_bytes
+        engine="test/1", layout="x", dtype="uint8", block_size=4, block_bytes=block_bytes, group=group
     )
 
 
