@@ -66,26 +66,24 @@ class Cache:
         revoked, and what is being written is dropped at its commit. Returns the blocks forgotten
         so far and whether frames are still coming back.
         """
-        gone = 0
-        if not key:
+        index = self.space.index
+        tables = [index.tables[number] for number in numbers]
+        before = sum(table.blocks for table in tables)
+        if key:
+            for table in tables:
+                self.writes.drop_key(table.number, key)
+                if (entry := table.get(key)) != NO_ENTRY:
+                    index.drop(entry)
+        else:
             self.writes.drop_namespaces(set(numbers))
-        for number in numbers:
-            table = self.space.index.tables[number]
-            if key:
-                before = table.blocks
-                self.writes.drop_key(number, key)
-                entry = table.get(key)
-                if entry != NO_ENTRY:
-                    self.space.index.drop(entry)
-                self.space.index.unlink_slice(_FLUSH_AT_ONCE)
-                gone += before - table.blocks
-            else:
-                gone += self.space.index.drop_table(table)
+            for table in tables:
+                index.drop_table(table)
+        index.unlink_slice(_FLUSH_AT_ONCE)
         self.reads.revoke_detached()
+        gone = before - sum(table.blocks for table in tables) if key else before
         self.counters.flushes += 1
         self.counters.flushed_blocks += gone
-        more = any(self.space.index.tables[number].unlinking for number in numbers)
-        return gone, more
+        return gone, any(table.unlinking for table in tables)
 
     def work(self) -> bool:
         """One slice of what was put off; True while there is more. About a millisecond."""

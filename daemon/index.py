@@ -177,8 +177,8 @@ class Index:
 
     # --- changing --------------------------------------------------------------------------------
 
-    def insert(self, table: Table, key: bytes, parent: int, frame: int) -> int:
-        """Publish a block below `parent`, a live entry. The key must not be here."""
+    def insert(self, table: Table, key: bytes, parent: int, frame: int, pins: int = 0) -> int:
+        """Publish a block below `parent`, a live entry, with so many pins. The key must not be here."""
         shard = table.shards[key[0] & (_SHARDS - 1)]
         assert key not in shard, "a key is published once"
         entry = self._new_entry(table, key, parent, frame)
@@ -186,7 +186,10 @@ class Index:
         table.blocks += 1
         self._adopt(table, parent, entry)
         table.policy.inserted(entry)
-        table.policy.add(entry)
+        if pins:
+            self.pins[entry] = pins
+        else:
+            table.policy.add(entry)
         return entry
 
     def _new_entry(self, table: Table, key: bytes, parent: int, frame: int) -> int:
@@ -255,9 +258,18 @@ class Index:
         assert self.children[entry] == 0
         assert self.pins[entry] == 0
         parent = self.parent[entry]
-        if self.children[parent] == 1 and self.pins[parent] == 0 and self.state[parent] == LIVE:
-            self.tables[self.table[entry]].policy.inherited(parent, entry)
-        self._unlink(entry)
+        if self.children[parent] != 1 or self.pins[parent] or self.state[parent] != LIVE:
+            self._unlink(entry)
+            return
+        # The usual case, a chain that is eaten from its tail.
+        table = self.tables[self.table[entry]]
+        table.policy.replaced(parent, entry)
+        key = self.key[entry]
+        del table.shards[key[0] & (_SHARDS - 1)][key]
+        table.blocks -= 1
+        self.children[parent] = 0
+        self.first_child[parent] = self.parent[entry] = NO_ENTRY
+        self._free_entry(entry)
 
     def drop(self, entry: int) -> None:
         """Forget an entry and all its descendants, these in slices (`unlink_slice`).

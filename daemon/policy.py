@@ -43,8 +43,8 @@ class Policy(Protocol):
     def touched(self, entry: int) -> None:
         """A match ended at this block (its ancestors are not touched one by one)."""
 
-    def inherited(self, entry: int, child: int) -> None:
-        """`child`, the last one of `entry`, is being evicted; `entry` becomes a candidate next."""
+    def replaced(self, entry: int, child: int) -> None:
+        """`child`, a candidate and the last child of `entry`, is evicted; `entry` is one instead."""
 
     def add(self, entry: int) -> None:
         """The block has become a candidate."""
@@ -73,7 +73,6 @@ class LeafLRU:
         self._columns = columns
         self._heads: dict[int, int] = {}
         self._order: list[int] = []
-        self._inherited = NO_ENTRY
 
     def inserted(self, entry: int) -> None:
         columns = self._columns
@@ -88,12 +87,6 @@ class LeafLRU:
         if candidate:
             self.add(entry)
 
-    def inherited(self, entry: int, child: int) -> None:
-        stamp = self._columns.stamp
-        if stamp[entry] <= stamp[child]:
-            stamp[entry] = stamp[child]
-            self._inherited = entry
-
     # A bucket is a ring: prev and next hold entry id + 1, so that 0 means "in no ring".
 
     def add(self, entry: int) -> None:
@@ -104,15 +97,11 @@ class LeafLRU:
             columns.prev[entry] = columns.next[entry] = entry + 1
             self._heads[bucket] = entry
             self._push(bucket)
-            self._inherited = NO_ENTRY
             return
         tail = columns.prev[head] - 1
         columns.prev[entry] = tail + 1
         columns.next[entry] = head + 1
         columns.next[tail] = columns.prev[head] = entry + 1
-        if entry == self._inherited:
-            self._heads[bucket] = entry
-            self._inherited = NO_ENTRY
 
     def remove(self, entry: int) -> None:
         columns = self._columns
@@ -127,6 +116,25 @@ class LeafLRU:
             if self._heads[bucket] == entry:
                 self._heads[bucket] = after
         columns.prev[entry] = columns.next[entry] = 0
+
+    def replaced(self, entry: int, child: int) -> None:
+        columns = self._columns
+        stamp = columns.stamp
+        if stamp[entry] > stamp[child]:
+            self.remove(child)
+            self.add(entry)
+            return
+        bucket = stamp[entry] = stamp[child]
+        bucket >>= _BUCKET_SHIFT
+        before, after = columns.prev[child] - 1, columns.next[child] - 1
+        if after == child:
+            columns.prev[entry] = columns.next[entry] = entry + 1
+        else:
+            columns.prev[entry], columns.next[entry] = before + 1, after + 1
+            columns.next[before] = columns.prev[after] = entry + 1
+        if self._heads[bucket] == child:
+            self._heads[bucket] = entry
+        columns.prev[child] = columns.next[child] = 0
 
     def _push(self, bucket: int) -> None:
         # Buckets that ran empty leave their number behind; swept when most of them are such.

@@ -25,11 +25,14 @@ from tiercache.daemon.space import Namespace, NoRoom
 from tiercache.errors import RequestRefused
 from tiercache.messages import KEY_BYTES, NO_LEASE, OFFSET_MASK, REGION_SHIFT, ErrorCode
 from tiercache.metrics import LatencyHistogram
+from tiercache.wire import UNREADABLE
 
 log = logging.getLogger("tiercache.daemon")
 
 MAX_SPEC_BYTES = 8192
 MAX_CLIENT_COUNTERS = 64
+MAX_COUNTER_NAME_BYTES = 32
+MAX_ERROR_CHARS = 400
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(m.AnyRequest)
@@ -43,8 +46,6 @@ class _Start(msgspec.Struct, array_like=True):
 
 
 _decode_start = msgspec.msgpack.Decoder(_Start).decode
-# Besides its own errors msgspec lets these two through: text that is no UTF-8, and nesting without end.
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Service:
@@ -105,7 +106,8 @@ class Service:
             answer = self._dispatch(session, request, parts)
         except RequestRefused as refusal:
             counters.requests_refused += 1
-            error = m.Error(request_id or _request_id_of(header), self._generation, refusal.code, refusal.text)
+            text = refusal.text[:MAX_ERROR_CHARS]  # some quote what was sent
+            error = m.Error(request_id or _request_id_of(header), self._generation, refusal.code, text)
             answer = Answer(_encoder.encode(error), session)
         except Exception:
             # The one place where a bug of ours must not become a client that waits for ever.
@@ -128,7 +130,7 @@ class Service:
         try:
             request: m.Request = _decoder.decode(header)
             return request
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             self._cache.counters.requests_malformed += 1
             raise RequestRefused(ErrorCode.MALFORMED.value, str(error)) from error
 
@@ -331,6 +333,9 @@ class Service:
         if request.registration not in ("cuda", "mlock", "none") or len(request.counters) > MAX_CLIENT_COUNTERS:
             text = f"registration is cuda, mlock or none, with at most {MAX_CLIENT_COUNTERS} counters"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        if any(len(name.encode()) > MAX_COUNTER_NAME_BYTES for name in request.counters):
+            text = f"a counter's name is longer than {MAX_COUNTER_NAME_BYTES} bytes"  # all go into one `stats` reply
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         session.registration, session.counters = request.registration, request.counters
         return m.Done(request.request_id, self._generation)
 
@@ -362,5 +367,5 @@ def _request_id_of(header: bytes) -> int:
     """The request id of a message that could not be decoded, if it got that far; else 0."""
     try:
         return _decode_start(header).request_id
-    except _UNREADABLE:
+    except UNREADABLE:
         return 0

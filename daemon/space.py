@@ -66,23 +66,37 @@ class Space:
         self.namespaces[number] = self._by_fingerprint[fingerprint] = namespace
         return namespace
 
-    def take_frame(self, namespace: Namespace) -> int:
-        """A frame for one block, evicting leaves of the same size class if need be, or NO_FRAME.
+    def take_frames(self, namespace: Namespace, count: int) -> list[int]:
+        """Frames for `count` blocks, evicting leaves of the same size class if need be; maybe fewer.
 
-        Whatever must survive this (the new block's ancestors) has to be pinned by the caller.
+        Whatever must survive this (the new blocks' ancestors) has to be pinned by the caller.
         """
         allocator, size_class = self.allocator, namespace.size_class
+        frames: list[int] = []
+        while len(frames) < count:
+            frame = allocator.take(size_class)
+            if frame != NO_FRAME:
+                frames.append(frame)
+            elif not self._make_room(namespace, count - len(frames)):
+                break
+        return frames
+
+    def _make_room(self, namespace: Namespace, count: int) -> bool:
+        """Evict `count` blocks, or fewer where that is all there is; False when nothing was gained.
+
+        All of them before the first frame is taken: a chain goes from its tail, and what went last
+        is taken first, so that the frames come out in the order in which they once were filled.
+        """
+        if self.index.unlink_slice(SLICE):
+            return True
         policy = namespace.table.policy
-        while (frame := allocator.take(size_class)) == NO_FRAME:
-            if self.index.unlink_slice(SLICE):
-                continue
-            self._consider_drain(size_class, policy)
-            victim = policy.victim()
-            if victim == NO_ENTRY:
-                return NO_FRAME
+        self._consider_drain(namespace.size_class, policy)
+        evicted = 0
+        while evicted < count and (victim := policy.victim()) != NO_ENTRY:
             self.index.evict(victim)
-            self.counters.evicted_blocks += 1
-        return frame
+            evicted += 1
+        self.counters.evicted_blocks += evicted
+        return evicted > 0
 
     def work(self) -> bool:
         """One slice of unlinking and draining; True while there is more."""

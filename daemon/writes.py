@@ -27,6 +27,11 @@ _COMMIT_STATE = {
     BlockPhase.DROPPED: CommitState.DROPPED,
 }
 
+# Members by short names: to look one up on its class costs as much as the rest of a step in a loop.
+_HAVE, _PENDING, _FRAME, _NONE = BlockState.HAVE, BlockState.PENDING, BlockState.FRAME, BlockState.NONE
+_VISIBLE, _DROPPED = CommitState.VISIBLE, CommitState.DROPPED
+_WRITING, _PHASE_VISIBLE, _PHASE_DROPPED = BlockPhase.WRITING, BlockPhase.VISIBLE, BlockPhase.DROPPED
+
 
 class Reservation(NamedTuple):
     """Answer to `reserve`: one state per key, frames of those in state FRAME, in order."""
@@ -97,62 +102,62 @@ class Writes:
         entry: int, block: PendingBlock | None,
     ) -> None:  # fmt: skip
         """Go on from the deepest present ancestor, `entry` or `block`, until room or sense runs out."""
-        table = namespace.table
-        for number in range(len(states), len(keys) // KEY_BYTES):
+        table, number_of_keys = namespace.table, len(keys) // KEY_BYTES
+        windowed, get, pending = table.windowed, table.get, self.pending
+        fresh: dict[bytes, int] = {}  # keys that need a frame, and their places
+        for number in range(len(states), number_of_keys):
             key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
-            found = table.get(key)
+            found = get(key)
             if found != NO_ENTRY:
-                if not table.windowed or self._space.index.parent[found] != table.root:
+                if not windowed or self._space.index.parent[found] != table.root:
                     # Here, but not after the block before it: it is being unlinked, or the list is no chain.
                     self._space.index.invariant_failures += 0 if table.unlinking else 1
                     break
-                states.append(BlockState.HAVE)
+                states.append(_HAVE)
                 continue
-            other = self.pending.get((namespace.number, key))
-            if other is not None:
-                if not table.windowed and (other.parent_entry != entry or other.parent_block is not block):
+            other = pending.get((namespace.number, key))
+            if other is None and key not in fresh:
+                fresh[key] = number
+                states.append(_FRAME)
+                continue
+            if not windowed:
+                if other is None or fresh or other.parent_entry != entry or other.parent_block is not block:
                     self._space.index.invariant_failures += 1
                     break
-                states.append(BlockState.PENDING)
-                if not table.windowed:
-                    entry, block = NO_ENTRY, other
-                continue
-            new = self._new_block(lease, namespace, key, entry, block)
-            if new is None:
-                break
-            lease.blocks[number] = new
-            states.append(BlockState.FRAME)
-            if not table.windowed:
-                entry, block = NO_ENTRY, new
-        states.extend([BlockState.NONE] * (len(keys) // KEY_BYTES - len(states)))
+                entry, block = NO_ENTRY, other
+            states.append(_PENDING)
+        given = self._fill(lease, namespace, fresh, entry, block)
+        if given < len(fresh):  # no frame for this one, so nothing for those after it
+            del states[list(fresh.values())[given] :]
+        states.extend([_NONE] * (number_of_keys - len(states)))
 
-    def _new_block(
-        self, lease: WriteLease, namespace: Namespace, key: bytes, entry: int, parent: PendingBlock | None
-    ) -> PendingBlock | None:
+    def _fill(
+        self, lease: WriteLease, namespace: Namespace, fresh: dict[bytes, int], entry: int, block: PendingBlock | None
+    ) -> int:
+        """A frame and a pending block for each of `fresh`, below `entry` or `block`; returns for how many."""
         if self.quarantine_bytes.get(lease.owner.instance, 0) >= self.quarantine_limit_bytes:
-            return None
-        frame = self._space.take_frame(namespace)
-        if frame == NO_FRAME:
-            return None
-        block = PendingBlock(namespace.table, key, frame, lease)
-        block.parent_entry, block.parent_block = entry, parent
-        if parent is not None:
-            parent.children.append(block)
-        else:
-            self._space.index.pin(entry)
-        self.pending[namespace.number, key] = block
-        lease.writing += 1
-        return block
+            return 0
+        table, number, pending = namespace.table, namespace.number, self.pending
+        frames = self._space.take_frames(namespace, len(fresh))
+        for (key, place), frame in zip(fresh.items(), frames, strict=False):
+            new = lease.blocks[place] = pending[number, key] = PendingBlock(table, key, frame, lease)
+            if block is not None:
+                new.parent_block = block
+                block.children.append(new)
+            else:
+                new.parent_entry = entry
+                self._space.index.pin(entry)
+            if not table.windowed:
+                block = new
+        lease.writing += len(frames)
+        return len(frames)
 
     def _count(self, states: Sequence[BlockState]) -> None:
         counters = self._space.counters
-        for state in states:
-            if state is BlockState.FRAME:
-                counters.reserved_blocks += 1
-            elif state is BlockState.NONE:
-                counters.refused_blocks += 1
-            else:
-                counters.dedup_blocks += 1
+        reserved, refused = states.count(_FRAME), states.count(_NONE)
+        counters.reserved_blocks += reserved
+        counters.refused_blocks += refused
+        counters.dedup_blocks += len(states) - reserved - refused
 
     # --- commit and abort ------------------------------------------------------------------------
 
@@ -165,13 +170,13 @@ class Writes:
         for number in numbers:
             block = lease.blocks.get(number)
             if block is None:
-                states.append(CommitState.DROPPED)
+                states.append(_DROPPED)
                 continue
-            if block.phase is BlockPhase.WRITING:
+            if block.phase is _WRITING:
                 self._finish_writing(lease, block)
-            elif block.phase is BlockPhase.DROPPED:
+            elif block.phase is _PHASE_DROPPED:
                 self._give_back(lease, block)
-            states.append(_COMMIT_STATE[block.phase])
+            states.append(_VISIBLE if block.phase is _PHASE_VISIBLE else _COMMIT_STATE[block.phase])
         self._end_if_done(lease)
         return states
 
@@ -212,7 +217,8 @@ class Writes:
 
     def _publish(self, first: PendingBlock) -> None:
         """Make a complete block visible, then those that were held for it, as deep as they go."""
-        index = self._space.index
+        index, counters = self._space.index, self._space.counters
+        block_bytes = self._space.namespaces[first.table.number].spec.block_bytes
         ready = [first]
         while ready:
             block = ready.pop()
@@ -221,16 +227,15 @@ class Writes:
                 block.phase = BlockPhase.HELD  # its copy is complete, so its frame is free to go
                 self._drop(block)
                 continue
-            entry = index.insert(table, block.key, parent, block.frame)
+            entry = index.insert(table, block.key, parent, block.frame, pins=len(block.children))
             self._space.allocator.set_entry(block.frame, entry)
-            self._space.counters.stored_blocks += 1
-            self._space.counters.stored_bytes += self._space.namespaces[table.number].spec.block_bytes
+            counters.stored_blocks += 1
+            counters.stored_bytes += block_bytes
             index.unpin(parent)
-            block.frame, block.parent_entry, block.phase = NO_FRAME, NO_ENTRY, BlockPhase.VISIBLE
+            block.frame, block.parent_entry, block.phase = NO_FRAME, NO_ENTRY, _PHASE_VISIBLE
             del self.pending[table.number, block.key]
             for child in block.children:
-                child.parent_block, child.parent_entry = None, entry
-                index.pin(entry)
+                child.parent_block, child.parent_entry = None, entry  # one of the pins is its
                 if child.phase is BlockPhase.HELD:
                     ready.append(child)
             block.children = []

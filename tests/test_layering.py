@@ -18,7 +18,8 @@ LAYERS: dict[str, float] = {
     "tiercache.config": 1, "tiercache.messages": 1, "tiercache.keys": 1, "tiercache.layout": 1,
     "tiercache.checksum": 1, "tiercache.metrics": 1,
     "tiercache.wire": 2, "tiercache.arena": 2, "tiercache.gds": 2, "tiercache.kernels": 2,
-    "tiercache.channel": 2, "tiercache.cuda": 2,
+    "tiercache.channel": 2, "tiercache.copy_plan": 2, "tiercache.cuda_driver": 2, "tiercache.host_memory": 2,
+    "tiercache.cuda_lane": 2, "tiercache.cuda": 2,
     "tiercache.mapping": 3, "tiercache.session": 3, "tiercache.client": 3, "tiercache.transfer": 3,
     "tiercache.moves": 3, "tiercache.jobs": 3,
     "tiercache.loading": 4, "tiercache.storing": 4, "tiercache.connector": 4, "tiercache.launch": 4,
@@ -35,6 +36,7 @@ HEAVY = {"torch", "triton", "transformers", "safetensors", "kvikio", "vllm"}
 MAY_IMPORT_HEAVY = {
     "tiercache.kernels": {"torch", "triton"},
     "tiercache.cuda": {"torch"},
+    "tiercache.cuda_lane": {"torch"},
     "tiercache.gds": {"kvikio", "torch"},
     "tiercache.engine": {"torch", "triton", "transformers", "safetensors"},
     "tiercache.connectors": {"torch", "vllm"},

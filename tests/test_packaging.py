@@ -25,7 +25,7 @@ OUTER = ("connectors", "daemon", "kernels")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORT_NAMES = {"pyzmq": "zmq", "prometheus-client": "prometheus_client"}
 OPTIONAL = (
-    "connectors/", "kernels/", "tiercache/engine/", "tiercache/cuda.py", "tiercache/gds.py", "tiercache/cli/demo",
+    "connectors/", "kernels/", "tiercache/engine/", "tiercache/cuda", "tiercache/gds.py", "tiercache/cli/demo",
 )  # fmt: skip
 """Modules that need an extra; everything else works with the base install."""
 

@@ -10,6 +10,8 @@ so `import tiercache` costs nothing.
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -97,6 +99,18 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"tiercache.{home}"), name)
     globals()[name] = value
     return value
+
+
+class _Package(ModuleType):
+    """Keeps `tiercache.launch` the function: importing the module of that name would replace it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "launch" and isinstance(value, ModuleType):
+            value = value.launch
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

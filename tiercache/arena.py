@@ -115,7 +115,10 @@ class Region:
         self.size_bytes = size_bytes
         self.locked = False
         actual = os.fstat(fd).st_size
-        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+        try:
+            seals = fcntl.fcntl(fd, _F_GET_SEALS)
+        except OSError as error:
+            raise ArenaError(f"region {region_id} is refused: it is no memory file ({error.strerror})") from error
         if actual != size_bytes or seals & _SEALS != _SEALS:
             # An unsealed file could shrink under us, and the next copy would be a SIGBUS.
             raise ArenaError(

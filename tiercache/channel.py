@@ -25,6 +25,7 @@ import zmq
 from tiercache import messages
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, RequestRefused
 from tiercache.messages import AnyReply, Error, ErrorCode, Reply, Request
+from tiercache.wire import UNREADABLE
 
 HIGH_WATER_MESSAGES = 1024
 PIPELINE_DEPTH = 8
@@ -128,7 +129,7 @@ class Channel:
             return None
         try:
             reply = _decode(parts[0])
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"the daemon sent something that is no reply: {error}") from error
         return reply, parts[1] if len(parts) > 1 else None
 

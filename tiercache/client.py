@@ -305,6 +305,7 @@ class Client:
             if self._forked or self._session is not session:
                 return
             was_up, self._up = self._up is session, None
+            session.pause()
             if was_up:
                 self._reason = reason
                 self.times_down += 1
@@ -328,7 +329,8 @@ class Client:
         try:
             if session is None:
                 session = self._open_session()
-            self._prove(session)
+            with session.probing():
+                self._prove(session)
         except (TierCacheError, OSError) as error:
             self._reason = str(error)
             if session is not None and not isinstance(error, DeadlineExceeded):
@@ -337,6 +339,7 @@ class Client:
         with self._lock:
             if self._session is not session or self._closed:
                 return DaemonUnavailable(self._reason)
+            session.resume()
             self._up = session
             self._up_since_s = time.monotonic()
         if self.times_up:
@@ -354,6 +357,7 @@ class Client:
             cuda=self._cuda,
         )
         session.on_trouble = self._go_down
+        session.on_work = self._wake
         session.counters = self.counters
         with self._lock:
             former, self._former = self._former, session
@@ -440,17 +444,20 @@ class Client:
         """Extend the kept leases that are due; give back those whose holder is gone."""
         now_s = time.monotonic()
         due: list[int] = []
+        dropped: list[int] = []
         with self._lock:
             for lease, kept in list(self._kept.items()):
                 if kept.session is not session or now_s > kept.until_s:
                     del self._kept[lease]
                 elif kept.holder() is None:
                     del self._kept[lease]
-                    session.give_back(Release, lease=lease)
+                    dropped.append(lease)
                 elif kept.due_s <= now_s:
                     due.append(lease)
                     self._kept[lease] = kept._replace(due_s=now_s + kept.ttl_ms / 2000)
             ttl_ms = max((self._kept[lease].ttl_ms for lease in due), default=0)
+        for lease in dropped:
+            session.give_back(Release, lease=lease)
         if due:
             alive = session.call(Renew, Renewed, leases=due, ttl_ms=ttl_ms).alive
             with self._lock:
@@ -483,10 +490,11 @@ def _forget_all_in_child() -> None:
             client._forget_in_child()
 
 
-def _close_all() -> None:
+def close_all_clients() -> None:
+    """Close every client of this process, as at its exit."""
     for client in list(_clients):
         client.close()
 
 
 os.register_at_fork(after_in_child=_forget_all_in_child)
-atexit.register(_close_all)
+atexit.register(close_all_clients)

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from tiercache.client import Client
+from tiercache.client import Client, close_all_clients
 from tiercache.config import flag_name, session_socket_path
 from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError
 
@@ -207,6 +207,7 @@ _running: set[LaunchedDaemon] = set()
 
 
 def _close_all() -> None:
+    close_all_clients()  # first, or they would complain of the daemon's end
     for daemon in list(_running):
         daemon.close()
 

@@ -34,6 +34,7 @@ from tiercache.messages import Match as MatchRequest
 from tiercache.moves import Mover
 from tiercache.session import Session
 from tiercache.transfer import Addresses, Limit
+from tiercache.wire import UNREADABLE
 
 READ_TTL_MS = 10_000
 RESOLVE_WITH_MATCH = 64
@@ -111,6 +112,8 @@ def match_blocks(client: Client, keys: bytes, specs: Sequence[NamespaceSpec], *,
         MatchRequest, Matched, namespaces=numbers, keys=keys, ttl_ms=READ_TTL_MS, resolve=resolve
     )
     if reply.dram_blocks == 0 or reply.lease == NO_LEASE:
+        if reply.lease != NO_LEASE:
+            session.give_back(Release, lease=reply.lease)
         return Match(below_blocks=reply.below_blocks)
     if reply.dram_blocks > count or len(reply.frames) not in (0, len(numbers)):
         raise ProtocolError(f"{reply.dram_blocks} blocks were matched of {count} keys")
@@ -126,7 +129,7 @@ def adopt_match(client: Client, ticket: bytes) -> Match:
         return Match()
     try:
         known = _decode_ticket(ticket)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"this is no ticket of a match: {error}") from error
     session = client.session()
     if known.generation != session.generation:

@@ -7,18 +7,17 @@ one has arrived. After `end` no copy begins any more, and the regions are unmapp
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tiercache.arena import Region
 from tiercache.errors import ArenaError, DeadlineExceeded, ProtocolError
+from tiercache.host_memory import process_memory
 from tiercache.messages import OFFSET_MASK, REGION_SHIFT
 
 logger = logging.getLogger("tiercache.client")
@@ -166,9 +165,8 @@ class ArenaMapping:
 
     def _unmap(self) -> None:
         for region in self._regions.values():
-            if self._forms.get(region.region_id) == "cuda":
-                _cuda_module().unregister(region.address)
-            region.unmap()
+            if not self._cuda or _unregister(region):
+                region.unmap()
         with self._changed:
             self._regions = {}
             self._changed.notify_all()
@@ -198,7 +196,7 @@ class ArenaMapping:
     def _hold_pages(self, region: Region) -> None:
         if self._cuda:
             try:
-                _cuda_module().register(region.address, region.size_bytes)
+                process_memory.register(region.address, region.size_bytes)
                 self._forms[region.region_id] = "cuda"
                 return
             except ArenaError as error:
@@ -212,6 +210,11 @@ class ArenaMapping:
         return next(form for form in ("none", "mlock", "cuda") if form in forms)
 
 
-def _cuda_module() -> Any:
-    """`tiercache.cuda`, imported only where a pool is on a GPU: it brings torch along."""
-    return importlib.import_module("tiercache.cuda")
+def _unregister(region: Region) -> bool:
+    """False if CUDA keeps some of a region: it then stays mapped, so that its addresses serve nobody else."""
+    try:
+        process_memory.unregister(region.address)
+    except ArenaError as error:
+        logger.warning("region %d stays mapped: %s", region.region_id, error)
+        return False
+    return True

@@ -6,13 +6,15 @@ holds its `Session` too and asks through it: a request can then never reach anot
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import socket
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,10 +44,12 @@ from tiercache.messages import (
     Reserved,
     Welcome,
 )
-from tiercache.wire import close_fds, receive_packet, send_packet
+from tiercache.wire import UNREADABLE, close_fds, receive_packet, send_packet
 
 MAX_GIVE_BACK = 4096
 MAX_NAME_CHARS = 200
+REPORT_S = 5.0
+"""How often counters are reported to the daemon, if they have changed."""
 
 logger = logging.getLogger("tiercache.client")
 R = TypeVar("R", bound=Reply)
@@ -75,15 +79,16 @@ class Session:
 
         Raises DaemonUnavailable, RequestRefused (version, limits), ProtocolError, ArenaError.
         """
-        self.arena = ArenaMapping(self._report, cuda=cuda) if map_arena else None
+        self.arena = ArenaMapping(self._arena_is_ready, cuda=cuda) if map_arena else None
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self.welcome = self._say_hello(address, name, instance, map_arena, timeout_s)
-        except OSError as error:
+        except (OSError, TierCacheError) as error:
             self._sock.close()
-            raise DaemonUnavailable(_explain(error)) from error
-        except TierCacheError:
-            self._sock.close()
+            if self.arena is not None:
+                self.arena.end()
+            if isinstance(error, OSError):
+                raise DaemonUnavailable(_explain(error)) from error
             raise
         self._sock.setblocking(False)
         self.generation = self.welcome.generation
@@ -91,7 +96,14 @@ class Session:
         self._namespaces: dict[int, tuple[NamespaceSpec, int]] = {}
         self.on_trouble: Callable[[Session, str, bool], None] = lambda session, reason, over: None
         """Told of a failed request: the session, why, and whether the session is over for good."""
+        self.on_work: Callable[[], None] = lambda: None
+        """Told that `tidy` has something to do."""
         self.counters: Callable[[], dict[str, int]] = dict
+        """The counters of this process, for the daemon's statistics."""
+        self._prober: int | None = None
+        self._paused = True
+        self._reported: tuple[str, dict[str, int]] = ("none", {})
+        self._report_due_s = 0.0
         self._to_give_back: deque[tuple[type[Request], dict[str, Any]]] = deque()
         self._channels = Channels(
             self.welcome.control, self.welcome.session, self.generation, timeout_s, self._on_late
@@ -114,9 +126,14 @@ class Session:
         pidfd = os.pidfd_open(os.getpid())
         try:
             send_packet(self._sock, _encode(hello), [pidfd])
+        except BrokenPipeError:
+            pass  # refused unread: the reason waits to be read
         finally:
             os.close(pidfd)
-        message = self._read_packet()
+        try:
+            message = self._read_packet()
+        except ConnectionResetError:
+            message = self._read_packet()  # refused unread: the reason comes after the error
         if isinstance(message, Refused):
             raise RequestRefused(message.code, message.text)
         if not isinstance(message, Welcome):
@@ -135,7 +152,7 @@ class Session:
                 return None
             try:
                 message: Welcome | Refused | Regions = _decode(data)
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 raise ProtocolError(f"the daemon sent a packet that is no message: {error}") from error
             if isinstance(message, Regions) and self.arena is not None:
                 self.arena.add(message.regions, fds)
@@ -166,6 +183,8 @@ class Session:
         self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
     ) -> Pending[R]:
         """Send a request whose reply is taken later, with `wait` (or never: `abandon`)."""
+        if self._paused and self._prober != threading.get_ident():
+            raise DaemonUnavailable("the daemon did not answer, and is being probed")
         try:
             return self._channels.post(request_type, expect, timeout_s, **fields)
         except TierCacheError as error:
@@ -185,10 +204,29 @@ class Session:
         if pending is not None:
             self._channels.abandon(pending)
 
+    def pause(self) -> None:
+        """Refuse calls at once, but for the thread that is `probing`. New sessions are paused."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Let calls through."""
+        self._paused = False
+
+    @contextlib.contextmanager
+    def probing(self) -> Iterator[None]:
+        """Calls of this thread go through although the session is paused."""
+        self._prober = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._prober = None
+
     def pipeline(
         self, orders: Iterable[Order], expect: type[R], on_reply: Callable[[int, R, bytes | None], None]
     ) -> None:
         """Many requests, several in flight; see `Channels.pipeline`."""
+        if self._paused:
+            raise DaemonUnavailable("the daemon did not answer, and is being probed")
         try:
             self._channels.pipeline(orders, expect, on_reply)
         except TierCacheError as error:
@@ -219,6 +257,7 @@ class Session:
         """Send this `Release` or `Abort` once the daemon answers: the lease could not be ended in time."""
         if len(self._to_give_back) < MAX_GIVE_BACK:
             self._to_give_back.append((request_type, fields))
+            self.on_work()
 
     def _on_late(self, reply: AnyReply) -> None:
         if isinstance(reply, Matched) and reply.lease != NO_LEASE:
@@ -227,7 +266,7 @@ class Session:
             self.give_back(Abort, lease=reply.lease, finished=True)
 
     def tidy(self) -> bool:
-        """Read late replies, and give back what is to be given back. Called by one thread.
+        """Read late replies, give back what is to be given back, report. Called by one thread.
 
         True when late replies are still awaited. Raises as `call` does.
         """
@@ -239,19 +278,29 @@ class Session:
             except RequestRefused as error:
                 logger.debug("the daemon would not take back %s: %s", fields, error)
             self._to_give_back.popleft()
+        self._report()
         return waiting
+
+    def _report(self) -> None:
+        """Tell the daemon how the arena is held here, and now and then the counters."""
+        registration = self.arena.registration if self.arena is not None else "none"
+        now_s = time.monotonic()
+        if registration == self._reported[0] and now_s < self._report_due_s:
+            return
+        self._report_due_s = now_s + REPORT_S
+        report = (registration, self.counters())
+        if report != self._reported:
+            self.call(Report, Done, registration=report[0], counters=report[1])
+            self._reported = report
+
+    def _arena_is_ready(self, registration: str) -> None:
+        logger.debug("the arena is mapped and populated: %s", registration)
+        self.on_work()
 
     def inherit(self, former: Session) -> None:
         """Take over what a former session with the same daemon life still had to give back."""
         if former.generation == self.generation:
             self._to_give_back.extend(former._to_give_back)
-
-    def _report(self, registration: str) -> None:
-        """Tell the daemon how the arena is held here. Called by the mapping's own thread."""
-        try:
-            self.call(Report, Done, registration=registration, counters=self.counters())
-        except TierCacheError as error:
-            logger.debug("the report on the mapping was not taken: %s", error)
 
     def end(self) -> None:
         """Close the sockets; the arena is unmapped after the last copy. Idempotent."""

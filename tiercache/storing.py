@@ -21,7 +21,6 @@ from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused, T
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import (
     KEY_BYTES,
-    MAX_RESERVE,
     NO_LEASE,
     Abort,
     BlockState,
@@ -38,8 +37,10 @@ from tiercache.session import Session
 from tiercache.transfer import Addresses, CopyLost, Limit
 
 WRITE_TTL_MS = 10_000
+WINDOW_BLOCKS = 128
 WINDOW_BYTES = 32 << 20
-"""Reserved at once: large enough for few round trips, small enough to hide all but the first and last."""
+"""A window holds at most this: enough for few round trips, and little enough that the two which no
+copy hides, the first reserve and the last commit, are short."""
 FRAME_BYTES = 8
 
 
@@ -74,7 +75,7 @@ def store_blocks(
     """
     session = client.session()
     number = session.namespace_id(spec)
-    window = max(1, min(MAX_RESERVE, WINDOW_BYTES // spec.block_bytes))
+    window = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // spec.block_bytes))
     return _Store(client, session, mover, number, keys, block_ids, first, window).run(limit, after)
 
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from tiercache.errors import ArenaError, LayoutError, TierCacheError
 
 if TYPE_CHECKING:
-    from tiercache.cuda import CudaCopy
+    from tiercache.cuda_lane import CudaCopy
 
 logger = logging.getLogger("tiercache.transfer")
 
@@ -302,11 +302,19 @@ def run_starts(left: Addresses, right: Addresses, length: int, most: int) -> lis
     return [start for begin, end in pairwise(breaks) for start in range(begin, end, most)]
 
 
+_lost_pools: list[Pool] = []
+"""Pools that a lost copy may still read or write: their memory is not given back."""
+
+
 class GpuCopier:
-    """Copies by `tiercache.cuda`, in steps, at most two of them in flight."""
+    """Copies by `tiercache.cuda`, in steps, at most two of them in flight.
+
+    Call `mark`, or what calls it, outside of the capture of a CUDA graph; see `CudaCopier`.
+    """
 
     def __init__(self, pool: Pool) -> None:
         cuda: Any = importlib.import_module("tiercache.cuda")
+        self._pool = pool
         self._copier = cuda.CudaCopier(pool.device, pool.segments, pool.num_blocks, owner=pool)
         self._step = max(1, SUBMIT_BYTES // pool.block_bytes)
 
@@ -317,7 +325,7 @@ class GpuCopier:
             copy: CudaCopy = self._copier.copy_in(addresses[part], block_ids[part], after)
             return copy
 
-        return self._run(len(block_ids), submit, limit)
+        return self._run(len(block_ids), submit, limit, load=True)
 
     def copy_out(self, block_ids: Addresses, addresses: Addresses, limit: Limit, after: Any = None) -> int:
         """See `Copier`."""
@@ -326,13 +334,23 @@ class GpuCopier:
             copy: CudaCopy = self._copier.copy_out(block_ids[part], addresses[part], after)
             return copy
 
-        return self._run(len(block_ids), submit, limit)
+        return self._run(len(block_ids), submit, limit, load=False)
 
     def mark(self) -> Any:
-        """An event on the caller's current stream."""
+        """An event on the caller's current stream. Raises LayoutError while that is being captured."""
         return self._copier.mark()
 
-    def _run(self, count: int, submit: Callable[[slice], CudaCopy], limit: Limit) -> int:
+    def _run(self, count: int, submit: Callable[[slice], CudaCopy], limit: Limit, *, load: bool) -> int:
+        try:
+            return self._copy_in_steps(count, submit, limit)
+        except BaseException as error:
+            # Ctrl-C too: nobody may be told that the copies are over before they are.
+            if not isinstance(error, CopyLost) and self._settles(load):
+                raise
+            _lost_pools.append(self._pool)
+            raise CopyLost(str(error)) from error
+
+    def _copy_in_steps(self, count: int, submit: Callable[[slice], CudaCopy], limit: Limit) -> int:
         flying: deque[tuple[int, CudaCopy]] = deque()
         begin = complete = 0
         failed = ""
@@ -353,3 +371,12 @@ class GpuCopier:
         if failed:
             logger.warning("a GPU copy failed: %s", failed)
         return complete
+
+    def _settles(self, load: bool) -> bool:
+        """Wait until all copies of a direction are over. False if that cannot be known."""
+        try:
+            self._copier.fence(load=load).wait(COPY_GIVE_UP_S)
+        except BaseException:
+            logger.exception("it cannot be known when the copies of a GPU end")
+            return False
+        return True

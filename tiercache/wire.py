@@ -11,10 +11,14 @@ import os
 import socket
 from collections.abc import Sequence
 
+import msgspec
+
 from tiercache.errors import ProtocolError
 from tiercache.messages import MAX_FDS_PER_MESSAGE
 
 MAX_PACKET_BYTES = 64 << 10
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for bytes that are no message: text that is no UTF-8 and endless nesting have their own."""
 
 
 def send_packet(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:

@@ -118,12 +118,6 @@ class PeerChild:
             peer.close()
         return answered
 
-    def limit_files(self, spare: int) -> int:
-        """Let this process open only `spare` descriptors more."""
-        limit = max(int(name) for name in os.listdir("/proc/self/fd")) + 1 + spare
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-        return limit
-
 
 class EngineChild:
     """Orders for a connector with a pool."""
@@ -134,7 +128,8 @@ class EngineChild:
     ) -> None:  # fmt: skip
         if spare_files:
             limit = len(os.listdir("/proc/self/fd")) + spare_files
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+            _, self.most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, self.most_files))
         self.engine = Engine(run_dir, spec_of(block_bytes, rank), blocks, **settings)
 
     def store(self, seed: object, blocks: int) -> list[int]:
@@ -142,6 +137,10 @@ class EngineChild:
 
     def load(self, seed: object, blocks: int) -> int:
         return self.engine.load(chain(seed, blocks))
+
+    def more_files(self) -> int:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self.most_files, self.most_files))
+        return self.most_files
 
     def available(self) -> bool:
         return self.engine.connector.available

@@ -33,6 +33,13 @@ class NoAnswer(AssertionError):
     """Nothing came within the deadline."""
 
 
+def readable(sock: socket.socket, timeout_s: float) -> bool:
+    """Wait until there is something to read, an end of file included."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(max(0, int(timeout_s * 1000))))
+
+
 def open_session_socket(run_dir: str, timeout_s: float = DEADLINE_S) -> socket.socket:
     """A connected session socket that has said nothing yet."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -136,7 +143,7 @@ class Peer:
         """Wait until the regions of these frames are mapped."""
         deadline_s = time.monotonic() + DEADLINE_S
         while any(frame >> m.REGION_SHIFT not in self.regions for frame in frames):
-            if not select.select([self.sock], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+            if not readable(self.sock, deadline_s - time.monotonic()):
                 raise NoAnswer("the regions of these frames were never announced")
             for (region_id, size), fd in self.next_regions():
                 self.regions[region_id] = Region(region_id, fd, size)
@@ -214,7 +221,7 @@ class Peer:
     def is_over(self, timeout_s: float = DEADLINE_S) -> bool:
         """Whether the daemon closes the session within the time; takes what comes before."""
         deadline_s = time.monotonic() + timeout_s
-        while select.select([self.sock], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+        while readable(self.sock, deadline_s - time.monotonic()):
             try:
                 data, fds = receive_packet(self.sock)
             except ConnectionError:

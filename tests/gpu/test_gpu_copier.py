@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
 import time
 from collections.abc import Iterator
 
@@ -16,9 +17,12 @@ pytest.importorskip("triton")
 import torch
 from copier_cases import GUARD, POOLS, WAIT_S, Arena, check_out_and_back, check_transfer_layer, layers_of, segments_of
 
-from tiercache import cuda
-from tiercache.cuda import CudaCopier, HostMemory, Method
+from tiercache import cuda_driver
+from tiercache.copy_plan import Method
+from tiercache.cuda import CudaCopier
+from tiercache.cuda_lane import CudaCopy
 from tiercache.errors import ArenaError, LayoutError
+from tiercache.host_memory import HostMemory, process_memory
 from tiercache.kernels.block_copy import gather_blocks_reference
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +47,7 @@ def test_blocks_go_out_and_come_back(
 
 
 def test_the_transfer_layer_copies_in_steps(device: str, arenas: list[Arena]) -> None:
-    arenas.append(check_transfer_layer(device, cuda.host_memory))
+    arenas.append(check_transfer_layer(device, process_memory))
 
 
 def test_adjacent_blocks_go_as_one_run_over_chunk_borders(device: str, arenas: list[Arena]) -> None:
@@ -201,19 +205,17 @@ def test_memory_that_is_not_mapped_cannot_be_registered(device: str) -> None:
 def test_the_module_registers_for_the_whole_process(device: str) -> None:
     memory = np.zeros(1 << 20, dtype=np.uint8)
     torch.cuda.init()
-    cuda.register(memory.ctypes.data, memory.nbytes)
+    process_memory.register(memory.ctypes.data, memory.nbytes)
     try:
         seen = torch.from_numpy(memory)
         assert seen.is_pinned()
     finally:
-        cuda.unregister(memory.ctypes.data)
+        process_memory.unregister(memory.ctypes.data)
     assert not torch.from_numpy(memory).is_pinned()
 
 
 def test_copies_from_a_thread_that_never_used_cuda(device: str, arenas: list[Arena]) -> None:
     """The transfer layer copies from its own threads, where no context is current at first."""
-    import threading
-
     layers = layers_of((16, 1 << 15), 1, device)
     segments = segments_of(layers, 0)
     arena = Arena(16, segments[0][2], registered=False)
@@ -259,8 +261,44 @@ def test_many_small_copies_in_flight_all_arrive(device: str, arenas: list[Arena]
 
 
 def test_the_driver_batches_where_it_is_new_enough(device: str) -> None:
-    found = cuda.driver()
+    found = cuda_driver.driver()
     assert found is not None
     version = ctypes.c_int()
     assert ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0
     assert found.batches == (version.value >= 12080)
+
+
+def test_registering_and_waiting_in_a_thread_do_not_spoil_a_capture(device: str) -> None:
+    """An engine captures its graphs after it has connected: the arena is being registered then."""
+    memory = np.zeros(32 << 20, dtype=np.uint8)
+    counter = torch.zeros(1, device=device)
+    event = torch.cuda.Event()
+    event.record()
+    torch.cuda.synchronize()
+    stop = threading.Event()
+    rounds: list[bool] = []
+
+    def work() -> None:
+        registry = HostMemory(1 << 20)
+        while not stop.is_set():
+            registry.register(memory.ctypes.data, memory.nbytes)
+            registry.unregister(memory.ctypes.data)
+            rounds.append(CudaCopy(event).done())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(5)]
+    try:
+        for graph in graphs:
+            with torch.cuda.graph(graph):
+                counter.add_(1)
+                wanted, deadline = len(rounds) + 2, time.monotonic() + WAIT_S
+                while len(rounds) < wanted:
+                    assert time.monotonic() < deadline
+    finally:
+        stop.set()
+        thread.join(WAIT_S)
+    for graph in graphs:
+        graph.replay()
+    assert float(counter.sum()) == 5.0
+    assert all(rounds)

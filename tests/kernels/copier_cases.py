@@ -8,7 +8,9 @@ import random
 import numpy as np
 import torch
 
-from tiercache.cuda import CudaCopier, HostMemory, Method
+from tiercache.copy_plan import Method
+from tiercache.cuda import CudaCopier
+from tiercache.host_memory import HostMemory
 from tiercache.kernels.block_copy import gather_blocks_reference
 from tiercache.transfer import GpuCopier, Limit, Pool
 

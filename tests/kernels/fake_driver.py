@@ -17,19 +17,28 @@ class Attributes(ctypes.Structure):
 class FakeLibrary:
     """A driver library whose copies are memmove, behind C function pointers of the real signatures.
 
-    `fail_at` is the number of the copy that fails; `batches` keeps the size of each batch. Like the
-    real one it has no mercy on a copy that leaves the registration it begins in (see `registrar`).
+    Like the real one it has no mercy on a copy that leaves the registration it begins in.
+
+    Attributes:
+        fail_at: number of the copy that fails.
+        batches: the size of each batch.
+        registrar: knows what is registered.
+        capturing: whether the current stream is being captured into a CUDA graph.
+        capture_mode: the one of the calling thread.
     """
 
     def __init__(self, fail_at: int = -1, has_batches: bool = True) -> None:
         self.registrar = FakeDriver()
         self.copies, self.fail_at, self.batches = 0, fail_at, list[int]()
+        self.capturing = False
         integer, size, address, pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
         nothing = ctypes.CFUNCTYPE(integer)(lambda: 0)
         self.cuInit = self.cuDeviceGetCount = self.cuDevicePrimaryCtxRetain = nothing
         self.cuDevicePrimaryCtxGetState = self.cuCtxPushCurrent_v2 = self.cuCtxPopCurrent_v2 = nothing
         self.cuMemHostRegister_v2 = self.cuMemHostUnregister = self.cuMemHostGetDevicePointer_v2 = nothing
         self.cuGetErrorName = ctypes.CFUNCTYPE(integer, integer, pointer)(self.name)
+        self.capture_mode = 0
+        self.cuThreadExchangeStreamCaptureMode = ctypes.CFUNCTYPE(integer, ctypes.POINTER(integer))(self.exchange)
         self.cuMemcpyAsync = ctypes.CFUNCTYPE(integer, address, address, size, pointer)(self.one)
         if has_batches:
             counts, addresses = ctypes.POINTER(size), ctypes.POINTER(address)
@@ -40,6 +49,10 @@ class FakeLibrary:
 
     def name(self, code: int, text: int) -> int:
         ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = b"CUDA_ERROR_%d" % code
+        return 0
+
+    def exchange(self, mode) -> int:  # type: ignore[no-untyped-def]
+        mode[0], self.capture_mode = self.capture_mode, mode[0]
         return 0
 
     def one(self, target: int, source: int, length: int, stream: int) -> int:
@@ -64,14 +77,22 @@ class FakeLibrary:
 
 
 class FakeDriver:
-    """Registers nothing, remembers everything; fails at the n-th registration."""
+    """Registers nothing, remembers everything; fails at the n-th registration.
+
+    Attributes:
+        keeps: start of a chunk that cannot be unregistered, or -1.
+    """
 
     def __init__(self, fail_at: int = -1, in_place: bool = True) -> None:
         self.fail_at = fail_at
         self.in_place = in_place
+        self.keeps = -1
         self.held: dict[int, int] = {}
 
     def any_context(self) -> FakeDriver:
+        return self
+
+    def beside_captures(self) -> FakeDriver:
         return self
 
     def __enter__(self) -> None: ...
@@ -85,6 +106,8 @@ class FakeDriver:
         return 0
 
     def unregister(self, address: int) -> int:
+        if address == self.keeps:
+            return 3
         del self.held[address]
         return 0
 

@@ -10,14 +10,19 @@ import contextlib
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from connector_cases import ARENA, REGION, check_store_and_load
 from copier_cases import POOLS, check_out_and_back, check_transfer_layer
 from fake_driver import STREAM, FakeLibrary
 
-from tiercache import cuda
-from tiercache.cuda import CudaCopier, Method
-from tiercache.errors import ArenaError
+import tiercache
+from tiercache import cuda, cuda_driver, host_memory, transfer
+from tiercache.copy_plan import Method
+from tiercache.cuda import CudaCopier
+from tiercache.errors import ArenaError, LayoutError
+from tiercache.transfer import CopyLost, GpuCopier, Limit, Pool
 
 pytestmark = pytest.mark.kernels
 
@@ -25,12 +30,15 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_block_copy.py, wi
 
 
 class Event:
-    """Work is done when it is enqueued, so every event has happened."""
+    """Work is done when it is enqueued, so every event has happened; after `looks` more looks at it."""
+
+    looks = 0
 
     def record(self, stream: Stream) -> None: ...
 
     def query(self) -> bool:
-        return True
+        Event.looks -= 1
+        return Event.looks < 0
 
 
 class Stream:
@@ -46,7 +54,7 @@ class Stream:
     def wait_stream(self, stream: Stream) -> None: ...
 
 
-class Driver(cuda.Driver):
+class Driver(cuda_driver.Driver):
     """The real class over a library that copies with memmove."""
 
     def context(self, device: int) -> Any:
@@ -58,11 +66,12 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     """A stand-in for torch.cuda and the driver; counts the copies that are made."""
     made = FakeLibrary()
     driver = Driver(made)
-    monkeypatch.setattr(cuda, "driver", lambda: made.registrar)
+    monkeypatch.setattr(host_memory, "driver", lambda: made.registrar)
     monkeypatch.setattr(cuda, "require_cuda", lambda: driver)
     for name, value in {
         "Stream": Stream, "Event": Event, "current_stream": Stream, "synchronize": lambda device: None,
         "device": contextlib.nullcontext, "stream": contextlib.nullcontext,
+        "is_current_stream_capturing": lambda: made.capturing,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
@@ -86,7 +95,7 @@ BY_KERNEL = {
 
 
 def test_the_transfer_layer_copies_in_steps(library: FakeLibrary) -> None:
-    arena = check_transfer_layer("cpu", cuda.host_memory)
+    arena = check_transfer_layer("cpu", host_memory.process_memory)
     arena.close()
 
 
@@ -129,3 +138,79 @@ def test_a_copy_in_cuda_trouble_fails_and_raises_nothing(
     assert not copy.done()
     assert not copier.idle()
     assert library.copies == 0
+
+
+def test_nothing_is_copied_inside_of_a_graph(library: FakeLibrary) -> None:
+    pool = torch.zeros(4, 64, dtype=torch.uint8)
+    copier = CudaCopier("cpu", [(pool.data_ptr(), 64, 64)], 4, method=Method.DIRECT)
+    library.capturing = True
+    with pytest.raises(LayoutError, match="outside of its capture"):
+        copier.mark()
+    with pytest.raises(LayoutError, match="outside of its capture"):
+        copier.copy_out([0], [pool.data_ptr() + 64])
+    assert copier.idle()
+    assert library.copies == 0
+
+
+@pytest.fixture
+def stepping(library: FakeLibrary) -> tuple[GpuCopier, Any, Any]:
+    """A copier that takes one block at a time, ids and addresses for three."""
+    tensor = torch.zeros(6, 64, dtype=torch.uint8)
+    pool = Pool.from_blocks(tensor)
+    pool.device = "cpu:0"
+    copier = GpuCopier(pool)
+    copier._step = 1
+    ids = np.arange(3)
+    return copier, ids, tensor.data_ptr() + 64 * (ids + 3)
+
+
+def interrupted(copier: GpuCopier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second copy is submitted, and then somebody types Ctrl-C."""
+    copy_out, calls = copier._copier.copy_out, []
+
+    def submit(*arguments: Any) -> Any:
+        copy = copy_out(*arguments)
+        calls.append(copy)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return copy
+
+    monkeypatch.setattr(copier._copier, "copy_out", submit)
+
+
+def test_an_exception_waits_for_the_copies_before_it(
+    stepping: tuple[GpuCopier, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier, ids, addresses = stepping
+    interrupted(copier, monkeypatch)
+    monkeypatch.setattr(Event, "looks", 5)
+    with pytest.raises(KeyboardInterrupt):
+        copier.copy_out(ids, addresses, Limit())
+    assert Event.looks < 0
+    assert copier._copier.idle()
+
+
+def test_a_pool_of_a_lost_copy_is_kept(
+    stepping: tuple[GpuCopier, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier, ids, addresses = stepping
+    interrupted(copier, monkeypatch)
+    kept: list[Pool] = []
+    monkeypatch.setattr(transfer, "_lost_pools", kept)
+
+    def broken(event: Event) -> bool:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(Event, "query", broken)
+    with pytest.raises(CopyLost):
+        copier.copy_out(ids, addresses, Limit())
+    assert kept == [copier._pool]
+
+
+@pytest.mark.parametrize("map_arena", [True, False])
+@pytest.mark.parametrize("form", ["block-first, 64 KiB", "layer-first, 4 KiB pieces"])
+def test_a_connector_stores_and_loads(form: str, map_arena: bool, library: FakeLibrary) -> None:
+    with tiercache.launch(ARENA, region=REGION) as daemon:
+        check_store_and_load(daemon.address, form, "cpu:0", map_arena=map_arena)
+    assert library.copies > 0
+    assert library.registrar.held == {}

@@ -302,9 +302,8 @@ def test_a_forked_child_says_so_and_leaves_the_parent_alone(
             connector.client.ping()
         except DaemonUnavailable as error:
             os._exit(7 if "forked" in str(error) else 8)
-        except BaseException:
+        finally:
             os._exit(9)
-        os._exit(10)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 7
     assert connector.load(connector.match(KEYS), [3, 4, 5]) == 3
@@ -328,3 +327,29 @@ def test_a_slow_daemon_does_not_come_up_by_halves(daemon: FakeDaemon, client: ti
     assert not client.alive
     daemon.rules.clear()
     wait_until(lambda: client.alive)
+
+
+def test_while_down_a_held_match_costs_no_further_deadline(
+    daemon: FakeDaemon, connector: tiercache.Connector
+) -> None:
+    connector.store(KEYS, [0, 1, 2])
+    match = connector.match(KEYS)
+    for kind in (m.Ping, m.Match):
+        daemon.rules[kind] = lambda request, reply: []
+    assert connector.match(KEYS).blocks == 0
+    before = len(daemon.seen(m.Release))
+    assert connector.load(match, [3, 4, 5]) == 0
+    assert len(daemon.seen(m.Release)) == before  # nobody was asked, so nobody was waited for
+    daemon.rules.clear()
+    wait_until(lambda: len(daemon.seen(m.Release)) == before + 1)
+
+
+def test_the_daemon_hears_how_the_arena_is_held_and_the_counters(
+    daemon: FakeDaemon, connector: tiercache.Connector
+) -> None:
+    def reports() -> list[m.Report]:
+        return [request for request in daemon.seen(m.Report) if isinstance(request, m.Report)]
+
+    wait_until(reports)
+    wait_until(lambda: reports()[-1].registration == connector.client.session().arena.registration)  # type: ignore[union-attr]
+    assert reports()[-1].counters["loads"] == 0

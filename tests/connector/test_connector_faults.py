@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import BLOCK_BYTES, bytes_of, keys
+from connector_helpers import BLOCK_BYTES, bytes_of, keys, spec, wait_until
 
 import tiercache
 from tiercache.errors import DaemonUnavailable
@@ -31,20 +30,10 @@ def own_daemon() -> Iterator[tiercache.LaunchedDaemon]:
 @pytest.fixture
 def connector(own_daemon: tiercache.LaunchedDaemon) -> Iterator[tiercache.Connector]:
     pool = tiercache.Pool.from_blocks(np.random.default_rng(1).integers(0, 256, (32, BLOCK_BYTES), np.uint8))
-    spec = tiercache.NamespaceSpec(
-        engine="test/1", layout="x", dtype="uint8", block_size=4, block_bytes=BLOCK_BYTES
-    )
     with tiercache.connect(
-        own_daemon.address, namespace=spec, pool=pool, required=True, request_timeout_s=DEADLINE_S
+        own_daemon.address, namespace=spec(), pool=pool, required=True, request_timeout_s=DEADLINE_S
     ) as connector:
         yield connector
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come true in time"
-        threading.Event().wait(0.005)
 
 
 def test_a_killed_daemon_is_a_miss_and_its_successor_a_hit(
@@ -149,7 +138,8 @@ def test_a_client_that_dies_leaves_nothing_behind(
     code = (
         "import os, sys, numpy as np, tiercache\n"
         "from tiercache.messages import Reserve\n"
-        "spec = tiercache.NamespaceSpec(engine='test/1', layout='x', dtype='uint8', block_size=4, block_bytes=5000)\n"
+        "spec = tiercache.NamespaceSpec(\n"
+        "    engine='test/1', layout='x', dtype='uint8', block_size=4, block_bytes=5000)\n"
         "client = tiercache.Client.connect(sys.argv[1])\n"
         "number = client.register(spec)\n"
         "reserved = client.call(Reserve, namespace=number, parent=b'', keys=bytes(64), ttl_ms=60000)\n"
@@ -178,11 +168,12 @@ def test_a_launched_daemon_ends_with_its_parent() -> None:
         "print(daemon.pid, daemon.address, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=30, check=False)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=30, check=False)
     assert done.returncode == -signal.SIGKILL
     pid, address = done.stdout.split()
-    pidfd_gone = Path(f"/proc/{pid}")
-    wait_until(lambda: not pidfd_gone.exists() or "Z" in (pidfd_gone / "stat").read_text().split()[2])
+    process = Path(f"/proc/{pid}")
+    wait_until(lambda: not process.exists() or " Z " in (process / "stat").read_text())
     for path in Path(address).iterdir():
         path.unlink()
     Path(address).rmdir()
@@ -203,3 +194,52 @@ def test_closing_a_launched_daemon_removes_its_directory() -> None:
     daemon.close()
     assert daemon.poll() == 0
     assert not Path(daemon.address).exists()
+
+
+def test_a_forked_child_connects_anew_and_the_parent_goes_on(
+    own_daemon: tiercache.LaunchedDaemon, connector: tiercache.Connector
+) -> None:
+    chain = keys("forked", 4)
+    connector.store(chain, range(4))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            assert connector.match(chain).blocks == 0
+            with tiercache.connect(
+                own_daemon.address, namespace=spec(), pool=connector.pool, required=True
+            ) as own:
+                assert own.load(own.match(chain), range(10, 14)) == 4
+                assert bytes_of(own, list(range(10, 14))) == bytes_of(own, list(range(4)))
+            os._exit(7)
+        finally:
+            os._exit(9)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert connector.load(connector.match(chain), range(10, 14)) == 4
+    assert own_daemon.poll() is None
+
+
+def test_a_session_is_over_for_the_daemon_when_the_parent_of_a_fork_dies(
+    own_daemon: tiercache.LaunchedDaemon, connector: tiercache.Connector
+) -> None:
+    """The child must not keep the parent's session socket open."""
+    code = (
+        "import os, sys, time, tiercache\n"
+        "client = tiercache.Client.connect(sys.argv[1], name='parent')\n"
+        "if os.fork() == 0:\n"
+        "    print('forked', flush=True)\n"
+        "    sys.stdin.read()\n"
+        "    os._exit(0)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    command = [sys.executable, "-c", code, own_daemon.address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdin is not None
+        assert parent.stdout.readline() == b"forked\n"
+
+        def names() -> list[str]:
+            return [session["name"] for session in connector.stats()["daemon"]["sessions"]]
+
+        wait_until(lambda: "parent" not in names())
+        parent.stdin.close()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import bytes_of, keys
+from connector_helpers import bytes_of, keys, spec
 
 import tiercache
 import tiercache.connector
@@ -174,10 +174,9 @@ def test_a_full_queue_drops_stores_and_misses_loads(open_connector: Open) -> Non
 
 
 def test_ranks_are_matched_together(open_connector: Open) -> None:
-    fields = {"engine": "test/1", "layout": "x", "dtype": "uint8", "block_size": 4, "block_bytes": 5000}
-    specs = [tiercache.NamespaceSpec(**fields, tp_rank=rank, tp_size=2) for rank in (0, 1)]
+    specs = [spec(tp_rank=rank, tp_size=2) for rank in (0, 1)]
     instance = bytes(range(16))
-    workers = [open_connector(namespace=spec, instance=instance) for spec in specs]
+    workers = [open_connector(namespace=own, instance=instance) for own in specs]
     scheduler = open_connector(pool=None, namespace=specs[0], instance=instance)
     chain = keys("ranks", 6)
     workers[0].store(chain, range(6))
@@ -199,10 +198,7 @@ def test_ranks_are_matched_together(open_connector: Open) -> None:
 
 
 def test_windowed_namespaces_need_only_the_end(open_connector: Open) -> None:
-    spec = tiercache.NamespaceSpec(
-        engine="test/1", layout="x", dtype="uint8", block_size=4, block_bytes=5000, group="window", window_blocks=2
-    )
-    connector = open_connector(namespace=spec)
+    connector = open_connector(namespace=spec(group="window", window_blocks=2))
     chain = keys("window", 8)
     assert connector.store(chain, [4, 5, 6], first=3).stored == 3
     match = connector.match(chain)
@@ -212,7 +208,7 @@ def test_windowed_namespaces_need_only_the_end(open_connector: Open) -> None:
 
 
 def test_pins_prefetch_and_flush(open_connector: Open) -> None:
-    connector = open_connector(namespace=_spec(5000, group="pins"))
+    connector = open_connector(namespace=spec(group="pins"))
     chain = keys("pins", 4)
     connector.store(chain, range(4))
     assert connector.pin(chain, 60) == 4
@@ -251,9 +247,9 @@ def test_bad_arguments_are_told_in_one_line(open_connector: Open) -> None:
     with pytest.raises(LayoutError, match="has no pool"):
         open_connector(pool=None).store(chain, [0])
     with pytest.raises(LayoutError, match="namespace says"):
-        open_connector(namespace=_spec(4096))
+        open_connector(namespace=spec(4096))
     with pytest.raises(ConfigError, match="block_bytes is 0"):
-        open_connector(namespace=_spec(0), pool=None)
+        open_connector(namespace=spec(0), pool=None)
 
 
 def test_backpressure_drops_what_does_not_fit(open_connector: Open) -> None:
@@ -268,12 +264,6 @@ def test_backpressure_drops_what_does_not_fit(open_connector: Open) -> None:
     assert match.blocks == result.stored
     assert connector.load(match, range(match.blocks)) == match.blocks
     connector.flush()
-
-
-def _spec(block_bytes: int, group: str = "full") -> tiercache.NamespaceSpec:
-    return tiercache.NamespaceSpec(
-        engine="test/1", layout="x", dtype="uint8", block_size=4, block_bytes=block_bytes, group=group
-    )
 
 
 def _limit() -> tiercache.transfer.Limit:

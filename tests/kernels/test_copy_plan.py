@@ -1,4 +1,4 @@
-"""What `tiercache.cuda` decides before it calls the GPU, and what it says where there is none."""
+"""What is copied where: merging and cutting of runs, pieces of blocks, the choice of the method."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import ctypes
 
 import numpy as np
 import pytest
-from fake_driver import STREAM, FakeDriver, FakeLibrary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache import cuda
-from tiercache.cuda import (
+from tiercache.copy_plan import (
     DMA_MIN_BYTES,
-    CudaCopier,
-    CudaCopy,
-    HostMemory,
     Method,
     Runs,
     block_pieces,
@@ -24,7 +19,7 @@ from tiercache.cuda import (
     merge_runs,
     split_runs,
 )
-from tiercache.errors import ArenaError, LayoutError
+from tiercache.errors import LayoutError
 
 pytestmark = pytest.mark.kernels
 
@@ -181,175 +176,3 @@ def test_block_ids_that_cannot_be_are_refused(
 
 def test_a_store_may_name_a_block_twice() -> None:
     check_block_ids(np.array([1, 1]), np.array([0, 1]), 2, unique=False)
-
-
-def test_segments_that_overlap_are_refused() -> None:
-    with pytest.raises(LayoutError, match="at most their stride"):
-        CudaCopier(0, [(0, 8, 16)], 4)
-
-
-class Event:
-    """Done after so many looks; breaks then, if told to."""
-
-    def __init__(self, looks: int, breaks: bool = False) -> None:
-        self.looks = looks
-        self.breaks = breaks
-
-    def query(self) -> bool:
-        self.looks -= 1
-        if self.looks < 0 and self.breaks:
-            raise RuntimeError("CUDA error: unspecified launch failure")
-        return self.looks < 0
-
-
-def copy_with(event: Event, error: str = "") -> CudaCopy:
-    return CudaCopy(event, error)  # type: ignore[arg-type]
-
-
-def test_a_copy_is_done_when_its_event_is() -> None:
-    copy = copy_with(Event(2))
-    assert [copy.done() for _ in range(4)] == [False, False, True, True]
-    assert copy_with(Event(5)).wait(10.0)
-    assert CudaCopy(None).done()
-
-
-def test_a_copy_that_is_not_done_in_time_is_said_to_be_in_use() -> None:
-    copy = copy_with(Event(1 << 60))
-    with pytest.raises(ArenaError, match="still in use"):
-        copy.wait(0.01)
-    assert not copy.done()
-
-
-def test_a_copy_that_failed_is_done_only_when_its_rest_is_over() -> None:
-    copy = copy_with(Event(1), "CUDA_ERROR_INVALID_VALUE in a copy of 7 bytes")
-    assert not copy.done()
-    with pytest.raises(ArenaError, match="INVALID_VALUE"):
-        copy.wait(10.0)
-    assert copy.done()
-
-
-def test_a_copy_on_a_broken_device_is_never_done() -> None:
-    copy = copy_with(Event(1, breaks=True))
-    with pytest.raises(ArenaError, match="unspecified launch failure"):
-        copy.wait(10.0)
-    assert not copy.done()
-    assert "GPU failed" in copy.error
-
-
-def ten_copies() -> tuple[np.ndarray, np.ndarray, Runs]:
-    """Ten bytes, a place for them in reverse order, and the ten copies."""
-    source, target = np.arange(1, 11, dtype=np.uint8), np.zeros(10, dtype=np.uint8)
-    there = target.ctypes.data + np.arange(10, dtype=np.int64)[::-1]
-    return source, target, merge_runs(source.ctypes.data + np.arange(10), there, 1)
-
-
-@pytest.mark.parametrize("limit", [1, 3, 5, 10, 4096])
-def test_copies_go_in_batches_of_limited_size(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "MAX_BATCH", limit)
-    library = FakeLibrary()
-    source, target, runs = ten_copies()
-    assert cuda.Driver(library).copy(runs, STREAM, batched=True) == ""
-    assert (target == source[::-1]).all()
-    assert sum(library.batches) == 10
-    assert max(library.batches) <= limit
-
-
-@pytest.mark.parametrize(("has_batches", "batched"), [(True, False), (False, True)])
-def test_copies_go_one_by_one_where_there_are_no_batches(has_batches: bool, batched: bool) -> None:
-    library = FakeLibrary(has_batches=has_batches)
-    source, target, runs = ten_copies()
-    driver = cuda.Driver(library)
-    assert driver.batches is has_batches
-    assert driver.copy(runs, STREAM, batched=batched) == ""
-    assert (target == source[::-1]).all()
-    assert library.batches == []
-
-
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("fail_at", [0, 4, 9])
-def test_the_first_failure_ends_the_copies_and_is_named(
-    fail_at: int, batched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda, "MAX_BATCH", 4)
-    library = FakeLibrary(fail_at)
-    _, target, runs = ten_copies()
-    error = cuda.Driver(library).copy(runs, STREAM, batched=batched)
-    assert error.startswith("CUDA_ERROR_1 in a ")
-    assert not batched or f"(copy {fail_at % 4})" in error
-    assert np.count_nonzero(target) == fail_at
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    made = FakeDriver()
-    monkeypatch.setattr(cuda, "driver", lambda: made)
-    return made
-
-
-def covers(memory: HostMemory, *addresses: int, length: int = 10) -> bool:
-    return memory.registered.covers(np.array(addresses, dtype=np.int64), length)
-
-
-def test_regions_are_registered_in_chunks(fake: FakeDriver) -> None:
-    memory = HostMemory(chunk_bytes=100)
-    memory.register(5000, 250)
-    memory.register(1000, 100)
-    assert fake.held == {5000: 100, 5100: 100, 5200: 50, 1000: 100}
-    assert memory.registered.chunks.tolist() == [1000, 5000, 5100, 5200]
-    assert covers(memory, 1000, 1090, 5000, 5095, 5240)
-    for outside in (999, 1091, 4995, 5241, 9000):
-        assert not covers(memory, 1000, outside)
-    memory.unregister(5000)
-    memory.unregister(5000)
-    assert fake.held == {1000: 100}
-    assert not covers(memory, 5000)
-    assert covers(memory, 1000)
-
-
-@pytest.mark.parametrize("fail_at", [0, 1, 2])
-def test_a_region_is_registered_whole_or_not_at_all(fake: FakeDriver, fail_at: int) -> None:
-    fake.fail_at = fail_at
-    memory = HostMemory(chunk_bytes=100)
-    with pytest.raises(ArenaError, match="CUDA_ERROR_2"):
-        memory.register(5000, 250)
-    assert fake.held == {}
-    assert not covers(memory, 5000)
-    fake.fail_at = -1
-    memory.register(5000, 250)
-    assert covers(memory, 5000)
-
-
-@pytest.mark.parametrize(("address", "length"), [(5000, 0), (1000, 100)])
-def test_nothing_and_what_is_registered_cannot_be_registered(
-    fake: FakeDriver, address: int, length: int
-) -> None:
-    memory = HostMemory()
-    memory.register(1000, 100)
-    with pytest.raises(ArenaError, match="registered already"):
-        memory.register(address, length)
-
-
-def test_kernels_keep_away_from_memory_that_is_mapped_elsewhere(fake: FakeDriver) -> None:
-    memory = HostMemory()
-    memory.register(1000, 100)
-    assert memory.registered.mapped_in_place
-    fake.in_place = False
-    memory.register(5000, 100)
-    assert not memory.registered.mapped_in_place
-    memory.unregister(5000)
-    assert memory.registered.mapped_in_place
-
-
-def test_without_a_driver_registering_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "driver", lambda: None)
-    with pytest.raises(ArenaError, match=r"no driver \(libcuda\.so\.1\)"):
-        cuda.register(4096, 4096)
-    cuda.unregister(4096)
-
-
-def test_without_cuda_a_copier_says_what_to_do() -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    with pytest.raises(LayoutError, match="keep the pool on the CPU"):
-        CudaCopier("cuda:0", [(0, 8, 8)], 4)

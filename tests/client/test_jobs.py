@@ -1,0 +1,67 @@
+"""Transfers in the background that fail in every way."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tiercache.errors import DeadlineExceeded
+from tiercache.jobs import JobQueue, Transfer
+from tiercache.transfer import CopyLost, Limit
+
+
+def fail(error: Exception) -> int:
+    raise error
+
+
+def make(run: object, limit: Limit | None = None) -> Transfer[int]:
+    return Transfer(run, lambda: -1, 0, limit or Limit())  # type: ignore[arg-type]
+
+
+def test_jobs_are_performed_in_order_by_one_thread() -> None:
+    queue = JobQueue("test", 10)
+    order: list[int] = []
+    jobs = [make(lambda number=number: order.append(number) or number) for number in range(5)]
+    assert all(queue.submit(job) for job in jobs)
+    assert [job.result(5) for job in jobs] == [0, 1, 2, 3, 4]
+    assert order == [0, 1, 2, 3, 4]
+    queue.close()
+    assert not queue.submit(make(lambda: 1))
+
+
+def test_a_job_that_fails_unforeseen_is_a_miss_and_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:
+    queue = JobQueue("test", 10)
+    jobs = [make(lambda: fail(KeyError("a bug"))), make(lambda: 7)]
+    for job in jobs:
+        queue.submit(job)
+    assert [job.result(5) for job in jobs] == [0, 7]
+    assert "a bug" in caplog.text
+    queue.close()
+
+
+def test_a_lost_copy_is_never_done(caplog: pytest.LogCaptureFixture) -> None:
+    job = make(lambda: fail(CopyLost("the device broke")))
+    job.perform()
+    assert not job.done()
+    with pytest.raises(DeadlineExceeded):
+        job.result(0.01)
+    assert "the device broke" in caplog.text
+
+
+def test_closing_skips_what_has_not_begun_and_waits_for_what_has() -> None:
+    queue = JobQueue("test", 10)
+    begun, gate = threading.Event(), threading.Event()
+    first = make(lambda: begun.set() or gate.wait(10) or 1)
+    second = make(lambda: 2)
+    queue.submit(first)
+    queue.submit(second)
+    assert begun.wait(5)
+    threading.Timer(0.02, gate.set).start()
+    queue.close()
+    assert (first.result(), second.result()) == (True, -1)
+
+
+def test_the_queue_is_bounded() -> None:
+    queue = JobQueue("test", 0)
+    assert not queue.submit(make(lambda: 1))

@@ -1,0 +1,45 @@
+"""What `import tiercache` offers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import tiercache
+
+NAMES = [
+    "ArenaError", "Client", "ConfigError", "Connector", "DaemonUnavailable", "DeadlineExceeded", "KeyChain",
+    "LaunchedDaemon", "LayoutError", "Match", "ModelRefused", "NamespaceSpec", "Pool", "ProtocolError",
+    "RequestRefused", "StoreResult", "TierCacheError", "Transfer", "VersionError", "__version__", "connect",
+    "fingerprint_files", "launch", "root_key",
+]  # fmt: skip
+
+
+def test_the_public_names_are_these() -> None:
+    assert tiercache.__all__ == NAMES
+    assert dir(tiercache) == NAMES
+    assert all(getattr(tiercache, name) is not None for name in NAMES)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = tiercache.nonsense  # type: ignore[attr-defined]
+
+
+def test_every_name_works_in_a_fresh_process_and_importing_alone_loads_nothing() -> None:
+    code = (
+        "import sys, tiercache\n"
+        "assert not {'zmq', 'numpy', 'torch', 'msgspec'} & set(sys.modules)\n"
+        "from tiercache import *\n"
+        "assert launch.__module__ == 'tiercache.launch' and callable(connect)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_function_launch_is_not_hidden_by_its_module() -> None:
+    code = (
+        "import tiercache.launch\n"
+        "from tiercache.launch import launch\n"
+        "import tiercache\n"
+        "assert tiercache.launch is launch and callable(launch)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

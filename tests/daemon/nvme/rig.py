@@ -1,0 +1,187 @@
+"""A cache directory with a queue, frames in plain memory, and a disk that does as it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tiercache.daemon.nvme.directory import PAGE_BYTES, Directory, DiskIO
+from tiercache.daemon.nvme.io import DiskQueue, Outcome, Priority, ReadOp, WriteOp
+
+DEADLINE_S = 20.0
+SEGMENT_BYTES = 1 << 20
+FINGERPRINT = "ab" * 16
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def content(number: int, length: int) -> bytes:
+    """Bytes that differ from block to block and from place to place."""
+    line = number.to_bytes(4, "little") + bytes(range(1, 252))  # 255 bytes: no two pages are alike
+    return (line * (length // len(line) + 1))[:length]
+
+
+class ObedientDisk(DiskIO):
+    """The real disk, with a gate to hold it, a list of calls, and a hook that may fail or shorten them."""
+
+    def __init__(self, direct: bool = True) -> None:
+        self.direct = direct
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls: list[tuple[str, int, int]] = []  # name, views, offset
+        self.hook: Callable[[str, int], int | None] = lambda name, size: None
+        """Called with name and bytes of each call: raises, or returns how many bytes to move at most."""
+        self.running = 0
+        self.most_running = 0
+        self._lock = threading.Lock()
+
+    def open(self, path: Path, flags: int) -> int:
+        if flags & os.O_DIRECT and not self.direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().open(path, flags)
+
+    def fallocate(self, fd: int, size_bytes: int) -> None:
+        self.hook("fallocate", size_bytes)
+        super().fallocate(fd, size_bytes)
+
+    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        return self._move("preadv", super().preadv, fd, views, offset)
+
+    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        return self._move("pwritev", super().pwritev, fd, views, offset)
+
+    def _move(
+        self,
+        name: str,
+        call: Callable[[int, Sequence[memoryview], int], int],
+        fd: int,
+        views: Sequence[memoryview],
+        offset: int,
+    ) -> int:
+        with self._lock:
+            self.calls.append((name, len(views), offset))
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+        try:
+            assert self.gate.wait(DEADLINE_S)
+            most = self.hook(name, sum(map(len, views)))
+            return call(fd, views, offset) if most is None else _shorter(call, fd, views, offset, most)
+        finally:
+            with self._lock:
+                self.running -= 1
+
+
+def _shorter(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    views: Sequence[memoryview],
+    offset: int,
+    most: int,
+) -> int:
+    """Move whole pages only, as direct I/O must, but tell of `most` bytes."""
+    whole = -(-most // PAGE_BYTES) * PAGE_BYTES
+    kept, left = [], whole
+    for view in views:
+        if left > 0:
+            kept.append(view[:left])
+            left -= len(kept[-1])
+    return min(most, call(fd, kept, offset)) if kept else 0
+
+
+class Rig:
+    """Frames `0..` of `frame_bytes` each, slots of the same size in segment 1, and a queue."""
+
+    def __init__(
+        self,
+        path: Path,
+        disk: ObedientDisk | None = None,
+        threads: int = 2,
+        frame_bytes: int = 2 * PAGE_BYTES,
+        segment_bytes: int = SEGMENT_BYTES,
+        limits: dict[Priority, int] | None = None,
+    ) -> None:
+        self.disk = disk or ObedientDisk()
+        self.directory = Directory(path, 8 * segment_bytes, segment_bytes, disk=self.disk)
+        self.directory.open()
+        self.directory.create_segment(1)
+        self.disk.calls.clear()
+        self.frame_bytes = frame_bytes
+        self.frames = segment_bytes // frame_bytes
+        self.memory = mmap.mmap(-1, segment_bytes + PAGE_BYTES)  # with a page behind, to see who writes there
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.announced: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.announcements = 0
+        self.finished: list[WriteOp | ReadOp] = []
+        self.queue = DiskQueue(self.directory, self._announce, threads, limits)
+
+    def _announce(self, call: Callable[[], None]) -> None:
+        self.announcements += 1
+        self.announced.put(call)
+
+    def slot(self, number: int) -> int:
+        return 1 << 48 | number * self.frame_bytes
+
+    def fill(self, number: int, data: bytes) -> None:
+        """Put data into a frame, and rubbish behind it."""
+        start = number * self.frame_bytes
+        self.memory[start : start + self.frame_bytes] = data + b"\xee" * (self.frame_bytes - len(data))
+
+    def frame(self, number: int, length: int) -> bytes:
+        return self.memory[number * self.frame_bytes : number * self.frame_bytes + length]
+
+    def write_op(self, number: int, data: bytes, codec: int = 0) -> WriteOp:
+        """Frame `number`, filled with `data`, to slot `number` under key `number`."""
+        self.fill(number, data)
+        return WriteOp(
+            slot=self.slot(number), address=self.address + number * self.frame_bytes, length=len(data),
+            key=key(number), fingerprint=FINGERPRINT, codec=codec, done=self.finished.append,
+        )  # fmt: skip
+
+    def read_op(self, written: WriteOp, frame: int, **changes: object) -> ReadOp:
+        """What the row of a finished write asks for, into another frame."""
+        fields: dict[str, object] = {
+            "slot": written.slot, "address": self.address + frame * self.frame_bytes, "length": written.length,
+            "key": written.key, "fingerprint": written.fingerprint, "codec": written.codec,
+            "stored_length": written.stored_length, "checksum": written.checksum, "kind": written.kind,
+            "done": self.finished.append,
+        }  # fmt: skip
+        return ReadOp(**{**fields, **changes})  # type: ignore[arg-type]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Serve announcements until the condition holds."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, f"not in time: {self.queue.stats()}"
+            with contextlib.suppress(queue.Empty):
+                self.announced.get(timeout=0.01)()
+
+    def run(self, ops: Sequence[WriteOp | ReadOp], priority: Priority = Priority.LOAD) -> list[Outcome]:
+        """Submit, wait, and return the outcomes."""
+        before = len(self.finished)
+        assert self.queue.submit_many(ops, priority) == len(ops)
+        self.until(lambda: len(self.finished) == before + len(ops))
+        return [op.outcome for op in ops]
+
+    def store(self, numbers: Sequence[int], length: int, codec: int = 0) -> list[WriteOp]:
+        """Write blocks `numbers` with their `content`; all must succeed."""
+        ops = [self.write_op(number, content(number, length), codec) for number in numbers]
+        assert self.run(ops, Priority.WRITE) == [Outcome.OK] * len(ops)
+        return ops
+
+    def close(self) -> None:
+        """Everything is over and was handed over exactly once."""
+        self.disk.gate.set()
+        assert self.queue.stop(time.monotonic() + DEADLINE_S)
+        assert self.queue.in_flight == self.queue.in_flight_bytes == self.queue.queued() == 0
+        assert len(set(map(id, self.finished))) == len(self.finished)
+        self.directory.close()

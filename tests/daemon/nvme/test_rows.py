@@ -1,0 +1,94 @@
+"""Records: what is packed comes back, and nothing else does."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercache.daemon.nvme.rows import (
+    MAX_SEGMENTS,
+    MAX_SLOTS,
+    RECORD_BYTES,
+    ROOT_KEY,
+    Row,
+    pack_row,
+    place_of,
+    segment_and_slot,
+    unpack_row,
+    unpack_rows,
+)
+
+u8, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (8, 32, 64))
+keys = st.binary(min_size=16, max_size=16)
+rows = st.builds(Row, keys, keys, u32, u32, u32, u32, u8, u8, u64, u64)
+places = st.builds(place_of, st.integers(0, MAX_SEGMENTS - 1), st.integers(0, MAX_SLOTS - 1))
+
+ROW = Row(b"k" * 16, ROOT_KEY, 3, 4, 5000, 4096, 1, 2, 2**64 - 1, 77)
+
+
+@given(rows, places)
+def test_a_row_comes_back_from_its_place_only(row: Row, place: int) -> None:
+    record = pack_row(place, row)
+    assert unpack_row(place, record) == row
+    assert unpack_row(place ^ 1, record) is None
+    assert unpack_row(place ^ 1 << 24, record) is None
+
+
+def test_the_record_from_the_bytes() -> None:
+    record = pack_row(9, ROW)
+    assert len(record) == RECORD_BYTES == 76
+    assert record[:32] == b"k" * 16 + bytes(16)
+    assert struct.unpack_from("<4I4BQQ", record, 32) == (3, 4, 5000, 4096, 1, 2, 0, 0, 2**64 - 1, 77)
+
+
+def test_every_flipped_bit_is_found() -> None:
+    record = pack_row(9, ROW)
+    for bit in range(8 * RECORD_BYTES):
+        flipped = bytearray(record)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert unpack_row(9, bytes(flipped)) is None, bit
+
+
+@pytest.mark.parametrize("record", [b"", b"\0", bytes(RECORD_BYTES - 1), bytes(RECORD_BYTES), bytes(RECORD_BYTES + 1)])
+def test_what_is_no_record_is_no_row(record: bytes) -> None:
+    assert unpack_row(0, record) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key": b"k" * 17}, {"parent": b""}, {"namespace": -1}, {"epoch": 2**32}, {"codec": 256},
+        {"checksum": 2**64},
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises((struct.error, AssertionError)):
+        pack_row(9, ROW._replace(**change))
+
+
+@given(st.lists(st.tuples(places, rows), max_size=20), st.sets(st.integers(0, 19)))
+def test_many_records_at_once(placed: list[tuple[int, Row]], spoiled: set[int]) -> None:
+    records = [(place, pack_row(place, row)) for place, row in placed]
+    for number in spoiled & set(range(len(records))):
+        place, record = records[number]
+        records[number] = (place, (record[:-1], record + b"\0", b"\1" + record[1:] + b"x", record[::-1])[number % 4])
+    good, damaged = unpack_rows(records)
+    assert good == [item for number, item in enumerate(placed) if number not in spoiled]
+    assert damaged == [item for number, item in enumerate(records) if number in spoiled]
+
+
+@given(st.integers(0, MAX_SEGMENTS - 1), st.integers(0, MAX_SLOTS - 1))
+def test_a_place_names_one_slot(segment: int, slot: int) -> None:
+    place = place_of(segment, slot)
+    assert segment_and_slot(place) == (segment, slot)
+    assert 0 <= place < 2**62
+
+
+@pytest.mark.parametrize(("segment", "slot"), [(-1, 0), (MAX_SEGMENTS, 0), (0, -1), (0, MAX_SLOTS)])
+def test_there_are_no_other_places(segment: int, slot: int) -> None:
+    with pytest.raises(AssertionError):
+        place_of(segment, slot)

@@ -1,0 +1,81 @@
+"""Frames: who has them, when they are free, and how regions go from one size to another."""
+
+from __future__ import annotations
+
+from tiercache.daemon.allocator import NO_FRAME, Allocator
+
+REGION = 4 * 4096
+
+
+def arena(regions: int) -> Allocator:
+    allocator = Allocator()
+    for region_id in range(regions):
+        allocator.add_region(region_id, REGION)
+    return allocator
+
+
+def test_frames_are_neighbours_and_run_out() -> None:
+    allocator = arena(2)
+    small = allocator.size_class(4096)
+    frames = [allocator.take(small) for _ in range(9)]
+    assert frames[:8] == [region << 48 | offset * 4096 for region in (0, 1) for offset in range(4)]
+    assert frames[8] == NO_FRAME
+    assert allocator.check_integrity(frames[:8]) == []
+    allocator.give_back(frames[2])
+    assert allocator.take(small) == frames[2]
+
+
+def test_a_frame_that_is_still_sent_is_nobody_elses() -> None:
+    allocator = arena(1)
+    large = allocator.size_class(REGION)
+    frame = allocator.take(large)
+    allocator.hold(frame)
+    allocator.hold(frame)
+    allocator.give_back(frame)
+    assert allocator.take(large) == NO_FRAME
+    allocator.unhold(frame)
+    assert allocator.take(large) == NO_FRAME
+    assert allocator.check_integrity([]) == []
+    allocator.unhold(frame)
+    assert allocator.take(large) == frame
+
+
+def test_a_frame_given_back_names_no_entry_any_more() -> None:
+    allocator = arena(1)
+    frame = allocator.take(allocator.size_class(4096))
+    allocator.set_entry(frame, 7)
+    allocator.hold(frame)
+    allocator.give_back(frame)
+    entries = allocator.entries_of(0, draining=False)
+    assert entries is not None
+    assert list(entries) == [0] * 4
+    assert allocator.owned_frames(0) == 1
+
+
+def test_an_empty_region_changes_its_size_class() -> None:
+    allocator = arena(1)
+    small, large = allocator.size_class(4096), allocator.size_class(2 * 4096)
+    frame = allocator.take(small)
+    assert allocator.take(large) == NO_FRAME
+    allocator.give_back(frame)
+    assert [allocator.take(large), allocator.take(large)] == [0, 2 * 4096]
+    assert (small.free, small.frames, large.free, large.frames) == (0, 0, 0, 2)
+
+
+def test_a_draining_region_is_free_for_all_once_its_last_frame_is_back() -> None:
+    allocator = arena(1)
+    small, large = allocator.size_class(4096), allocator.size_class(REGION)
+    frames = [allocator.take(small) for _ in range(2)]
+    allocator.drain(0)
+    assert allocator.take(small) == NO_FRAME
+    allocator.give_back(frames[0])
+    assert allocator.take(large) == NO_FRAME
+    assert allocator.check_integrity(frames[1:]) == []
+    allocator.give_back(frames[1])
+    assert allocator.take(large) == 0
+
+
+def test_a_region_smaller_than_a_frame_is_left_alone() -> None:
+    allocator = arena(1)
+    assert allocator.take(allocator.size_class(REGION + 4096)) == NO_FRAME
+    assert allocator.take(allocator.size_class(REGION)) == 0

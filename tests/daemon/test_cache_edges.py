@@ -1,0 +1,184 @@
+"""Corners of the cache in which a lease, a pin or the loop could be let down."""
+
+from __future__ import annotations
+
+from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.leases import Owner
+from tiercache.daemon.space import Namespace
+from tiercache.layout import NamespaceSpec
+from tiercache.messages import BlockState, CommitState
+
+FRAME_BYTES = 4096
+
+
+class Harness:
+    """A cache of `regions` regions of 8 small frames, a clock that is a field, an owner."""
+
+    def __init__(self, regions: int = 1, region_bytes: int = 8 * FRAME_BYTES, pin_share: float = 0.5) -> None:
+        self.now_s = 0.0
+        self.cache = Cache(lambda: self.now_s, CacheLimits(pin_share=pin_share))
+        for region_id in range(regions):
+            self.cache.space.allocator.add_region(region_id, region_bytes)
+        self.owner = Owner(b"a" * 16)
+
+    def space(self, rank: int = 0, **changed: int) -> Namespace:
+        spec = NamespaceSpec(
+            engine="t", layout="l", dtype="u8", block_size=1, tp_rank=rank, tp_size=8,
+            **{"block_bytes": FRAME_BYTES, **changed},  # type: ignore[arg-type]
+        )  # fmt: skip
+        return self.cache.space.open_namespace(spec)
+
+    def store(self, namespace: Namespace, keys: bytes, parent: bytes = b"") -> None:
+        got = self.cache.reserve(self.owner, namespace, parent, keys, 10)
+        assert set(got.states) <= {BlockState.FRAME, BlockState.HAVE}
+        numbers = [number for number, state in enumerate(got.states) if state is BlockState.FRAME]
+        assert set(self.cache.writes.commit(self.owner, got.lease_id, numbers)) == {CommitState.VISIBLE}
+
+    def check(self) -> None:
+        assert self.cache.check_integrity() == []
+
+
+def chain(tag: int, blocks: int) -> bytes:
+    return b"".join(bytes([tag, *number.to_bytes(4, "little")]).ljust(16, b"\0") for number in range(blocks))
+
+
+def test_pins_set_again_and_again_leave_nothing_behind() -> None:
+    h = Harness()
+    namespace = h.space()
+    h.store(namespace, chain(1, 2))
+    for _ in range(20_000):
+        assert h.cache.reads.pin([namespace], chain(1, 2), ttl_s=7 * 86400) == 2
+    assert len(h.cache.reads._deadlines) < 2000
+    h.now_s += 8 * 86400
+    h.cache.expire()
+    assert h.cache.reads.pins == {}
+    h.check()
+
+
+def test_leases_still_end_in_time_after_a_sweep() -> None:
+    h = Harness()
+    namespace = h.space()
+    h.store(namespace, chain(1, 1))
+    short = h.cache.match(h.owner, [namespace], chain(1, 1), 10).lease
+    long = h.cache.match(h.owner, [namespace], chain(1, 1), 10).lease
+    assert short is not None
+    assert long is not None
+    for _ in range(3000):
+        h.cache.reads.renew(long, 100)
+    h.now_s = 11
+    h.cache.expire()
+    assert list(h.cache.reads.leases) == [long.lease_id]
+    h.now_s = 101
+    h.cache.expire()
+    assert h.cache.reads.leases == {}
+    h.check()
+
+
+def test_a_pin_that_is_cut_short_keeps_whole_windows_only() -> None:
+    h = Harness(pin_share=0.5)
+    window, keys = h.space(window_blocks=2), chain(1, 6)
+    for number in (4, 5):
+        h.store(window, keys[16 * number : 16 * number + 16])
+    assert h.cache.match(h.owner, [window], keys, 0).dram == 6
+    assert h.cache.reads.pin([window], keys, ttl_s=10) == 0
+    h.check()
+    h.store(window, keys[16:48])
+    assert h.cache.reads.pin([window], keys, ttl_s=10) == 3
+    h.check()
+
+
+def test_a_list_that_is_no_chain_pins_nothing() -> None:
+    h = Harness(pin_share=1.0)
+    first, second, keys = h.space(), h.space(rank=1), chain(1, 3)
+    h.store(first, keys)
+    broken = keys[:16] + chain(2, 1) + keys[32:]
+    h.store(second, broken[:32])
+    assert h.cache.match(h.owner, [first, second], broken, 10).lease is None
+    assert h.cache.reads.pin([first, second], broken, 10) == 0
+    h.check()
+
+
+def test_a_lease_on_a_window_names_no_frame_that_it_does_not_hold() -> None:
+    h = Harness()
+    window, keys = h.space(window_blocks=2), chain(1, 5)
+    h.store(window, keys)
+    lease = h.cache.match(h.owner, [window], keys, 10).lease
+    assert lease is not None
+    assert [len(h.cache.reads.frames(lease, window, first, 5)) for first in range(6)] == [0, 0, 0, 2, 1, 0]
+    # Room for others is made of what the lease does not hold: 8 frames, 2 of them held.
+    got = h.cache.reserve(h.owner, window, b"", chain(2, 8), 10)
+    assert got.states.count(BlockState.FRAME) == 6
+    assert h.cache.reads.release(h.owner, lease.lease_id)
+    h.check()
+
+
+def test_an_empty_window_beside_a_full_one_is_found_out_in_one_pass() -> None:
+    h = Harness(region_bytes=1000 * FRAME_BYTES)
+    full, empty, keys = h.space(window_blocks=900), h.space(rank=1, window_blocks=1), chain(1, 900)
+    for first in range(0, 900, 300):
+        h.store(full, keys[16 * first : 16 * (first + 300)])
+    asked = 0
+    get = type(full.table).get
+
+    class Counted:
+        """The table of `full`, counting look-ups."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(table, name)
+
+        def get(self, key: bytes) -> int:
+            nonlocal asked
+            asked += 1
+            return get(table, key)
+
+    table = full.table
+    full.table = Counted()  # type: ignore[assignment]
+    assert h.cache.match(h.owner, [full, empty], keys, 0).dram == 0
+    assert asked <= 900
+
+
+def test_a_region_with_blocks_on_their_way_in_is_not_drained() -> None:
+    h = Harness(regions=1)
+    small, large = h.space(), h.space(rank=1, block_bytes=8 * FRAME_BYTES)
+    h.store(small, chain(1, 3))
+    writing = h.cache.reserve(h.owner, small, b"", chain(2, 1), 10)
+    assert h.cache.reserve(h.owner, large, b"", chain(3, 1), 10).states == [BlockState.NONE]
+    h.cache.work()
+    assert h.cache.counters.regions_drained == 0
+    assert h.cache.writes.commit(h.owner, writing.lease_id, [0]) == [CommitState.VISIBLE]
+    h.cache.reserve(h.owner, large, b"", chain(3, 1), 10)
+    while h.cache.work():
+        pass
+    assert h.cache.counters.regions_drained == 1
+    assert h.cache.reserve(h.owner, large, b"", chain(3, 1), 10).states == [BlockState.FRAME]
+    h.check()
+
+
+def test_a_flush_revokes_every_lease_below_it_and_no_other() -> None:
+    h = Harness(region_bytes=2100 * FRAME_BYTES)
+    namespace, keys = h.space(), chain(1, 2000)
+    for first in range(0, 2000, 500):
+        h.store(namespace, keys[16 * first : 16 * (first + 500)], parent=keys[16 * (first - 1) : 16 * first])
+    other = chain(2, 50)
+    h.store(namespace, other)
+    leases = [h.cache.match(h.owner, [namespace], keys[: 16 * (1000 + n)], 10).lease for n in range(500)]
+    kept = h.cache.match(h.owner, [namespace], other, 10).lease
+    assert h.cache.flush([namespace.number], keys[16 * 999 : 16 * 1000]) == (1001, False)
+    assert kept is not None
+    assert h.cache.reads.release(h.owner, kept.lease_id)
+    assert all(lease is not None and not h.cache.reads.release(h.owner, lease.lease_id) for lease in leases)
+    h.check()
+
+
+def test_flushes_of_several_namespaces_take_everything_with_them() -> None:
+    h = Harness(regions=2)
+    spaces = [h.space(rank=rank) for rank in range(3)]
+    pending = []
+    for namespace in spaces:
+        h.store(namespace, chain(1, 2))
+        pending.append(h.cache.reserve(h.owner, namespace, chain(1, 2)[-16:], chain(2, 1), 10).lease_id)
+    assert h.cache.flush([spaces[0].number, spaces[1].number], b"") == (4, False)
+    assert [h.cache.match(h.owner, [namespace], chain(1, 2), 0).dram for namespace in spaces] == [0, 0, 2]
+    states = [h.cache.writes.commit(h.owner, lease, [0]) for lease in pending]
+    assert states == [[CommitState.DROPPED], [CommitState.DROPPED], [CommitState.VISIBLE]]
+    h.check()

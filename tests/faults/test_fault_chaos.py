@@ -1,0 +1,126 @@
+"""Everything at once: clients at random against a tiny arena, while the daemon and clients die and come back."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from fault_blocks import chain, spec_of
+from fault_engine import Engine
+from fault_processes import Child, Daemon, wait_until
+
+
+SETTINGS = {"block_bytes": 64 << 10, "blocks": 32, "request_timeout_s": 0.3}
+TINY = ("--arena", "4MiB", "--region", "2MiB")
+
+
+def check(daemon: Daemon) -> None:
+    """Nobody holds anything any more, and nothing has contradicted itself."""
+    wait_until(lambda: _quiet(daemon.stats()), f"all leases are over: {daemon.stats()['leases']}", 20)
+    stats = daemon.stats()
+    assert stats["health"]["state"] == "ok", stats["health"]
+    for name in ("invariant_failures", "requests_failed", "requests_malformed"):
+        assert stats["counters"][name] == 0, (name, daemon.log())
+    assert "Traceback" not in daemon.log(), daemon.log()
+    blocks = sum(namespace["blocks"] for namespace in stats["namespaces"])
+    assert stats["arena"]["used_bytes"] == blocks * (64 << 10), "every frame in use is a block's"
+
+
+def _quiet(stats: dict[str, dict[str, int]]) -> bool:
+    leases = stats["leases"]
+    return not (leases["read"] or leases["write"] or leases["quarantined"] or leases["pending_blocks"])
+
+
+def churn(
+    start_child: Callable[..., Child], daemon: Daemon, seed: int, seconds: float, clients: int = 2
+) -> tuple[list[Child], Callable[[], list[dict[str, int]]]]:
+    """Start clients at random work; the second value waits for what they say."""
+    children = [
+        start_child("engine", daemon, required=False, map_arena=number % 3 != 2, **SETTINGS)
+        for number in range(clients)
+    ]
+    for number, child in enumerate(children):
+        child.tell("churn", seed=1000 * seed + number, seconds=seconds, chains=5, longest=24, flush=True)
+    return children, lambda: [child.hear(seconds + 30) for child in children]
+
+
+def chaos(daemon: Daemon, dice: random.Random, seconds: float, kills: int) -> None:
+    """Kill -9 and restart the daemon some times, or only stop it for a moment."""
+    pause_s = seconds / (kills + 1)
+    for _ in range(kills):
+        end_s = time.monotonic() + pause_s * dice.uniform(0.7, 1.0)
+        wait_until(lambda e=end_s: time.monotonic() > e, "work in between", seconds + 1)
+        if dice.random() < 0.25:
+            daemon.stop()
+            daemon.go_on()
+        daemon.restart()
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_clients_at_random_while_the_daemon_dies_again_and_again(
+    start_daemon: Callable[..., Daemon], start_child: Callable[..., Child], engine_of: Callable[..., Engine], seed: int
+) -> None:
+    daemon = start_daemon(*TINY)
+    _, results = churn(start_child, daemon, seed, seconds=7.5)
+    chaos(daemon, random.Random(seed), 6.5, kills=4)
+    totals = results()
+    assert all(total["stored"] > 0 and total["good"] > 0 for total in totals), totals
+    engine = engine_of(daemon, spec_of(64 << 10))
+    assert engine.store(chain("after", 20)).dropped == 0
+    assert engine.load(chain("after", 20)) == 20
+    check(daemon)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("seed", range(2, 8))
+def test_clients_at_random_for_longer(
+    start_daemon: Callable[..., Daemon], start_child: Callable[..., Child], seed: int
+) -> None:
+    daemon = start_daemon(*TINY)
+    _, results = churn(start_child, daemon, seed, seconds=25, clients=3)
+    chaos(daemon, random.Random(seed), 23, kills=8)
+    assert all(total["good"] > 0 for total in results())
+    check(daemon)
+
+
+@pytest.mark.parametrize("seed", [11])
+def test_clients_that_die_at_random_leave_nothing_behind(
+    start_daemon: Callable[..., Daemon], start_child: Callable[..., Child], seed: int
+) -> None:
+    """kill -9 and SIGSTOP of clients in the middle of stores and loads; the others never see a wrong byte."""
+    daemon = start_daemon(*TINY)
+    dice = random.Random(seed)
+    children, results = churn(start_child, daemon, seed, seconds=4, clients=2)
+    victims: list[Child] = []
+    end_s = time.monotonic() + 3
+    while time.monotonic() < end_s:
+        victim = start_child("engine", daemon, required=False, **SETTINGS)
+        victims.append(victim)
+        victim.tell("churn", seed=dice.randrange(1 << 30), seconds=60, chains=5, longest=24, flush=False)
+        moment_s = time.monotonic() + dice.uniform(0.02, 0.25)
+        wait_until(lambda m=moment_s: time.monotonic() > m, "it is in the middle of something")
+        if dice.random() < 0.3:
+            victim.stop()
+        os.kill(victim.pid, signal.SIGKILL)
+    assert len(victims) > 3
+    assert all(total["good"] > 0 for total in results())
+    for child in (*children, *victims):
+        child.close()
+    check(daemon)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", range(20, 24))
+def test_eviction_never_reuses_what_is_read(
+    start_daemon: Callable[..., Daemon], start_child: Callable[..., Child], seed: int
+) -> None:
+    daemon = start_daemon(*TINY)
+    _, results = churn(start_child, daemon, seed, seconds=20, clients=4)
+    assert all(total["good"] > 0 for total in results())
+    check(daemon)

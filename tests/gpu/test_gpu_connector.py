@@ -1,0 +1,145 @@
+"""A connector whose pool is on a real device, over a real daemon: bytes, order, and trouble."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+pytest.importorskip("msgspec")
+pytest.importorskip("zmq")
+pytest.importorskip("xxhash")
+
+import torch
+from connector_cases import ARENA, REGION, Client, await_that, check_store_and_load, keys
+from copier_cases import GUARD, POOLS, WAIT_S
+
+import tiercache
+from tiercache.errors import LayoutError
+from tiercache.host_memory import process_memory
+
+pytestmark = pytest.mark.gpu
+
+FORMS = ["block-first, 64 KiB", "layer-first, 4 KiB pieces"]
+ALL = list(range(24))
+
+
+@pytest.fixture
+def daemon() -> Iterator[tiercache.LaunchedDaemon]:
+    with tiercache.launch(ARENA, region=REGION) as launched:
+        yield launched
+
+
+@pytest.mark.parametrize("map_arena", [True, False])
+@pytest.mark.parametrize("form", POOLS)
+def test_blocks_go_from_pool_to_pool(
+    form: str, map_arena: bool, device: str, daemon: tiercache.LaunchedDaemon
+) -> None:
+    check_store_and_load(daemon.address, form, device, map_arena=map_arena)
+    await_that(lambda: not len(process_memory.registered.starts))
+
+
+def keep_busy(device: str) -> None:
+    """About a second of work on the current stream."""
+    torch.cuda._sleep(int(2e9))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_store_carries_what_kernels_before_it_write(
+    form: str, device: str, daemon: tiercache.LaunchedDaemon
+) -> None:
+    client = Client(daemon.address, form, device)
+    with client.connector as connector:
+        client.await_registration()
+        compute = torch.cuda.Stream(device)
+        compute.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(compute):
+            keep_busy(device)
+            client.spoil()
+            transfer = connector.store_async(keys("store order", 24), ALL)
+            assert not transfer.done()  # its blocks belong to it meanwhile
+        assert transfer.result(WAIT_S).stored == 24
+        for layer in client.layers:
+            layer.zero_()
+        assert connector.load(connector.match(keys("store order", 24)), ALL) == 24
+        assert bool((client.bytes(ALL) == GUARD).all())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_load_comes_after_the_kernels_before_it(
+    form: str, device: str, daemon: tiercache.LaunchedDaemon
+) -> None:
+    """What still runs may read the blocks' old content, or write it."""
+    client = Client(daemon.address, form, device)
+    with client.connector as connector:
+        client.await_registration()
+        expected = client.bytes(ALL)
+        chain = keys("load order", 24)
+        assert connector.store(chain, ALL).stored == 24
+        compute = torch.cuda.Stream(device)
+        with torch.cuda.stream(compute):
+            keep_busy(device)
+            client.spoil()
+            transfer = connector.load_async(connector.match(chain), ALL)
+            assert not transfer.done()
+        assert transfer.result(WAIT_S) == 24
+        # Work that is queued from here on, on any stream, sees the blocks.
+        assert torch.equal(client.bytes(ALL), expected)
+
+
+def test_a_cancelled_load_keeps_its_blocks_until_its_copies_have_ended(
+    device: str, daemon: tiercache.LaunchedDaemon
+) -> None:
+    client = Client(daemon.address, FORMS[0], device)
+    with client.connector as connector:
+        chain = keys("cancel", 24)
+        assert connector.store(chain, ALL).stored == 24
+        busy = torch.cuda.Stream(device)
+        with torch.cuda.stream(busy):
+            keep_busy(device)
+            end = torch.cuda.Event()
+            end.record(busy)
+            transfer = connector.load_async(connector.match(chain), ALL)
+        copier = connector._own_mover().copier
+        await_that(lambda: not copier._copier.idle() or transfer.done())  # submitted, behind the work
+        transfer.cancel()
+        await_that(transfer.done)
+        assert end.query()  # the copies could not begin before, and they are over
+        assert copier._copier.idle()
+
+
+def test_a_daemon_that_dies_takes_no_copy_along(device: str, daemon: tiercache.LaunchedDaemon) -> None:
+    """The arena stays mapped and registered until the copy is over; the next calls are misses."""
+    client = Client(daemon.address, FORMS[0], device)
+    with client.connector as connector:
+        client.await_registration()
+        keep_busy(device)
+        transfer = connector.store_async(keys("death", 24), ALL)
+        copier = connector._own_mover().copier
+        await_that(lambda: not copier._copier.idle() or transfer.done())
+        os.kill(daemon.pid, signal.SIGKILL)
+        result = transfer.result(WAIT_S)
+        assert result.stored + result.dropped == 24
+        assert copier._copier.idle()
+        await_that(lambda: not connector.available)
+        assert connector.load(connector.match(keys("death", 24)), ALL) == 0
+        await_that(lambda: not len(process_memory.registered.starts))
+    assert float(torch.ones(8, device=device).sum()) == 8.0
+
+
+def test_transfers_are_refused_inside_of_a_graph(device: str, daemon: tiercache.LaunchedDaemon) -> None:
+    client = Client(daemon.address, FORMS[0], device)
+    counter = torch.zeros(1, device=device)
+    with client.connector as connector:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            counter.add_(1)
+            with pytest.raises(LayoutError, match="outside of its capture"):
+                connector.store_async(keys("graph", 24), ALL)
+        graph.replay()
+        assert float(counter.sum()) == 1.0
+        assert connector.store(keys("graph", 24), ALL).stored == 24

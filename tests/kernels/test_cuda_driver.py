@@ -1,0 +1,141 @@
+"""Calls of the CUDA driver against a stand-in, when a copy is over, and what is said where there is no GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_driver import STREAM, FakeLibrary
+
+from tiercache import cuda_driver
+from tiercache.copy_plan import Runs, merge_runs
+from tiercache.cuda import CudaCopier
+from tiercache.cuda_driver import Driver
+from tiercache.cuda_lane import CudaCopy
+from tiercache.errors import ArenaError, LayoutError
+
+pytestmark = pytest.mark.kernels
+
+
+def ten_copies() -> tuple[np.ndarray, np.ndarray, Runs]:
+    """Ten bytes, a place for them in reverse order, and the ten copies."""
+    source, target = np.arange(1, 11, dtype=np.uint8), np.zeros(10, dtype=np.uint8)
+    there = target.ctypes.data + np.arange(10, dtype=np.int64)[::-1]
+    return source, target, merge_runs(source.ctypes.data + np.arange(10), there, 1)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 5, 10, 4096])
+def test_copies_go_in_batches_of_limited_size(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "MAX_BATCH", limit)
+    library = FakeLibrary()
+    source, target, runs = ten_copies()
+    assert Driver(library).copy(runs, STREAM, batched=True) == ""
+    assert (target == source[::-1]).all()
+    assert sum(library.batches) == 10
+    assert max(library.batches) <= limit
+
+
+@pytest.mark.parametrize(("has_batches", "batched"), [(True, False), (False, True)])
+def test_copies_go_one_by_one_where_there_are_no_batches(has_batches: bool, batched: bool) -> None:
+    library = FakeLibrary(has_batches=has_batches)
+    source, target, runs = ten_copies()
+    driver = Driver(library)
+    assert driver.batches is has_batches
+    assert driver.copy(runs, STREAM, batched=batched) == ""
+    assert (target == source[::-1]).all()
+    assert library.batches == []
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("fail_at", [0, 4, 9])
+def test_the_first_failure_ends_the_copies_and_is_named(
+    fail_at: int, batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_driver, "MAX_BATCH", 4)
+    library = FakeLibrary(fail_at)
+    _, target, runs = ten_copies()
+    error = Driver(library).copy(runs, STREAM, batched=batched)
+    assert error.startswith("CUDA_ERROR_1 in a ")
+    assert not batched or f"(copy {fail_at % 4})" in error
+    assert np.count_nonzero(target) == fail_at
+
+
+def test_a_thread_leaves_captures_alone_for_a_while() -> None:
+    library = FakeLibrary()
+    with Driver(library).beside_captures():
+        assert library.capture_mode == 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+    assert library.capture_mode == 0
+
+
+class Event:
+    """Done after so many looks; breaks then, if told to."""
+
+    def __init__(self, looks: int, breaks: bool = False) -> None:
+        self.looks = looks
+        self.breaks = breaks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        if self.looks < 0 and self.breaks:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return self.looks < 0
+
+
+def copy_with(event: Event, error: str = "") -> CudaCopy:
+    return CudaCopy(event, error)  # type: ignore[arg-type]
+
+
+def test_a_copy_is_done_when_its_event_is() -> None:
+    copy = copy_with(Event(2))
+    assert [copy.done() for _ in range(4)] == [False, False, True, True]
+    assert copy_with(Event(5)).wait(10.0)
+    assert CudaCopy(None).done()
+
+
+def test_a_copy_that_is_not_done_in_time_is_said_to_be_in_use() -> None:
+    copy = copy_with(Event(1 << 60))
+    with pytest.raises(ArenaError, match="still in use"):
+        copy.wait(0.01)
+    assert not copy.done()
+
+
+def test_a_copy_that_failed_is_done_only_when_its_rest_is_over() -> None:
+    copy = copy_with(Event(1), "CUDA_ERROR_INVALID_VALUE in a copy of 7 bytes")
+    assert not copy.done()
+    with pytest.raises(ArenaError, match="INVALID_VALUE"):
+        copy.wait(10.0)
+    assert copy.done()
+
+
+def test_a_copy_on_a_broken_device_is_never_done() -> None:
+    copy = copy_with(Event(1, breaks=True))
+    with pytest.raises(ArenaError, match="unspecified launch failure"):
+        copy.wait(10.0)
+    assert not copy.done()
+    assert "GPU failed" in copy.error
+
+
+def test_segments_that_overlap_are_refused() -> None:
+    with pytest.raises(LayoutError, match="at most their stride"):
+        CudaCopier(0, [(0, 8, 16)], 4)
+
+
+def test_without_cuda_a_copier_says_what_to_do() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(LayoutError, match="keep the pool on the CPU"):
+        CudaCopier("cuda:0", [(0, 8, 8)], 4)
+
+
+def test_without_cuda_the_check_says_so_in_one_line() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    script = Path(__file__).parents[2] / "bench" / "gpu_check.py"
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.splitlines() == ["no CUDA device: nothing was run (the gpu tests and benchmarks need one)"]
