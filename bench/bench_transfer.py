@@ -35,8 +35,10 @@ import tiercache
 MIB = 1 << 20
 TOTAL_BUDGET_S = 80.0
 """No case begins after this."""
-SETS = 8
-"""The arena holds so many times what one round moves."""
+SETS = 5
+"""The arena holds so many times what one round of all clients moves."""
+ALONE_SETS = 16
+"""The same for a block alone."""
 CLIENT_TIMEOUT_S = 60.0
 
 
@@ -52,6 +54,16 @@ class Case(NamedTuple):
     map_arena: bool = True
     order: str = "shuffled"
     """`shuffled`: pool blocks as an engine's free list gives them; `ascending`: neighbours."""
+
+    @property
+    def sets(self) -> int:
+        """Rounds after which an arena, or a ring, is full."""
+        return SETS if self.blocks > 1 else ALONE_SETS
+
+    @property
+    def ring_bytes(self) -> int:
+        """What all of these rounds move, one way, for one client."""
+        return self.sets * self.blocks * self.block_bytes
 
 
 CASES = (
@@ -111,7 +123,7 @@ class Worker:
         if case.order == "shuffled":
             self._random.shuffle(ids)
         self._sources, self._targets = ids[:count], ids[count:]
-        self._ring = Ring(SETS if count > 1 else 4 * SETS, count, case.block_bytes)
+        self._ring = Ring(case.sets, count, case.block_bytes)
         self._stored: list[tuple[bytes, int]] = []
         self._round = 0
         self._await_mapping()
@@ -171,20 +183,12 @@ class Worker:
         good = self._connector.load(match, self._targets)
         took = time.perf_counter() - start
         if good != self._case.blocks:
-            raise RuntimeError(f"{good} of {match.blocks} matched of {self._case.blocks} blocks were loaded {self._connector.stats()}")
+            raise RuntimeError(f"{match.blocks} blocks of {self._case.blocks} were found, {good} loaded")
         for source, target in zip(self._sources, self._targets, strict=True):
             first, last = (self._pool[target, at].view(np.uint64)[0] for at in (slice(8), slice(-8, None)))
             if first != stamp + source or last != stamp - source:
                 raise RuntimeError(f"block {target} holds other bytes than were stored")
         return took
-
-    def warm_up(self) -> None:
-        """Fill the arena, so that every later store evicts and every frame is mapped."""
-        for _ in range(len(self._ring.sets) + 2):
-            self._store()
-            self._copy_out()
-        self._load()
-        self._copy_in()
 
     def close(self) -> None:
         self._connector.close()
@@ -194,7 +198,6 @@ def client_main(argument: str) -> None:
     """A client: one step for each line of input, one line with its seconds for each step."""
     order = json.loads(argument)
     worker = Worker(Case(*order["case"]), order["address"], order["number"])
-    worker.warm_up()
     steps = worker.steps()
     print("ready", flush=True)
     for line in sys.stdin:
@@ -248,27 +251,37 @@ Times = dict[str, list[float]]
 
 def run_case(case: Case) -> tuple[list[Times], float]:
     """Seconds of each step in each round, for each client; and the worst ping meanwhile, in ms."""
-    ring_bytes = case.blocks * case.block_bytes * (SETS if case.blocks > 1 else 4 * SETS)
-    arena = f"{ring_bytes * case.clients // MIB}MiB"
-    with Daemon(arena) as daemon:
+    with Daemon(f"{case.ring_bytes * case.clients // MIB}MiB") as daemon:
         with daemon.connect() as client:
             wait_populated(client)
         clients = [ClientProcess(case, daemon.directory, number) for number in range(case.clients)]
         try:
             for process in clients:
                 process.hear()
-            times: list[Times] = [{} for _ in clients]
             with PingWatch(daemon.directory) as pings:
-                for number in range(case.rounds):
-                    for step in _steps(number):
-                        for process in clients:
-                            process.say(step)
-                        for process, record in zip(clients, times, strict=True):
-                            record.setdefault(step, []).append(float(process.hear()))
-            return times, pings.worst_ms
+                # The arena is filled first, so that every later store evicts and every frame is mapped.
+                for _ in range(case.sets + 2):
+                    _together(clients, ["store", "copy_out"])
+                _together(clients, ["load", "copy_in"])
+                rounds = [_together(clients, _steps(number)) for number in range(case.rounds)]
+            return [_columns(rounds, number) for number in range(case.clients)], pings.worst_ms
         finally:
             for process in clients:
                 process.close()
+
+
+def _together(clients: list[ClientProcess], steps: list[str]) -> dict[str, list[float]]:
+    """Some steps, each by all clients at once; the seconds that each client took."""
+    times = {}
+    for step in steps:
+        for process in clients:
+            process.say(step)
+        times[step] = [float(process.hear()) for process in clients]
+    return times
+
+
+def _columns(rounds: list[dict[str, list[float]]], client: int) -> Times:
+    return {step: [times[step][client] for times in rounds] for step in rounds[0]}
 
 
 def _steps(number: int) -> list[str]:
@@ -341,7 +354,7 @@ def main() -> None:
     worst_ms = 0.0
     names = sys.argv[1:] or [case.name for case in CASES]
     for case in (case for case in CASES if case.name in names):
-        needed = case.clients * case.blocks * case.block_bytes * (2 * (SETS if case.blocks > 1 else 4 * SETS) + 2)
+        needed = case.clients * 2 * (case.ring_bytes + case.blocks * case.block_bytes)
         if case.pool == "torch" and not _importable("torch"):
             report.note(f"{case.name} left out: torch is not installed")
         elif needed > available_bytes() // 2:

@@ -92,9 +92,8 @@ class Report:
             target = "" if figure.at_least is None else f">= {_short(figure.at_least)}"
             target = target if figure.at_most is None else f"<= {_short(figure.at_most)}"
             met = {None: "", True: "yes", False: "NO"}[figure.met]
-            print(
-                f"{figure.label:{width}}  {_short(figure.value):>10}  {spread:>15}  {target:>10}  {met:3}  {figure.unit}"
-            )
+            value = _short(figure.value)
+            print(f"{figure.label:{width}}  {value:>10}  {spread:>15}  {target:>10}  {met:3}  {figure.unit}")
         for note in self._notes:
             print(f"note: {note}")
         print(json.dumps(self._as_json()), flush=True)

@@ -79,6 +79,8 @@ class Router:
 
     def _on_readable(self) -> None:
         self._scheduled = False
+        if self._socket.closed:
+            return  # scheduled before the end
         for _ in range(BATCH):
             if not self._serve_one():
                 break

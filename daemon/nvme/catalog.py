@@ -35,9 +35,11 @@ from xxhash import xxh3_64_intdigest
 
 from tiercache.daemon.nvme.rows import (
     MAX_SLOTS,
+    SQLITE_ERRORS,
     Loading,
     Row,
     connect_to_read,
+    decode,
     is_malformed,
     pack_row,
     place_of,
@@ -330,11 +332,12 @@ class Catalog:
         query = "DELETE FROM blocks WHERE place = ? AND CAST(record AS BLOB) IS CAST(? AS BLOB)"
         self._keep(("scrub", place), (query, (place, record)))
 
-    def _suspect(self, error: sqlite3.Error) -> None:
+    def _suspect(self, error: Exception) -> None:
         """Have the next start set the database aside: what SQLite found wrong may not show at open."""
-        log.error("%s is damaged and will be made anew at the next start: %s", self._path, error)
-        with suppress(OSError):  # then the next life finds the same fault
-            _marker(self._path).touch()
+        if not _marker(self._path).exists():
+            log.error("%s is damaged and will be made anew at the next start: %s", self._path, error)
+            with suppress(OSError):  # then the next life finds the same fault
+                _marker(self._path).touch()
 
     def _call(self, callback: Callable[..., None], *args: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
@@ -371,7 +374,7 @@ class Catalog:
     def _run(self) -> None:
         try:
             db, state, self._last_place = _open(self._path, self._directory_id)
-        except (sqlite3.Error, OSError) as error:
+        except (*SQLITE_ERRORS, OSError) as error:
             self._opened.set_exception(
                 CatalogUnavailable(f"{self._path} cannot be opened: {error}; see to the disk and its permissions")
             )
@@ -379,10 +382,13 @@ class Catalog:
         except ConfigError as error:
             self._opened.set_exception(error)
             return
+        except BaseException as error:
+            self._opened.set_exception(error)
+            raise
         with closing(db):
             self._probe(db)
             self._opened.set_result(state)
-            while not (self._closing and self._changes.qsize() == 0):
+            while not (self._closing and self._changes.empty()):
                 self._turn(db)
                 if self._abandoned:
                     return
@@ -441,7 +447,7 @@ class Catalog:
             db.execute("COMMIT")
             self.commits += 1
             problem = ""
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             problem = str(error) or type(error).__name__
             if is_malformed(error):
                 self._suspect(error)
@@ -560,7 +566,7 @@ def _open(path: Path, directory_id: bytes) -> tuple[sqlite3.Connection, CatalogS
         return _open_as_it_is(path, directory_id)
     except _Damaged as error:
         problem = str(error)
-    except sqlite3.Error as error:
+    except SQLITE_ERRORS as error:
         if not is_malformed(error):
             raise
         problem = str(error)
@@ -578,6 +584,7 @@ def _open_as_it_is(path: Path, directory_id: bytes) -> tuple[sqlite3.Connection,
             _check_tables(reader, path, directory_id)
     db = sqlite3.connect(path, isolation_level=None, timeout=1.0)
     try:
+        db.text_factory = decode
         db.create_function("row_checksum", -1, _checksum, deterministic=True)
         if db.execute("PRAGMA journal_mode = WAL").fetchone() != ("wal",):
             raise sqlite3.OperationalError("its file system cannot share memory between processes (WAL)")
@@ -622,7 +629,6 @@ def _check_header(path: Path) -> None:
 
 def _check_tables(db: sqlite3.Connection, path: Path, directory_id: bytes) -> None:
     """Raises ConfigError for a newer schema, _Damaged for one that is not ours. `meta` never changes its form."""
-    db.text_factory = str
     tables = dict(db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'"))
     if not tables:
         return  # its maker was killed before it had any
@@ -712,9 +718,8 @@ def read_state(directory: Path) -> CatalogState:
     path = directory / NAME
     try:
         with closing(connect_to_read(path)) as db:
-            db.text_factory = str
-            return _read_state(db, fresh=False)
-    except (sqlite3.Error, _Damaged) as error:
+                    return _read_state(db, fresh=False)
+    except (*SQLITE_ERRORS, _Damaged) as error:
         raise CatalogUnavailable(f"{path} cannot be read: {error}") from error
 
 
@@ -722,8 +727,8 @@ def check_database(directory: Path) -> list[str]:
     """What SQLite itself finds wrong with a closed database. Read-only; blocks, about 1 s for 500k rows."""
     try:
         with closing(connect_to_read(directory / NAME)) as db:
-            found = [str(text, "utf-8", "replace") for (text,) in db.execute("PRAGMA integrity_check")]
-    except sqlite3.Error as error:
+            found = [text for (text,) in db.execute("PRAGMA integrity_check")]
+    except SQLITE_ERRORS as error:
         return [str(error)]
     return [] if found == ["ok"] else found
 
@@ -743,5 +748,5 @@ def check_rows(directory: Path, page_rows: int = 4096) -> Iterator[tuple[int, Ro
                 if page[-1][0] <= after:
                     return
                 after = page[-1][0]
-    except sqlite3.Error as error:
+    except SQLITE_ERRORS as error:
         raise CatalogUnavailable(f"{path} cannot be read: {error}") from error

@@ -129,21 +129,33 @@ def read_page(db: sqlite3.Connection, after: int, limit: int) -> list[tuple[int,
     return db.execute(query, (after, limit)).fetchall()
 
 
-def is_malformed(error: sqlite3.Error) -> bool:
+SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""What the sqlite3 module raises; the second when the text of an error quotes damaged bytes."""
+
+
+def is_malformed(error: Exception) -> bool:
     """Whether SQLite says that the file's content is wrong, rather than that it cannot be reached now.
 
     Its errors "malformed" and "not a database" are plain DatabaseErrors; "full", "I/O error", "read-only",
-    "locked" and the like are OperationalErrors, of which only these two are about content.
+    "locked" and the like are OperationalErrors, of which one is about content.
     """
-    about_content = ("unsupported file format", "Could not decode")
-    return type(error) is sqlite3.DatabaseError or str(error).startswith(about_content)
+    return (
+        type(error) is sqlite3.DatabaseError
+        or isinstance(error, UnicodeDecodeError)
+        or "unsupported file format" in str(error)
+    )
 
 
 def connect_to_read(path: Path) -> sqlite3.Connection:
     """A read-only connection for the calling thread. Raises sqlite3.Error."""
     db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=1.0)
-    db.text_factory = bytes  # a flipped type must not become an error of its own
+    db.text_factory = decode
     return db
+
+
+def decode(text: bytes) -> str:
+    """For SQLite's texts: one that is damaged must not become an error of its own."""
+    return text.decode("utf-8", "backslashreplace")
 
 
 class Loading:
@@ -157,7 +169,7 @@ class Loading:
     def __init__(
         self, path: Path, last_place: int, batch_rows: int,
         on_ready: Callable[[], None], on_damage: Callable[[int, bytes], None],
-        on_malformed: Callable[[sqlite3.Error], None],
+        on_malformed: Callable[[Exception], None],
     ) -> None:  # fmt: skip
         self.rows = 0
         self.damaged = 0
@@ -203,7 +215,7 @@ class Loading:
         try:
             with closing(connect_to_read(self._path)) as db:
                 self._read(db)
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             self.error = f"{type(error).__name__}: {error}"
             log.warning("%s: reading its rows ended early, the rest is a miss: %s", self._path, error)
         self._read_all = True
@@ -214,7 +226,7 @@ class Loading:
         while not self._cancelled and after < self._last_place:
             try:
                 page = read_page(db, after, self._batch_rows)
-            except sqlite3.Error as error:
+            except SQLITE_ERRORS as error:
                 if not is_malformed(error):
                     raise
                 # A torn page of the database hides its own rows only: go on with the next segment.

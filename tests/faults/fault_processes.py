@@ -156,6 +156,7 @@ class Daemon:
             self.kill()
         if self._pipe >= 0:
             os.close(self._pipe)
+            self._pipe = -1
         if self.own_dir:
             shutil.rmtree(self.own_dir, ignore_errors=True)
         self.log_path.unlink(missing_ok=True)

@@ -224,6 +224,26 @@ def test_44_a_parent_that_is_given_up_takes_its_child_along(
     healthy(daemon)
 
 
+def test_44_a_child_whose_parent_was_flushed_while_it_was_written(
+    daemon: Daemon, connect: Callable[..., Peer]
+) -> None:
+    """The keys are a chain, and still the pending child is not below the new parent: nobody is to blame."""
+    spec, keys = spec_of(), chain("flushed parent", 3)
+    first, second = connect(daemon), connect(daemon)
+    first.store(spec, keys[:16])
+    tail = first.reserve(spec, keys, first=1)
+    indices = first.fill(spec, keys, tail, first=1)
+    second.ask(m.Flush, tier="all", namespaces=[], key=key_at(keys, 0))
+    again = second.reserve(spec, keys)
+    assert again.states[0] == m.BlockState.FRAME
+    healthy(daemon)
+    assert first.commit(tail.lease, indices) == [m.CommitState.DROPPED] * 2
+    second.commit(again.lease, second.fill(spec, keys, again))
+    second.store(spec, keys)
+    assert second.load(spec, keys) == 3
+    healthy(daemon)
+
+
 def test_44_room_for_a_child_is_not_made_of_its_parents(
     start_daemon: Callable[..., Daemon], connect: Callable[..., Peer]
 ) -> None:

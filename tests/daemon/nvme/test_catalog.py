@@ -7,6 +7,7 @@ import ctypes
 import os
 import queue
 import random
+import select
 import shutil
 import sqlite3
 import struct
@@ -493,12 +494,15 @@ def survives(bench: Bench, written: dict[int, Row]) -> tuple[CatalogState, dict[
     return first, found
 
 
-def test_every_bit_of_the_header(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    "every_bit", [lambda bits: range(0, bits, 7), pytest.param(range, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_every_bit_of_the_header(bench: Bench, every_bit: Callable[[int], range]) -> None:
     rows = {number: row(number) for number in range(50)}
     bench.filled(rows)
     whole = bench.path.read_bytes()
     lost = 0
-    for bit in range(800):
+    for bit in every_bit(800):
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         bench.path.write_bytes(flipped)
@@ -602,6 +606,33 @@ def test_a_torn_page_hides_its_own_segment_only(bench: Bench) -> None:
     assert len(bench.set_aside()) == 1
 
 
+def test_a_place_with_a_flipped_bit_hides_no_other(bench: Bench) -> None:
+    """A scan that trusts such a place ends there, or starts over for ever."""
+    rows = {place_of(3, slot): row(slot) for slot in range(40, 300)}
+    bench.filled(rows)
+    whole = bench.path.read_bytes()
+    leaf = leaves(bench.path)[2]
+    tried = 0
+    for cell in (0, 7, 20):
+        at = leaf + int.from_bytes(whole[leaf + 8 + 2 * cell : leaf + 10 + 2 * cell], "big")
+        assert whole[at] < 128  # the payload's length is one byte, the place follows
+        # A varint of five bytes, 7 bits in each; the top bits only say that it goes on.
+        for bit in (bit for bit in range(8, 48) if bit % 8 != 7):
+            flipped = bytearray(whole)
+            flipped[at + bit // 8] ^= 1 << bit % 8
+            bench.path.write_bytes(flipped)
+            catalog, state = bench.open()
+            assert not state.fresh
+            found = bench.rows(catalog)
+            assert found.items() < rows.items()
+            assert len(found) >= len(rows) - 45, (cell, bit)
+            tried += 1
+            catalog.close(WAIT_S)
+            for path in bench.directory.iterdir():
+                path.unlink()
+    assert tried == 105
+
+
 def test_damage_found_while_writing(bench: Bench) -> None:
     bench.filled({number: row(number) for number in range(2000)})
     with bench.path.open("r+b") as file:
@@ -651,7 +682,7 @@ def test_rows_are_refused_and_the_rest_is_kept(bench: Bench) -> None:
     assert {ok for _, ok in answers.got} == {False}
     assert catalog.error == "database is locked"
     assert catalog.failures >= 1
-    assert catalog.pending == 7
+    assert catalog.pending == 6  # the segment is in it once
     assert not catalog.sync(WAIT_S)
     lock.release()
     bench.loop.until(lambda: catalog.error == "")
@@ -721,9 +752,14 @@ def small_disk(tmp_path: Path) -> Iterator[Bench]:
 def fill(directory: Path) -> Path:
     """Take all room that is left."""
     filler = directory / "filler"
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
-        while True:
-            file.write(bytes(4096))
+    with filler.open("wb", buffering=0) as file:
+
+        def write() -> None:
+            while True:
+                file.write(bytes(4096))
+
+        with pytest.raises(OSError, match="No space"):
+            write()
     return filler
 
 
@@ -737,7 +773,7 @@ def test_a_full_disk_and_room_again(small_disk: Bench) -> None:
     while answers.got[-1] == (number, True):  # the log has some room of its own
         number += 1
         catalog.insert(number, row(number), answers(number))
-        small_disk.loop.until(lambda: answers.got[-1][0] == number)
+        small_disk.loop.until(lambda: len(answers.got) == number)  # noqa: B023
     assert catalog.error
     assert dict(check_rows(small_disk.directory)) == {place: row(place) for place in range(1, number)}
     catalog.add_namespace(1, "aa", b"x", done=answers("namespace"))
@@ -757,7 +793,7 @@ def test_starting_on_a_full_disk_loses_nothing(small_disk: Bench) -> None:
     rows = {number: row(number) for number in range(100)}
     small_disk.filled(rows)
     filler = fill(small_disk.directory)
-    with pytest.raises(CatalogUnavailable, match="cannot be opened: .*; see to the disk"):
+    with pytest.raises(CatalogUnavailable, match=r"cannot be opened: .*; see to the disk"):
         small_disk.open()
     filler.unlink()
     assert small_disk.set_aside() == []
@@ -829,6 +865,8 @@ def kill_rounds(directory: Path, rounds: int, seed: int) -> int:
         assert child.stdout is not None
         acknowledged = 0
         enough = rng.choice((0, 1, rng.randrange(100), rng.randrange(20_000)))
+        if enough == 0:
+            select.select([child.stdout], [], [], 0.3 * rng.random())  # somewhere in its start
         while acknowledged < enough:
             got = os.read(child.stdout.fileno(), 4 * rng.randrange(1, 5000))
             assert got, "the child died by itself"

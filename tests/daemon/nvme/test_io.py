@@ -86,7 +86,8 @@ def test_a_flipped_bit_is_found_wherever_it_is(rig: Rig) -> None:
     "changes",
     [
         {"stored_length": 8192}, {"stored_length": 0}, {"codec": 0x21, "stored_length": 40 << 10},
-        {"codec": 0x21, "stored_length": 0}, {"codec": 9, "stored_length": 100}, {"codec": -1},
+        {"codec": 0x21, "stored_length": 0}, {"codec": 9, "stored_length": 100},
+        {"codec": 0x21, "stored_length": 1 << 40}, {"codec": -1},
     ],
 )  # fmt: skip
 def test_a_row_that_cannot_be_true_writes_nowhere(rig: Rig, changes: dict[str, object]) -> None:
