@@ -66,6 +66,23 @@ class Allocator:
         self.unassigned.append(_Region(region_id, size_bytes))
         self.arena_bytes += size_bytes
 
+    def adopt_region(self, region_id: int, size_bytes: int, frame_bytes: int, used: set[int]) -> None:
+        """A region that was in use in an earlier life: frames at the offsets `used` have owners."""
+        size_class = self.size_class(frame_bytes)
+        region = _Region(region_id, size_bytes)
+        region.split(frame_bytes)
+        region.fresh = region.frames
+        free = (n for n in range(region.frames - 1, -1, -1) if n * frame_bytes not in used)
+        region.returned = array("I", free)
+        region.owned = region.frames - len(region.returned)
+        size_class.regions[region_id] = region
+        size_class.free += len(region.returned)
+        if region.returned:
+            size_class.open.insert(0, region)
+        self._class_of[region_id] = size_class
+        self.arena_bytes += size_bytes
+        self.used_bytes += region.owned * frame_bytes
+
     def size_class(self, frame_bytes: int) -> SizeClass:
         """The class of that frame size, made when it is the first of its kind."""
         if frame_bytes not in self.classes:

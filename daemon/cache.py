@@ -45,11 +45,25 @@ class Cache:
         self.counters = Counters()
         self.space = Space(limits.policy, self.counters)
         self.reads = Reads(self.space, self.below, clock_s, limits.pin_share)
-        self.writes = Writes(self.space, clock_s, limits.quarantine_bytes)
+        self.writes = Writes(self.space, self.below.published, clock_s, limits.quarantine_bytes)
 
-    def match(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float) -> Found:
-        """See `Reads.match`."""
-        return self.reads.match(owner, namespaces, keys, ttl_s)
+    def match(
+        self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False
+    ) -> Found:
+        """See `Reads.match`. With `promote` it may evict, so leases are looked after as at `reserve`."""
+        found = self.reads.match(owner, namespaces, keys, ttl_s, promote)
+        self._revoke_if_drained()
+        return found
+
+    def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Found:
+        """See `Reads.prefetch`."""
+        found = self.reads.prefetch(owner, namespaces, keys)
+        self._revoke_if_drained()
+        return found
+
+    def all_namespaces(self) -> list[Namespace]:
+        """Every namespace that is registered."""
+        return list(self.space.namespaces.values())
 
     def reserve(
         self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float
@@ -89,7 +103,7 @@ class Cache:
         """One slice of what was put off; True while there is more. About a millisecond."""
         more = self.space.work()
         self._revoke_if_drained()
-        return more
+        return self.below.work() or more
 
     def _revoke_if_drained(self) -> None:
         if self.space.drained_something:

@@ -11,9 +11,13 @@ import heapq
 import secrets
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from tiercache.daemon.index import Table
 from tiercache.daemon.policy import NO_ENTRY
+
+if TYPE_CHECKING:
+    from tiercache.daemon.space import Namespace
 
 _SPARE_NOTES = 1024
 
@@ -25,30 +29,38 @@ class Owner:
     lease, and finish what a lost session of it was writing.
     """
 
-    __slots__ = ("instance", "reads", "writes")
+    __slots__ = ("instance", "internal", "reads", "writes")
 
-    def __init__(self, instance: bytes) -> None:
+    def __init__(self, instance: bytes, internal: bool = False) -> None:
         self.instance = instance
+        self.internal = internal  # the daemon itself, bringing blocks up: these are no stores
         self.reads: dict[int, ReadLease] = {}
         self.writes: dict[int, WriteLease] = {}
 
 
 class ReadLease:
-    """Holds the first `blocks` of `keys` in each of `tables`, by pinning `pins`.
+    """Holds the first `blocks` of `keys` in each of `namespaces`, by pinning `pins`.
+
+    While blocks are on their way up from the tier below, `target` is how many there will be and
+    `blocks` grows towards it. `over` once it has ended, for those who work for it.
 
     A lease that is revoked (expired, or something under it was dropped) is taken from its holders,
     who learn at release that what they copied is worth nothing. A lease without holders is a pin.
     """
 
-    __slots__ = ("blocks", "deadline_s", "holders", "keys", "lease_id", "pin_name", "pins", "tables")
+    __slots__ = (
+        "blocks", "deadline_s", "holders", "keys", "lease_id", "namespaces", "over", "pin_name", "pins", "target",
+    )  # fmt: skip
 
     def __init__(
-        self, lease_id: int, tables: list[Table], keys: bytes, blocks: int, pins: list[int], deadline_s: float
+        self, lease_id: int, namespaces: list[Namespace], keys: bytes, blocks: int, pins: list[int], deadline_s: float
     ) -> None:
         self.lease_id = lease_id
-        self.tables = tables
+        self.namespaces = namespaces
         self.keys = keys
         self.blocks = blocks
+        self.target = blocks
+        self.over = False
         self.pins = pins
         self.deadline_s = deadline_s
         self.holders: set[Owner] = set()

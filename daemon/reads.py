@@ -14,6 +14,9 @@ from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace, Space
 from tiercache.messages import KEY_BYTES
 
+PREFETCH_S = 30.0
+MAX_PREFETCHES = 256
+
 
 class Found:
     """The longest run that all asked namespaces have."""
@@ -33,6 +36,7 @@ class Reads:
         self, space: Space, below: TierBelow, clock_s: Callable[[], float], pin_share: float
     ) -> None:
         self.leases: dict[int, ReadLease] = {}
+        self.growing: dict[int, ReadLease] = {}
         self.pins: dict[tuple[tuple[int, ...], bytes], ReadLease] = {}
         self.pinned_bytes = 0
         self._space = space
@@ -41,26 +45,43 @@ class Reads:
         self._pin_share = pin_share
         self._deadlines = Deadlines(self.leases)
 
-    def match(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float) -> Found:
-        """The longest run; with `ttl_s` > 0 also a lease on it."""
+    def match(
+        self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False
+    ) -> Found:
+        """The longest run; with `ttl_s` > 0 also a lease on it, which `promote` lets grow."""
         asked = len(keys) // KEY_BYTES
         blocks, ends = self._find(namespaces, keys, asked)
-        tables = [namespace.table for namespace in namespaces]
         counters = self._space.counters
         counters.match_requests += 1
         counters.match_blocks_asked += asked
         counters.match_blocks_hit += blocks
-        below = self._below.blocks_after(tables, keys, blocks) if blocks < asked else 0
-        if blocks == 0:
-            return Found(0, below, None)
+        below = self._below.blocks_after(namespaces, keys, blocks) if blocks < asked else 0
+        counters.match_blocks_below += below
+        self._below.matched(namespaces, keys, blocks)
         for entry in ends:
             self._space.index.touch(entry)
-        if ttl_s <= 0:
+        growing = promote and below > 0
+        if ttl_s <= 0 or (blocks == 0 and not growing):
             return Found(blocks, below, None)
         lease = self._grant(namespaces, keys, blocks, ends, ttl_s)
         lease.holders.add(owner)
         owner.reads[lease.lease_id] = lease
-        return Found(blocks, below, lease)
+        if growing:
+            lease.keys, lease.target = keys[: (blocks + below) * KEY_BYTES], blocks + below
+            self.growing[lease.lease_id] = lease
+            self._below.promote(lease)
+        return Found(lease.blocks, lease.target - lease.blocks, lease)
+
+    def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Found:
+        """As `match`, with what is below brought up for nobody in particular, in the background."""
+        found = self.match(owner, namespaces, keys, 0.0)
+        if found.below and len(self.growing) < MAX_PREFETCHES:
+            blocks, ends = self._find(namespaces, keys, found.dram)
+            lease = self._grant(namespaces, keys, blocks, ends, PREFETCH_S)
+            lease.keys, lease.target = keys[: (blocks + found.below) * KEY_BYTES], blocks + found.below
+            self.growing[lease.lease_id] = lease
+            self._below.promote(lease)
+        return found
 
     def _find(self, namespaces: Sequence[Namespace], keys: bytes, limit: int) -> tuple[int, list[int]]:
         """The longest run of at most `limit` blocks, and the entries whose pins hold all of it."""
@@ -123,8 +144,7 @@ class Reads:
         for entry in ends:
             self._space.index.pin(entry)
         deadline_s = self._clock_s() + ttl_s
-        tables = [namespace.table for namespace in namespaces]
-        lease = ReadLease(new_lease_id(), tables, keys[: blocks * KEY_BYTES], blocks, ends, deadline_s)
+        lease = ReadLease(new_lease_id(), list(namespaces), keys[: blocks * KEY_BYTES], blocks, ends, deadline_s)
         self.leases[lease.lease_id] = lease
         self._deadlines.add(deadline_s, lease.lease_id)
         return lease
@@ -136,11 +156,32 @@ class Reads:
         here, but the lease does not hold them.
         """
         count = min(count, lease.blocks - first)
-        if count <= 0 or namespace.table not in lease.tables:
+        if count <= 0 or namespace not in lease.namespaces:
             return []
         if namespace.table.windowed and first < lease.blocks - namespace.spec.window_blocks:
             return []
         return self._space.index.run_frames(namespace.table, lease.keys, first, count)
+
+    def grow(self, lease: ReadLease) -> None:
+        """Take in what has landed for a lease that is growing: pinned from here on."""
+        blocks, ends = self._find(lease.namespaces, lease.keys, lease.target)
+        if blocks <= lease.blocks:
+            return
+        for entry in ends:
+            self._space.index.touch(entry)
+            self._space.index.pin(entry)
+        for entry in lease.pins:
+            self._space.index.unpin(entry)
+        lease.blocks, lease.pins = blocks, ends
+        if blocks == lease.target:
+            self.stop_growing(lease)
+
+    def stop_growing(self, lease: ReadLease) -> None:
+        """Nothing more will land for it. A prefetch ends with that."""
+        if self.growing.pop(lease.lease_id, None) is not None:
+            lease.target = lease.blocks
+            if not lease.holders:
+                self._end(lease)
 
     def hold(self, owner: Owner, lease_id: int) -> bool:
         """Let another session of the same instance hold the lease too."""
@@ -224,6 +265,8 @@ class Reads:
     def _end(self, lease: ReadLease) -> None:
         """Unpin, and take the lease from whoever still holds it: a release then finds none."""
         del self.leases[lease.lease_id]
+        self.growing.pop(lease.lease_id, None)
+        lease.over = True
         for holder in lease.holders:
             del holder.reads[lease.lease_id]
         lease.holders.clear()
@@ -231,8 +274,7 @@ class Reads:
             self._space.index.unpin(entry)
         if lease.pin_name is not None:
             del self.pins[lease.pin_name]
-            namespaces = self._space.namespaces
-            frames = (namespaces[table.number].spec.frame_bytes for table in lease.tables)
+            frames = (namespace.spec.frame_bytes for namespace in lease.namespaces)
             self.pinned_bytes -= lease.blocks * sum(frames)
 
 

@@ -42,11 +42,14 @@ class Answer(NamedTuple):
     payload_done: Callable[[], None] | None = None
 
 
-Handler = Callable[[bytes, "list[zmq.Frame]"], Answer]
+Handler = Callable[[bytes, bytes, "list[zmq.Frame]"], "Answer | None"]
 
 
 class Router:
-    """Owns the ROUTER socket; calls `handle(header, further parts)` for each request in turn."""
+    """Owns the ROUTER socket; calls `handle(identity, header, further parts)` for each request in turn.
+
+    What is answered later (`handle` returned None) is given to `reply` with the same identity.
+    """
 
     def __init__(
         self, endpoint: str, handle: Handler, cut: Callable[[Session, str], None], max_connections: int
@@ -104,10 +107,13 @@ class Router:
             header = self._socket.recv()
         while self._socket.getsockopt(zmq.RCVMORE):
             parts.append(self._socket.recv(copy=False))
-        self._reply(identity, self._handle(header, parts))
+        answer = self._handle(identity, header, parts)
+        if answer is not None:
+            self.reply(identity, answer)
         return True
 
-    def _reply(self, identity: bytes, answer: Answer) -> None:
+    def reply(self, identity: bytes, answer: Answer) -> None:
+        """Send an answer, or drop it when its peer has gone or does not read."""
         flags = zmq.NOBLOCK | zmq.SNDMORE
         try:
             self._socket.send(identity, flags)

@@ -19,7 +19,7 @@ import signal
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tiercache.arena import Region
 from tiercache.config import DaemonConfig, control_endpoint, session_socket_path
@@ -31,8 +31,12 @@ from tiercache.daemon.rundir import RunDir
 from tiercache.daemon.service import Service
 from tiercache.daemon.sessions import Session, SessionGate
 from tiercache.daemon.stats import build_stats
+from tiercache.errors import TierCacheError
 from tiercache.messages import Welcome
 from tiercache.units import format_bytes
+
+if TYPE_CHECKING:
+    from tiercache.daemon.nvme.tier import NvmeTier
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -56,9 +60,12 @@ class Server:
         self.started_s = time.monotonic()
         self.generation = secrets.randbits(63) | 1
         self.clock = LeaseClock()
-        quarantine_bytes = config.quarantine_per_client_bytes or config.arena_bytes // 4
-        self.cache = Cache(self.clock, CacheLimits(config.policy, config.pin_share, quarantine_bytes))
         self.regions: dict[int, Region] = {}
+        self.nvme = self._make_nvme() if config.nvme_dirs else None
+        limits = CacheLimits(config.policy, config.pin_share, config.quarantine_per_client_bytes)
+        self.cache = Cache(self.clock, limits, self.nvme)
+        if self.nvme is not None:
+            self.nvme.attach(self.cache)
         self.problem = ""
         self._working = False
         self._undrained_ticks = 0
@@ -80,9 +87,11 @@ class Server:
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
             self._tick()
+            await self._open_nvme()
             await self._stopping.wait()
             _notify_systemd("STOPPING=1")
             self._close()
+            await self._close_nvme()
         finally:
             run_dir.close()
         log.info("stopped%s", f": {self.problem}" if self.problem else "")
@@ -104,6 +113,7 @@ class Server:
         )  # fmt: skip
         connections = config.max_sessions * CONNECTIONS_PER_SESSION
         self.router = Router(endpoint, self.service.handle, self.gate.cut, connections)
+        self.service.send = self.router.reply
         self.maker = RegionMaker(
             config.arena_bytes, config.region_bytes, config.lock_memory,
             hand_over=lambda region, fd: self._from_thread(self._add_region, region, fd),
@@ -135,6 +145,32 @@ class Server:
         self.problem = problem
         self._stopping.set()
 
+    # --- the tier below --------------------------------------------------------------------------
+
+    def _make_nvme(self) -> NvmeTier:
+        # Imported here: a daemon without disks needs no SQLite.
+        from tiercache.daemon.nvme.tier import NvmeTier
+
+        return NvmeTier(self.config, self.regions, self._landed)
+
+    async def _open_nvme(self) -> None:
+        """Open the directories while the daemon answers already; without them it does not go on."""
+        if self.nvme is not None:
+            try:
+                await self.nvme.open()
+            except TierCacheError as error:
+                self._fail(str(error))
+
+    async def _close_nvme(self) -> None:
+        if self.nvme is not None:
+            # Nobody is served any more: what DRAM holds now is what there is to write.
+            left = await self.nvme.close(self.config.grace_s)
+            log.info("%d blocks of DRAM were not on nvme when the daemon stopped", left)
+
+    def _landed(self) -> None:
+        """Blocks have come up: those who wait for them are answered."""
+        self.service.answer_parked()
+
     # --- the tick --------------------------------------------------------------------------------
 
     def _tick(self) -> None:
@@ -150,6 +186,7 @@ class Server:
         if self._undrained_ticks in (0, _MAX_UNDRAINED_TICKS):
             self._undrained_ticks = 0
             self.cache.expire()
+        self.service.answer_parked()
         if not self._working:
             self._work()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -19,6 +19,7 @@ from tiercache.arena import Region
 from tiercache.daemon.allocator import NO_FRAME
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.clock import LeaseClock
+from tiercache.daemon.leases import ReadLease
 from tiercache.daemon.router import Answer
 from tiercache.daemon.sessions import Session
 from tiercache.daemon.space import Namespace, NoRoom
@@ -31,6 +32,10 @@ log = logging.getLogger("tiercache.daemon")
 
 MAX_SPEC_BYTES = 8192
 MAX_CLIENT_COUNTERS = 64
+MAX_PARKED = 64
+"""Requests of one session that may wait for the tier below."""
+PARK_S = 0.2
+"""A client's deadline for a request is longer than this."""
 MAX_COUNTER_NAME_BYTES = 32
 MAX_ERROR_CHARS = 400
 
@@ -46,6 +51,21 @@ class _Start(msgspec.Struct, array_like=True):
 
 
 _decode_start = msgspec.msgpack.Decoder(_Start).decode
+
+
+class _Parked(NamedTuple):
+    """A `Resolve` that waits for blocks on their way up."""
+
+    identity: bytes
+    session: Session
+    lease: ReadLease
+    namespace: Namespace
+    request: m.Resolve
+    until_s: float
+
+
+def _nowhere(identity: bytes, answer: Answer) -> None:
+    raise AssertionError("the service was not connected to a router")
 
 
 class Service:
@@ -71,7 +91,10 @@ class Service:
         self._lease_ttl_max_s = lease_ttl_max_s
         self._max_leases = max_leases
         self._region_bytes = region_bytes
-        self._methods: dict[type, Callable[[Session, Any], m.Reply]] = {
+        self.send: Callable[[bytes, Answer], None] = _nowhere
+        self._identity = b""
+        self._parked: list[_Parked] = []
+        self._methods: dict[type, Callable[[Session, Any], m.Reply | None]] = {
             m.Ping: lambda session, request: m.Done(request.request_id, generation),
             m.RegisterNamespace: self._register,
             m.Match: self._match,
@@ -91,19 +114,23 @@ class Service:
             m.Bye: self._bye,
         }
 
-    def handle(self, header: bytes, parts: list[zmq.Frame]) -> Answer:
-        """Answer one message: its header part, and the payload parts that followed."""
+    def handle(self, identity: bytes, header: bytes, parts: list[zmq.Frame]) -> Answer | None:
+        """Answer one message: its header part, and the payload parts that followed.
+
+        None for what waits for the tier below and is given to `send` later.
+        """
         started_ns = time.perf_counter_ns()
         counters = self._cache.counters
         counters.requests += 1
         self._clock.observe()
+        self._identity = identity
         request_id = 0
         session: Session | None = None
         try:
             request = self._decode(header)
             request_id = request.request_id
             session = self._session_of(request)
-            answer = self._dispatch(session, request, parts)
+            answer: Answer | None = self._dispatch(session, request, parts)
         except RequestRefused as refusal:
             counters.requests_refused += 1
             text = refusal.text[:MAX_ERROR_CHARS]  # some quote what was sent
@@ -146,17 +173,17 @@ class Service:
             raise RequestRefused(ErrorCode.EXPIRED.value, "its deadline was over before it was read")
         return session
 
-    def _dispatch(self, session: Session, request: m.Request, parts: list[zmq.Frame]) -> Answer:
+    def _dispatch(self, session: Session, request: m.Request, parts: list[zmq.Frame]) -> Answer | None:
         if len(parts) != (1 if isinstance(request, m.Write) else 0):
             self._cache.counters.requests_malformed += 1
             raise RequestRefused(ErrorCode.MALFORMED.value, f"{len(parts)} payload parts do not belong to this request")
         if isinstance(request, m.Read):
             return self._read(session, request)
         if isinstance(request, m.Write):
-            reply: m.Reply = self._write(session, request, parts[0].buffer)
+            reply: m.Reply | None = self._write(session, request, parts[0].buffer)
         else:
             reply = self._methods[type(request)](session, request)
-        return Answer(_encoder.encode(reply), session)
+        return None if reply is None else Answer(_encoder.encode(reply), session)
 
     # --- namespaces and keys, as requests name them ----------------------------------------------
 
@@ -200,7 +227,7 @@ class Service:
         _check_keys(request.keys, m.MAX_KEYS)
         namespaces = self._namespaces(request.namespaces)
         ttl_s = self._lease_ttl_s(session, request.ttl_ms) if request.ttl_ms else 0.0
-        found = self._cache.match(session.owner, namespaces, request.keys, ttl_s)
+        found = self._cache.match(session.owner, namespaces, request.keys, ttl_s, request.promote)
         if found.lease is None:
             return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
         named = min(request.resolve, m.MAX_RESOLVE)
@@ -211,7 +238,7 @@ class Service:
         lease_id = found.lease.lease_id
         return m.Matched(request.request_id, self._generation, found.dram, found.below, lease_id, frames)
 
-    def _resolve(self, session: Session, request: m.Resolve) -> m.Reply:
+    def _resolve(self, session: Session, request: m.Resolve) -> m.Reply | None:
         if not request.first >= 0 or not 0 < request.count <= m.MAX_RESOLVE:
             text = f"blocks {request.first} + {request.count}: at most {m.MAX_RESOLVE} in one request, from 0 on"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
@@ -219,8 +246,35 @@ class Service:
         if lease is None:
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
         namespace = self._namespace(request.namespace)
+        reply = self._resolved(lease, namespace, request)
+        mine = sum(parked.session is session for parked in self._parked)
+        if reply.frames or not reply.more or mine >= MAX_PARKED:
+            return reply
+        until_s = time.monotonic() + PARK_S
+        self._parked.append(_Parked(self._identity, session, lease, namespace, request, until_s))
+        return None
+
+    def _resolved(self, lease: ReadLease, namespace: Namespace, request: m.Resolve) -> m.Frames:
         frames = self._cache.reads.frames(lease, namespace, request.first, request.count)
-        return m.Frames(request.request_id, self._generation, request.first, m.pack_frames(frames))
+        growing = lease.blocks < lease.target and not lease.over
+        more = growing and request.first + len(frames) < min(request.first + request.count, lease.target)
+        packed = m.pack_frames(frames)
+        return m.Frames(request.request_id, self._generation, request.first, packed, more=more)
+
+    def answer_parked(self) -> None:
+        """Answer what waited for blocks that have landed, or has waited long enough."""
+        if not self._parked:
+            return
+        now_s, still = time.monotonic(), []
+        for parked in self._parked:
+            reply = self._resolved(parked.lease, parked.namespace, parked.request)
+            if not parked.session.open:
+                continue
+            if reply.frames or not reply.more or now_s >= parked.until_s:
+                self.send(parked.identity, Answer(_encoder.encode(reply), parked.session))
+            else:
+                still.append(parked)
+        self._parked = still
 
     def _hold(self, session: Session, request: m.Hold) -> m.Reply:
         self._lease_ttl_s(session, 1)
@@ -312,22 +366,34 @@ class Service:
 
     def _prefetch(self, session: Session, request: m.Prefetch) -> m.Reply:
         _check_keys(request.keys, m.MAX_KEYS)
-        found = self._cache.match(session.owner, self._namespaces(request.namespaces), request.keys, 0.0)
+        found = self._cache.prefetch(session.owner, self._namespaces(request.namespaces), request.keys)
         return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
 
-    def _flush(self, session: Session, request: m.Flush) -> m.Reply:
+    def _flush(self, session: Session, request: m.Flush) -> m.Reply | None:
         tiers = ["all", "dram", *filter(None, [self._cache.below.name])]
         if request.tier not in tiers:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, f"there is no tier {request.tier!r}: {', '.join(tiers)}")
         if request.key:
             _check_keys(request.key, 1)
-        if request.namespaces:
-            numbers = [namespace.number for namespace in self._namespaces(request.namespaces)]
-        else:
-            numbers = list(self._cache.space.namespaces)
-        blocks, more = self._cache.flush(numbers, request.key)
-        log.info("session %s flushed %d blocks", session.name, blocks)
-        return m.Flushed(request.request_id, self._generation, blocks, more)
+        namespaces = self._namespaces(request.namespaces) if request.namespaces else self._cache.all_namespaces()
+        blocks, more = 0, False
+        if request.tier != self._cache.below.name:
+            blocks, more = self._cache.flush([namespace.number for namespace in namespaces], request.key)
+        if request.tier == "dram" or not self._cache.below.name:
+            log.info("session %s flushed %d blocks", session.name, blocks)
+            return m.Flushed(request.request_id, self._generation, blocks, more)
+        identity = self._identity
+
+        def done(below_blocks: int, durable: bool) -> None:
+            log.info("session %s flushed %d blocks, %d of them below DRAM", session.name, blocks, below_blocks)
+            reply: m.Reply = m.Flushed(request.request_id, self._generation, blocks + below_blocks, more)
+            if not durable:
+                text = "flushed, but a disk did not take note of it: a restart may bring blocks back; flush again"
+                reply = m.Error(request.request_id, self._generation, ErrorCode.INTERNAL.value, text)
+            self.send(identity, Answer(_encoder.encode(reply), session))
+
+        self._cache.below.flush(namespaces, request.key, done)
+        return None
 
     def _report(self, session: Session, request: m.Report) -> m.Reply:
         if request.registration not in ("cuda", "mlock", "none") or len(request.counters) > MAX_CLIENT_COUNTERS:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from tiercache.daemon.allocator import NO_FRAME, Allocator, SizeClass
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.index import LIVE, Index, Table
@@ -65,6 +67,18 @@ class Space:
         namespace = Namespace(number, spec, fingerprint, table, size_class)
         self.namespaces[number] = self._by_fingerprint[fingerprint] = namespace
         return namespace
+
+    def save(self, namespace: Namespace) -> bytes:
+        """A namespace's spec for the disk."""
+        return msgspec.msgpack.encode(namespace.spec)
+
+    def open_saved(self, spec: bytes) -> Namespace | None:
+        """The namespace of a saved spec; None when it cannot be read or served any more."""
+        try:
+            known = msgspec.msgpack.decode(spec, type=NamespaceSpec)
+        except msgspec.MsgspecError:
+            return None
+        return None if known.problem() else self.open_namespace(known)
 
     def take_frames(self, namespace: Namespace, count: int) -> list[int]:
         """Frames for `count` blocks, evicting leaves of the same size class if need be; maybe fewer.

@@ -45,7 +45,8 @@ def build_stats(server: Server) -> dict[str, Any]:
                 "blocks": blocks,
                 "bytes": space.allocator.used_bytes,
                 "capacity_bytes": space.allocator.arena_bytes,
-            }
+            },
+            **({cache.below.name: cache.below.stats()} if cache.below.name else {}),
         },
         "counters": counters,
         "latency": {name: histogram.snapshot() for name, histogram in sorted(server.service.latency.items())},
@@ -78,6 +79,8 @@ def _health(server: Server) -> dict[str, Any]:
         reasons.append(server.maker.shortage)
     if server.cache.space.index.invariant_failures:
         reasons.append("the index has contradicted itself, or a client sent keys that are no chain")
+    if server.nvme is not None:
+        reasons += server.nvme.reasons()
     return {"state": "degraded" if reasons else "ok", "reasons": reasons}
 
 

@@ -45,13 +45,17 @@ class Reservation(NamedTuple):
 class Writes:
     """All write leases, pending blocks and quarantined frames. Event loop only."""
 
-    def __init__(self, space: Space, clock_s: Callable[[], float], quarantine_limit_bytes: int) -> None:
+    def __init__(
+        self, space: Space, published: Callable[[Namespace, bytes, int], None], clock_s: Callable[[], float],
+        quarantine_limit_bytes: int,
+    ) -> None:  # fmt: skip
         self.leases: dict[int, WriteLease] = {}
         self.quarantined: dict[int, WriteLease] = {}
         self.quarantine_limit_bytes = quarantine_limit_bytes
         self.quarantine_bytes: dict[bytes, int] = {}  # by instance, so that a reconnect does not clear it
         self.pending: dict[tuple[int, bytes], PendingBlock] = {}
         self._space = space
+        self._published = published
         self._clock_s = clock_s
         self._deadlines = Deadlines(self.leases)
 
@@ -198,6 +202,17 @@ class Writes:
         elif lease.writing:
             self._space.counters.quarantines += 1
 
+    def fail(self, owner: Owner, lease_id: int, number: int) -> None:
+        """The copy into one block has failed and ended: it is dropped, and what hangs below it."""
+        lease = self._find(owner, lease_id)
+        block = lease.blocks.get(number) if lease is not None else None
+        if lease is None or block is None:
+            return
+        if block.phase is BlockPhase.WRITING:
+            self._drop(block)
+        self._give_back(lease, block)
+        self._end_if_done(lease)
+
     def writable_frame(self, owner: Owner, lease_id: int, number: int) -> int:
         """The frame of a block that may still be written to, or NO_FRAME."""
         lease = self._find(owner, lease_id)
@@ -236,8 +251,10 @@ class Writes:
                 continue
             entry = index.insert(table, block.key, parent, block.frame, pins=len(block.children))
             self._space.allocator.set_entry(block.frame, entry)
-            counters.stored_blocks += 1
-            counters.stored_bytes += block_bytes
+            if not block.lease.owner.internal:
+                counters.stored_blocks += 1
+                counters.stored_bytes += block_bytes
+            self._published(self._space.namespaces[table.number], block.key, entry)
             index.unpin(parent)
             block.frame, block.parent_entry, block.phase = NO_FRAME, NO_ENTRY, _PHASE_VISIBLE
             del self.pending[table.number, block.key]

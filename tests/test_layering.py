@@ -43,6 +43,8 @@ MAY_IMPORT_HEAVY = {
     "tiercache.cli.demo_worker": {"torch", "transformers"},  # the main module of a process of its own
 }
 MAY_IMPORT_HEAVY_LAZILY = {"tiercache.cli": {"torch", "transformers"}}
+LAZY_IN_THE_DAEMON = {("tiercache.daemon.nvme.codecs", "numpy")}
+"""Only where a codec other than raw is in use."""
 NOT_IN_THE_DAEMON = {*HEAVY, "numpy", "typer", "rich", "tiercache.keys"}
 """The daemon is small enough for a sidecar: numpy alone would be a third of its memory."""
 
@@ -111,6 +113,8 @@ def problem(found: Import) -> str | None:
         if found.lazy:
             allowed = allowed | MAY_IMPORT_HEAVY_LAZILY.get(importer, set())
         return None if package in allowed else f"{package} is not for {importer}"
+    if found.lazy and (found.importer, package) in LAZY_IN_THE_DAEMON:
+        return None
     if importer == "tiercache.daemon" and {package, unit(found.module)} & NOT_IN_THE_DAEMON:
         return f"{found.module} is not for the daemon"
     if package != "tiercache" or found.module == "tiercache":

@@ -54,6 +54,11 @@ class DaemonConfig:
     lease_ttl_max_s: float = 60.0
     quarantine_per_client_bytes: int = 0
     pin_share: float = 0.5
+    nvme_dirs: tuple[Path, ...] = ()
+    nvme_bytes: int = 64 << 30
+    nvme_segment_bytes: int = 1 << 30
+    nvme_write_budget_bytes: int = 0
+    grace_s: float = 20.0
     log_level: str = "info"
     log_format: str = "auto"
 
@@ -146,6 +151,15 @@ def _parse_directory(value: object) -> Path:
     return Path(str(value)).expanduser().absolute()
 
 
+def _parse_directories(value: object) -> tuple[Path, ...]:
+    parts = [str(part) for part in value] if isinstance(value, list | tuple) else str(value).split(",")
+    return tuple(_parse_directory(part.strip()) for part in parts if part.strip())
+
+
+def _check_directories(value: tuple[Path, ...]) -> str | None:
+    return "names a directory twice: write each once" if len(set(value)) != len(value) else None
+
+
 def _check_region(value: int) -> str | None:
     if value >= HUGE_PAGE_BYTES and value % HUGE_PAGE_BYTES == 0:
         return None
@@ -154,6 +168,10 @@ def _check_region(value: int) -> str | None:
 
 
 _DIRECTORY = _Kind("DIR", _parse_directory, lambda value: None, _toml_string)
+_DIRECTORIES = _Kind(
+    "DIR[,DIR]", _parse_directories, _check_directories, lambda value: _toml_string(",".join(map(str, value)))
+)
+_BUDGET = _size(lambda value: None if value >= 0 else "must be 0 (no limit) or more")
 _ARENA = _size(_within(HUGE_PAGE_BYTES, 64 << 40, _toml_bytes))
 _QUARANTINE = _size(lambda value: None if value >= 0 else "must be 0 or more")
 
@@ -162,6 +180,7 @@ def _seconds(value: float) -> str:
     return repr(value).removesuffix(".0") + "s"
 
 
+_GRACE = _Kind("DURATION", parse_duration_s, _within(0, 3600, _seconds), lambda value: f'"{_seconds(value)}"')
 _TTL = _Kind("DURATION", parse_duration_s, _within(0.1, 600, _seconds), lambda value: f'"{_seconds(value)}"')
 _SHARE = _Kind("SHARE", _parse_share, _within(0, 1), lambda value: repr(float(value)))
 
@@ -213,12 +232,34 @@ _TABLE = (
         "Part of the arena that pins may hold, 0 to 1. A pin beyond it keeps fewer blocks.",
     ),
     _Setting(
+        "nvme", "nvme_dirs", _DIRECTORIES,
+        "Directories on local disks for the tier below DRAM, one for each disk; none: no such tier. Blocks "
+        "there survive a restart. Each belongs to one daemon.",
+    ),
+    _Setting(
+        "nvme_size", "nvme_bytes", _size(_within(16 << 20, 1 << 50, _toml_bytes)),
+        "What all nvme directories together may take, their database included.",
+    ),
+    _Setting(
+        "nvme_segment", "nvme_segment_bytes", _size(_check_region),
+        "Size of the files that the directories are filled with. Those of a directory that exists stay as they are.",
+    ),
+    _Setting(
+        "nvme_write_budget", "nvme_write_budget_bytes", _BUDGET,
+        "Bytes a day that may be written to nvme directories, to spare SSDs: blocks that were asked for twice "
+        "come first. 0: no limit.",
+    ),
+    _Setting(
+        "grace", "grace_s", _GRACE,
+        "On SIGTERM, how long to go on writing blocks that are only in DRAM to the nvme directories.",
+    ),
+    _Setting(
         "log_level", "log_level", _choice("debug", "info", "warning", "error"),
         "Least important lines that are logged, to stderr.",
     ),
     _Setting(
         "log_format", "log_format", _choice("auto", "text", "json"),
-        "auto: text on a terminal, otherwise one JSON object a line.",
+        "auto: text; under systemd without the time and with the journal's level. json: one object a line.",
     ),
 )  # fmt: skip
 

@@ -46,7 +46,7 @@ class Match:
 
     Attributes:
         blocks: length of the run; 0 is a miss.
-        below_blocks: further blocks that a tier below DRAM has; `Connector.prefetch` brings them up.
+        below_blocks: how many of them, at its end, come up from a tier below DRAM while it is loaded.
     """
 
     __slots__ = ("__weakref__", "_frames", "_lease", "_lock", "_session", "below_blocks", "blocks")
@@ -109,16 +109,17 @@ def match_blocks(client: Client, keys: bytes, specs: Sequence[NamespaceSpec], *,
     # The first blocks of a windowed namespace are usually gone: their frames are asked for when loading.
     resolve = min(count, RESOLVE_WITH_MATCH) if with_frames and not any(s.window_blocks for s in specs) else 0
     reply = session.call(
-        MatchRequest, Matched, namespaces=numbers, keys=keys, ttl_ms=READ_TTL_MS, resolve=resolve
+        MatchRequest, Matched, namespaces=numbers, keys=keys, ttl_ms=READ_TTL_MS, resolve=resolve, promote=True
     )
-    if reply.dram_blocks == 0 or reply.lease == NO_LEASE:
+    blocks = reply.dram_blocks + reply.below_blocks
+    if blocks == 0 or reply.lease == NO_LEASE:
         if reply.lease != NO_LEASE:
             session.give_back(Release, lease=reply.lease)
-        return Match(below_blocks=reply.below_blocks)
-    if reply.dram_blocks > count or len(reply.frames) not in (0, len(numbers)):
-        raise ProtocolError(f"{reply.dram_blocks} blocks were matched of {count} keys")
+        return Match()
+    if blocks > count or len(reply.frames) not in (0, len(numbers)):
+        raise ProtocolError(f"{blocks} blocks were matched of {count} keys")
     frames = dict(zip(numbers, reply.frames, strict=False))
-    match = Match(session, reply.lease, reply.dram_blocks, reply.below_blocks, frames)
+    match = Match(session, reply.lease, blocks, reply.below_blocks, frames)
     client.keep(session, reply.lease, READ_TTL_MS, match)
     return match
 
@@ -191,16 +192,19 @@ def _copy(
     limit: Limit,
     after: Any,
 ) -> int:
-    """Window after window; the frames of the next one are asked for while one is copied."""
+    """Window after window; the frames of the next one are asked for while one is copied.
+
+    An answer without frames says whether to ask again: blocks may be on their way from a tier below.
+    """
     count = min(len(block_ids), match.blocks - first)
     frames = match.frames(number, first, count)
     coming: Pending[Frames] | None = None
-    done = 0
+    done, more = 0, True
     try:
         while done < count and not limit.reached():
             named = len(frames) // FRAME_BYTES
             begin, window = first + done + named, min(count - done - named, MAX_RESOLVE)
-            if window and (named or done == 0):
+            if window and more:
                 coming = session.post(
                     Resolve, Frames, lease=lease, namespace=number, first=begin, count=window
                 )
@@ -216,8 +220,8 @@ def _copy(
             reply = session.wait(pending)
             if reply.first != begin or len(reply.frames) > window * FRAME_BYTES:
                 raise ProtocolError("the daemon resolved other blocks than were asked for")
-            frames = reply.frames
-            if not frames:
+            frames, more = reply.frames, bool(reply.frames) or reply.more
+            if not more:
                 break  # the run is shorter than it was
     finally:
         session.abandon(coming)

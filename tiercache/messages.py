@@ -167,13 +167,15 @@ class Match(Request, tag="match"):
     """Longest stored prefix of `keys` that *all* `namespaces` have. Answered with `Matched`.
 
     With `ttl_ms` > 0 and at least one block, a read lease is granted. `resolve` asks for the
-    frames of up to that many leading blocks in the same reply (at most MAX_RESOLVE).
+    frames of up to that many leading blocks in the same reply (at most MAX_RESOLVE). `promote`
+    has the blocks that follow in a tier below brought up into DRAM, under the same lease.
     """
 
     namespaces: list[int]
     keys: bytes
     ttl_ms: int = 0
     resolve: int = 0
+    promote: bool = False
 
 
 class Resolve(Request, tag="resolve"):
@@ -356,12 +358,15 @@ class Matched(Reply, tag="matched"):
 class Frames(Reply, tag="frames"):
     """Frames from block `first` on; fewer than asked when the run is shorter.
 
-    `extents` is where a tier below will name its places; empty while there is none.
+    `extents` is where a tier below will name its places; empty while there is none. `more`: further
+    blocks of those asked for are on their way up; ask again. Such a request is answered when at
+    least one block is there, or after a fifth of a second.
     """
 
     first: int
     frames: bytes
     extents: bytes = b""
+    more: bool = False
 
 
 class Released(Reply, tag="released"):

@@ -179,8 +179,8 @@ def test_only_the_window_of_a_windowed_namespace_is_handed_out(client: Client) -
     client.store(window, keys, blocks)
     dram, lease, frames = client.match([full, window], keys, resolve=4)
     assert (dram, list(map(len, frames))) == (4, [4, 0])
-    assert client.ask("resolve", lease, window, 1, 3) == ["frames", 1, b"", b""]
-    tag, first, packed, _ = client.ask("resolve", lease, window, 2, 2)
+    assert client.ask("resolve", lease, window, 1, 3) == ["frames", 1, b"", b"", False]
+    tag, first, packed, _, _ = client.ask("resolve", lease, window, 2, 2)
     assert (tag, first, len(packed)) == ("frames", 2, 16)
     assert client.refusal("read", lease, window, 1, 0, 1) == "bad_value"
     assert client.ask("read", lease, window, 3, 0, 8192) == ["payload", 8192, blocks[3]]
@@ -238,7 +238,7 @@ def test_missing_trailing_fields_have_defaults(client: Client) -> None:
 def test_extra_trailing_fields_are_ignored(client: Client, run_dir: Path) -> None:
     assert client.ask("ping", "from", {"a": ["later", 1]}, b"release") == ["done"]
     number, keys = client.namespace(), new_chain(1)
-    assert client.ask("match", [number], keys, 0, 0, [1, 2], None) == ["matched", 0, 0, 0, []]
+    assert client.ask("match", [number], keys, 0, 0, False, [1, 2], None) == ["matched", 0, 0, 0, []]
     session = SessionSocket(run_dir)
     welcome, _ = session.hello([*hello(os.urandom(16), map_arena=False), "more", 7])
     assert welcome[0] == "welcome"
@@ -435,8 +435,8 @@ def test_a_lease_is_held_by_sessions_of_one_instance_only(client: Client, run_di
         assert worker.ask("hold", lease) == ["done"]
         assert worker.ask("hold", lease) == ["done"]
         assert client.release(lease)
-        tag, first, frames, extents = worker.ask("resolve", lease, number, 0, 9)
-        assert (tag, first, len(frames), extents) == ("frames", 0, 16, b"")
+        tag, first, frames, extents, more = worker.ask("resolve", lease, number, 0, 9)
+        assert (tag, first, len(frames), extents, more) == ("frames", 0, 16, b"", False)
         assert client.refusal("resolve", lease, number, 0, 2) == "unknown_lease"
         assert worker.release(lease)
         assert worker.refusal("hold", lease) == "unknown_lease"
@@ -678,7 +678,7 @@ def test_the_documented_vectors_are_what_a_stranger_computes() -> None:
     assert vectors["indices"] == struct.pack("<3I", 0, 1, 511)
     header = [7, bytes(range(16)), 81985529216486895, 5_000_000]
     keys = vectors["h_1"] + vectors["h_2"]
-    assert vectors["match"] == msgpack.packb(["match", *header, [1], keys, 30_000, 2])
+    assert vectors["match"] == msgpack.packb(["match", *header, [1], keys, 30_000, 2, False])
 
 
 def test_the_documented_limits_and_tags_are_those_of_the_code() -> None:

@@ -26,8 +26,8 @@ def check(daemon: Daemon) -> None:
     for name in ("invariant_failures", "requests_failed", "requests_malformed"):
         assert stats["counters"][name] == 0, (name, daemon.log())
     assert "Traceback" not in daemon.log(), daemon.log()
-    blocks = sum(namespace["blocks"] for namespace in stats["namespaces"])
-    assert stats["arena"]["used_bytes"] == blocks * (64 << 10), "every frame in use is a block's"
+    used_bytes = sum(namespace["blocks"] * namespace["block_bytes"] for namespace in stats["namespaces"])
+    assert stats["arena"]["used_bytes"] == used_bytes, "every frame in use is a block's"
 
 
 def _quiet(stats: dict[str, dict[str, int]]) -> bool:
@@ -38,10 +38,13 @@ def _quiet(stats: dict[str, dict[str, int]]) -> bool:
 def churn(
     start_child: Callable[..., Child], daemon: Daemon, seed: int, seconds: float, clients: int = 2
 ) -> tuple[list[Child], Callable[[], list[dict[str, int]]]]:
-    """Start clients at random work; the second value waits for what they say."""
+    """Start clients at random work; the second value waits for what they say.
+
+    The third one does not map the arena, the fourth has blocks of another size.
+    """
+    forms: list[dict[str, object]] = [{}, {}, {"map_arena": False}, {"block_bytes": 16 << 10}]
     children = [
-        start_child("engine", daemon, required=False, map_arena=number % 3 != 2, **SETTINGS)
-        for number in range(clients)
+        start_child("engine", daemon, **{**SETTINGS, "required": False, **form}) for form in forms[:clients]
     ]
     for number, child in enumerate(children):
         child.tell("churn", seed=1000 * seed + number, seconds=seconds, chains=5, longest=24, flush=True)
@@ -82,7 +85,7 @@ def test_clients_at_random_for_longer(
     start_daemon: Callable[..., Daemon], start_child: Callable[..., Child], seed: int
 ) -> None:
     daemon = start_daemon(*TINY)
-    _, results = churn(start_child, daemon, seed, seconds=25, clients=3)
+    _, results = churn(start_child, daemon, seed, seconds=25, clients=4)
     chaos(daemon, random.Random(seed), 23, kills=8)
     assert all(total["good"] > 0 for total in results())
     check(daemon)

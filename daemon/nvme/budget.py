@@ -1,0 +1,47 @@
+"""How much may be written in a day, and to which blocks that goes.
+
+A token bucket that holds two hours' worth. While it is more than half full every new block is
+written; below, only blocks that were asked for again; empty, none. So a small budget is spent on
+what has shown to be used, and a large one does not lose the first reuse.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+_DAY_S = 86_400.0
+_DEPTH_S = 7_200.0
+
+
+class WriteBudget:
+    """`bytes_per_day` 0 is no limit. `clock_s` is monotonic seconds."""
+
+    def __init__(self, bytes_per_day: int, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self.bytes_per_day = bytes_per_day
+        self._rate = bytes_per_day / _DAY_S
+        self._depth = self._rate * _DEPTH_S
+        self._clock_s = clock_s
+        self._level = self._depth
+        self._seen_s = clock_s()
+
+    @property
+    def fullness(self) -> float:
+        """Share of the bucket that is left; 1 without a limit."""
+        if not self.bytes_per_day:
+            return 1.0
+        now_s = self._clock_s()
+        self._level = min(self._depth, self._level + (now_s - self._seen_s) * self._rate)
+        self._seen_s = now_s
+        return self._level / self._depth
+
+    def admits(self, size_bytes: int, asked_again: bool) -> bool:
+        """Whether a block of that size may be written; it is not charged yet."""
+        if not self.bytes_per_day:
+            return True
+        fullness = self.fullness
+        return self._level >= size_bytes and (asked_again or fullness > 0.5)
+
+    def charge(self, size_bytes: int) -> None:
+        """Bytes that go to the disk."""
+        self._level -= size_bytes

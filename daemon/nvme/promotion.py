@@ -1,0 +1,210 @@
+"""NVMe to DRAM: blocks are read into frames and published in order, as if a client had stored them.
+
+A promotion reserves frames like any writer, window by window, so blocks that somebody is bringing
+up or storing already are shared, not read twice; it commits each block when its bytes have arrived
+and passed their checksum. Leases that wait for them grow as they land.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tiercache.arena import Region
+from tiercache.daemon.cache import Cache
+from tiercache.daemon.leases import Owner, ReadLease
+from tiercache.daemon.nvme.blockio import Outcome, ReadOp
+from tiercache.daemon.nvme.io import Priority
+from tiercache.daemon.nvme.shelf import Shelf
+from tiercache.daemon.space import Namespace
+from tiercache.messages import INSTANCE_BYTES, KEY_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
+
+MAX_IN_FLIGHT_BYTES = 256 << 20
+WINDOW = 32
+
+
+class _Job:
+    """What one lease wants of one namespace; `next` is the first block that was not asked for yet."""
+
+    __slots__ = ("asking", "lease", "namespace", "next", "over", "priority", "reading", "shelf")
+
+    def __init__(self, lease: ReadLease, namespace: Namespace, shelf: Shelf) -> None:
+        self.lease = lease
+        self.namespace = namespace
+        self.shelf = shelf
+        self.next = lease.blocks
+        self.reading = 0
+        self.asking = True
+        self.over = False
+        self.priority = Priority.LOAD if lease.holders else Priority.PREFETCH
+
+
+class _Read(NamedTuple):
+    """One block on its way into a frame."""
+
+    job: _Job
+    write_lease: int
+    number: int
+    key: bytes
+    slot: int
+    entry: int
+
+
+class Promotion:
+    """Event loop only; nothing here blocks."""
+
+    def __init__(self, cache: Cache, regions: dict[int, Region], find_shelf: Callable[[bytes], Shelf]) -> None:
+        self.promoted_blocks = 0
+        self.promoted_bytes = 0
+        self.bad_blocks = 0
+        self.failed_reads = 0
+        self.in_flight_bytes = 0
+        self._cache = cache
+        self._regions = regions
+        self._find_shelf = find_shelf
+        self._owner = Owner(bytes(INSTANCE_BYTES), internal=True)
+        self._jobs: deque[_Job] = deque()
+        self._background: deque[_Job] = deque()
+        self._of_lease: dict[int, int] = {}  # jobs that are not over, by lease
+        self._waiting: set[_Job] = set()
+        self._landed = False
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing is under way."""
+        return not self._of_lease
+
+    def start(self, lease: ReadLease) -> None:
+        """Bring up what `lease` wants; a lease without holders is a prefetch, and comes last."""
+        shelf = self._find_shelf(lease.keys[:KEY_BYTES])
+        queue = self._jobs if lease.holders else self._background
+        self._of_lease[lease.lease_id] = len(lease.namespaces)
+        for namespace in lease.namespaces:
+            queue.append(_Job(lease, namespace, shelf))
+        self.pump()
+
+    def pump(self) -> None:
+        """Begin reads as far as there is room for them, those that somebody waits for first."""
+        for queue in (self._jobs, self._background):
+            while queue and self.in_flight_bytes < MAX_IN_FLIGHT_BYTES:
+                job = queue.popleft()
+                if self._read_window(job):
+                    queue.append(job)  # in turn with the others
+                else:
+                    job.asking = False
+                    self._settle(job)
+
+    def _read_window(self, job: _Job) -> bool:
+        """Ask for the next window; False when that was the last, or nothing more can land."""
+        lease, first = job.lease, job.next
+        count = min(WINDOW, lease.target - first)
+        if lease.over or count <= 0:
+            return False
+        keys = lease.keys[first * KEY_BYTES : (first + count) * KEY_BYTES]
+        parent = lease.keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else b""
+        got = self._cache.reserve(self._owner, job.namespace, parent, keys, math.inf)
+        if got.parent_missing:
+            return False
+        ops, frames = [], iter(got.frames)
+        for number, state in enumerate(got.states):
+            if state is BlockState.FRAME:
+                key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+                op = self._read(job, got.lease_id, number, key, next(frames))
+                if op is None:  # it has left the disk since the match, and what follows it too
+                    self._give_up(got.lease_id, range(number, count))
+                    break
+                ops.append(op)
+        for op in ops[job.shelf.queue.submit_many(ops, job.priority) :]:
+            op.outcome = Outcome.CANCELLED
+            op.done(op)
+        job.next += count
+        return BlockState.NONE not in got.states and len(ops) == got.states.count(BlockState.FRAME)
+
+    def _give_up(self, write_lease: int, numbers: range) -> None:
+        """Nothing will be read into these blocks of a window."""
+        for number in numbers:
+            self._cache.writes.fail(self._owner, write_lease, number)
+
+    def _read(self, job: _Job, write_lease: int, number: int, key: bytes, frame: int) -> ReadOp | None:
+        """The operation that fills one frame, with its slot held; None when the block is not here."""
+        shelf, spec = job.shelf, job.namespace.spec
+        stored = shelf.find(job.namespace, key)
+        if stored is None:
+            return None
+        read = _Read(job, write_lease, number, key, stored.slot, stored.entry)
+        # The entry is pinned so that its slot stays; the slot and the frame are the kernel's until then.
+        shelf.index.touch(stored.entry)
+        shelf.index.pin(stored.entry)
+        shelf.allocator.hold(stored.slot)
+        job.reading += 1
+        self.in_flight_bytes += spec.frame_bytes
+        region = self._regions[frame >> REGION_SHIFT]
+        return ReadOp(
+            done=lambda op: self._done(read, op), slot=stored.slot,
+            address=region.address + (frame & OFFSET_MASK), length=spec.block_bytes, key=key,
+            fingerprint=job.namespace.fingerprint, stored_length=stored.stored_length,
+            checksum=stored.checksum, codec=stored.codec,
+        )  # fmt: skip
+
+    def _done(self, read: _Read, op: ReadOp) -> None:
+        job = read.job
+        job.reading -= 1
+        self.in_flight_bytes -= job.namespace.spec.frame_bytes
+        if op.outcome is Outcome.ABANDONED:
+            return  # only at the end: the kernel may still write to the frame
+        job.shelf.allocator.unhold(read.slot)
+        job.shelf.index.unpin(read.entry)
+        if op.outcome is Outcome.OK:
+            self.promoted_blocks += 1
+            self.promoted_bytes += op.stored_length
+            self._cache.writes.commit(self._owner, read.write_lease, [read.number])
+        else:
+            self._failed(read, op)
+        self._landed = True
+        self._settle(job)
+
+    def _failed(self, read: _Read, op: ReadOp) -> None:
+        """A bad block is dropped, and what follows it; after a disk error it may be good the next time."""
+        self._cache.writes.fail(self._owner, read.write_lease, read.number)
+        read.job.next = read.job.lease.target  # what comes after it cannot land
+        if op.outcome is Outcome.CORRUPT:
+            self.bad_blocks += 1
+            read.job.shelf.drop(read.job.namespace, read.key)
+        elif op.outcome is Outcome.IO_ERROR:
+            self.failed_reads += 1
+
+    def _settle(self, job: _Job) -> None:
+        """End a job that has nothing under way, unless others are bringing up what it waits for."""
+        if job.asking or job.reading or job.over:
+            return
+        lease = job.lease
+        if not lease.over:
+            self._cache.reads.grow(lease)
+            following = lease.keys[lease.blocks * KEY_BYTES : (lease.blocks + 1) * KEY_BYTES]
+            if (job.namespace.number, following) in self._cache.writes.pending:
+                self._waiting.add(job)
+                return
+        job.over = True
+        self._waiting.discard(job)
+        self._landed = True
+        self._of_lease[lease.lease_id] -= 1
+        if self._of_lease[lease.lease_id] == 0:
+            del self._of_lease[lease.lease_id]
+            if not lease.over:
+                self._cache.reads.stop_growing(lease)
+
+    def look_again(self) -> None:
+        """See to the jobs that wait for others."""
+        for job in list(self._waiting):
+            self._settle(job)
+
+    def take_landed(self) -> bool:
+        """Let the leases grow by what has landed since the last time; True if anything has."""
+        if not self._landed:
+            return False
+        self._landed = False
+        for lease in list(self._cache.reads.growing.values()):
+            self._cache.reads.grow(lease)
+        return True

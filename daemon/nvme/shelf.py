@@ -1,0 +1,380 @@
+"""One NVMe directory as the loop sees it: which block is in which slot, and whether the disk works.
+
+The index is prefix-closed by itself, with slots where DRAM's has frames. A slot that is left is
+free again only when the deletion of its row is committed, so that a crash never finds an old row
+over new bytes:
+
+    leave the index ─► delete the row ─► (committed) ─► slot free ─► write new bytes ─► insert a row
+
+Rows of an earlier life come in while requests are answered already: a row is visible when its
+parent is, and what has none at the end is deleted. Until then nothing is written here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from array import array
+from typing import Any, NamedTuple
+
+from tiercache.daemon.allocator import NO_FRAME, Allocator, SizeClass
+from tiercache.daemon.index import Index, Table
+from tiercache.daemon.nvme.blockio import Outcome, TaskOp
+from tiercache.daemon.nvme.catalog import Catalog, CatalogState, Done
+from tiercache.daemon.nvme.directory import Directory
+from tiercache.daemon.nvme.health import WriteHealth
+from tiercache.daemon.nvme.io import DiskQueue, Priority
+from tiercache.daemon.nvme.rows import ROOT_KEY, SLOT_BITS, Loading, PlacedRow, Row
+from tiercache.daemon.policy import NO_ENTRY, POLICIES, Policy
+from tiercache.daemon.space import Namespace, Space
+from tiercache.messages import OFFSET_MASK, REGION_SHIFT
+
+log = logging.getLogger("tiercache.daemon")
+
+EVICT_AT_ONCE = 64
+"""Slots given up at a time when the directory is full; they are free some milliseconds later."""
+ROWS_AT_ONCE = 512
+OFFLINE_AGE_S = 10.0
+_PAGE_SHIFT = 12  # a place counts pages of 4096 bytes inside its segment
+
+
+class Stored(NamedTuple):
+    """What is needed to read a block back."""
+
+    entry: int
+    slot: int
+    stored_length: int
+    codec: int
+    checksum: int
+
+
+def place_of(slot: int) -> int:
+    """The catalog's number of a slot: segment, then page inside it."""
+    return (slot >> REGION_SHIFT) << SLOT_BITS | (slot & OFFSET_MASK) >> _PAGE_SHIFT
+
+
+def slot_of(place: int) -> int:
+    """Inverse of `place_of`."""
+    return (place >> SLOT_BITS) << REGION_SHIFT | (place & ((1 << SLOT_BITS) - 1)) << _PAGE_SHIFT
+
+
+class Shelf:
+    """Event loop only; nothing here blocks."""
+
+    def __init__(
+        self, directory: Directory, catalog: Catalog, queue: DiskQueue, state: CatalogState, space: Space,
+        policy: str,
+    ) -> None:  # fmt: skip
+        self.directory = directory
+        self.catalog = catalog
+        self.queue = queue
+        self.index = Index(self._slot_left)
+        self.allocator = Allocator()
+        self.health = WriteHealth(str(directory.path))
+        self.loading = True
+        self.loaded_rows = 0
+        self.orphan_rows = 0
+        self.lost_slots = 0  # whose row could not be deleted; free again after a restart
+        self.full = False  # no further segment fits under the cap or on the disk
+        self._space = space
+        self._policy_name = policy
+        self._policies: dict[int, Policy] = {}
+        self._checksum = array("Q")
+        self._stored = array("I")
+        self._codec = array("B")
+        self._catalog_numbers: dict[str, int] = {}
+        self._epochs: dict[int, int] = {}  # by namespace number: that of rows written now
+        self._oldest_epochs: dict[int, int] = {}
+        self._by_catalog_number: dict[int, Namespace] = {}
+        self._tombstones: dict[tuple[int, bytes], int] = {}
+        self._segments = dict(state.segments)
+        self._segment_ids = set(state.segments) | set(directory.segments)
+        self._creating = False
+        self._sequence = state.next_sequence
+        self._orphans: dict[bytes, list[PlacedRow]] = {}
+        self._rows: Loading | None = None
+        self._adopt_namespaces(state)
+
+    # --- namespaces ------------------------------------------------------------------------------
+
+    def _adopt_namespaces(self, state: CatalogState) -> None:
+        for saved in state.namespaces:
+            namespace = self._space.open_saved(saved.spec)
+            if namespace is None:
+                log.warning("%s: a namespace that cannot be served any more is dropped", self.directory.path)
+                continue
+            self._catalog_numbers[namespace.fingerprint] = saved.number
+            self._by_catalog_number[saved.number] = namespace
+            self._oldest_epochs[namespace.number] = self._epochs[namespace.number] = saved.epoch
+        for stone in state.tombstones:
+            buried = self._by_catalog_number.get(stone.namespace)
+            if buried is not None:
+                self._tombstones[buried.number, stone.key] = stone.epoch
+                self._epochs[buried.number] = max(self._epochs[buried.number], stone.epoch)
+
+    def table(self, namespace: Namespace) -> Table:
+        """The namespace's table, made and made known to the catalog at first use."""
+        table = self.index.tables.get(namespace.number)
+        if table is not None:
+            return table
+        policy = self._policies.get(namespace.spec.frame_bytes)
+        if policy is None:
+            policy = self._policies[namespace.spec.frame_bytes] = POLICIES[self._policy_name](self.index.columns)
+        if namespace.fingerprint not in self._catalog_numbers:
+            number = max(self._catalog_numbers.values(), default=0) + 1
+            self._catalog_numbers[namespace.fingerprint] = number
+            self._by_catalog_number[number] = namespace
+            self._oldest_epochs[namespace.number] = self._epochs[namespace.number] = 0
+            self.catalog.add_namespace(number, namespace.fingerprint, self._space.save(namespace))
+        return self.index.add_table(namespace.number, policy, windowed=False)
+
+    def epoch(self, namespace: Namespace) -> int:
+        """Rows written now carry this; a flush raises it."""
+        self.table(namespace)
+        return self._epochs[namespace.number]
+
+    # --- finding ---------------------------------------------------------------------------------
+
+    def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
+        """How many of the first `limit` keys are here, as a leading run."""
+        table = self.index.tables.get(namespace.number)
+        return 0 if table is None else self.index.prefix_length(table, keys, limit)
+
+    def has(self, namespace: Namespace, key: bytes) -> bool:
+        """Whether this block is here."""
+        table = self.index.tables.get(namespace.number)
+        return table is not None and table.get(key) != NO_ENTRY
+
+    def find(self, namespace: Namespace, key: bytes) -> Stored | None:
+        """Where a block is, if it is here."""
+        table = self.index.tables.get(namespace.number)
+        entry = NO_ENTRY if table is None else table.get(key)
+        if entry == NO_ENTRY:
+            return None
+        columns = self._stored[entry], self._codec[entry], self._checksum[entry]
+        return Stored(entry, self.index.frame[entry], *columns)
+
+    # --- changing --------------------------------------------------------------------------------
+
+    def take_slot(self, namespace: Namespace) -> int:
+        """A free slot, or NO_FRAME; then room is being made and it is worth asking again soon."""
+        size_class = self.allocator.size_class(namespace.spec.frame_bytes)
+        slot = self.allocator.take(size_class)
+        if slot == NO_FRAME:
+            self._make_room(size_class)
+            return NO_FRAME
+        segment = slot >> REGION_SHIFT
+        if self._segments.get(segment) != size_class.frame_bytes:
+            self._segments[segment] = size_class.frame_bytes
+            self.catalog.set_segment(segment, size_class.frame_bytes)
+        return slot
+
+    def add(self, namespace: Namespace, key: bytes, parent: bytes, slot: int, written: Stored) -> None:
+        """A block has been written: visible now, durable with the next commit."""
+        table = self.table(namespace)
+        parent_entry = table.get(parent) if parent else table.root
+        self._enter(table, key, parent_entry, slot, written)
+        self._sequence += 1
+        row = Row(
+            key=key, parent=parent or ROOT_KEY, namespace=self._catalog_numbers[namespace.fingerprint],
+            epoch=self._epochs[namespace.number], length=namespace.spec.block_bytes,
+            stored_length=written.stored_length, codec=written.codec, kind=1, checksum=written.checksum,
+            sequence=self._sequence,
+        )  # fmt: skip
+        self.catalog.insert(place_of(slot), row)
+
+    def _enter(self, table: Table, key: bytes, parent: int, slot: int, stored: Stored) -> None:
+        entry = self.index.insert(table, key, parent, slot)
+        missing = len(self.index.key) - len(self._checksum)
+        if missing > 0:
+            for column in (self._checksum, self._stored, self._codec):
+                column.frombytes(bytes(column.itemsize * missing))
+        self._checksum[entry] = stored.checksum
+        self._stored[entry] = stored.stored_length
+        self._codec[entry] = stored.codec
+
+    def drop(self, namespace: Namespace, key: bytes) -> None:
+        """A block is bad: forget it and what follows it."""
+        table = self.index.tables.get(namespace.number)
+        entry = NO_ENTRY if table is None else table.get(key)
+        if entry != NO_ENTRY:
+            self.index.drop(entry)
+
+    def _slot_left(self, slot: int) -> None:
+        """An entry is free: its row goes, then its slot is free too."""
+        self.catalog.delete(place_of(slot), lambda ok: self._row_deleted(slot, ok))
+
+    def _row_deleted(self, slot: int, ok: bool) -> None:
+        if not ok:
+            self.lost_slots += 1  # not reused: its old row could come back over new bytes
+        elif not self.loading or slot >> REGION_SHIFT not in self._segments:
+            self.allocator.give_back(slot)
+
+    def _make_room(self, size_class: SizeClass) -> None:
+        if not self.full:
+            self._create_segment()
+            return
+        policy = self._policies.get(size_class.frame_bytes)
+        for _ in range(EVICT_AT_ONCE):
+            victim = policy.victim() if policy is not None else NO_ENTRY
+            if victim == NO_ENTRY:
+                return
+            self.index.evict(victim)
+
+    def _create_segment(self) -> None:
+        """Ask for one more segment, unless one is being made; slots are there some milliseconds later."""
+        if self._creating:
+            return
+        if len(self.directory.segments) >= self.directory.max_segments:
+            self.full = True
+            return
+        segment = max(self._segment_ids, default=0) + 1
+        op = TaskOp(
+            done=lambda op: self._segment_created(segment, op), call=lambda: self.directory.create_segment(segment)
+        )
+        self._creating = self.queue.submit(op, Priority.WRITE)
+
+    def _segment_created(self, segment: int, op: TaskOp) -> None:
+        self._creating = False
+        if op.outcome is Outcome.OK:
+            self._segment_ids.add(segment)
+            self.allocator.add_region(segment, self.directory.segment_bytes)
+        elif op.outcome is Outcome.IO_ERROR:
+            # With what there is, blocks can still be replaced.
+            self.full = bool(self._segment_ids)
+            self.health.failed(f"no room for another segment: {os.strerror(op.errno)}")
+
+    # --- what is not well ------------------------------------------------------------------------
+
+    @property
+    def offline(self) -> bool:
+        """Whether the disk hangs: nothing is asked of it until its oldest I/O has come back."""
+        return self.queue.oldest_age_s() > OFFLINE_AGE_S
+
+    def reasons(self) -> list[str]:
+        """What is not well, for people."""
+        found = [self.health.reason, self.catalog.error]
+        if self.offline:
+            found.append(f"an operation has been under way for {self.queue.oldest_age_s():.0f} s")
+        return [f"nvme directory {self.directory.path}: {reason}" for reason in found if reason]
+
+    def stats(self) -> dict[str, Any]:
+        """Everything that is known of this directory."""
+        return {
+            "path": str(self.directory.path),
+            "state": "loading" if self.loading else "offline" if self.offline else "ok",
+            "direct": self.directory.direct,
+            "blocks": sum(table.blocks for table in self.index.tables.values()),
+            "used_bytes": self.allocator.used_bytes,
+            "segments": len(self.directory.segments),
+            "database_bytes": self.catalog.bytes_on_disk(),
+            "loaded_rows": self.loaded_rows,
+            "orphan_rows": self.orphan_rows,
+            "lost_slots": self.lost_slots,
+            "writing": self.health.reason or "on",
+            "write_failures": self.health.failures,
+            **self.queue.stats(),
+        }
+
+    # --- flushing --------------------------------------------------------------------------------
+
+    def flush(self, namespace: Namespace, key: bytes, done: Done) -> int:
+        """Forget a namespace's blocks, or one and what follows; `done(ok)` when that is durable."""
+        table = self.table(namespace)
+        number = self._catalog_numbers[namespace.fingerprint]
+        epoch = self._epochs[namespace.number] = self._epochs[namespace.number] + 1
+        if not key:
+            self._oldest_epochs[namespace.number] = epoch
+            self.catalog.raise_epoch(number, epoch, done)
+            return self.index.drop_table(table)
+        before = table.blocks
+        self._tombstones[namespace.number, key] = epoch
+        self.catalog.add_tombstone(number, key, epoch, done)
+        self.drop(namespace, key)
+        self.index.unlink_slice(EVICT_AT_ONCE)
+        return before - table.blocks
+
+    # --- rows of an earlier life -----------------------------------------------------------------
+
+    def start_loading(self) -> None:
+        """Begin to read the catalog's rows; `work` takes them in."""
+        self._rows = self.catalog.load(lambda: None, ROWS_AT_ONCE)
+
+    def work(self) -> bool:
+        """A slice of unlinking or loading; True while there is more to do at once."""
+        more = self.index.unlink_slice(EVICT_AT_ONCE) == EVICT_AT_ONCE
+        if self._rows is None:
+            return more
+        batch = self._rows.next_batch()
+        if batch is not None:
+            for placed in batch:
+                self._take_in(placed)
+            return True
+        if self._rows.finished:
+            self._finish_loading()
+        return more
+
+    def _take_in(self, placed: PlacedRow) -> None:
+        """A row is visible when its parent is; else it waits."""
+        ready = [placed]
+        while ready:
+            place, row = ready.pop()
+            namespace = self._by_catalog_number.get(row.namespace)
+            if namespace is None or not self._is_wanted(namespace, place, row):
+                self.catalog.delete(place)
+                continue
+            table = self.table(namespace)
+            parent = table.root if row.parent == ROOT_KEY else table.get(row.parent)
+            if parent == NO_ENTRY:
+                self._orphans.setdefault(row.parent, []).append((place, row))
+                continue
+            if table.get(row.key) != NO_ENTRY:
+                self.catalog.delete(place)  # one key in two slots: the first one seen stays
+                continue
+            slot = slot_of(place)
+            self._epochs[namespace.number] = max(self._epochs[namespace.number], row.epoch)
+            stored = Stored(NO_ENTRY, slot, row.stored_length, row.codec, row.checksum)
+            self._enter(table, row.key, parent, slot, stored)
+            self.loaded_rows += 1
+            ready.extend(self._orphans.pop(row.key, ()))
+
+    def _is_wanted(self, namespace: Namespace, place: int, row: Row) -> bool:
+        """Not flushed, of the right length, and at a place where a slot of its size can be."""
+        segment, frame_bytes = place >> SLOT_BITS, namespace.spec.frame_bytes
+        if row.length != namespace.spec.block_bytes or self._segments.get(segment) != frame_bytes:
+            return False
+        offset = slot_of(place) & OFFSET_MASK
+        if segment not in self.directory.segments or offset % frame_bytes:
+            return False
+        if offset + frame_bytes > self.directory.segment_bytes:
+            return False
+        stone = self._tombstones.get((namespace.number, row.key))
+        return row.epoch >= self._oldest_epochs[namespace.number] and (stone is None or row.epoch >= stone)
+
+    def _finish_loading(self) -> None:
+        for rows in self._orphans.values():
+            for place, _ in rows:
+                self.orphan_rows += 1
+                self.catalog.delete(place)
+        self._orphans.clear()
+        self._rows = None
+        used: dict[int, set[int]] = {segment: set() for segment in self._segments}
+        for slot in self.index.frames_in_use():
+            used[slot >> REGION_SHIFT].add(slot & OFFSET_MASK)
+        size = self.directory.segment_bytes
+        for segment, slot_bytes in self._segments.items():
+            if segment in self.directory.segments:
+                self.allocator.adopt_region(segment, size, slot_bytes, used[segment])
+        for segment in set(self.directory.segments) - set(self._segments):
+            self.allocator.add_region(segment, size)
+        self.loading = False
+        for number, key in self._tombstones:
+            self.catalog.remove_tombstone(self._catalog_number(number), key)
+        self._tombstones.clear()
+        log.info(
+            "%s: %d blocks are back, %d without a parent were dropped",
+            self.directory.path, self.loaded_rows, self.orphan_rows,
+        )  # fmt: skip
+
+    def _catalog_number(self, number: int) -> int:
+        return self._catalog_numbers[self._space.namespaces[number].fingerprint]

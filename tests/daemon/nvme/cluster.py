@@ -1,0 +1,128 @@
+"""A real daemon on real directories, and blocks whose bytes say whose they are."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tiercache
+
+BLOCK_BYTES = 64 << 10
+POOL_BLOCKS = 256
+DEADLINE_S = 30.0
+
+
+def content(key: bytes) -> np.ndarray[Any, Any]:
+    """What is stored under `key`: bytes that no other key has."""
+    seed = np.frombuffer(hashlib.blake2b(key, digest_size=64).digest(), np.uint8)
+    return np.tile(seed, BLOCK_BYTES // 64)
+
+
+def chain_of(name: str, blocks: int) -> bytes:
+    """The packed keys of a chain of its own."""
+    chain = tiercache.KeyChain(tiercache.root_key(name), block_size=1)
+    chain.extend(range(blocks))
+    return chain.packed()
+
+
+def key_of(chain: bytes, number: int) -> bytes:
+    return chain[16 * number : 16 * number + 16]
+
+
+def wait_for(what: str, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+    """Poll until it is so."""
+    end_s = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end_s, f"waited {deadline_s} s for: {what}"
+        time.sleep(0.01)
+
+
+class Cluster:
+    """One daemon with nvme directories, restartable, and one connector."""
+
+    def __init__(self, root: Path, arena: str = "64MiB", directories: int = 1, **settings: str) -> None:
+        self.run_dir = root / "run"
+        self.directories = [root / f"nvme{number}" for number in range(directories)]
+        self.settings = {"nvme_size": "256MiB", "nvme_segment": "16MiB", "region": "2MiB", **settings}
+        self.arena = arena
+        self.pool = np.zeros((POOL_BLOCKS, BLOCK_BYTES), np.uint8)
+        self.spec = tiercache.NamespaceSpec(
+            engine="test/1", layout="bytes", dtype="uint8", block_size=1, block_bytes=BLOCK_BYTES
+        )
+        self.start()
+
+    def start(self) -> None:
+        """Start the daemon, and connect."""
+        nvme = ",".join(map(str, self.directories))
+        self.daemon = tiercache.launch(self.arena, run_dir=self.run_dir, nvme=nvme, **self.settings)
+        self.connector = tiercache.connect(
+            self.daemon.address, namespace=self.spec, pool=tiercache.Pool.from_blocks(self.pool), required=True,
+            request_timeout_s=5.0,
+        )  # fmt: skip
+        wait_for("directories are open", lambda: len(self.nvme()["directories"]) == len(self.directories))
+        wait_for("all memory is there", self.has_memory)
+
+    def has_memory(self) -> bool:
+        arena = self.connector.client.stats()["arena"]
+        return bool(arena["populated_bytes"] == arena["bytes"])
+
+    def kill(self) -> None:
+        """End the daemon with SIGKILL."""
+        os.kill(self.daemon.pid, signal.SIGKILL)
+        self.stop()
+
+    def stop(self) -> None:
+        """Close everything; SIGTERM if the daemon still runs."""
+        self.connector.close()
+        self.daemon.close()
+
+    def restart(self) -> None:
+        """Kill -9, then start again and wait for the rows."""
+        self.kill()
+        self.start()
+        self.wait_loaded()
+
+    def wait_loaded(self) -> None:
+        wait_for("rows are loaded", lambda: all(one["state"] == "ok" for one in self.nvme()["directories"]))
+
+    def nvme(self) -> dict[str, Any]:
+        stats: dict[str, Any] = self.connector.client.stats()["tiers"]["nvme"]
+        return stats
+
+    def wait_written(self) -> None:
+        """Wait until nothing is on its way to the disks."""
+
+        def settled() -> bool:
+            stats = self.nvme()
+            return stats["write_queue_blocks"] == 0 and stats["write_in_flight_bytes"] == 0
+
+        wait_for("blocks are written", settled)
+
+    def store(self, chain: bytes, first: int = 0) -> tiercache.StoreResult:
+        """Store a chain from block `first` on."""
+        count = len(chain) // 16 - first
+        for number in range(count):
+            self.pool[number] = content(key_of(chain, first + number))
+        return self.connector.store(chain, range(count), first=first)
+
+    def load(self, chain: bytes) -> int:
+        """Load what there is of a chain; every block that is said to be good is compared."""
+        match = self.connector.match(chain)
+        if not match.blocks:
+            return 0
+        self.pool[: match.blocks] = 0
+        good = self.connector.load(match, range(match.blocks), timeout_s=20)
+        for number in range(good):
+            assert np.array_equal(self.pool[number], content(key_of(chain, number))), f"wrong bytes in block {number}"
+        return good
+
+    def flush_dram(self) -> None:
+        """Only DRAM forgets."""
+        self.connector.flush(tier="dram", all_namespaces=True)
