@@ -88,7 +88,7 @@ class PendingBlock:
     or its writer is known to be done with it.
     """
 
-    __slots__ = ("children", "frame", "key", "lease", "parent_block", "parent_entry", "phase", "table")
+    __slots__ = ("children", "frame", "key", "lease", "parent_block", "parent_entry", "phase", "table", "written")
 
     def __init__(self, table: Table, key: bytes, frame: int, lease: WriteLease) -> None:
         self.table = table
@@ -99,6 +99,7 @@ class PendingBlock:
         self.parent_block: PendingBlock | None = None
         self.children: list[PendingBlock] = []
         self.phase = BlockPhase.WRITING
+        self.written = 0  # bytes that came as payload, from the start without a gap
 
 
 class WriteLease:

@@ -32,6 +32,8 @@ log = logging.getLogger("tiercache.daemon")
 
 MAX_SPEC_BYTES = 8192
 MAX_CLIENT_COUNTERS = 64
+MAX_UNSENT_BYTES = 64 << 20
+"""Payload on its way to one session: what a peer that does not read can hold of the arena."""
 MAX_PARKED = 64
 """Requests of one session that may wait for the tier below."""
 PARK_S = 0.2
@@ -307,13 +309,23 @@ class Service:
         frames = self._cache.reads.frames(lease, namespace, request.index, 1) if request.index >= 0 else []
         if not frames:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, f"block {request.index} is not under this lease")
+        if session.unsent_bytes + request.length > MAX_UNSENT_BYTES:
+            text = f"{session.unsent_bytes} payload bytes wait to be read: read them first"
+            raise RequestRefused(ErrorCode.LIMIT.value, text)
         frame, allocator = frames[0], self._cache.space.allocator
         allocator.hold(frame)
+        session.unsent_bytes += request.length
         self._cache.counters.payload_bytes_read += request.length
         region = self._regions[frame >> REGION_SHIFT]
         view = region.view((frame & OFFSET_MASK) + request.offset, request.length)
         header = _encoder.encode(m.Payload(request.request_id, self._generation, request.length))
-        return Answer(header, session, view, lambda: allocator.unhold(frame))
+
+
+        def sent() -> None:
+            session.unsent_bytes -= request.length
+            allocator.unhold(frame)
+
+        return Answer(header, session, view, sent)
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -332,6 +344,9 @@ class Service:
             text = f"blocks must be u32le indices, at most {m.MAX_RESERVE}"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         numbers = m.unpack_indices(request.blocks)
+        if not session.map_arena:
+            # What such a client did not write is a former owner's, and not for its eyes.
+            self._cache.writes.fail_unwritten(session.owner, request.lease, numbers)
         states = self._cache.writes.commit(session.owner, request.lease, numbers)
         return m.Committed(request.request_id, self._generation, bytes(states))
 
@@ -340,11 +355,16 @@ class Service:
         return m.Done(request.request_id, self._generation)
 
     def _write(self, session: Session, request: m.Write, payload: memoryview) -> m.Reply:
-        frame = self._cache.writes.writable_frame(session.owner, request.lease, request.index)
-        if frame == NO_FRAME:
+        block = self._cache.writes.writable_block(session.owner, request.lease, request.index)
+        if block is None:
             text = f"block {request.index} is not reserved under this lease (any more)"
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, text)
+        frame = block.frame
         _check_range(request.offset, len(payload), self._cache.space.allocator.frame_bytes(frame))
+        if request.offset > block.written:
+            text = f"offset {request.offset} leaves a gap after byte {block.written}: write a block from its start"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        block.written = max(block.written, request.offset + len(payload))
         region = self._regions[frame >> REGION_SHIFT]
         # At most 2 MiB: a third of a millisecond of the loop.
         region.view((frame & OFFSET_MASK) + request.offset, len(payload))[:] = payload

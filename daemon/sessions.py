@@ -78,6 +78,7 @@ class Session:
         self.clock_offset_us = time.monotonic_ns() // 1000 - hello.clock_us
         self.registration = "none"
         self.counters: dict[str, int] = {}
+        self.unsent_bytes = 0
         self.open = True
 
 

@@ -213,11 +213,18 @@ class Writes:
         self._give_back(lease, block)
         self._end_if_done(lease)
 
-    def writable_frame(self, owner: Owner, lease_id: int, number: int) -> int:
-        """The frame of a block that may still be written to, or NO_FRAME."""
+    def writable_block(self, owner: Owner, lease_id: int, number: int) -> PendingBlock | None:
+        """A block that may still be written to."""
         lease = self._find(owner, lease_id)
         block = lease.blocks.get(number) if lease is not None and not lease.over else None
-        return block.frame if block is not None and block.phase is BlockPhase.WRITING else NO_FRAME
+        return block if block is not None and block.phase is BlockPhase.WRITING else None
+
+    def fail_unwritten(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> None:
+        """Drop those of `numbers` of which not every byte came as payload."""
+        for number in numbers:
+            block = self.writable_block(owner, lease_id, number)
+            if block is not None and block.written < self._space.namespaces[block.table.number].spec.block_bytes:
+                self.fail(owner, lease_id, number)
 
     def renew(self, lease: WriteLease, ttl_s: float) -> None:
         """Move the deadline of a live lease."""

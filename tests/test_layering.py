@@ -19,7 +19,7 @@ LAYERS: dict[str, float] = {
     "tiercache.checksum": 1, "tiercache.metrics": 1,
     "tiercache.wire": 2, "tiercache.arena": 2, "tiercache.gds": 2, "tiercache.kernels": 2,
     "tiercache.channel": 2, "tiercache.copy_plan": 2, "tiercache.cuda_driver": 2, "tiercache.host_memory": 2,
-    "tiercache.cuda_lane": 2, "tiercache.cuda": 2,
+    "tiercache.cuda_lane": 2, "tiercache.cuda": 2, "tiercache.memcpy": 2,
     "tiercache.mapping": 3, "tiercache.session": 3, "tiercache.client": 3, "tiercache.transfer": 3,
     "tiercache.moves": 3, "tiercache.jobs": 3,
     "tiercache.loading": 4, "tiercache.storing": 4, "tiercache.connector": 4, "tiercache.launch": 4,

@@ -17,7 +17,7 @@ FRAME_ALIGNMENT_BYTES = 4096
 MAX_BLOCK_BYTES = 256 << 20
 
 
-class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True):
+class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides how the bytes of a block are to be read.
 
     Attributes:
@@ -34,6 +34,8 @@ class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True):
             without their parents, and a match at a cut means that the last `window_blocks`
             blocks before it are present (sliding windows, recurrent state).
         extra: anything else that changes the bytes.
+
+    A field that a daemon does not know is refused: it would merge what the sender tells apart.
     """
 
     engine: str

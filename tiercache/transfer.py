@@ -12,7 +12,6 @@ from beginning.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 import math
@@ -26,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiercache.errors import ArenaError, LayoutError, TierCacheError
+from tiercache.memcpy import copy_moves, memmove
 
 if TYPE_CHECKING:
     from tiercache.cuda_lane import CudaCopy
@@ -41,10 +41,6 @@ COPY_GIVE_UP_S = 60.0
 
 Addresses = npt.NDArray[np.int64]
 BlockIds = Sequence[int] | npt.NDArray[np.integer]
-
-_memmove = ctypes.CDLL(None).memmove  # by CDLL: it releases the interpreter's lock
-_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_memmove.restype = None
 
 
 class Segment(NamedTuple):
@@ -259,18 +255,16 @@ class CpuCopier:
             return 0
         if len(block_ids) == 1:
             block, address = base + int(block_ids[0]) * stride, int(addresses[0])
-            _memmove(*((block, address) if into_pool else (address, block)), length)
-            return 1
+            target, source = (block, address) if into_pool else (address, block)
+            return copy_moves([(target, source, length)], limit.reached)
         blocks = block_ids * stride + base
         starts = run_starts(blocks, addresses, length, max(1, MERGE_BYTES // length))
         targets, sources = (blocks, addresses) if into_pool else (addresses, blocks)
         ends = [*starts[1:], len(block_ids)]
-        moves = zip(starts, ends, targets[starts].tolist(), sources[starts].tolist(), strict=True)
-        for start, end, target, source in moves:
-            if start and limit.reached():
-                return start
-            _memmove(target, source, (end - start) * length)
-        return len(block_ids)
+        lengths = [(end - start) * length for start, end in zip(starts, ends, strict=True)]
+        moves = list(zip(targets[starts].tolist(), sources[starts].tolist(), lengths, strict=True))
+        complete = copy_moves(moves, limit.reached)
+        return ends[complete - 1] if complete else 0
 
     def _copy_scattered(
         self, block_ids: Addresses, addresses: Addresses, limit: Limit, *, into_pool: bool
@@ -281,9 +275,9 @@ class CpuCopier:
                 return done
             for base, stride, length in segments:
                 if into_pool:
-                    _memmove(base + block * stride, address, length)
+                    memmove(base + block * stride, address, length)
                 else:
-                    _memmove(address, base + block * stride, length)
+                    memmove(address, base + block * stride, length)
                 address += length
         return len(block_ids)
 

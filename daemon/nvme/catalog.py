@@ -183,7 +183,7 @@ class Catalog:
         """Open or make the database; no block rows are read. Blocks: call it before the loop serves.
 
         Raises ConfigError for a database of a newer version (nothing is touched) and
-        CatalogUnavailable when it cannot be reached now.
+        CatalogUnavailable when it cannot be reached now; to try again, make another Catalog.
         """
         self._thread.start()
         try:

@@ -222,33 +222,43 @@ class Loading:
         self._on_ready()
 
     def _read(self, db: sqlite3.Connection) -> None:
-        after, seen_damaged = -1, set[int]()
+        after, limit, skip = -1, self._batch_rows, 1
+        damaged_places = set[int]()
         while not self._cancelled and after < self._last_place:
             try:
-                page = read_page(db, after, self._batch_rows)
+                page = read_page(db, after, limit)
             except SQLITE_ERRORS as error:
                 if not is_malformed(error):
                     raise
-                # A torn page of the database hides its own rows only: go on with the next segment.
+                # A torn page of the database hides its own rows only: come close to it in small steps,
+                # then go on behind it.
                 self.error = str(error)
                 self._on_malformed(error)
-                after = (after + 1) | (MAX_SLOTS - 1)
+                if limit > 1:
+                    limit = max(1, limit // 8)
+                else:
+                    end_of_segment = (after + 1) | (MAX_SLOTS - 1)
+                    after, skip = min(after + skip, end_of_segment), 2 * skip
+                    if after == end_of_segment:
+                        skip = 2
                 continue
             good, damaged = unpack_rows(page)
             for place, record in damaged:
-                if place not in seen_damaged:
-                    seen_damaged.add(place)
-                    self.damaged += 1
+                if place not in damaged_places:
+                    damaged_places.add(place)
                     self._on_damage(place, record)
-            if good and good[-1][0] > self._last_place:
+            self.damaged = len(damaged_places)
+            # A damaged place may be any number, so a good one leads on where there is one.
+            reached = good[-1][0] if good else page[-1][0] if page else self._last_place
+            if reached > self._last_place:
                 good = [row for row in good if row[0] <= self._last_place]
             if good:
                 self._hand_over(good)
-            # A damaged place may be any number, so a good one leads on where there is one.
-            reached = good[-1][0] if good else page[-1][0] if page else self._last_place
-            if len(page) < self._batch_rows or reached <= after:
+            if len(page) < limit or reached <= after:
                 return
             after = reached
+            if skip > 1:
+                limit, skip = self._batch_rows, 1
 
     def _hand_over(self, batch: list[PlacedRow]) -> None:
         while not self._room.acquire(timeout=1.0):

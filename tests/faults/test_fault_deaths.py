@@ -20,6 +20,8 @@ from tiercache.errors import DaemonUnavailable, DeadlineExceeded, TierCacheError
 
 SPEC = spec_of(64 << 10)
 ANSWER_S = 5.0
+GIVEN_BACK_S = 5.0
+"""Well below the 10 s after which the client's leases run out by themselves."""
 
 
 @pytest.fixture
@@ -112,7 +114,7 @@ def test_15_the_daemon_hangs_between_match_and_load(daemon: Daemon, engine_of: C
     assert engine.load_match(match, keys) == 0
     daemon.go_on()
     wait_until(lambda: engine.connector.available, "the client has found the daemon again")
-    wait_until(lambda: daemon.stats()["leases"]["read"] == 0, "the lease was given back late")
+    wait_until(lambda: daemon.stats()["leases"]["read"] == 0, "the lease was given back late", GIVEN_BACK_S)
     assert engine.load(keys) == 20
 
 
@@ -268,11 +270,11 @@ def test_8_a_grant_that_comes_too_late_is_given_back(
     engine.store(keys)
     relay.delays = lambda request: [0.2] if isinstance(request, m.Match | m.Reserve) else [0.0]
     assert engine.load(keys) == 0
-    wait_until(lambda: daemon.stats()["leases"]["read"] == 0, "the lease of the late match is given back")
+    wait_until(lambda: daemon.stats()["leases"]["read"] == 0, "the lease of the late match is given back", GIVEN_BACK_S)
     wait_until(lambda: engine.connector.available, "the client has found the daemon again")
     assert engine.store(chain("other", 4)).stored == 0
-    wait_until(lambda: daemon.stats()["leases"]["write"] == 0, "the late reservation is given back")
-    wait_until(lambda: daemon.stats()["leases"]["quarantined"] == 0, "and its frames with it")
+    wait_until(lambda: daemon.stats()["leases"]["write"] == 0, "the late reservation is given back", GIVEN_BACK_S)
+    wait_until(lambda: daemon.stats()["leases"]["quarantined"] == 0, "and its frames with it", GIVEN_BACK_S)
     assert daemon.stats()["arena"]["used_bytes"] == 4 * SPEC.block_bytes
 
 

@@ -452,7 +452,7 @@ def test_what_cannot_be_believed_is_set_aside(bench: Bench, statement: str) -> N
 def test_one_database_at_most_is_kept_aside(bench: Bench) -> None:
     for content in (b"first", b"second"):
         bench.path.write_bytes(content * 1000)
-        Path(f"{bench.path}-wal").write_bytes(b"log")
+        Path(f"{bench.path}-wal").write_bytes(b"log")  # not played into the new one
         catalog, state = bench.open()
         assert state.fresh
         assert catalog.close(WAIT_S)
@@ -585,7 +585,7 @@ def leaves(path: Path) -> list[int]:
     ]  # fmt: skip
 
 
-def test_a_torn_page_hides_its_own_segment_only(bench: Bench) -> None:
+def test_a_torn_page_hides_its_own_rows_only(bench: Bench) -> None:
     rows = {place_of(segment, slot): row(segment * 100 + slot) for segment in range(8) for slot in range(90)}
     bench.filled(rows)
     torn = leaves(bench.path)[3]
@@ -596,8 +596,7 @@ def test_a_torn_page_hides_its_own_segment_only(bench: Bench) -> None:
     assert not state.fresh
     found = bench.rows(catalog)
     assert found.items() < rows.items()
-    assert {place >> 24 for place in found} >= {0, 5, 6, 7}
-    assert len(found) > 500
+    assert len(found) >= len(rows) - 2 * 64  # its 45 rows are in two segments
     assert catalog._loading is not None
     assert catalog._loading.error
     catalog.close(WAIT_S)
@@ -615,9 +614,9 @@ def test_a_place_with_a_flipped_bit_hides_no_other(bench: Bench) -> None:
     tried = 0
     for cell in (0, 7, 20):
         at = leaf + int.from_bytes(whole[leaf + 8 + 2 * cell : leaf + 10 + 2 * cell], "big")
-        assert whole[at] < 128  # the payload's length is one byte, the place follows
-        # A varint of five bytes, 7 bits in each; the top bits only say that it goes on.
-        for bit in (bit for bit in range(8, 48) if bit % 8 != 7):
+        assert whole[at] < 128  # the payload's length is one byte; the place follows as a varint
+        # of four bytes with 7 bits each; the top bits only say that it goes on.
+        for bit in (bit for bit in range(8, 40) if bit % 8 != 7):
             flipped = bytearray(whole)
             flipped[at + bit // 8] ^= 1 << bit % 8
             bench.path.write_bytes(flipped)
@@ -625,12 +624,12 @@ def test_a_place_with_a_flipped_bit_hides_no_other(bench: Bench) -> None:
             assert not state.fresh
             found = bench.rows(catalog)
             assert found.items() < rows.items()
-            assert len(found) >= len(rows) - 45, (cell, bit)
+            assert len(found) == len(rows) - 1, (cell, bit)
             tried += 1
             catalog.close(WAIT_S)
             for path in bench.directory.iterdir():
                 path.unlink()
-    assert tried == 105
+    assert tried == 84
 
 
 def test_damage_found_while_writing(bench: Bench) -> None:
@@ -707,28 +706,61 @@ def test_closing_says_what_was_not_written(bench: Bench) -> None:
     assert bench.open()[1].segments == {}
 
 
-def test_full_while_the_disk_does_not_answer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog_module, "MAX_PENDING", 100)
-    stuck = threading.Event()
-    catalog, _ = bench.open()
-    answers = Answers()
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until it is set, writing hangs as on a disk that does not answer."""
+    answers = threading.Event()
     real_apply = catalog_module._apply
 
     def apply(db: sqlite3.Connection, batch: Any) -> None:
-        assert stuck.wait(WAIT_S)
+        assert answers.wait(WAIT_S)
         real_apply(db, batch)
 
     monkeypatch.setattr(catalog_module, "_apply", apply)
+    yield answers
+    answers.set()
+
+
+def test_full_while_the_disk_does_not_answer(
+    tmp_path: Path, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_module, "MAX_PENDING", 100)
+    stuck.set()
+    bench, answers = Bench(tmp_path), Answers()
+    catalog, _ = bench.open()
+    stuck.clear()
     for number in range(100):
         assert not catalog.full
         catalog.insert(number, row(number), answers(number))
     assert catalog.full
     assert not catalog.sync(0.01)
-    assert not catalog.close(0.01)
-    assert answers.got == []
     stuck.set()
-    assert catalog.close(WAIT_S) or catalog._abandoned
     bench.loop.until(lambda: len(answers.got) == 100)
+    assert catalog.sync(WAIT_S)
+    assert not catalog.full
+    assert catalog.close(WAIT_S)
+
+
+def test_closing_does_not_wait_for_a_dead_disk(tmp_path: Path, stuck: threading.Event) -> None:
+    stuck.set()
+    bench = Bench(tmp_path)
+    catalog, _ = bench.open()
+    stuck.clear()
+    catalog.insert(1, row(1))
+    assert not catalog.close(0.01)
+    stuck.set()
+    catalog._thread.join(WAIT_S)
+    assert not catalog._thread.is_alive()
+
+
+def test_opening_does_not_wait_for_a_dead_disk(tmp_path: Path, stuck: threading.Event) -> None:
+    bench = Bench(tmp_path)
+    with pytest.raises(CatalogUnavailable, match=r"did not open within 0.01 s: check that its disk answers"):
+        Catalog(tmp_path, ID, bench.loop.post).open(timeout_s=0.01)
+    stuck.set()
+    later, state = bench.open()  # another one finds what the first left
+    assert state.namespaces == []
+    assert later.close(WAIT_S)
 
 
 @pytest.fixture
