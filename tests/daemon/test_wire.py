@@ -81,6 +81,19 @@ def test_blocks_come_back_through_payload_parts(run_dir: Path) -> None:
             client.take_regions(wait_s=0.05)
 
 
+def test_without_a_mapping_only_what_was_written_is_committed(run_dir: Path) -> None:
+    """A frame holds what its former owner left there, and a tenant without a mapping must not see it."""
+    with Client(run_dir, map_arena=False) as client:
+        number, keys = client.namespace(8192), new_chain(3)
+        lease, states, _, _ = client.reserve(number, keys)
+        assert states == [FRAME] * 3
+        assert client.refusal("write", lease, 0, 4096, payload=[b"x" * 4096]) == "bad_value"
+        assert client.ask("write", lease, 0, 0, payload=[b"x" * 8192]) == ["done"]
+        assert client.ask("write", lease, 1, 0, payload=[b"y" * 8191]) == ["done"]
+        assert client.commit(lease, [0, 1, 2]) == [VISIBLE, DROPPED, DROPPED]
+        assert client.length(number, keys) == 1
+
+
 def test_what_cannot_be_read_or_written_is_refused(client: Client) -> None:
     number, keys = client.namespace(8192), new_chain(2)
     lease, _, _, _ = client.reserve(number, keys)

@@ -1,8 +1,9 @@
-"""`tiercache demo`: one long prompt, six times.
+"""`tiercache demo`: one long prompt, seven times.
 
     engine A   cold, then from its own pool
-    engine B   a new process: from DRAM; with the daemon killed: computed;
-               with the daemon back: computed and stored, then from DRAM, without a restart
+    engine B   a new process: from DRAM; with the daemon killed (-9): computed;
+               with the daemon back: from NVMe, which has survived; then from DRAM again;
+               all without restarting the engine
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tiercache.cli.demo_model import build_model, prompt_tokens
+from tiercache.client import Client
 from tiercache.engine import EngineSettings, describe_model
 from tiercache.errors import TierCacheError
 from tiercache.launch import LaunchedDaemon, launch
@@ -31,7 +34,9 @@ from tiercache.units import format_bytes, format_duration, round_up
 ANSWER_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
 BACK_TIMEOUT_S = 20.0
+POLL_S = 0.02
 _MIB = 1 << 20
+SEGMENT_BYTES = 32 * _MIB
 _QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
@@ -108,6 +113,7 @@ class Demo:
         self.tokens = tokens
         self.runs: list[Run] = []
         self._run_dir = run_dir
+        self._nvme_dir = run_dir.parent / "nvme"
         self._console = console
         namespace, _ = describe_model(model, EngineSettings())
         blocks = len(tokens) // namespace.block_size + 8
@@ -124,13 +130,14 @@ class Demo:
                 self._run(engine, "pool", "same engine: from its pool")
             with self._engine("engine B, a new process") as engine:
                 self._run(engine, "dram", "new engine process: from DRAM")
+                self._wait_for_disk(daemon)
                 os.kill(daemon.pid, signal.SIGKILL)
                 engine.ask("forget")
                 self._run(engine, "down", "daemon killed (-9): computed")
                 daemons.enter_context(self._daemon())
                 self._wait_for_cache(engine)
                 engine.ask("forget")
-                self._run(engine, "again", "daemon back, empty: computed")
+                self._run(engine, "nvme", "daemon back: from NVMe")
                 engine.ask("forget")
                 self._run(engine, "back", "same engine: from DRAM again")
 
@@ -142,6 +149,19 @@ class Demo:
         with self._console.status("waiting for the engine to find the daemon again"):
             if not engine.ask("wait_for_cache", timeout_s=BACK_TIMEOUT_S)["available"]:
                 raise WorkerFailed(f"the engine did not find the new daemon within {BACK_TIMEOUT_S:.0f} s")
+
+    def _wait_for_disk(self, daemon: LaunchedDaemon) -> None:
+        """Until the daemon has written behind what it holds: a daemon that is killed keeps no more."""
+        deadline_s = time.monotonic() + BACK_TIMEOUT_S
+        with self._console.status("waiting for the blocks to be on NVMe"), Client.connect(
+            daemon.address, name="demo", map_arena=False
+        ) as client:
+            while time.monotonic() < deadline_s:
+                tiers = client.stats()["tiers"]
+                if tiers["nvme"]["blocks"] >= tiers["dram"]["blocks"]:
+                    return
+                time.sleep(POLL_S)
+        raise WorkerFailed(f"the blocks were not on {self._nvme_dir} within {BACK_TIMEOUT_S:.0f} s: is the disk full?")
 
     @contextmanager
     def _engine(self, name: str) -> Iterator[EngineProcess]:
@@ -156,7 +176,14 @@ class Demo:
     @contextmanager
     def _daemon(self) -> Iterator[LaunchedDaemon]:
         with self._console.status("starting the daemon"):
-            daemon = launch(self.arena_bytes, run_dir=self._run_dir)
+            daemon = launch(
+                self.arena_bytes,
+                run_dir=self._run_dir,
+                nvme=str(self._nvme_dir),
+                nvme_size=2 * self.arena_bytes + SEGMENT_BYTES,
+                nvme_segment=SEGMENT_BYTES,
+                grace=0,
+            )
         try:
             yield daemon
         finally:
@@ -166,7 +193,7 @@ class Demo:
 def _table(runs: list[Run], prompt: int) -> Table:
     table = Table(title=f"Time to first token, prompt of {prompt} tokens", title_justify="left")
     table.add_column("run", no_wrap=True)
-    for column in ("TTFT", "faster", "pool", "DRAM", "computed"):
+    for column in ("TTFT", "faster", "pool", "cache", "computed"):
         table.add_column(column, justify="right", no_wrap=True)
     for run in runs:
         table.add_row(
@@ -187,6 +214,7 @@ def _figures(demo: Demo) -> dict[str, Any]:
         "speedup_dram": round(runs["cold"].ttft_s / runs["dram"].ttft_s, 1),
         "tokens_identical": all(run.tokens == demo.runs[0].tokens for run in demo.runs),
         "hit_tokens": runs["dram"].cache_tokens,
+        "nvme_hit_tokens": runs["nvme"].cache_tokens,
         "back_hit_tokens": runs["back"].cache_tokens,
         "prompt_tokens": len(demo.tokens),
         "kv_bytes": demo.kv_bytes,
@@ -211,7 +239,7 @@ def run(*, model: Path | None, prompt_file: Path | None, tokens: int, as_json: b
         out = Console()
         out.print(_table(demo.runs, len(prompt)))
         same = "the same" if figures["tokens_identical"] else "NOT the same: this is a defect, please report it"
-        out.print(f"Generated tokens of all runs are {same}. Pool, DRAM, computed: tokens of the prompt.")
+        out.print(f"Generated tokens of all runs are {same}. Pool, cache, computed: tokens of the prompt.")
     print(json.dumps(figures))
-    good = figures["tokens_identical"] and figures["hit_tokens"] and figures["back_hit_tokens"]
-    return 0 if good else 1
+    hits = ("hit_tokens", "nvme_hit_tokens", "back_hit_tokens")
+    return 0 if figures["tokens_identical"] and all(figures[name] for name in hits) else 1
