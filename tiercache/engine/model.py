@@ -134,8 +134,8 @@ def describe_model(
 ) -> tuple[NamespaceSpec, bytes]:
     """The namespace of a model's blocks and the root key of its chains.
 
-    Reads config.json and every byte of the weights, at the speed of the disk; needs no device. Raises
-    ModelRefused and ConfigError.
+    Reads config.json and every byte of the weights, at the speed of the disk. With `exact`, what computes is
+    part of the namespace: torch's version and the device. Raises ModelRefused and ConfigError.
     """
     settings = settings or EngineSettings()
     shape = read_shape(model_dir, settings)
@@ -148,6 +148,7 @@ def describe_model(
         layers=shape.layers,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
+        extra=_arithmetic(settings) if settings.exact else {},
     )
     if problem := namespace.problem():
         raise ConfigError(f"{problem}; change block_size")
@@ -156,6 +157,13 @@ def describe_model(
     split = f"{settings.chunk_size}" if settings.exact else "any"
     root = root_key(content, salt=settings.salt, epoch=epoch, extra=[("split", split)])
     return namespace, root
+
+
+def _arithmetic(settings: EngineSettings) -> dict[str, str]:
+    """What decides the last bits of a result: blocks computed by something else are not equal to ours."""
+    device = choose_device(settings.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return {"torch": torch.__version__, "device": f"{device.type} {name}"}
 
 
 def choose_device(wanted: str) -> torch.device:
