@@ -70,7 +70,7 @@ class _Job:
             raise
         finally:
             if not self._begun.acquire(blocking=False):
-                _acquire_surely(self._helped)
+                _await(self._helped)
         return min(self._cut)
 
     def help(self) -> None:
@@ -101,17 +101,14 @@ def _pieces(moves: Sequence[Move]) -> Iterator[tuple[int, int, int, int]]:
             yield target + offset, source + offset, min(PIECE_BYTES, length - offset), number
 
 
-def _acquire_surely(lock: threading.Lock) -> None:
-    """Acquire a lock even through a Ctrl-C: the copy goes on, whoever would like to go away."""
-    interrupt: BaseException | None = None
-    while True:
-        try:
-            lock.acquire()
-            break
-        except BaseException as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+def _await(lock: threading.Lock) -> None:
+    """Wait until a lock is free, even through a Ctrl-C: the copy goes on, whoever would like to go away."""
+    try:
+        with lock:
+            return
+    except BaseException:
+        _await(lock)
+        raise
 
 
 # --- the helper: one thread for the process -------------------------------------------------------

@@ -163,7 +163,7 @@ def _arithmetic(settings: EngineSettings) -> dict[str, str]:
     """What decides the last bits of a result: blocks computed by something else are not equal to ours."""
     device = choose_device(settings.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    return {"torch": torch.__version__, "device": f"{device.type} {name}"}
+    return {"torch": str(torch.__version__), "device": f"{device.type} {name}"}
 
 
 def choose_device(wanted: str) -> torch.device:
