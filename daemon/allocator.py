@@ -155,6 +155,10 @@ class Allocator:
         region = size_class.regions[region_id] if size_class is not None else None
         return region.entries if region is not None and region.draining is draining else None
 
+    def regions_like(self, region_id: int) -> list[int]:
+        """Ids of all regions of the same class."""
+        return sorted(self._class_of[region_id].regions)
+
     def owned_frames(self, region_id: int) -> int:
         """Frames of a region in use, with or without an index entry."""
         return self._class_of[region_id].regions[region_id].owned

@@ -325,18 +325,20 @@ class Index:
             self.tables[self.table[parent]].policy.add(parent)
 
     def unlink_slice(self, limit: int) -> int:
-        """Unlink up to `limit` descendants of dropped entries; returns how many were.
+        """Go on forgetting what hangs below dropped entries, at most so many steps; returns how many.
 
-        Fewer than `limit` means that all is done and matches are logarithmic again.
+        Each block takes a step or two. Fewer than `limit` means that all is done and matches are
+        logarithmic again; 0 that there was nothing to do.
         """
         done = 0
         while self._unlinking and done < limit:
             entry = self._unlinking[-1]
+            done += 1
             if self.children[entry]:
                 # The child joins the stack while it has children of its own, so depth comes first.
                 self._unlink(self.first_child[entry])
-                done += 1
                 continue
+            # A step too: a chain is freed from its tail, all of it after the last of it was unlinked.
             self._unlinking.pop()
             self.tables[self.table[entry]].unlinking -= 1
             self.unpin(entry)

@@ -48,6 +48,7 @@ class Space:
         self._policies: dict[int, Policy] = {}
         self._draining: tuple[int, int] | None = None  # region id, next frame to look at
         self._drain_rest = 0  # times that no drain is considered
+        self._drain_turn = 0
         self.drained_something = False
 
     def open_namespace(self, spec: NamespaceSpec) -> Namespace:
@@ -137,7 +138,12 @@ class Space:
         if coldest is None or (own is not None and own <= coldest[0]):
             return
         region_id = self.index.frame[coldest[1].victim()] >> REGION_SHIFT
+        if self._drain_turn:  # the coldest one could not be emptied the last time: try the others in turn
+            regions = self.allocator.regions_like(region_id)
+            region_id = regions[self._drain_turn % len(regions)]
+        self._drain_turn += 1
         if self._drainable(region_id):
+            self._drain_turn = 0
             self.allocator.drain(region_id)
             self._draining = region_id, 0
             self.counters.regions_drained += 1

@@ -57,6 +57,7 @@ class DaemonConfig:
     nvme_dirs: tuple[Path, ...] = ()
     nvme_bytes: int = 64 << 30
     nvme_segment_bytes: int = 1 << 30
+    nvme_codec: str = "raw"
     nvme_write_budget_bytes: int = 0
     grace_s: float = 20.0
     log_level: str = "info"
@@ -243,6 +244,13 @@ _TABLE = (
     _Setting(
         "nvme_segment", "nvme_segment_bytes", _size(_check_region),
         "Size of the files that the directories are filled with. Those of a directory that exists stay as they are.",
+    ),
+    _Setting(
+        "nvme_codec", "nvme_codec", _choice("raw", "lz4", "zstd"),
+        "How blocks are written to nvme directories, losing nothing: raw as they are, lz4 or zstd made smaller, byte "
+        "planes of the namespace's elements apart. It saves bytes moved (bandwidth, wear) and no room, since slots are "
+        "as large as blocks; it costs CPU time, so try `tiercache bench codec` first. Blocks that are there already "
+        "stay readable whatever this says. zstd needs the extra: pip install 'tiercache[zstd]'.",
     ),
     _Setting(
         "nvme_write_budget", "nvme_write_budget_bytes", _BUDGET,

@@ -38,9 +38,13 @@ from tiercache.transfer import Addresses, CopyLost, Limit
 
 WRITE_TTL_MS = 10_000
 WINDOW_BLOCKS = 128
-WINDOW_BYTES = 32 << 20
-"""A window holds at most this: enough for few round trips, and little enough that the two which no
-copy hides, the first reserve and the last commit, are short."""
+WINDOW_BYTES = 128 << 20
+"""A window holds at most this: what waits for its copy is of no use to anyone."""
+EDGE_BYTES = 8 << 20
+"""The first and the last window hold this, because no copy hides the first reserve and the last commit.
+
+The last one also keeps the daemon from falling asleep: it has just been told of the window before.
+"""
 FRAME_BYTES = 8
 
 
@@ -75,8 +79,22 @@ def store_blocks(
     """
     session = client.session()
     number = session.namespace_id(spec)
-    window = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // spec.block_bytes))
-    return _Store(client, session, mover, number, keys, block_ids, first, window).run(limit, after)
+    sizes = window_sizes(len(block_ids), spec.block_bytes)
+    return _Store(client, session, mover, number, keys, block_ids, first, sizes).run(limit, after)
+
+
+def window_sizes(count: int, block_bytes: int) -> list[int]:
+    """In how many blocks at a time a store of `count` blocks goes.
+
+    >>> window_sizes(64, 2 << 20), window_sizes(300, 128 << 10), window_sizes(8, 2 << 20)
+    ([4, 56, 4], [64, 128, 44, 64], [8])
+    """
+    edge = max(1, min(WINDOW_BLOCKS, EDGE_BYTES // block_bytes))
+    if count <= 2 * edge:
+        return [count] if count else []
+    most = max(edge, min(WINDOW_BLOCKS, WINDOW_BYTES // block_bytes))
+    whole, rest = divmod(count - 2 * edge, most)
+    return [edge, *[most] * whole, *([rest] if rest else []), edge]
 
 
 class _Store:
@@ -91,7 +109,7 @@ class _Store:
         keys: bytes,
         block_ids: Addresses,
         first: int,
-        window: int,
+        sizes: list[int],
     ) -> None:
         self._client = client
         self._session = session
@@ -100,7 +118,8 @@ class _Store:
         self._keys = keys
         self._block_ids = block_ids
         self._first = first
-        self._window = window
+        self._sizes = iter(sizes)
+        self._asked = 0  # blocks of the reserve that is under way
         self._reserving: Pending[Reserved] | None = None
         self._committing: _Commit | None = None
         self._stored = 0
@@ -119,7 +138,7 @@ class _Store:
                     missing = done == 0
                     self._finish_commit()
                     return self._result(missing)
-                ids = self._block_ids[done : done + self._window]
+                ids = self._block_ids[done : done + self._asked]
                 done += len(ids)
                 # Where no frame is free now, what follows would have no parent.
                 if BlockState.NONE not in reserved.states:
@@ -141,7 +160,7 @@ class _Store:
         return StoreResult(self._stored, self._present, dropped, parent_missing)
 
     def _reserve(self, done: int) -> None:
-        count = min(self._window, len(self._block_ids) - done)
+        count = self._asked = next(self._sizes, 0)
         if count:
             begin = (self._first + done) * KEY_BYTES
             self._reserving = self._session.post(

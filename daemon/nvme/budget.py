@@ -43,5 +43,5 @@ class WriteBudget:
         return self._level >= size_bytes and (asked_again or fullness > 0.5)
 
     def charge(self, size_bytes: int) -> None:
-        """Bytes that go to the disk."""
+        """Bytes that go to the disk; less than 0 gives back what turned out not to."""
         self._level -= size_bytes

@@ -134,21 +134,29 @@ class _TableChange(NamedTuple):
     done: Done | None
 
 
+class _Burial(NamedTuple):
+    """The end of a tombstone: refused like a row, and also after any row has been."""
+
+    namespace: int
+    key: bytes
+    done: Done | None
+
+
 class _Sync(NamedTuple):
     """Everything posted before is durable when `result` is set; set from the catalog's thread."""
 
     result: Future[bool]
 
 
-_Change = _RowChange | _TableChange | _Sync
+_Change = _RowChange | _TableChange | _Burial | _Sync
 
 
 class Catalog:
     """The index of one directory. Its methods are for the loop, or for one thread before that runs.
 
     `post(callback, *args)` is the loop's call_soon_threadsafe; every `done(ok)` is called through it,
-    once, in the order of posting. `done(False)` means
-    - for `insert` and `delete`: nothing was changed and nothing will be; ask again;
+    once; the good ones in the order of posting. `done(False)` means
+    - for `insert`, `delete` and `remove_tombstone`: nothing was changed and nothing will be; ask again;
     - for all others: not written yet. It is kept, and tried again as long as the catalog is open.
     Changes that wait are applied in the order of posting; a batch is all or nothing.
     """
@@ -163,6 +171,7 @@ class Catalog:
         self._changes: queue.SimpleQueue[_Change | None] = queue.SimpleQueue()
         self._hurry = threading.Event()
         self._in_hand = 0
+        self._refused_rows = False
         self._kept: dict[tuple[Any, ...], _TableChange] = {}
         self._retry_s = RETRY_FIRST_S
         self._retry_at_s = 0.0
@@ -217,8 +226,8 @@ class Catalog:
             ("namespace", number, epoch),
             ("DELETE FROM namespaces WHERE fingerprint = ? AND number <> ?", (fingerprint, number)),
             (
-                "INSERT INTO namespaces VALUES(?1, ?2, ?3, ?4, 0) ON CONFLICT(number) DO UPDATE SET "
-                "fingerprint = ?2, spec = ?3, epoch = max(epoch, ?4)",
+                "INSERT INTO namespaces VALUES(?, ?, ?, ?, 0) ON CONFLICT(number) DO UPDATE SET "
+                "fingerprint = excluded.fingerprint, spec = excluded.spec, epoch = max(epoch, excluded.epoch)",
                 (number, fingerprint, spec, epoch),
             ),
             _resum(number),
@@ -259,9 +268,12 @@ class Catalog:
         )  # fmt: skip
 
     def remove_tombstone(self, namespace: int, key: bytes, done: Done | None = None) -> None:
-        """No row is left that the flush concerns."""
-        gone = ("DELETE FROM tombstones WHERE namespace = ? AND key = ?", (namespace, key))
-        self._keep(("tombstone", namespace, key), gone, done=done)
+        """No row is left that the flush concerns.
+
+        If any row was refused in this life, one that should have gone may still stand in the
+        database. Then the tombstone stays, for the next life to apply: `done(False)`.
+        """
+        self._changes.put(_Burial(namespace, key, done))
 
     def load(self, on_ready: Callable[[], None], batch_rows: int = 512) -> Loading:
         """Start to read the rows that stood in the database at `open`; once.
@@ -400,12 +412,13 @@ class Catalog:
     def _turn(self, db: sqlite3.Connection) -> None:
         """Wait for changes, commit them, answer; or do what is due while nothing comes."""
         batch = self._collect()
-        self._in_hand = len(batch)
         if self.error:
             self._put_off(batch)
             if time.monotonic() >= self._retry_at_s:
                 self._retry(db)
         elif batch:
+            if self._refused_rows:
+                batch = self._without_burials(batch)
             problem = self._commit(db, batch)
             if problem:
                 self._fail(problem)
@@ -429,9 +442,11 @@ class Catalog:
         batch = [] if first is None else [first]
         with suppress(queue.Empty):
             while len(batch) < BATCH_OPS:
+                self._in_hand = len(batch)
                 change = self._changes.get_nowait()
                 if change is not None:
                     batch.append(change)
+        self._in_hand = len(batch)
         return batch
 
     def _commit(self, db: sqlite3.Connection, batch: Sequence[_Change]) -> str:
@@ -477,7 +492,12 @@ class Catalog:
             if isinstance(change, _TableChange):
                 self._kept.pop(change.name, None)
                 self._kept[change.name] = change
+            self._refused_rows |= isinstance(change, _RowChange)
         self._answer(batch, False)
+
+    def _without_burials(self, batch: Sequence[_Change]) -> list[_Change]:
+        self._answer([change for change in batch if isinstance(change, _Burial)], False)
+        return [change for change in batch if not isinstance(change, _Burial)]
 
     def _retry(self, db: sqlite3.Connection) -> None:
         problem = self._commit(db, [*self._kept.values(), _Sync(Future())])
@@ -525,6 +545,9 @@ def _apply(db: sqlite3.Connection, batch: Sequence[_Change]) -> None:
             rows.clear()
             for statement, values in change.statements:
                 db.execute(statement, values)
+        elif isinstance(change, _Burial):
+            burial = "DELETE FROM tombstones WHERE namespace = ? AND key = ?"
+            db.execute(burial, (change.namespace, change.key))
     _apply_rows(db, rows)
     if sequence:
         db.execute("UPDATE meta SET value = max(value, ?) WHERE key = 'sequence'", (sequence,))
@@ -710,17 +733,60 @@ def _size(path: Path | str) -> int:
 # --- off-line ---------------------------------------------------------------------------------------
 
 
-def read_state(directory: Path) -> CatalogState:
-    """What a closed database says besides its rows. Read-only; blocks.
+def read_state(directory: Path, directory_id: bytes | None = None) -> CatalogState:
+    """What a closed database says besides its rows; with `directory_id` also whether it is that one's.
 
-    Raises CatalogUnavailable when it cannot be read or is damaged; the text says which.
+    Read-only; blocks. Raises CatalogUnavailable when it cannot be read or is damaged; the text says
+    which. Raises ConfigError, given an id, for a newer schema.
     """
     path = directory / NAME
     try:
+        if directory_id is not None:
+            if _marker(path).exists():
+                raise _Damaged("found damaged while it was in use")
+            _check_header(path)
         with closing(connect_to_read(path)) as db:
-                    return _read_state(db, fresh=False)
+            if directory_id is not None:
+                _check_tables(db, path, directory_id)
+            return _read_state(db, fresh=False)
     except (*SQLITE_ERRORS, _Damaged) as error:
         raise CatalogUnavailable(f"{path} cannot be read: {error}") from error
+
+
+def is_empty(directory: Path) -> bool:
+    """Whether there is no database, or one whose maker was killed before it had tables. Read-only; blocks."""
+    path = directory / NAME
+    try:
+        with closing(connect_to_read(path)) as db:
+            return not db.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except SQLITE_ERRORS:
+        return _size(path) == 0
+
+
+def mend(directory: Path, places: Sequence[int], segments: Sequence[int], sequence: int) -> None:
+    """Delete rows and entries of segments (with their rows) from a closed database; durable on return.
+
+    `sequence`: what the count of insertions should be at least. Blocks; raises CatalogUnavailable.
+    """
+    path = directory / NAME
+    try:
+        with closing(sqlite3.connect(path, isolation_level=None, timeout=1.0)) as db:
+            db.execute("PRAGMA synchronous = FULL")
+            db.execute("BEGIN IMMEDIATE")
+            _apply_rows(db, dict.fromkeys(places))
+            for segment in segments:
+                bounds = (place_of(segment, 0), place_of(segment, MAX_SLOTS - 1))
+                db.execute("DELETE FROM blocks WHERE place BETWEEN ? AND ?", bounds)
+                db.execute("DELETE FROM segments WHERE segment = ?", (segment,))
+            db.execute("UPDATE meta SET value = max(value, ?) WHERE key = 'sequence'", (sequence,))
+            db.execute("COMMIT")
+    except SQLITE_ERRORS as error:
+        raise CatalogUnavailable(f"{path} cannot be mended: {error}") from error
+
+
+def set_aside(directory: Path) -> Path:
+    """Rename a closed database that is not to be believed; the next start makes a new one. Blocks; OSError."""
+    return _set_aside(directory / NAME)
 
 
 def check_database(directory: Path) -> list[str]:

@@ -73,6 +73,40 @@ def segments_within(cap_bytes: int, segment_bytes: int, db_reserve_bytes: int) -
     return min(MAX_SEGMENT_ID, max(0, cap_bytes - db_reserve_bytes) // segment_bytes)
 
 
+class LockedBy(Exception):
+    """The directory is in use; the text is the pid of who uses it."""
+
+
+def take_lock(path: Path) -> int:
+    """Be the only one who uses a directory until the descriptor is closed. Raises LockedBy and OSError."""
+    # An flock on an open file ends with the process, however it ends.
+    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise LockedBy(pid) from None
+    except OSError:
+        os.close(fd)
+        raise
+    with contextlib.suppress(OSError):  # the pid is for the other one's message; a full disk may lack it
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def segment_id(name: str) -> int | None:
+    """The id in the name of a segment's file; None for a name that is not one's."""
+    match = _SEGMENT_NAME.fullmatch(name)
+    return int(match[1]) if match is not None and 1 <= int(match[1]) <= MAX_SEGMENT_ID else None
+
+
+def holds_data(path: Path) -> bool:
+    """Whether a folder has anything in it that this tier keeps. Raises OSError."""
+    return any(_is_data(name) for name in os.listdir(path))
+
+
 class Directory:
     """A directory that this daemon alone uses, from `open` to `close`.
 
@@ -168,20 +202,12 @@ class Directory:
             self._lock_fd = -1
 
     def _lock(self) -> None:
-        # An flock on an open file ends with the process, however it ends.
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(fd)
+            self._lock_fd = take_lock(self.path)
+        except LockedBy as holder:
             raise ConfigError(
-                f"another daemon (pid {pid}) uses nvme directory {self.path}: stop it, or give each daemon its own"
+                f"another daemon (pid {holder}) uses nvme directory {self.path}: stop it, or give each daemon its own"
             ) from None
-        self._lock_fd = fd
-        with contextlib.suppress(OSError):  # the pid is for the other daemon's message; a full disk may lack it
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
     def _read_superblock(self) -> None:
         why = "there is none"
@@ -271,8 +297,8 @@ class Directory:
 
     def _open_segments(self) -> None:
         for path in sorted((self.path / "segments").iterdir()):
-            match = _SEGMENT_NAME.fullmatch(path.name)
-            if match is None or not 1 <= int(match[1]) <= MAX_SEGMENT_ID:
+            number = segment_id(path.name)
+            if number is None:
                 log.warning("nvme directory %s: %s is no segment of ours, left alone", self.path, path.name)
                 continue
             size_bytes = path.lstat().st_size
@@ -283,7 +309,7 @@ class Directory:
                 )  # fmt: skip
                 self.disk.unlink(path)
                 continue
-            self._fds[int(match[1])] = self.disk.open(path, self._flags())
+            self._fds[number] = self.disk.open(path, self._flags())
 
     def _flags(self) -> int:
         return os.O_RDWR | (os.O_DIRECT if self.direct else 0)

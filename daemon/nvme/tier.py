@@ -23,6 +23,7 @@ from tiercache.daemon.cache import Cache
 from tiercache.daemon.leases import ReadLease
 from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.catalog import Catalog, CatalogState
+from tiercache.daemon.nvme.codecs import codec_number
 from tiercache.daemon.nvme.directory import Directory
 from tiercache.daemon.nvme.io import DiskQueue
 from tiercache.daemon.nvme.promotion import Promotion
@@ -51,13 +52,16 @@ class NvmeTier:
         self._landed = landed
         self._shelves: list[Shelf] = []
         self._budget = WriteBudget(config.nvme_write_budget_bytes)
+        codec_number(config.nvme_codec)  # a missing library is told now, and not at the first write
         self._opened = False
         self._closing = False
 
     def attach(self, cache: Cache) -> None:
         """Say whose tier below this is."""
         self._cache = cache
-        self._writes = WriteBehind(self._shelves, cache.space, self._regions, self._budget)
+        self._writes = WriteBehind(
+            self._shelves, cache.space, self._regions, self._budget, self._config.nvme_codec
+        )
         self._promotion = Promotion(cache, self._regions, self._shelf_of)
 
     async def open(self) -> None:
@@ -213,6 +217,8 @@ class NvmeTier:
             "capacity_bytes": self._config.nvme_bytes,
             "written_blocks": writes.written_blocks,
             "written_bytes": writes.written_bytes,
+            "codec": writes.codec,
+            "saved_by_codec_bytes": writes.saved_bytes,
             "write_failed_blocks": writes.failed_blocks,
             "skipped_by_budget": writes.skipped_by_budget,
             "skipped_without_parent": writes.skipped_without_parent,

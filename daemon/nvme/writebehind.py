@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from tiercache.arena import Region
 from tiercache.daemon.allocator import NO_FRAME
+from tiercache.daemon.nvme import codecs
 from tiercache.daemon.nvme.blockio import Outcome, WriteOp
 from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.io import Priority
@@ -50,11 +51,14 @@ class WriteBehind:
     """Event loop only; nothing here blocks."""
 
     def __init__(
-        self, shelves: list[Shelf], space: Space, regions: dict[int, Region], budget: WriteBudget
-    ) -> None:
+        self, shelves: list[Shelf], space: Space, regions: dict[int, Region], budget: WriteBudget,
+        codec: str = "raw",
+    ) -> None:  # fmt: skip
         self.budget = budget
+        self.codec = codec
         self.written_blocks = 0
         self.written_bytes = 0
+        self.saved_bytes = 0  # that a codec has kept from the disk
         self.skipped_by_budget = 0
         self.skipped_without_parent = 0
         self.skipped_queue_full = 0
@@ -167,11 +171,12 @@ class WriteBehind:
         They are the kernel's until the op is done, whatever becomes of the block meanwhile.
         """
         spec, region = write.namespace.spec, self._regions[write.frame >> REGION_SHIFT]
+        codec = codecs.codec_number(self.codec, codecs.element_bytes(spec.dtype))
         self._space.allocator.hold(write.frame)
         op = WriteOp(
             done=lambda op: self._done(write, op), slot=write.slot,
             address=region.address + (write.frame & OFFSET_MASK), length=spec.block_bytes,
-            key=write.key, fingerprint=write.namespace.fingerprint,
+            key=write.key, fingerprint=write.namespace.fingerprint, codec=codec,
         )  # fmt: skip
         self._flying[write.namespace.number, write.key] = write
         self.in_flight_bytes += spec.frame_bytes
@@ -198,6 +203,9 @@ class WriteBehind:
             self._lose(write)
             return
         write.shelf.health.worked()
+        saved = write.namespace.spec.frame_bytes - op.moved_bytes
+        self.saved_bytes += saved
+        self.budget.charge(-saved)
         stored = Stored(NO_ENTRY, write.slot, op.stored_length, op.codec, op.checksum)
         if write.parent and (write.namespace.number, write.parent) in self._flying:
             self._parked.setdefault((write.namespace.number, write.parent), []).append((write, stored))

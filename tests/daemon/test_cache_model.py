@@ -217,6 +217,22 @@ def test_a_first_tiny_block_does_not_fix_the_frame_size() -> None:
     assert h.cache.counters.regions_drained >= 1
 
 
+def test_a_pinned_region_does_not_starve_a_new_size_class() -> None:
+    """The coldest block's region cannot be emptied, so another one is."""
+    h = Harness(frames=16, regions=3)
+    small, large = h.space(), h.space(block_bytes=40_000, rank=1)
+    for number in range(48):
+        h.store(small, chain(number))
+    assert h.cache.reads.pin([small], chain(5), 1000) == 1  # in the region of the coldest blocks
+    for number in range(200):
+        if h.store(large, chain(number % 200)) == [BlockState.FRAME]:
+            break
+        while h.cache.work():
+            pass
+    assert h.length(large, chain(number)) == 1
+    assert h.length(small, chain(5)) == 1
+
+
 def test_pins_keep_blocks_until_their_time_is_up() -> None:
     h = Harness(frames=4)
     ns = h.space()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import tiercache
+from tiercache.daemon.nvme.checking import ALL, check_directory
 
 BLOCK_BYTES = 64 << 10
 POOL_BLOCKS = 256
@@ -44,17 +47,31 @@ def wait_for(what: str, condition: Callable[[], bool], deadline_s: float = DEADL
         time.sleep(0.01)
 
 
+def rows_in(directory: Path) -> int:
+    """Rows that are committed; -1 while that cannot be told."""
+    try:
+        with closing(sqlite3.connect(f"file:{directory}/index.db?mode=ro", uri=True)) as db:
+            count: int = db.execute("SELECT count(*) FROM blocks").fetchone()[0]
+            return count
+    except sqlite3.OperationalError:
+        return -1
+
+
 class Cluster:
     """One daemon with nvme directories, restartable, and one connector."""
 
-    def __init__(self, root: Path, arena: str = "64MiB", directories: int = 1, **settings: str) -> None:
+    def __init__(
+        self, root: Path, arena: str = "64MiB", directories: int = 1, dtype: str = "uint8",
+        content_of: Callable[[bytes], np.ndarray[Any, Any]] = content, **settings: str,
+    ) -> None:  # fmt: skip
         self.run_dir = root / "run"
         self.directories = [root / f"nvme{number}" for number in range(directories)]
         self.settings = {"nvme_size": "256MiB", "nvme_segment": "16MiB", "region": "2MiB", **settings}
         self.arena = arena
+        self.content_of = content_of
         self.pool = np.zeros((POOL_BLOCKS, BLOCK_BYTES), np.uint8)
         self.spec = tiercache.NamespaceSpec(
-            engine="test/1", layout="bytes", dtype="uint8", block_size=1, block_bytes=BLOCK_BYTES
+            engine="test/1", layout="bytes", dtype=dtype, block_size=1, block_bytes=BLOCK_BYTES
         )
         self.start()
 
@@ -79,9 +96,16 @@ class Cluster:
         self.stop()
 
     def stop(self) -> None:
-        """Close everything; SIGTERM if the daemon still runs."""
+        """Close everything; SIGTERM if the daemon still runs. What it leaves, however it ended, has no fault."""
         self.connector.close()
         self.daemon.close()
+        self.check()
+
+    def check(self) -> None:
+        """Every directory is as its index says, to the last byte."""
+        for directory in self.directories:
+            report = check_directory(directory, sample=ALL, rate=0)
+            assert report.findings == [], report
 
     def restart(self) -> None:
         """Kill -9, then start again and wait for the rows."""
@@ -97,11 +121,12 @@ class Cluster:
         return stats
 
     def wait_written(self) -> None:
-        """Wait until nothing is on its way to the disks."""
+        """Wait until nothing is on its way to the disks, and every block there has its row."""
 
         def settled() -> bool:
             stats = self.nvme()
-            return stats["write_queue_blocks"] == 0 and stats["write_in_flight_bytes"] == 0
+            idle = stats["write_queue_blocks"] == 0 and stats["write_in_flight_bytes"] == 0
+            return idle and stats["blocks"] == sum(map(rows_in, self.directories))
 
         wait_for("blocks are written", settled)
 
@@ -109,7 +134,7 @@ class Cluster:
         """Store a chain from block `first` on."""
         count = len(chain) // 16 - first
         for number in range(count):
-            self.pool[number] = content(key_of(chain, first + number))
+            self.pool[number] = self.content_of(key_of(chain, first + number))
         return self.connector.store(chain, range(count), first=first)
 
     def load(self, chain: bytes) -> int:
@@ -120,7 +145,7 @@ class Cluster:
         self.pool[: match.blocks] = 0
         good = self.connector.load(match, range(match.blocks), timeout_s=20)
         for number in range(good):
-            assert np.array_equal(self.pool[number], content(key_of(chain, number))), f"wrong bytes in block {number}"
+            assert np.array_equal(self.pool[number], self.content_of(key_of(chain, number))), f"wrong bytes in block {number}"
         return good
 
     def flush_dram(self) -> None:

@@ -1,0 +1,131 @@
+"""Large copies by two threads: every byte, the leading count of a stopped one, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tiercache import memcpy
+from tiercache.memcpy import Move, copy_moves
+
+Bytes = npt.NDArray[np.uint8]
+BLOCK = 3000
+BLOCKS = 40
+
+
+@pytest.fixture(autouse=True)
+def small_pieces_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memcpy, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(memcpy, "SHARED_FROM_BYTES", 1)
+    monkeypatch.setattr(memcpy, "SHARED_MOVE_BYTES", 1)
+    monkeypatch.setattr(memcpy, "_second_core", lambda: True)
+
+
+def arrays() -> tuple[Bytes, Bytes, list[Move]]:
+    """Source and target of so many blocks, and the moves that turn their order around."""
+    source = np.random.default_rng(1).integers(1, 256, (BLOCKS, BLOCK), np.uint8)
+    target = np.zeros_like(source)
+    first, last = source.ctypes.data, target.ctypes.data + (BLOCKS - 1) * BLOCK
+    return source, target, [(last - block * BLOCK, first + block * BLOCK, BLOCK) for block in range(BLOCKS)]
+
+
+def never() -> bool:
+    return False
+
+
+class Meeting:
+    """Answers no until both threads have asked, so that each is known to take part."""
+
+    def __init__(self, then: Callable[[], bool] = never) -> None:
+        self.both = threading.Barrier(2)
+        self.known: set[int] = set()
+        self.then = then
+
+    def __call__(self) -> bool:
+        if threading.get_ident() not in self.known:
+            self.known.add(threading.get_ident())
+            self.both.wait(10)
+            return False
+        return self.then()
+
+
+def test_both_threads_take_part_and_every_byte_arrives() -> None:
+    source, target, moves = arrays()
+    meeting = Meeting()
+    assert copy_moves(moves, meeting) == BLOCKS
+    assert len(meeting.known) == 2
+    np.testing.assert_array_equal(target[::-1], source)
+
+
+def test_a_helper_that_is_busy_elsewhere_is_not_waited_for() -> None:
+    let_go, inside = threading.Event(), threading.Semaphore(0)
+
+    def stay() -> bool:
+        inside.release()
+        return not let_go.wait(10)
+
+    other = threading.Thread(target=copy_moves, args=(arrays()[2], Meeting(stay)))
+    other.start()
+    assert inside.acquire(timeout=10)
+    assert inside.acquire(timeout=10)  # both of them: its caller and the helper
+    source, target, moves = arrays()
+    assert copy_moves(moves, never) == BLOCKS
+    np.testing.assert_array_equal(target[::-1], source)
+    let_go.set()
+    other.join(10)
+    assert not other.is_alive()
+
+
+@pytest.mark.parametrize("questions", [0, 1, 2, 5, 30, 100])
+def test_the_moves_before_the_count_are_complete_when_stopped(questions: int) -> None:
+    source, target, moves = arrays()
+    left = iter(range(questions))
+    complete = copy_moves(moves, Meeting(lambda: next(left, None) is None))
+    assert complete < BLOCKS
+    np.testing.assert_array_equal(target[::-1][:complete], source[:complete])
+    assert complete >= (questions - 2) // 3  # three pieces a block, asked before each but the first
+
+
+def test_an_interrupted_copy_is_over_before_its_caller_is_told() -> None:
+    _, target, moves = arrays()
+    caller, raised = threading.get_ident(), threading.Event()
+
+    def interrupt() -> bool:
+        if threading.get_ident() == caller:
+            raised.set()
+            raise KeyboardInterrupt
+        return not raised.wait(10)
+
+    with pytest.raises(KeyboardInterrupt):
+        copy_moves(moves, Meeting(interrupt))
+    before = target.copy()
+    source, other, again = arrays()
+    assert copy_moves(again, Meeting()) == BLOCKS  # the helper is back, so it had left the first copy
+    np.testing.assert_array_equal(other[::-1], source)
+    np.testing.assert_array_equal(target, before)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_copies_with_a_helper_of_its_own() -> None:
+    _, _, moves = arrays()
+    assert copy_moves(moves, Meeting()) == BLOCKS
+    child = os.fork()
+    if child == 0:
+        good = copy_moves(moves, Meeting()) == BLOCKS
+        os._exit(0 if good else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_one_thread_where_there_is_little_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memcpy, "SHARED_FROM_BYTES", 1 << 30)
+    monkeypatch.setattr(memcpy, "_submit", lambda job: pytest.fail("the helper was asked"))
+    source, target, moves = arrays()
+    assert copy_moves(moves, never) == BLOCKS
+    np.testing.assert_array_equal(target[::-1], source)
+    answers = iter([False, True])
+    assert copy_moves(moves, lambda: next(answers)) == 2
