@@ -2,15 +2,15 @@
 
     python bench/disk_limit.py [--dir DIR]
 
-As many threads as the tier has, each with its own buffers, take the next block of a file that is
-allocated in full and move it past the page cache: `preadv` and `pwritev` with O_DIRECT, one block a
-call, nothing else. By itself this prints both speeds, and fio's with the same job where it is installed.
+As many threads as the tier has take the next block of a file that is allocated in full and move it
+past the page cache, to and from shared memory as large as the file: `preadv` and `pwritev` with
+O_DIRECT, one block a call, nothing else. By itself this prints both speeds, and fio's with the same
+job where it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import mmap
 import os
@@ -19,25 +19,29 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 MIB = 1 << 20
 THREADS = 8
-BUFFERS = 4
-"""Blocks that a thread uses in turn."""
 
 Call = Callable[[int, Sequence[memoryview], int], int]
 
 
 class DiskLimit:
-    """One file on the disk in question. Removed by `close`."""
+    """One file on the disk in question, and memory of the same size. Removed by `close`.
+
+    The memory is not a few buffers used over and over: into such, some machines read at half the speed.
+    """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         self._path = path
         self._size = size_bytes
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
         os.posix_fallocate(self._fd, 0, size_bytes)
+        self._memory = memoryview(mmap.mmap(-1, size_bytes))
+        for start in range(0, size_bytes, MIB):
+            self._memory[start : start + MIB] = os.urandom(4096) * (MIB // 4096)
         self.write_gb_s(2 * MIB)  # a block's first write costs more than the later ones
 
     def write_gb_s(self, block_bytes: int) -> float:
@@ -49,10 +53,8 @@ class DiskLimit:
         return self._pass(os.preadv, block_bytes)
 
     def _pass(self, call: Call, block_bytes: int) -> float:
-        blocks = iter(range(self._size // block_bytes))  # next() of it is atomic: each block goes to one thread
-        threads = [
-            threading.Thread(target=self._move, args=(call, blocks, _buffers(block_bytes))) for _ in range(THREADS)
-        ]
+        blocks = iter(range(0, self._size, block_bytes))  # next() of it is atomic: each block goes to one thread
+        threads = [threading.Thread(target=self._move, args=(call, blocks, block_bytes)) for _ in range(THREADS)]
         start = time.perf_counter()
         for thread in threads:
             thread.start()
@@ -60,22 +62,15 @@ class DiskLimit:
             thread.join()
         return self._size / (time.perf_counter() - start) / 1e9
 
-    def _move(self, call: Call, blocks: Sequence[int], buffers: list[memoryview]) -> None:
-        for block, buffer in zip(blocks, itertools.cycle(buffers), strict=False):
-            moved = call(self._fd, [buffer], block * len(buffer))
-            assert moved == len(buffer), "a transfer came back short"
+    def _move(self, call: Call, blocks: Iterator[int], block_bytes: int) -> None:
+        for start in blocks:
+            moved = call(self._fd, [self._memory[start : start + block_bytes]], start)
+            assert moved == block_bytes, "a transfer came back short"
 
     def close(self) -> None:
         """Remove the file."""
         os.close(self._fd)
         self._path.unlink()
-
-
-def _buffers(block_bytes: int) -> list[memoryview]:
-    areas = [memoryview(mmap.mmap(-1, block_bytes)) for _ in range(BUFFERS)]
-    for area in areas:
-        area[:] = os.urandom(4096) * (block_bytes // 4096)  # there, and not all zeros
-    return areas
 
 
 def fio_gb_s(path: Path, size_bytes: int, block_bytes: int, direction: str) -> float | None:

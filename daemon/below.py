@@ -5,9 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tiercache.messages import Extent
+
 if TYPE_CHECKING:
     from tiercache.daemon.leases import ReadLease
     from tiercache.daemon.space import Namespace
+
+
+class HeldBelow(Protocol):
+    """A run that a lease keeps in the tier below; `blocks` is its length, from the root."""
+
+    blocks: int
+
+    def extents(self, namespace: Namespace, first: int, count: int) -> tuple[list[str], list[Extent]]:
+        """Directories and places of blocks from `first` on; fewer than `count` where one cannot be named."""
+
+    def doubt(self, namespace: Namespace, number: int) -> None:
+        """A client says that a block which was named to it is bad."""
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing of the run was dropped or flushed meanwhile."""
+
+    def let_go(self, good: bool) -> None:
+        """The lease has ended; `good` if what was read under it was called right."""
 
 
 class TierBelow(Protocol):
@@ -24,6 +45,9 @@ class TierBelow(Protocol):
     def promote(self, lease: ReadLease) -> None:
         """Bring blocks `lease.blocks ..< lease.target` up; they land as if a client stored them."""
 
+    def hold(self, namespaces: Sequence[Namespace], keys: bytes) -> HeldBelow | None:
+        """Keep the run `keys`, which is here as a whole, where it is for clients that read it there; or None."""
+
     def published(self, namespace: Namespace, key: bytes, entry: int) -> None:
         """A block has become visible in DRAM, as that entry of its index."""
 
@@ -32,6 +56,17 @@ class TierBelow(Protocol):
 
     def work(self) -> bool:
         """A slice of what was put off; True while there is more."""
+
+    def check_integrity(self) -> list[str]:
+        """Everything in which its parts disagree. O(blocks)."""
+
+    def scan(
+        self, sample: int, bytes_per_s: int, wanted: Callable[[], bool], done: Callable[[list[str], int], None]
+    ) -> bool:
+        """Read that many blocks (-1: all) and compare checksums, as long as `wanted()`.
+
+        `done(findings, blocks)` at the end. False when another scan is under way.
+        """
 
     def stats(self) -> dict[str, Any]:
         """What `stats` shows of this tier; empty without one."""
@@ -51,6 +86,9 @@ class NoTierBelow:
     def promote(self, lease: ReadLease) -> None:
         return
 
+    def hold(self, namespaces: Sequence[Namespace], keys: bytes) -> HeldBelow | None:
+        return None
+
     def published(self, namespace: Namespace, key: bytes, entry: int) -> None:
         return
 
@@ -59,6 +97,15 @@ class NoTierBelow:
 
     def work(self) -> bool:
         return False
+
+    def check_integrity(self) -> list[str]:
+        return []
+
+    def scan(
+        self, sample: int, bytes_per_s: int, wanted: Callable[[], bool], done: Callable[[list[str], int], None]
+    ) -> bool:
+        done([], 0)
+        return True
 
     def stats(self) -> dict[str, Any]:
         return {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tiercache.daemon.below import NoTierBelow, TierBelow
 from tiercache.daemon.counters import Counters
-from tiercache.daemon.leases import Owner
+from tiercache.daemon.leases import Owner, ReadLease
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.reads import Found, Reads
 from tiercache.daemon.space import Namespace, Space
@@ -48,12 +48,18 @@ class Cache:
         self.writes = Writes(self.space, self.below.published, clock_s, limits.quarantine_bytes)
 
     def match(
-        self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False
-    ) -> Found:
+        self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False,
+        extents: bool = False,
+    ) -> Found:  # fmt: skip
         """See `Reads.match`. With `promote` it may evict, so leases are looked after as at `reserve`."""
-        found = self.reads.match(owner, namespaces, keys, ttl_s, promote)
+        found = self.reads.match(owner, namespaces, keys, ttl_s, promote, extents)
         self._revoke_if_drained()
         return found
+
+    def bring_up(self, lease: ReadLease, end: int) -> None:
+        """See `Reads.bring_up`."""
+        self.reads.bring_up(lease, end)
+        self._revoke_if_drained()
 
     def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Found:
         """See `Reads.prefetch`."""

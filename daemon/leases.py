@@ -17,6 +17,7 @@ from tiercache.daemon.index import Table
 from tiercache.daemon.policy import NO_ENTRY
 
 if TYPE_CHECKING:
+    from tiercache.daemon.below import HeldBelow
     from tiercache.daemon.space import Namespace
 
 _SPARE_NOTES = 1024
@@ -42,14 +43,17 @@ class ReadLease:
     """Holds the first `blocks` of `keys` in each of `namespaces`, by pinning `pins`.
 
     While blocks are on their way up from the tier below, `target` is how many there will be and
-    `blocks` grows towards it. `over` once it has ended, for those who work for it.
+    `blocks` grows towards it. `over` once it has ended, for those who work for it. `held` is what it
+    keeps in the tier below instead, for clients that read there; `rises` while that may still be
+    brought up if somebody asks for it.
 
     A lease that is revoked (expired, or something under it was dropped) is taken from its holders,
     who learn at release that what they copied is worth nothing. A lease without holders is a pin.
     """
 
     __slots__ = (
-        "blocks", "deadline_s", "holders", "keys", "lease_id", "namespaces", "over", "pin_name", "pins", "target",
+        "blocks", "deadline_s", "held", "holders", "keys", "lease_id", "namespaces", "over", "pin_name", "pins",
+        "rises", "target",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +65,8 @@ class ReadLease:
         self.blocks = blocks
         self.target = blocks
         self.over = False
+        self.held: HeldBelow | None = None
+        self.rises = False
         self.pins = pins
         self.deadline_s = deadline_s
         self.holders: set[Owner] = set()

@@ -46,9 +46,13 @@ class Reads:
         self._deadlines = Deadlines(self.leases)
 
     def match(
-        self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False
-    ) -> Found:
-        """The longest run; with `ttl_s` > 0 also a lease on it, which `promote` lets grow."""
+        self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False,
+        extents: bool = False,
+    ) -> Found:  # fmt: skip
+        """The longest run; with `ttl_s` > 0 also a lease on it, which `promote` lets grow.
+
+        With `extents` the lease keeps what is below where it is, if it can; see `bring_up`.
+        """
         asked = len(keys) // KEY_BYTES
         blocks, ends = self._find(namespaces, keys, asked)
         counters = self._space.counters
@@ -60,17 +64,30 @@ class Reads:
         self._below.matched(namespaces, keys, blocks)
         for entry in ends:
             self._space.index.touch(entry)
-        growing = promote and below > 0
-        if ttl_s <= 0 or (blocks == 0 and not growing):
+        run = keys[: (blocks + below) * KEY_BYTES]
+        held = self._below.hold(namespaces, run) if extents and below > 0 and ttl_s > 0 else None
+        growing = promote and below > 0 and held is None
+        if ttl_s <= 0 or (blocks == 0 and not growing and held is None):
             return Found(blocks, below, None)
         lease = self._grant(namespaces, keys, blocks, ends, ttl_s)
         lease.holders.add(owner)
         owner.reads[lease.lease_id] = lease
+        if held is not None:
+            lease.keys, lease.held, lease.rises = run, held, promote
+            return Found(blocks, below, lease)
         if growing:
-            lease.keys, lease.target = keys[: (blocks + below) * KEY_BYTES], blocks + below
+            lease.keys, lease.target = run, blocks + below
             self.growing[lease.lease_id] = lease
             self._below.promote(lease)
         return Found(lease.blocks, lease.target - lease.blocks, lease)
+
+    def bring_up(self, lease: ReadLease, end: int) -> None:
+        """Somebody wants the frames of blocks up to `end`: what is held below comes up, once."""
+        if lease.rises and lease.held is not None and end > lease.blocks and not lease.over:
+            lease.rises = False
+            lease.target = lease.held.blocks
+            self.growing[lease.lease_id] = lease
+            self._below.promote(lease)
 
     def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Found:
         """As `match`, with what is below brought up for nobody in particular, in the background."""
@@ -197,14 +214,14 @@ class Reads:
     def release(self, owner: Owner, lease_id: int) -> bool:
         """End the owner's hold; True when everything copied under it is right."""
         lease = owner.reads.pop(lease_id, None)
-        if lease is None:
-            self._space.counters.loads_revoked += 1
-            return False
-        self._space.counters.loads_good += 1
-        lease.holders.discard(owner)
-        if not lease.holders:
-            self._end(lease)
-        return True
+        good = lease is not None and (lease.held is None or lease.held.intact)
+        self._space.counters.loads_good += good
+        self._space.counters.loads_revoked += not good
+        if lease is not None:
+            lease.holders.discard(owner)
+            if not lease.holders:
+                self._end(lease, good)
+        return good
 
     def renew(self, lease: ReadLease, ttl_s: float) -> None:
         """Move the deadline of a live lease."""
@@ -262,7 +279,7 @@ class Reads:
                 # Its frames may have new owners already, so there is nothing left to hold them for.
                 self._end(lease)
 
-    def _end(self, lease: ReadLease) -> None:
+    def _end(self, lease: ReadLease, good: bool = False) -> None:
         """Unpin, and take the lease from whoever still holds it: a release then finds none."""
         del self.leases[lease.lease_id]
         self.growing.pop(lease.lease_id, None)
@@ -272,6 +289,8 @@ class Reads:
         lease.holders.clear()
         for entry in lease.pins:
             self._space.index.unpin(entry)
+        if lease.held is not None:
+            lease.held.let_go(good)
         if lease.pin_name is not None:
             del self.pins[lease.pin_name]
             frames = (namespace.spec.frame_bytes for namespace in lease.namespaces)

@@ -16,7 +16,7 @@ import zmq
 
 from tiercache import messages as m
 from tiercache.arena import Region
-from tiercache.daemon.allocator import NO_FRAME
+from tiercache.daemon.below import HeldBelow
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.clock import LeaseClock
 from tiercache.daemon.leases import ReadLease
@@ -39,6 +39,9 @@ MAX_PARKED = 64
 PARK_S = 0.2
 """A client's deadline for a request is longer than this."""
 MAX_COUNTER_NAME_BYTES = 32
+MAX_CHECKED_BLOCKS = 200_000
+"""Blocks whose books are compared without `force`: about half a second in which nobody is served."""
+MAX_FINDINGS = 1000
 MAX_ERROR_CHARS = 400
 
 _encoder = msgspec.msgpack.Encoder()
@@ -113,7 +116,10 @@ class Service:
             m.Flush: self._flush,
             m.Report: self._report,
             m.Stats: lambda session, request: m.StatsReply(request.request_id, generation, self._stats()),
+            m.Check: self._check,
             m.Bye: self._bye,
+            m.Extents: self._extents,
+            m.BadExtent: self._bad_extent,
         }
 
     def handle(self, identity: bytes, header: bytes, parts: list[zmq.Frame]) -> Answer | None:
@@ -204,6 +210,7 @@ class Service:
             namespace = self._cache.space.open_namespace(request.spec)
         except NoRoom as error:
             raise RequestRefused(ErrorCode.LIMIT.value, str(error)) from error
+        namespace.direct |= request.direct
         return m.Namespace(request.request_id, self._generation, namespace.number, request.spec.frame_bytes)
 
     def _namespace(self, number: int) -> Namespace:
@@ -229,7 +236,8 @@ class Service:
         _check_keys(request.keys, m.MAX_KEYS)
         namespaces = self._namespaces(request.namespaces)
         ttl_s = self._lease_ttl_s(session, request.ttl_ms) if request.ttl_ms else 0.0
-        found = self._cache.match(session.owner, namespaces, request.keys, ttl_s, request.promote)
+        wants = request.promote, request.extents
+        found = self._cache.match(session.owner, namespaces, request.keys, ttl_s, *wants)
         if found.lease is None:
             return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
         named = min(request.resolve, m.MAX_RESOLVE)
@@ -238,7 +246,8 @@ class Service:
             for namespace in namespaces:
                 frames.append(m.pack_frames(self._cache.reads.frames(found.lease, namespace, 0, named)))
         lease_id = found.lease.lease_id
-        return m.Matched(request.request_id, self._generation, found.dram, found.below, lease_id, frames)
+        held = found.lease.held is not None
+        return m.Matched(request.request_id, self._generation, found.dram, found.below, lease_id, frames, held)
 
     def _resolve(self, session: Session, request: m.Resolve) -> m.Reply | None:
         if not request.first >= 0 or not 0 < request.count <= m.MAX_RESOLVE:
@@ -248,6 +257,7 @@ class Service:
         if lease is None:
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
         namespace = self._namespace(request.namespace)
+        self._cache.bring_up(lease, request.first + request.count)
         reply = self._resolved(lease, namespace, request)
         mine = sum(parked.session is session for parked in self._parked)
         if reply.frames or not reply.more or mine >= MAX_PARKED:
@@ -277,6 +287,31 @@ class Service:
             else:
                 still.append(parked)
         self._parked = still
+
+    def _extents(self, session: Session, request: m.Extents) -> m.Reply:
+        if not request.first >= 0 or not 0 < request.count <= m.MAX_RESOLVE:
+            text = f"blocks {request.first} + {request.count}: at most {m.MAX_RESOLVE} in one request, from 0 on"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        held, namespace = self._held(session, request.lease, request.namespace)
+        directories, extents = held.extents(namespace, request.first, request.count)
+        packed = m.pack_extents(extents)
+        return m.ExtentList(request.request_id, self._generation, request.first, directories, packed)
+
+    def _bad_extent(self, session: Session, request: m.BadExtent) -> m.Reply:
+        held, namespace = self._held(session, request.lease, request.namespace)
+        held.doubt(namespace, request.index)
+        return m.Done(request.request_id, self._generation)
+
+    def _held(self, session: Session, lease_id: int, number: int) -> tuple[HeldBelow, Namespace]:
+        """What a lease keeps in the tier below for one of its namespaces."""
+        lease = session.owner.reads.get(lease_id)
+        if lease is None:
+            raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
+        namespace = self._namespace(number)
+        if lease.held is None or namespace not in lease.namespaces:
+            text = "this lease keeps no extents of that namespace: ask for its frames"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        return lease.held, namespace
 
     def _hold(self, session: Session, request: m.Hold) -> m.Reply:
         self._lease_ttl_s(session, 1)
@@ -424,6 +459,39 @@ class Service:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         session.registration, session.counters = request.registration, request.counters
         return m.Done(request.request_id, self._generation)
+
+    def _check(self, session: Session, request: m.Check) -> m.Reply | None:
+        if request.sample < -1 or request.bytes_per_s < 0:
+            text = f"sample {request.sample}, bytes_per_s {request.bytes_per_s}: from 0, or sample -1 for all blocks"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        cache = self._cache
+        blocks = sum(table.blocks for table in cache.space.index.tables.values())
+        blocks += int(cache.below.stats().get("blocks", 0))
+        if blocks > MAX_CHECKED_BLOCKS and not request.force:
+            text = (
+                f"{blocks} blocks: looking at them all would hold up requests for about {blocks * 3e-6:.1f} s; "
+                "force it, or check the nvme directories while no daemon runs"
+            )
+            raise RequestRefused(ErrorCode.LIMIT.value, text)
+        findings = cache.check_integrity() + cache.below.check_integrity()
+        if not request.sample:
+            return self._checked(request, findings, blocks, 0)
+        identity = self._identity
+
+        def done(bad: list[str], scanned: int) -> None:
+            reply = self._checked(request, findings + bad, blocks, scanned)
+            self.send(identity, Answer(_encoder.encode(reply), session))
+
+        if not cache.below.scan(request.sample, request.bytes_per_s, lambda: session.open, done):
+            raise RequestRefused(ErrorCode.LIMIT.value, "another check reads blocks: wait until it has ended")
+        return None
+
+    def _checked(self, request: m.Check, findings: list[str], blocks: int, scanned: int) -> m.CheckReply:
+        for finding in findings[:MAX_FINDINGS]:
+            log.error("check: %s", finding)
+        if len(findings) > MAX_FINDINGS:
+            findings = [*findings[:MAX_FINDINGS], f"{len(findings) - MAX_FINDINGS} more"]
+        return m.CheckReply(request.request_id, self._generation, findings, blocks, scanned)
 
     def _bye(self, session: Session, request: m.Bye) -> m.Reply:
         self._end(session)

@@ -22,13 +22,17 @@ _DRAIN_REST = 256
 
 @dataclass(slots=True)
 class Namespace:
-    """A registered spec and where its blocks live."""
+    """A registered spec and where its blocks live.
+
+    `direct`: a client wants to read its blocks on NVMe itself, so they are stored for that.
+    """
 
     number: int
     spec: NamespaceSpec
     fingerprint: str
     table: Table
     size_class: SizeClass
+    direct: bool = False
 
 
 class NoRoom(Exception):

@@ -52,7 +52,10 @@ ANSWERS: Mapping[type[Request], type[Reply]] = {
     messages.Flush: messages.Flushed,
     messages.Report: messages.Done,
     messages.Stats: messages.StatsReply,
+    messages.Check: messages.CheckReply,
     messages.Bye: messages.Done,
+    messages.Extents: messages.ExtentList,
+    messages.BadExtent: messages.Done,
 }
 """The reply that each request is answered with, when it is not an `Error`."""
 

@@ -23,21 +23,18 @@ PIECE_BYTES = 1 << 20
 """Two pieces are what a copy may take longer than its limit."""
 SHARED_FROM_BYTES = 8 << 20
 """A copy of less is over before another thread has woken up."""
-SHARED_MOVE_BYTES = 256 << 10
-"""Moves of less on average stay with one thread: the interpreter's lock would change hands too often."""
-
 memmove = ctypes.CDLL(None).memmove  # by CDLL: it releases the interpreter's lock
 memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 memmove.restype = None
 
 
-def copy_moves(moves: Sequence[Move], reached: Callable[[], bool]) -> int:
+def copy_moves(moves: Sequence[Move], reached: Callable[[], bool], *, shared: bool) -> int:
     """Make the moves in order until `reached()`; returns how many leading ones are complete.
 
-    The first one is always made. When this returns or raises, no copy is under way.
+    The first one is always made. With `shared` a second thread helps where there is much to copy.
+    When this returns or raises, no copy is under way.
     """
-    total = sum(length for _, _, length in moves)
-    if total < SHARED_FROM_BYTES or total < len(moves) * SHARED_MOVE_BYTES or not _second_core():
+    if not shared or sum(length for _, _, length in moves) < SHARED_FROM_BYTES or not _second_core():
         for number, move in enumerate(moves):
             if number and reached():
                 return number

@@ -17,10 +17,12 @@ region id in the top 16 bits, byte offset inside the region in the low 48.
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
+from collections.abc import Iterable
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -158,9 +160,14 @@ class Ping(Request, tag="ping"):
 
 
 class RegisterNamespace(Request, tag="register_namespace"):
-    """Answered with `Namespace`; the same spec always gets the same id from one daemon life."""
+    """Answered with `Namespace`; the same spec always gets the same id from one daemon life.
+
+    `direct`: blocks of it that go to NVMe from now on are stored so that a client can read them there
+    itself and verify them on a GPU (as they are, with the checksum kind CHECKSUM_LANES).
+    """
 
     spec: NamespaceSpec
+    direct: bool = False
 
 
 class Match(Request, tag="match"):
@@ -168,7 +175,9 @@ class Match(Request, tag="match"):
 
     With `ttl_ms` > 0 and at least one block, a read lease is granted. `resolve` asks for the
     frames of up to that many leading blocks in the same reply (at most MAX_RESOLVE). `promote`
-    has the blocks that follow in a tier below brought up into DRAM, under the same lease.
+    has the blocks that follow in a tier below brought up into DRAM, under the same lease. With
+    `extents` the lease keeps them where they are instead, for `Extents`; they come up only when
+    `Resolve` asks for one of them, and only if `promote` is set too.
     """
 
     namespaces: list[int]
@@ -176,6 +185,7 @@ class Match(Request, tag="match"):
     ttl_ms: int = 0
     resolve: int = 0
     promote: bool = False
+    extents: bool = False
 
 
 class Resolve(Request, tag="resolve"):
@@ -305,13 +315,50 @@ class Stats(Request, tag="stats"):
     """Answered with `StatsReply`."""
 
 
+class Check(Request, tag="check"):
+    """Compare the daemon's books with each other, and blocks on disks with their checksums.
+
+    Answered with `CheckReply`, after as long as it takes to read `sample` blocks (-1: all) at
+    `bytes_per_s` (0: no limit). The books are looked at in one go, during which nothing else is
+    served; for a large cache that is refused without `force`.
+    """
+
+    sample: int = 0
+    bytes_per_s: int = 200 << 20
+    force: bool = False
+
+
 class Bye(Request, tag="bye"):
     """End of this session. Answered with `Done`; its leases end as at a lost connection."""
 
 
+class Extents(Request, tag="extents"):
+    """Where blocks `first ..< first + count` of a lease are on NVMe. Answered with `ExtentList`.
+
+    For leases of a match with `extents`; at most MAX_RESOLVE. The places stay what they are until
+    the lease ends. Whoever reads them verifies every block, with the seed of the key that *it* wants.
+    """
+
+    lease: int
+    namespace: int
+    first: int
+    count: int
+
+
+class BadExtent(Request, tag="bad_extent"):
+    """Block `index` of a lease was read from its extent and failed its checksum. Answered with `Done`.
+
+    The daemon reads it itself, and drops it if it agrees.
+    """
+
+    lease: int
+    namespace: int
+    index: int
+
+
 AnyRequest = (
     Ping | RegisterNamespace | Match | Resolve | Hold | Release | Renew | Reserve | Commit | Abort
-    | Read | Write | Pin | Unpin | Prefetch | Flush | Report | Stats | Bye
+    | Read | Write | Pin | Unpin | Prefetch | Flush | Report | Stats | Check | Bye | Extents | BadExtent
 )  # fmt: skip
 
 
@@ -347,12 +394,14 @@ class Matched(Reply, tag="matched"):
     """Blocks of the leading run found, by tier: in DRAM, then further ones in the tier below.
 
     `frames` holds one packed list per namespace for as many blocks as `resolve` asked for.
+    `extents`: the lease keeps the blocks below where they are, and `Extents` says where.
     """
 
     dram_blocks: int
     below_blocks: int
     lease: int
     frames: list[bytes] = []
+    extents: bool = False
 
 
 class Frames(Reply, tag="frames"):
@@ -425,10 +474,60 @@ class StatsReply(Reply, tag="stats_reply"):
     stats: dict[str, Any]
 
 
+class CheckReply(Reply, tag="check_reply"):
+    """One line for each fault that was found: none when all is well."""
+
+    findings: list[str]
+    blocks: int
+    scanned_blocks: int
+
+
+class ExtentList(Reply, tag="extent_list"):
+    """Extents from block `first` on, EXTENT_BYTES each; fewer than asked where a block has none.
+
+    A block has none when it is not on NVMe, or stored in a form that a client cannot verify on a GPU.
+    `directories` are paths; an extent names one by its place, and the file in it is
+    `segments/<8 digits of the segment>.seg`.
+    """
+
+    first: int
+    directories: list[str]
+    extents: bytes
+
+
 AnyReply = (
     Done | Error | Namespace | Matched | Frames | Released | Renewed | Reserved | Committed
-    | Payload | Pinned | Flushed | StatsReply
+    | Payload | Pinned | Flushed | StatsReply | CheckReply | ExtentList
 )  # fmt: skip
+
+
+class Extent(NamedTuple):
+    """One block in a segment file. `kind` and `codec` are as in the daemon's rows."""
+
+    segment: int
+    directory: int
+    kind: int
+    codec: int
+    offset: int
+    length: int
+    stored_length: int
+    checksum: int
+
+
+_EXTENT = struct.Struct("<IHBBQIIQ")
+EXTENT_BYTES = _EXTENT.size
+
+
+def pack_extents(extents: Iterable[Extent]) -> bytes:
+    """Extents as 32 bytes each: u32 segment, u16 directory, u8 kind, u8 codec, u64, u32, u32, u64."""
+    return b"".join([_EXTENT.pack(*extent) for extent in extents])
+
+
+def unpack_extents(packed: bytes) -> list[Extent]:
+    """Inverse of `pack_extents`. Raises ValueError when the length is no multiple of 32."""
+    if len(packed) % EXTENT_BYTES:
+        raise ValueError(f"extents are {EXTENT_BYTES} bytes each, and these are {len(packed)} bytes")
+    return list(map(Extent._make, _EXTENT.iter_unpack(packed)))
 
 
 def pack_frames(frames: list[int]) -> bytes:

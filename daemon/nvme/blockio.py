@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from tiercache.checksum import CHECKSUM_XXH3, block_checksum, block_seed
+from tiercache.checksum import CHECKSUM_XXH3, KINDS, block_checksum, block_seed
 from tiercache.daemon.nvme import codecs
 from tiercache.daemon.nvme.directory import PAGE_BYTES, Directory, DiskIO
 from tiercache.messages import OFFSET_MASK, REGION_SHIFT
@@ -194,7 +194,8 @@ class BlockMover:
             op.outcome = self._verified(op, view[: op.stored_length])
 
     def _verified(self, op: ReadOp, stored: memoryview) -> Outcome:
-        if block_checksum(stored, block_seed(op.key, op.fingerprint, op.length, op.codec, op.kind)) != op.checksum:
+        seed = block_seed(op.key, op.fingerprint, op.length, op.codec, op.kind)
+        if block_checksum(stored, seed, op.kind) != op.checksum:
             return Outcome.CORRUPT
         if op.codec != codecs.RAW:
             try:
@@ -208,7 +209,7 @@ class BlockMover:
         views = [self._to_store(op) for op in ops]
         for op, view in zip(ops, views, strict=True):
             seed = block_seed(op.key, op.fingerprint, op.length, op.codec, op.kind)
-            op.checksum = block_checksum(view[: op.stored_length], seed)
+            op.checksum = block_checksum(view[: op.stored_length], seed, op.kind)
         self._move(self._disk.pwritev, ops, views)
         for op in ops:
             op.outcome = Outcome.OK
@@ -273,7 +274,7 @@ def _address_of(area: mmap.mmap) -> int:
 
 def _plausible(op: ReadOp) -> bool:
     """Whether a row may be acted upon: a stored length beyond the block's would write past its frame."""
-    if op.kind != CHECKSUM_XXH3 or not codecs.known(op.codec):
+    if op.kind not in KINDS or not codecs.known(op.codec):
         return False
     if op.codec == codecs.RAW:
         return op.stored_length == op.length

@@ -40,7 +40,8 @@ class WriteBudget:
         if not self.bytes_per_day:
             return True
         fullness = self.fullness
-        return self._level >= size_bytes and (asked_again or fullness > 0.5)
+        # A block larger than the whole bucket goes when that is full, and leaves it in debt.
+        return self._level >= min(size_bytes, self._depth) and (asked_again or fullness > 0.5)
 
     def charge(self, size_bytes: int) -> None:
         """Bytes that go to the disk; less than 0 gives back what turned out not to."""

@@ -805,7 +805,7 @@ def check_rows(directory: Path, page_rows: int = 4096) -> Iterator[tuple[int, Ro
     Raises CatalogUnavailable when it cannot be read (any further).
     """
     path = directory / NAME
-    after = -1
+    after = -(1 << 63)
     try:
         with closing(connect_to_read(path)) as db:
             while page := read_page(db, after, page_rows):

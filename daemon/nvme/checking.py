@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from tiercache.checksum import CHECKSUM_XXH3, block_checksum, block_seed
+from tiercache.checksum import KINDS, block_checksum, block_seed
 from tiercache.daemon.nvme import codecs
 from tiercache.daemon.nvme.catalog import (
     CatalogState,
@@ -305,7 +305,7 @@ class _Check:
             return "wrong slot sizes", wanted
         if row.length != spec.block_bytes:
             return "wrong lengths", f"{row.length} bytes, blocks of its namespace have {spec.block_bytes}"
-        if row.kind != CHECKSUM_XXH3 or not codecs.known(row.codec):
+        if row.kind not in KINDS or not codecs.known(row.codec):
             return "unknown forms", f"codec {row.codec} or checksum kind {row.kind} is not known"
         encoded = row.codec != codecs.RAW
         if not (0 < row.stored_length <= row.length if encoded else row.stored_length == row.length):
@@ -472,7 +472,7 @@ class _BlockReader:
         except OSError as error:
             return f"cannot be read: {error.strerror}"
         seed = block_seed(row.key, fingerprint, row.length, row.codec, row.kind)
-        if block_checksum(view[: row.stored_length], seed) != row.checksum:
+        if block_checksum(view[: row.stored_length], seed, row.kind) != row.checksum:
             return f"the bytes of block {row.key.hex()} fail their checksum"
         return ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -14,32 +15,33 @@ LAST_PAUSE_S = 60.0
 class WriteHealth:
     """The write side of one directory. Any failure pauses it; a write that works ends that."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, clock_s: Callable[[], float] = time.monotonic) -> None:
         self.reason = ""
         self.failures = 0
+        self.off_until_s = 0.0  # on `clock_s`
         self._name = name
+        self._clock_s = clock_s
         self._pause_s = FIRST_PAUSE_S
-        self._off_until_s = 0.0
 
     @property
     def may_write(self) -> bool:
         """Whether to try a write now."""
-        return not self.reason or time.monotonic() >= self._off_until_s
+        return not self.reason or self._clock_s() >= self.off_until_s
 
     def failed(self, reason: str) -> None:
         """A write, or the making of a segment, did not work."""
         self.failures += 1
-        if time.monotonic() < self._off_until_s:
+        if self._clock_s() < self.off_until_s:
             return  # one of those that were under way when the first one failed
         if not self.reason:
             log.warning("%s: writing is off: %s; reads go on, and it is tried again", self._name, reason)
         self.reason = reason
-        self._off_until_s = time.monotonic() + self._pause_s
+        self.off_until_s = self._clock_s() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
 
     def worked(self) -> None:
         """A write that was begun after the last failure has worked."""
-        if self.reason and time.monotonic() >= self._off_until_s:
+        if self.reason and self._clock_s() >= self.off_until_s:
             log.info("%s: writing works again", self._name)
             self.reason = ""
             self._pause_s = FIRST_PAUSE_S

@@ -145,7 +145,7 @@ class Promotion:
             done=lambda op: self._done(read, op), slot=stored.slot,
             address=region.address + (frame & OFFSET_MASK), length=spec.block_bytes, key=key,
             fingerprint=job.namespace.fingerprint, stored_length=stored.stored_length,
-            checksum=stored.checksum, codec=stored.codec,
+            checksum=stored.checksum, codec=stored.codec, kind=stored.kind,
         )  # fmt: skip
 
     def _done(self, read: _Read, op: ReadOp) -> None:

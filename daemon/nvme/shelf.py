@@ -17,6 +17,7 @@ import os
 from array import array
 from typing import Any, NamedTuple
 
+from tiercache.checksum import CHECKSUM_XXH3
 from tiercache.daemon.allocator import NO_FRAME, Allocator, SizeClass
 from tiercache.daemon.index import Index, Table
 from tiercache.daemon.nvme.blockio import Outcome, TaskOp
@@ -46,6 +47,7 @@ class Stored(NamedTuple):
     stored_length: int
     codec: int
     checksum: int
+    kind: int = CHECKSUM_XXH3
 
 
 def place_of(slot: int) -> int:
@@ -75,6 +77,7 @@ class Shelf:
         self.loaded_rows = 0
         self.orphan_rows = 0
         self.lost_slots = 0  # whose row could not be deleted; free again after a restart
+        self._leaving: set[int] = set()  # slots whose row is to be deleted, the lost ones too
         self.full = False  # no further segment fits under the cap or on the disk
         self._space = space
         self._policy_name = policy
@@ -82,6 +85,7 @@ class Shelf:
         self._checksum = array("Q")
         self._stored = array("I")
         self._codec = array("B")
+        self._kind = array("B")
         self._catalog_numbers: dict[str, int] = {}
         self._epochs: dict[int, int] = {}  # by namespace number: that of rows written now
         self._oldest_epochs: dict[int, int] = {}
@@ -92,12 +96,15 @@ class Shelf:
         self._creating = False
         self._sequence = state.next_sequence
         self._orphans: dict[bytes, list[PlacedRow]] = {}
+        self._raised: dict[int, int] = {}  # epochs of loaded entries, where they are not 0
         self._rows: Loading | None = None
         self._adopt_namespaces(state)
 
     # --- namespaces ------------------------------------------------------------------------------
 
     def _adopt_namespaces(self, state: CatalogState) -> None:
+        # Numbers of namespaces that are dropped are not given again: their rows are still there.
+        self._last_number = max((saved.number for saved in state.namespaces), default=0)
         for saved in state.namespaces:
             namespace = self._space.open_saved(saved.spec)
             if namespace is None:
@@ -121,7 +128,7 @@ class Shelf:
         if policy is None:
             policy = self._policies[namespace.spec.frame_bytes] = POLICIES[self._policy_name](self.index.columns)
         if namespace.fingerprint not in self._catalog_numbers:
-            number = max(self._catalog_numbers.values(), default=0) + 1
+            number = self._last_number = self._last_number + 1
             self._catalog_numbers[namespace.fingerprint] = number
             self._by_catalog_number[number] = namespace
             self._oldest_epochs[namespace.number] = self._epochs[namespace.number] = 0
@@ -151,7 +158,7 @@ class Shelf:
         entry = NO_ENTRY if table is None else table.get(key)
         if entry == NO_ENTRY:
             return None
-        columns = self._stored[entry], self._codec[entry], self._checksum[entry]
+        columns = self._stored[entry], self._codec[entry], self._checksum[entry], self._kind[entry]
         return Stored(entry, self.index.frame[entry], *columns)
 
     # --- changing --------------------------------------------------------------------------------
@@ -178,20 +185,22 @@ class Shelf:
         row = Row(
             key=key, parent=parent or ROOT_KEY, namespace=self._catalog_numbers[namespace.fingerprint],
             epoch=self._epochs[namespace.number], length=namespace.spec.block_bytes,
-            stored_length=written.stored_length, codec=written.codec, kind=1, checksum=written.checksum,
+            stored_length=written.stored_length, codec=written.codec, kind=written.kind, checksum=written.checksum,
             sequence=self._sequence,
         )  # fmt: skip
         self.catalog.insert(place_of(slot), row)
 
-    def _enter(self, table: Table, key: bytes, parent: int, slot: int, stored: Stored) -> None:
+    def _enter(self, table: Table, key: bytes, parent: int, slot: int, stored: Stored) -> int:
         entry = self.index.insert(table, key, parent, slot)
         missing = len(self.index.key) - len(self._checksum)
         if missing > 0:
-            for column in (self._checksum, self._stored, self._codec):
+            for column in (self._checksum, self._stored, self._codec, self._kind):
                 column.frombytes(bytes(column.itemsize * missing))
         self._checksum[entry] = stored.checksum
         self._stored[entry] = stored.stored_length
         self._codec[entry] = stored.codec
+        self._kind[entry] = stored.kind
+        return entry
 
     def drop(self, namespace: Namespace, key: bytes) -> None:
         """A block is bad: forget it and what follows it."""
@@ -202,13 +211,24 @@ class Shelf:
 
     def _slot_left(self, slot: int) -> None:
         """An entry is free: its row goes, then its slot is free too."""
+        self._leaving.add(slot)
         self.catalog.delete(place_of(slot), lambda ok: self._row_deleted(slot, ok))
 
     def _row_deleted(self, slot: int, ok: bool) -> None:
         if not ok:
             self.lost_slots += 1  # not reused: its old row could come back over new bytes
-        elif not self.loading or slot >> REGION_SHIFT not in self._segments:
+            return
+        self._leaving.discard(slot)
+        if not self.loading:  # else it is not yet known as used
             self.allocator.give_back(slot)
+
+    def _refuse_row(self, place: int) -> None:
+        """A row that is not taken in goes, and the slot that it names is used until it is gone."""
+        slot, slot_bytes = slot_of(place), self._segments.get(place >> SLOT_BITS, 0)
+        if slot_bytes and self._is_slot(place, slot_bytes):
+            self._slot_left(slot)
+        else:
+            self.catalog.delete(place)
 
     def _make_room(self, size_class: SizeClass) -> None:
         if not self.full:
@@ -276,6 +296,16 @@ class Shelf:
             **self.queue.stats(),
         }
 
+    def check_integrity(self, written: list[int]) -> list[str]:
+        """Where index, slots and counts disagree; `written` are the slots of writes under way. O(entries).
+
+        While rows are loading slots have no owner yet, and only the index is checked.
+        """
+        findings = self.index.check_integrity()
+        if not self.loading:
+            findings += self.allocator.check_integrity([*self.index.frames_in_use(), *self._leaving, *written])
+        return [f"nvme directory {self.directory.path}: {finding}" for finding in findings]
+
     # --- flushing --------------------------------------------------------------------------------
 
     def flush(self, namespace: Namespace, key: bytes, done: Done) -> int:
@@ -321,20 +351,24 @@ class Shelf:
             place, row = ready.pop()
             namespace = self._by_catalog_number.get(row.namespace)
             if namespace is None or not self._is_wanted(namespace, place, row):
-                self.catalog.delete(place)
+                self._refuse_row(place)
                 continue
             table = self.table(namespace)
             parent = table.root if row.parent == ROOT_KEY else table.get(row.parent)
             if parent == NO_ENTRY:
                 self._orphans.setdefault(row.parent, []).append((place, row))
                 continue
-            if table.get(row.key) != NO_ENTRY:
-                self.catalog.delete(place)  # one key in two slots: the first one seen stays
+            # A child is written after its parent, so an older epoch is what a flush by key has left of a
+            # chain whose first part was stored again. And of one key in two slots the first one stays.
+            if row.epoch < self._raised.get(parent, 0) or table.get(row.key) != NO_ENTRY:
+                self._refuse_row(place)
                 continue
             slot = slot_of(place)
             self._epochs[namespace.number] = max(self._epochs[namespace.number], row.epoch)
-            stored = Stored(NO_ENTRY, slot, row.stored_length, row.codec, row.checksum)
-            self._enter(table, row.key, parent, slot, stored)
+            stored = Stored(NO_ENTRY, slot, row.stored_length, row.codec, row.checksum, row.kind)
+            entry = self._enter(table, row.key, parent, slot, stored)
+            if row.epoch:
+                self._raised[entry] = row.epoch
             self.loaded_rows += 1
             ready.extend(self._orphans.pop(row.key, ()))
 
@@ -343,23 +377,26 @@ class Shelf:
         segment, frame_bytes = place >> SLOT_BITS, namespace.spec.frame_bytes
         if row.length != namespace.spec.block_bytes or self._segments.get(segment) != frame_bytes:
             return False
-        offset = slot_of(place) & OFFSET_MASK
-        if segment not in self.directory.segments or offset % frame_bytes:
-            return False
-        if offset + frame_bytes > self.directory.segment_bytes:
+        if not self._is_slot(place, frame_bytes):
             return False
         stone = self._tombstones.get((namespace.number, row.key))
         return row.epoch >= self._oldest_epochs[namespace.number] and (stone is None or row.epoch >= stone)
+
+    def _is_slot(self, place: int, slot_bytes: int) -> bool:
+        offset = slot_of(place) & OFFSET_MASK
+        inside = offset + slot_bytes <= self.directory.segment_bytes
+        return inside and offset % slot_bytes == 0 and place >> SLOT_BITS in self.directory.segments
 
     def _finish_loading(self) -> None:
         for rows in self._orphans.values():
             for place, _ in rows:
                 self.orphan_rows += 1
-                self.catalog.delete(place)
+                self._refuse_row(place)
         self._orphans.clear()
+        self._raised.clear()
         self._rows = None
         used: dict[int, set[int]] = {segment: set() for segment in self._segments}
-        for slot in self.index.frames_in_use():
+        for slot in (*self.index.frames_in_use(), *self._leaving):
             used[slot >> REGION_SHIFT].add(slot & OFFSET_MASK)
         size = self.directory.segment_bytes
         for segment, slot_bytes in self._segments.items():

@@ -25,8 +25,10 @@ from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.catalog import Catalog, CatalogState
 from tiercache.daemon.nvme.codecs import codec_number
 from tiercache.daemon.nvme.directory import Directory
+from tiercache.daemon.nvme.extents import Extents, Held
 from tiercache.daemon.nvme.io import DiskQueue
 from tiercache.daemon.nvme.promotion import Promotion
+from tiercache.daemon.nvme.scanning import Scan
 from tiercache.daemon.nvme.shelf import Shelf
 from tiercache.daemon.nvme.writebehind import WriteBehind
 from tiercache.daemon.policy import NO_ENTRY
@@ -55,6 +57,7 @@ class NvmeTier:
         codec_number(config.nvme_codec)  # a missing library is told now, and not at the first write
         self._opened = False
         self._closing = False
+        self._scan: Scan | None = None
 
     def attach(self, cache: Cache) -> None:
         """Say whose tier below this is."""
@@ -63,6 +66,7 @@ class NvmeTier:
             self._shelves, cache.space, self._regions, self._budget, self._config.nvme_codec
         )
         self._promotion = Promotion(cache, self._regions, self._shelf_of)
+        self._extents = Extents(self._shelf_of)
 
     async def open(self) -> None:
         """Open all directories, on threads; the daemon answers meanwhile. Raises ConfigError."""
@@ -127,6 +131,10 @@ class NvmeTier:
         """See `TierBelow`."""
         self._promotion.start(lease)
 
+    def hold(self, namespaces: Sequence[Namespace], keys: bytes) -> Held | None:
+        """See `TierBelow`."""
+        return self._extents.hold(namespaces, keys)
+
     def published(self, namespace: Namespace, key: bytes, entry: int) -> None:
         """See `TierBelow`; what was promoted is here already and not written again."""
         if self._opened and not namespace.table.windowed:
@@ -156,6 +164,8 @@ class NvmeTier:
         if not self._opened:
             return False
         more = [shelf.work() for shelf in self._shelves]
+        if self._scan is not None and not self._scan.over:
+            more.append(self._scan.pump())
         if not self._closing:
             self._promotion.look_again()
             self._promotion.pump()
@@ -171,6 +181,8 @@ class NvmeTier:
         if not self._opened:
             return 0
         self._closing = True
+        if self._scan is not None:
+            self._scan.stop()
         deadline_s = time.monotonic() + grace_s
         self._writes.add_rest(self._dirty())
         while not self._writes.idle or self._writes.pump():
@@ -205,12 +217,34 @@ class NvmeTier:
                         yield namespace, key
                 level = below
 
+    # --- checking --------------------------------------------------------------------------------
+
+    def check_integrity(self) -> list[str]:
+        """See `TierBelow`."""
+        if not self._opened:
+            return []
+        return [
+            finding for shelf in self._shelves for finding in shelf.check_integrity(self._writes.slots_of(shelf))
+        ]
+
+    def scan(
+        self, sample: int, bytes_per_s: int, wanted: Callable[[], bool], done: Callable[[list[str], int], None]
+    ) -> bool:
+        """See `TierBelow`."""
+        if self._scan is not None and not self._scan.over:
+            return False
+        namespaces = self._cache.space.namespaces
+        shelves = self._shelves if self._opened else []
+        self._scan = Scan(shelves, namespaces, sample, bytes_per_s, wanted, done)
+        self._scan.pump()
+        return True
+
     # --- stats -----------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """See `TierBelow`."""
         shelves = self._shelves
-        writes, promotion = self._writes, self._promotion
+        writes, promotion, extents = self._writes, self._promotion, self._extents
         return {
             "blocks": sum(table.blocks for shelf in shelves for table in shelf.index.tables.values()),
             "bytes": sum(shelf.allocator.used_bytes for shelf in shelves),
@@ -230,7 +264,11 @@ class NvmeTier:
             "promoted_blocks": promotion.promoted_blocks,
             "promoted_bytes": promotion.promoted_bytes,
             "promotion_in_flight_bytes": promotion.in_flight_bytes,
-            "bad_blocks": promotion.bad_blocks,
+            "direct_blocks": extents.direct_blocks,
+            "direct_bytes": extents.direct_bytes,
+            "direct_leases": extents.held_leases,
+            "direct_reported_blocks": extents.reported_blocks,
+            "bad_blocks": promotion.bad_blocks + extents.bad_blocks,
             "failed_reads": promotion.failed_reads,
             "directories": [shelf.stats() for shelf in shelves],
         }

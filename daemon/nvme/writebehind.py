@@ -16,10 +16,12 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tiercache.arena import Region
+from tiercache.checksum import CHECKSUM_LANES, CHECKSUM_XXH3
 from tiercache.daemon.allocator import NO_FRAME
 from tiercache.daemon.nvme import codecs
 from tiercache.daemon.nvme.blockio import Outcome, WriteOp
 from tiercache.daemon.nvme.budget import WriteBudget
+from tiercache.daemon.nvme.directory import PAGE_BYTES
 from tiercache.daemon.nvme.io import Priority
 from tiercache.daemon.nvme.shelf import Shelf, Stored
 from tiercache.daemon.policy import NO_ENTRY
@@ -86,6 +88,10 @@ class WriteBehind:
             return
         self._queued.add(name)
         self._queue.append((namespace, key, asked_again))
+
+    def slots_of(self, shelf: Shelf) -> list[int]:
+        """Slots of writes that are under way or wait for their parent's."""
+        return [write.slot for write in self._flying.values() if write.shelf is shelf]
 
     def add_rest(self, blocks: Iterable[tuple[Namespace, bytes]]) -> None:
         """At the end: everything else, parents first; taken when the queue is empty."""
@@ -171,12 +177,15 @@ class WriteBehind:
         They are the kernel's until the op is done, whatever becomes of the block meanwhile.
         """
         spec, region = write.namespace.spec, self._regions[write.frame >> REGION_SHIFT]
-        codec = codecs.codec_number(self.codec, codecs.element_bytes(spec.dtype))
+        # What clients read on the disk themselves is as it is, with a checksum that a GPU computes.
+        direct = write.namespace.direct and spec.block_bytes % PAGE_BYTES == 0
+        codec = codecs.RAW if direct else codecs.codec_number(self.codec, codecs.element_bytes(spec.dtype))
         self._space.allocator.hold(write.frame)
         op = WriteOp(
             done=lambda op: self._done(write, op), slot=write.slot,
             address=region.address + (write.frame & OFFSET_MASK), length=spec.block_bytes,
             key=write.key, fingerprint=write.namespace.fingerprint, codec=codec,
+            kind=CHECKSUM_LANES if direct else CHECKSUM_XXH3,
         )  # fmt: skip
         self._flying[write.namespace.number, write.key] = write
         self.in_flight_bytes += spec.frame_bytes
@@ -206,7 +215,7 @@ class WriteBehind:
         saved = write.namespace.spec.frame_bytes - op.moved_bytes
         self.saved_bytes += saved
         self.budget.charge(-saved)
-        stored = Stored(NO_ENTRY, write.slot, op.stored_length, op.codec, op.checksum)
+        stored = Stored(NO_ENTRY, write.slot, op.stored_length, op.codec, op.checksum, op.kind)
         if write.parent and (write.namespace.number, write.parent) in self._flying:
             self._parked.setdefault((write.namespace.number, write.parent), []).append((write, stored))
         else:

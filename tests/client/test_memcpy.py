@@ -22,7 +22,6 @@ BLOCKS = 40
 def small_pieces_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memcpy, "PIECE_BYTES", 1000)
     monkeypatch.setattr(memcpy, "SHARED_FROM_BYTES", 1)
-    monkeypatch.setattr(memcpy, "SHARED_MOVE_BYTES", 1)
     monkeypatch.setattr(memcpy, "_second_core", lambda: True)
 
 
@@ -57,7 +56,7 @@ class Meeting:
 def test_both_threads_take_part_and_every_byte_arrives() -> None:
     source, target, moves = arrays()
     meeting = Meeting()
-    assert copy_moves(moves, meeting) == BLOCKS
+    assert copy_moves(moves, meeting, shared=True) == BLOCKS
     assert len(meeting.known) == 2
     np.testing.assert_array_equal(target[::-1], source)
 
@@ -69,12 +68,12 @@ def test_a_helper_that_is_busy_elsewhere_is_not_waited_for() -> None:
         inside.release()
         return not let_go.wait(10)
 
-    other = threading.Thread(target=copy_moves, args=(arrays()[2], Meeting(stay)))
+    other = threading.Thread(target=copy_moves, args=(arrays()[2], Meeting(stay)), kwargs={"shared": True})
     other.start()
     assert inside.acquire(timeout=10)
     assert inside.acquire(timeout=10)  # both of them: its caller and the helper
     source, target, moves = arrays()
-    assert copy_moves(moves, never) == BLOCKS
+    assert copy_moves(moves, never, shared=True) == BLOCKS
     np.testing.assert_array_equal(target[::-1], source)
     let_go.set()
     other.join(10)
@@ -85,7 +84,7 @@ def test_a_helper_that_is_busy_elsewhere_is_not_waited_for() -> None:
 def test_the_moves_before_the_count_are_complete_when_stopped(questions: int) -> None:
     source, target, moves = arrays()
     left = iter(range(questions))
-    complete = copy_moves(moves, Meeting(lambda: next(left, None) is None))
+    complete = copy_moves(moves, Meeting(lambda: next(left, None) is None), shared=True)
     assert complete < BLOCKS
     np.testing.assert_array_equal(target[::-1][:complete], source[:complete])
     assert complete >= (questions - 2) // 3  # three pieces a block, asked before each but the first
@@ -102,10 +101,10 @@ def test_an_interrupted_copy_is_over_before_its_caller_is_told() -> None:
         return not raised.wait(10)
 
     with pytest.raises(KeyboardInterrupt):
-        copy_moves(moves, Meeting(interrupt))
+        copy_moves(moves, Meeting(interrupt), shared=True)
     before = target.copy()
     source, other, again = arrays()
-    assert copy_moves(again, Meeting()) == BLOCKS  # the helper is back, so it had left the first copy
+    assert copy_moves(again, Meeting(), shared=True) == BLOCKS  # by both: the helper has left the first
     np.testing.assert_array_equal(other[::-1], source)
     np.testing.assert_array_equal(target, before)
 
@@ -113,10 +112,10 @@ def test_an_interrupted_copy_is_over_before_its_caller_is_told() -> None:
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_copies_with_a_helper_of_its_own() -> None:
     _, _, moves = arrays()
-    assert copy_moves(moves, Meeting()) == BLOCKS
+    assert copy_moves(moves, Meeting(), shared=True) == BLOCKS
     child = os.fork()
     if child == 0:
-        good = copy_moves(moves, Meeting()) == BLOCKS
+        good = copy_moves(moves, Meeting(), shared=True) == BLOCKS
         os._exit(0 if good else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -125,7 +124,9 @@ def test_one_thread_where_there_is_little_to_copy(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(memcpy, "SHARED_FROM_BYTES", 1 << 30)
     monkeypatch.setattr(memcpy, "_submit", lambda job: pytest.fail("the helper was asked"))
     source, target, moves = arrays()
-    assert copy_moves(moves, never) == BLOCKS
+    assert copy_moves(moves, never, shared=True) == BLOCKS
     np.testing.assert_array_equal(target[::-1], source)
+    monkeypatch.setattr(memcpy, "SHARED_FROM_BYTES", 1)
+    assert copy_moves(moves, never, shared=False) == BLOCKS
     answers = iter([False, True])
-    assert copy_moves(moves, lambda: next(answers)) == 2
+    assert copy_moves(moves, lambda: next(answers), shared=False) == 2

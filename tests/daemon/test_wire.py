@@ -654,6 +654,7 @@ def _vectors() -> dict[str, bytes]:
 
 def test_the_documented_vectors_are_what_the_code_computes() -> None:
     from tiercache import messages
+    from tiercache.checksum import CHECKSUM_LANES, block_checksum
     from tiercache.keys import KeyChain
     from tiercache.keys import root_key as code_root_key
     from tiercache.layout import NamespaceSpec
@@ -675,6 +676,8 @@ def test_the_documented_vectors_are_what_the_code_computes() -> None:
         "h_1_with_extra": with_extra.key(0),
         "frames": messages.pack_frames([0, 8192, 3 << 48 | 4096]),
         "indices": messages.pack_indices([0, 1, 511]),
+        "extents": messages.pack_extents([messages.Extent(3, 0, 2, 0, 8192, 4096, 4096, 0x0123456789ABCDEF)]),
+        "lanes_hello": block_checksum(b"hello", 7, CHECKSUM_LANES).to_bytes(8, "big"),
         "match": messages.msgspec.msgpack.encode(match),
         "fingerprint": bytes.fromhex(spec.fingerprint()),
     }
@@ -689,9 +692,25 @@ def test_the_documented_vectors_are_what_a_stranger_computes() -> None:
     assert vectors["h_1_with_extra"] == next_key(vectors["root_plain"], [1, 2, 3, 4], b"image:77")
     assert vectors["frames"] == struct.pack("<3Q", 0, 8192, (3 << 48) + 4096)
     assert vectors["indices"] == struct.pack("<3I", 0, 1, 511)
+    assert vectors["extents"] == struct.pack("<IHBBQIIQ", 3, 0, 2, 0, 8192, 4096, 4096, 0x0123456789ABCDEF)
+    assert vectors["lanes_hello"] == _lanes(b"hello", 7).to_bytes(8, "big")
     header = [7, bytes(range(16)), 81985529216486895, 5_000_000]
     keys = vectors["h_1"] + vectors["h_2"]
-    assert vectors["match"] == msgpack.packb(["match", *header, [1], keys, 30_000, 2, False])
+    assert vectors["match"] == msgpack.packb(["match", *header, [1], keys, 30_000, 2, False, False])
+
+
+def _lanes(data: bytes, seed: int) -> int:
+    """Checksum kind 2 as the document has it, of at most one stripe."""
+
+    def mix(value: int) -> int:
+        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+        return value ^ value >> 31
+
+    golden = 0x9E3779B97F4A7C15
+    lanes = struct.unpack(f"<{-(-len(data) // 4)}I", data + bytes(-len(data) % 4))
+    stripe = sum(lane * mix((number + 1) * golden % 2**64) for number, lane in enumerate(lanes))
+    return mix(mix((stripe + golden) % 2**64) ^ seed)
 
 
 def test_the_documented_limits_and_tags_are_those_of_the_code() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_blocks import chain, spec_of
 from fault_engine import Engine
 from fault_peer import Peer
 from fault_processes import Child, Daemon
@@ -91,4 +92,31 @@ def kill_later(closing: ExitStack) -> Callable[[int], None]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
-    return lambda pid: closing.callback(kill, pid) and None
+    def later(pid: int) -> None:
+        closing.callback(kill, pid)
+
+    return later
+
+
+@pytest.fixture(scope="module")
+def hardened() -> Iterator[Daemon]:
+    """One daemon for all hostile messages: what one of them breaks, the next test sees."""
+    daemon = Daemon("--arena", "16MiB", "--region", "4MiB").start()
+    yield daemon
+    assert daemon.running(), daemon.log()
+    daemon.close()
+
+
+@pytest.fixture
+def bystander(hardened: Daemon) -> Iterator[Peer]:
+    """Another client, with a block, that must not notice anything."""
+    spec, keys = spec_of(rank=7), chain("bystander", 4)
+    with Peer(hardened.run_dir, name="bystander") as peer:
+        peer.store(spec, keys)
+        refused = peer.stats()["counters"]["requests_failed"]
+        yield peer
+        assert peer.load(spec, keys) == 4
+        stats = peer.stats()
+        assert stats["health"]["state"] == "ok"
+        assert stats["counters"]["requests_failed"] == refused, hardened.log()
+        assert "Exception in callback" not in hardened.log(), hardened.log()

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 import zmq
-
 from fault_blocks import content, key_at
+
 from tiercache import messages as m
 from tiercache.arena import Region
 from tiercache.config import session_socket_path

@@ -72,7 +72,7 @@ def test_3_10_loads_under_hard_eviction_are_right_or_misses(
     settings = {"block_bytes": 256 << 10, "blocks": 48, "map_arena": mapped}
     children = [start_child("engine", daemon, **settings) for _ in range(2)]
     for seed, child in enumerate(children):
-        child.tell("churn", seed=seed, seconds=2.5, chains=6, longest=30, flush=True)
+        child.tell("churn", seed=seed, seconds=1.8, chains=6, longest=30, flush=True)
     totals = [child.hear(30) for child in children]
     assert all(total["good"] > 0 and total["stored"] > 0 for total in totals), totals
     stats = daemon.stats()

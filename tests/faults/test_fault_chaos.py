@@ -13,7 +13,6 @@ from fault_blocks import chain, spec_of
 from fault_engine import Engine
 from fault_processes import Child, Daemon, wait_until
 
-
 SETTINGS = {"block_bytes": 64 << 10, "blocks": 32, "request_timeout_s": 0.3}
 TINY = ("--arena", "4MiB", "--region", "2MiB")
 
@@ -68,8 +67,8 @@ def test_clients_at_random_while_the_daemon_dies_again_and_again(
     start_daemon: Callable[..., Daemon], start_child: Callable[..., Child], engine_of: Callable[..., Engine], seed: int
 ) -> None:
     daemon = start_daemon(*TINY)
-    _, results = churn(start_child, daemon, seed, seconds=7.5)
-    chaos(daemon, random.Random(seed), 6.5, kills=4)
+    _, results = churn(start_child, daemon, seed, seconds=6)
+    chaos(daemon, random.Random(seed), 5, kills=3)
     totals = results()
     assert all(total["stored"] > 0 and total["good"] > 0 for total in totals), totals
     engine = engine_of(daemon, spec_of(64 << 10))
@@ -98,9 +97,9 @@ def test_clients_that_die_at_random_leave_nothing_behind(
     """kill -9 and SIGSTOP of clients in the middle of stores and loads; the others never see a wrong byte."""
     daemon = start_daemon(*TINY)
     dice = random.Random(seed)
-    children, results = churn(start_child, daemon, seed, seconds=4, clients=2)
+    children, results = churn(start_child, daemon, seed, seconds=3, clients=2)
     victims: list[Child] = []
-    end_s = time.monotonic() + 3
+    end_s = time.monotonic() + 2
     while time.monotonic() < end_s:
         victim = start_child("engine", daemon, required=False, **SETTINGS)
         victims.append(victim)

@@ -16,6 +16,7 @@ from fault_engine import Engine
 from fault_peer import Peer
 from fault_processes import Daemon, wait_until
 
+from tiercache import loading
 from tiercache import messages as m
 from tiercache.errors import DeadlineExceeded
 from tiercache.transfer import Addresses, Copier, Limit
@@ -142,16 +143,13 @@ def test_38_blocks_are_not_good_before_the_daemon_says_so(
 
 @pytest.mark.parametrize("why", ["flush", "expiry", "kill", "restart"])
 def test_38_a_lease_lost_in_mid_copy_is_a_miss(
-    daemon: Daemon, gated: tuple[Engine, Gate], connect: Callable[..., Peer], why: str
+    daemon: Daemon, gated: tuple[Engine, Gate], connect: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     engine, gate = gated
     keys = stored(daemon, connect, "lost")
     if why == "expiry":
-        import tiercache.loading
-
-        engine.connector.client.keep = lambda *_: None  # type: ignore[method-assign]
-        monkey = pytest.MonkeyPatch()
-        monkey.setattr(tiercache.loading, "READ_TTL_MS", 60)
+        monkeypatch.setattr(loading, "READ_TTL_MS", 60)
+        monkeypatch.setattr(engine.connector.client, "keep", lambda *_: None)
     transfer = engine.connector.load_async(engine.connector.match(keys), list(range(BLOCKS)))
     assert gate.half_way.wait(5)
     if why == "flush":
@@ -160,7 +158,6 @@ def test_38_a_lease_lost_in_mid_copy_is_a_miss(
         for number in range(3):
             other.store(SPEC, chain(f"new owner {number}", 256))
     elif why == "expiry":
-        monkey.undo()
         wait_until(lambda: daemon.stats()["leases"]["read"] == 0, "the lease is over")
         for number in range(3):
             connect(daemon).store(SPEC, chain(f"new owner {number}", 256))

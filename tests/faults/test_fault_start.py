@@ -15,6 +15,8 @@ import pytest
 from fault_peer import Peer
 from fault_processes import Daemon, state_of, wait_until
 
+from tiercache import messages as m
+
 BAD_SETTINGS: dict[str, tuple[list[str], str]] = {
     "a size that is none": (["--arena", "much"], "arena"),
     "a size of nothing": (["--arena", "0"], "arena"),
@@ -145,8 +147,6 @@ def test_terminated_under_load_it_ends_cleanly(
 ) -> None:
     daemon = start_daemon()
     peers = [connect(daemon) for _ in range(5)]
-    from tiercache import messages as m
-
     for peer in peers:
         for _ in range(200):
             peer.post(m.Ping)

@@ -7,10 +7,13 @@ its process has exited. All arenas here have 16 frames, so whatever is given awa
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from collections.abc import Callable
 
 import pytest
 from fault_blocks import chain, content, key_at, spec_of
+from fault_messages import greet
 from fault_peer import Peer
 from fault_processes import Child, Daemon, state_of, wait_until
 
@@ -183,9 +186,6 @@ class Fork:
 
     def kill(self) -> None:
         """SIGKILL; its parent does not reap it, so a zombie is as gone as it gets."""
-        import os
-        import signal
-
         os.kill(self.pid, signal.SIGKILL)
         wait_until(lambda: state_of(self.pid) in ("Z", ""), "the fork is dead")
 
@@ -222,8 +222,6 @@ def test_39_a_peer_cannot_lend_another_process_for_its_own(
     small: Daemon, start_child: Callable[..., Child]
 ) -> None:
     """A pidfd of somebody else would end the quarantine too early, or never."""
-    from fault_messages import greet
-
     child = start_child("peer", small, **SETTINGS)
     answer = greet(small.run_dir, pid=child.pid)
     assert isinstance(answer, m.Refused)

@@ -135,6 +135,54 @@ def ping(
 
 @app.command(epilog="""\b
 Examples:
+  tiercache check                     the running daemon, or the nvme directories of the configuration
+  tiercache check --nvme /mnt/nvme0/kv --full --rate 1GiB
+                                      a directory that no daemon uses, every block
+  tiercache check --nvme /mnt/nvme0/kv --repair
+                                      also delete what is wrong there
+  tiercache check --address /run/tiercache --sample 0
+                                      the books of a running daemon only
+""")
+def check(
+    nvme: Annotated[
+        list[str] | None,
+        typer.Option("--nvme", metavar="DIR", help="Directory that no daemon uses (may be repeated)."),
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Delete wrong rows and what follows them (without a daemon only).")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Read every block, not a sample.")] = False,
+    sample: Annotated[
+        int | None, typer.Option("--sample", metavar="N", min=0, help="Blocks to read, at random (default: 1000).")
+    ] = None,
+    rate: Annotated[
+        str, typer.Option("--rate", metavar="SIZE", help="Bytes a second to read blocks at; 0: no limit.")
+    ] = "200MiB",
+    force: Annotated[
+        bool, typer.Option("--force", help="Check a running daemon of any size; it serves nobody meanwhile.")
+    ] = False,
+    path: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="TOML file (default: $TIERCACHE_CONFIG).")
+    ] = None,
+    as_json: Json = False,
+    address: Address = None,
+) -> int:
+    """Look for faults: in nvme directories, or in a daemon that runs.
+
+    Exit status: 0 when there is none, 1 when there is one (repaired or not), 2 when it could not be checked.
+    """
+    from tiercache.cli import check as command
+
+    return command.check(
+        command.Options(
+            nvme=tuple(nvme or ()), repair=repair, full=full, sample=sample, rate=rate, force=force,
+            config=path, as_json=as_json, address=address,
+        )
+    )  # fmt: skip
+
+
+@app.command(epilog="""\b
+Examples:
   tiercache config > tiercache.toml   a file to start from: every setting, explained
   TIERCACHE_ARENA=16GiB tiercache config
                                       says where each value that was chosen came from

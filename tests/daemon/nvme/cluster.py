@@ -16,6 +16,7 @@ import numpy as np
 
 import tiercache
 from tiercache.daemon.nvme.checking import ALL, check_directory
+from tiercache.messages import Check, CheckReply
 
 BLOCK_BYTES = 64 << 10
 POOL_BLOCKS = 256
@@ -92,16 +93,30 @@ class Cluster:
 
     def kill(self) -> None:
         """End the daemon with SIGKILL."""
+        self.check_daemon()
         os.kill(self.daemon.pid, signal.SIGKILL)
-        self.stop()
+        self._close()
 
     def stop(self) -> None:
-        """Close everything; SIGTERM if the daemon still runs. What it leaves, however it ended, has no fault."""
+        """Close everything; SIGTERM if the daemon still runs."""
+        if self.daemon.poll() is None:
+            self.check_daemon()
+        self._close()
+
+    def _close(self) -> None:
+        """However the daemon ended, it leaves no fault."""
         self.connector.close()
         self.daemon.close()
-        self.check()
+        self.check_directories()
 
-    def check(self) -> None:
+    def check_daemon(self, sample: int = 0) -> CheckReply:
+        """The daemon's books are in order, now; and so many blocks are."""
+        reply = self.connector.client.call(Check, timeout_s=DEADLINE_S, sample=sample, bytes_per_s=0)
+        assert isinstance(reply, CheckReply)
+        assert reply.findings == []
+        return reply
+
+    def check_directories(self) -> None:
         """Every directory is as its index says, to the last byte."""
         for directory in self.directories:
             report = check_directory(directory, sample=ALL, rate=0)
@@ -145,7 +160,8 @@ class Cluster:
         self.pool[: match.blocks] = 0
         good = self.connector.load(match, range(match.blocks), timeout_s=20)
         for number in range(good):
-            assert np.array_equal(self.pool[number], self.content_of(key_of(chain, number))), f"wrong bytes in block {number}"
+            right = self.content_of(key_of(chain, number))
+            assert np.array_equal(self.pool[number], right), f"wrong bytes in block {number}"
         return good
 
     def flush_dram(self) -> None:

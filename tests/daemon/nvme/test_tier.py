@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 import shutil
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import BLOCK_BYTES, Cluster, chain_of, key_of, wait_for
+
+from tiercache.daemon.nvme.catalog import check_rows
+from tiercache.daemon.nvme.rows import pack_row
 
 pytestmark = pytest.mark.faults
 
@@ -91,6 +95,32 @@ def test_flushed_blocks_stay_away(cluster: Cluster) -> None:
     cluster.restart()
     assert (cluster.load(kept), cluster.load(part)) == (0, 0)
     assert cluster.nvme()["blocks"] == 0
+
+
+def test_what_a_flush_left_behind_does_not_hang_itself_below_new_blocks(cluster: Cluster) -> None:
+    """A crash may undo deletions: a flushed block's row comes back, and its parent has been stored again."""
+    chain = chain_of("a", 6)
+    cluster.store(chain)
+    cluster.wait_written()
+    cluster.daemon.close()
+    old = dict(check_rows(cluster.directories[0]))
+    cluster.start()
+    cluster.wait_loaded()
+    cluster.connector.flush(key=key_of(chain, 0))
+    cluster.store(chain[: 3 * 16])
+    cluster.wait_written()
+    cluster.daemon.close()
+    new = dict(check_rows(cluster.directories[0]))
+    assert len(new) == 3
+    with sqlite3.connect(cluster.directories[0] / "index.db") as database:
+        stale = [(place, pack_row(place, row)) for place, row in old.items() if row and place not in new]
+        stale = stale[:3] or [pytest.fail("every old place was taken again")]
+        database.executemany("INSERT INTO blocks VALUES(?, ?)", stale)
+    database.close()
+    cluster.start()
+    cluster.wait_loaded()
+    assert cluster.load(chain) == 3
+    assert cluster.nvme()["blocks"] == 3
 
 
 def test_a_stop_with_grace_leaves_nothing_behind(cluster: Cluster) -> None:

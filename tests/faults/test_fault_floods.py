@@ -1,0 +1,228 @@
+"""Faults 24, 41, 42, 43: too much, too many, too long, and silence. Others are answered all the while."""
+
+from __future__ import annotations
+
+import random
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+import pytest
+import zmq
+from fault_blocks import chain, spec_of
+from fault_engine import Engine
+from fault_messages import RawZmtp, greet
+from fault_peer import Peer
+from fault_processes import Child, Daemon, open_fds, rss_bytes, wait_until
+
+from tiercache import messages as m
+from tiercache.config import session_socket_path
+from tiercache.errors import RequestRefused
+from tiercache.session import Session
+
+MIB = 1 << 20
+
+
+def test_24_a_frame_of_a_gigabyte_and_a_half_is_not_awaited(
+    hardened: Daemon, bystander: Peer, closing: ExitStack
+) -> None:
+    before = rss_bytes(hardened.pid)
+    for _ in range(8):
+        raw = closing.enter_context(RawZmtp(bystander.welcome.control))
+        raw.shake_hands()
+        raw.announce(3 << 29)
+        assert raw.is_over(), "the daemon waits for 1.5 GiB"
+    assert rss_bytes(hardened.pid) - before < 64 * MIB
+
+
+def test_24_zmtp_noise_disturbs_nobody(hardened: Daemon, bystander: Peer) -> None:
+    """Some noise is a greeting of ZMTP 1.0 and its peer stays connected; nobody notices."""
+    before = open_fds(hardened.pid)
+    dice = random.Random(24)
+    with ExitStack() as raws:
+        for _ in range(40):
+            raw = raws.enter_context(RawZmtp(bystander.welcome.control))
+            with suppress(ConnectionError):
+                raw.sock.sendall(dice.randbytes(dice.randint(1, 5000)))
+            assert isinstance(bystander.ask(m.Ping), m.Done)
+    wait_until(lambda: open_fds(hardened.pid) <= before, "no descriptor is left behind")
+
+
+def test_24_half_a_handshake_is_not_awaited(hardened: Daemon, bystander: Peer, closing: ExitStack) -> None:
+    raws = [closing.enter_context(RawZmtp(bystander.welcome.control)) for _ in range(3)]
+    raws[1].sock.sendall(b"\xff" + bytes(8) + b"\x7f\x03")
+    raws[2].sock.sendall(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    assert all(raw.is_over(10) for raw in raws)
+
+
+def test_43_an_unfinished_message_grows_and_goes(hardened: Daemon, bystander: Peer) -> None:
+    """Who may open the socket may fill memory this way; it must not take the others' answers along."""
+    parts = 90
+    before = rss_bytes(hardened.pid)
+    with RawZmtp(bystander.welcome.control) as raw:
+        raw.shake_hands()
+        for number in range(parts):
+            raw.send_frame(bytes(MIB), more=True)
+            if number % 30 == 0:
+                assert isinstance(bystander.ask(m.Ping), m.Done)
+        wait_until(lambda: rss_bytes(hardened.pid) - before > parts // 2 * MIB, "the parts are buffered")
+        assert rss_bytes(hardened.pid) - before < (parts + 40) * MIB
+        assert isinstance(bystander.ask(m.Ping), m.Done)
+    wait_until(lambda: rss_bytes(hardened.pid) - before < 40 * MIB, "the memory is given back")
+
+
+def test_24_idle_connections_on_the_session_socket(
+    daemon: Daemon, connect: Callable[..., Peer], closing: ExitStack
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4000), hard), hard))
+    closing.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+    peer, spec, keys = connect(daemon), spec_of(), chain("idle", 4)
+    peer.store(spec, keys)
+    before = open_fds(daemon.pid)
+    idle = []
+    deadline_s = time.monotonic() + 20
+    while len(idle) < 1500:
+        sock = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        sock.setblocking(False)
+        while True:  # a full backlog is a reason to come again
+            assert time.monotonic() < deadline_s
+            with suppress(BlockingIOError):
+                sock.connect(str(session_socket_path(daemon.run_dir)))
+                break
+        idle.append(sock)
+        if len(idle) % 100 == 0:
+            assert peer.load(spec, keys) == 4
+    assert open_fds(daemon.pid) - before <= 64, "few are let in without a word"
+    wait_until(lambda: _greets(daemon), "somebody who says hello is let in")
+    wait_until(lambda: open_fds(daemon.pid) <= before, "those who said nothing are let go")
+    assert peer.load(spec, keys) == 4
+
+
+def _greets(daemon: Daemon) -> bool:
+    return isinstance(greet(daemon.run_dir), m.Welcome)
+
+
+def test_24_idle_connections_on_the_control_socket(
+    start_daemon: Callable[..., Daemon], connect: Callable[..., Peer], closing: ExitStack
+) -> None:
+    daemon = start_daemon("--arena", "16MiB", "--region", "4MiB", "--max-sessions", "32")
+    peer, spec, keys = connect(daemon), spec_of(), chain("idle", 4)
+    peer.store(spec, keys)
+    before = open_fds(daemon.pid)
+    endpoint = peer.welcome.control.removeprefix("ipc://")
+    deadline_s = time.monotonic() + 20
+    for number in range(1500):
+        sock = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        sock.setblocking(False)
+        while True:
+            assert time.monotonic() < deadline_s
+            with suppress(BlockingIOError):
+                sock.connect(endpoint)
+                break
+        if number % 100 == 0:
+            assert peer.load(spec, keys) == 4
+    wait_until(lambda: open_fds(daemon.pid) - before <= 140, "no more than 4 connections for each session")
+    assert peer.stats()["counters"]["connections_refused"] > 0
+    # Those that never shake hands are let go, so others get in again.
+    wait_until(lambda: open_fds(daemon.pid) - before <= 8, "idle connections are let go")
+    with connect(daemon) as late:
+        assert late.load(spec, keys) == 4
+    assert peer.load(spec, keys) == 4
+
+
+def test_24_sessions_have_a_limit(
+    start_daemon: Callable[..., Daemon], connect: Callable[..., Peer], engine_of: Callable[..., Engine]
+) -> None:
+    daemon = start_daemon("--arena", "4MiB", "--region", "2MiB", "--max-sessions", "3")
+    peers = [connect(daemon) for _ in range(3)]
+    answer = greet(daemon.run_dir)
+    assert isinstance(answer, m.Refused)
+    assert answer.code == m.ErrorCode.LIMIT.value
+    with pytest.raises(RequestRefused, match="raise max_sessions"):
+        engine_of(daemon, spec_of())
+    for _ in range(30):  # whether the refusal overtakes the hello or not
+        with pytest.raises(RequestRefused, match="raise max_sessions"):
+            Session(daemon.run_dir, "one more", b"i" * 16)
+    assert all(isinstance(peer.ask(m.Ping), m.Done) for peer in peers)
+    peers[0].hang_up()
+    wait_until(lambda: _greets(daemon), "there is room again")
+
+
+def test_24_leases_have_a_limit(start_daemon: Callable[..., Daemon], connect: Callable[..., Peer]) -> None:
+    daemon = start_daemon("--arena", "4MiB", "--region", "2MiB", "--max-leases-per-session", "5")
+    peer, other, spec, keys = connect(daemon), connect(daemon), spec_of(), chain("many", 2)
+    peer.store(spec, keys)
+    leases = [peer.match(spec, keys, ttl_ms=9000).lease for _ in range(5)]
+    reply = peer.match(spec, keys, ttl_ms=9000)
+    assert isinstance(reply, m.Error)
+    assert reply.code == m.ErrorCode.LIMIT.value
+    assert other.load(spec, keys) == 2
+    assert peer.ask(m.Release, lease=leases[0]).good
+    assert peer.load(spec, keys) == 2
+
+
+def test_41_a_client_that_never_reads_its_replies_loses_its_session_only(
+    hardened: Daemon, bystander: Peer, connect: Callable[..., Peer]
+) -> None:
+    deaf = connect(hardened, receive_hwm=1)
+    others = [connect(hardened) for _ in range(3)]
+    posted = 0
+    deadline_s = time.monotonic() + 20
+    while not deaf.is_over(0):
+        assert time.monotonic() < deadline_s, f"{posted} replies were not read, and the session goes on"
+        for _ in range(100):
+            with suppress(zmq.Again):
+                deaf.post(m.Stats)
+                posted += 1
+        assert all(isinstance(other.ask(m.Ping), m.Done) for other in others)
+    assert posted > 1000, "a thousand outstanding replies are allowed"
+    assert bystander.stats()["counters"]["sessions_cut"] > 0
+    assert all(isinstance(other.ask(m.Ping), m.Done) for other in others)
+
+
+def test_41_a_reader_that_is_only_late_gets_every_reply(hardened: Daemon, connect: Callable[..., Peer]) -> None:
+    """Below the limit nothing is dropped: each of the requests is answered, in order."""
+    peer = connect(hardened)
+    posted = [peer.post(m.Ping, deadline_s=60) for _ in range(1000)]
+    wait_until(
+        lambda: hardened.stats()["latency"]["Ping"]["count"] >= 1000, "all of them have been worked through"
+    )
+    assert [peer.receive()[0].request_id for _ in posted] == posted
+
+
+def test_42_every_request_of_many_clients_is_answered(
+    hardened: Daemon, bystander: Peer, start_child: Callable[..., Child]
+) -> None:
+    """A send may swallow the news of a request: then that request waits until something else comes."""
+    children = [start_child("peer", hardened) for _ in range(3)]
+    for child in children:
+        child.tell("ping_pong", seconds=1.5, peers=5)
+    assert isinstance(bystander.ask(m.Ping), m.Done)
+    assert all(child.hear(30) > 100 for child in children)
+
+
+def test_42_the_last_request_before_silence_is_answered(hardened: Daemon, connect: Callable[..., Peer]) -> None:
+    """Threads that all stop at once: nobody's further request pushes a forgotten one along."""
+    peers = [connect(hardened, map_arena=False) for _ in range(8)]
+    failures: list[str] = []
+
+    def ask(peer: Peer, barrier: threading.Barrier) -> None:
+        try:
+            for _ in range(150):
+                barrier.wait(20)
+                assert isinstance(peer.ask(m.Ping), m.Done)
+        except (AssertionError, threading.BrokenBarrierError) as error:
+            failures.append(repr(error))
+            barrier.abort()
+
+    barrier = threading.Barrier(len(peers))
+    threads = [threading.Thread(target=ask, args=(peer, barrier)) for peer in peers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert not failures
