@@ -271,6 +271,38 @@ class Index:
         self.first_child[parent] = self.parent[entry] = NO_ENTRY
         self._free_entry(entry)
 
+    def evict_run(self, entry: int, count: int) -> int:
+        """Evict the policy's victim and, while they would be the next ones, its ancestors; at most `count`.
+
+        As `evict` again and again, but the policy is asked and told once. Returns how many went.
+        """
+        assert self.children[entry] == 0
+        assert self.pins[entry] == 0
+        table = self.tables[self.table[entry]]
+        run, top = [entry], entry
+        while True:
+            above = self.parent[top]
+            next_one = self.children[above] == 1 and not self.pins[above] and self.state[above] == LIVE
+            if not next_one or len(run) == count or not table.policy.follows(above, entry):
+                break
+            run.append(above)
+            top = above
+        if next_one:
+            table.policy.replaced(above, entry)
+            self.children[above] = 0
+            self.first_child[above] = NO_ENTRY
+        else:
+            table.policy.remove(entry)
+            self._leave_parent(top)
+        for gone in run:
+            key = self.key[gone]
+            del table.shards[key[0] & (_SHARDS - 1)][key]
+            self.parent[gone] = self.first_child[gone] = NO_ENTRY
+            self.children[gone] = 0
+            self._free_entry(gone)
+        table.blocks -= len(run)
+        return len(run)
+
     def drop(self, entry: int) -> None:
         """Forget an entry and all its descendants, these in slices (`unlink_slice`).
 

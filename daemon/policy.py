@@ -46,6 +46,9 @@ class Policy(Protocol):
     def replaced(self, entry: int, child: int) -> None:
         """`child`, a candidate and the last child of `entry`, is evicted; `entry` is one instead."""
 
+    def follows(self, entry: int, child: int) -> bool:
+        """Whether `entry`, a candidate in the place of `child`, the victim, would be the next victim."""
+
     def add(self, entry: int) -> None:
         """The block has become a candidate."""
 
@@ -116,6 +119,10 @@ class LeafLRU:
             if self._heads[bucket] == entry:
                 self._heads[bucket] = after
         columns.prev[entry] = columns.next[entry] = 0
+
+    def follows(self, entry: int, child: int) -> bool:
+        stamp = self._columns.stamp
+        return stamp[entry] <= stamp[child]
 
     def replaced(self, entry: int, child: int) -> None:
         columns = self._columns

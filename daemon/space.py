@@ -112,8 +112,7 @@ class Space:
         self._consider_drain(namespace.size_class, policy)
         evicted = 0
         while evicted < count and (victim := policy.victim()) != NO_ENTRY:
-            self.index.evict(victim)
-            evicted += 1
+            evicted += self.index.evict_run(victim, count - evicted)
         self.counters.evicted_blocks += evicted
         return evicted > 0
 

@@ -114,6 +114,7 @@ class Client:
         self._former: Session | None = None  # the last one, for what it had to give back
         self._reason = "it has not been reached yet"
         self._specs: dict[str, NamespaceSpec] = {}
+        self._direct: set[str] = set()  # fingerprints of specs that are read on NVMe by ourselves
         self._kept: dict[int, _Kept] = {}
         self._back_off_s = BACK_OFF_FIRST_S
         self._up_since_s = 0.0
@@ -232,11 +233,16 @@ class Client:
             return 1.0
         return min(1.0, (time.monotonic() - self._up_since_s) / RAMP_S)
 
-    def expect(self, spec: NamespaceSpec) -> None:
-        """Have `spec` registered in every session, as soon as it begins."""
+    def expect(self, spec: NamespaceSpec, *, direct: bool = False) -> None:
+        """Have `spec` registered in every session, as soon as it begins.
+
+        With `direct` as one whose blocks this process reads on NVMe itself.
+        """
         if problem := spec.problem():
             raise ConfigError(f"this namespace cannot be served: {problem}")
         self._specs[spec.fingerprint()] = spec
+        if direct:
+            self._direct.add(spec.fingerprint())
 
     def register(self, spec: NamespaceSpec) -> int:
         """The id of `spec` in the present session; it is registered again in every later one."""
@@ -373,9 +379,9 @@ class Client:
             session.call(Ping, Done, half_s)
         if not session.receive():
             raise DaemonUnavailable("the daemon closed the session")
-        for spec in list(self._specs.values()):
+        for fingerprint, spec in list(self._specs.items()):
             try:
-                session.namespace_id(spec)
+                session.namespace_id(spec, direct=fingerprint in self._direct)
             except RequestRefused as error:
                 logger.warning("the daemon refuses a namespace of this client: %s", error)
         session.tidy()

@@ -47,7 +47,9 @@ from typing import Any
 
 from tiercache.client import REQUEST_TIMEOUT_S, Client
 from tiercache.config import default_address
+from tiercache.direct import DirectReads
 from tiercache.errors import ConfigError, DaemonUnavailable, LayoutError, RequestRefused, TierCacheError
+from tiercache.gds_backend import Backend
 from tiercache.jobs import JobQueue, Transfer
 from tiercache.layout import NamespaceSpec
 from tiercache.loading import Match, adopt_match, end_match, load_blocks, match_blocks
@@ -94,6 +96,7 @@ def connect(
     request_timeout_s: float = REQUEST_TIMEOUT_S,
     load_timeout_s: float = LOAD_TIMEOUT_S,
     connect_timeout_s: float = 5.0,
+    gds: str | Backend = "off",
 ) -> Connector:
     """A connector to the daemon at `address`.
 
@@ -109,6 +112,10 @@ def connect(
         request_timeout_s: deadline of one request to the daemon.
         load_timeout_s: deadline of a load that names none.
         connect_timeout_s: deadline of connecting, if `required`.
+        gds: `auto` reads blocks from NVMe straight into the GPU where a probe, in the background,
+            finds that to work and to be faster; `off` leaves all reading to the daemon. Off by
+            default: the GPU part has not been run on a GPU yet. A `tiercache.gds_backend.Backend` is
+            used as it is.
 
     Raises:
         ConfigError: a namespace that cannot be served.
@@ -130,7 +137,7 @@ def connect(
         request_timeout_s=request_timeout_s,
     )
     try:
-        connector = Connector(client, namespace, pool, load_timeout_s=load_timeout_s)
+        connector = Connector(client, namespace, pool, load_timeout_s=load_timeout_s, gds=gds)
         client.expect(namespace)
         client.start(connect_timeout_s, required=required)
     except BaseException:
@@ -145,6 +152,7 @@ class Connector:
     Attributes:
         namespace: the form of this engine's blocks.
         pool: where they are, or None.
+        direct: whether blocks on NVMe are read past the daemon, and what was found out about that.
     """
 
     def __init__(
@@ -154,6 +162,7 @@ class Connector:
         pool: Pool | None,
         *,
         load_timeout_s: float = LOAD_TIMEOUT_S,
+        gds: str | Backend = "off",
     ) -> None:
         self.namespace = namespace
         self.pool = pool
@@ -165,6 +174,7 @@ class Connector:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._complained: set[str] = set()
+        self.direct = DirectReads(client, namespace, pool, gds)
         client.counters = lambda: self.counters
 
     @property
@@ -182,7 +192,8 @@ class Connector:
         """What this connector has done; see `COUNTERS`."""
         with self._lock:
             counts = dict(self._counts)
-        return {**counts, "times_up": self._client.times_up, "times_down": self._client.times_down}
+        lives = {"times_up": self._client.times_up, "times_down": self._client.times_down}
+        return {**counts, **lives, **self.direct.counters()}
 
     # --- matching --------------------------------------------------------------------------------
 
@@ -201,7 +212,7 @@ class Connector:
         if not keys or not self._is_up("matches"):
             return Match()
         try:
-            match = match_blocks(self._client, keys, specs, with_frames=self._reads_frames)
+            match = match_blocks(self._client, keys, specs, with_frames=self._reads_frames, extents=self.direct.wanted)
         except TierCacheError as error:
             self._fail("match", error)
             return Match()
@@ -267,7 +278,8 @@ class Connector:
     def _perform_load(self, match: Match, ids: Addresses, first: int, limit: Limit, after: Any) -> int:
         try:
             mover = self._own_mover()
-            good = load_blocks(self._client, mover, self.namespace, match, ids, first, limit, after)
+            past = self.direct.loader
+            good = load_blocks(self._client, mover, self.namespace, match, ids, first, limit, after, past)
         except CopyLost:
             raise
         except TierCacheError as error:
@@ -423,6 +435,7 @@ class Connector:
         """End the transfers that have begun, drop the others, and say good-bye. Blocks for seconds."""
         self._loads.close()
         self._stores.close()
+        self.direct.close()
         self._client.close()
 
     def __enter__(self) -> Connector:

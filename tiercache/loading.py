@@ -15,7 +15,9 @@ import msgspec
 
 from tiercache.channel import Pending
 from tiercache.client import Client
+from tiercache.direct import load_direct
 from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused
+from tiercache.gds import DirectLoader
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import (
     KEY_BYTES,
@@ -49,7 +51,7 @@ class Match:
         below_blocks: how many of them, at its end, come up from a tier below DRAM while it is loaded.
     """
 
-    __slots__ = ("__weakref__", "_frames", "_lease", "_lock", "_session", "below_blocks", "blocks")
+    __slots__ = ("__weakref__", "_frames", "_keys", "_lease", "_lock", "_session", "below_blocks", "blocks")
 
     def __init__(
         self,
@@ -58,12 +60,14 @@ class Match:
         blocks: int = 0,
         below_blocks: int = 0,
         frames: dict[int, bytes] | None = None,
+        keys: bytes = b"",
     ) -> None:
         self.blocks = blocks
         self.below_blocks = below_blocks
         self._session = session
         self._lease = lease
         self._frames = frames or {}  # namespace id -> frames of the first blocks, packed
+        self._keys = keys  # of the whole run, if the lease keeps its end on NVMe
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -77,7 +81,13 @@ class Match:
         session, lease = self._session, self._lease
         if session is None or lease == NO_LEASE:
             return b""
-        return msgspec.msgpack.encode(_Ticket(session.generation, lease, self.blocks, self._frames))
+        known = _Ticket(session.generation, lease, self.blocks, self._frames, self.below_blocks, self._keys)
+        return msgspec.msgpack.encode(known)
+
+    @property
+    def direct_keys(self) -> bytes:
+        """The keys of the run, when blocks below DRAM stay where they are for us to read; else empty."""
+        return self._keys
 
     def frames(self, namespace: int, first: int, count: int) -> bytes:
         """What came with the match of the frames of blocks `first ..< first + count`, packed."""
@@ -95,13 +105,20 @@ class _Ticket(msgspec.Struct, array_like=True):
     lease: int
     blocks: int
     frames: dict[int, bytes]
+    below_blocks: int = 0
+    keys: bytes = b""
 
 
 _decode_ticket = msgspec.msgpack.Decoder(_Ticket).decode
 
 
-def match_blocks(client: Client, keys: bytes, specs: Sequence[NamespaceSpec], *, with_frames: bool) -> Match:
-    """Ask for the longest leading run of `keys` that all namespaces have. Raises TierCacheError."""
+def match_blocks(
+    client: Client, keys: bytes, specs: Sequence[NamespaceSpec], *, with_frames: bool, extents: bool = False
+) -> Match:
+    """Ask for the longest leading run of `keys` that all namespaces have. Raises TierCacheError.
+
+    With `extents` blocks on NVMe stay there, as far as the daemon agrees, for `load_blocks` to read.
+    """
     session = client.session()
     numbers = [session.namespace_id(spec) for spec in specs]
     keys = keys[: MAX_KEYS * KEY_BYTES]
@@ -109,8 +126,9 @@ def match_blocks(client: Client, keys: bytes, specs: Sequence[NamespaceSpec], *,
     # The first blocks of a windowed namespace are usually gone: their frames are asked for when loading.
     resolve = min(count, RESOLVE_WITH_MATCH) if with_frames and not any(s.window_blocks for s in specs) else 0
     reply = session.call(
-        MatchRequest, Matched, namespaces=numbers, keys=keys, ttl_ms=READ_TTL_MS, resolve=resolve, promote=True
-    )
+        MatchRequest, Matched, namespaces=numbers, keys=keys, ttl_ms=READ_TTL_MS, resolve=resolve, promote=True,
+        extents=extents,
+    )  # fmt: skip
     blocks = reply.dram_blocks + reply.below_blocks
     if blocks == 0 or reply.lease == NO_LEASE:
         if reply.lease != NO_LEASE:
@@ -119,7 +137,8 @@ def match_blocks(client: Client, keys: bytes, specs: Sequence[NamespaceSpec], *,
     if blocks > count or len(reply.frames) not in (0, len(numbers)):
         raise ProtocolError(f"{blocks} blocks were matched of {count} keys")
     frames = dict(zip(numbers, reply.frames, strict=False))
-    match = Match(session, reply.lease, blocks, reply.below_blocks, frames)
+    held = keys[: blocks * KEY_BYTES] if reply.extents else b""
+    match = Match(session, reply.lease, blocks, reply.below_blocks, frames, held)
     client.keep(session, reply.lease, READ_TTL_MS, match)
     return match
 
@@ -142,7 +161,7 @@ def adopt_match(client: Client, ticket: bytes) -> Match:
     except DaemonUnavailable:
         session.give_back(Release, lease=known.lease)
         raise
-    match = Match(session, known.lease, known.blocks, frames=known.frames)
+    match = Match(session, known.lease, known.blocks, known.below_blocks, known.frames, known.keys)
     client.keep(session, known.lease, READ_TTL_MS, match)
     return match
 
@@ -162,10 +181,12 @@ def load_blocks(
     first: int,
     limit: Limit,
     after: Any = None,
+    direct: DirectLoader | None = None,
 ) -> int:
     """Blocks `first..` of a match into `block_ids`; returns how many leading ones are good.
 
-    Ends the lease. When it returns or raises, no copy is under way (but for CopyLost).
+    What the match keeps on NVMe is read there by `direct`; the rest comes by way of DRAM. Ends the
+    lease. When it returns or raises, no copy is under way (but for CopyLost).
     """
     taken = match.take()
     if taken is None:
@@ -174,7 +195,14 @@ def load_blocks(
     copied = 0
     try:
         number = session.namespace_id(spec)
-        copied = _copy(session, lease, number, mover, match, block_ids, first, limit, after)
+        if direct is not None and match.direct_keys:
+            in_dram = max(0, match.blocks - match.below_blocks - first)
+            copied = _copy(session, lease, number, mover, match, block_ids[:in_dram], first, limit, after)
+            if copied == in_dram:
+                ids = block_ids[copied : match.blocks - first]
+                whose = number, spec.fingerprint(), match.direct_keys
+                copied += load_direct(session, lease, *whose, direct, ids, first + copied, limit, after)
+        copied += _copy(session, lease, number, mover, match, block_ids[copied:], first + copied, limit, after)
     finally:
         # The one word that makes the bytes good: asked for after the last of them has arrived.
         good = _release(client, session, lease)

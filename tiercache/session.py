@@ -94,6 +94,7 @@ class Session:
         self.generation = self.welcome.generation
         self.timeout_s = timeout_s
         self._namespaces: dict[int, tuple[NamespaceSpec, int]] = {}
+        self._direct: set[int] = set()
         self.on_trouble: Callable[[Session, str, bool], None] = lambda session, reason, over: None
         """Told of a failed request: the session, why, and whether the session is over for good."""
         self.on_work: Callable[[], None] = lambda: None
@@ -243,11 +244,16 @@ class Session:
         elif isinstance(error, DaemonUnavailable):
             self.on_trouble(self, str(error), False)
 
-    def namespace_id(self, spec: NamespaceSpec, timeout_s: float | None = None) -> int:
-        """The small integer of `spec` in this session; asks the daemon only the first time."""
+    def namespace_id(self, spec: NamespaceSpec, timeout_s: float | None = None, *, direct: bool = False) -> int:
+        """The small integer of `spec` in this session; asks the daemon only the first time.
+
+        With `direct` the daemon is told that we want to read such blocks on NVMe ourselves.
+        """
         known = self._namespaces.get(id(spec))
-        if known is None:
-            number = self.call(RegisterNamespace, Namespace, timeout_s, spec=spec).namespace
+        if known is None or (direct and id(spec) not in self._direct):
+            number = self.call(RegisterNamespace, Namespace, timeout_s, spec=spec, direct=direct).namespace
+            if direct:
+                self._direct.add(id(spec))
             # Specs cannot be hashed, and fingerprints cost as much as a request; the reference to the
             # spec keeps its id from being given to another.
             self._namespaces[id(spec)] = known = (spec, number)

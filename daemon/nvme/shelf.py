@@ -12,22 +12,25 @@ parent is, and what has none at the end is deleted. Until then nothing is writte
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import time
 from array import array
+from collections import deque
 from typing import Any, NamedTuple
 
 from tiercache.checksum import CHECKSUM_XXH3
 from tiercache.daemon.allocator import NO_FRAME, Allocator, SizeClass
-from tiercache.daemon.index import Index, Table
+from tiercache.daemon.index import LIVE, Index, Table
 from tiercache.daemon.nvme.blockio import Outcome, TaskOp
-from tiercache.daemon.nvme.catalog import Catalog, CatalogState, Done
+from tiercache.daemon.nvme.catalog import Catalog, CatalogState, Done, SavedNamespace
 from tiercache.daemon.nvme.directory import Directory
 from tiercache.daemon.nvme.health import WriteHealth
 from tiercache.daemon.nvme.io import DiskQueue, Priority
 from tiercache.daemon.nvme.rows import ROOT_KEY, SLOT_BITS, Loading, PlacedRow, Row
 from tiercache.daemon.policy import NO_ENTRY, POLICIES, Policy
-from tiercache.daemon.space import Namespace, Space
+from tiercache.daemon.space import Namespace, NoRoom, Space
 from tiercache.messages import OFFSET_MASK, REGION_SHIFT
 
 log = logging.getLogger("tiercache.daemon")
@@ -35,6 +38,12 @@ log = logging.getLogger("tiercache.daemon")
 EVICT_AT_ONCE = 64
 """Slots given up at a time when the directory is full; they are free some milliseconds later."""
 ROWS_AT_ONCE = 512
+SCAN_AT_ONCE = 4096
+"""Entries looked at in one go while a segment is emptied."""
+GROW_AGAIN_S = 30.0
+"""How long after a segment could not be made it is tried again."""
+ASIDE_S = 600.0
+"""How long a slot that could not be written to is not used: another one may be good."""
 OFFLINE_AGE_S = 10.0
 _PAGE_SHIFT = 12  # a place counts pages of 4096 bytes inside its segment
 
@@ -76,9 +85,13 @@ class Shelf:
         self.loading = True
         self.loaded_rows = 0
         self.orphan_rows = 0
-        self.lost_slots = 0  # whose row could not be deleted; free again after a restart
-        self._leaving: set[int] = set()  # slots whose row is to be deleted, the lost ones too
-        self.full = False  # no further segment fits under the cap or on the disk
+        self.no_growth = ""  # why no further segment could be made the last time
+        self._leaving: set[int] = set()  # slots whose row is to be deleted, those of `_undeleted` too
+        self._undeleted: deque[int] = deque()  # slots whose row could not be deleted: asked for again
+        self._aside: deque[tuple[float, int]] = deque()  # until when, and slots that could not be written to
+        self._grow_after_s = 0.0
+        self._retiring: tuple[int, int] | None = None  # a segment that is emptied, next entry to look at
+        self._pages_owned: dict[int, bytearray] = {}  # while loading: by segment, which slots have an owner
         self._space = space
         self._policy_name = policy
         self._policies: dict[int, Policy] = {}
@@ -91,7 +104,11 @@ class Shelf:
         self._oldest_epochs: dict[int, int] = {}
         self._by_catalog_number: dict[int, Namespace] = {}
         self._tombstones: dict[tuple[int, bytes], int] = {}
-        self._segments = dict(state.segments)
+        self._stones: dict[int, tuple[tuple[int, bytes], int]] = {}  # by slot: whose row they are about
+        size_bytes = directory.segment_bytes
+        self._segments = {number: size for number, size in state.segments.items() if 0 < size <= size_bytes}
+        for segment in set(self._segments) & set(directory.segments):
+            self._pages_owned[segment] = bytearray(size_bytes // self._segments[segment])
         self._segment_ids = set(state.segments) | set(directory.segments)
         self._creating = False
         self._sequence = state.next_sequence
@@ -106,7 +123,7 @@ class Shelf:
         # Numbers of namespaces that are dropped are not given again: their rows are still there.
         self._last_number = max((saved.number for saved in state.namespaces), default=0)
         for saved in state.namespaces:
-            namespace = self._space.open_saved(saved.spec)
+            namespace = self._reopen(saved)
             if namespace is None:
                 log.warning("%s: a namespace that cannot be served any more is dropped", self.directory.path)
                 continue
@@ -118,6 +135,14 @@ class Shelf:
             if buried is not None:
                 self._tombstones[buried.number, stone.key] = stone.epoch
                 self._epochs[buried.number] = max(self._epochs[buried.number], stone.epoch)
+
+    def _reopen(self, saved: SavedNamespace) -> Namespace | None:
+        try:
+            namespace = self._space.open_saved(saved.spec)
+        except NoRoom:
+            return None
+        # One whose fingerprint was made in another way: all its blocks would fail their checksums.
+        return namespace if namespace is not None and namespace.fingerprint == saved.fingerprint else None
 
     def table(self, namespace: Namespace) -> Table:
         """The namespace's table, made and made known to the catalog at first use."""
@@ -212,15 +237,29 @@ class Shelf:
     def _slot_left(self, slot: int) -> None:
         """An entry is free: its row goes, then its slot is free too."""
         self._leaving.add(slot)
+        self._own_while_loading(slot, 1)
+        self._delete_row(slot)
+
+    def _delete_row(self, slot: int) -> None:
         self.catalog.delete(place_of(slot), lambda ok: self._row_deleted(slot, ok))
 
     def _row_deleted(self, slot: int, ok: bool) -> None:
         if not ok:
-            self.lost_slots += 1  # not reused: its old row could come back over new bytes
+            self._undeleted.append(slot)  # not reused: its old row could come back over new bytes
             return
         self._leaving.discard(slot)
-        if not self.loading:  # else it is not yet known as used
+        if slot in self._stones:
+            self._bury(*self._stones.pop(slot))
+        if not self._own_while_loading(slot, 0):
             self.allocator.give_back(slot)
+
+    def _own_while_loading(self, slot: int, owned: int) -> bool:
+        """Note whether a slot has an owner; False when the allocator knows that by itself already."""
+        pages = self._pages_owned.get(slot >> REGION_SHIFT)
+        if pages is None:
+            return False
+        pages[(slot & OFFSET_MASK) // self._segments[slot >> REGION_SHIFT]] = owned
+        return True
 
     def _refuse_row(self, place: int) -> None:
         """A row that is not taken in goes, and the slot that it names is used until it is gone."""
@@ -230,23 +269,70 @@ class Shelf:
         else:
             self.catalog.delete(place)
 
+    def put_aside(self, slot: int) -> None:
+        """A slot that could not be written to: used again, but not soon."""
+        self._aside.append((time.monotonic() + ASIDE_S, slot))
+
     def _make_room(self, size_class: SizeClass) -> None:
-        if not self.full:
+        """Have a segment made; where there can be no more, evict, or empty a segment of another size."""
+        if self._creating or self._may_grow:
             self._create_segment()
             return
+        if len(self._leaving) - len(self._undeleted) >= EVICT_AT_ONCE:
+            return  # enough is on its way already
         policy = self._policies.get(size_class.frame_bytes)
+        self._consider_retiring(size_class, policy)
         for _ in range(EVICT_AT_ONCE):
             victim = policy.victim() if policy is not None else NO_ENTRY
             if victim == NO_ENTRY:
                 return
             self.index.evict(victim)
 
+    @property
+    def _may_grow(self) -> bool:
+        room = len(self.directory.segments) < self.directory.max_segments
+        return room and time.monotonic() >= self._grow_after_s
+
+    # A size without slots, or whose coldest block is much younger than another size's, gets a segment of
+    # that one. It hands out nothing more, its blocks are dropped in slices, and when the last slot is
+    # back it can be divided anew.
+
+    def _consider_retiring(self, size_class: SizeClass, policy: Policy | None) -> None:
+        if self._retiring is not None:
+            return
+        own = policy.coldest_stamp() if policy is not None else None
+        coldest: tuple[int, int] | None = None  # stamp, victim
+        for frame_bytes, other in self._policies.items():
+            stamp = other.coldest_stamp()
+            if frame_bytes == size_class.frame_bytes or stamp is None:
+                continue
+            if own is not None and own - stamp < self.directory.segment_bytes // frame_bytes:
+                continue
+            if coldest is None or stamp < coldest[0]:
+                coldest = stamp, other.victim()
+        if coldest is not None:
+            segment = self.index.frame[coldest[1]] >> REGION_SHIFT
+            self.allocator.drain(segment)
+            self._retiring = segment, 0
+
+    def _retire_slice(self) -> None:
+        """Drop the blocks of the segment that is to be emptied, round and round until the last slot is back."""
+        if self._retiring is None:
+            return
+        segment, first = self._retiring
+        if self.allocator.entries_of(segment, draining=True) is None:
+            self._retiring = None
+            return
+        last = min(first + SCAN_AT_ONCE, len(self.index.frame))
+        for entry in range(first, last):
+            slot = self.index.frame[entry]
+            if slot >> REGION_SHIFT == segment and slot != NO_FRAME and self.index.state[entry] == LIVE:
+                self.index.drop(entry)
+        self._retiring = segment, 0 if last == len(self.index.frame) else last
+
     def _create_segment(self) -> None:
         """Ask for one more segment, unless one is being made; slots are there some milliseconds later."""
         if self._creating:
-            return
-        if len(self.directory.segments) >= self.directory.max_segments:
-            self.full = True
             return
         segment = max(self._segment_ids, default=0) + 1
         op = TaskOp(
@@ -258,11 +344,20 @@ class Shelf:
         self._creating = False
         if op.outcome is Outcome.OK:
             self._segment_ids.add(segment)
+            self.no_growth = ""
             self.allocator.add_region(segment, self.directory.segment_bytes)
         elif op.outcome is Outcome.IO_ERROR:
-            # With what there is, blocks can still be replaced.
-            self.full = bool(self._segment_ids)
-            self.health.failed(f"no room for another segment: {os.strerror(op.errno)}")
+            if op.errno == errno.EEXIST:
+                self._segment_ids.add(segment)  # somebody else's file: the next number, then
+            problem = f"no further segment could be made: {os.strerror(op.errno)}"
+            if not self.directory.segments:
+                self.health.failed(problem)
+                return
+            # In those that there are, blocks can still be replaced.
+            if not self.no_growth:
+                log.warning("%s: %s; blocks are replaced meanwhile", self.directory.path, problem)
+            self.no_growth = problem
+            self._grow_after_s = time.monotonic() + GROW_AGAIN_S
 
     # --- what is not well ------------------------------------------------------------------------
 
@@ -271,9 +366,21 @@ class Shelf:
         """Whether the disk hangs: nothing is asked of it until its oldest I/O has come back."""
         return self.queue.oldest_age_s() > OFFLINE_AGE_S
 
+    @property
+    def may_write(self) -> bool:
+        """Whether a write that begins now has a chance. Without it nothing is evicted for one either."""
+        if self.loading or self.offline or self.catalog.full or self.catalog.error:
+            return False
+        return self.health.may_write
+
+    @property
+    def lost_slots(self) -> int:
+        """Slots whose row could not be deleted yet."""
+        return len(self._undeleted)
+
     def reasons(self) -> list[str]:
         """What is not well, for people."""
-        found = [self.health.reason, self.catalog.error]
+        found = [self.health.reason, self.no_growth, self.catalog.error]
         if self.offline:
             found.append(f"an operation has been under way for {self.queue.oldest_age_s():.0f} s")
         return [f"nvme directory {self.directory.path}: {reason}" for reason in found if reason]
@@ -303,7 +410,9 @@ class Shelf:
         """
         findings = self.index.check_integrity()
         if not self.loading:
-            findings += self.allocator.check_integrity([*self.index.frames_in_use(), *self._leaving, *written])
+            aside = [slot for _, slot in self._aside]
+            owned = [*self.index.frames_in_use(), *self._leaving, *aside, *written]
+            findings += self.allocator.check_integrity(owned)
         return [f"nvme directory {self.directory.path}: {finding}" for finding in findings]
 
     # --- flushing --------------------------------------------------------------------------------
@@ -317,12 +426,27 @@ class Shelf:
             self._oldest_epochs[namespace.number] = epoch
             self.catalog.raise_epoch(number, epoch, done)
             return self.index.drop_table(table)
-        before = table.blocks
-        self._tombstones[namespace.number, key] = epoch
-        self.catalog.add_tombstone(number, key, epoch, done)
+        before, entry = table.blocks, table.get(key)
+        stone = namespace.number, key
+        self._tombstones[stone] = epoch
+        if entry != NO_ENTRY:
+            self._stones[self.index.frame[entry]] = stone, epoch
+
+        def noted(ok: bool) -> None:
+            if ok and entry == NO_ENTRY:
+                self._bury(stone, epoch)
+            done(ok)
+
+        self.catalog.add_tombstone(number, key, epoch, noted)
         self.drop(namespace, key)
         self.index.unlink_slice(EVICT_AT_ONCE)
         return before - table.blocks
+
+    def _bury(self, stone: tuple[int, bytes], epoch: int) -> None:
+        """The row that a flush by key was about is gone: nobody needs to know of the flush any more."""
+        if not self.loading and self._tombstones.get(stone) == epoch:
+            del self._tombstones[stone]
+            self.catalog.remove_tombstone(self._catalog_number(stone[0]), stone[1])
 
     # --- rows of an earlier life -----------------------------------------------------------------
 
@@ -331,18 +455,28 @@ class Shelf:
         self._rows = self.catalog.load(lambda: None, ROWS_AT_ONCE)
 
     def work(self) -> bool:
-        """A slice of unlinking or loading; True while there is more to do at once."""
+        """A slice of unlinking, loading and the like; True while there is more to do at once."""
+        self._retire_slice()
+        self._use_again()
+        if self.catalog.full:
+            return False  # what follows posts rows to be deleted, and those wait for the disk
         more = self.index.unlink_slice(EVICT_AT_ONCE) == EVICT_AT_ONCE
-        if self._rows is None:
+        if not self.loading or self._rows is None:
             return more
         batch = self._rows.next_batch()
         if batch is not None:
             for placed in batch:
                 self._take_in(placed)
             return True
-        if self._rows.finished:
-            self._finish_loading()
-        return more
+        return self._finish_loading() or more if self._rows.finished else more
+
+    def _use_again(self) -> None:
+        """Slots that were aside for long enough, and rows whose deletion may work now."""
+        while self._aside and time.monotonic() >= self._aside[0][0]:
+            self.allocator.give_back(self._aside.popleft()[1])
+        if not self.catalog.error:
+            for _ in range(min(len(self._undeleted), ROWS_AT_ONCE)):
+                self._delete_row(self._undeleted.popleft())
 
     def _take_in(self, placed: PlacedRow) -> None:
         """A row is visible when its parent is; else it waits."""
@@ -367,7 +501,8 @@ class Shelf:
             self._epochs[namespace.number] = max(self._epochs[namespace.number], row.epoch)
             stored = Stored(NO_ENTRY, slot, row.stored_length, row.codec, row.checksum, row.kind)
             entry = self._enter(table, row.key, parent, slot, stored)
-            if row.epoch:
+            self._own_while_loading(slot, 1)
+            if row.epoch or entry in self._raised:
                 self._raised[entry] = row.epoch
             self.loaded_rows += 1
             ready.extend(self._orphans.pop(row.key, ()))
@@ -383,35 +518,41 @@ class Shelf:
         return row.epoch >= self._oldest_epochs[namespace.number] and (stone is None or row.epoch >= stone)
 
     def _is_slot(self, place: int, slot_bytes: int) -> bool:
-        offset = slot_of(place) & OFFSET_MASK
-        inside = offset + slot_bytes <= self.directory.segment_bytes
-        return inside and offset % slot_bytes == 0 and place >> SLOT_BITS in self.directory.segments
+        offset, pages = slot_of(place) & OFFSET_MASK, self._pages_owned.get(place >> SLOT_BITS, b"")
+        return offset % slot_bytes == 0 and offset // slot_bytes < len(pages)
 
-    def _finish_loading(self) -> None:
-        for rows in self._orphans.values():
+    def _finish_loading(self) -> bool:
+        """A slice of what is left to do when all rows are read; False when that was the last."""
+        if self._orphans:
+            _, rows = self._orphans.popitem()
             for place, _ in rows:
                 self.orphan_rows += 1
                 self._refuse_row(place)
-        self._orphans.clear()
-        self._raised.clear()
-        self._rows = None
-        used: dict[int, set[int]] = {segment: set() for segment in self._segments}
-        for slot in (*self.index.frames_in_use(), *self._leaving):
-            used[slot >> REGION_SHIFT].add(slot & OFFSET_MASK)
+            return True
         size = self.directory.segment_bytes
-        for segment, slot_bytes in self._segments.items():
-            if segment in self.directory.segments:
-                self.allocator.adopt_region(segment, size, slot_bytes, used[segment])
+        if self._pages_owned:
+            segment, owned = self._pages_owned.popitem()
+            slot_bytes = self._segments[segment]
+            used = {number * slot_bytes for number, is_owned in enumerate(owned) if is_owned}
+            self.allocator.adopt_region(segment, size, slot_bytes, used)
+            return True
         for segment in set(self.directory.segments) - set(self._segments):
             self.allocator.add_region(segment, size)
+        problem = self._rows.error if self._rows is not None else ""
+        self._raised.clear()
+        self._rows = None
         self.loading = False
-        for number, key in self._tombstones:
-            self.catalog.remove_tombstone(self._catalog_number(number), key)
-        self._tombstones.clear()
+        # Those about rows that still wait for their deletion are buried with them. If not all rows could
+        # be read, one of them may be among those.
+        waiting = {stone for stone, _ in self._stones.values()}
+        for stone, epoch in [] if problem else list(self._tombstones.items()):
+            if stone not in waiting:
+                self._bury(stone, epoch)
         log.info(
             "%s: %d blocks are back, %d without a parent were dropped",
             self.directory.path, self.loaded_rows, self.orphan_rows,
         )  # fmt: skip
+        return False
 
     def _catalog_number(self, number: int) -> int:
         return self._catalog_numbers[self._space.namespaces[number].fingerprint]

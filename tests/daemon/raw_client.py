@@ -250,7 +250,7 @@ class Client:
 
     def match(self, namespaces: list[int], keys: bytes, ttl_ms: int = 10_000, resolve: int = 0) -> tuple[Any, ...]:
         """Blocks in DRAM, lease, frames per namespace."""
-        tag, dram, below, lease, frames = self.ask("match", namespaces, keys, ttl_ms, resolve)
+        tag, dram, below, lease, frames, *_ = self.ask("match", namespaces, keys, ttl_ms, resolve)
         assert (tag, below) == ("matched", 0)
         return dram, lease, [list(struct.unpack(f"<{len(packed) // 8}Q", packed)) for packed in frames]
 

@@ -242,8 +242,8 @@ def test_bytes_that_are_no_request_are_answered(client: Client) -> None:
 def test_missing_trailing_fields_have_defaults(client: Client) -> None:
     number, keys = client.namespace(), new_chain(2)
     client.store(number, keys, [block_of(0), block_of(1)])
-    assert client.ask("match", [number], keys) == ["matched", 2, 0, 0, []]
-    tag, dram, _, lease, frames = client.ask("match", [number], keys, 1000)
+    assert client.ask("match", [number], keys) == ["matched", 2, 0, 0, [], False]
+    tag, dram, _, lease, frames, _ = client.ask("match", [number], keys, 1000)
     assert (tag, dram, lease > 0, frames) == ("matched", 2, True, [])
     assert client.release(lease)
 
@@ -251,7 +251,7 @@ def test_missing_trailing_fields_have_defaults(client: Client) -> None:
 def test_extra_trailing_fields_are_ignored(client: Client, run_dir: Path) -> None:
     assert client.ask("ping", "from", {"a": ["later", 1]}, b"release") == ["done"]
     number, keys = client.namespace(), new_chain(1)
-    assert client.ask("match", [number], keys, 0, 0, False, [1, 2], None) == ["matched", 0, 0, 0, []]
+    assert client.ask("match", [number], keys, 0, 0, False, False, [1, 2], None) == ["matched", 0, 0, 0, [], False]
     session = SessionSocket(run_dir)
     welcome, _ = session.hello([*hello(os.urandom(16), map_arena=False), "more", 7])
     assert welcome[0] == "welcome"
@@ -533,7 +533,7 @@ def test_pins_end_with_their_unpin(client: Client) -> None:
     assert client.ask("unpin", [number], keys) == ["pinned", 2]
     assert client.ask("unpin", [number], keys) == ["pinned", 0]
     assert client.stats()["pins"] == {"count": 0, "bytes": 0}
-    assert client.ask("prefetch", [number], keys) == ["matched", 2, 0, 0, []]
+    assert client.ask("prefetch", [number], keys) == ["matched", 2, 0, 0, [], False]
 
 
 def test_a_flush_by_key_goes_on_behind_the_answer(client: Client) -> None:

@@ -99,8 +99,7 @@ def test_clients_that_die_at_random_leave_nothing_behind(
     dice = random.Random(seed)
     children, results = churn(start_child, daemon, seed, seconds=3, clients=2)
     victims: list[Child] = []
-    end_s = time.monotonic() + 2
-    while time.monotonic() < end_s:
+    for _ in range(7):
         victim = start_child("engine", daemon, required=False, **SETTINGS)
         victims.append(victim)
         victim.tell("churn", seed=dice.randrange(1 << 30), seconds=60, chains=5, longest=24, flush=False)
@@ -109,7 +108,6 @@ def test_clients_that_die_at_random_leave_nothing_behind(
         if dice.random() < 0.3:
             victim.stop()
         os.kill(victim.pid, signal.SIGKILL)
-    assert len(victims) > 3
     assert all(total["good"] > 0 for total in results())
     for child in (*children, *victims):
         child.close()

@@ -1,0 +1,251 @@
+"""`check` of a daemon that runs: its books under load, blocks on its disks, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import BLOCK_BYTES, Cluster, chain_of, wait_for
+
+from tiercache.cli.main import main
+from tiercache.daemon.nvme.rows import segment_and_slot, unpack_row
+from tiercache.errors import RequestRefused
+from tiercache.messages import Check, CheckReply
+
+pytestmark = pytest.mark.faults
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    yield made
+    made.stop()
+
+
+def flip_bit(cluster: Cluster, number: int) -> None:
+    """In the file of a daemon that runs, of the block that was written as `number`."""
+    import sqlite3
+    from contextlib import closing
+
+    directory = cluster.directories[0]
+    with closing(sqlite3.connect(directory / "index.db")) as db:
+        rows = {place: unpack_row(place, record) for place, record in db.execute("SELECT place, record FROM blocks")}
+    place = sorted(rows)[number]
+    segment, slot = segment_and_slot(place)
+    fd = os.open(directory / "segments" / f"{segment:08d}.seg", os.O_RDWR)
+    try:
+        byte = os.pread(fd, 1, slot * 4096 + 99)[0]
+        os.pwrite(fd, bytes([byte ^ 1]), slot * 4096 + 99)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def ask(cluster: Cluster, sample: int, bytes_per_s: int = 0, force: bool = False) -> CheckReply:
+    reply = cluster.connector.client.call(
+        Check, timeout_s=30.0, sample=sample, bytes_per_s=bytes_per_s, force=force
+    )  # fmt: skip
+    assert isinstance(reply, CheckReply)
+    return reply
+
+
+def test_all_blocks_or_so_many_are_read(cluster: Cluster) -> None:
+    cluster.store(chain_of("a", 150))
+    cluster.wait_written()
+    assert cluster.check_daemon(sample=-1).scanned_blocks == 150
+    assert cluster.check_daemon(sample=20).scanned_blocks == 20
+    assert cluster.check_daemon(sample=400).scanned_blocks == 150
+    reply = cluster.check_daemon()
+    assert (reply.scanned_blocks, reply.blocks) == (0, 300), "150 in DRAM, 150 on nvme"
+
+
+def test_a_bad_block_is_found_and_forgotten(cluster: Cluster) -> None:
+    chain = chain_of("a", 30)
+    cluster.store(chain)
+    cluster.wait_written()
+    flip_bit(cluster, 12)
+    reply = ask(cluster, sample=-1)
+    assert len(reply.findings) == 1
+    assert "fails its checksum and is dropped" in reply.findings[0]
+    wait_for("what follows it is gone too", lambda: cluster.nvme()["blocks"] < 30)
+    cluster.flush_dram()
+    good = cluster.load(chain)
+    assert good < 30
+    assert cluster.store(chain).stored == 30 - good
+    cluster.wait_written()
+    assert cluster.check_daemon(sample=-1).scanned_blocks == 30
+
+
+def test_books_are_in_order_under_load(tmp_path: Path) -> None:
+    """Stores, loads, evictions and flushes go on while it is checked again and again."""
+    cluster = Cluster(tmp_path, arena="4MiB", nvme_size="24MiB", nvme_segment="4MiB")
+    over = threading.Event()
+    problems: list[BaseException] = []
+
+    def work() -> None:
+        number = 0
+        try:
+            while not over.is_set():
+                number += 1
+                chain = chain_of(str(number % 12), 20 + number % 40)
+                cluster.store(chain)
+                cluster.load(chain_of(str((number + 5) % 12), 30))
+                if number % 9 == 0:
+                    cluster.connector.flush(key=chain[160:176])
+        except BaseException as error:
+            problems.append(error)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        for number in range(60):
+            cluster.check_daemon(sample=-1 if number % 10 == 0 else 0)
+    finally:
+        over.set()
+        worker.join(30)
+    assert problems == []
+    assert cluster.nvme()["written_blocks"] > 100
+    cluster.stop()
+
+
+def test_reading_keeps_to_its_rate(cluster: Cluster) -> None:
+    """Nothing is timed: at the rate of one block a second the second scan finds the first still at it."""
+    cluster.store(chain_of("a", 100))
+    cluster.wait_written()
+    client = cluster.connector.client
+    asked = threading.Thread(target=lambda: _ignore(lambda: ask(cluster, sample=-1, bytes_per_s=BLOCK_BYTES)))
+    asked.start()
+
+    def second_is_refused() -> bool:
+        try:
+            client.call(Check, timeout_s=5.0, sample=1, bytes_per_s=0)
+        except RequestRefused as refusal:
+            return refusal.code == "limit"
+        return False
+
+    wait_for("two scans exclude each other", second_is_refused)
+    assert cluster.check_daemon().findings == [], "the books can be checked meanwhile"
+    cluster.stop()
+    asked.join(30)
+    assert not asked.is_alive()
+
+
+def _ignore(call: object) -> None:
+    from tiercache.errors import TierCacheError
+
+    try:
+        call()  # type: ignore[operator]
+    except TierCacheError:
+        return  # the daemon was stopped meanwhile
+
+
+def test_values_out_of_range_are_refused(cluster: Cluster) -> None:
+    for fields in ({"sample": -2}, {"bytes_per_s": -1}):
+        with pytest.raises(RequestRefused, match="bad_value"):
+            cluster.connector.client.call(Check, timeout_s=5.0, **fields)
+
+
+def test_a_large_cache_is_refused_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A real daemon whose limit is 5 blocks."""
+    program = (
+        "import sys; from tiercache.daemon import service; service.MAX_CHECKED_BLOCKS = 5; "
+        "from tiercache.daemon.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    cluster = Cluster(tmp_path)
+    cluster.stop()
+    arguments = ["--run-dir", str(cluster.run_dir), "--arena", "64MiB", "--nvme", str(cluster.directories[0])]
+    command = [sys.executable, "-c", program, *arguments, "--nvme-size", "256MiB", "--log-level", "error"]
+    child = subprocess.Popen(command)
+    try:
+        client = ["--address", str(cluster.run_dir)]
+        wait_for("it answers", lambda: main(["ping", *client]) == 0)
+        assert main(["check", *client]) == 0
+        import tiercache
+
+        with tiercache.connect(str(cluster.run_dir), namespace=cluster.spec, pool=tiercache.Pool.from_blocks(cluster.pool)) as connector:
+            wait_for("it has memory", lambda: connector.client.stats()["arena"]["populated_bytes"] == 64 << 20)
+            assert connector.store(chain_of("a", 10), range(10)).stored == 10
+        capsys.readouterr()
+        assert main(["check", *client]) == 2
+        err = capsys.readouterr().err
+        assert "--force" in err
+        assert err.count("\n") == 1
+        assert main(["check", "--force", *client]) == 0
+    finally:
+        child.terminate()
+        child.wait(30)
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def test_command_on_a_daemon(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.store(chain_of("a", 30))
+    cluster.wait_written()
+    address = ["--address", str(cluster.run_dir)]
+    assert main(["check", *address]) == 0
+    assert capsys.readouterr().out == f"daemon at {cluster.run_dir}: clean: 60 blocks, 30 read from disks\n"
+    flip_bit(cluster, 0)
+    assert main(["check", "--full", "--rate", "0", "--json", *address]) == 1
+    tree = json.loads(capsys.readouterr().out)
+    assert (tree["ok"], len(tree["findings"]), tree["scanned_blocks"]) == (False, 1, 30)
+    assert main(["check", "--repair", *address]) == 2
+    assert "stop it to use --repair" in capsys.readouterr().err
+    assert main(["check", "--nvme", str(cluster.directories[0])]) == 2
+    assert f"a daemon (pid {cluster.daemon.pid}) uses" in capsys.readouterr().err
+
+
+def test_command_without_a_daemon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(tmp_path, directories=2)
+    for number in range(8):
+        cluster.store(chain_of(str(number), 10))
+    cluster.wait_written()
+    cluster.kill()
+    first, second = cluster.directories
+    monkeypatch.setenv("TIERCACHE_RUN_DIR", str(tmp_path / "nobody"))
+    named = ["--nvme", f"{first},{second}"]
+    assert main(["check", *named]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{first}: clean: ")
+    assert f"\n{second}: clean: " in out
+    monkeypatch.setenv("TIERCACHE_NVME", str(first))
+    assert main(["check", "--sample", "0"]) == 0, "the directories of the configuration"
+    assert capsys.readouterr().out.endswith(" 0 blocks read (0 B)\n")
+    flip_bit(cluster, 3)
+    assert main(["check", "--full", *named]) == 1
+    assert "--repair deletes them" in capsys.readouterr().out
+    assert main(["check", "--full", "--repair", *named]) == 1
+    assert "repaired: " in capsys.readouterr().out
+    assert main(["check", "--full", "--json", *named]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["ok"]
+    assert [one["path"] for one in tree["directories"]] == [str(first), str(second)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--full", "--sample", "3"], "exclude each other"),
+        (["--rate", "fast"], "--rate = fast"),
+        (["--nvme", "/x", "--address", "/y"], "leave out --address"),
+        (["--nvme", "/nowhere/at/all"], "/nowhere/at/all"),
+        ([], "name one with --nvme"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("TIERCACHE_RUN_DIR", str(tmp_path))
+    assert main(["check", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1

@@ -1,0 +1,122 @@
+"""A slot is free only when its row is gone: also for rows that are given up while others still load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tiercache.checksum import CHECKSUM_XXH3
+from tiercache.daemon.allocator import NO_FRAME
+from tiercache.daemon.counters import Counters
+from tiercache.daemon.nvme import shelf as shelves
+from tiercache.daemon.nvme.catalog import Catalog
+from tiercache.daemon.nvme.directory import Directory
+from tiercache.daemon.nvme.io import DiskQueue
+from tiercache.daemon.nvme.shelf import Shelf, Stored
+from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.space import Namespace, Space
+from tiercache.layout import NamespaceSpec
+
+SEGMENT_BYTES = 1 << 20
+SPEC = NamespaceSpec(engine="t/1", layout="bytes", dtype="uint8", block_size=1, block_bytes=4096)
+DEADLINE_S = 20.0
+
+
+class Bench:
+    """A shelf whose loop is this test: what other threads post waits until it is called."""
+
+    def __init__(self, path: Path) -> None:
+        self.posted: list[Callable[[], object]] = []
+        self.space = Space("lru", Counters())
+        self.namespace: Namespace = self.space.open_namespace(SPEC)
+        self.directory = Directory(path, 64 << 20, SEGMENT_BYTES)
+        self.directory.open()
+        post = lambda call, *args: self.posted.append(lambda: call(*args))  # noqa: E731
+        self.catalog = Catalog(path, self.directory.superblock.directory_id, post)
+        state = self.catalog.open()
+        self.queue = DiskQueue(self.directory, post, threads=1)
+        self.shelf = Shelf(self.directory, self.catalog, self.queue, state, self.space, "lru")
+        self.shelf.start_loading()
+
+    def close(self) -> None:
+        self.queue.stop(time.monotonic() + DEADLINE_S)
+        assert self.catalog.close(DEADLINE_S)
+        self.directory.close()
+
+    def deliver(self) -> None:
+        while self.posted:
+            self.posted.pop(0)()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < end_s
+            self.deliver()
+            time.sleep(0.001)
+
+    def add(self, number: int, parent: bytes) -> bytes:
+        """A block as if it had been written; returns its key."""
+        slots: list[int] = []
+
+        def taken() -> bool:
+            slots.append(self.shelf.take_slot(self.namespace))
+            return slots[-1] != NO_FRAME
+
+        self.until(taken)
+        key = number.to_bytes(16, "little")
+        self.shelf.add(self.namespace, key, parent, slots[-1], Stored(NO_ENTRY, slots[-1], 4096, 0, 7, CHECKSUM_XXH3))
+        return key
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Iterator[Path]:
+    """A directory with a chain of 40 blocks."""
+    bench = Bench(tmp_path)
+    bench.until(lambda: not bench.shelf.work() and not bench.shelf.loading)
+    parent = b""
+    for number in range(1, 41):
+        parent = bench.add(number, parent)
+    bench.close()
+    return tmp_path
+
+
+def test_a_flush_while_rows_load_frees_every_slot_once(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelves, "ROWS_AT_ONCE", 10)
+    bench = Bench(filled)
+    shelf = bench.shelf
+    while shelf.loaded_rows < 40:
+        shelf.work()
+    # All rows are in and loading has not been declared over: nothing is delivered meanwhile.
+    shelf.flush(bench.namespace, (20).to_bytes(16, "little"), lambda ok: None)
+    while shelf.loading:
+        shelf.work()
+    assert shelf.check_integrity([]) == []
+    bench.until(lambda: shelf.allocator.used_bytes == 19 * 4096)
+    assert shelf.check_integrity([]) == []
+    taken = [shelf.take_slot(bench.namespace) for _ in range(SEGMENT_BYTES // 4096 - 19)]
+    assert NO_FRAME not in taken
+    assert len(set(taken)) == len(taken)
+    bench.close()
+
+
+def test_slots_of_rows_that_are_refused_are_free_when_the_rows_are_gone(filled: Path) -> None:
+    import sqlite3
+    from contextlib import closing
+
+    with closing(sqlite3.connect(filled / "index.db")) as db:
+        place = sorted(place for (place,) in db.execute("SELECT place FROM blocks"))[5]
+        db.execute("DELETE FROM blocks WHERE place = ?", (place,))
+        db.commit()
+    bench = Bench(filled)
+    shelf = bench.shelf
+    while shelf.loading:
+        shelf.work()
+    assert shelf.orphan_rows == 34
+    assert shelf.allocator.used_bytes == 39 * 4096, "34 rows are not deleted yet"
+    assert shelf.check_integrity([]) == []
+    bench.until(lambda: shelf.allocator.used_bytes == 5 * 4096)
+    assert shelf.check_integrity([]) == []
+    bench.close()

@@ -1,0 +1,186 @@
+"""Whether a connector reads blocks on NVMe itself, and the loads that do.
+
+    gds="auto"    wait for the daemon ─► probe its directories ─► worth it? ─► loader, else off
+    a load        blocks in DRAM by frames, then extents ─► loader ─► the rest by frames after all
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from tiercache.checksum import CHECKSUM_LANES, block_seed
+from tiercache.client import Client
+from tiercache.errors import ConfigError, ProtocolError, RequestRefused, TierCacheError
+from tiercache.gds import DirectLoader, direct_problem
+from tiercache.gds_backend import RAW, Backend, KvikioBackend
+from tiercache.gds_probe import GdsProbe, Mode, probe_gds
+from tiercache.layout import NamespaceSpec
+from tiercache.messages import KEY_BYTES, MAX_RESOLVE, BadExtent, Done, ExtentList, Extents, unpack_extents
+from tiercache.session import Session
+from tiercache.transfer import Addresses, Limit, Pool
+
+OFF, AUTO = "off", "auto"
+LOOK_S = 0.2
+"""How often it is looked whether the daemon is there to be asked for its directories."""
+MODES = {Mode.POSIX: 0, Mode.COMPAT: 1, Mode.GDS: 2}
+"""Counters are numbers: what `direct_mode` says. 3 is any other backend."""
+OTHER_MODE = 3
+
+logger = logging.getLogger("tiercache.gds")
+
+
+class DirectReads:
+    """One connector's way past DRAM. Thread-safe.
+
+    Args:
+        wish: `off`, `auto`, or a backend to use as it is.
+
+    Attributes:
+        wanted: whether matches ask for extents.
+        loader: what loads, once that is decided.
+        probes: what `auto` found out.
+        reason: why there is no loader.
+    """
+
+    def __init__(self, client: Client, spec: NamespaceSpec, pool: Pool | None, wish: str | Backend) -> None:
+        if isinstance(wish, str) and wish not in (OFF, AUTO):
+            raise ConfigError(f"gds is {wish!r}: choose {OFF!r} or {AUTO!r}")
+        self.loader: DirectLoader | None = None
+        self.probes: list[GdsProbe] = []
+        self.reason = "it was not asked for" if wish == OFF else "it is being probed"
+        self._client = client
+        self._spec = spec
+        self._pool = pool
+        self._closed = threading.Event()
+        # A process without a pool only matches; those that load decide what they do with the match.
+        self._asks = wish != OFF and pool is None
+        if wish == OFF or pool is None:
+            return
+        problem = direct_problem(pool)
+        if isinstance(wish, str) and pool.device == "cpu":
+            problem = "no cuda: the pool is on the CPU"
+        if problem:
+            self._give_up(problem)
+        elif isinstance(wish, str):
+            threading.Thread(target=self._decide, name="tiercache-gds-probe", daemon=True).start()
+        else:
+            self._use(wish)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a match should leave blocks on NVMe for us."""
+        return self._asks or (self.loader is not None and not self.loader.off)
+
+    def counters(self) -> dict[str, int]:
+        """What was done, the mode, and the rates measured at the start, in MB/s."""
+        if self.loader is None and not self.probes:
+            return {}
+        mode = max((MODES[probe.mode] for probe in self.probes), default=OTHER_MODE)
+        rates = {
+            "direct_mb_per_s": int(min((probe.direct_bytes_per_s for probe in self.probes), default=0) / 1e6),
+            "bounce_mb_per_s": int(min((probe.bounce_bytes_per_s for probe in self.probes), default=0) / 1e6),
+        }
+        used = {"direct_mode": mode, "direct_in_use": int(self.loader is not None and not self.loader.off)}
+        return {**used, **rates, **(self.loader.counters if self.loader is not None else {})}
+
+    # --- deciding --------------------------------------------------------------------------------
+
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        logger.warning("blocks on NVMe are read by the daemon, not directly: %s", reason)
+
+    def _use(self, backend: Backend) -> None:
+        assert self._pool is not None
+        loader = DirectLoader(self._pool, backend)
+        # From now on new blocks are written so that they can be verified on the GPU.
+        self._client.expect(self._spec, direct=True)
+        if self._client.alive:
+            try:
+                self._client.session().namespace_id(self._spec, direct=True)
+            except TierCacheError as error:
+                logger.debug("the daemon hears of direct reads with the next session: %s", error)
+        self.reason, self.loader = "", loader
+        if self._closed.is_set():
+            loader.close()
+
+    def _decide(self) -> None:
+        """Probe, in a thread: it takes seconds, and the engine serves meanwhile."""
+        directories = self._directories()
+        if not directories:
+            return
+        self.probes = [probe_gds(directory) for directory in directories]
+        worst = min(self.probes, key=lambda probe: (probe.use_direct, MODES[probe.mode]))
+        if not worst.use_direct:
+            slow = f"{worst.direct_bytes_per_s / 1e9:.2f} GB/s are less than {worst.bounce_bytes_per_s / 1e9:.2f}"
+            self._give_up(worst.reason if worst.mode is Mode.POSIX else f"{worst.mode.value}: {slow} by the bounce")
+            return
+        assert self._pool is not None
+        try:
+            self._use(KvikioBackend(worst, self._pool.device))
+        except ConfigError as error:
+            self._give_up(str(error))
+
+    def _directories(self) -> list[str]:
+        """The daemon's NVMe directories, once it is there and has opened them; none when closed before."""
+        while not self._closed.wait(LOOK_S):
+            if not self._client.alive:
+                continue
+            try:
+                tiers: dict[str, Any] = self._client.stats()["tiers"]
+            except TierCacheError as error:
+                logger.debug("the daemon did not name its directories: %s", error)
+                continue
+            if "nvme" not in tiers:
+                self._give_up("the daemon has no NVMe directories")
+                return []
+            if found := [str(one["path"]) for one in tiers["nvme"]["directories"]]:
+                return found
+        return []
+
+    def close(self) -> None:
+        """End the probing and the loader."""
+        self._closed.set()
+        if self.loader is not None:
+            self.loader.close()
+
+
+def load_direct(
+    session: Session, lease: int, number: int, fingerprint: str, keys: bytes, loader: DirectLoader,
+    block_ids: Addresses, first: int, limit: Limit, after: Any = None,
+) -> int:  # fmt: skip
+    """Blocks `first..` of a lease from their extents into `block_ids`; returns how many leading ones came.
+
+    Args:
+        number, fingerprint: the namespace's.
+        keys: of the whole run, from the root: what the blocks are verified against.
+
+    Raises TierCacheError; no read is under way then, but for CopyLost.
+    """
+    done = 0
+    while done < len(block_ids) and not limit.reached() and not loader.off:
+        begin, window = first + done, min(len(block_ids) - done, MAX_RESOLVE)
+        ask = {"lease": lease, "namespace": number, "first": begin, "count": window}
+        try:
+            reply = session.call(Extents, ExtentList, **ask)
+        except RequestRefused:
+            break  # the lease is over, which its release will say, or the daemon keeps nothing
+        try:
+            extents = unpack_extents(reply.extents)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+        if reply.first != begin or len(extents) > window:
+            raise ProtocolError("the daemon named other extents than were asked for")
+        seeds = []
+        for place in range(begin, begin + len(extents)):
+            key = keys[place * KEY_BYTES : (place + 1) * KEY_BYTES]
+            seeds.append(block_seed(key, fingerprint, loader.pool.block_bytes, RAW, CHECKSUM_LANES))
+        part = block_ids[done : done + len(extents)]
+        result = loader.load(session.generation, reply.directories, extents, seeds, part, limit, after)
+        done += result.good
+        if result.bad:
+            session.call(BadExtent, Done, lease=lease, namespace=number, index=first + done)
+        if result.good < window:
+            break
+    return done
