@@ -25,7 +25,7 @@ class HeldBelow(Protocol):
 
     @property
     def intact(self) -> bool:
-        """Whether nothing of the run was dropped or flushed meanwhile."""
+        """Whether nothing of the run was flushed meanwhile."""
 
     def let_go(self, good: bool) -> None:
         """The lease has ended; `good` if what was read under it was called right."""

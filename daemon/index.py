@@ -72,6 +72,7 @@ class Index:
         self.state = array("B")
         self._free = array("i")
         self._unlinking: list[int] = []
+        self._attached: set[int] = set()  # found to be so since the last drop, while some are unlinking
 
     def add_table(self, number: int, policy: Policy, windowed: bool) -> Table:
         """Make the table of a new namespace."""
@@ -156,17 +157,13 @@ class Index:
             before = entry
         return frames
 
-    def attached(self, entry: int, known: set[int] | None = None) -> bool:
-        """Whether the entry and all before it are live. O(depth) while unlinking, else O(1).
-
-        `known` gathers what was found attached, so that many questions in a row walk no link twice.
-        """
+    def attached(self, entry: int) -> bool:
+        """Whether the entry and all before it are live. O(1), but for a first walk up while unlinking."""
         if self.state[entry] != LIVE:
             return False
         if not self.tables[self.table[entry]].unlinking:
             return True  # what is live below a dead entry is waiting to be unlinked
-        known = set() if known is None else known
-        path = []
+        known, path = self._attached, []
         while entry != NO_ENTRY and entry not in known:
             if self.state[entry] != LIVE:
                 return False
@@ -310,11 +307,13 @@ class Index:
         lease below it must be told (`attached` says who): frames go to new owners from here on.
         """
         assert self.state[entry] == LIVE
+        self._attached.clear()
         self._unlink(entry)
 
     def drop_table(self, table: Table) -> int:
         """Forget all blocks of a namespace, in slices; returns how many there were."""
         root, blocks = table.root, table.blocks
+        self._attached.clear()
         self._plant(table)
         self.state[root] = DEAD
         if self.children[root]:
@@ -374,11 +373,14 @@ class Index:
             self._unlinking.pop()
             self.tables[self.table[entry]].unlinking -= 1
             self.unpin(entry)
+        if not self._unlinking:
+            self._attached.clear()
         return done
 
     def _free_entry(self, entry: int) -> None:
         self.state[entry] = FREE
         self.key[entry] = b""
+        self._attached.discard(entry)
         self._free.append(entry)
         if self.frame[entry] != NO_FRAME:
             self._release_frame(self.frame[entry])

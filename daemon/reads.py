@@ -273,9 +273,8 @@ class Reads:
     def revoke_detached(self) -> None:
         """After blocks were dropped: revoke each lease that has lost one, and end such pins."""
         index = self._space.index
-        known: set[int] = set()
         for lease in list(self.leases.values()):
-            if not all(index.attached(entry, known) for entry in lease.pins):
+            if not all(index.attached(entry) for entry in lease.pins):
                 # Its frames may have new owners already, so there is nothing left to hold them for.
                 self._end(lease)
 

@@ -87,9 +87,10 @@ class Server:
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
             self._tick()
-            await self._open_nvme()
+            opening = asyncio.ensure_future(self._open_nvme())
             await self._stopping.wait()
             _notify_systemd("STOPPING=1")
+            opening.cancel()  # a disk that hangs while it is opened must not keep the daemon from stopping
             self._close()
             await self._close_nvme()
         finally:
@@ -160,6 +161,9 @@ class Server:
                 await self.nvme.open()
             except TierCacheError as error:
                 self._fail(str(error))
+            except Exception:
+                log.exception("the nvme directories could not be opened")
+                self._fail("the nvme directories could not be opened; the log says where it went wrong")
 
     async def _close_nvme(self) -> None:
         if self.nvme is not None:

@@ -19,7 +19,7 @@ from tiercache.daemon.allocator import NO_FRAME
 from tiercache.daemon.leases import BlockPhase, Deadlines, Owner, PendingBlock, WriteLease, new_lease_id
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace, Space
-from tiercache.messages import KEY_BYTES, NO_LEASE, BlockState, CommitState
+from tiercache.messages import KEY_BYTES, MAX_RESERVE, NO_LEASE, BlockState, CommitState
 
 _COMMIT_STATE = {
     BlockPhase.VISIBLE: CommitState.VISIBLE,
@@ -146,10 +146,9 @@ class Writes:
         self, lease: WriteLease, namespace: Namespace, fresh: dict[bytes, int], entry: int, block: PendingBlock | None
     ) -> int:
         """A frame and a pending block for each of `fresh`, below `entry` or `block`; returns for how many."""
-        if self.quarantine_bytes.get(lease.owner.instance, 0) >= self.quarantine_limit_bytes:
-            return 0
+        most = self._most_frames(lease.owner, lease.frame_bytes)
         table, number, pending = namespace.table, namespace.number, self.pending
-        frames = self._space.take_frames(namespace, len(fresh))
+        frames = self._space.take_frames(namespace, min(len(fresh), most))
         for (key, place), frame in zip(fresh.items(), frames, strict=False):
             new = lease.blocks[place] = pending[number, key] = PendingBlock(table, key, frame, lease)
             if block is not None:
@@ -162,6 +161,17 @@ class Writes:
                 block = new
         lease.writing += len(frames)
         return len(frames)
+
+    def _most_frames(self, owner: Owner, frame_bytes: int) -> int:
+        """How many frames this client may be given: what it writes to and what it left in quarantine are limited.
+
+        A client that stops for good keeps all of them. One frame it gets in any case, to get on at all.
+        """
+        if owner.internal:
+            return MAX_RESERVE
+        writing = sum(lease.writing * lease.frame_bytes for lease in owner.writes.values())
+        held = writing + self.quarantine_bytes.get(owner.instance, 0)
+        return max(0 if held else 1, (self.quarantine_limit_bytes - held) // frame_bytes)
 
     def _count(self, states: Sequence[BlockState]) -> None:
         counters = self._space.counters

@@ -39,20 +39,21 @@ _SHIFT_2 = tl.constexpr(MIX_SHIFTS[1])
 _SHIFT_3 = tl.constexpr(MIX_SHIFTS[2])
 
 
+# The keys are a tensor of ours and always aligned; what else is aligned the kernel says itself.
 @triton.jit(
-    do_not_specialize=["lanes", "stripes"],
-    do_not_specialize_on_alignment=["addresses", "keys", "partial"],
+    do_not_specialize=["vectors", "stripes"],
+    do_not_specialize_on_alignment=["addresses", "partial"],
 )  # type: ignore[untyped-decorator, unused-ignore]
 def _sum_stripes(  # type: ignore[no-untyped-def]
-    addresses, keys, partial, lanes, stripes, STRIPE: tl.constexpr, VECTOR: tl.constexpr
+    addresses, keys, partial, vectors, stripes, STRIPE: tl.constexpr, VECTOR: tl.constexpr
 ):
-    """Sum one stripe of one block: program (block, stripe). Blocks are multiples of VECTOR lanes."""
+    """Sum one stripe of one block of `vectors` times VECTOR lanes: program (block, stripe)."""
     block = tl.program_id(0)
     stripe = tl.program_id(1)
     base = tl.multiple_of(tl.load(addresses + block).to(tl.pointer_type(tl.int32)), VECTOR * 4)
     within = tl.arange(0, STRIPE)
     at = stripe * STRIPE + within
-    inside = at < tl.multiple_of(lanes, VECTOR)
+    inside = at < vectors * VECTOR
     lane = tl.load(base + at, mask=inside, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
     total = tl.sum(lane * tl.load(keys + within), axis=0)
     value = total + (stripe + 1).to(tl.int64) * _GOLDEN
@@ -92,7 +93,7 @@ def lane_sums(addresses: torch.Tensor, length: int) -> torch.Tensor:
     if blocks:
         keys = _keys_on(str(addresses.device))
         grid = (blocks, stripes)
-        table = (addresses.contiguous(), keys, partial, length // LANE_BYTES, stripes)
+        table = (addresses.contiguous(), keys, partial, length // ALIGN_BYTES, stripes)
         if addresses.device.type == "cuda":
             with torch.cuda.device(addresses.device):
                 _sum_stripes[grid](*table, **kernel_constants(), num_warps=NUM_WARPS)

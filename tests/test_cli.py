@@ -26,7 +26,7 @@ from tiercache.errors import ConfigError
 COMMAND = [sys.executable, "-m", "tiercache.cli.main"]
 DEADLINE_S = 20.0
 QUIET: dict[str, Any] = {"capture_output": True, "text": True, "timeout": DEADLINE_S}
-COMMANDS = ("stats", "flush", "ping", "config", "demo", "version", "daemon")
+COMMANDS = ("stats", "flush", "ping", "check", "config", "demo", "bench", "version", "daemon")
 
 
 Run = Callable[..., tuple[int, str, str]]

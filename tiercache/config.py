@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ENV_PREFIX = "TIERCACHE_"
 HUGE_PAGE_BYTES = 2 << 20
 MAX_REGIONS = 256
+QUARANTINE_FLOOR_BYTES = 64 << 20
 MAX_SOCKET_PATH_BYTES = 107
 """sun_path of a unix socket address is 108 bytes with its final NUL (unix(7))."""
 
@@ -40,7 +41,7 @@ class DaemonConfig:
     """Every setting of the daemon, checked; `SETTINGS` says what each is for.
 
     Values are the effective ones: `region_bytes` is fitted to the arena, and a
-    `quarantine_per_client_bytes` of 0 becomes a quarter of it. Raises ConfigError for values that
+    `quarantine_per_client_bytes` of 0 becomes a quarter of it, at least 64 MiB. Raises ConfigError for values that
     cannot work.
     """
 
@@ -73,7 +74,7 @@ class DaemonConfig:
         least = round_up(-(-self.arena_bytes // MAX_REGIONS), HUGE_PAGE_BYTES)
         set_field(self, "region_bytes", min(max(self.region_bytes, least), self.arena_bytes))
         if self.quarantine_per_client_bytes == 0:
-            set_field(self, "quarantine_per_client_bytes", self.arena_bytes // 4)
+            set_field(self, "quarantine_per_client_bytes", max(self.arena_bytes // 4, QUARANTINE_FLOOR_BYTES))
 
     def region_sizes(self) -> list[int]:
         """Sizes of the arena's regions in bytes: all `region_bytes`, the last one perhaps less."""
@@ -226,7 +227,7 @@ _TABLE = (
     _Setting(
         "quarantine_per_client", "quarantine_per_client_bytes", _QUARANTINE,
         "Frames of one client's unfinished stores that wait for proof that nobody writes to them any more. "
-        "Beyond it the client's stores are refused; its loads go on. 0: a quarter of the arena.",
+        "Beyond it the client's stores are refused; its loads go on. 0: a quarter of the arena, at least 64MiB.",
     ),
     _Setting(
         "pin_share", "pin_share", _SHARE,

@@ -8,6 +8,7 @@
     ├── DaemonUnavailable     no daemon at the address, or it died, or the client is down
     │   └── DeadlineExceeded  no answer within the deadline
     ├── ArenaError            shared memory could not be made, mapped or trusted
+    ├── CatalogUnavailable    the index of an NVMe directory cannot be read or written now
     ├── LayoutError           a KV pool whose shape, strides or dtype cannot be served
     └── ModelRefused          the engine cannot serve this model; the text says why
 
@@ -53,6 +54,10 @@ class DeadlineExceeded(DaemonUnavailable):
 
 class ArenaError(TierCacheError):
     """Shared memory could not be created, mapped, registered or trusted."""
+
+
+class CatalogUnavailable(TierCacheError):
+    """The index of an NVMe directory cannot be used now (disk full, I/O error, no permission). It was left as it is."""
 
 
 class LayoutError(TierCacheError):

@@ -149,7 +149,7 @@ class DirectLoader:
                 runs[-1] = last._replace(length=last.length + extent.length, blocks=last.blocks + 1)
             else:
                 runs.append(_Run(file, extent.offset, address, extent.length, 1))
-        self._close_files(MAX_OPEN_FILES + len({run.file for run in runs}))
+        self._close_files(max(MAX_OPEN_FILES, len({run.file for run in runs})))  # this load's are the newest
         return runs
 
     def _file(self, generation: int, directory: str, segment: int) -> Any:

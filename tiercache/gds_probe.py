@@ -185,7 +185,8 @@ def _main(mode: Mode, directory: str) -> None:
         with _test_file(directory) as path:
             found = _measure_host(path) if mode is Mode.POSIX else _measure_device(path)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+        text = f"{error.strerror} ({error.filename})" if isinstance(error, OSError) and error.filename else str(error)
+        found = {"error": " ".join(text.split())[:300] or type(error).__name__}
     print(json.dumps(found), flush=True)
 
 

@@ -13,6 +13,8 @@ still write to the frames, because the daemon gives them to others after that wo
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tiercache.channel import Pending
@@ -118,7 +120,7 @@ class _Store:
         self._keys = keys
         self._block_ids = block_ids
         self._first = first
-        self._sizes = iter(sizes)
+        self._sizes: Iterator[int] = iter(sizes)
         self._asked = 0  # blocks of the reserve that is under way
         self._reserving: Pending[Reserved] | None = None
         self._committing: _Commit | None = None
@@ -139,13 +141,15 @@ class _Store:
                     self._finish_commit()
                     return self._result(missing)
                 ids = self._block_ids[done : done + self._asked]
-                done += len(ids)
-                # Where no frame is free now, what follows would have no parent.
-                if BlockState.NONE not in reserved.states:
+                cut = reserved.states.find(BlockState.NONE)
+                done += len(ids) if cut < 0 else cut
+                if cut < 0:
                     self._reserve(done)
                 self._fill(reserved, ids, limit, after)
                 self._present += reserved.states.count(BlockState.HAVE)
                 self._present += reserved.states.count(BlockState.PENDING)
+                if cut >= 0:
+                    self._go_on_after(done, reserved.states[:cut].count(BlockState.FRAME))
             self._finish_commit()
         finally:
             self._session.abandon(self._reserving)
@@ -159,8 +163,15 @@ class _Store:
         dropped = len(self._block_ids) - self._stored - self._present
         return StoreResult(self._stored, self._present, dropped, parent_missing)
 
+    def _go_on_after(self, done: int, granted: int) -> None:
+        """Fewer frames were given than asked: finish with those, then ask for as many again."""
+        self._finish_commit()
+        if granted:
+            self._sizes = itertools.repeat(granted)
+            self._reserve(done)
+
     def _reserve(self, done: int) -> None:
-        count = self._asked = next(self._sizes, 0)
+        count = self._asked = min(next(self._sizes, 0), len(self._block_ids) - done)
         if count:
             begin = (self._first + done) * KEY_BYTES
             self._reserving = self._session.post(

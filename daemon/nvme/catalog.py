@@ -12,46 +12,45 @@ everything else is kept and tried again with growing pauses, and `error` says wh
 
 On start nothing is believed that cannot be checked: rows carry their own checksum, the small tables
 too; a database with a fault in those or in its structure is set aside and an empty one made, after
-which every block of the directory is a miss. Only a newer schema stops the start.
+which every block of the directory is a miss (database.py). Only a newer schema stops the start.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xxhash import xxh3_64_intdigest
-
-from tiercache.daemon.nvme.rows import (
-    MAX_SLOTS,
+from tiercache.daemon.nvme.database import (
+    NAME,
     SQLITE_ERRORS,
-    Loading,
-    Row,
-    connect_to_read,
-    decode,
+    TRUNCATE_WAL_BYTES,
+    CatalogState,
+    SavedNamespace,
+    Tombstone,
     is_malformed,
-    pack_row,
-    place_of,
-    read_page,
-    unpack_row,
-)  # fmt: skip
-from tiercache.errors import ConfigError, TierCacheError
+    marker_of,
+    open_database,
+    row_checksum,
+    size_of,
+    write_rows,
+)
+from tiercache.daemon.nvme.rows import MAX_SLOTS, Loading, Row, pack_row, place_of
+from tiercache.errors import CatalogUnavailable, ConfigError
+
+__all__ = ["Catalog", "CatalogState", "Done", "SavedNamespace", "Tombstone"]
 
 log = logging.getLogger("tiercache.daemon")
 
-SCHEMA = 1
-NAME = "index.db"
 BATCH_OPS = 2000
 """Changes in one transaction at most."""
 COLLECT_S = 0.005
@@ -61,61 +60,12 @@ MAX_PENDING = 20_000
 CALLBACKS_AT_ONCE = 256
 """`done` calls in one turn of the loop."""
 IDLE_S = 1.0
-TRUNCATE_WAL_BYTES = 16 << 20
 RETRY_FIRST_S, RETRY_LONGEST_S = 0.1, 10.0
-ROWS_PER_STATEMENT = (128, 16, 1)
-"""A statement lets go of the interpreter lock once however many rows it has; with one row each, a
-busy loop takes the lock away at every row and a batch of 2000 takes seconds."""
-
-_TABLES = {
-    "meta": "CREATE TABLE meta(key TEXT PRIMARY KEY, value)",
-    "namespaces": "CREATE TABLE namespaces(number INTEGER PRIMARY KEY, fingerprint TEXT UNIQUE, spec BLOB, "
-    "epoch INTEGER, checksum INTEGER)",
-    "segments": "CREATE TABLE segments(segment INTEGER PRIMARY KEY, slot_bytes INTEGER, checksum INTEGER)",
-    "blocks": "CREATE TABLE blocks(place INTEGER PRIMARY KEY, record BLOB)",
-    "tombstones": "CREATE TABLE tombstones(namespace INTEGER, key BLOB, epoch INTEGER, checksum INTEGER, "
-    "PRIMARY KEY(namespace, key))",
-}
 
 _MAX_U32 = 0xFFFFFFFF
 
 Done = Callable[[bool], None]
 Statement = tuple[str, Sequence[Any]]
-
-
-class CatalogUnavailable(TierCacheError):
-    """The database cannot be used now (disk full, I/O error, no permission). It was left as it is."""
-
-
-class SavedNamespace(NamedTuple):
-    """A namespace that rows may refer to by its number."""
-
-    number: int
-    fingerprint: str
-    spec: bytes
-    epoch: int
-
-
-class Tombstone(NamedTuple):
-    """A flush by key: that block and all after it are gone if their epoch is smaller than `epoch`."""
-
-    namespace: int
-    key: bytes
-    epoch: int
-
-
-class CatalogState(NamedTuple):
-    """What stood in the database besides the rows.
-
-    `fresh`: it was made just now, so nothing in the directory's segments can be reached.
-    `segments`: slot_bytes by segment. `next_sequence` is larger than that of every committed row.
-    """
-
-    fresh: bool
-    namespaces: list[SavedNamespace]
-    segments: dict[int, int]
-    tombstones: list[Tombstone]
-    next_sequence: int
 
 
 class _RowChange(NamedTuple):
@@ -243,7 +193,7 @@ class Catalog:
 
     def set_segment(self, segment: int, slot_bytes: int, done: Done | None = None) -> None:
         """The segment is divided into slots of this size. Any rows of another size must be dropped before."""
-        values = (segment, slot_bytes, _checksum(segment, slot_bytes))
+        values = (segment, slot_bytes, row_checksum(segment, slot_bytes))
         self._keep(
             ("segment", segment), ("INSERT OR REPLACE INTO segments VALUES(?, ?, ?)", values), done=done
         )
@@ -260,7 +210,7 @@ class Catalog:
 
     def add_tombstone(self, namespace: int, key: bytes, epoch: int, done: Done | None = None) -> None:
         """Remember a flush by key. `done(True)`: survives a power loss."""
-        values = (namespace, key, epoch, _checksum(namespace, key, epoch))
+        values = (namespace, key, epoch, row_checksum(namespace, key, epoch))
         self._keep(
             ("tombstone", namespace, key),
             ("INSERT OR REPLACE INTO tombstones VALUES(?, ?, ?, ?)", values),
@@ -346,10 +296,10 @@ class Catalog:
 
     def _suspect(self, error: Exception) -> None:
         """Have the next start set the database aside: what SQLite found wrong may not show at open."""
-        if not _marker(self._path).exists():
+        if not marker_of(self._path).exists():
             log.error("%s is damaged and will be made anew at the next start: %s", self._path, error)
             with suppress(OSError):  # then the next life finds the same fault
-                _marker(self._path).touch()
+                marker_of(self._path).touch()
 
     def _call(self, callback: Callable[..., None], *args: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
@@ -385,7 +335,7 @@ class Catalog:
 
     def _run(self) -> None:
         try:
-            db, state, self._last_place = _open(self._path, self._directory_id)
+            db, state, self._last_place = open_database(self._path, self._directory_id)
         except (*SQLITE_ERRORS, OSError) as error:
             self._opened.set_exception(
                 CatalogUnavailable(f"{self._path} cannot be opened: {error}; see to the disk and its permissions")
@@ -516,20 +466,13 @@ class Catalog:
 
     def _truncate_log(self, db: sqlite3.Connection) -> None:
         """Move the log into the database and give its room back; a reader puts that off."""
-        if _size(f"{self._path}-wal") > TRUNCATE_WAL_BYTES or self._closing:
+        if size_of(f"{self._path}-wal") > TRUNCATE_WAL_BYTES or self._closing:
             with suppress(sqlite3.Error):
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         self._measure()
 
     def _measure(self) -> None:
-        self._disk_bytes = sum(_size(f"{self._path}{end}") for end in ("", "-wal", "-shm"))
-
-
-# --- the database -----------------------------------------------------------------------------------
-
-
-class _Damaged(Exception):
-    """The content of the database is not to be believed."""
+        self._disk_bytes = sum(size_of(f"{self._path}{end}") for end in ("", "-wal", "-shm"))
 
 
 def _apply(db: sqlite3.Connection, batch: Sequence[_Change]) -> None:
@@ -541,278 +484,18 @@ def _apply(db: sqlite3.Connection, batch: Sequence[_Change]) -> None:
             rows[change.place] = change.record
             sequence = max(sequence, change.sequence)
         elif isinstance(change, _TableChange):
-            _apply_rows(db, rows)
+            write_rows(db, rows)
             rows.clear()
             for statement, values in change.statements:
                 db.execute(statement, values)
         elif isinstance(change, _Burial):
             burial = "DELETE FROM tombstones WHERE namespace = ? AND key = ?"
             db.execute(burial, (change.namespace, change.key))
-    _apply_rows(db, rows)
+    write_rows(db, rows)
     if sequence:
         db.execute("UPDATE meta SET value = max(value, ?) WHERE key = 'sequence'", (sequence,))
-
-
-def _apply_rows(db: sqlite3.Connection, rows: dict[int, bytes | None]) -> None:
-    places = sorted(rows)
-    deleted = [place for place in places if rows[place] is None]
-    inserted = [place for place in places if rows[place] is not None]
-    for part in _parts(deleted):
-        db.execute(f"DELETE FROM blocks WHERE place IN ({','.join('?' * len(part))})", part)
-    for part in _parts(inserted):
-        values = [value for place in part for value in (place, rows[place])]
-        db.execute(f"INSERT OR REPLACE INTO blocks VALUES {','.join(['(?,?)'] * len(part))}", values)
-
-
-def _parts(places: list[int]) -> Iterator[list[int]]:
-    """Slices of a few fixed lengths, so that SQLite knows the statements already."""
-    first = 0
-    for length in ROWS_PER_STATEMENT:
-        while len(places) - first >= length:
-            yield places[first : first + length]
-            first += length
-
-
-def _checksum(*values: Any) -> int:
-    """Over the columns of a row of the small tables; 63 bits, as SQLite's integers are signed."""
-    return xxh3_64_intdigest(repr(values).encode()) >> 1
 
 
 def _resum(namespace: int) -> Statement:
     resum = "UPDATE namespaces SET checksum = row_checksum(number, fingerprint, spec, epoch) WHERE number = ?"
     return resum, (namespace,)
-
-
-def _open(path: Path, directory_id: bytes) -> tuple[sqlite3.Connection, CatalogState, int]:
-    """The database as it is, or an empty one in its place; and the largest place of a row in it."""
-    try:
-        return _open_as_it_is(path, directory_id)
-    except _Damaged as error:
-        problem = str(error)
-    except SQLITE_ERRORS as error:
-        if not is_malformed(error):
-            raise
-        problem = str(error)
-    kept = _set_aside(path)
-    log.warning("%s: %s; the blocks of its directory are lost, it is kept as %s", path, problem, kept.name)
-    return _open_as_it_is(path, directory_id)
-
-
-def _open_as_it_is(path: Path, directory_id: bytes) -> tuple[sqlite3.Connection, CatalogState, int]:
-    if _marker(path).exists():
-        raise _Damaged("found damaged while it was in use")
-    if _size(path) > 0:
-        _check_header(path)
-        with closing(connect_to_read(path)) as reader:  # so that a newer one is not even touched
-            _check_tables(reader, path, directory_id)
-    db = sqlite3.connect(path, isolation_level=None, timeout=1.0)
-    try:
-        db.text_factory = decode
-        db.create_function("row_checksum", -1, _checksum, deterministic=True)
-        if db.execute("PRAGMA journal_mode = WAL").fetchone() != ("wal",):
-            raise sqlite3.OperationalError("its file system cannot share memory between processes (WAL)")
-        for setting in ("synchronous = NORMAL", f"journal_size_limit = {TRUNCATE_WAL_BYTES}", "cache_size = -4096"):
-            db.execute(f"PRAGMA {setting}")
-        fresh = not db.execute("SELECT 1 FROM sqlite_master").fetchone()
-        if fresh:
-            _create(db, path, directory_id)
-        state = _read_state(db, fresh)
-        (last_place,) = db.execute("SELECT max(place) FROM blocks").fetchone()
-        return db, state, -1 if last_place is None else last_place
-    except BaseException:
-        db.close()
-        raise
-
-
-def _create(db: sqlite3.Connection, path: Path, directory_id: bytes) -> None:
-    db.execute("PRAGMA synchronous = FULL")
-    db.execute("BEGIN IMMEDIATE")
-    for statement in _TABLES.values():
-        db.execute(statement)
-    meta = [("schema", SCHEMA), ("directory_id", directory_id), ("sequence", 0), ("synced", 0)]
-    db.executemany("INSERT INTO meta VALUES(?, ?)", meta)
-    db.execute("COMMIT")
-    db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-    db.execute("PRAGMA synchronous = NORMAL")
-    _fsync_directory(path.parent)
-
-
-def _check_header(path: Path) -> None:
-    """The bytes of the file's header that are the same in all our databases.
-
-    A flipped bit there can make SQLite call the file read-only or of no known format, which would
-    look like a fault of the disk.
-    """
-    with path.open("rb") as file:
-        header = file.read(100)
-    fixed = ((0, b"SQLite format 3\0"), (20, b"\x00\x40\x20\x20"), (44, b"\0\0\0\4"), (56, b"\0\0\0\1"))
-    if any(header[at : at + len(want)] != want for at, want in fixed) or header[18:20] not in (b"\1\1", b"\2\2"):
-        raise _Damaged("not a database of ours")
-
-
-def _check_tables(db: sqlite3.Connection, path: Path, directory_id: bytes) -> None:
-    """Raises ConfigError for a newer schema, _Damaged for one that is not ours. `meta` never changes its form."""
-    tables = dict(db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'"))
-    if not tables:
-        return  # its maker was killed before it had any
-    if tables.get("meta") != _TABLES["meta"]:
-        raise _Damaged("not a database of ours")
-    meta = dict(db.execute("SELECT key, value FROM meta"))
-    schema = meta.get("schema")
-    if isinstance(schema, int) and schema > SCHEMA:
-        raise ConfigError(
-            f"{path} is of schema {schema}, this tiercache knows up to {SCHEMA}: "
-            f"upgrade tiercache, or move the file away to start with an empty cache there"
-        )
-    if schema != SCHEMA:
-        raise _Damaged(f"its schema {schema!r} is not {SCHEMA}")
-    if tables != _TABLES:
-        raise _Damaged("its tables are not those of this version")
-    if meta.get("directory_id") != directory_id:
-        raise _Damaged("it belongs to another directory")
-
-
-def _read_state(db: sqlite3.Connection, fresh: bool) -> CatalogState:
-    """The small tables. One row that fails its checksum spoils all: it may have been a flush."""
-    meta = dict(db.execute("SELECT key, value FROM meta"))
-    namespaces = list(db.execute("SELECT number, fingerprint, spec, epoch, checksum FROM namespaces"))
-    segments = list(db.execute("SELECT segment, slot_bytes, checksum FROM segments"))
-    tombstones = list(db.execute("SELECT namespace, key, epoch, checksum FROM tombstones"))
-    for row in (*namespaces, *segments, *tombstones):
-        if _checksum(*row[:-1]) != row[-1]:
-            raise _Damaged("a row of its small tables fails its checksum")
-    if not isinstance(meta.get("sequence"), int) or not isinstance(meta.get("synced"), int):
-        raise _Damaged("its counts are not numbers")
-    return CatalogState(
-        fresh=fresh,
-        namespaces=[SavedNamespace(*row[:-1]) for row in namespaces],
-        segments={segment: slot_bytes for segment, slot_bytes, _ in segments},
-        tombstones=[Tombstone(*row[:-1]) for row in tombstones],
-        next_sequence=meta["sequence"] + 1,
-    )
-
-
-def _set_aside(path: Path) -> Path:
-    """Rename the database with its log; at most one such is kept. Raises OSError.
-
-    The marker stands meanwhile: killed half-way, the next start must not take what is left for whole.
-    A log that stayed behind would be played into the new database.
-    """
-    _marker(path).touch()
-    for old in path.parent.glob(f"{path.name}.damaged-*"):
-        old.unlink()
-    kept = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
-    for end in ("-wal", "-shm", ""):
-        with suppress(FileNotFoundError):
-            os.rename(f"{path}{end}", f"{kept}{end}")
-    _fsync_directory(path.parent)
-    _marker(path).unlink()
-    return kept
-
-
-def _marker(path: Path) -> Path:
-    """Stands beside a database that is to be set aside at the next start."""
-    return path.with_name(f"{path.name}.suspect")
-
-
-def _fsync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _size(path: Path | str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
-
-
-# --- off-line ---------------------------------------------------------------------------------------
-
-
-def read_state(directory: Path, directory_id: bytes | None = None) -> CatalogState:
-    """What a closed database says besides its rows; with `directory_id` also whether it is that one's.
-
-    Read-only; blocks. Raises CatalogUnavailable when it cannot be read or is damaged; the text says
-    which. Raises ConfigError, given an id, for a newer schema.
-    """
-    path = directory / NAME
-    try:
-        if directory_id is not None:
-            if _marker(path).exists():
-                raise _Damaged("found damaged while it was in use")
-            _check_header(path)
-        with closing(connect_to_read(path)) as db:
-            if directory_id is not None:
-                _check_tables(db, path, directory_id)
-            return _read_state(db, fresh=False)
-    except (*SQLITE_ERRORS, _Damaged) as error:
-        raise CatalogUnavailable(f"{path} cannot be read: {error}") from error
-
-
-def is_empty(directory: Path) -> bool:
-    """Whether there is no database, or one whose maker was killed before it had tables. Read-only; blocks."""
-    path = directory / NAME
-    try:
-        with closing(connect_to_read(path)) as db:
-            return not db.execute("SELECT 1 FROM sqlite_master").fetchone()
-    except SQLITE_ERRORS:
-        return _size(path) == 0
-
-
-def mend(directory: Path, places: Sequence[int], segments: Sequence[int], sequence: int) -> None:
-    """Delete rows and entries of segments (with their rows) from a closed database; durable on return.
-
-    `sequence`: what the count of insertions should be at least. Blocks; raises CatalogUnavailable.
-    """
-    path = directory / NAME
-    try:
-        with closing(sqlite3.connect(path, isolation_level=None, timeout=1.0)) as db:
-            db.execute("PRAGMA synchronous = FULL")
-            db.execute("BEGIN IMMEDIATE")
-            _apply_rows(db, dict.fromkeys(places))
-            for segment in segments:
-                bounds = (place_of(segment, 0), place_of(segment, MAX_SLOTS - 1))
-                db.execute("DELETE FROM blocks WHERE place BETWEEN ? AND ?", bounds)
-                db.execute("DELETE FROM segments WHERE segment = ?", (segment,))
-            db.execute("UPDATE meta SET value = max(value, ?) WHERE key = 'sequence'", (sequence,))
-            db.execute("COMMIT")
-    except SQLITE_ERRORS as error:
-        raise CatalogUnavailable(f"{path} cannot be mended: {error}") from error
-
-
-def set_aside(directory: Path) -> Path:
-    """Rename a closed database that is not to be believed; the next start makes a new one. Blocks; OSError."""
-    return _set_aside(directory / NAME)
-
-
-def check_database(directory: Path) -> list[str]:
-    """What SQLite itself finds wrong with a closed database. Read-only; blocks, about 1 s for 500k rows."""
-    try:
-        with closing(connect_to_read(directory / NAME)) as db:
-            found = [text for (text,) in db.execute("PRAGMA integrity_check")]
-    except SQLITE_ERRORS as error:
-        return [str(error)]
-    return [] if found == ["ok"] else found
-
-
-def check_rows(directory: Path, page_rows: int = 4096) -> Iterator[tuple[int, Row | None]]:
-    """All rows of a closed database by place, None for a damaged one. Read-only; blocks.
-
-    Raises CatalogUnavailable when it cannot be read (any further).
-    """
-    path = directory / NAME
-    after = -(1 << 63)
-    try:
-        with closing(connect_to_read(path)) as db:
-            while page := read_page(db, after, page_rows):
-                for place, record in page:
-                    yield place, unpack_row(place, record) if type(record) is bytes else None
-                if page[-1][0] <= after:
-                    return
-                after = page[-1][0]
-    except SQLITE_ERRORS as error:
-        raise CatalogUnavailable(f"{path} cannot be read: {error}") from error

@@ -2,9 +2,10 @@
 
     superblock ─► database ─► segment files ─► rows, one by one ─► chains ─► checksums of blocks
 
-A *finding* is what no crash of a daemon leaves behind (a lost power supply may). What is normal
-after one is a *note*: blocks that were flushed and whose rows had not been deleted yet, a segment
-that was made and not used yet. Repairing deletes the rows of findings, and of all blocks behind
+A *finding* is what a crash of a daemon does not leave behind (a lost power supply may; and one that is
+killed in the very moment in which it drops a chain while it reads from it may leave orphans). What is
+normal after a crash is a *note*: blocks that were flushed and whose rows had not been deleted yet, a
+segment that was made and not used yet. Repairing deletes the rows of findings, and of all blocks behind
 them, which would be misses anyway; no block becomes readable by it.
 """
 
@@ -24,9 +25,7 @@ import msgspec
 
 from tiercache.checksum import KINDS, block_checksum, block_seed
 from tiercache.daemon.nvme import codecs
-from tiercache.daemon.nvme.catalog import (
-    CatalogState,
-    CatalogUnavailable,
+from tiercache.daemon.nvme.catalog_check import (
     check_database,
     check_rows,
     is_empty,
@@ -34,6 +33,7 @@ from tiercache.daemon.nvme.catalog import (
     read_state,
     set_aside,
 )
+from tiercache.daemon.nvme.database import CatalogState
 from tiercache.daemon.nvme.directory import (
     DATABASE_NAME,
     PAGE_BYTES,
@@ -44,7 +44,7 @@ from tiercache.daemon.nvme.directory import (
 )
 from tiercache.daemon.nvme.rows import ROOT_KEY, Row, segment_and_slot
 from tiercache.daemon.nvme.superblock import DamagedSuperblock, NewerSuperblock, Superblock, read_superblock
-from tiercache.errors import ConfigError
+from tiercache.errors import CatalogUnavailable, ConfigError
 from tiercache.layout import NamespaceSpec
 from tiercache.units import round_up
 
@@ -88,8 +88,10 @@ def check_directory(
         rate: bytes a second that are read for that; 0 is as fast as it goes.
         repair: delete what is wrong. Without it nothing is changed.
 
-    Blocks: about 10 us a row, and the reading. Raises ConfigError, in one line, when it is no cache
-    directory, a daemon uses it, a newer version has made it, or it cannot be read.
+    Blocks: about 5 us a row, and the reading. Takes 200 bytes of memory a row.
+
+    Raises ConfigError, in one line, when it is no cache directory, a daemon uses it, a newer version
+    has made it, or it cannot be read.
     """
     try:
         if not holds_data(path):
@@ -153,6 +155,7 @@ class _Check:
         self._places = array("q")
         self._parents = array("q")
         self._states = array("B")
+        self._epochs = array("I")
         self._numbers: dict[bytes, int] = {}
         self._damaged: list[int] = []  # places
         self._sequence = 0
@@ -267,6 +270,7 @@ class _Check:
             number = len(self._places)
             self._places.append(place)
             self._parents.append(_MISSING)
+            self._epochs.append(row.epoch)
             highest = max(highest, row.sequence)
             state = _UNKNOWN
             if (problem := self._problem(place, row)) is not None:
@@ -326,10 +330,12 @@ class _Check:
             if row.parent == ROOT_KEY:
                 self._parents[number] = _ROOT
             else:
-                self._parents[number] = self._numbers.get(_name(row.namespace, row.parent), _MISSING)
-                # The row of a flushed block may be deleted already, and those behind it not yet.
+                parent = self._parents[number] = self._numbers.get(_name(row.namespace, row.parent), _MISSING)
+                # The row of a block that was flushed by its key may be deleted already, or replaced by one
+                # that was stored since, and the rows behind it not yet.
                 stone = self._tombstones.get((row.namespace, row.parent), 0)
-                if self._parents[number] == _MISSING and self._states[number] == _UNKNOWN and row.epoch < stone:
+                since = stone if parent == _MISSING else self._epochs[parent]
+                if self._states[number] == _UNKNOWN and row.epoch < since:
                     self._states[number] = _FLUSHED
             number += 1
         self._numbers.clear()

@@ -2,7 +2,7 @@
 
     match(extents) ─► Held: the deepest entry is pinned, so nothing of the run is evicted
     extents        ─► each slot that is named is held: it has no new owner before the lease ends
-    release        ─► good if the run is still attached; a flush or a lost block in between is a no
+    release        ─► good unless the run was flushed in between
     bad_extent     ─► the block is read here, and dropped if it is bad: a client's word is not enough
 
 Only blocks that a GPU can verify are named: stored as they are, with lane sums for a checksum.
@@ -55,7 +55,7 @@ class Extents:
             shelf.index.touch(entry)
             shelf.index.pin(entry)
         self.held_leases += 1
-        return Held(self, shelf, keys, ends)
+        return Held(self, shelf, namespaces, keys, ends)
 
     def doubt(self, shelf: Shelf, namespace: Namespace, key: bytes) -> None:
         """Read a block of which a client says that it is bad."""
@@ -97,14 +97,18 @@ class Extents:
 class Held:
     """One run that a read lease keeps on NVMe; `blocks` is its length, from the root."""
 
-    __slots__ = ("_ends", "_extents", "_keys", "_named", "_shelf", "blocks")
+    __slots__ = ("_ends", "_epochs", "_extents", "_keys", "_named", "_namespaces", "_shelf", "blocks")
 
-    def __init__(self, extents: Extents, shelf: Shelf, keys: bytes, ends: list[int]) -> None:
+    def __init__(
+        self, extents: Extents, shelf: Shelf, namespaces: Sequence[Namespace], keys: bytes, ends: list[int]
+    ) -> None:
         self.blocks = len(keys) // KEY_BYTES
         self._extents = extents
         self._shelf = shelf
         self._keys = keys
-        self._ends = ends
+        self._namespaces = list(namespaces)
+        self._ends = ends  # the deepest entry in each namespace, pinned
+        self._epochs = [shelf.epoch(namespace) for namespace in namespaces]
         self._named: dict[tuple[int, int], Stored] = {}  # by namespace number and block
 
     def extents(self, namespace: Namespace, first: int, count: int) -> tuple[list[str], list[Extent]]:
@@ -144,8 +148,15 @@ class Held:
 
     @property
     def intact(self) -> bool:
-        """Whether nothing of the run was dropped or flushed meanwhile."""
-        return all(self._shelf.index.attached(entry) for entry in self._ends)
+        """Whether nothing of the run was flushed meanwhile.
+
+        A block that was dropped because it is bad takes nothing from the others, whose slots are held
+        and whose bytes their reader has verified.
+        """
+        shelf, columns = self._shelf, zip(self._namespaces, self._epochs, self._ends, strict=True)
+        return all(
+            shelf.epoch(namespace) == epoch or shelf.index.attached(entry) for namespace, epoch, entry in columns
+        )
 
     def let_go(self, good: bool) -> None:
         """The lease ends; `good` if its last holder was told that what it copied is right."""

@@ -8,8 +8,8 @@ and passed their checksum. Leases that wait for them grow as they land.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
 
 from tiercache.arena import Region
@@ -17,18 +17,23 @@ from tiercache.daemon.cache import Cache
 from tiercache.daemon.leases import Owner, ReadLease
 from tiercache.daemon.nvme.blockio import Outcome, ReadOp
 from tiercache.daemon.nvme.io import Priority
+from tiercache.daemon.nvme.placement import Placement
 from tiercache.daemon.nvme.shelf import Shelf
 from tiercache.daemon.space import Namespace
 from tiercache.messages import INSTANCE_BYTES, KEY_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
 
 MAX_IN_FLIGHT_BYTES = 256 << 20
+"""Of one directory, so that one hung disk is one disk."""
 WINDOW = 32
+LOOK_AGAIN_S = 0.1
+"""How often jobs that wait for others' blocks are looked at if nothing has landed."""
+MAX_UNREADABLE = 4096
 
 
 class _Job:
     """What one lease wants of one namespace; `next` is the first block that was not asked for yet."""
 
-    __slots__ = ("asking", "lease", "namespace", "next", "over", "priority", "reading", "shelf")
+    __slots__ = ("asking", "lease", "namespace", "next", "over", "priority", "reading", "shelf", "writing")
 
     def __init__(self, lease: ReadLease, namespace: Namespace, shelf: Shelf) -> None:
         self.lease = lease
@@ -36,6 +41,7 @@ class _Job:
         self.shelf = shelf
         self.next = lease.blocks
         self.reading = 0
+        self.writing: list[int] = []  # its write leases, those that have ended too
         self.asking = True
         self.over = False
         self.priority = Priority.LOAD if lease.holders else Priority.PREFETCH
@@ -55,18 +61,20 @@ class _Read(NamedTuple):
 class Promotion:
     """Event loop only; nothing here blocks."""
 
-    def __init__(self, cache: Cache, regions: dict[int, Region], find_shelf: Callable[[bytes], Shelf]) -> None:
+    def __init__(self, cache: Cache, regions: dict[int, Region], placement: Placement) -> None:
         self.promoted_blocks = 0
         self.promoted_bytes = 0
         self.bad_blocks = 0
         self.failed_reads = 0
-        self.in_flight_bytes = 0
         self._cache = cache
         self._regions = regions
-        self._find_shelf = find_shelf
+        self._placement = placement
         self._owner = Owner(bytes(INSTANCE_BYTES), internal=True)
-        self._jobs: deque[_Job] = deque()
-        self._background: deque[_Job] = deque()
+        self._jobs: dict[Shelf, tuple[deque[_Job], deque[_Job]]] = {}  # for those who wait, and for later
+        self._read_bytes: dict[Shelf, int] = {}  # under way
+        self._reading: dict[Shelf, set[_Job]] = {}  # jobs of which something is under way
+        self._unreadable: dict[tuple[int, bytes], None] = {}  # blocks that the disk failed to read, once
+        self._look_again_s = 0.0
         self._of_lease: dict[int, int] = {}  # jobs that are not over, by lease
         self._waiting: set[_Job] = set()
         self._landed = False
@@ -76,25 +84,43 @@ class Promotion:
         """Nothing waits and nothing is under way."""
         return not self._of_lease
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes of the reads under way."""
+        return sum(self._read_bytes.values())
+
     def start(self, lease: ReadLease) -> None:
         """Bring up what `lease` wants; a lease without holders is a prefetch, and comes last."""
-        shelf = self._find_shelf(lease.keys[:KEY_BYTES])
-        queue = self._jobs if lease.holders else self._background
         self._of_lease[lease.lease_id] = len(lease.namespaces)
         for namespace in lease.namespaces:
-            queue.append(_Job(lease, namespace, shelf))
+            shelf, _ = self._placement.find(namespace, lease.keys, lease.target)
+            if shelf is None:
+                shelf = self._placement.home(lease.keys[:KEY_BYTES])  # it has gone offline: nothing is found there
+            queues = self._jobs.setdefault(shelf, (deque(), deque()))
+            queues[0 if lease.holders else 1].append(_Job(lease, namespace, shelf))
         self.pump()
 
     def pump(self) -> None:
         """Begin reads as far as there is room for them, those that somebody waits for first."""
-        for queue in (self._jobs, self._background):
-            while queue and self.in_flight_bytes < MAX_IN_FLIGHT_BYTES:
-                job = queue.popleft()
-                if self._read_window(job):
-                    queue.append(job)  # in turn with the others
-                else:
-                    job.asking = False
-                    self._settle(job)
+        for shelf, queues in self._jobs.items():
+            for queue in queues:
+                while queue and self._read_bytes.get(shelf, 0) < MAX_IN_FLIGHT_BYTES:
+                    job = queue.popleft()
+                    if self._read_window(job):
+                        queue.append(job)  # in turn with the others
+                    else:
+                        job.asking = False
+                        self._settle(job)
+
+    def give_up(self, shelf: Shelf) -> None:
+        """The disk hangs: nobody waits for it any more. Its frames stay the kernel's until it has let go."""
+        shelf.queue.cancel_queued()
+        queues = self._jobs.pop(shelf, (deque(), deque()))
+        for job in {*queues[0], *queues[1], *self._reading.pop(shelf, ())}:
+            for write_lease in job.writing:
+                self._cache.writes.abort(self._owner, write_lease, finished=False)
+            job.next, job.asking = job.lease.target, False
+            self._end(job)
 
     def _read_window(self, job: _Job) -> bool:
         """Ask for the next window; False when that was the last, or nothing more can land."""
@@ -107,6 +133,8 @@ class Promotion:
         got = self._cache.reserve(self._owner, job.namespace, parent, keys, math.inf)
         if got.parent_missing:
             return False
+        if got.frames:
+            job.writing.append(got.lease_id)
         ops, frames = [], iter(got.frames)
         for number, state in enumerate(got.states):
             if state is BlockState.FRAME:
@@ -139,7 +167,8 @@ class Promotion:
         shelf.index.pin(stored.entry)
         shelf.allocator.hold(stored.slot)
         job.reading += 1
-        self.in_flight_bytes += spec.frame_bytes
+        self._reading.setdefault(shelf, set()).add(job)
+        self._read_bytes[shelf] = self._read_bytes.get(shelf, 0) + spec.frame_bytes
         region = self._regions[frame >> REGION_SHIFT]
         return ReadOp(
             done=lambda op: self._done(read, op), slot=stored.slot,
@@ -151,7 +180,9 @@ class Promotion:
     def _done(self, read: _Read, op: ReadOp) -> None:
         job = read.job
         job.reading -= 1
-        self.in_flight_bytes -= job.namespace.spec.frame_bytes
+        self._read_bytes[job.shelf] -= job.namespace.spec.frame_bytes
+        if not job.reading:
+            self._reading.get(job.shelf, set()).discard(job)
         if op.outcome is Outcome.ABANDONED:
             return  # only at the end: the kernel may still write to the frame
         job.shelf.allocator.unhold(read.slot)
@@ -166,14 +197,20 @@ class Promotion:
         self._settle(job)
 
     def _failed(self, read: _Read, op: ReadOp) -> None:
-        """A bad block is dropped, and what follows it; after a disk error it may be good the next time."""
+        """A bad block is dropped, and what follows it; one that cannot be read gets a second chance."""
         self._cache.writes.fail(self._owner, read.write_lease, read.number)
         read.job.next = read.job.lease.target  # what comes after it cannot land
+        name = read.job.namespace.number, read.key
         if op.outcome is Outcome.CORRUPT:
             self.bad_blocks += 1
             read.job.shelf.drop(read.job.namespace, read.key)
         elif op.outcome is Outcome.IO_ERROR:
             self.failed_reads += 1
+            if name in self._unreadable:  # else it would be found, and missed, for ever
+                del self._unreadable[name]
+                read.job.shelf.drop(read.job.namespace, read.key)
+            elif len(self._unreadable) < MAX_UNREADABLE:
+                self._unreadable[name] = None
 
     def _settle(self, job: _Job) -> None:
         """End a job that has nothing under way, unless others are bringing up what it waits for."""
@@ -186,7 +223,12 @@ class Promotion:
             if (job.namespace.number, following) in self._cache.writes.pending:
                 self._waiting.add(job)
                 return
-        job.over = True
+        self._end(job)
+
+    def _end(self, job: _Job) -> None:
+        if job.over:
+            return
+        lease, job.over = job.lease, True
         self._waiting.discard(job)
         self._landed = True
         self._of_lease[lease.lease_id] -= 1
@@ -196,9 +238,17 @@ class Promotion:
                 self._cache.reads.stop_growing(lease)
 
     def look_again(self) -> None:
-        """See to the jobs that wait for others."""
+        """See to the jobs that wait for others, if there can be any news for them."""
+        now_s = time.monotonic()
+        if not self._waiting or not (self._landed or now_s >= self._look_again_s):
+            return
+        self._look_again_s = now_s + LOOK_AGAIN_S
         for job in list(self._waiting):
             self._settle(job)
+
+    def note_published(self) -> None:
+        """A block has become visible in DRAM, whoever brought it: some lease may grow by it."""
+        self._landed = self._landed or bool(self._cache.reads.growing)
 
     def take_landed(self) -> bool:
         """Let the leases grow by what has landed since the last time; True if anything has."""

@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from tiercache.daemon.nvme.database import SQLITE_ERRORS, connect_to_read, is_malformed, read_page
+
 log = logging.getLogger("tiercache.daemon")
 
 WAITING_BATCHES = 2
@@ -117,45 +119,6 @@ def _unpack_one_by_one(placed: list[tuple[int, bytes]]) -> tuple[list[PlacedRow]
         else:
             good.append((place, row))
     return good, damaged
-
-
-def read_page(db: sqlite3.Connection, after: int, limit: int) -> list[tuple[int, bytes]]:
-    """Up to `limit` rows whose place is larger than `after`, unverified, in one short read transaction.
-
-    Each row read lets go of the interpreter lock. There is no upper bound in the query: one place
-    with a flipped bit would end the scan there.
-    """
-    query = "SELECT place, record FROM blocks WHERE place > ? ORDER BY place LIMIT ?"
-    return db.execute(query, (after, limit)).fetchall()
-
-
-SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""What the sqlite3 module raises; the second when the text of an error quotes damaged bytes."""
-
-
-def is_malformed(error: Exception) -> bool:
-    """Whether SQLite says that the file's content is wrong, rather than that it cannot be reached now.
-
-    Its errors "malformed" and "not a database" are plain DatabaseErrors; "full", "I/O error", "read-only",
-    "locked" and the like are OperationalErrors, of which one is about content.
-    """
-    return (
-        type(error) is sqlite3.DatabaseError
-        or isinstance(error, UnicodeDecodeError)
-        or "unsupported file format" in str(error)
-    )
-
-
-def connect_to_read(path: Path) -> sqlite3.Connection:
-    """A read-only connection for the calling thread. Raises sqlite3.Error."""
-    db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=1.0)
-    db.text_factory = decode
-    return db
-
-
-def decode(text: bytes) -> str:
-    """For SQLite's texts: one that is damaged must not become an error of its own."""
-    return text.decode("utf-8", "backslashreplace")
 
 
 class Loading:

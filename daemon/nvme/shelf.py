@@ -82,6 +82,7 @@ class Shelf:
         self.index = Index(self._slot_left)
         self.allocator = Allocator()
         self.health = WriteHealth(str(directory.path))
+        self.directory_seed = int.from_bytes(directory.superblock.directory_id[:8], "little")
         self.loading = True
         self.loaded_rows = 0
         self.orphan_rows = 0
@@ -115,6 +116,8 @@ class Shelf:
         self._orphans: dict[bytes, list[PlacedRow]] = {}
         self._raised: dict[int, int] = {}  # epochs of loaded entries, where they are not 0
         self._rows: Loading | None = None
+        if directory.max_segments == 0:
+            self.no_growth = "its part of nvme_size holds no segment: make that larger, or empty the directory"
         self._adopt_namespaces(state)
 
     # --- namespaces ------------------------------------------------------------------------------
@@ -367,11 +370,14 @@ class Shelf:
         return self.queue.oldest_age_s() > OFFLINE_AGE_S
 
     @property
+    def works(self) -> bool:
+        """Whether the disk is in order, as far as is known."""
+        return not self.offline and not self.catalog.error and self.health.may_write
+
+    @property
     def may_write(self) -> bool:
         """Whether a write that begins now has a chance. Without it nothing is evicted for one either."""
-        if self.loading or self.offline or self.catalog.full or self.catalog.error:
-            return False
-        return self.health.may_write
+        return not self.loading and not self.catalog.full and self.works
 
     @property
     def lost_slots(self) -> int:

@@ -4,9 +4,9 @@
     WriteBehind  DRAM → NVMe
     Promotion    NVMe → DRAM
 
-All on the event loop; disks, SQLite and the opening of directories are on threads of their own. A
-chain lives on one shelf, chosen by its first block, so that a lost disk costs its share of the
-chains and not a block of each.
+    Placement    which shelf a chain lives on
+
+All on the event loop; disks, SQLite and the opening of directories are on threads of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tiercache.arena import Region
@@ -22,11 +24,12 @@ from tiercache.config import DaemonConfig
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.leases import ReadLease
 from tiercache.daemon.nvme.budget import WriteBudget
-from tiercache.daemon.nvme.catalog import Catalog, CatalogState
 from tiercache.daemon.nvme.codecs import codec_number
-from tiercache.daemon.nvme.directory import Directory
+from tiercache.daemon.nvme.directory import DiskIO
 from tiercache.daemon.nvme.extents import Extents, Held
 from tiercache.daemon.nvme.io import DiskQueue
+from tiercache.daemon.nvme.opening import in_thread, open_directory
+from tiercache.daemon.nvme.placement import Placement
 from tiercache.daemon.nvme.promotion import Promotion
 from tiercache.daemon.nvme.scanning import Scan
 from tiercache.daemon.nvme.shelf import Shelf
@@ -38,9 +41,38 @@ from tiercache.messages import KEY_BYTES
 log = logging.getLogger("tiercache.daemon")
 
 CLOSE_S = 5.0
-DB_RESERVE_SHARE = 64
-"""One part in so many of the cap is left to the database: 2% is ample for blocks of 8 KiB and more."""
+FLUSH_S = 10.0
+"""After which a flush that some disk did not take note of is answered, with that."""
+PATIENCE_S = 30.0
+"""How long nothing is written for the sake of directories that have not opened yet."""
+MATCHED_AT_ONCE = 256
+"""Blocks of one match that are offered for writing; the next match offers what follows."""
 _POLL_S = 0.01
+
+
+class _Flush:
+    """One flush on its way to the disks; answered once."""
+
+    def __init__(self, done: Callable[[int, bool], None]) -> None:
+        self.blocks = 0
+        self.waiting = 1  # disks' words, and that all have been asked
+        self.over = False
+        self.end_s = time.monotonic() + FLUSH_S
+        self._done = done
+        self._durable = True
+
+    def noted(self, ok: bool) -> None:
+        """One more of those that were waited for."""
+        self.waiting -= 1
+        self._durable = self._durable and ok
+        if self.waiting == 0:
+            self.answer(self._durable)
+
+    def answer(self, durable: bool) -> None:
+        """Say how it went, if nobody has."""
+        if not self.over:
+            self.over = True
+            self._done(self.blocks, durable)
 
 
 class NvmeTier:
@@ -48,14 +80,23 @@ class NvmeTier:
 
     name = "nvme"
 
-    def __init__(self, config: DaemonConfig, regions: dict[int, Region], landed: Callable[[], None]) -> None:
+    def __init__(
+        self, config: DaemonConfig, regions: dict[int, Region], landed: Callable[[], None],
+        disk_of: Callable[[Path], DiskIO] = lambda path: DiskIO(),
+    ) -> None:  # fmt: skip
         self._config = config
+        self._disk_of = disk_of
         self._regions = regions
         self._landed = landed
         self._shelves: list[Shelf] = []
         self._budget = WriteBudget(config.nvme_write_budget_bytes)
         codec_number(config.nvme_codec)  # a missing library is told now, and not at the first write
-        self._opened = False
+        self._placement = Placement(self._shelves)
+        self._hung: set[Shelf] = set()
+        self._unopened = list(config.nvme_dirs)
+        self._flushes: list[_Flush] = []
+        self._early: dict[Path, list[tuple[Sequence[Namespace] | None, bytes, _Flush]]] = {}
+        self._writing_from_s = 0.0
         self._closing = False
         self._scan: Scan | None = None
 
@@ -63,68 +104,69 @@ class NvmeTier:
         """Say whose tier below this is."""
         self._cache = cache
         self._writes = WriteBehind(
-            self._shelves, cache.space, self._regions, self._budget, self._config.nvme_codec
+            self._placement, cache.space, self._regions, self._budget, self._config.nvme_codec
         )
-        self._promotion = Promotion(cache, self._regions, self._shelf_of)
-        self._extents = Extents(self._shelf_of)
+        self._promotion = Promotion(cache, self._regions, self._placement)
+        self._extents = Extents(self._placement.with_chain)
 
     async def open(self) -> None:
-        """Open all directories, on threads; the daemon answers meanwhile. Raises ConfigError."""
-        loop = asyncio.get_running_loop()
-        directories = self._config.nvme_dirs
-        cap_bytes = self._config.nvme_bytes // len(directories)
-        opened = []
-        for path in directories:
-            segment_bytes = min(self._config.nvme_segment_bytes, cap_bytes)
-            directory = Directory(path, cap_bytes, segment_bytes, cap_bytes // DB_RESERVE_SHARE)
-            opened.append(await loop.run_in_executor(None, self._open_one, directory, loop))
-        # In the order of the setting, since a chain finds its shelf by number.
-        for directory, catalog, state in opened:
-            queue = DiskQueue(directory, loop.call_soon_threadsafe)
-            shelf = Shelf(directory, catalog, queue, state, self._cache.space, self._config.policy)
-            self._shelves.append(shelf)
-            shelf.start_loading()
-            how = "direct I/O" if directory.direct else f"buffered I/O: {directory.direct_reason}"
-            log.info("nvme directory %s: %d segments, %s", directory.path, len(directory.segments), how)
-        self._opened = True
-
-    @staticmethod
-    def _open_one(
-        directory: Directory, loop: asyncio.AbstractEventLoop
-    ) -> tuple[Directory, Catalog, CatalogState]:
-        directory.open()
+        """Open all directories, each on a thread; what is open is used meanwhile. Raises ConfigError."""
+        self._writing_from_s = time.monotonic() + PATIENCE_S
+        opening = [asyncio.ensure_future(self._open_one(path)) for path in self._config.nvme_dirs]
         try:
-            catalog = Catalog(directory.path, directory.superblock.directory_id, loop.call_soon_threadsafe)
-            return directory, catalog, catalog.open()
-        except BaseException:
-            directory.close()
-            raise
+            await asyncio.gather(*opening)
+        finally:
+            for task in opening:
+                task.cancel()
+        self._writing_from_s = 0.0
+
+    async def _open_one(self, path: Path) -> None:
+        config, post = self._config, asyncio.get_running_loop().call_soon_threadsafe
+        cap_bytes = config.nvme_bytes // len(config.nvme_dirs)
+        arguments = path, cap_bytes, config.nvme_segment_bytes, self._disk_of(path), post
+        directory, catalog, state = await in_thread(f"open {path}", lambda: open_directory(*arguments))
+        shelf = Shelf(
+            directory, catalog, DiskQueue(directory, post), state, self._cache.space, config.policy
+        )
+        self._unopened.remove(path)
+        self._shelves.append(shelf)
+        self._shelves.sort(key=lambda shelf: config.nvme_dirs.index(shelf.directory.path))
+        shelf.start_loading()
+        for namespaces, key, flush in self._early.pop(path, ()):
+            for namespace in self._cache.all_namespaces() if namespaces is None else namespaces:
+                flush.waiting += 1
+                flush.blocks += shelf.flush(namespace, key, flush.noted)
+            flush.noted(True)
+        how = "direct I/O" if directory.direct else f"buffered I/O: {directory.direct_reason}"
+        log.info("nvme directory %s: %d segments, %s", directory.path, len(directory.segments), how)
+
+    @property
+    def _may_write(self) -> bool:
+        """A chain that waits to be found in a directory not yet open must not begin anew in another one."""
+        return bool(self._shelves) and (not self._unopened or time.monotonic() >= self._writing_from_s)
 
     # --- what DRAM asks and tells ----------------------------------------------------------------
 
-    def _shelf_of(self, first_key: bytes) -> Shelf:
-        return self._shelves[int.from_bytes(first_key[:4], "little") % len(self._shelves)]
-
     def blocks_after(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> int:
         """See `TierBelow`. Windowed namespaces are not kept here."""
-        if not self._opened or any(namespace.table.windowed for namespace in namespaces):
-            return 0
-        shelf = self._shelf_of(keys[:KEY_BYTES])
-        if shelf.offline:
+        if any(namespace.table.windowed for namespace in namespaces):
             return 0
         length = len(keys) // KEY_BYTES
         for namespace in namespaces:
-            length = shelf.length(namespace, keys, length)
-        return max(0, length - first)
+            _, length = self._placement.find(namespace, keys, length)
+            if length <= first:
+                return 0
+        return length - first
 
     def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int) -> None:
         """What was asked for and is not here yet is worth a write, budget or not."""
-        if not self._opened or dram_blocks == 0:
+        if dram_blocks == 0 or not self._may_write or self._writes.room < MATCHED_AT_ONCE:
             return
-        shelf = self._shelf_of(keys[:KEY_BYTES])
         for namespace in namespaces:
-            here = 0 if namespace.table.windowed else shelf.length(namespace, keys, dram_blocks)
-            for number in range(here, dram_blocks if not namespace.table.windowed else 0):
+            if namespace.table.windowed:
+                continue
+            _, here = self._placement.find(namespace, keys, dram_blocks)
+            for number in range(here, min(dram_blocks, here + MATCHED_AT_ONCE)):
                 self._writes.add(namespace, keys[number * KEY_BYTES : (number + 1) * KEY_BYTES], asked_again=True)
 
     def promote(self, lease: ReadLease) -> None:
@@ -137,66 +179,87 @@ class NvmeTier:
 
     def published(self, namespace: Namespace, key: bytes, entry: int) -> None:
         """See `TierBelow`; what was promoted is here already and not written again."""
-        if self._opened and not namespace.table.windowed:
+        self._promotion.note_published()
+        if not namespace.table.windowed:
             self._writes.add(namespace, key, asked_again=False)
 
     def flush(self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None]) -> None:
         """See `TierBelow`. In memory at once; answered when every directory has it on disk."""
-        waiting = len(namespaces) * len(self._shelves)
-        gone, durable = 0, True
-
-        def noted(ok: bool) -> None:
-            nonlocal waiting, durable
-            waiting -= 1
-            durable = durable and ok
-            if waiting == 0:
-                done(gone, durable)
-
-        if not self._opened or waiting == 0:
-            done(0, not self._config.nvme_dirs or self._opened)
-            return
+        flush = _Flush(done)
         for shelf in self._shelves:
             for namespace in namespaces:
-                gone += shelf.flush(namespace, key, noted)
+                flush.waiting += 1
+                flush.blocks += shelf.flush(namespace, key, flush.noted)
+        # If it is about all that are known, it is also about those that only a closed directory knows.
+        wanted = None if len(namespaces) == len(self._cache.all_namespaces()) else namespaces
+        for path in self._unopened:
+            flush.waiting += 1
+            self._early.setdefault(path, []).append((wanted, key, flush))
+        self._flushes.append(flush)
+        flush.noted(True)
 
     def work(self) -> bool:
         """Unlinking, loading, writing and reading, a slice of each; True while there is more at once."""
-        if not self._opened:
-            return False
         more = [shelf.work() for shelf in self._shelves]
+        self._see_to_hung_disks()
+        self._see_to_flushes()
         if self._scan is not None and not self._scan.over:
             more.append(self._scan.pump())
         if not self._closing:
             self._promotion.look_again()
             self._promotion.pump()
-        more.append(self._writes.pump())
+        if self._may_write:
+            more.append(self._writes.pump())
         if self._promotion.take_landed() and not self._closing:
             self._landed()
         return any(more)
+
+    def _see_to_hung_disks(self) -> None:
+        for shelf in self._shelves:
+            if not shelf.offline:
+                self._hung.discard(shelf)
+            elif shelf not in self._hung:
+                log.error("nvme directory %s hangs: nothing is asked of it meanwhile", shelf.directory.path)
+                self._hung.add(shelf)
+                self._promotion.give_up(shelf)
+
+    def _see_to_flushes(self) -> None:
+        if not self._flushes:
+            return
+        now_s = time.monotonic()
+        for flush in self._flushes:
+            if now_s >= flush.end_s:
+                flush.answer(durable=False)
+        self._flushes = [flush for flush in self._flushes if not flush.over]
 
     # --- the end ---------------------------------------------------------------------------------
 
     async def close(self, grace_s: float) -> int:
         """Write what is dirty, roots first, for `grace_s`; returns the blocks that were left."""
-        if not self._opened:
+        if not self._shelves:
             return 0
         self._closing = True
         if self._scan is not None:
             self._scan.stop()
         deadline_s = time.monotonic() + grace_s
-        self._writes.add_rest(self._dirty())
-        while not self._writes.idle or self._writes.pump():
-            if time.monotonic() >= deadline_s:
+        self._writing_from_s = 0.0
+        self._writes.add_rest(self._dirty(), deadline_s)
+        while True:
+            more = self.work()
+            if self._writes.idle or time.monotonic() >= deadline_s:
                 break
-            self.work()
-            await asyncio.sleep(_POLL_S)
-        left = sum(1 for _ in self._dirty())
-        loop = asyncio.get_running_loop()
+            await asyncio.sleep(0 if more else _POLL_S)
+        # Together, so that many hung disks take no longer than one.
         for shelf in self._shelves:
-            shelf.queue.stop(time.monotonic() + CLOSE_S)
-            await loop.run_in_executor(None, shelf.catalog.close, CLOSE_S)
-            shelf.directory.close()
-        self._opened = False
+            shelf.queue.begin_stop()
+        end_s = time.monotonic() + CLOSE_S
+        stopped = [shelf.queue.stop(end_s) for shelf in self._shelves]
+        left = sum(1 for _ in self._dirty())
+        await asyncio.gather(*(in_thread("catalog end", partial(one.catalog.close, CLOSE_S)) for one in self._shelves))
+        for shelf, all_done in zip(self._shelves, stopped, strict=True):
+            if all_done:  # else something is still in the kernel, with these files
+                shelf.directory.close()
+        self._shelves.clear()
         return left
 
     def _dirty(self) -> Iterator[tuple[Namespace, bytes]]:
@@ -221,8 +284,6 @@ class NvmeTier:
 
     def check_integrity(self) -> list[str]:
         """See `TierBelow`."""
-        if not self._opened:
-            return []
         return [
             finding for shelf in self._shelves for finding in shelf.check_integrity(self._writes.slots_of(shelf))
         ]
@@ -234,8 +295,7 @@ class NvmeTier:
         if self._scan is not None and not self._scan.over:
             return False
         namespaces = self._cache.space.namespaces
-        shelves = self._shelves if self._opened else []
-        self._scan = Scan(shelves, namespaces, sample, bytes_per_s, wanted, done)
+        self._scan = Scan(list(self._shelves), namespaces, sample, bytes_per_s, wanted, done)
         self._scan.pump()
         return True
 
@@ -257,6 +317,7 @@ class NvmeTier:
             "skipped_by_budget": writes.skipped_by_budget,
             "skipped_without_parent": writes.skipped_without_parent,
             "skipped_queue_full": writes.skipped_queue_full,
+            "skipped_too_large": writes.skipped_too_large,
             "write_queue_blocks": writes.queued,
             "write_in_flight_bytes": writes.in_flight_bytes,
             "write_budget_bytes_per_day": self._budget.bytes_per_day,
@@ -275,4 +336,5 @@ class NvmeTier:
 
     def reasons(self) -> list[str]:
         """What is not well, for `health`."""
-        return [reason for shelf in self._shelves for reason in shelf.reasons()]
+        closed = [f"nvme directory {path}: it is not open yet" for path in self._unopened]
+        return closed + [reason for shelf in self._shelves for reason in shelf.reasons()]

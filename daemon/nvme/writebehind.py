@@ -2,14 +2,17 @@
 
     published ─┐
     matched  ──┼─► queue ─► slot, I/O ─► (parent is here?) ─► index, row
-    shutdown ─┘                              └ no: parked until it is
+    shutdown ─┘     └ not now: lane             └ no: parked until it is
 
-A block is written once: one that is here already is clean. Whatever cannot be written now (no
-parent here, no budget, a full queue) stays in DRAM and has another chance when it is asked for.
+A block is written once: one that is here already is clean. Whatever cannot be written (no parent
+here, no budget, a full queue) stays in DRAM and has another chance when it is asked for. What only
+has to wait (for its disk, for a slot of its size) does so in a lane of its directory and size, in
+order and with what follows it, and stands in nobody else's way.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -23,18 +26,25 @@ from tiercache.daemon.nvme.blockio import Outcome, WriteOp
 from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.directory import PAGE_BYTES
 from tiercache.daemon.nvme.io import Priority
+from tiercache.daemon.nvme.placement import Placement
 from tiercache.daemon.nvme.shelf import Shelf, Stored
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace, Space
 from tiercache.messages import OFFSET_MASK, REGION_SHIFT
 
 MAX_QUEUED = 65_536
+MAX_LANE = 16_384
+"""Blocks that wait in one lane; further ones are passed over."""
 MAX_IN_FLIGHT_BYTES = 64 << 20
+MAX_IN_FLIGHT = 1024
+"""Writes under way on one shelf, and their bytes."""
 AT_ONCE = 64
 """Blocks looked at before others are served."""
 
 Name = tuple[int, bytes]
 """Namespace number and key."""
+Wanted = tuple[Namespace, bytes, bool]
+"""A block that is to be written; whether it was asked for again."""
 
 
 class _Write(NamedTuple):
@@ -53,7 +63,7 @@ class WriteBehind:
     """Event loop only; nothing here blocks."""
 
     def __init__(
-        self, shelves: list[Shelf], space: Space, regions: dict[int, Region], budget: WriteBudget,
+        self, placement: Placement, space: Space, regions: dict[int, Region], budget: WriteBudget,
         codec: str = "raw",
     ) -> None:  # fmt: skip
         self.budget = budget
@@ -65,23 +75,27 @@ class WriteBehind:
         self.skipped_without_parent = 0
         self.skipped_queue_full = 0
         self.failed_blocks = 0
-        self.in_flight_bytes = 0
-        self._shelves = shelves
+        self.skipped_too_large = 0  # blocks that no segment can hold
+        self._placement = placement
         self._space = space
         self._regions = regions
-        self._queue: deque[tuple[Namespace, bytes, bool]] = deque()
+        self._queue: deque[Wanted] = deque()
         self._queued: set[Name] = set()
+        self._lanes: dict[tuple[Shelf, int], deque[Wanted]] = {}  # by shelf and bytes of a slot
+        self._in_lane: dict[Name, Shelf] = {}
+        self._loads: dict[Shelf, tuple[int, int]] = {}  # writes under way, and their bytes
         self._flying: dict[Name, _Write] = {}
         self._parked: dict[Name, list[tuple[_Write, Stored]]] = {}
         self._taken: dict[Shelf, list[WriteOp]] = {}
-        self._rest: Iterator[tuple[Namespace, bytes]] = iter(())
+        self._rest: Iterator[tuple[Namespace, bytes]] | None = None
+        self._end_s = math.inf
 
     # --- what is to be written -------------------------------------------------------------------
 
     def add(self, namespace: Namespace, key: bytes, asked_again: bool) -> None:
         """A block of DRAM that may be worth writing."""
         name = namespace.number, key
-        if name in self._queued or name in self._flying:
+        if name in self._queued or name in self._flying or name in self._in_lane:
             return
         if len(self._queue) >= MAX_QUEUED:
             self.skipped_queue_full += 1
@@ -93,83 +107,115 @@ class WriteBehind:
         """Slots of writes that are under way or wait for their parent's."""
         return [write.slot for write in self._flying.values() if write.shelf is shelf]
 
-    def add_rest(self, blocks: Iterable[tuple[Namespace, bytes]]) -> None:
-        """At the end: everything else, parents first; taken when the queue is empty."""
-        self._rest = iter(blocks)
+    def add_rest(self, blocks: Iterable[tuple[Namespace, bytes]], end_s: float) -> None:
+        """At the end: everything else, parents first; taken when the queue is empty.
+
+        What cannot be written before `end_s` (time.monotonic()) is not waited for any more.
+        """
+        self._rest, self._end_s = iter(blocks), end_s
 
     @property
     def queued(self) -> int:
         """Blocks that wait."""
-        return len(self._queue)
+        return len(self._queue) + len(self._in_lane)
+
+    @property
+    def room(self) -> int:
+        """How many more may wait."""
+        return MAX_QUEUED - len(self._queue)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes of the writes under way."""
+        return sum(size for _, size in self._loads.values())
 
     @property
     def idle(self) -> bool:
         """Nothing waits and nothing is under way."""
-        return not self._queue and not self._flying and not self._parked
+        return not (self._queue or self._in_lane or self._flying or self._parked or self._rest)
 
-    def _next(self) -> tuple[Namespace, bytes, bool] | None:
+    def _next(self) -> Wanted | None:
         if self._queue:
             namespace, key, asked_again = self._queue.popleft()
             self._queued.discard((namespace.number, key))
             return namespace, key, asked_again
-        for namespace, key in self._rest:
-            return namespace, key, True
+        if self._rest is not None and len(self._in_lane) < MAX_LANE:
+            for namespace, key in self._rest:
+                return namespace, key, True
+            self._rest = None
         return None
 
     # --- writing ---------------------------------------------------------------------------------
 
     def pump(self) -> bool:
         """Begin writes as far as there is room for them; True when it stopped for others' sake."""
-        more = True
-        for _ in range(AT_ONCE):
-            following = self._next() if self.in_flight_bytes < MAX_IN_FLIGHT_BYTES else None
+        done = 0
+        for lane in self._lanes.values():
+            while lane and done < AT_ONCE:
+                done += 1
+                if self._begin(*lane[0]) is not None:
+                    break
+                namespace, key, _ = lane.popleft()
+                del self._in_lane[namespace.number, key]
+        while done < AT_ONCE:
+            following = self._next()
             if following is None:
-                more = False
                 break
-            if not self._begin(*following):
-                namespace, key, _ = following
-                self._queue.appendleft(following)
-                self._queued.add((namespace.number, key))
-                more = False
-                break
+            done += 1
+            shelf = self._begin(*following)
+            if shelf is not None:
+                self._wait(shelf, following)
         self._submit()
-        return more
+        return done == AT_ONCE
 
-    def _begin(self, namespace: Namespace, key: bytes, asked_again: bool) -> bool:
-        """Begin one write, or pass over it; False when it should be tried again later."""
-        index, size = self._space.index, namespace.spec.frame_bytes
+    def _wait(self, shelf: Shelf, wanted: Wanted) -> None:
+        """Put a block that cannot be written now into its lane."""
+        namespace, key, _ = wanted
+        if shelf.offline or shelf.health.off_until_s > self._end_s:
+            return  # the end comes first
+        lane = self._lanes.setdefault((shelf, namespace.spec.frame_bytes), deque())
+        if len(lane) >= MAX_LANE:
+            self.skipped_queue_full += 1
+            return
+        lane.append(wanted)
+        self._in_lane[namespace.number, key] = shelf
+
+    def _begin(self, namespace: Namespace, key: bytes, asked_again: bool) -> Shelf | None:
+        """Begin one write, or pass over it; the shelf for which it should wait, if it should."""
+        index, size, name = self._space.index, namespace.spec.frame_bytes, (namespace.number, key)
         entry = namespace.table.get(key)
-        if entry == NO_ENTRY or namespace.table.windowed:
-            return True  # gone from DRAM before its turn
+        if entry == NO_ENTRY or namespace.table.windowed or not index.attached(entry):
+            return None  # gone from DRAM before its turn
         parent = index.key[index.parent[entry]]
+        if name not in self._in_lane and (namespace.number, parent) in self._in_lane:
+            return self._in_lane[namespace.number, parent]  # a lane keeps the order
         shelf = self._shelf_of(namespace, key, parent)
         if shelf is None:
             self.skipped_without_parent += 1
-            return True
-        if shelf.has(namespace, key):
-            return True
+            return None
+        if shelf.has(namespace, key) or name in self._flying:
+            return None
+        if size > shelf.directory.segment_bytes:
+            self.skipped_too_large += 1
+            return None
         if not self.budget.admits(size, asked_again):
             self.skipped_by_budget += 1
-            return True
-        if shelf.loading or shelf.catalog.full or not shelf.health.may_write:
-            return False
+            return None
+        writes, size_bytes = self._loads.get(shelf, (0, 0))
+        if writes >= MAX_IN_FLIGHT or size_bytes >= MAX_IN_FLIGHT_BYTES or not shelf.may_write:
+            return shelf
         slot = shelf.take_slot(namespace)
         if slot == NO_FRAME:
-            return False
+            return shelf
         self._take(_Write(namespace, key, parent, shelf, slot, index.frame[entry], shelf.epoch(namespace)))
-        return True
+        return None
 
     def _shelf_of(self, namespace: Namespace, key: bytes, parent: bytes) -> Shelf | None:
-        """Where the parent is or is going; a root's child goes by its key. None: nowhere."""
+        """Where the parent is or is going; a root's child goes where it is, or by its key. None: nowhere."""
         if not parent:
-            return self._shelves[int.from_bytes(key[:4], "little") % len(self._shelves)]
+            return self._placement.with_block(namespace, key) or self._placement.home(key)
         flying = self._flying.get((namespace.number, parent))
-        if flying is not None:
-            return flying.shelf
-        for shelf in self._shelves:
-            if shelf.has(namespace, parent):
-                return shelf
-        return None
+        return flying.shelf if flying is not None else self._placement.with_block(namespace, parent)
 
     def _take(self, write: _Write) -> None:
         """Put a write down for `_submit`, with both of its ends held.
@@ -188,9 +234,13 @@ class WriteBehind:
             kind=CHECKSUM_LANES if direct else CHECKSUM_XXH3,
         )  # fmt: skip
         self._flying[write.namespace.number, write.key] = write
-        self.in_flight_bytes += spec.frame_bytes
+        self._count(write.shelf, 1, spec.frame_bytes)
         self.budget.charge(spec.frame_bytes)
         self._taken.setdefault(write.shelf, []).append(op)
+
+    def _count(self, shelf: Shelf, writes: int, size_bytes: int) -> None:
+        before = self._loads.get(shelf, (0, 0))
+        self._loads[shelf] = before[0] + writes, before[1] + size_bytes
 
     def _submit(self) -> None:
         """Hand over what was taken, together, so that neighbouring slots share a system call."""
@@ -202,14 +252,14 @@ class WriteBehind:
 
     def _done(self, write: _Write, op: WriteOp) -> None:
         self._space.allocator.unhold(write.frame)
-        self.in_flight_bytes -= write.namespace.spec.frame_bytes
+        self._count(write.shelf, -1, -write.namespace.spec.frame_bytes)
         if op.outcome is Outcome.ABANDONED:
             return  # only at the end: the kernel may still write to the slot
         if op.outcome is not Outcome.OK:
             self.failed_blocks += 1
             if op.outcome is Outcome.IO_ERROR:
                 write.shelf.health.failed(os.strerror(op.errno))
-            self._lose(write)
+            self._lose(write, failed=op.outcome is Outcome.IO_ERROR)
             return
         write.shelf.health.worked()
         saved = write.namespace.spec.frame_bytes - op.moved_bytes
@@ -240,12 +290,15 @@ class WriteBehind:
             del self._flying[name]
             ready.extend(self._parked.pop(name, ()))
 
-    def _lose(self, first: _Write) -> None:
-        """A write came to nothing, and with it those that wait for it."""
+    def _lose(self, first: _Write, failed: bool = False) -> None:
+        """A write came to nothing, and with it those that wait for it; `failed` on the disk."""
         doomed = [first]
         while doomed:
             write = doomed.pop()
             name = write.namespace.number, write.key
             del self._flying[name]
-            write.shelf.allocator.give_back(write.slot)
+            if failed and write is first:
+                write.shelf.put_aside(write.slot)
+            else:
+                write.shelf.allocator.give_back(write.slot)
             doomed.extend(waiting for waiting, _ in self._parked.pop(name, ()))

@@ -186,12 +186,18 @@ class Peer:
         return list(self.ask(m.Commit, lease=lease, blocks=m.pack_indices(indices)).states)
 
     def store(self, spec: NamespaceSpec, keys: bytes, *, first: int = 0) -> list[int]:
-        """Reserve, write and commit; the frames that were given."""
-        reserved = self.reserve(spec, keys, first=first)
-        indices = self.fill(spec, keys, reserved, first)
-        if indices:
-            self.commit(reserved.lease, indices)
-        return list(m.unpack_frames(reserved.frames))
+        """Reserve, write and commit, and go on where fewer frames were given; the frames that were."""
+        given: list[int] = []
+        while True:
+            reserved = self.reserve(spec, keys, first=first)
+            indices = self.fill(spec, keys, reserved, first)
+            if indices:
+                self.commit(reserved.lease, indices)
+            given += m.unpack_frames(reserved.frames)
+            cut = reserved.states.find(m.BlockState.NONE)
+            if cut < 0 or not indices:
+                return given
+            first += cut
 
     def match(self, spec: NamespaceSpec, keys: bytes, *, ttl_ms: int = 0, resolve: int = 0) -> Any:
         """The longest run."""

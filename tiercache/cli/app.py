@@ -230,6 +230,71 @@ def demo(
         return EXIT_USAGE
 
 
+bench_app = typer.Typer(
+    help="Measure on this machine.",
+    epilog="""\b
+Examples:
+  tiercache bench codec               would a codec pay on these disks?
+""",
+    rich_markup_mode=None,
+)
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.command("codec", epilog="""\b
+Examples:
+  tiercache bench codec --dir /mnt/nvme0
+                                      made-up bfloat16 blocks, against the disk of that directory
+  tiercache bench codec --file kv.bin --block-bytes 2MiB --dtype float16
+                                      blocks of yours
+  tiercache bench codec --json
+""")
+def bench_codec(
+    files: Annotated[
+        list[Path] | None,
+        typer.Option("--file", metavar="FILE", help="Blocks, one behind the other (repeatable; default: made up)."),
+    ] = None,
+    block_bytes: Annotated[
+        str, typer.Option("--block-bytes", metavar="SIZE", help="Length of one block.")
+    ] = "1MiB",
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="NAME", help="Element type, as torch names it.")
+    ] = "bfloat16",
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="Measure its disk too: 256 MiB are written, read and removed."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Show what codecs save on KV blocks, what they cost, and on which disks that pays."""
+    from tiercache.cli import bench_codec as command
+
+    return command.run(
+        files=files or [], block_bytes=block_bytes, dtype=dtype, directory=directory, as_json=as_json
+    )
+
+
+@app.command(epilog="""\b
+Examples:
+  tiercache doctor --gds /mnt/nvme0/tiercache
+                                      can blocks go from that disk to a GPU directly, and is it faster
+  tiercache doctor --gds . --json | jq .gds.mode
+""")
+def doctor(
+    gds: Annotated[
+        Path,
+        typer.Option(
+            "--gds", metavar="DIR", help="A directory on the disk in question; 64 MiB are written there and removed."
+        ),
+    ],
+    as_json: Json = False,
+) -> int:
+    """Examine the machine: so far only GPUDirect Storage on a directory. Takes up to 2 minutes."""
+    from tiercache.cli import doctor as command
+
+    return command.gds(gds, as_json=as_json)
+
+
 @app.command(epilog="""\b
 Examples:
   tiercache version

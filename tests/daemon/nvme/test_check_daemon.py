@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from cluster import BLOCK_BYTES, Cluster, chain_of, wait_for
 
+import tiercache
 from tiercache.cli.main import main
 from tiercache.daemon.nvme.rows import segment_and_slot, unpack_row
-from tiercache.errors import RequestRefused
+from tiercache.errors import RequestRefused, TierCacheError
 from tiercache.messages import Check, CheckReply
 
 pytestmark = pytest.mark.faults
@@ -30,9 +34,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def flip_bit(cluster: Cluster, number: int) -> None:
     """In the file of a daemon that runs, of the block that was written as `number`."""
-    import sqlite3
-    from contextlib import closing
-
     directory = cluster.directories[0]
     with closing(sqlite3.connect(directory / "index.db")) as db:
         rows = {place: unpack_row(place, record) for place, record in db.execute("SELECT place, record FROM blocks")}
@@ -86,30 +87,25 @@ def test_books_are_in_order_under_load(tmp_path: Path) -> None:
     """Stores, loads, evictions and flushes go on while it is checked again and again."""
     cluster = Cluster(tmp_path, arena="4MiB", nvme_size="24MiB", nvme_segment="4MiB")
     over = threading.Event()
-    problems: list[BaseException] = []
 
     def work() -> None:
         number = 0
-        try:
-            while not over.is_set():
-                number += 1
-                chain = chain_of(str(number % 12), 20 + number % 40)
-                cluster.store(chain)
-                cluster.load(chain_of(str((number + 5) % 12), 30))
-                if number % 9 == 0:
-                    cluster.connector.flush(key=chain[160:176])
-        except BaseException as error:
-            problems.append(error)
+        while not over.is_set():
+            number += 1
+            chain = chain_of(str(number % 12), 20 + number % 40)
+            cluster.store(chain)
+            cluster.load(chain_of(str((number + 5) % 12), 30))
+            if number % 9 == 0:
+                cluster.connector.flush(key=chain[160:176])
 
-    worker = threading.Thread(target=work)
-    worker.start()
-    try:
-        for number in range(60):
-            cluster.check_daemon(sample=-1 if number % 10 == 0 else 0)
-    finally:
-        over.set()
-        worker.join(30)
-    assert problems == []
+    with ThreadPoolExecutor(1) as worker:
+        working = worker.submit(work)
+        try:
+            for number in range(60):
+                cluster.check_daemon(sample=-1 if number % 10 == 0 else 0)
+        finally:
+            over.set()
+        working.result(30)
     assert cluster.nvme()["written_blocks"] > 100
     cluster.stop()
 
@@ -119,7 +115,12 @@ def test_reading_keeps_to_its_rate(cluster: Cluster) -> None:
     cluster.store(chain_of("a", 100))
     cluster.wait_written()
     client = cluster.connector.client
-    asked = threading.Thread(target=lambda: _ignore(lambda: ask(cluster, sample=-1, bytes_per_s=BLOCK_BYTES)))
+
+    def ask_slowly() -> None:
+        with suppress(TierCacheError):  # the daemon is stopped meanwhile
+            ask(cluster, sample=-1, bytes_per_s=BLOCK_BYTES)
+
+    asked = threading.Thread(target=ask_slowly)
     asked.start()
 
     def second_is_refused() -> bool:
@@ -134,15 +135,6 @@ def test_reading_keeps_to_its_rate(cluster: Cluster) -> None:
     cluster.stop()
     asked.join(30)
     assert not asked.is_alive()
-
-
-def _ignore(call: object) -> None:
-    from tiercache.errors import TierCacheError
-
-    try:
-        call()  # type: ignore[operator]
-    except TierCacheError:
-        return  # the daemon was stopped meanwhile
 
 
 def test_values_out_of_range_are_refused(cluster: Cluster) -> None:
@@ -166,9 +158,8 @@ def test_a_large_cache_is_refused_unless_forced(tmp_path: Path, capsys: pytest.C
         client = ["--address", str(cluster.run_dir)]
         wait_for("it answers", lambda: main(["ping", *client]) == 0)
         assert main(["check", *client]) == 0
-        import tiercache
-
-        with tiercache.connect(str(cluster.run_dir), namespace=cluster.spec, pool=tiercache.Pool.from_blocks(cluster.pool)) as connector:
+        pool = tiercache.Pool.from_blocks(cluster.pool)
+        with tiercache.connect(str(cluster.run_dir), namespace=cluster.spec, pool=pool) as connector:
             wait_for("it has memory", lambda: connector.client.stats()["arena"]["populated_bytes"] == 64 << 20)
             assert connector.store(chain_of("a", 10), range(10)).stored == 10
         capsys.readouterr()
@@ -194,7 +185,8 @@ def test_command_on_a_daemon(cluster: Cluster, capsys: pytest.CaptureFixture[str
     flip_bit(cluster, 0)
     assert main(["check", "--full", "--rate", "0", "--json", *address]) == 1
     tree = json.loads(capsys.readouterr().out)
-    assert (tree["ok"], len(tree["findings"]), tree["scanned_blocks"]) == (False, 1, 30)
+    assert (tree["ok"], len(tree["findings"])) == (False, 1)
+    assert 1 <= tree["scanned_blocks"] <= 30, "what follows the bad block goes with it, read or not"
     assert main(["check", "--repair", *address]) == 2
     assert "stop it to use --repair" in capsys.readouterr().err
     assert main(["check", "--nvme", str(cluster.directories[0])]) == 2

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from cluster import BLOCK_BYTES, Cluster, chain_of
 
-from tiercache.daemon.nvme.catalog import _checksum
 from tiercache.daemon.nvme.checking import ALL, MAX_NAMED, Report, check_directory
+from tiercache.daemon.nvme.database import row_checksum as _checksum
 from tiercache.daemon.nvme.directory import take_lock
 from tiercache.daemon.nvme.rows import SLOT_BITS, Row, pack_row, place_of, segment_and_slot, unpack_row
 from tiercache.errors import ConfigError
@@ -387,6 +387,14 @@ def test_rows_behind_a_flushed_block_are_no_fault(directory: Path, row_is_left: 
     report = check(directory)
     assert report.findings == []
     assert f"{6 + row_is_left} flushed blocks" in report.notes[-1]
+
+
+def test_rows_behind_a_block_that_was_stored_again_after_a_flush_are_no_fault(directory: Path) -> None:
+    change_row(5, epoch=3)(directory)
+    report = check(directory)
+    assert report.findings == []
+    assert "6 flushed blocks" in report.notes[-1]
+    assert report.scanned_blocks == 6 + 3
 
 
 def test_segments_that_are_not_in_use_are_no_fault(directory: Path) -> None:

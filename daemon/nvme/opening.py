@@ -1,0 +1,88 @@
+"""Opening a cache directory, on a thread of its own: a disk that hangs here keeps nobody else waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from tiercache.daemon.nvme.catalog import Catalog, CatalogState
+from tiercache.daemon.nvme.directory import PAGE_BYTES, Directory, DiskIO
+from tiercache.errors import TierCacheError
+from tiercache.units import format_bytes
+
+log = logging.getLogger("tiercache.daemon")
+
+T = TypeVar("T")
+
+DB_RESERVE_SHARE = 64
+"""One part in so many of the cap is left to the database: 2% is ample for blocks of 8 KiB and more."""
+_FEW_SEGMENTS = 4
+_SMALL_CAP_BYTES = 64 << 20
+
+
+class OpenDirectory(NamedTuple):
+    """What a shelf is made of."""
+
+    directory: Directory
+    catalog: Catalog
+    state: CatalogState
+
+
+def fitted_segment_bytes(cap_bytes: int, wanted_bytes: int) -> int:
+    """The size of segments under a cap: as wanted, but at least four fit, or one where the cap is small."""
+    usable = cap_bytes - cap_bytes // DB_RESERVE_SHARE
+    most = max(usable // _FEW_SEGMENTS, min(usable, _SMALL_CAP_BYTES))
+    return max(PAGE_BYTES, min(wanted_bytes, most) // PAGE_BYTES * PAGE_BYTES)
+
+
+def open_directory(
+    path: Path, cap_bytes: int, segment_bytes: int, disk: DiskIO, post: Callable[..., object]
+) -> OpenDirectory:
+    """Open one. Blocks as the disk does; raises ConfigError and CatalogUnavailable, in one line."""
+    fitted = fitted_segment_bytes(cap_bytes, segment_bytes)
+    directory = Directory(path, cap_bytes, fitted, cap_bytes // DB_RESERVE_SHARE, disk)
+    directory.open()
+    try:
+        catalog = Catalog(directory.path, directory.superblock.directory_id, post)
+        state = catalog.open()
+        _keep_to_cap(directory, catalog, state)
+        return OpenDirectory(directory, catalog, state)
+    except BaseException:
+        directory.close()
+        raise
+
+
+def _keep_to_cap(directory: Directory, catalog: Catalog, state: CatalogState) -> None:
+    """Remove what an earlier, larger cap allowed; segments without blocks first."""
+    excess = max(0, len(directory.segments) - directory.max_segments)
+    for segment in sorted(directory.segments, key=lambda segment: (segment in state.segments, -segment))[:excess]:
+        log.warning(
+            "nvme directory %s: segment %d is removed, the cap is %s now",
+            directory.path, segment, format_bytes(directory.cap_bytes),
+        )  # fmt: skip
+        catalog.drop_segment(segment)
+        directory.remove_segment(segment)
+
+
+async def in_thread(name: str, call: Callable[[], T]) -> T:
+    """The result of a call that may block for ever; the thread does not keep the process from ending."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        if not outcome.set_running_or_notify_cancel():
+            return
+        try:
+            outcome.set_result(call())
+        except (TierCacheError, OSError) as error:
+            outcome.set_exception(error)
+        finally:
+            if not outcome.done():  # a bug of ours: the thread ends with its traceback
+                outcome.set_exception(RuntimeError(f"{name} went wrong"))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(outcome)

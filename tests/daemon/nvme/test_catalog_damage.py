@@ -1,0 +1,307 @@
+"""The durable index, damaged: no row that was not written, nothing raised, and what cannot be believed set aside."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from catalog_bench import WAIT_S, Answers, Bench, row
+
+from tiercache.daemon.nvme import database
+from tiercache.daemon.nvme.catalog import CatalogState
+from tiercache.daemon.nvme.catalog_check import check_database, check_rows
+from tiercache.daemon.nvme.rows import RECORD_BYTES, Row, pack_row, place_of
+from tiercache.errors import ConfigError
+
+
+def test_a_row_with_any_flipped_bit_is_refused_and_deleted(bench: Bench) -> None:
+    good = {number: row(number) for number in range(0, 8 * RECORD_BYTES * 2, 2)}
+    bench.filled(good)
+    db = sqlite3.connect(bench.path)
+    with db:
+        for bit in range(8 * RECORD_BYTES):
+            record = bytearray(pack_row(2 * bit + 1, row(bit)))
+            record[bit // 8] ^= 1 << bit % 8
+            db.execute("INSERT INTO blocks VALUES(?, ?)", (2 * bit + 1, bytes(record)))
+    db.close()
+    catalog, _ = bench.open()
+    assert bench.rows(catalog) == good
+    assert catalog._loading is not None
+    assert catalog._loading.damaged == 8 * RECORD_BYTES
+    assert catalog.close(WAIT_S)
+    assert dict(check_rows(bench.directory)) == good
+
+
+@pytest.mark.parametrize("record", [None, 5, "text", b"", b"short", bytes(RECORD_BYTES), 1.5])
+def test_what_is_no_record_is_deleted(bench: Bench, record: object) -> None:
+    bench.filled({1: row(1), 3: row(3)})
+    bench.change("INSERT INTO blocks VALUES(2, ?)", record)
+    assert bench.reopened() == {1: row(1), 3: row(3)}
+    assert [place for place, _ in check_rows(bench.directory)] == [1, 3]
+
+
+def test_a_row_at_another_place_is_refused(bench: Bench) -> None:
+    bench.filled({1: row(1), 2: row(2)})
+    bench.change("INSERT OR REPLACE INTO blocks SELECT 2, record FROM blocks WHERE place = 1")
+    assert list(check_rows(bench.directory)) == [(1, row(1)), (2, None)]
+    assert bench.reopened() == {1: row(1)}
+
+
+def test_a_damaged_row_that_was_replaced_meanwhile_stays_replaced(bench: Bench) -> None:
+    bench.filled({1: row(1)})
+    bench.change("UPDATE blocks SET record = ? WHERE place = 1", bytes(RECORD_BYTES))
+    catalog, _ = bench.open()
+    catalog.insert(1, row(7))
+    assert catalog.sync(WAIT_S)
+    catalog._scrub(1, bytes(RECORD_BYTES))
+    assert catalog.close(WAIT_S)
+    assert bench.reopened() == {1: row(7)}
+
+
+def test_a_newer_schema_stops_the_start_and_is_not_touched(bench: Bench) -> None:
+    bench.filled({1: row(1)})
+    bench.change("UPDATE meta SET value = 2 WHERE key = 'schema'")
+    before = bench.path.read_bytes()
+    with pytest.raises(ConfigError, match="of schema 2, this tiercache knows up to 1: upgrade tiercache"):
+        bench.open()
+    assert bench.path.read_bytes() == before
+    assert bench.set_aside() == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE meta SET value = 0 WHERE key = 'schema'",
+        "UPDATE meta SET value = 'x' WHERE key = 'schema'",
+        "DELETE FROM meta",
+        "UPDATE meta SET value = x'00' WHERE key = 'directory_id'",
+        "UPDATE meta SET value = NULL WHERE key = 'sequence'",
+        "DROP TABLE meta",
+        "DROP TABLE blocks",
+        "ALTER TABLE blocks ADD COLUMN more",
+        "CREATE TABLE more(x)",
+        "UPDATE segments SET slot_bytes = slot_bytes + 1",
+        "UPDATE namespaces SET epoch = epoch - 1",
+        "UPDATE namespaces SET spec = CAST(spec AS TEXT)",
+        "UPDATE namespaces SET fingerprint = x'ff'",
+        "UPDATE tombstones SET key = NULL",
+    ],
+)
+def test_what_cannot_be_believed_is_set_aside(bench: Bench, statement: str) -> None:
+    catalog, _ = bench.open()
+    catalog.add_namespace(1, "aa", b"spec", epoch=3)
+    catalog.set_segment(1, 4096)
+    catalog.add_tombstone(1, b"k" * 16, 2)
+    catalog.insert(1, row(1))
+    assert catalog.close(WAIT_S)
+    bench.change(statement)
+    before = bench.path.read_bytes()
+    catalog, state = bench.open()
+    assert state == CatalogState(True, [], {}, [], 1)
+    assert [path.read_bytes() for path in bench.set_aside()] == [before]
+    catalog.insert(2, row(2))
+    assert catalog.close(WAIT_S)
+    assert bench.reopened() == {2: row(2)}
+
+
+def test_one_database_at_most_is_kept_aside(bench: Bench) -> None:
+    for content in (b"first", b"second"):
+        bench.path.write_bytes(content * 1000)
+        Path(f"{bench.path}-wal").write_bytes(b"log")  # not played into the new one
+        catalog, state = bench.open()
+        assert state.fresh
+        assert catalog.close(WAIT_S)
+        assert [path.read_bytes() for path in bench.set_aside()] == [content * 1000]
+    assert len(list(bench.directory.iterdir())) == 3  # the new one, the second, its log
+
+
+def test_killed_while_setting_aside(bench: Bench) -> None:
+    """The log is renamed, the database not yet: what is left looks whole and lacks its last changes."""
+    catalog, _ = bench.open()
+    catalog.insert(1, row(1))
+    assert catalog.sync(WAIT_S)
+    left = bench.path.read_bytes()
+    assert catalog.close(WAIT_S)
+    bench.path.write_bytes(left)
+    database.marker_of(bench.path).touch()
+    assert bench.open()[1].fresh
+    assert [path.read_bytes() for path in bench.set_aside()] == [left]
+    assert not database.marker_of(bench.path).exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 8192, b"garbage" * 3000, b"SQLite format 3\0"])
+def test_a_file_that_is_no_database(bench: Bench, content: bytes) -> None:
+    bench.path.write_bytes(content)
+    assert bench.open()[1].fresh
+    assert len(bench.set_aside()) == (1 if content else 0)
+
+
+def survives(bench: Bench, written: dict[int, Row]) -> tuple[CatalogState, dict[int, Row]]:
+    """Open what is there, load it, write to it, twice: never an exception, never a row that was not written."""
+    catalog, first = bench.open()
+    found = bench.rows(catalog)
+    assert found.items() <= written.items()
+    answers = Answers()
+    catalog.insert(place_of(1000, 0), row(99), answers(0))
+    bench.loop.until(lambda: answers.got)
+    catalog.close(WAIT_S)
+    assert bench.reopened().items() <= {**written, place_of(1000, 0): row(99)}.items()
+    return first, found
+
+
+@pytest.mark.parametrize(
+    "every_bit", [lambda bits: range(0, bits, 7), pytest.param(range, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_every_bit_of_the_header(bench: Bench, every_bit: Callable[[int], range]) -> None:
+    rows = {number: row(number) for number in range(50)}
+    bench.filled(rows)
+    whole = bench.path.read_bytes()
+    lost = 0
+    for bit in every_bit(800):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        bench.path.write_bytes(flipped)
+        catalog, state = bench.open()
+        assert bench.rows(catalog) == ({} if state.fresh else rows), bit
+        lost += state.fresh
+        catalog.close(WAIT_S)
+        bench.path.unlink()
+    assert 0 < lost < 800
+
+
+def test_a_truncated_database(bench: Bench) -> None:
+    rows = {number: row(number) for number in range(500)}
+    bench.filled(rows)
+    whole = bench.path.read_bytes()
+    for length in [1, 99, 100, 511, *range(1024, len(whole), 4096 + 512)]:
+        bench.path.write_bytes(whole[:length])
+        survives(bench, rows)
+        bench.path.unlink()
+
+
+def test_a_tail_of_zeros(bench: Bench) -> None:
+    rows = {number: row(number) for number in range(500)}
+    bench.filled(rows)
+    whole = bench.path.read_bytes()
+    for length in range(0, len(whole), 4096):
+        bench.path.write_bytes(whole[:length].ljust(len(whole), b"\0"))
+        survives(bench, rows)
+        bench.path.unlink()
+    bench.path.write_bytes(whole + bytes(16384))
+    assert survives(bench, rows)[1] == rows
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bits_flipped_anywhere(bench: Bench, seed: int) -> None:
+    rows = {place_of(number % 5, number): row(number) for number in range(600)}
+    bench.filled(rows)
+    whole = bench.path.read_bytes()
+    rng = random.Random(seed)
+    for _ in range(25):
+        flipped = bytearray(whole)
+        for _ in range(rng.choice((1, 5, 50))):
+            flipped[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        bench.path.write_bytes(flipped)
+        survives(bench, rows)
+        for path in bench.directory.iterdir():
+            path.unlink()
+
+
+def test_a_damaged_log(bench: Bench) -> None:
+    """Cut, filled with zeros, or garbled: what its good part says holds."""
+    rows = {number: row(number) for number in range(400)}
+    catalog, _ = bench.open()
+    for number, its in rows.items():
+        catalog.insert(number, its)
+        if number % 40 == 0:
+            assert catalog.sync(WAIT_S)
+    assert catalog.sync(WAIT_S)
+    database, journal = bench.path.read_bytes(), Path(f"{bench.path}-wal").read_bytes()
+    assert catalog.close(WAIT_S)
+    assert len(journal) > 40_000
+    rng = random.Random(1)
+    for length in [0, 1, 31, 32, *range(4096, len(journal), 8000), len(journal)]:
+        for tail in (b"", bytes(len(journal) - length), rng.randbytes(len(journal) - length)):
+            bench.path.write_bytes(database)
+            Path(f"{bench.path}-wal").write_bytes(journal[:length] + tail)
+            found = survives(bench, rows)[1]
+            assert list(found) == list(range(len(found)))  # an earlier state, and no mixture
+            assert found == rows if length == len(journal) else len(found) < 400
+            for path in bench.directory.iterdir():
+                path.unlink()
+
+
+def leaves(path: Path) -> list[int]:
+    """Page numbers of the leaves of the table of rows: interior and other pages have another first byte."""
+    whole = path.read_bytes()
+    return [
+        at for at in range(4096, len(whole), 4096)
+        if whole[at] == 13 and int.from_bytes(whole[at + 3 : at + 5], "big") > 20
+    ]  # fmt: skip
+
+
+def test_a_torn_page_hides_its_own_rows_only(bench: Bench) -> None:
+    rows = {place_of(segment, slot): row(segment * 100 + slot) for segment in range(8) for slot in range(90)}
+    bench.filled(rows)
+    torn = leaves(bench.path)[3]
+    with bench.path.open("r+b") as file:
+        file.seek(torn)
+        file.write(b"\xff" * 4096)
+    catalog, state = bench.open()
+    assert not state.fresh
+    found = bench.rows(catalog)
+    assert found.items() < rows.items()
+    assert len(found) >= len(rows) - 60  # the page's 45 rows are the last of a segment and the first of the next
+    assert catalog._loading is not None
+    assert catalog._loading.error
+    catalog.close(WAIT_S)
+    assert check_database(bench.directory)
+    assert bench.open()[1].fresh  # the next start does not go on with it
+    assert len(bench.set_aside()) == 1
+
+
+def test_a_place_with_a_flipped_bit_hides_no_other(bench: Bench) -> None:
+    """A scan that trusts such a place ends there, or starts over for ever."""
+    rows = {place_of(3, slot): row(slot) for slot in range(40, 300)}
+    bench.filled(rows)
+    whole = bench.path.read_bytes()
+    leaf = leaves(bench.path)[2]
+    tried = 0
+    for cell in (0, 7, 20):
+        at = leaf + int.from_bytes(whole[leaf + 8 + 2 * cell : leaf + 10 + 2 * cell], "big")
+        assert whole[at] < 128  # the payload's length is one byte; the place follows as a varint
+        # of four bytes with 7 bits each; the top bits only say that it goes on.
+        for bit in (bit for bit in range(8, 40) if bit % 8 != 7):
+            flipped = bytearray(whole)
+            flipped[at + bit // 8] ^= 1 << bit % 8
+            bench.path.write_bytes(flipped)
+            catalog, state = bench.open()
+            assert not state.fresh
+            found = bench.rows(catalog)
+            assert found.items() < rows.items()
+            assert len(found) == len(rows) - 1, (cell, bit)
+            tried += 1
+            catalog.close(WAIT_S)
+            for path in bench.directory.iterdir():
+                path.unlink()
+    assert tried == 84
+
+
+def test_damage_found_while_writing(bench: Bench) -> None:
+    bench.filled({number: row(number) for number in range(2000)})
+    with bench.path.open("r+b") as file:
+        for leaf in leaves(bench.path)[:-1]:
+            file.seek(leaf)
+            file.write(b"\xff" * 4096)
+    catalog, state = bench.open()
+    assert not state.fresh
+    answers = Answers()
+    catalog.delete(5, answers(5))
+    bench.loop.until(lambda: answers.got)
+    assert answers.got == [(5, False)]
+    assert "malformed" in catalog.error
+    catalog.close(WAIT_S)
+    assert bench.open()[1].fresh

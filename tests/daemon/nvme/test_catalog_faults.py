@@ -1,0 +1,242 @@
+"""The durable index while nothing can be written: what is refused, what is kept, what comes back."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from catalog_bench import ID, WAIT_S, Answers, Bench, row
+
+from tiercache.daemon.nvme import catalog as catalog_module
+from tiercache.daemon.nvme.catalog import Catalog, SavedNamespace, Tombstone
+from tiercache.daemon.nvme.catalog_check import check_rows, read_state
+from tiercache.errors import CatalogUnavailable
+
+
+class Lock:
+    """Another program that holds the database."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def release(self) -> None:
+        self._db.execute("ROLLBACK")
+        self._db.close()
+
+
+def test_rows_are_refused_and_the_rest_is_kept(bench: Bench) -> None:
+    catalog, _ = bench.open()
+    answers = Answers()
+    lock = Lock(bench.path)
+    catalog.insert(1, row(1), answers("insert"))
+    catalog.add_namespace(1, "aa", b"x", done=answers("namespace"))
+    catalog.raise_epoch(1, 4, answers("epoch"))
+    catalog.raise_epoch(1, 2, answers("lower epoch"))
+    catalog.set_segment(1, 4096, answers("segment"))
+    catalog.drop_segment(1, answers("drop"))
+    catalog.set_segment(1, 8192, answers("again"))
+    catalog.add_tombstone(1, b"k" * 16, 9, answers("tombstone"))
+    catalog.delete(2, answers("delete"))
+    bench.loop.until(lambda: len(answers.got) == 9)
+    assert {ok for _, ok in answers.got} == {False}
+    assert catalog.error == "database is locked"
+    assert catalog.failures >= 1
+    assert catalog.pending == 6  # the segment is in it once
+    assert not catalog.sync(WAIT_S)
+    lock.release()
+    bench.loop.until(lambda: catalog.error == "")
+    assert catalog.pending == 0
+    catalog.insert(3, row(3), answers("later"))
+    bench.loop.until(lambda: answers.got[-1] == ("later", True))
+    assert len(answers.got) == 10  # each was answered once
+    assert catalog.close(WAIT_S)
+    state = read_state(bench.directory)
+    assert state.namespaces == [SavedNamespace(1, "aa", b"x", 4)]
+    assert state.segments == {1: 8192}
+    assert state.tombstones == [Tombstone(1, b"k" * 16, 9)]
+    assert bench.reopened() == {3: row(3)}
+
+
+def test_a_tombstone_stays_when_a_row_could_not_be_deleted(bench: Bench) -> None:
+    """The flush it stands for would be undone at the next start."""
+    bench.filled({1: row(1)})
+    catalog, _ = bench.open()
+    answers = Answers()
+    catalog.add_tombstone(1, b"a" * 16, 2)
+    catalog.add_tombstone(1, b"b" * 16, 2)
+    catalog.remove_tombstone(1, b"b" * 16, answers("remove b"))
+    bench.loop.until(lambda: answers.got == [("remove b", True)])
+    lock = Lock(bench.path)
+    catalog.delete(1, answers("delete"))
+    catalog.remove_tombstone(1, b"a" * 16, answers("remove"))
+    bench.loop.until(lambda: len(answers.got) == 3)
+    lock.release()
+    bench.loop.until(lambda: not catalog.error)
+    catalog.remove_tombstone(1, b"a" * 16, answers("again"))
+    catalog.delete(2, answers("other"))
+    bench.loop.until(lambda: len(answers.got) == 5)
+    assert answers.got[1:] == [("delete", False), ("remove", False), ("again", False), ("other", True)]
+    assert catalog.close(WAIT_S)
+    catalog, state = bench.open()
+    assert state.tombstones == [Tombstone(1, b"a" * 16, 2)]
+    assert bench.rows(catalog) == {1: row(1)}
+    catalog.delete(1)
+    catalog.remove_tombstone(1, b"a" * 16)
+    assert catalog.close(WAIT_S)
+    assert read_state(bench.directory).tombstones == []
+
+
+def test_closing_says_what_was_not_written(bench: Bench) -> None:
+    catalog, _ = bench.open()
+    lock = Lock(bench.path)
+    catalog.set_segment(1, 4096)
+    assert not catalog.close(WAIT_S)
+    lock.release()
+    assert bench.open()[1].segments == {}
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until it is set, writing hangs as on a disk that does not answer."""
+    answers = threading.Event()
+    real_apply = catalog_module._apply
+
+    def apply(db: sqlite3.Connection, batch: Any) -> None:
+        assert answers.wait(WAIT_S)
+        real_apply(db, batch)
+
+    monkeypatch.setattr(catalog_module, "_apply", apply)
+    yield answers
+    answers.set()
+
+
+def test_full_while_the_disk_does_not_answer(
+    tmp_path: Path, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_module, "MAX_PENDING", 100)
+    stuck.set()
+    bench, answers = Bench(tmp_path), Answers()
+    catalog, _ = bench.open()
+    stuck.clear()
+    for number in range(100):
+        assert not catalog.full
+        catalog.insert(number, row(number), answers(number))
+    bench.loop.until(lambda: catalog.full)  # one may be on its way from the queue to the thread
+    assert not catalog.sync(0.01)
+    stuck.set()
+    bench.loop.until(lambda: len(answers.got) == 100)
+    assert catalog.sync(WAIT_S)
+    assert not catalog.full
+    assert catalog.close(WAIT_S)
+
+
+def test_closing_does_not_wait_for_a_dead_disk(tmp_path: Path, stuck: threading.Event) -> None:
+    stuck.set()
+    bench = Bench(tmp_path)
+    catalog, _ = bench.open()
+    stuck.clear()
+    catalog.insert(1, row(1))
+    assert not catalog.close(0.01)
+    stuck.set()
+    catalog._thread.join(WAIT_S)
+    assert not catalog._thread.is_alive()
+
+
+def test_opening_does_not_wait_for_a_dead_disk(tmp_path: Path, stuck: threading.Event) -> None:
+    bench = Bench(tmp_path)
+    with pytest.raises(CatalogUnavailable, match=r"did not open within 0.01 s: check that its disk answers"):
+        Catalog(tmp_path, ID, bench.loop.post).open(timeout_s=0.01)
+    stuck.set()
+    later, state = bench.open()  # another one finds what the first left
+    assert state.namespaces == []
+    assert later.close(WAIT_S)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Bench]:
+    """A bench on a file system of 1 MiB."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True, check=False, timeout=30
+    )
+    if done.returncode != 0:
+        pytest.skip("may not mount a file system here")
+    bench = Bench(mount)
+    try:
+        yield bench
+    finally:
+        bench.close()
+        subprocess.run(["umount", str(mount)], check=True, timeout=30)
+
+
+def fill(directory: Path) -> Path:
+    """Take all room that is left."""
+    filler = directory / "filler"
+    with filler.open("wb", buffering=0) as file:
+
+        def write() -> None:
+            while True:
+                file.write(bytes(4096))
+
+        with pytest.raises(OSError, match="No space"):
+            write()
+    return filler
+
+
+def test_a_full_disk_and_room_again(small_disk: Bench) -> None:
+    catalog, _ = small_disk.open()
+    answers = Answers()
+    catalog.insert(1, row(1), answers(1))
+    small_disk.loop.until(lambda: answers.got == [(1, True)])
+    filler = fill(small_disk.directory)
+    number = 1
+    while answers.got[-1] == (number, True):  # the log has some room of its own
+        number += 1
+        catalog.insert(number, row(number), answers(number))
+        small_disk.loop.until(lambda: len(answers.got) == number)  # noqa: B023
+    assert catalog.error
+    assert dict(check_rows(small_disk.directory)) == {place: row(place) for place in range(1, number)}
+    catalog.add_namespace(1, "aa", b"x", done=answers("namespace"))
+    catalog.delete(1, answers("delete"))
+    small_disk.loop.until(lambda: len(answers.got) == number + 2)
+    assert answers.got[-2:] == [("namespace", False), ("delete", False)]
+    filler.unlink()
+    small_disk.loop.until(lambda: not catalog.error)
+    catalog.delete(1, answers("again"))
+    small_disk.loop.until(lambda: answers.got[-1] == ("again", True))
+    assert catalog.close(WAIT_S)
+    assert read_state(small_disk.directory).namespaces == [SavedNamespace(1, "aa", b"x", 0)]
+    assert small_disk.reopened() == {place: row(place) for place in range(2, number)}
+
+
+def test_starting_on_a_full_disk_loses_nothing(small_disk: Bench) -> None:
+    rows = {number: row(number) for number in range(100)}
+    small_disk.filled(rows)
+    filler = fill(small_disk.directory)
+    with pytest.raises(CatalogUnavailable, match=r"cannot be opened: .*; see to the disk"):
+        small_disk.open()
+    filler.unlink()
+    assert small_disk.set_aside() == []
+    assert small_disk.reopened() == rows
+
+
+def test_a_read_only_directory_loses_nothing(small_disk: Bench) -> None:
+    rows = {number: row(number) for number in range(100)}
+    small_disk.filled(rows)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk.directory)], check=True, timeout=30)
+    with pytest.raises(CatalogUnavailable, match="see to the disk and its permissions"):
+        small_disk.open()
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk.directory)], check=True, timeout=30)
+    assert small_disk.reopened() == rows
+
+
+def test_no_directory(bench: Bench) -> None:
+    with pytest.raises(CatalogUnavailable, match="unable to open"):
+        Catalog(bench.directory / "none", ID, bench.loop.post).open()

@@ -1,0 +1,69 @@
+"""A daemon on a real directory, and a connector that reads blocks there itself."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cluster import BLOCK_BYTES, POOL_BLOCKS, Cluster, chain_of, content, key_of, wait_for
+
+import tiercache
+from tiercache.gds_backend import Fault, HostBackend
+
+__all__ = ["DirectCluster", "chain_of", "content", "key_of", "wait_for"]
+
+
+class DirectCluster(Cluster):
+    """A cluster whose connector has a `HostBackend` (if `direct`); `fault` as for that."""
+
+    def __init__(
+        self, root: Path, fault: Callable[[int], Fault | None] = lambda number: None, *, direct: bool = True,
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        self.is_direct = direct
+        self.backend = HostBackend(fault)
+        # Aligned to pages, as device memory is: reads go straight into it.
+        self.area = mmap.mmap(-1, POOL_BLOCKS * BLOCK_BYTES)
+        super().__init__(root, **settings)
+
+    def start(self) -> None:
+        """Start the daemon, and connect."""
+        super().start()
+        self.connector.close()
+        self.pool = np.frombuffer(self.area, np.uint8).reshape(POOL_BLOCKS, BLOCK_BYTES)
+        self.connector = self.connect(gds=self.backend if self.is_direct else "off")
+
+    def connect(self, **options: Any) -> tiercache.Connector:
+        """One more connector to the same pool."""
+        pool = tiercache.Pool.from_blocks(self.pool)
+        return tiercache.connect(
+            self.daemon.address, namespace=self.spec, pool=pool, required=True, request_timeout_s=5.0, **options
+        )
+
+    def store_on_disk(self, name: str, blocks: int) -> bytes:
+        """A chain that is on NVMe and no longer in DRAM."""
+        chain = chain_of(name, blocks)
+        assert self.store(chain).stored == blocks
+        self.wait_written()
+        self.flush_dram()
+        return chain
+
+    def is_right(self, number: int, chain: bytes, block: int) -> bool:
+        """Whether a pool block holds what belongs under a key."""
+        return bool(np.array_equal(self.pool[number], content(key_of(chain, block))))
+
+    def damage(self, block: int) -> None:
+        """Flip a bit of the n-th slot of the first segment, behind the daemon's back."""
+        segment = next((self.directories[0] / "segments").glob("*.seg"))
+        with segment.open("r+b") as file:
+            file.seek(block * BLOCK_BYTES + 777)
+            byte = file.read(1)[0]
+            file.seek(block * BLOCK_BYTES + 777)
+            file.write(bytes([byte ^ 16]))
+
+    def direct(self, name: str) -> int:
+        """A counter of the connector."""
+        return self.connector.counters[f"direct_{name}"]

@@ -1,0 +1,40 @@
+"""As much of kvikio as the probe uses, over host memory; $FAKE_KVIKIO says how it behaves.
+
+`gds=hang,compat=lie`: for each of cuFile's modes one of ok, fail, hang, lie (wrong bytes), short, die.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+_SETTINGS = json.loads(Path(os.environ["CUFILE_ENV_PATH_JSON"]).read_text())
+_MODE = "compat" if _SETTINGS["properties"]["allow_compat_mode"] else "gds"
+_BEHAVIOUR = dict(pair.split("=") for pair in os.environ["FAKE_KVIKIO"].split(","))[_MODE]
+assert os.environ["KVIKIO_COMPAT_MODE"] == "OFF"
+
+
+class CuFile:
+    def __init__(self, path: str, flags: str) -> None:
+        assert flags == "r"
+        if _BEHAVIOUR == "fail":
+            raise RuntimeError("KvikIO failure at: file_handle.cpp:1:\n driver not open")
+        if _BEHAVIOUR == "die":
+            os.abort()
+        while _BEHAVIOUR == "hang":
+            pass
+        self._fd = os.open(path, os.O_RDONLY)
+
+    def raw_read(self, buffer: Any, size: int, file_offset: int) -> int:
+        address, _ = buffer.__cuda_array_interface__["data"]
+        view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        count = os.preadv(self._fd, [view], file_offset)
+        if _BEHAVIOUR == "lie":
+            view[0] ^= 1
+        return count - (_BEHAVIOUR == "short")
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -1,0 +1,130 @@
+"""The probe: what it decides, whatever kvikio does. kvikio and torch are stand-ins over host memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tiercache import gds_probe
+from tiercache.errors import ConfigError
+from tiercache.gds_backend import KvikioBackend
+from tiercache.gds_probe import GdsProbe, Mode, probe_gds
+
+FAKES = Path(__file__).parent / "fakes"
+Probe = Callable[..., GdsProbe]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gds_probe, "_probes", {})
+
+
+@pytest.fixture
+def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Probe:
+    """Probes a directory on a machine that has a driver and a kvikio of the given behaviour."""
+
+    def run(behaviour: str, timeout_s: float = 30.0) -> GdsProbe:
+        monkeypatch.setattr(gds_probe, "driver", object)
+        monkeypatch.setattr(gds_probe, "FILE_BYTES", 16 << 20)
+        monkeypatch.syspath_prepend(str(FAKES))
+        monkeypatch.setenv("PYTHONPATH", str(FAKES))
+        monkeypatch.setenv("FAKE_KVIKIO", behaviour)
+        found = probe_gds(tmp_path, timeout_s)
+        assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+        return found
+
+    return run
+
+
+def test_gds_where_it_works(probe: Probe) -> None:
+    found = probe("gds=ok,compat=fail")
+    assert (found.mode, found.reason) == (Mode.GDS, "")
+    assert min(found.direct_bytes_per_s, found.bounce_bytes_per_s, found.host_bytes_per_s) > 0
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ("fail", "driver not open"),
+        ("lie", "not the bytes of the file"),
+        ("short", "came back short"),
+        ("die", "ended with status -6"),
+    ],
+)
+def test_cufile_compat_where_gds_does_not(probe: Probe, behaviour: str, reason: str) -> None:
+    found = probe(f"gds={behaviour},compat=ok")
+    assert found.mode is Mode.COMPAT
+    assert found.reason.startswith("gds: ")
+    assert reason in found.reason
+    assert found.direct_bytes_per_s > 0
+
+
+def test_posix_where_neither_does(probe: Probe) -> None:
+    found = probe("gds=fail,compat=lie")
+    assert found.mode is Mode.POSIX
+    assert "gds: KvikIO failure" in found.reason
+    assert "cufile-compat: what cuFile read" in found.reason
+    assert not found.use_direct
+    assert found.host_bytes_per_s > 0
+
+
+def test_what_spins_for_ever_is_killed(probe: Probe) -> None:
+    start_s = time.monotonic()
+    found = probe("gds=hang,compat=ok", timeout_s=6.0)
+    assert found.mode is Mode.COMPAT
+    assert "hung and was killed after 6 s" in found.reason
+    assert time.monotonic() - start_s < 60
+    command = ["ps", "--ppid", str(os.getpid()), "-o", "args"]
+    assert "gds_probe" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def test_without_a_driver_there_is_no_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gds_probe, "driver", lambda: None)
+    found = probe_gds(tmp_path)
+    assert found.mode is Mode.POSIX
+    assert found.reason.startswith("no cuda")
+    assert found.host_bytes_per_s > 0
+    monkeypatch.setattr(gds_probe, "_run_stage", None)
+    assert probe_gds(tmp_path) is found, "a process asks once"
+
+
+def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    found = probe_gds(tmp_path / "missing")
+    assert found.mode is Mode.POSIX
+    assert "No such file or directory" in found.reason
+    assert found.host_bytes_per_s == 0
+
+
+def test_the_faster_way_is_used() -> None:
+    fast = GdsProbe("/d", Mode.GDS, "", 2e9, 1e9, 1e9)
+    assert fast.use_direct
+    assert not replace(fast, direct_bytes_per_s=0.9e9).use_direct
+    assert not replace(fast, mode=Mode.POSIX).use_direct
+    assert not GdsProbe("/d", Mode.GDS, "").use_direct, "nothing was measured"
+
+
+def test_kvikio_is_not_opened_where_the_probe_did_not_pass() -> None:
+    with pytest.raises(ConfigError, match="it spins"):
+        KvikioBackend(GdsProbe("/d", Mode.POSIX, "it spins"), "cuda:0")
+    assert "kvikio" not in sys.modules
+
+
+def test_doctor_says_what_the_probe_found(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tiercache.cli.main", "doctor", "--gds"]
+    done = subprocess.run([*command, str(tmp_path), "--json"], capture_output=True, text=True, timeout=100, check=False)
+    found = json.loads(done.stdout)["gds"]
+    assert done.returncode == 0
+    assert found["directory"] == str(tmp_path)
+    assert found["mode"] in {mode.value for mode in Mode}
+    assert found["host_bytes_per_s"] > 0
+    done = subprocess.run([*command, str(tmp_path / "no")], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "No such file or directory" in done.stdout

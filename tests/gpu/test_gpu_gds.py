@@ -1,0 +1,168 @@
+"""Direct reads into device memory: the checksum kernel compiled, and kvikio where a probe lets it in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+pytest.importorskip("msgspec")
+pytest.importorskip("zmq")
+pytest.importorskip("xxhash")
+
+import torch
+from checksum_cases import LENGTHS, check_kernel, noise, unsigned
+from cluster import BLOCK_BYTES, POOL_BLOCKS, Cluster, chain_of, content, key_of
+
+import tiercache
+from tiercache.checksum import lane_sum
+from tiercache.errors import ConfigError
+from tiercache.gds_backend import KvikioBackend
+from tiercache.gds_probe import GdsProbe, Mode, probe_gds
+from tiercache.kernels.checksum import lane_sums
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_kernel_twin_and_numpy_agree(length: int, device: str) -> None:
+    check_kernel(length, device)
+
+
+def test_many_large_blocks_at_once(device: str) -> None:
+    data = noise(64, 2 << 20)
+    pool = torch.from_numpy(data).to(device)
+    addresses = torch.arange(64, device=device) * (2 << 20) + pool.data_ptr()
+    assert unsigned(lane_sums(addresses, 2 << 20)) == [lane_sum(row.data) for row in data]
+
+
+def test_kernels_do_not_disturb_a_capture(device: str) -> None:
+    """Blocks are verified in a thread of their own while the engine captures its graphs."""
+    backend = backend_without_kvikio(device)
+    pool = torch.from_numpy(noise(4, 65536)).to(device)
+    addresses = (torch.arange(4) * 65536 + pool.data_ptr()).numpy()
+    expected = backend.lane_sums(addresses, 65536)
+    seen: list[list[int]] = []
+    graph, work = torch.cuda.CUDAGraph(), torch.zeros(16, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        work += 1
+        thread = threading.Thread(target=lambda: seen.append(backend.lane_sums(addresses, 65536)))
+        thread.start()
+        thread.join()
+        work += 1
+    assert seen == [expected]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert work.tolist() == [2.0] * 16
+
+
+def backend_without_kvikio(device: str) -> KvikioBackend:
+    """The part of the backend that verifies, which needs no disk."""
+    backend = KvikioBackend.__new__(KvikioBackend)
+    backend._torch, backend._device, backend._sums = torch, device, lane_sums
+    backend._stream = torch.cuda.Stream(device)
+    return backend
+
+
+# --- with kvikio ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> GdsProbe:
+    """What this machine can do; skips where kvikio is of no use."""
+    pytest.importorskip("kvikio")
+    found = probe_gds(tmp_path_factory.mktemp("gds"))
+    if found.mode is Mode.POSIX:
+        pytest.skip(f"no direct reads here: {found.reason}")
+    return found
+
+
+@pytest.fixture
+def cluster(probe: GdsProbe, device: str, tmp_path: Path) -> Iterator[GpuCluster]:
+    made = GpuCluster(tmp_path, probe, device)
+    yield made
+    made.stop()
+
+
+class GpuCluster(Cluster):
+    """A cluster whose pool is on a GPU, and whose connector reads blocks there directly."""
+
+    def __init__(self, root: Path, probe: GdsProbe, device: str) -> None:
+        self.gpu_pool = torch.zeros((POOL_BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device=device)
+        self.backend = KvikioBackend(probe, device)
+        super().__init__(root)
+
+    def start(self) -> None:
+        """Start the daemon, and connect with both pools."""
+        super().start()
+        pool = tiercache.Pool.from_blocks(self.gpu_pool)
+        self.gpu = tiercache.connect(
+            self.daemon.address, namespace=self.spec, pool=pool, required=True, request_timeout_s=5.0, gds=self.backend
+        )
+
+    def stop(self) -> None:
+        self.gpu.close()
+        super().stop()
+
+    def store_on_disk(self, name: str, blocks: int) -> bytes:
+        chain = chain_of(name, blocks)
+        assert self.store(chain).stored == blocks
+        self.wait_written()
+        self.flush_dram()
+        return chain
+
+    def expect(self, places: list[int], chain: bytes) -> None:
+        for number, place in enumerate(places):
+            wanted = torch.from_numpy(content(key_of(chain, number)).copy())
+            assert torch.equal(self.gpu_pool[place].cpu(), wanted), f"wrong bytes in block {number}"
+
+
+def test_blocks_come_from_disk_to_device(cluster: GpuCluster) -> None:
+    chain = cluster.store_on_disk("a", 100)
+    places = list(range(100))[::-1]
+    assert cluster.gpu.load(cluster.gpu.match(chain), places) == 100
+    cluster.expect(places, chain)
+    assert cluster.gpu.counters["direct_blocks"] == 100
+    assert cluster.nvme()["promoted_blocks"] == 0
+
+
+def test_a_load_waits_for_kernels_that_use_the_blocks(cluster: GpuCluster, device: str) -> None:
+    chain = cluster.store_on_disk("a", 4)
+    match = cluster.gpu.match(chain)
+    torch.cuda._sleep(int(1e9))
+    before = cluster.gpu_pool[:4].clone()  # queued behind the sleep: it must see the old bytes
+    transfer = cluster.gpu.load_async(match, range(4))
+    assert transfer.result(20) == 4
+    assert not before.any()
+    cluster.expect([0, 1, 2, 3], chain)
+
+
+def test_a_bad_block_never_counts_as_good(cluster: GpuCluster) -> None:
+    chain = cluster.store_on_disk("a", 20)
+    segment = next((cluster.directories[0] / "segments").glob("*.seg"))
+    with segment.open("r+b") as file:
+        file.seek(7 * BLOCK_BYTES + 99)
+        byte = file.read(1)[0]
+        file.seek(7 * BLOCK_BYTES + 99)
+        file.write(bytes([byte ^ 1]))
+    good = cluster.gpu.load(cluster.gpu.match(chain), range(20))
+    assert good <= 7
+    cluster.expect(list(range(good)), chain)
+    assert cluster.gpu.counters["direct_bad_blocks"] == 1
+
+
+def test_doctor_and_probe_agree(probe: GdsProbe) -> None:
+    assert probe.direct_bytes_per_s > 0
+    assert probe.bounce_bytes_per_s > 0
+    if probe.mode is Mode.GDS:
+        assert probe.reason == ""
+
+
+def test_a_device_that_is_not_there_is_refused(probe: GdsProbe) -> None:
+    with pytest.raises(ConfigError, match="cannot be used in this process"):
+        KvikioBackend(probe, f"cuda:{torch.cuda.device_count()}")
