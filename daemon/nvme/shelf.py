@@ -191,11 +191,15 @@ class Shelf:
 
     # --- changing --------------------------------------------------------------------------------
 
-    def take_slot(self, namespace: Namespace) -> int:
-        """A free slot, or NO_FRAME; then room is being made and it is worth asking again soon."""
+    def take_slot(self, namespace: Namespace, parent: bytes) -> int:
+        """A free slot for a block below `parent`, or NO_FRAME; then room is being made: ask again soon."""
         size_class = self.allocator.size_class(namespace.spec.frame_bytes)
         slot = self.allocator.take(size_class)
         if slot == NO_FRAME:
+            # Room for a child is not made of its ancestors.
+            before = self.table(namespace).get(parent) if parent else NO_ENTRY
+            if before != NO_ENTRY:
+                self.index.touch(before)
             self._make_room(size_class)
             return NO_FRAME
         segment = slot >> REGION_SHIFT
@@ -281,11 +285,12 @@ class Shelf:
         if self._creating or self._may_grow:
             self._create_segment()
             return
-        if len(self._leaving) - len(self._undeleted) >= EVICT_AT_ONCE:
+        most = max(1, min(EVICT_AT_ONCE, size_class.frames // 8))
+        if len(self._leaving) - len(self._undeleted) >= most:
             return  # enough is on its way already
         policy = self._policies.get(size_class.frame_bytes)
         self._consider_retiring(size_class, policy)
-        for _ in range(EVICT_AT_ONCE):
+        for _ in range(most):
             victim = policy.victim() if policy is not None else NO_ENTRY
             if victim == NO_ENTRY:
                 return

@@ -171,6 +171,8 @@ class WriteBehind:
     def _wait(self, shelf: Shelf, wanted: Wanted) -> None:
         """Put a block that cannot be written now into its lane."""
         namespace, key, _ = wanted
+        if (namespace.number, key) in self._in_lane:
+            return  # at the end a block that waits comes by again
         if shelf.offline or shelf.health.off_until_s > self._end_s:
             return  # the end comes first
         lane = self._lanes.setdefault((shelf, namespace.spec.frame_bytes), deque())
@@ -204,7 +206,7 @@ class WriteBehind:
         writes, size_bytes = self._loads.get(shelf, (0, 0))
         if writes >= MAX_IN_FLIGHT or size_bytes >= MAX_IN_FLIGHT_BYTES or not shelf.may_write:
             return shelf
-        slot = shelf.take_slot(namespace)
+        slot = shelf.take_slot(namespace, parent)
         if slot == NO_FRAME:
             return shelf
         self._take(_Write(namespace, key, parent, shelf, slot, index.frame[entry], shelf.epoch(namespace)))

@@ -204,6 +204,24 @@ def test_what_makes_no_sense_is_refused(cluster: Cluster) -> None:
     assert release(cluster, plain.lease)
 
 
+def test_a_block_that_a_client_calls_bad_is_read_before_it_is_dropped(cluster: Cluster) -> None:
+    session = cluster.connector.client.session()
+    number = session.namespace_id(cluster.spec, direct=True)
+    chain = on_disk(cluster, 6)
+    matched = ask(cluster, chain, direct=True, promote=False)
+    named = messages.unpack_extents(extents(cluster, matched.lease, 0, 6).extents)
+    path = cluster.directories[0] / "segments" / f"{named[4].segment:08d}.seg"
+    with path.open("r+b") as file:
+        file.seek(named[4].offset + 100)
+        file.write(b"damaged!")
+    for index in (1, 1, 4):
+        cluster.connector.client.call(messages.BadExtent, lease=matched.lease, namespace=number, index=index)
+    wait_for("the one that is bad is dropped, and what follows", lambda: cluster.nvme()["blocks"] == 4)
+    stats = cluster.nvme()
+    assert (stats["direct_reported_blocks"], stats["bad_blocks"]) == (3, 1)
+    assert release(cluster, matched.lease), "the others are good all the same"
+
+
 def test_a_lost_session_lets_go(cluster: Cluster) -> None:
     pool = tiercache.Pool.from_blocks(cluster.pool)
     chain = on_disk(cluster, 5)
