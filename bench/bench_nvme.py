@@ -424,7 +424,8 @@ def report_case(report: Report, case: Case, writes: list[Round], reads: list[Rou
         speeds = [one.gb_s for one in rounds]
         report.add(f"{step}_gb_s_{case.name}", "  that is", statistics.median(speeds), "GB/s", samples=speeds)
         limits = [one.disk_gb_s for one in rounds]
-        report.add(f"disk_{step}_gb_s_{case.name}", "  of the disk's", statistics.median(limits), "GB/s", samples=limits)
+        disk = statistics.median(limits)
+        report.add(f"disk_{step}_gb_s_{case.name}", "  of the disk's", disk, "GB/s", samples=limits)
         costs = [one.cpu_s_per_gb for one in rounds]
         report.add(
             f"cpu_s_per_gb_{step}_{case.name}",

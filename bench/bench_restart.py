@@ -81,6 +81,7 @@ def rows_of(chains: int, blocks: int) -> Iterator[tuple[int, Row]]:
     """Place and row of every block."""
     per_segment = SEGMENT_BYTES // BLOCK_BYTES
     slots = slots_in_order(chains, blocks)
+    key = ROOT_KEY
     for number, slot in enumerate(slots):
         parent = ROOT_KEY if number % blocks == 0 else key
         key = _random.randbytes(16)
@@ -132,7 +133,8 @@ class Start(NamedTuple):
 def start_daemon(path: Path, rows: int) -> Start:
     """Start a daemon and watch it until its index is complete."""
     forget_pages(path)
-    settings = {"nvme": str(path), "nvme_size": f"{cap_bytes(rows) >> 20}MiB", "nvme_segment": f"{SEGMENT_BYTES >> 20}MiB"}
+    size, segment = f"{cap_bytes(rows) >> 20}MiB", f"{SEGMENT_BYTES >> 20}MiB"
+    settings = {"nvme": str(path), "nvme_size": size, "nvme_segment": segment}
     with Daemon("64MiB", **settings) as daemon, daemon.connect() as client:
         first_s = time.perf_counter() - daemon.started_s
         with PingWatch(daemon.directory) as pings:
@@ -171,9 +173,11 @@ def main() -> None:
         "full_index_s", f"exec to all {rows} blocks", statistics.median(fulls), "s", at_most=2.0, samples=fulls
     )
     worst = max(one.worst_ping_ms for one in starts)
-    report.add("worst_ping_ms", f"worst of {sum(one.pings for one in starts)} pings meanwhile", worst, "ms", at_most=100)
+    pings = sum(one.pings for one in starts)
+    report.add("worst_ping_ms", f"worst of {pings} pings meanwhile", worst, "ms", at_most=100)
     each = [(one.resident_bytes - empty.resident_bytes) / max(1, rows) for one in starts]
-    report.add("bytes_per_block", "resident bytes for each block", statistics.median(each), "B", at_most=250, samples=each)
+    median = statistics.median(each)
+    report.add("bytes_per_block", "resident bytes for each block", median, "B", at_most=250, samples=each)
     report.finish()
 
 

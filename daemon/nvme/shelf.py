@@ -45,6 +45,9 @@ GROW_AGAIN_S = 30.0
 ASIDE_S = 600.0
 """How long a slot that could not be written to is not used: another one may be good."""
 OFFLINE_AGE_S = 10.0
+_LATEST = b""
+"""The key of a tombstone that stays: its epoch is the latest of the namespace. Without it a flush while
+rows are loading could choose an epoch that some of those rows have already."""
 _PAGE_SHIFT = 12  # a place counts pages of 4096 bytes inside its segment
 
 
@@ -136,7 +139,8 @@ class Shelf:
         for stone in state.tombstones:
             buried = self._by_catalog_number.get(stone.namespace)
             if buried is not None:
-                self._tombstones[buried.number, stone.key] = stone.epoch
+                if stone.key != _LATEST:
+                    self._tombstones[buried.number, stone.key] = stone.epoch
                 self._epochs[buried.number] = max(self._epochs[buried.number], stone.epoch)
 
     def _reopen(self, saved: SavedNamespace) -> Namespace | None:
@@ -448,6 +452,7 @@ class Shelf:
                 self._bury(stone, epoch)
             done(ok)
 
+        self.catalog.add_tombstone(number, _LATEST, epoch)
         self.catalog.add_tombstone(number, key, epoch, noted)
         self.drop(namespace, key)
         self.index.unlink_slice(EVICT_AT_ONCE)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import random
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from tiercache.daemon.nvme import promotion, shelf, tier
 from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.catalog import Catalog
 from tiercache.daemon.nvme.health import WriteHealth
+from tiercache.daemon.space import Namespace
 
 Scenario = Callable[[], Coroutine[Any, Any, None]]
 
@@ -845,5 +848,100 @@ def test_jobs_that_wait_end_when_what_they_wait_for_does(tmp_path: Path) -> None
         assert await rig.load(space, chain) == 10
         rig.check()
         await rig.close()
+
+    play(scenario)
+
+
+# --- lives ------------------------------------------------------------------------------------------
+
+
+class Model:
+    """What may be found: a block is there at most if it was stored after the last flush that was about it."""
+
+    def __init__(self, chains: list[bytes]) -> None:
+        self.chains = chains
+        self.most = dict.fromkeys(chains, 0)
+
+    def flushed(self, chain: bytes, number: int) -> None:
+        self.most[chain] = min(self.most[chain], number)
+
+
+async def _act(rig: TierRig, space: Namespace, model: Model, rng: random.Random) -> None:
+    chain = rng.choice(model.chains)
+    disk = rng.choice(list(rig.disks.values()))
+    action = rng.random()
+    if action < 0.4:
+        length = rng.randrange(1, len(chain) // 16 + 1)
+        rig.store(space, chain[: 16 * length])
+        model.most[chain] = max(model.most[chain], length)
+    elif action < 0.65:
+        assert await rig.load(space, chain) <= model.most[chain], "it was flushed"
+    elif action < 0.7:
+        number = rng.randrange(len(chain) // 16)
+        if await rig.flush(key_of(chain, number)):
+            model.flushed(chain, number)
+    elif action < 0.72:
+        if await rig.flush():
+            for other in model.chains:
+                model.flushed(other, 0)
+    elif action < 0.78:
+        rig.forget_dram()
+    elif action < 0.84:
+        disk.hook = fail(rng.choice(("preadv", "pwritev", "fallocate")), rng.randrange(4))
+    elif action < 0.88:
+        lease = rig.match([space], chain)  # a load that is given up
+        if lease is not None:
+            rig.cache.reads.release(rig.owner, lease.lease_id)
+    elif action < 0.92:
+        for one in rig.shelves:
+            one.health.off_until_s = 0.0
+    else:
+        for _ in range(rng.randrange(20)):
+            rig.cache.work()
+            await asyncio.sleep(0)
+    for one in rig.shelves:
+        one.health.off_until_s = min(one.health.off_until_s, time.monotonic() + 0.01)
+    rig.check()
+
+
+async def _lives(root: Path, seed: int, lives: int, steps: int) -> int:
+    rng = random.Random(seed)
+    model = Model([keys_of(str(number), rng.randrange(3, 40)) for number in range(10)])
+    back = 0
+    for life in range(lives):
+        rig = TierRig(root, disks=2, arena_regions=2, nvme_bytes=32 << 20)
+        await rig.tier.open()
+        if rng.random() < 0.7:
+            await rig.until(lambda: not any(one.loading for one in rig.shelves))  # noqa: B023
+        space = rig.namespace()
+        for chain in rng.sample(model.chains, 5) if life else ():
+            found = await rig.load(space, chain)
+            assert found <= model.most[chain], "it was flushed"
+            back += found
+            rig.check()
+        for _ in range(steps):
+            await _act(rig, space, model, rng)
+        if rng.random() < 0.7:
+            await rig.crash()
+        else:
+            await rig.close(grace_s=rng.choice((0.0, 5.0)))
+    return back
+
+
+def test_lives_that_end_anyhow(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        back = [await _lives(tmp_path / str(seed), seed, lives=5, steps=60) for seed in range(6)]
+        assert sum(back) > 0, "nothing ever came back: this test would see nothing wrong"
+
+    play(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(20))
+def test_many_lives_that_end_anyhow(tmp_path: Path, seed: int) -> None:
+    async def scenario() -> None:
+        for number in range(10):
+            await _lives(tmp_path / str(number), 1000 * seed + number, lives=8, steps=150)
 
     play(scenario)

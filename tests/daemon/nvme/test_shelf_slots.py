@@ -62,7 +62,7 @@ class Bench:
         slots: list[int] = []
 
         def taken() -> bool:
-            slots.append(self.shelf.take_slot(self.namespace))
+            slots.append(self.shelf.take_slot(self.namespace, parent))
             return slots[-1] != NO_FRAME
 
         self.until(taken)
@@ -96,7 +96,7 @@ def test_a_flush_while_rows_load_frees_every_slot_once(filled: Path, monkeypatch
     assert shelf.check_integrity([]) == []
     bench.until(lambda: shelf.allocator.used_bytes == 19 * 4096)
     assert shelf.check_integrity([]) == []
-    taken = [shelf.take_slot(bench.namespace) for _ in range(SEGMENT_BYTES // 4096 - 19)]
+    taken = [shelf.take_slot(bench.namespace, b"") for _ in range(SEGMENT_BYTES // 4096 - 19)]
     assert NO_FRAME not in taken
     assert len(set(taken)) == len(taken)
     bench.close()
