@@ -91,7 +91,7 @@ def timed(rounds: int, call: Callable[[], Any], after: Callable[[Any], Any] | No
 
 def latencies(report: Report, daemon: Daemon) -> None:
     """Pings, matches and resolves of one client."""
-    with daemon.connect() as client:
+    with daemon.connect(map_arena=True) as client:
         wait_populated(client)
         namespace = client.register(spec())
         keys = _random.randbytes(CHAIN_BLOCKS * KEY_BYTES)
@@ -220,7 +220,7 @@ def client_main(argument: str) -> None:
 def several_clients(report: Report, daemon: Daemon) -> None:
     """Four clients in processes of their own, all busy."""
     keys = _random.randbytes(512 * KEY_BYTES)
-    with daemon.connect() as client:
+    with daemon.connect(map_arena=True) as client:
         store_chain(client, client.register(spec()), keys)
     order = json.dumps({"address": daemon.directory, "keys": keys.hex()})
     processes = [
@@ -293,7 +293,7 @@ def memory(report: Report) -> None:
     room = int(available_bytes() * 0.6) // BLOCK_BYTES
     steps = sorted({min(step, room) for step in RSS_STEPS})
     arena = (steps[-1] + 2 * WINDOW) * BLOCK_BYTES // MIB + 2
-    with Daemon(f"{arena}MiB") as daemon, daemon.connect() as client:
+    with Daemon(f"{arena}MiB") as daemon, daemon.connect(map_arena=True) as client:
         wait_populated(client)
         namespace = client.register(spec())
         empty = rss_besides_arena_bytes(daemon.pid)

@@ -14,6 +14,7 @@ from tiercache.units import round_up
 log = logging.getLogger("tiercache.daemon")
 
 RETRY_S = 2.0
+NICENESS = 10
 _REGION_GRANULE_BYTES = 2 << 20
 
 
@@ -38,6 +39,8 @@ class RegionMaker(threading.Thread):
         self.shortage = ""
 
     def run(self) -> None:
+        # On Linux this is for the thread alone. It wants a core for seconds, the loop wants one at once.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         for region_id, size_bytes in enumerate(self._sizes):
             made = self._make(region_id, size_bytes)
             if made is None:

@@ -51,6 +51,8 @@ def open_directory(
         catalog = Catalog(directory.path, directory.superblock.directory_id, post)
         state = catalog.open()
         _keep_to_cap(directory, catalog, state)
+        for segment in set(state.segments) - set(directory.segments):
+            catalog.drop_segment(segment)  # its file is gone
         return OpenDirectory(directory, catalog, state)
     except BaseException:
         directory.close()
@@ -65,7 +67,6 @@ def _keep_to_cap(directory: Directory, catalog: Catalog, state: CatalogState) ->
             "nvme directory %s: segment %d is removed, the cap is %s now",
             directory.path, segment, format_bytes(directory.cap_bytes),
         )  # fmt: skip
-        catalog.drop_segment(segment)
         directory.remove_segment(segment)
 
 

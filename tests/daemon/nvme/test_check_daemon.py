@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sqlite3
@@ -101,12 +102,17 @@ def test_books_are_in_order_under_load(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as worker:
         working = worker.submit(work)
         try:
-            for number in range(60):
+            checks = itertools.count()
+
+            def checked_among_writes() -> bool:
+                number = next(checks)
                 cluster.check_daemon(sample=-1 if number % 10 == 0 else 0)
+                return number >= 60 and cluster.nvme()["written_blocks"] > 100
+
+            wait_for("60 checks, and 100 blocks written beside them", checked_among_writes)
         finally:
             over.set()
         working.result(30)
-    assert cluster.nvme()["written_blocks"] > 0, "nothing happened beside the checks"
     cluster.stop()
 
 
