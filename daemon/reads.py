@@ -181,6 +181,9 @@ class Reads:
 
     def grow(self, lease: ReadLease) -> None:
         """Take in what has landed for a lease that is growing: pinned from here on."""
+        following = lease.keys[lease.blocks * KEY_BYTES : (lease.blocks + 1) * KEY_BYTES]
+        if any(namespace.table.get(following) == NO_ENTRY for namespace in lease.namespaces):
+            return
         blocks, ends = self._find(lease.namespaces, lease.keys, lease.target)
         if blocks <= lease.blocks:
             return

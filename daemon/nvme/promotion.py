@@ -28,6 +28,7 @@ WINDOW = 32
 LOOK_AGAIN_S = 0.1
 """How often jobs that wait for others' blocks are looked at if nothing has landed."""
 MAX_UNREADABLE = 4096
+"""Blocks that could not be read and are remembered, until that happens again."""
 
 
 class _Job:
@@ -190,6 +191,7 @@ class Promotion:
         if op.outcome is Outcome.OK:
             self.promoted_blocks += 1
             self.promoted_bytes += op.stored_length
+            self._unreadable.pop((job.namespace.number, read.key), None)
             self._cache.writes.commit(self._owner, read.write_lease, [read.number])
         else:
             self._failed(read, op)
@@ -209,7 +211,9 @@ class Promotion:
             if name in self._unreadable:  # else it would be found, and missed, for ever
                 del self._unreadable[name]
                 read.job.shelf.drop(read.job.namespace, read.key)
-            elif len(self._unreadable) < MAX_UNREADABLE:
+            else:
+                if len(self._unreadable) >= MAX_UNREADABLE:
+                    del self._unreadable[next(iter(self._unreadable))]
                 self._unreadable[name] = None
 
     def _settle(self, job: _Job) -> None:

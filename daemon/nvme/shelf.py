@@ -116,7 +116,8 @@ class Shelf:
         self._segment_ids = set(state.segments) | set(directory.segments)
         self._creating = False
         self._sequence = state.next_sequence
-        self._orphans: dict[bytes, list[PlacedRow]] = {}
+        self._arrived: list[PlacedRow] = []  # rows to be taken in, the next one last
+        self._orphans: dict[bytes, list[PlacedRow]] = {}  # by the key of the parent that is not there yet
         self._raised: dict[int, int] = {}  # epochs of loaded entries, where they are not 0
         self._rows: Loading | None = None
         if directory.max_segments == 0:
@@ -479,10 +480,10 @@ class Shelf:
         more = self.index.unlink_slice(EVICT_AT_ONCE) == EVICT_AT_ONCE
         if not self.loading or self._rows is None:
             return more
-        batch = self._rows.next_batch()
-        if batch is not None:
-            for placed in batch:
-                self._take_in(placed)
+        self._arrived = self._arrived or self._rows.next_batch() or []
+        if self._arrived:
+            for _ in range(min(len(self._arrived), ROWS_AT_ONCE)):
+                self._take_in(*self._arrived.pop())
             return True
         return self._finish_loading() or more if self._rows.finished else more
 
@@ -494,34 +495,31 @@ class Shelf:
             for _ in range(min(len(self._undeleted), ROWS_AT_ONCE)):
                 self._delete_row(self._undeleted.popleft())
 
-    def _take_in(self, placed: PlacedRow) -> None:
-        """A row is visible when its parent is; else it waits."""
-        ready = [placed]
-        while ready:
-            place, row = ready.pop()
-            namespace = self._by_catalog_number.get(row.namespace)
-            if namespace is None or not self._is_wanted(namespace, place, row):
-                self._refuse_row(place)
-                continue
-            table = self.table(namespace)
-            parent = table.root if row.parent == ROOT_KEY else table.get(row.parent)
-            if parent == NO_ENTRY:
-                self._orphans.setdefault(row.parent, []).append((place, row))
-                continue
-            # A child is written after its parent, so an older epoch is what a flush by key has left of a
-            # chain whose first part was stored again. And of one key in two slots the first one stays.
-            if row.epoch < self._raised.get(parent, 0) or table.get(row.key) != NO_ENTRY:
-                self._refuse_row(place)
-                continue
-            slot = slot_of(place)
-            self._epochs[namespace.number] = max(self._epochs[namespace.number], row.epoch)
-            stored = Stored(NO_ENTRY, slot, row.stored_length, row.codec, row.checksum, row.kind)
-            entry = self._enter(table, row.key, parent, slot, stored)
-            self._own_while_loading(slot, 1)
-            if row.epoch or entry in self._raised:
-                self._raised[entry] = row.epoch
-            self.loaded_rows += 1
-            ready.extend(self._orphans.pop(row.key, ()))
+    def _take_in(self, place: int, row: Row) -> None:
+        """A row is visible when its parent is; else it waits. Those that waited for it come next."""
+        namespace = self._by_catalog_number.get(row.namespace)
+        if namespace is None or not self._is_wanted(namespace, place, row):
+            self._refuse_row(place)
+            return
+        table = self.table(namespace)
+        parent = table.root if row.parent == ROOT_KEY else table.get(row.parent)
+        if parent == NO_ENTRY:
+            self._orphans.setdefault(row.parent, []).append((place, row))
+            return
+        # A child is written after its parent, so an older epoch is what a flush by key has left of a
+        # chain whose first part was stored again. And of one key in two slots the first one stays.
+        if row.epoch < self._raised.get(parent, 0) or table.get(row.key) != NO_ENTRY:
+            self._refuse_row(place)
+            return
+        slot = slot_of(place)
+        self._epochs[namespace.number] = max(self._epochs[namespace.number], row.epoch)
+        stored = Stored(NO_ENTRY, slot, row.stored_length, row.codec, row.checksum, row.kind)
+        entry = self._enter(table, row.key, parent, slot, stored)
+        self._own_while_loading(slot, 1)
+        if row.epoch or entry in self._raised:
+            self._raised[entry] = row.epoch
+        self.loaded_rows += 1
+        self._arrived += self._orphans.pop(row.key, ())
 
     def _is_wanted(self, namespace: Namespace, place: int, row: Row) -> bool:
         """Not flushed, of the right length, and at a place where a slot of its size can be."""
@@ -540,10 +538,14 @@ class Shelf:
     def _finish_loading(self) -> bool:
         """A slice of what is left to do when all rows are read; False when that was the last."""
         if self._orphans:
-            _, rows = self._orphans.popitem()
-            for place, _ in rows:
+            for _ in range(ROWS_AT_ONCE):
+                if not self._orphans:
+                    break
+                key, rows = self._orphans.popitem()
+                self._refuse_row(rows.pop()[0])
                 self.orphan_rows += 1
-                self._refuse_row(place)
+                if rows:
+                    self._orphans[key] = rows
             return True
         size = self.directory.segment_bytes
         if self._pages_owned:

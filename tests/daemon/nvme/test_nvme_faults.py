@@ -300,8 +300,13 @@ class Customer(threading.Thread):
         self.hits += good
 
 
+def moved_blocks(cluster: Cluster) -> int:
+    stats = cluster.nvme()
+    return int(stats["written_blocks"] + stats["promoted_blocks"])
+
+
 def _killed_under_load(tmp_path: Path, rounds: int, seed: int) -> None:
-    cluster = Cluster(tmp_path, arena="6MiB", directories=2, nvme_size="48MiB", nvme_segment="4MiB")
+    cluster = Cluster(tmp_path, arena="6MiB", directories=2, nvme_size="20MiB", nvme_segment="4MiB")
     rng = random.Random(seed)
     chains = [chain_of(str(number), rng.randrange(5, 60)) for number in range(12)]
     customers = [Customer(cluster, 100 * seed + number, chains) for number in range(3)]
@@ -314,7 +319,8 @@ def _killed_under_load(tmp_path: Path, rounds: int, seed: int) -> None:
                 "hits are back, for everybody",
                 lambda: all(one.hits > before for one, before in zip(customers, hits, strict=True)),  # noqa: B023
             )
-            wait_for("there is work for the disks", lambda: cluster.nvme()["written_blocks"] > rng.randrange(50, 400))
+            enough = rng.randrange(50, 400)
+            wait_for("there is work for the disks", lambda: moved_blocks(cluster) > enough)  # noqa: B023
             kill_now(cluster)
             cluster.start()
     finally:

@@ -945,3 +945,131 @@ def test_many_lives_that_end_anyhow(tmp_path: Path, seed: int) -> None:
             await _lives(tmp_path / str(number), 1000 * seed + number, lives=8, steps=150)
 
     play(scenario)
+
+
+def test_a_flush_while_rows_load_is_later_than_all_of_them(tmp_path: Path) -> None:
+    """Also when what had raised the epoch before is forgotten already."""
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        space, chain = rig.namespace(), keys_of("a", 12)
+        for number in range(6):
+            rig.store(space, keys_of("other", 6))
+            await rig.settled()
+            assert await rig.flush(key_of(keys_of("other", 6), number % 3))
+        rig.store(space, chain)
+        await rig.settled()
+        await rig.until(lambda: not rig.shelves[0]._tombstones)
+        await rig.close()
+        for by_key in (True, False):
+            rig = TierRig(tmp_path)
+            await rig.tier.open()
+            assert rig.shelves[0].loading
+            assert await rig.flush(key_of(chain, 6) if by_key else b"")
+            await rig.until(lambda: not rig.shelves[0].loading)
+            assert await rig.load(rig.namespace(), chain) == (6 if by_key else 0)
+            rig.check()
+            await rig.crash()
+        rig = await TierRig(tmp_path).open()
+        assert rig.tier.stats()["blocks"] == 0
+        await rig.close()
+
+    play(scenario)
+
+
+def test_a_directory_that_turns_read_only_is_still_read(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        disk, space, chain = rig.disks[rig.dirs[0]], rig.namespace(), keys_of("a", 20)
+        rig.store(space, chain)
+        await rig.settled()
+        one = rig.shelves[0]
+
+        def read_only(name: str, size: int) -> int | None:
+            if name != "preadv":
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return None
+
+        commit = one.catalog._commit
+        disk.hook = read_only
+        one.catalog._commit = lambda db, batch: "attempt to write a readonly database"  # type: ignore[method-assign]
+        for number in range(3):
+            rig.store(space, keys_of(str(number), 10))
+            for _ in range(50):
+                rig.cache.work()
+                await asyncio.sleep(0.001)
+        rig.forget_dram()
+        assert await rig.load(space, chain) == 20
+        assert rig.tier.reasons()
+        assert not await rig.flush(), "a flush that no disk has noted is no flush"
+        assert await rig.load(space, chain) == 0, "here it is one all the same"
+        disk.hook = lambda name, size: None
+        one.catalog._commit = commit  # type: ignore[method-assign]
+        one.health.off_until_s = 0.0
+        await rig.until(lambda: not one.catalog.error)
+        rig.store(space, chain)
+        await rig.settled()
+        assert rig.tier.reasons() == []
+        rig.check()
+        await rig.crash()
+        rig = await TierRig(tmp_path).open()
+        assert await rig.load(rig.namespace(), chain) == 20
+        await rig.close()
+
+    play(scenario)
+
+
+def test_rows_that_wait_for_one_parent_are_taken_in_by_slices(tmp_path: Path) -> None:
+    """A root that comes last must not stop everything while all that hangs below it follows."""
+
+    async def scenario() -> None:
+        blocks = 3 * shelf.ROWS_AT_ONCE
+        rig = await TierRig(tmp_path, arena_regions=4, segment_bytes=16 << 20).open()
+        space, chain = rig.namespace(4096), keys_of("a", blocks)
+        for first in range(0, blocks, 512):
+            rig.store(space, chain[: 16 * (first + 512)], first=first)
+        await rig.settled()
+        await rig.close()
+        rig = TierRig(tmp_path, arena_regions=4, segment_bytes=16 << 20)
+        await rig.tier.open()
+        one = rig.shelves[0]
+        rows: list[Any] = []
+        while not one._rows.finished:  # type: ignore[union-attr]
+            rows += one._rows.next_batch() or ()  # type: ignore[union-attr]
+            await asyncio.sleep(0.001)
+        rows.reverse()
+        one._rows.next_batch = lambda: [rows.pop(0) for _ in range(min(len(rows), 512))] or None  # type: ignore
+        before = 0
+        while one.loading:
+            one.work()
+            assert one.loaded_rows - before <= shelf.ROWS_AT_ONCE
+            before = one.loaded_rows
+        assert before == blocks
+        rig.check()
+        assert await rig.load(rig.namespace(4096), chain) == blocks
+        await rig.close()
+
+    play(scenario)
+
+
+def test_a_chain_that_was_flushed_and_stored_again_keeps_no_old_tail(tmp_path: Path) -> None:
+    """Rows of the old tail may outlive a kill, and their parent is there again: they stay away."""
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        space, chain = rig.namespace(), keys_of("a", 300)
+        rig.store(space, chain)
+        await rig.settled()
+        flushed = await rig.flush(key_of(chain, 5))
+        assert flushed
+        rig.store(space, chain[: 16 * 10])
+        for _ in range(3):
+            rig.cache.work()
+            await asyncio.sleep(0.002)
+        await rig.crash()
+        rig = await TierRig(tmp_path).open()
+        assert await rig.load(rig.namespace(), chain) <= 10
+        rig.check()
+        await rig.close()
+
+    play(scenario)
