@@ -629,7 +629,7 @@ def test_nothing_flushed_comes_back(tmp_path: Path, moment: str, by_key: bool) -
             await rig.until(lambda: not rig.cache.reads.growing)
             assert rig.read(lease, space) <= most
         await rig.settled()
-        await rig.until(lambda: not rig.shelves[0].loading)
+        await rig.loaded()
         assert await rig.load(space, chain) <= most
         rig.check()
         await rig.crash()
@@ -654,7 +654,7 @@ def test_a_flush_before_the_directories_are_open_counts(tmp_path: Path) -> None:
         await asyncio.sleep(0)
         await rig.tier.open()
         assert await flushed
-        await rig.until(lambda: not any(one.loading for one in rig.shelves))
+        await rig.loaded()
         space = rig.namespace()
         assert [await rig.load(space, chain) for chain in chains] == [0] * 8
         rig.check()
@@ -698,7 +698,7 @@ def test_flushes_by_key_leave_nothing_behind(tmp_path: Path) -> None:
         again = TierRig(tmp_path)
         await again.tier.open()
         assert again.shelves[0]._tombstones == {}
-        await again.until(lambda: not again.shelves[0].loading)
+        await again.loaded()
         await again.close()
 
     play(scenario)
@@ -912,7 +912,7 @@ async def _lives(root: Path, seed: int, lives: int, steps: int) -> int:
         rig = TierRig(root, disks=2, arena_regions=2, nvme_bytes=32 << 20)
         await rig.tier.open()
         if rng.random() < 0.7:
-            await rig.until(lambda: not any(one.loading for one in rig.shelves))  # noqa: B023
+            await rig.loaded()
         space = rig.namespace()
         for chain in rng.sample(model.chains, 5) if life else ():
             found = await rig.load(space, chain)
@@ -966,7 +966,7 @@ def test_a_flush_while_rows_load_is_later_than_all_of_them(tmp_path: Path) -> No
             await rig.tier.open()
             assert rig.shelves[0].loading
             assert await rig.flush(key_of(chain, 6) if by_key else b"")
-            await rig.until(lambda: not rig.shelves[0].loading)
+            await rig.loaded()
             assert await rig.load(rig.namespace(), chain) == (6 if by_key else 0)
             rig.check()
             await rig.crash()

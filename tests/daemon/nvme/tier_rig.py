@@ -83,8 +83,12 @@ class TierRig:
 
     async def open(self) -> TierRig:
         await self.tier.open()
-        await self.until(lambda: all(not shelf.loading for shelf in self.shelves))
+        await self.loaded()
         return self
+
+    async def loaded(self) -> None:
+        """All rows of earlier lives are in."""
+        await self.until(lambda: not any(shelf.loading for shelf in self.shelves))
 
     async def close(self, grace_s: float = 0.0) -> int:
         """As at SIGTERM; returns the blocks that were left."""
