@@ -44,7 +44,7 @@ WINDOW = 64
 SEGMENT_BYTES = 512 << 20
 ROUNDS = 3
 DEADLINE_S = 60.0
-POLL_S = 0.01
+POLL_S = 0.025
 
 _random = random.Random(SEED)
 

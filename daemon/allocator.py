@@ -9,10 +9,12 @@ something outside (a ZeroMQ send, later a disk) still reads it is free only when
 from __future__ import annotations
 
 from array import array
+from itertools import compress
 
 from tiercache.messages import OFFSET_MASK, REGION_SHIFT
 
 NO_FRAME = -1
+_OTHER = bytes((1, 0)) + bytes(254)
 
 
 class _Region:
@@ -66,14 +68,14 @@ class Allocator:
         self.unassigned.append(_Region(region_id, size_bytes))
         self.arena_bytes += size_bytes
 
-    def adopt_region(self, region_id: int, size_bytes: int, frame_bytes: int, used: set[int]) -> None:
-        """A region that was in use in an earlier life: frames at the offsets `used` have owners."""
+    def adopt_region(self, region_id: int, size_bytes: int, frame_bytes: int, owned: bytearray) -> None:
+        """A region that was in use in an earlier life: frames with a 1 in `owned` have owners, the others 0."""
         size_class = self.size_class(frame_bytes)
         region = _Region(region_id, size_bytes)
         region.split(frame_bytes)
         region.fresh = region.frames
-        free = (n for n in range(region.frames - 1, -1, -1) if n * frame_bytes not in used)
-        region.returned = array("I", free)
+        free = owned[::-1].translate(_OTHER)
+        region.returned = array("I", compress(range(region.frames - 1, -1, -1), free))
         region.owned = region.frames - len(region.returned)
         size_class.regions[region_id] = region
         size_class.free += len(region.returned)

@@ -19,13 +19,15 @@ DEAD entries cannot be found any more; whoever pins them still holds their frame
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tiercache.daemon.allocator import NO_FRAME
 from tiercache.daemon.policy import NO_ENTRY, Columns, Policy
 from tiercache.messages import KEY_BYTES
 
 FREE, LIVE, DEAD = 0, 1, 2
+REFUSED = -2
+"""Instead of an entry, from `insert_many`."""
 _SHARDS = 64
 _GROW_ENTRIES = 4096
 
@@ -188,6 +190,78 @@ class Index:
         else:
             table.policy.add(entry)
         return entry
+
+    def insert_many(
+        self, table: Table, keys: Sequence[bytes], parents: Sequence[bytes], frames: Sequence[int], root_key: bytes,
+        admit: Callable[[int, int, int], bool] | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Publish blocks one after another, each below the one whose key is its parent; much faster than `insert`.
+
+        Returns for each its entry, NO_ENTRY when its parent is not here, or REFUSED when the key is here
+        already or `admit(number, parent entry, its entry to be)` said no. `root_key` stands for the root.
+        Entries are new and neighbours; none that is free is used again.
+        """
+        first = entry = len(self.key)
+        shards, root = table.shards, table.root
+        before, before_entry = root_key, root
+        entries, above = [], []
+        for number, (key, parent) in enumerate(zip(keys, parents, strict=True)):
+            if parent == before:
+                at = before_entry  # the usual case
+            elif parent == root_key:
+                at = root
+            else:
+                at = shards[parent[0] & (_SHARDS - 1)].get(parent, NO_ENTRY)
+                if at == NO_ENTRY:
+                    entries.append(NO_ENTRY)
+                    continue
+            refused = admit is not None and not admit(number, at, entry)
+            if refused or shards[key[0] & (_SHARDS - 1)].setdefault(key, entry) != entry:
+                entries.append(REFUSED)
+                continue
+            before, before_entry = key, entry
+            above.append(at)
+            entries.append(entry)
+            entry += 1
+        if len(above) == len(keys):
+            self.key.extend(keys)
+            self.frame.extend(frames)
+        else:
+            self.key.extend(key for key, its in zip(keys, entries, strict=True) if its >= 0)
+            self.frame.extend(frame for frame, its in zip(frames, entries, strict=True) if its >= 0)
+        self._append_entries(table, above)
+        table.blocks += len(above)
+        self._adopt_many(table, first, above)
+        return entries
+
+    def _append_entries(self, table: Table, parents: list[int]) -> None:
+        """The other columns of new entries at the end."""
+        count = len(parents)
+        self.parent.extend(parents)
+        self.table.extend(array("H", [table.number]) * count)
+        self.state.extend(array("B", [LIVE]) * count)
+        for column in (self.children, self.pins):
+            column.extend(array("i", [0]) * count)
+        for column in (self.first_child, self.next_sibling, self.prev_sibling):
+            column.extend(array("i", [NO_ENTRY]) * count)
+        self.columns.grow(count)
+
+    def _adopt_many(self, table: Table, first: int, parents: list[int]) -> None:
+        """Hang the entries from `first` on below their parents; those that stay bare are candidates."""
+        children, first_child, pins, policy = self.children, self.first_child, self.pins, table.policy
+        for entry, parent in enumerate(parents, first):
+            sibling = first_child[parent]
+            first_child[parent] = entry
+            children[parent] += 1
+            if sibling != NO_ENTRY:
+                self.next_sibling[entry] = sibling
+                self.prev_sibling[sibling] = entry
+            elif parent < first and pins[parent] == 0:
+                policy.remove(parent)
+        policy.inserted_many(first, len(parents))
+        for entry, below in enumerate(children[first:], first):
+            if below == 0:
+                policy.add(entry)
 
     def _new_entry(self, table: Table, key: bytes, parent: int, frame: int) -> int:
         if not self._free:

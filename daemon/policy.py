@@ -40,6 +40,9 @@ class Policy(Protocol):
     def inserted(self, entry: int) -> None:
         """A new block; it is not a candidate yet."""
 
+    def inserted_many(self, first: int, count: int) -> None:
+        """As `inserted`, for the entries `first ..< first + count` in turn."""
+
     def touched(self, entry: int) -> None:
         """A match ended at this block (its ancestors are not touched one by one)."""
 
@@ -81,6 +84,11 @@ class LeafLRU:
         columns = self._columns
         columns.clock += 1
         columns.stamp[entry] = columns.clock
+
+    def inserted_many(self, first: int, count: int) -> None:
+        columns = self._columns
+        columns.stamp[first : first + count] = array("q", range(columns.clock + 1, columns.clock + count + 1))
+        columns.clock += count
 
     def touched(self, entry: int) -> None:
         candidate = self._columns.next[entry] != 0

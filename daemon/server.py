@@ -152,7 +152,7 @@ class Server:
         # Imported here: a daemon without disks needs no SQLite.
         from tiercache.daemon.nvme.tier import NvmeTier
 
-        return NvmeTier(self.config, self.regions, self._landed)
+        return NvmeTier(self.config, self.regions, self._landed, soon=self._work_soon)
 
     async def _open_nvme(self) -> None:
         """Open the directories while the daemon answers already; without them it does not go on."""
@@ -193,6 +193,12 @@ class Server:
         self.service.answer_parked()
         if not self._working:
             self._work()
+
+    def _work_soon(self) -> None:
+        """There is something to do for `_work` before the next tick."""
+        if not self._working and not self._stopping.is_set():
+            self._working = True
+            self._later(self._work)
 
     def _work(self) -> None:
         """A slice of what was put off; the loop serves others before the next one."""

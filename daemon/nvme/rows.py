@@ -17,10 +17,11 @@ import sqlite3
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from itertools import compress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -57,6 +58,7 @@ PlacedRow = tuple[int, Row]
 
 _FIELDS = struct.Struct("<16s16sIIIIBB2xQQ")
 _CHECKSUM = struct.Struct("<Q")
+_PLACED = struct.Struct("<Q" + _FIELDS.format[1:])
 _FIELDS_OF_RECORDS = struct.Struct(_FIELDS.format + "8x")
 _CHECKSUM_OF_RECORDS = struct.Struct(f"<{_FIELDS.size}xQ")
 _SEED_MASK = (1 << 64) - 1
@@ -92,24 +94,75 @@ def unpack_row(place: int, record: bytes) -> Row | None:
     return Row._make(_FIELDS.unpack(fields))
 
 
-def unpack_rows(placed: list[tuple[int, bytes]]) -> tuple[list[PlacedRow], list[tuple[int, bytes]]]:
+class Batch:
+    """Rows as columns: `places`, and in `fields` a tuple for each field of `Row`. Iterates over (place, row).
+
+    Columns, since to build a million small objects takes longer than to read them.
+    """
+
+    __slots__ = ("fields", "places")
+
+    def __init__(self, places: Sequence[int], fields: Sequence[Sequence[Any]]) -> None:
+        self.places = places
+        self.fields = fields
+
+    @classmethod
+    def of(cls, rows: Sequence[PlacedRow]) -> Batch:
+        """These rows."""
+        columns = list(zip(*(row for _, row in rows), strict=True))
+        return cls([place for place, _ in rows], columns or [()] * len(Row._fields))
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __iter__(self) -> Iterator[PlacedRow]:
+        return zip(self.places, map(Row._make, zip(*self.fields, strict=True)), strict=True)
+
+    def only(self, wanted: Sequence[bool]) -> Batch:
+        """Those rows for which `wanted` holds."""
+        fields = [tuple(compress(column, wanted)) for column in self.fields]
+        return Batch(tuple(compress(self.places, wanted)), fields)
+
+
+PLACED_BYTES = _PLACED.size
+
+
+def pack_placed(place: int, fields: Iterable[Any]) -> bytes:
+    """A row with its place in few bytes, for one that has to wait in memory."""
+    return _PLACED.pack(place, *fields)
+
+
+def keys_of_placed(packed: bytes | bytearray) -> list[bytes]:
+    """The keys in any number of `pack_placed`, one behind the other."""
+    return [bytes(packed[at + 8 : at + 24]) for at in range(0, len(packed), PLACED_BYTES)]
+
+
+def unpack_placed(packed: bytes | bytearray) -> Batch:
+    """The rows in any number of `pack_placed`, one behind the other."""
+    if not packed:
+        return Batch((), [()] * len(Row._fields))
+    places, *fields = zip(*_PLACED.iter_unpack(packed), strict=True)
+    return Batch(places, fields)
+
+
+def unpack_rows(placed: list[tuple[int, bytes]]) -> tuple[Batch, list[tuple[int, bytes]]]:
     """Unpack records with their places: the good rows in the same order, and what is damaged.
 
-    Holds the interpreter lock throughout, for about half a microsecond a row.
+    Holds the interpreter lock throughout, for about 0.4 microseconds a row.
     """
-    if any(type(record) is not bytes or len(record) != RECORD_BYTES for _, record in placed):
+    if not placed or any(type(record) is not bytes or len(record) != RECORD_BYTES for _, record in placed):
         return _unpack_one_by_one(placed)
     size = _FIELDS.size
-    records = b"".join([record for _, record in placed])
-    wanted = [checksum for (checksum,) in _CHECKSUM_OF_RECORDS.iter_unpack(records)]
+    places, records = zip(*placed, strict=True)
+    joined = b"".join(records)
+    wanted = [checksum for (checksum,) in _CHECKSUM_OF_RECORDS.iter_unpack(joined)]
     found = [xxh3_64_intdigest(record[:size], place & _SEED_MASK) for place, record in placed]
     if found != wanted:
         return _unpack_one_by_one(placed)
-    fields = _FIELDS_OF_RECORDS.iter_unpack(records)
-    return list(zip([place for place, _ in placed], map(Row._make, fields), strict=True)), []
+    return Batch(places, list(zip(*_FIELDS_OF_RECORDS.iter_unpack(joined), strict=True))), []
 
 
-def _unpack_one_by_one(placed: list[tuple[int, bytes]]) -> tuple[list[PlacedRow], list[tuple[int, bytes]]]:
+def _unpack_one_by_one(placed: list[tuple[int, bytes]]) -> tuple[Batch, list[tuple[int, bytes]]]:
     good: list[PlacedRow] = []
     damaged = []
     for place, record in placed:
@@ -118,7 +171,7 @@ def _unpack_one_by_one(placed: list[tuple[int, bytes]]) -> tuple[list[PlacedRow]
             damaged.append((place, record))
         else:
             good.append((place, row))
-    return good, damaged
+    return Batch.of(good), damaged
 
 
 class Loading:
@@ -143,14 +196,14 @@ class Loading:
         self._on_ready = on_ready
         self._on_damage = on_damage
         self._on_malformed = on_malformed
-        self._ready: deque[list[PlacedRow]] = deque()
+        self._ready: deque[Batch] = deque()
         self._room = threading.Semaphore(WAITING_BATCHES)
         self._cancelled = False
         self._read_all = False
         self._thread = threading.Thread(target=self._run, name="catalog rows", daemon=True)
         self._thread.start()
 
-    def next_batch(self) -> list[PlacedRow] | None:
+    def next_batch(self) -> Batch | None:
         """The next batch, never empty; None when none is ready now, or ever again (`finished`)."""
         if not self._ready:
             return None
@@ -212,9 +265,9 @@ class Loading:
                     self._on_damage(place, record)
             self.damaged = len(damaged_places)
             # A damaged place may be any number, so a good one leads on where there is one.
-            reached = good[-1][0] if good else page[-1][0] if page else self._last_place
+            reached = good.places[-1] if good else page[-1][0] if page else self._last_place
             if reached > self._last_place:
-                good = [row for row in good if row[0] <= self._last_place]
+                good = good.only([place <= self._last_place for place in good.places])
             if good:
                 self._hand_over(good)
             if len(page) < limit or reached <= after:
@@ -223,7 +276,7 @@ class Loading:
             if skip > 1:
                 limit, skip = self._batch_rows, 1
 
-    def _hand_over(self, batch: list[PlacedRow]) -> None:
+    def _hand_over(self, batch: Batch) -> None:
         while not self._room.acquire(timeout=1.0):
             if self._cancelled:
                 return

@@ -18,6 +18,8 @@ import os
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 from tiercache.checksum import CHECKSUM_XXH3
@@ -28,7 +30,18 @@ from tiercache.daemon.nvme.catalog import Catalog, CatalogState, Done, SavedName
 from tiercache.daemon.nvme.directory import Directory
 from tiercache.daemon.nvme.health import WriteHealth
 from tiercache.daemon.nvme.io import DiskQueue, Priority
-from tiercache.daemon.nvme.rows import ROOT_KEY, SLOT_BITS, Loading, PlacedRow, Row
+from tiercache.daemon.nvme.rows import (
+    MAX_SLOTS,
+    PLACED_BYTES,
+    ROOT_KEY,
+    SLOT_BITS,
+    Batch,
+    Loading,
+    Row,
+    keys_of_placed,
+    pack_placed,
+    unpack_placed,
+)
 from tiercache.daemon.policy import NO_ENTRY, POLICIES, Policy
 from tiercache.daemon.space import Namespace, NoRoom, Space
 from tiercache.messages import OFFSET_MASK, REGION_SHIFT
@@ -48,6 +61,7 @@ OFFLINE_AGE_S = 10.0
 _LATEST = b""
 """The key of a tombstone that stays: its epoch is the latest of the namespace. Without it a flush while
 rows are loading could choose an epoch that some of those rows have already."""
+_SLOT_MASK = MAX_SLOTS - 1
 _PAGE_SHIFT = 12  # a place counts pages of 4096 bytes inside its segment
 
 
@@ -69,7 +83,7 @@ def place_of(slot: int) -> int:
 
 def slot_of(place: int) -> int:
     """Inverse of `place_of`."""
-    return (place >> SLOT_BITS) << REGION_SHIFT | (place & ((1 << SLOT_BITS) - 1)) << _PAGE_SHIFT
+    return (place >> SLOT_BITS) << REGION_SHIFT | (place & _SLOT_MASK) << _PAGE_SHIFT
 
 
 class Shelf:
@@ -116,9 +130,10 @@ class Shelf:
         self._segment_ids = set(state.segments) | set(directory.segments)
         self._creating = False
         self._sequence = state.next_sequence
-        self._arrived: list[PlacedRow] = []  # rows to be taken in, the next one last
-        self._orphans: dict[bytes, list[PlacedRow]] = {}  # by the key of the parent that is not there yet
-        self._raised: dict[int, int] = {}  # epochs of loaded entries, where they are not 0
+        # Rows that wait for their parent, packed, by its key, by namespace; and parents that have come.
+        self._orphans: dict[int, dict[bytes, bytearray]] = {}
+        self._released: list[tuple[int, bytes]] = []
+        self._raised: dict[int, int] = {}  # epochs of loaded entries, where above their namespace's oldest
         self._rows: Loading | None = None
         if directory.max_segments == 0:
             self.no_growth = "its part of nvme_size holds no segment: make that larger, or empty the directory"
@@ -229,15 +244,19 @@ class Shelf:
 
     def _enter(self, table: Table, key: bytes, parent: int, slot: int, stored: Stored) -> int:
         entry = self.index.insert(table, key, parent, slot)
-        missing = len(self.index.key) - len(self._checksum)
-        if missing > 0:
-            for column in (self._checksum, self._stored, self._codec, self._kind):
-                column.frombytes(bytes(column.itemsize * missing))
+        self._pad_columns()
         self._checksum[entry] = stored.checksum
         self._stored[entry] = stored.stored_length
         self._codec[entry] = stored.codec
         self._kind[entry] = stored.kind
         return entry
+
+    def _pad_columns(self) -> None:
+        """Make our columns as long as the index's."""
+        missing = len(self.index.key) - len(self._checksum)
+        if missing > 0:
+            for column in (self._checksum, self._stored, self._codec, self._kind):
+                column.frombytes(bytes(column.itemsize * missing))
 
     def drop(self, namespace: Namespace, key: bytes) -> None:
         """A block is bad: forget it and what follows it."""
@@ -467,9 +486,9 @@ class Shelf:
 
     # --- rows of an earlier life -----------------------------------------------------------------
 
-    def start_loading(self) -> None:
-        """Begin to read the catalog's rows; `work` takes them in."""
-        self._rows = self.catalog.load(lambda: None, ROWS_AT_ONCE)
+    def start_loading(self, soon: Callable[[], None] = lambda: None) -> None:
+        """Begin to read the catalog's rows; `work` takes them in, and `soon` is called when there are some."""
+        self._rows = self.catalog.load(soon, ROWS_AT_ONCE)
 
     def work(self) -> bool:
         """A slice of unlinking, loading and the like; True while there is more to do at once."""
@@ -480,10 +499,12 @@ class Shelf:
         more = self.index.unlink_slice(EVICT_AT_ONCE) == EVICT_AT_ONCE
         if not self.loading or self._rows is None:
             return more
-        self._arrived = self._arrived or self._rows.next_batch() or []
-        if self._arrived:
-            for _ in range(min(len(self._arrived), ROWS_AT_ONCE)):
-                self._take_in(*self._arrived.pop())
+        batch = self._released_rows() if self._released else self._rows.next_batch()
+        if batch is not None:
+            numbers = batch.fields[2]
+            for number in set(numbers):
+                alone = numbers.count(number) == len(numbers)
+                self._take_in(number, batch if alone else batch.only([other == number for other in numbers]))
             return True
         return self._finish_loading() or more if self._rows.finished else more
 
@@ -495,31 +516,111 @@ class Shelf:
             for _ in range(min(len(self._undeleted), ROWS_AT_ONCE)):
                 self._delete_row(self._undeleted.popleft())
 
-    def _take_in(self, place: int, row: Row) -> None:
-        """A row is visible when its parent is; else it waits. Those that waited for it come next."""
-        namespace = self._by_catalog_number.get(row.namespace)
-        if namespace is None or not self._is_wanted(namespace, place, row):
-            self._refuse_row(place)
+    def _take_in(self, number: int, rows: Batch) -> None:
+        """Rows of one namespace are visible when their parent is; else they wait."""
+        namespace = self._by_catalog_number.get(number)
+        wanted = [False] * len(rows) if namespace is None else self._wanted(namespace, rows)
+        if not all(wanted):
+            for place, good in zip(rows.places, wanted, strict=True):
+                if not good:
+                    self._refuse_row(place)
+            rows = rows.only(wanted)
+        if namespace is None or not rows:
             return
+        keys, parents, _, epochs, _, stored, codecs, kinds, checksums, _ = rows.fields
+        latest = max(epochs)
+        self._epochs[namespace.number] = max(self._epochs[namespace.number], latest)
         table = self.table(namespace)
-        parent = table.root if row.parent == ROOT_KEY else table.get(row.parent)
-        if parent == NO_ENTRY:
-            self._orphans.setdefault(row.parent, []).append((place, row))
-            return
-        # A child is written after its parent, so an older epoch is what a flush by key has left of a
-        # chain whose first part was stored again. And of one key in two slots the first one stays.
-        if row.epoch < self._raised.get(parent, 0) or table.get(row.key) != NO_ENTRY:
-            self._refuse_row(place)
-            return
-        slot = slot_of(place)
-        self._epochs[namespace.number] = max(self._epochs[namespace.number], row.epoch)
-        stored = Stored(NO_ENTRY, slot, row.stored_length, row.codec, row.checksum, row.kind)
-        entry = self._enter(table, row.key, parent, slot, stored)
-        self._own_while_loading(slot, 1)
-        if row.epoch or entry in self._raised:
-            self._raised[entry] = row.epoch
-        self.loaded_rows += 1
-        self._arrived += self._orphans.pop(row.key, ())
+        admit = None
+        if self._raised or latest > self._oldest_epochs[namespace.number]:
+            admit = self._admission(namespace, table, epochs)
+        self._pad_columns()
+        entries = self.index.insert_many(table, keys, parents, list(map(slot_of, rows.places)), ROOT_KEY, admit)
+        taken = [its >= 0 for its in entries]
+        for column, values in (
+            (self._checksum, checksums), (self._stored, stored), (self._codec, codecs), (self._kind, kinds),
+        ):  # fmt: skip
+            column.extend(values if all(taken) else compress(values, taken))
+        self.loaded_rows += sum(taken)
+        self._sort_out(number, namespace, rows, entries)
+
+    def _admission(self, namespace: Namespace, table: Table, epochs: Sequence[int]) -> Callable[[int, int, int], bool]:
+        """Whether a row may hang below an entry.
+
+        A child is written after its parent, so an older epoch is what a flush by key has left of a chain
+        whose first part was stored again.
+        """
+        raised, oldest, root = self._raised, self._oldest_epochs[namespace.number], table.root
+
+        def admit(number: int, parent: int, entry: int) -> bool:
+            epoch = epochs[number]
+            if parent != root and epoch < raised.get(parent, 0):
+                return False
+            if epoch > oldest:
+                raised[entry] = epoch
+            else:
+                raised.pop(entry, None)  # of a row before this one that was refused
+            return True
+
+        return admit
+
+    def _sort_out(self, number: int, namespace: Namespace, rows: Batch, entries: list[int]) -> None:
+        """What becomes of rows: taken in, refused, or kept until their parent comes."""
+        orphans = self._orphans.setdefault(number, {})
+        pages_each = namespace.spec.frame_bytes >> _PAGE_SHIFT
+        segment, owned = -1, bytearray()
+        for at, (place, key, entry) in enumerate(zip(rows.places, rows.fields[0], entries, strict=True)):
+            if entry >= 0:
+                if place >> SLOT_BITS != segment:
+                    segment = place >> SLOT_BITS
+                    owned = self._pages_owned[segment]
+                owned[(place & _SLOT_MASK) // pages_each] = 1
+                if key in orphans:
+                    self._released.append((number, key))
+            elif entry == NO_ENTRY:
+                parent = rows.fields[1][at]
+                waiting = pack_placed(place, [column[at] for column in rows.fields])
+                if parent in orphans:
+                    orphans[parent] += waiting  # a byte array: one root may have all chains below it
+                else:
+                    orphans[parent] = bytearray(waiting)
+            else:  # of one key in two slots the first one stays
+                self._refuse_row(place)
+
+    def _released_rows(self) -> Batch:
+        """Rows whose parent has come, and those that waited for them in turn, parents first."""
+        packed = bytearray()
+        while self._released and len(packed) < ROWS_AT_ONCE * PLACED_BYTES:
+            number, key = self._released.pop()
+            orphans = self._orphans[number]
+            waiting = orphans.pop(key, bytearray())
+            rest = len(waiting) - ROWS_AT_ONCE * PLACED_BYTES
+            if rest > 0:
+                part = waiting[rest:]
+                del waiting[rest:]
+                orphans[key] = waiting
+                self._released.append((number, key))
+                waiting = part
+            packed += waiting
+            self._released += [(number, its) for its in keys_of_placed(waiting) if its in orphans]
+        return unpack_placed(packed)
+
+    def _wanted(self, namespace: Namespace, rows: Batch) -> list[bool]:
+        """Whether each of `rows` is: not flushed, of the right length, where a slot of its size can be."""
+        frame_bytes, segments = namespace.spec.frame_bytes, {place >> SLOT_BITS for place in rows.places}
+        pages_each = frame_bytes >> _PAGE_SHIFT
+        end = self.directory.segment_bytes // frame_bytes * pages_each
+        offsets = [place & _SLOT_MASK for place in rows.places]
+        if (
+            not self._tombstones
+            and set(rows.fields[4]) == {namespace.spec.block_bytes}
+            and min(rows.fields[3]) >= self._oldest_epochs[namespace.number]
+            and all(self._segments.get(segment) == frame_bytes and segment in self._pages_owned for segment in segments)
+            and max(offsets) < end
+            and (pages_each == 1 or not any(offset % pages_each for offset in offsets))
+        ):
+            return [True] * len(rows)
+        return [self._is_wanted(namespace, place, row) for place, row in rows]
 
     def _is_wanted(self, namespace: Namespace, place: int, row: Row) -> bool:
         """Not flushed, of the right length, and at a place where a slot of its size can be."""
@@ -537,22 +638,12 @@ class Shelf:
 
     def _finish_loading(self) -> bool:
         """A slice of what is left to do when all rows are read; False when that was the last."""
-        if self._orphans:
-            for _ in range(ROWS_AT_ONCE):
-                if not self._orphans:
-                    break
-                key, rows = self._orphans.popitem()
-                self._refuse_row(rows.pop()[0])
-                self.orphan_rows += 1
-                if rows:
-                    self._orphans[key] = rows
+        if self._refuse_orphans():
             return True
         size = self.directory.segment_bytes
         if self._pages_owned:
             segment, owned = self._pages_owned.popitem()
-            slot_bytes = self._segments[segment]
-            used = {number * slot_bytes for number, is_owned in enumerate(owned) if is_owned}
-            self.allocator.adopt_region(segment, size, slot_bytes, used)
+            self.allocator.adopt_region(segment, size, self._segments[segment], owned)
             return True
         for segment in set(self.directory.segments) - set(self._segments):
             self.allocator.add_region(segment, size)
@@ -571,6 +662,25 @@ class Shelf:
             self.directory.path, self.loaded_rows, self.orphan_rows,
         )  # fmt: skip
         return False
+
+    def _refuse_orphans(self) -> bool:
+        """A slice of the rows whose parent never came; False when none is left."""
+        refused = 0
+        while self._orphans and refused < ROWS_AT_ONCE:
+            number, orphans = next(iter(self._orphans.items()))
+            if not orphans:
+                del self._orphans[number]
+                continue
+            key, waiting = orphans.popitem()
+            rest = max(0, len(waiting) - ROWS_AT_ONCE * PLACED_BYTES)
+            for place in unpack_placed(waiting[rest:]).places:
+                refused += 1
+                self._refuse_row(place)
+            if rest:
+                del waiting[rest:]
+                orphans[key] = waiting
+        self.orphan_rows += refused
+        return refused > 0
 
     def _catalog_number(self, number: int) -> int:
         return self._catalog_numbers[self._space.namespaces[number].fingerprint]

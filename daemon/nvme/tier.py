@@ -82,12 +82,13 @@ class NvmeTier:
 
     def __init__(
         self, config: DaemonConfig, regions: dict[int, Region], landed: Callable[[], None],
-        disk_of: Callable[[Path], DiskIO] = lambda path: DiskIO(),
+        disk_of: Callable[[Path], DiskIO] = lambda path: DiskIO(), soon: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._config = config
         self._disk_of = disk_of
         self._regions = regions
         self._landed = landed
+        self._soon = soon
         self._shelves: list[Shelf] = []
         self._budget = WriteBudget(config.nvme_write_budget_bytes)
         codec_number(config.nvme_codec)  # a missing library is told now, and not at the first write
@@ -131,7 +132,7 @@ class NvmeTier:
         self._unopened.remove(path)
         self._shelves.append(shelf)
         self._shelves.sort(key=lambda shelf: config.nvme_dirs.index(shelf.directory.path))
-        shelf.start_loading()
+        shelf.start_loading(self._soon)
         for namespaces, key, flush in self._early.pop(path, ()):
             for namespace in self._cache.all_namespaces() if namespaces is None else namespaces:
                 flush.waiting += 1

@@ -19,6 +19,8 @@ from tiercache.daemon.nvme import promotion, shelf, tier
 from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.catalog import Catalog
 from tiercache.daemon.nvme.health import WriteHealth
+from tiercache.daemon.nvme.rows import Batch
+from tiercache.daemon.nvme.rows import Batch
 from tiercache.daemon.space import Namespace
 
 Scenario = Callable[[], Coroutine[Any, Any, None]]
@@ -373,6 +375,7 @@ def test_nothing_is_evicted_for_a_catalog_that_cannot_write(tmp_path: Path) -> N
             await asyncio.sleep(0.001)
         assert rig.tier.stats()["blocks"] >= before - 64 - 40
         assert any("full" in reason for reason in rig.tier.reasons())
+        assert one.lost_slots > 0, "slots whose old row is still there are not used"
         one.catalog._commit = commit  # type: ignore[method-assign]
         await rig.until(lambda: not one.catalog.error and one.lost_slots == 0)
         await rig.settled()
@@ -560,10 +563,17 @@ def test_grace_is_used_for_what_is_dirty(tmp_path: Path) -> None:
             rig.store(space, chain)
         await rig.settled()
         assert rig.tier.stats()["blocks"] == 0
-        rig.tier._budget._level = 1 << 30
+        rig.tier._budget._level = rig.tier._budget._depth
         for chain in chains[3:]:
             rig.store(space, chain)
-        rig.tier._writes.pump()  # some are under way
+        gate = rig.disks[rig.dirs[0]].gate
+        rig.store(space, keys_of("first", 1))
+        await rig.settled()
+        gate.clear()
+        rig.store(space, keys_of("second", 3))
+        rig.tier._writes.pump()
+        assert rig.tier._writes.in_flight_bytes == 3 * BLOCK_BYTES
+        asyncio.get_running_loop().call_later(0.1, gate.set)
         assert await rig.close(grace_s=30) == 0
         again = await TierRig(tmp_path).open()
         space = again.namespace()
@@ -1019,34 +1029,46 @@ def test_a_directory_that_turns_read_only_is_still_read(tmp_path: Path) -> None:
     play(scenario)
 
 
-def test_rows_that_wait_for_one_parent_are_taken_in_by_slices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["chain", "star"])
+def test_rows_that_wait_for_one_parent_are_taken_in_by_slices(tmp_path: Path, form: str) -> None:
     """A root that comes last must not stop everything while all that hangs below it follows."""
 
     async def scenario() -> None:
-        blocks = 3 * shelf.ROWS_AT_ONCE
-        rig = await TierRig(tmp_path, arena_regions=4, segment_bytes=16 << 20).open()
+        blocks = 4 * shelf.ROWS_AT_ONCE
+        sizes: dict[str, int] = {"arena_regions": 8, "segment_bytes": 16 << 20}
+        rig = await TierRig(tmp_path, **sizes).open()
         space, chain = rig.namespace(4096), keys_of("a", blocks)
-        for first in range(0, blocks, 512):
-            rig.store(space, chain[: 16 * (first + 512)], first=first)
+        if form == "star":
+            for number in range(1, blocks):
+                rig.store(space, chain[:16] + key_of(chain, number))
+        else:
+            for first in range(0, blocks, 512):
+                rig.store(space, chain[: 16 * (first + 512)], first=first)
         await rig.settled()
         await rig.close()
-        rig = TierRig(tmp_path, arena_regions=4, segment_bytes=16 << 20)
+        rig = TierRig(tmp_path, **sizes)
         await rig.tier.open()
         one = rig.shelves[0]
+        loading = one._rows
+        assert loading is not None
         rows: list[Any] = []
-        while not one._rows.finished:  # type: ignore[union-attr]
-            rows += one._rows.next_batch() or ()  # type: ignore[union-attr]
+        while not loading.finished:
+            rows += loading.next_batch() or ()
             await asyncio.sleep(0.001)
-        rows.reverse()
-        one._rows.next_batch = lambda: [rows.pop(0) for _ in range(min(len(rows), 512))] or None  # type: ignore
+
+        def backwards() -> Batch | None:
+            return Batch.of([rows.pop() for _ in range(min(len(rows), 512))]) if rows else None
+
+        loading.next_batch = backwards  # type: ignore[method-assign]
         before = 0
         while one.loading:
             one.work()
-            assert one.loaded_rows - before <= shelf.ROWS_AT_ONCE
+            assert one.loaded_rows - before <= 2 * shelf.ROWS_AT_ONCE
             before = one.loaded_rows
         assert before == blocks
         rig.check()
-        assert await rig.load(rig.namespace(4096), chain) == blocks
+        tail = chain if form == "chain" else chain[:16] + chain[-16:]
+        assert await rig.load(rig.namespace(4096), tail) == len(tail) // 16
         await rig.close()
 
     play(scenario)

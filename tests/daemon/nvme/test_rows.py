@@ -77,7 +77,7 @@ def test_many_records_at_once(placed: list[tuple[int, Row]], spoiled: set[int]) 
         place, record = records[number]
         records[number] = (place, (record[:-1], record + b"\0", b"\1" + record[1:] + b"x", record[::-1])[number % 4])
     good, damaged = unpack_rows(records)
-    assert good == [item for number, item in enumerate(placed) if number not in spoiled]
+    assert list(good) == [item for number, item in enumerate(placed) if number not in spoiled]
     assert damaged == [item for number, item in enumerate(records) if number in spoiled]
 
 
