@@ -20,7 +20,6 @@ from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.catalog import Catalog
 from tiercache.daemon.nvme.health import WriteHealth
 from tiercache.daemon.nvme.rows import Batch
-from tiercache.daemon.nvme.rows import Batch
 from tiercache.daemon.space import Namespace
 
 Scenario = Callable[[], Coroutine[Any, Any, None]]
