@@ -39,9 +39,11 @@ class WriteHealth:
         self.off_until_s = self._clock_s() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
 
-    def worked(self) -> None:
-        """A write that was begun after the last failure has worked."""
-        if self.reason and self._clock_s() >= self.off_until_s:
-            log.info("%s: writing works again", self._name)
-            self.reason = ""
-            self._pause_s = FIRST_PAUSE_S
+    def worked(self) -> bool:
+        """A write that was begun after the last failure has worked; True if that ends a pause."""
+        if not self.reason or self._clock_s() < self.off_until_s:
+            return False
+        log.info("%s: writing works again", self._name)
+        self.reason = ""
+        self._pause_s = FIRST_PAUSE_S
+        return True

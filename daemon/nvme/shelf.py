@@ -49,7 +49,10 @@ from tiercache.messages import OFFSET_MASK, REGION_SHIFT
 log = logging.getLogger("tiercache.daemon")
 
 EVICT_AT_ONCE = 64
-"""Slots given up at a time when the directory is full; they are free some milliseconds later."""
+"""Slots given up in one go of the loop."""
+FREE_AHEAD_BYTES = 64 << 20
+"""Kept free, or on the way there, in a directory that is full and written to: a slot that is given up is
+free some milliseconds later, and writes should not wait for that."""
 ROWS_AT_ONCE = 512
 SCAN_AT_ONCE = 4096
 """Entries looked at in one go while a segment is emptied."""
@@ -91,7 +94,7 @@ class Shelf:
 
     def __init__(
         self, directory: Directory, catalog: Catalog, queue: DiskQueue, state: CatalogState, space: Space,
-        policy: str,
+        policy: str, soon: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.directory = directory
         self.catalog = catalog
@@ -112,6 +115,7 @@ class Shelf:
         self._pages_owned: dict[int, bytearray] = {}  # while loading: by segment, which slots have an owner
         self._space = space
         self._policy_name = policy
+        self._soon = soon  # there is something to do before the next tick
         self._policies: dict[int, Policy] = {}
         self._checksum = array("Q")
         self._stored = array("I")
@@ -215,18 +219,23 @@ class Shelf:
         """A free slot for a block below `parent`, or NO_FRAME; then room is being made: ask again soon."""
         size_class = self.allocator.size_class(namespace.spec.frame_bytes)
         slot = self.allocator.take(size_class)
-        if slot == NO_FRAME:
+        if slot == NO_FRAME or (size_class.free < self._ahead(size_class) and not self.allocator.unassigned):
             # Room for a child is not made of its ancestors.
             before = self.table(namespace).get(parent) if parent else NO_ENTRY
             if before != NO_ENTRY:
                 self.index.touch(before)
             self._make_room(size_class)
-            return NO_FRAME
+            if slot == NO_FRAME:
+                return NO_FRAME
         segment = slot >> REGION_SHIFT
         if self._segments.get(segment) != size_class.frame_bytes:
             self._segments[segment] = size_class.frame_bytes
             self.catalog.set_segment(segment, size_class.frame_bytes)
         return slot
+
+    def _ahead(self, size_class: SizeClass) -> int:
+        """How many slots should be free, or on the way there; not many of a small directory's."""
+        return max(1, min(FREE_AHEAD_BYTES // size_class.frame_bytes, size_class.frames // 8))
 
     def add(self, namespace: Namespace, key: bytes, parent: bytes, slot: int, written: Stored) -> None:
         """A block has been written: visible now, durable with the next commit."""
@@ -283,6 +292,7 @@ class Shelf:
             self._bury(*self._stones.pop(slot))
         if not self._own_while_loading(slot, 0):
             self.allocator.give_back(slot)
+            self._soon()
 
     def _own_while_loading(self, slot: int, owned: int) -> bool:
         """Note whether a slot has an owner; False when the allocator knows that by itself already."""
@@ -300,6 +310,11 @@ class Shelf:
         else:
             self.catalog.delete(place)
 
+    def write_worked(self) -> None:
+        """A write has worked: if the disk has just come back, segments can be made again too."""
+        if self.health.worked():
+            self.no_growth, self._grow_after_s = "", 0.0
+
     def put_aside(self, slot: int) -> None:
         """A slot that could not be written to: used again, but not soon."""
         self._aside.append((time.monotonic() + ASIDE_S, slot))
@@ -309,12 +324,12 @@ class Shelf:
         if self._creating or self._may_grow:
             self._create_segment()
             return
-        most = max(1, min(EVICT_AT_ONCE, size_class.frames // 8))
-        if len(self._leaving) - len(self._undeleted) >= most:
+        most = self._ahead(size_class) - size_class.free - (len(self._leaving) - len(self._undeleted))
+        if most <= 0:
             return  # enough is on its way already
         policy = self._policies.get(size_class.frame_bytes)
         self._consider_retiring(size_class, policy)
-        for _ in range(most):
+        for _ in range(min(most, EVICT_AT_ONCE)):
             victim = policy.victim() if policy is not None else NO_ENTRY
             if victim == NO_ENTRY:
                 return
@@ -486,9 +501,9 @@ class Shelf:
 
     # --- rows of an earlier life -----------------------------------------------------------------
 
-    def start_loading(self, soon: Callable[[], None] = lambda: None) -> None:
-        """Begin to read the catalog's rows; `work` takes them in, and `soon` is called when there are some."""
-        self._rows = self.catalog.load(soon, ROWS_AT_ONCE)
+    def start_loading(self) -> None:
+        """Begin to read the catalog's rows; `work` takes them in."""
+        self._rows = self.catalog.load(self._soon, ROWS_AT_ONCE)
 
     def work(self) -> bool:
         """A slice of unlinking, loading and the like; True while there is more to do at once."""

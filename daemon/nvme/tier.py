@@ -105,7 +105,7 @@ class NvmeTier:
         """Say whose tier below this is."""
         self._cache = cache
         self._writes = WriteBehind(
-            self._placement, cache.space, self._regions, self._budget, self._config.nvme_codec
+            self._placement, cache.space, self._regions, self._budget, self._config.nvme_codec, self._soon
         )
         self._promotion = Promotion(cache, self._regions, self._placement)
         self._extents = Extents(self._placement.with_chain)
@@ -127,12 +127,12 @@ class NvmeTier:
         arguments = path, cap_bytes, config.nvme_segment_bytes, self._disk_of(path), post
         directory, catalog, state = await in_thread(f"open {path}", lambda: open_directory(*arguments))
         shelf = Shelf(
-            directory, catalog, DiskQueue(directory, post), state, self._cache.space, config.policy
+            directory, catalog, DiskQueue(directory, post), state, self._cache.space, config.policy, self._soon
         )
         self._unopened.remove(path)
         self._shelves.append(shelf)
         self._shelves.sort(key=lambda shelf: config.nvme_dirs.index(shelf.directory.path))
-        shelf.start_loading(self._soon)
+        shelf.start_loading()
         for namespaces, key, flush in self._early.pop(path, ()):
             for namespace in self._cache.all_namespaces() if namespaces is None else namespaces:
                 flush.waiting += 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from tiercache.arena import Region
@@ -64,7 +64,7 @@ class WriteBehind:
 
     def __init__(
         self, placement: Placement, space: Space, regions: dict[int, Region], budget: WriteBudget,
-        codec: str = "raw",
+        codec: str = "raw", soon: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.budget = budget
         self.codec = codec
@@ -76,6 +76,7 @@ class WriteBehind:
         self.skipped_queue_full = 0
         self.failed_blocks = 0
         self.skipped_too_large = 0  # blocks that no segment can hold
+        self._soon = soon  # `pump` has something to do before the next tick
         self._placement = placement
         self._space = space
         self._regions = regions
@@ -102,6 +103,7 @@ class WriteBehind:
             return
         self._queued.add(name)
         self._queue.append((namespace, key, asked_again))
+        self._soon()
 
     def slots_of(self, shelf: Shelf) -> list[int]:
         """Slots of writes that are under way or wait for their parent's."""
@@ -255,6 +257,8 @@ class WriteBehind:
     def _done(self, write: _Write, op: WriteOp) -> None:
         self._space.allocator.unhold(write.frame)
         self._count(write.shelf, -1, -write.namespace.spec.frame_bytes)
+        if self._loads[write.shelf][1] < MAX_IN_FLIGHT_BYTES // 2 and (self._queue or self._in_lane):
+            self._soon()  # not at each one: blocks that begin together share system calls
         if op.outcome is Outcome.ABANDONED:
             return  # only at the end: the kernel may still write to the slot
         if op.outcome is not Outcome.OK:
@@ -263,7 +267,7 @@ class WriteBehind:
                 write.shelf.health.failed(os.strerror(op.errno))
             self._lose(write, failed=op.outcome is Outcome.IO_ERROR)
             return
-        write.shelf.health.worked()
+        write.shelf.write_worked()
         saved = write.namespace.spec.frame_bytes - op.moved_bytes
         self.saved_bytes += saved
         self.budget.charge(-saved)
