@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from tiercache.messages import Extent
+from tiercache.messages import NO_LEASE, CommitState, Extent
 
 if TYPE_CHECKING:
-    from tiercache.daemon.leases import ReadLease
+    from tiercache.daemon.leases import Owner, ReadLease
     from tiercache.daemon.space import Namespace
 
 
@@ -31,10 +31,55 @@ class HeldBelow(Protocol):
         """The lease has ended; `good` if what was read under it was called right."""
 
 
+class Granted(NamedTuple):
+    """How many leading keys are in the tier below, and places in `directory` for those that follow.
+
+    `soon`: places are being made, or somebody writes the next block now: ask again.
+    """
+
+    present: int = 0
+    lease_id: int = NO_LEASE
+    directory: str = ""
+    extents: Sequence[Extent] = ()
+    soon: bool = False
+
+
+class GrantsBelow(Protocol):
+    """Places in the tier below that clients write themselves; the words are those of `Writes`."""
+
+    def reserve(self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float) -> Granted:
+        """Places for a run of `keys` below `parent` (empty: the root), past those that are here."""
+
+    def commit(self, owner: Owner, lease_id: int, checksums: Sequence[int]) -> list[CommitState]:
+        """The writes have ended; the leading blocks are complete and have these checksums. Ends the lease."""
+
+    def abort(self, owner: Owner, lease_id: int, finished: bool) -> None:
+        """Keep nothing of a lease, if it is one of these. Unless `finished` its places go into quarantine."""
+
+    def renew(self, lease_id: int, ttl_s: float) -> None:
+        """Move the deadline of a live lease."""
+
+    def expire(self) -> None:
+        """Quarantine every lease whose time is up."""
+
+    def session_lost(self, owner: Owner) -> None:
+        """The session is closed; its process may still be writing."""
+
+    def process_gone(self, owner: Owner) -> None:
+        """The process has exited: nobody writes to its places any more."""
+
+    def has_quarantine(self, owner: Owner) -> bool:
+        """Whether places wait for this session's process to exit."""
+
+
 class TierBelow(Protocol):
     """What the DRAM tier asks and tells the tier below it. On the event loop; nothing blocks."""
 
     name: str
+
+    @property
+    def grants(self) -> GrantsBelow | None:
+        """Its places that clients write; None when there are none."""
 
     def blocks_after(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> int:
         """How many blocks of the run that goes on at key `first` all namespaces have in this tier."""
@@ -76,6 +121,7 @@ class NoTierBelow:
     """DRAM is the last tier: what is evicted is gone."""
 
     name = ""
+    grants: GrantsBelow | None = None
 
     def blocks_after(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> int:
         return 0

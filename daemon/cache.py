@@ -10,10 +10,11 @@ The clock is a parameter, so tests drive all of it with a fake one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tiercache.daemon.below import NoTierBelow, TierBelow
+from tiercache.daemon.below import GrantsBelow, NoTierBelow, TierBelow
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.leases import Owner, ReadLease
 from tiercache.daemon.policy import NO_ENTRY
@@ -42,6 +43,7 @@ class Cache:
     ) -> None:
         limits = limits or CacheLimits()
         self.below = below or NoTierBelow()
+        self.clock_s = clock_s
         self.counters = Counters()
         self.space = Space(limits.policy, self.counters)
         self.reads = Reads(self.space, self.below, clock_s, limits.pin_share)
@@ -119,17 +121,28 @@ class Cache:
     def expire(self) -> None:
         """End what has run out of time."""
         self.reads.expire()
-        self.writes.expire()
+        for writes in self._all_writes():
+            writes.expire()
 
     def session_lost(self, owner: Owner) -> None:
         """A session has ended, its process maybe not."""
         self.reads.session_lost(owner)
-        self.writes.session_lost(owner)
+        for writes in self._all_writes():
+            writes.session_lost(owner)
 
     def process_gone(self, owner: Owner) -> None:
         """The session's process has exited, so nothing of it is being written any more."""
         self.session_lost(owner)
-        self.writes.process_gone(owner)
+        for writes in self._all_writes():
+            writes.process_gone(owner)
+
+    def has_quarantine(self, owner: Owner) -> bool:
+        """Whether something waits for the exit of this session's process."""
+        return any(writes.has_quarantine(owner) for writes in self._all_writes())
+
+    def _all_writes(self) -> list[Writes | GrantsBelow]:
+        """Stores into DRAM, and those past it."""
+        return [self.writes] if self.below.grants is None else [self.writes, self.below.grants]
 
     def check_integrity(self) -> list[str]:
         """Everything in which columns, tables, leases and frames disagree; empty when all is well."""
@@ -146,6 +159,9 @@ class Cache:
                 pins[block.parent_entry] += 1
         for entry in (*index.unlinking_entries(), *(table.root for table in index.tables.values())):
             pins[entry] += 1
+        pinned = Counter(region for lease in self.reads.pins.values() for region in lease.pin_regions)
+        if pinned != space.pinned_regions:
+            findings.append("the regions that pins keep are not those of the pins")
         for entry, count in enumerate(pins):
             if index.state[entry] != 0 and index.pins[entry] != count:
                 findings.append(f"entry {entry} counts {index.pins[entry]} pins, has {count}")

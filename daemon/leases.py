@@ -11,7 +11,7 @@ import heapq
 import secrets
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tiercache.daemon.index import Table
 from tiercache.daemon.policy import NO_ENTRY
@@ -30,13 +30,14 @@ class Owner:
     lease, and finish what a lost session of it was writing.
     """
 
-    __slots__ = ("instance", "internal", "reads", "writes")
+    __slots__ = ("grants", "instance", "internal", "reads", "writes")
 
     def __init__(self, instance: bytes, internal: bool = False) -> None:
         self.instance = instance
         self.internal = internal  # the daemon itself, bringing blocks up: these are no stores
         self.reads: dict[int, ReadLease] = {}
         self.writes: dict[int, WriteLease] = {}
+        self.grants: set[int] = set()  # ids of write leases in the tier below
 
 
 class ReadLease:
@@ -52,8 +53,8 @@ class ReadLease:
     """
 
     __slots__ = (
-        "blocks", "deadline_s", "held", "holders", "keys", "lease_id", "namespaces", "over", "pin_name", "pins",
-        "rises", "target",
+        "blocks", "deadline_s", "held", "holders", "keys", "lease_id", "namespaces", "over", "pin_name",
+        "pin_regions", "pins", "rises", "target",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +72,7 @@ class ReadLease:
         self.deadline_s = deadline_s
         self.holders: set[Owner] = set()
         self.pin_name: tuple[tuple[int, ...], bytes] | None = None
+        self.pin_regions: set[int] = set()  # of the arena, in which what it pins lies
 
 
 class BlockPhase(Enum):
@@ -127,6 +129,12 @@ class WriteLease:
         self.over = False
 
 
+class Lease(Protocol):
+    """As much of a lease as `Deadlines` looks at."""
+
+    deadline_s: float
+
+
 class Deadlines:
     """Ids of `leases` by deadline; a renewed lease is found out when its old deadline comes up.
 
@@ -134,7 +142,7 @@ class Deadlines:
     that pins for a week, set again and again, do not pile up for a week.
     """
 
-    def __init__(self, leases: Mapping[int, ReadLease | WriteLease]) -> None:
+    def __init__(self, leases: Mapping[int, Lease]) -> None:
         self._leases = leases
         self._heap: list[tuple[float, int]] = []
 

@@ -6,13 +6,14 @@ has a descendant. A windowed namespace has no chains, so there each block of the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tiercache.daemon.below import TierBelow
 from tiercache.daemon.leases import Deadlines, Owner, ReadLease, new_lease_id
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace, Space
-from tiercache.messages import KEY_BYTES
+from tiercache.messages import KEY_BYTES, REGION_SHIFT
 
 PREFETCH_S = 30.0
 MAX_PREFETCHES = 256
@@ -242,9 +243,19 @@ class Reads:
             return 0
         lease = self._grant(namespaces, keys, blocks, ends, ttl_s)
         lease.pin_name = _pin_name(namespaces, keys)
+        lease.pin_regions = self._regions(lease)
+        self._space.pinned_regions.update(lease.pin_regions)
         self.pins[lease.pin_name] = lease
         self.pinned_bytes += blocks * block_bytes
         return blocks
+
+    def _regions(self, lease: ReadLease) -> set[int]:
+        """Where the blocks of a lease lie; a lease pins only the last one of each chain itself."""
+        frames = [self._space.index.frame[entry] for entry in lease.pins]
+        for namespace in lease.namespaces:
+            if not namespace.table.windowed:
+                frames += self.frames(lease, namespace, 0, lease.blocks)
+        return {frame >> REGION_SHIFT for frame in frames}
 
     def unpin(self, namespaces: Sequence[Namespace], keys: bytes) -> int:
         """Undo `pin` with the same arguments; blocks that were pinned."""
@@ -295,6 +306,7 @@ class Reads:
             lease.held.let_go(good)
         if lease.pin_name is not None:
             del self.pins[lease.pin_name]
+            self._space.pinned_regions -= Counter(lease.pin_regions)
             frames = (namespace.spec.frame_bytes for namespace in lease.namespaces)
             self.pinned_bytes -= lease.blocks * sum(frames)
 

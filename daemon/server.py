@@ -18,7 +18,6 @@ import secrets
 import signal
 import time
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.arena import Region
@@ -218,7 +217,7 @@ class Server:
         self.cache.process_gone(session.owner)
 
     def has_quarantine(self, session: Session) -> bool:
-        return self.cache.writes.has_quarantine(session.owner)
+        return self.cache.has_quarantine(session.owner)
 
     def _close(self) -> None:
         self.maker.stop()
@@ -243,9 +242,11 @@ def _notify_systemd(state: str) -> None:
 
 def rss_bytes() -> tuple[int, int]:
     """Resident bytes of this process: all, and those that are shared memory."""
-    values = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name in ("VmRSS", "RssShmem"):
-            values[name] = int(value.split()[0]) * 1024
-    return values["VmRSS"], values["RssShmem"]
+    fd = os.open("/proc/self/status", os.O_RDONLY)
+    try:
+        text = os.read(fd, 8192)
+    finally:
+        os.close(fd)
+    fields = (text.partition(name)[2].split(None, 1)[0] for name in (b"VmRSS:", b"RssShmem:"))
+    resident, shared = (int(field) * 1024 for field in fields)
+    return resident, shared

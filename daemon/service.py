@@ -16,7 +16,7 @@ import zmq
 
 from tiercache import messages as m
 from tiercache.arena import Region
-from tiercache.daemon.below import HeldBelow
+from tiercache.daemon.below import Granted, HeldBelow
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.clock import LeaseClock
 from tiercache.daemon.leases import ReadLease
@@ -120,6 +120,8 @@ class Service:
             m.Bye: self._bye,
             m.Extents: self._extents,
             m.BadExtent: self._bad_extent,
+            m.ReserveExtents: self._reserve_extents,
+            m.CommitExtents: self._commit_extents,
         }
 
     def handle(self, identity: bytes, header: bytes, parts: list[zmq.Frame]) -> Answer | None:
@@ -226,7 +228,8 @@ class Service:
         return [self._namespace(number) for number in numbers]
 
     def _lease_ttl_s(self, session: Session, ttl_ms: int) -> float:
-        if len(session.owner.reads) + len(session.owner.writes) >= self._max_leases:
+        owner = session.owner
+        if len(owner.reads) + len(owner.writes) + len(owner.grants) >= self._max_leases:
             raise RequestRefused(ErrorCode.LIMIT.value, f"{self._max_leases} leases are open in this session")
         return min(_positive(ttl_ms, "ttl_ms") / 1000, self._lease_ttl_max_s)
 
@@ -327,13 +330,17 @@ class Service:
     def _renew(self, session: Session, request: m.Renew) -> m.Reply:
         ttl_s = min(_positive(request.ttl_ms, "ttl_ms") / 1000, self._lease_ttl_max_s)
         alive = bytearray()
+        owner, grants = session.owner, self._cache.below.grants
         for lease_id in request.leases[: self._max_leases]:
-            read, write = session.owner.reads.get(lease_id), session.owner.writes.get(lease_id)
+            read, write = owner.reads.get(lease_id), owner.writes.get(lease_id)
+            granted = grants is not None and lease_id in owner.grants
             if read is not None:
                 self._cache.reads.renew(read, ttl_s)
             elif write is not None:
                 self._cache.writes.renew(write, ttl_s)
-            alive.append(read is not None or write is not None)
+            elif grants is not None and granted:
+                grants.renew(lease_id, ttl_s)
+            alive.append(read is not None or write is not None or granted)
         return m.Renewed(request.request_id, self._generation, bytes(alive))
 
     def _read(self, session: Session, request: m.Read) -> Answer:
@@ -366,9 +373,7 @@ class Service:
     # --- writing ---------------------------------------------------------------------------------
 
     def _reserve(self, session: Session, request: m.Reserve) -> m.Reply:
-        _check_keys(request.keys, m.MAX_RESERVE)
-        if len(request.parent) not in (0, KEY_BYTES):
-            raise RequestRefused(ErrorCode.BAD_VALUE.value, f"parent is a key of {KEY_BYTES} bytes, or empty")
+        _check_run(request.parent, request.keys)
         ttl_s = self._lease_ttl_s(session, request.ttl_ms)
         namespace = self._namespace(request.namespace)
         got = self._cache.reserve(session.owner, namespace, request.parent, request.keys, ttl_s)
@@ -388,7 +393,31 @@ class Service:
 
     def _abort(self, session: Session, request: m.Abort) -> m.Reply:
         self._cache.writes.abort(session.owner, request.lease, request.finished)
+        if self._cache.below.grants is not None:
+            self._cache.below.grants.abort(session.owner, request.lease, request.finished)
         return m.Done(request.request_id, self._generation)
+
+    def _reserve_extents(self, session: Session, request: m.ReserveExtents) -> m.Reply:
+        _check_run(request.parent, request.keys)
+        ttl_s = self._lease_ttl_s(session, request.ttl_ms)
+        namespace = self._namespace(request.namespace)
+        grants, got = self._cache.below.grants, Granted()
+        if grants is not None:
+            got = grants.reserve(session.owner, namespace, request.parent, request.keys, ttl_s)
+        extents = m.pack_extents(got.extents)
+        return m.ReservedExtents(
+            request.request_id, self._generation, got.lease_id, got.present, got.directory, extents, got.soon
+        )
+
+    def _commit_extents(self, session: Session, request: m.CommitExtents) -> m.Reply:
+        if len(request.checksums) % 8 or len(request.checksums) > 8 * m.MAX_RESERVE:
+            text = f"checksums must be u64le, at most {m.MAX_RESERVE}"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        checksums, grants = m.unpack_checksums(request.checksums), self._cache.below.grants
+        states = [m.CommitState.DROPPED] * len(checksums)
+        if grants is not None:
+            states = grants.commit(session.owner, request.lease, checksums)
+        return m.Committed(request.request_id, self._generation, bytes(states))
 
     def _write(self, session: Session, request: m.Write, payload: memoryview) -> m.Reply:
         block = self._cache.writes.writable_block(session.owner, request.lease, request.index)
@@ -510,6 +539,12 @@ def _check_keys(keys: bytes, limit: int) -> None:
         raise RequestRefused(ErrorCode.BAD_VALUE.value, f"keys are {len(keys)} bytes: 16 for each, at least one")
     if len(keys) > limit * KEY_BYTES:
         raise RequestRefused(ErrorCode.TOO_LARGE.value, f"{len(keys) // KEY_BYTES} keys: at most {limit} here")
+
+
+def _check_run(parent: bytes, keys: bytes) -> None:
+    _check_keys(keys, m.MAX_RESERVE)
+    if len(parent) not in (0, KEY_BYTES):
+        raise RequestRefused(ErrorCode.BAD_VALUE.value, f"parent is a key of {KEY_BYTES} bytes, or empty")
 
 
 def _check_range(offset: int, length: int, end: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
@@ -54,6 +55,7 @@ class Space:
         self._drain_rest = 0  # times that no drain is considered
         self._drain_turn = 0
         self.drained_something = False
+        self.pinned_regions: Counter[int] = Counter()  # regions that are not emptied, with the pins on each
 
     def open_namespace(self, spec: NamespaceSpec) -> Namespace:
         """The namespace of a spec that has no `problem()`; made when it is new. Raises NoRoom."""
@@ -62,7 +64,7 @@ class Space:
         if known is not None:
             return known
         if len(self.namespaces) >= MAX_NAMESPACES:
-            raise NoRoom(f"{MAX_NAMESPACES} namespaces are registered: restart the daemon to forget them")
+            raise NoRoom(f"{MAX_NAMESPACES} namespaces are registered: restart the daemon to forget the empty ones")
         number = len(self.namespaces) + 1
         size_class = self.allocator.size_class(spec.frame_bytes)
         policy = self._policies.get(spec.frame_bytes)
@@ -153,7 +155,12 @@ class Space:
             self._drain_slice()
 
     def _drainable(self, region_id: int) -> bool:
-        """Whether all its frames belong to blocks that nobody pins: then it can be emptied for good."""
+        """Whether all its frames belong to blocks that nobody pins: then it can be emptied for good.
+
+        Leases in which such a block stands before the last one are revoked; what clients pinned stays.
+        """
+        if region_id in self.pinned_regions:
+            return False
         pins, entries = self.index.pins, self.allocator.entries_of(region_id, draining=False)
         if entries is None:
             return False

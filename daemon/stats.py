@@ -65,7 +65,7 @@ def build_stats(server: Server) -> dict[str, Any]:
                 "mapped": session.map_arena,
                 "registration": session.registration,
                 "read_leases": len(session.owner.reads),
-                "write_leases": len(session.owner.writes),
+                "write_leases": len(session.owner.writes) + len(session.owner.grants),
                 "counters": session.counters,
             }
             for session in islice(server.gate.sessions.values(), MAX_LISTED_SESSIONS)

@@ -18,15 +18,15 @@ LAYERS: dict[str, float] = {
     "tiercache.config": 1, "tiercache.messages": 1, "tiercache.keys": 1, "tiercache.layout": 1,
     "tiercache.checksum": 1, "tiercache.metrics": 1,
     "tiercache.wire": 2, "tiercache.arena": 2, "tiercache.kernels": 2, "tiercache.gds_probe": 2,
-    "tiercache.gds_backend": 2,
+    "tiercache.gds_stage": 2, "tiercache.gds_backend": 2,
     "tiercache.channel": 2, "tiercache.copy_plan": 2, "tiercache.cuda_driver": 2, "tiercache.host_memory": 2,
     "tiercache.cuda_lane": 2, "tiercache.cuda": 2, "tiercache.memcpy": 2,
     "tiercache.mapping": 3, "tiercache.session": 3, "tiercache.client": 3, "tiercache.transfer": 3,
-    "tiercache.moves": 3, "tiercache.jobs": 3, "tiercache.gds": 3, "tiercache.direct": 3,
-    "tiercache.loading": 4, "tiercache.storing": 4, "tiercache.connector": 4, "tiercache.launch": 4,
-    "tiercache": 4,
+    "tiercache.moves": 3, "tiercache.jobs": 3, "tiercache.gds": 3, "tiercache.gds_moves": 3, "tiercache.direct": 3,
+    "tiercache.loading": 4, "tiercache.storing": 4, "tiercache.direct_store": 4, "tiercache.connector": 4,
+    "tiercache.launch": 4, "tiercache": 4,
     "tiercache.engine": 5, "tiercache.connectors": 5, "tiercache.daemon": 5,
-    "tiercache.cli": 6,
+    "tiercache.serve": 6, "tiercache.cli": 6,
 }  # fmt: skip
 """A new module gets its layer here. A package's layer is that of all its modules."""
 
@@ -38,10 +38,11 @@ MAY_IMPORT_HEAVY = {
     "tiercache.kernels": {"torch", "triton"},
     "tiercache.cuda": {"torch"},
     "tiercache.cuda_lane": {"torch"},
-    "tiercache.gds_probe": {"kvikio", "torch"},
+    "tiercache.gds_probe": {"kvikio"},
+    "tiercache.gds_stage": {"kvikio", "torch"},
     "tiercache.gds_backend": {"kvikio", "torch"},
     "tiercache.engine": {"torch", "triton", "transformers", "safetensors"},
-    "tiercache.connectors": {"torch", "vllm"},
+    "tiercache.connectors": {"torch", "transformers", "vllm"},
     "tiercache.cli.demo_worker": {"torch", "transformers"},  # the main module of a process of its own
 }
 MAY_IMPORT_HEAVY_LAZILY = {"tiercache.cli": {"torch", "transformers"}}

@@ -56,6 +56,8 @@ ANSWERS: Mapping[type[Request], type[Reply]] = {
     messages.Bye: messages.Done,
     messages.Extents: messages.ExtentList,
     messages.BadExtent: messages.Done,
+    messages.ReserveExtents: messages.ReservedExtents,
+    messages.CommitExtents: messages.Committed,
 }
 """The reply that each request is answered with, when it is not an `Error`."""
 

@@ -226,7 +226,8 @@ _TABLE = (
     ),
     _Setting(
         "quarantine_per_client", "quarantine_per_client_bytes", _QUARANTINE,
-        "Frames of one client's unfinished stores that wait for proof that nobody writes to them any more. "
+        "Frames of one client's unfinished stores that wait for proof that nobody writes to them any more; as much "
+        "again of places on NVMe that it writes itself. "
         "Beyond it the client's stores are refused; its loads go on. 0: a quarter of the arena, at least 64MiB.",
     ),
     _Setting(

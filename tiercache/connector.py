@@ -47,7 +47,8 @@ from typing import Any
 
 from tiercache.client import REQUEST_TIMEOUT_S, Client
 from tiercache.config import default_address
-from tiercache.direct import DirectReads
+from tiercache.direct import DirectPath
+from tiercache.direct_store import PastDram, store_past_dram
 from tiercache.errors import ConfigError, DaemonUnavailable, LayoutError, RequestRefused, TierCacheError
 from tiercache.gds_backend import Backend
 from tiercache.jobs import JobQueue, Transfer
@@ -97,6 +98,7 @@ def connect(
     load_timeout_s: float = LOAD_TIMEOUT_S,
     connect_timeout_s: float = 5.0,
     gds: str | Backend = "off",
+    gds_store: bool = False,
 ) -> Connector:
     """A connector to the daemon at `address`.
 
@@ -116,6 +118,9 @@ def connect(
             finds that to work and to be faster; `off` leaves all reading to the daemon. Off by
             default: the GPU part has not been run on a GPU yet. A `tiercache.gds_backend.Backend` is
             used as it is.
+        gds_store: with `gds`, also write new blocks from the GPU straight to NVMe, past DRAM, where the
+            probe finds that to work and to be faster. What NVMe does not take goes to DRAM as without.
+            For caches whose DRAM is small beside their disks: such blocks are read from the disk each time.
 
     Raises:
         ConfigError: a namespace that cannot be served.
@@ -137,7 +142,9 @@ def connect(
         request_timeout_s=request_timeout_s,
     )
     try:
-        connector = Connector(client, namespace, pool, load_timeout_s=load_timeout_s, gds=gds)
+        connector = Connector(
+            client, namespace, pool, load_timeout_s=load_timeout_s, gds=gds, gds_store=gds_store
+        )
         client.expect(namespace)
         client.start(connect_timeout_s, required=required)
     except BaseException:
@@ -152,7 +159,7 @@ class Connector:
     Attributes:
         namespace: the form of this engine's blocks.
         pool: where they are, or None.
-        direct: whether blocks on NVMe are read past the daemon, and what was found out about that.
+        direct: whether blocks on NVMe are read and written past the daemon, and what was found out about that.
     """
 
     def __init__(
@@ -163,6 +170,7 @@ class Connector:
         *,
         load_timeout_s: float = LOAD_TIMEOUT_S,
         gds: str | Backend = "off",
+        gds_store: bool = False,
     ) -> None:
         self.namespace = namespace
         self.pool = pool
@@ -174,7 +182,7 @@ class Connector:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._complained: set[str] = set()
-        self.direct = DirectReads(client, namespace, pool, gds)
+        self.direct = DirectPath(client, namespace, pool, gds, gds_store)
         client.counters = lambda: self.counters
 
     @property
@@ -253,9 +261,12 @@ class Connector:
         return self._perform_load(*self._prepare_load(match, block_ids, first, timeout_s))
 
     def load_async(
-        self, match: Match, block_ids: BlockIds, *, first: int = 0, timeout_s: float | None = None
+        self, match: Match | bytes, block_ids: BlockIds, *, first: int = 0, timeout_s: float | None = None
     ) -> Transfer[int]:
-        """As `load`, in the background. On a GPU it follows what the calling thread has queued so far."""
+        """As `load`, in the background. On a GPU it follows what the calling thread has queued so far.
+
+        The match may be a ticket, which is then adopted in the background too.
+        """
         prepared = self._prepare_load(match, block_ids, first, timeout_s)
         if not self._client.alive:
             return Transfer.finished(self._skip_load(match))
@@ -267,15 +278,16 @@ class Connector:
         return transfer
 
     def _prepare_load(
-        self, match: Match, block_ids: BlockIds, first: int, timeout_s: float | None
-    ) -> tuple[Match, Addresses, int, Limit, Any]:
+        self, match: Match | bytes, block_ids: BlockIds, first: int, timeout_s: float | None
+    ) -> tuple[Match | bytes, Addresses, int, Limit, Any]:
         ids = self._own_pool().check_ids(block_ids, writing=True)
         if first < 0:
             raise ValueError(f"first is {first}: must be 0 or more")
         limit = Limit(time.monotonic() + (self._load_timeout_s if timeout_s is None else timeout_s))
         return match, ids, first, limit, self._own_mover().copier.mark()
 
-    def _perform_load(self, match: Match, ids: Addresses, first: int, limit: Limit, after: Any) -> int:
+    def _perform_load(self, match: Match | bytes, ids: Addresses, first: int, limit: Limit, after: Any) -> int:
+        match = self.adopt(match) if isinstance(match, bytes) else match
         try:
             mover = self._own_mover()
             past = self.direct.loader
@@ -291,9 +303,10 @@ class Connector:
         self._succeed("load", loads=1, loads_short=short, loaded_blocks=good, loaded_bytes=size)
         return good
 
-    def _skip_load(self, match: Match) -> int:
+    def _skip_load(self, match: Match | bytes) -> int:
         self._count(loads=1, loads_short=1)
-        self.release(match)
+        if isinstance(match, Match):
+            self.release(match)
         return 0
 
     # --- storing ---------------------------------------------------------------------------------
@@ -345,10 +358,7 @@ class Connector:
         result = StoreResult()
         try:
             if admitted and self._is_up("stores"):
-                mover = self._own_mover()
-                result = store_blocks(
-                    self._client, mover, self.namespace, keys, ids[:admitted], first, limit, after
-                )
+                result = self._store(keys, ids[:admitted], first, limit, after)
                 self._succeed("store", stores=1)
         except CopyLost:
             raise
@@ -361,6 +371,20 @@ class Connector:
             dropped_blocks=result.dropped,
         )
         return result
+
+    def _store(self, keys: bytes, ids: Addresses, first: int, limit: Limit, after: Any) -> StoreResult:
+        """Past DRAM as far as that is wanted and goes, the rest into DRAM. Raises TierCacheError."""
+        past, storer = PastDram(), self.direct.storer
+        if storer is not None:
+            past = store_past_dram(self._client, storer, self.namespace, keys, ids, first, limit, after)
+        done = past.stored + past.present
+        rest = StoreResult(dropped=len(ids) - done)
+        if rest.dropped and not past.refused:
+            ids, first = ids[done:], first + done
+            rest = store_blocks(self._client, self._own_mover(), self.namespace, keys, ids, first, limit, after)
+        return StoreResult(
+            past.stored + rest.stored, past.present + rest.present, rest.dropped, rest.parent_missing and not done
+        )
 
     def _skip_store(self, count: int) -> StoreResult:
         self._count(dropped_blocks=count)

@@ -1,20 +1,24 @@
-"""Whether a connector reads blocks on NVMe itself, and the loads that do.
+"""Whether a connector reads and writes blocks on NVMe itself, and the loads that do.
 
-    gds="auto"    wait for the daemon ─► probe its directories ─► worth it? ─► loader, else off
+    gds="auto"    wait for the daemon ─► probe its directories ─► worth it? ─► loader, else none
+                                                              └► and asked for? ─► storer, else none
     a load        blocks in DRAM by frames, then extents ─► loader ─► the rest by frames after all
+    a store       see `tiercache.direct_store`
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from tiercache.checksum import CHECKSUM_LANES, block_seed
 from tiercache.client import Client
 from tiercache.errors import ConfigError, ProtocolError, RequestRefused, TierCacheError
-from tiercache.gds import DirectLoader, direct_problem
+from tiercache.gds import DirectLoader, DirectStorer
 from tiercache.gds_backend import RAW, Backend, KvikioBackend
+from tiercache.gds_moves import direct_problem
 from tiercache.gds_probe import GdsProbe, Mode, probe_gds
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import KEY_BYTES, MAX_RESOLVE, BadExtent, Done, ExtentList, Extents, unpack_extents
@@ -27,32 +31,46 @@ LOOK_S = 0.2
 MODES = {Mode.POSIX: 0, Mode.COMPAT: 1, Mode.GDS: 2}
 """Counters are numbers: what `direct_mode` says. 3 is any other backend."""
 OTHER_MODE = 3
+RATES: dict[str, Callable[[GdsProbe], float]] = {
+    "direct_mb_per_s": lambda probe: probe.direct_bytes_per_s,
+    "bounce_mb_per_s": lambda probe: probe.bounce_bytes_per_s,
+    "direct_write_mb_per_s": lambda probe: probe.direct_write_bytes_per_s,
+    "bounce_write_mb_per_s": lambda probe: probe.bounce_write_bytes_per_s,
+}
 
 logger = logging.getLogger("tiercache.gds")
 
 
-class DirectReads:
-    """One connector's way past DRAM. Thread-safe.
+class DirectPath:
+    """One connector's way past DRAM, for each direction by itself. Thread-safe.
 
     Args:
         wish: `off`, `auto`, or a backend to use as it is.
+        stores: whether blocks are to be written that way too.
 
     Attributes:
         wanted: whether matches ask for extents.
-        loader: what loads, once that is decided.
+        loader, storer: what loads and stores, once that is decided.
         probes: what `auto` found out.
-        reason: why there is no loader.
+        reason, store_reason: why there is no loader, no storer.
     """
 
-    def __init__(self, client: Client, spec: NamespaceSpec, pool: Pool | None, wish: str | Backend) -> None:
+    def __init__(
+        self, client: Client, spec: NamespaceSpec, pool: Pool | None, wish: str | Backend, stores: bool = False
+    ) -> None:
         if isinstance(wish, str) and wish not in (OFF, AUTO):
             raise ConfigError(f"gds is {wish!r}: choose {OFF!r} or {AUTO!r}")
+        if stores and wish == OFF:
+            raise ConfigError(f"gds_store is set and gds is {OFF!r}: choose gds={AUTO!r}, or leave gds_store out")
         self.loader: DirectLoader | None = None
+        self.storer: DirectStorer | None = None
         self.probes: list[GdsProbe] = []
         self.reason = "it was not asked for" if wish == OFF else "it is being probed"
+        self.store_reason = self.reason if stores else "it was not asked for"
         self._client = client
         self._spec = spec
         self._pool = pool
+        self._stores = stores
         self._closed = threading.Event()
         # A process without a pool only matches; those that load decide what they do with the match.
         self._asks = wish != OFF and pool is None
@@ -62,11 +80,11 @@ class DirectReads:
         if isinstance(wish, str) and pool.device == "cpu":
             problem = "no cuda: the pool is on the CPU"
         if problem:
-            self._give_up(problem)
+            self._give_up(problem, problem)
         elif isinstance(wish, str):
             threading.Thread(target=self._decide, name="tiercache-gds-probe", daemon=True).start()
         else:
-            self._use(wish)
+            self._use(wish, loads=True, stores=stores)
 
     @property
     def wanted(self) -> bool:
@@ -75,35 +93,47 @@ class DirectReads:
 
     def counters(self) -> dict[str, int]:
         """What was done, the mode, and the rates measured at the start, in MB/s."""
-        if self.loader is None and not self.probes:
+        used = [one for one in (self.loader, self.storer) if one is not None]
+        if not used and not self.probes:
             return {}
-        mode = max((MODES[probe.mode] for probe in self.probes), default=OTHER_MODE)
-        rates = {
-            "direct_mb_per_s": int(min((probe.direct_bytes_per_s for probe in self.probes), default=0) / 1e6),
-            "bounce_mb_per_s": int(min((probe.bounce_bytes_per_s for probe in self.probes), default=0) / 1e6),
+        counts = {
+            "direct_mode": max((MODES[probe.mode] for probe in self.probes), default=OTHER_MODE),
+            "direct_in_use": int(self.loader is not None and not self.loader.off),
+            "direct_store_in_use": int(self.storer is not None and not self.storer.off),
         }
-        used = {"direct_mode": mode, "direct_in_use": int(self.loader is not None and not self.loader.off)}
-        return {**used, **rates, **(self.loader.counters if self.loader is not None else {})}
+        for name, rate in RATES.items():
+            counts[name] = int(min(map(rate, self.probes), default=0) / 1e6)
+        for one in used:
+            counts |= one.counters
+        return counts
 
     # --- deciding --------------------------------------------------------------------------------
 
-    def _give_up(self, reason: str) -> None:
-        self.reason = reason
-        logger.warning("blocks on NVMe are read by the daemon, not directly: %s", reason)
+    def _give_up(self, reason: str, store_reason: str) -> None:
+        """Say of each direction why it is not used; an empty reason says nothing."""
+        if reason:
+            self.reason = reason
+            logger.warning("blocks on NVMe are read by the daemon, not directly: %s", reason)
+        if store_reason and self._stores:
+            self.store_reason = store_reason
+            logger.warning("blocks are stored in DRAM, not directly on NVMe: %s", store_reason)
 
-    def _use(self, backend: Backend) -> None:
+    def _use(self, backend: Backend, *, loads: bool, stores: bool) -> None:
         assert self._pool is not None
-        loader = DirectLoader(self._pool, backend)
-        # From now on new blocks are written so that they can be verified on the GPU.
-        self._client.expect(self._spec, direct=True)
-        if self._client.alive:
-            try:
-                self._client.session().namespace_id(self._spec, direct=True)
-            except TierCacheError as error:
-                logger.debug("the daemon hears of direct reads with the next session: %s", error)
-        self.reason, self.loader = "", loader
+        if loads:
+            loader = DirectLoader(self._pool, backend)
+            # From now on new blocks are written so that they can be verified on the GPU.
+            self._client.expect(self._spec, direct=True)
+            if self._client.alive:
+                try:
+                    self._client.session().namespace_id(self._spec, direct=True)
+                except TierCacheError as error:
+                    logger.debug("the daemon hears of direct reads with the next session: %s", error)
+            self.loader, self.reason = loader, ""
+        if stores:
+            self.storer, self.store_reason = DirectStorer(self._pool, backend), ""
         if self._closed.is_set():
-            loader.close()
+            self.close()
 
     def _decide(self) -> None:
         """Probe, in a thread: it takes seconds, and the engine serves meanwhile."""
@@ -111,16 +141,20 @@ class DirectReads:
         if not directories:
             return
         self.probes = [probe_gds(directory) for directory in directories]
-        worst = min(self.probes, key=lambda probe: (probe.use_direct, MODES[probe.mode]))
-        if not worst.use_direct:
-            slow = f"{worst.direct_bytes_per_s / 1e9:.2f} GB/s are less than {worst.bounce_bytes_per_s / 1e9:.2f}"
-            self._give_up(worst.reason if worst.mode is Mode.POSIX else f"{worst.mode.value}: {slow} by the bounce")
+        loads = all(probe.use_direct for probe in self.probes)
+        stores = self._stores and all(probe.use_direct_store for probe in self.probes)
+        self._give_up(
+            "" if loads else next(probe.why_not for probe in self.probes if not probe.use_direct),
+            "" if stores else next((probe.why_not_store for probe in self.probes if not probe.use_direct_store), ""),
+        )
+        if not loads and not stores:
             return
         assert self._pool is not None
+        worst = min(self.probes, key=lambda probe: MODES[probe.mode])
         try:
-            self._use(KvikioBackend(worst, self._pool.device))
+            self._use(KvikioBackend(worst, self._pool.device), loads=loads, stores=stores)
         except ConfigError as error:
-            self._give_up(str(error))
+            self._give_up(str(error), str(error))
 
     def _directories(self) -> list[str]:
         """The daemon's NVMe directories, once it is there and has opened them; none when closed before."""
@@ -133,17 +167,18 @@ class DirectReads:
                 logger.debug("the daemon did not name its directories: %s", error)
                 continue
             if "nvme" not in tiers:
-                self._give_up("the daemon has no NVMe directories")
+                self._give_up("the daemon has no NVMe directories", "the daemon has no NVMe directories")
                 return []
             if found := [str(one["path"]) for one in tiers["nvme"]["directories"]]:
                 return found
         return []
 
     def close(self) -> None:
-        """End the probing and the loader."""
+        """End the probing, and what loads and stores."""
         self._closed.set()
-        if self.loader is not None:
-            self.loader.close()
+        for one in (self.loader, self.storer):
+            if one is not None:
+                one.close()
 
 
 def load_direct(

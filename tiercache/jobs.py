@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -23,9 +24,12 @@ class Transfer(Generic[T]):
 
     The blocks that it names belong to it until `done()` is true: that is when its last copy has
     finished, whatever became of it.
+
+    Attributes:
+        began_s, ended_s: when the work began and ended, by `time.monotonic()`; 0 before.
     """
 
-    __slots__ = ("_begun", "_done", "_limit", "_lock", "_miss", "_result", "_run", "_skip")
+    __slots__ = ("_begun", "_done", "_limit", "_lock", "_miss", "_result", "_run", "_skip", "began_s", "ended_s")
 
     def __init__(self, run: Callable[[], T], skip: Callable[[], T], miss: T, limit: Limit) -> None:
         """`run` does the work; `skip` ends it unbegun; `miss` is its result when it fails."""
@@ -33,6 +37,7 @@ class Transfer(Generic[T]):
         self._skip = skip
         self._miss = miss
         self._limit = limit
+        self.began_s = self.ended_s = 0.0
         self._lock = threading.Lock()
         self._begun = False
         self._done = threading.Event()
@@ -50,9 +55,13 @@ class Transfer(Generic[T]):
         """True when every copy has finished and the result is known. Never blocks."""
         return self._done.is_set()
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until `done()`, for `timeout_s` at most; returns it."""
+        return self._done.wait(timeout_s)
+
     def result(self, timeout_s: float = RESULT_TIMEOUT_S) -> T:
         """Wait for the result. Raises DeadlineExceeded after `timeout_s`; the transfer then goes on."""
-        if not self._done.wait(timeout_s):
+        if not self.wait(timeout_s):
             raise DeadlineExceeded(f"the transfer is not done after {timeout_s:g} s")
         return self._result
 
@@ -60,12 +69,20 @@ class Transfer(Generic[T]):
         """Begin no further copy. Copies that have begun go on: wait for `done()` as before."""
         self._limit.stopped = True
 
+    def void(self) -> None:
+        """Cancel a store whose blocks are about to change: what is not committed yet never will be.
+
+        A block whose copy had not ended by now is so never seen by anyone.
+        """
+        self._limit.void = self._limit.stopped = True
+
     def perform(self) -> None:
         """Do the work, in the thread of a queue."""
         with self._lock:
             begun, self._begun = self._begun, True
         if begun:
             return
+        self.began_s = time.monotonic()
         try:
             self._result = self._skip() if self._limit.stopped else self._run()
         except CopyLost as error:
@@ -75,6 +92,7 @@ class Transfer(Generic[T]):
         except Exception:
             # The engine must go on whatever this is; its copies were over when it was raised.
             logger.exception("a transfer failed in a way that nobody foresaw")
+        self.ended_s = time.monotonic()
         self._done.set()
 
 

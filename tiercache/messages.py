@@ -356,9 +356,34 @@ class BadExtent(Request, tag="bad_extent"):
     index: int
 
 
+class ReserveExtents(Request, tag="reserve_extents"):
+    """Ask for places on NVMe to write `keys` there ourselves: a run whose block before the first is `parent`.
+
+    `parent` is empty for a run that starts at the root; else it must be on NVMe. Answered with
+    `ReservedExtents`. At most MAX_RESERVE keys.
+    """
+
+    namespace: int
+    parent: bytes
+    keys: bytes
+    ttl_ms: int
+
+
+class CommitExtents(Request, tag="commit_extents"):
+    """The writes under this lease have ended; its leading blocks are complete and have these checksums (u64le).
+
+    Of kind CHECKSUM_LANES, each seeded for its key. Answered with `Committed`, a state for each
+    checksum. Ends the lease: blocks without a checksum are dropped. `Abort` and `Renew` work as for `Reserve`.
+    """
+
+    lease: int
+    checksums: bytes
+
+
 AnyRequest = (
     Ping | RegisterNamespace | Match | Resolve | Hold | Release | Renew | Reserve | Commit | Abort
     | Read | Write | Pin | Unpin | Prefetch | Flush | Report | Stats | Check | Bye | Extents | BadExtent
+    | ReserveExtents | CommitExtents
 )  # fmt: skip
 
 
@@ -495,9 +520,23 @@ class ExtentList(Reply, tag="extent_list"):
     extents: bytes
 
 
+class ReservedExtents(Reply, tag="reserved_extents"):
+    """How many leading keys are on NVMe, and places for a run of those that follow, EXTENT_BYTES each.
+
+    Fewer than asked is backpressure; no place at all comes with lease NO_LEASE. `soon`: places are
+    being made, or somebody writes the next block now, so ask again. A place's checksum is 0.
+    """
+
+    lease: int
+    present: int
+    directory: str
+    extents: bytes
+    soon: bool = False
+
+
 AnyReply = (
     Done | Error | Namespace | Matched | Frames | Released | Renewed | Reserved | Committed
-    | Payload | Pinned | Flushed | StatsReply | CheckReply | ExtentList
+    | Payload | Pinned | Flushed | StatsReply | CheckReply | ExtentList | ReservedExtents
 )  # fmt: skip
 
 
@@ -528,6 +567,16 @@ def unpack_extents(packed: bytes) -> list[Extent]:
     if len(packed) % EXTENT_BYTES:
         raise ValueError(f"extents are {EXTENT_BYTES} bytes each, and these are {len(packed)} bytes")
     return list(map(Extent._make, _EXTENT.iter_unpack(packed)))
+
+
+def pack_checksums(checksums: list[int]) -> bytes:
+    """Checksums as u64le, 8 bytes each."""
+    return pack_frames(checksums)
+
+
+def unpack_checksums(packed: bytes) -> array[int]:
+    """Inverse of `pack_checksums`. Raises ValueError when the length is no multiple of 8."""
+    return unpack_frames(packed)
 
 
 def pack_frames(frames: list[int]) -> bytes:

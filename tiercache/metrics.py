@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
+from itertools import accumulate
 
 # A bucket is the position of the leading one bit and the three bits after it: eight steps per
 # power of two, so a percentile is at most an eighth too high. Below 128 ns a step is 16 ns.
@@ -63,21 +65,27 @@ class LatencyHistogram:
         """
         if not 0 <= quantile <= 1:
             raise ValueError(f"a quantile is 0 to 1, not {quantile}")
-        rank = max(1, math.ceil(quantile * self.count))
-        seen = 0
-        for index, in_bucket in enumerate(self._buckets):
-            seen += in_bucket
-            if seen >= rank:
-                return self.max_ns if index == _BUCKETS - 1 else min(_bucket_end(index), self.max_ns)
-        return 0
+        return self._percentiles(quantile)[0]
+
+    def _percentiles(self, *quantiles: float) -> list[int]:
+        seen = list(accumulate(self._buckets))
+        found = []
+        for quantile in quantiles:
+            index = bisect_left(seen, max(1, math.ceil(quantile * self.count)))
+            if index < _BUCKETS - 1:
+                found.append(min(_bucket_end(index), self.max_ns))
+            else:
+                found.append(self.max_ns if index < _BUCKETS else 0)
+        return found
 
     def snapshot(self) -> dict[str, float]:
         """`count`, `p50_us`, `p90_us`, `p99_us`, `max_us` and `sum_s` as plain numbers."""
+        p50, p90, p99 = self._percentiles(0.50, 0.90, 0.99)
         return {
             "count": self.count,
-            "p50_us": self.percentile(0.50) / 1e3,
-            "p90_us": self.percentile(0.90) / 1e3,
-            "p99_us": self.percentile(0.99) / 1e3,
+            "p50_us": p50 / 1e3,
+            "p90_us": p90 / 1e3,
+            "p99_us": p99 / 1e3,
             "max_us": self.max_ns / 1e3,
             "sum_s": self.sum_ns / 1e9,
         }

@@ -42,6 +42,7 @@ from tiercache.messages import (
     Report,
     Request,
     Reserved,
+    ReservedExtents,
     Welcome,
 )
 from tiercache.wire import UNREADABLE, close_fds, receive_packet, send_packet
@@ -268,7 +269,7 @@ class Session:
     def _on_late(self, reply: AnyReply) -> None:
         if isinstance(reply, Matched) and reply.lease != NO_LEASE:
             self.give_back(Release, lease=reply.lease)
-        elif isinstance(reply, Reserved) and reply.lease != NO_LEASE:
+        elif isinstance(reply, (Reserved, ReservedExtents)) and reply.lease != NO_LEASE:
             self.give_back(Abort, lease=reply.lease, finished=True)
 
     def tidy(self) -> bool:

@@ -155,7 +155,7 @@ class _Store:
             self._session.abandon(self._reserving)
             if self._committing is not None:
                 self._session.abandon(self._committing.pending)
-                _abort(self._session, self._committing.lease, finished=True)
+                abort_lease(self._session, self._committing.lease, finished=True)
         assert self._stored + self._present <= count
         return self._result()
 
@@ -188,11 +188,11 @@ class _Store:
         indices = [index for index, state in enumerate(reserved.states) if state == BlockState.FRAME]
         session, lease = self._session, reserved.lease
         if len(reserved.states) != len(block_ids) or len(reserved.frames) != len(indices) * FRAME_BYTES:
-            _abort(session, lease, finished=True)
+            abort_lease(session, lease, finished=True)
             raise ProtocolError("the daemon reserved other blocks than were asked for")
         if lease == NO_LEASE or not indices:
             return
-        writing = _Writing()
+        writing = Writing()
         self._client.keep(session, lease, WRITE_TTL_MS, writing)
         committed = False
         finished = True
@@ -200,6 +200,8 @@ class _Store:
             ids = block_ids if len(indices) == len(block_ids) else block_ids[indices]
             copied = self._mover.put(session, lease, indices, reserved.frames, ids, limit, after)
             self._finish_commit()
+            if limit.void:  # looked at after the copies: those that it came too late for had ended before it
+                copied = 0
             if copied:
                 blocks = pack_indices(indices[:copied])
                 self._committing = _Commit(lease, copied, session.post(Commit, Committed, lease=lease, blocks=blocks))
@@ -212,7 +214,7 @@ class _Store:
         finally:
             self._client.let_go(lease)
             if not committed:
-                _abort(session, lease, finished=finished)
+                abort_lease(session, lease, finished=finished)
 
     def _finish_commit(self) -> None:
         """Take the answer to the commit that is under way, if there is one."""
@@ -223,7 +225,7 @@ class _Store:
             states = self._session.wait(commit.pending).states
         except TierCacheError:
             # Whether it was done is not known; it is idempotent, and what it left is given up.
-            _abort(self._session, commit.lease, finished=True)
+            abort_lease(self._session, commit.lease, finished=True)
             raise
         if len(states) != commit.blocks:
             raise ProtocolError(f"{commit.blocks} blocks were committed and {len(states)} answered")
@@ -236,11 +238,12 @@ class _Commit(NamedTuple):
     pending: Pending[Committed]
 
 
-class _Writing:
+class Writing:
     """Exists while a write lease is in use; its end stops the renewals."""
 
 
-def _abort(session: Session, lease: int, *, finished: bool) -> None:
+def abort_lease(session: Session, lease: int, *, finished: bool) -> None:
+    """Give up what is not committed, now or once the daemon answers; `finished`: no copy of ours is under way."""
     if lease == NO_LEASE:
         return
     try:

@@ -188,13 +188,17 @@ def _segments(view: _View, block_axis: int, name: str) -> list[Segment]:
 
 
 class Limit:
-    """When to begin no further copy: at a deadline, or when somebody says stop."""
+    """When to begin no further copy: at a deadline, or when somebody says stop.
 
-    __slots__ = ("deadline_s", "stopped")
+    `void`: what has not been committed yet must not be, because its source is about to change.
+    """
+
+    __slots__ = ("deadline_s", "stopped", "void")
 
     def __init__(self, deadline_s: float = math.inf) -> None:
         self.deadline_s = deadline_s
         self.stopped = False
+        self.void = False
 
     def reached(self) -> bool:
         """True when no further copy may begin."""

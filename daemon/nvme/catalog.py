@@ -23,7 +23,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import closing, suppress
@@ -42,6 +42,7 @@ from tiercache.daemon.nvme.database import (
     open_database,
     row_checksum,
     size_of,
+    thread_written_bytes,
     write_rows,
 )
 from tiercache.daemon.nvme.rows import MAX_SLOTS, Loading, Row, pack_row, place_of
@@ -85,10 +86,9 @@ class _TableChange(NamedTuple):
 
 
 class _Burial(NamedTuple):
-    """The end of a tombstone: refused like a row, and also after any row has been."""
+    """The end of what rows may still need: refused like a row, and also after any row has been."""
 
-    namespace: int
-    key: bytes
+    statements: tuple[Statement, ...]
     done: Done | None
 
 
@@ -128,6 +128,8 @@ class Catalog:
         self._answers: deque[tuple[Done, bool]] = deque()
         self._namespaces: set[int] = set()
         self._disk_bytes = 0
+        self.written_bytes = 0
+        """What this life has written to the database and its log, as of the last commit."""
         self._last_place = -1
         self._loading: Loading | None = None
         self._closing = False
@@ -223,7 +225,18 @@ class Catalog:
         If any row was refused in this life, one that should have gone may still stand in the
         database. Then the tombstone stays, for the next life to apply: `done(False)`.
         """
-        self._changes.put(_Burial(namespace, key, done))
+        burial = ("DELETE FROM tombstones WHERE namespace = ? AND key = ?", (namespace, key))
+        self._changes.put(_Burial((burial,), done))
+
+    def forget_namespaces(self, keep: Collection[int]) -> None:
+        """No row is left of any namespace but those. They stay if any row was refused in this life."""
+        for number in self._namespaces.difference(keep):
+            self._namespaces.remove(number)
+            own = (number,)
+            burial = (
+                ("DELETE FROM tombstones WHERE namespace = ?", own), ("DELETE FROM namespaces WHERE number = ?", own)
+            )  # fmt: skip
+            self._changes.put(_Burial(burial, None))
 
     def load(self, on_ready: Callable[[], None], batch_rows: int = 512) -> Loading:
         """Start to read the rows that stood in the database at `open`; once.
@@ -473,6 +486,7 @@ class Catalog:
 
     def _measure(self) -> None:
         self._disk_bytes = sum(size_of(f"{self._path}{end}") for end in ("", "-wal", "-shm"))
+        self.written_bytes = thread_written_bytes()
 
 
 def _apply(db: sqlite3.Connection, batch: Sequence[_Change]) -> None:
@@ -483,14 +497,11 @@ def _apply(db: sqlite3.Connection, batch: Sequence[_Change]) -> None:
         if isinstance(change, _RowChange):
             rows[change.place] = change.record
             sequence = max(sequence, change.sequence)
-        elif isinstance(change, _TableChange):
+        elif isinstance(change, (_TableChange, _Burial)):
             write_rows(db, rows)
             rows.clear()
             for statement, values in change.statements:
                 db.execute(statement, values)
-        elif isinstance(change, _Burial):
-            burial = "DELETE FROM tombstones WHERE namespace = ? AND key = ?"
-            db.execute(burial, (change.namespace, change.key))
     write_rows(db, rows)
     if sequence:
         db.execute("UPDATE meta SET value = max(value, ?) WHERE key = 'sequence'", (sequence,))

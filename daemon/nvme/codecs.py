@@ -31,7 +31,7 @@ ELEMENT_BYTES = (1, 2, 4, 8)
 
 
 class CodecError(ValueError):
-    """Stored bytes that no encoder of ours has made."""
+    """Stored bytes that no encoder of ours has made, or whose library is not here."""
 
 
 class _Library(NamedTuple):
@@ -105,7 +105,10 @@ def decode(codec: int, stored: memoryview, out: memoryview) -> None:
         return
     import numpy
 
-    library, element = _library(codec & 15), codec >> 4
+    try:
+        library, element = _library(codec & 15), codec >> 4
+    except ConfigError as error:  # stored by an earlier life that had it
+        raise CodecError(str(error)) from error
     rows, rest = divmod(len(out), element)
     header = 4 * element
     if len(stored) < header:

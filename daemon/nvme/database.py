@@ -134,9 +134,7 @@ def _open_as_it_is(path: Path, directory_id: bytes) -> tuple[sqlite3.Connection,
             raise sqlite3.OperationalError("its file system cannot share memory between processes (WAL)")
         for setting in ("synchronous = NORMAL", f"journal_size_limit = {TRUNCATE_WAL_BYTES}", "cache_size = -4096"):
             db.execute(f"PRAGMA {setting}")
-        fresh = not db.execute("SELECT 1 FROM sqlite_master").fetchone()
-        if fresh:
-            _create(db, path, directory_id)
+        fresh = _is_empty(db) and _create(db, path, directory_id)
         state = read_small_tables(db, fresh)
         (last_place,) = db.execute("SELECT max(place) FROM blocks").fetchone()
         return db, state, -1 if last_place is None else last_place
@@ -145,9 +143,18 @@ def _open_as_it_is(path: Path, directory_id: bytes) -> tuple[sqlite3.Connection,
         raise
 
 
-def _create(db: sqlite3.Connection, path: Path, directory_id: bytes) -> None:
+def _is_empty(db: sqlite3.Connection) -> bool:
+    return not db.execute("SELECT 1 FROM sqlite_master").fetchone()
+
+
+def _create(db: sqlite3.Connection, path: Path, directory_id: bytes) -> bool:
+    """Make the tables; False where another one, that nobody waits for any more, has just done so."""
     db.execute("PRAGMA synchronous = FULL")
     db.execute("BEGIN IMMEDIATE")
+    if not _is_empty(db):
+        db.execute("ROLLBACK")
+        db.execute("PRAGMA synchronous = NORMAL")
+        return False
     for statement in _TABLES.values():
         db.execute(statement)
     meta = [("schema", SCHEMA), ("directory_id", directory_id), ("sequence", 0), ("synced", 0)]
@@ -156,18 +163,21 @@ def _create(db: sqlite3.Connection, path: Path, directory_id: bytes) -> None:
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     db.execute("PRAGMA synchronous = NORMAL")
     _fsync_directory(path.parent)
+    return True
 
 
 def check_header(path: Path) -> None:
     """Raises Damaged unless the header's bytes that are the same in all our databases are there.
 
     A flipped bit there can make SQLite call the file read-only or of no known format, which would
-    look like a fault of the disk.
+    look like a fault of the disk. Schema format and encoding are zeros until the tables have come from
+    the log into the file; its maker may have been killed before.
     """
     with path.open("rb") as file:
         header = file.read(100)
-    fixed = ((0, b"SQLite format 3\0"), (20, b"\x00\x40\x20\x20"), (44, b"\0\0\0\4"), (56, b"\0\0\0\1"))
-    if any(header[at : at + len(want)] != want for at, want in fixed) or header[18:20] not in (b"\1\1", b"\2\2"):
+    fixed = header.startswith(b"SQLite format 3\0") and header[20:24] == b"\x00\x40\x20\x20"
+    form = header[44:48] + header[56:60]
+    if not fixed or header[18:20] not in (b"\1\1", b"\2\2") or form not in (b"\0\0\0\4\0\0\0\1", bytes(8)):
         raise Damaged("not a database of ours")
 
 
@@ -233,6 +243,18 @@ def size_of(path: Path | str) -> int:
         return os.stat(path).st_size
     except OSError:
         return 0
+
+
+def thread_written_bytes() -> int:
+    """Bytes that the calling thread has written to files so far; 0 where the kernel does not count them."""
+    try:
+        fd = os.open("/proc/thread-self/io", os.O_RDONLY)
+    except OSError:
+        return 0
+    try:
+        return int(os.read(fd, 512).partition(b"wchar:")[2].split(None, 1)[0])
+    finally:
+        os.close(fd)
 
 
 # --- reading and writing ----------------------------------------------------------------------------

@@ -4,6 +4,7 @@
     superblock              format and geometry (superblock.py)
     segments/00000001.seg   blocks in fixed slots, all files of one size, allocated in full
     index.db*               which block is in which slot (catalog.py)
+    spare                   a little room for index.db on a full disk
     damaged-<time>/         what was found without a superblock that could be trusted; at most one,
                             and only until its room is needed
 
@@ -35,6 +36,8 @@ PAGE_BYTES = ALIGNMENT_BYTES
 MAX_SEGMENT_ID = 32767
 """Slots are `segment_id << 48 | offset` and must fit a signed 64-bit integer."""
 DATABASE_NAME = "index.db"
+SPARE_BYTES = 128 << 10
+"""Room that is given up when the database cannot be opened: it needs some for its log, on a full disk too."""
 _SEGMENT_NAME = re.compile(r"([0-9]{8})\.seg")
 _ASIDE_NAME = re.compile(r"damaged-[0-9TZ]+")
 _MAX_NAMED = 10
@@ -184,6 +187,7 @@ class Directory:
             self._name_foreign_files()
             self._probe_direct()
             self._open_segments()
+            self._make_spare()
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -258,7 +262,7 @@ class Directory:
         return bool(found)
 
     def _name_foreign_files(self) -> None:
-        known = {"lock", "probe", "lost+found"}
+        known = {"lock", "probe", "spare", "lost+found"}
         foreign = sorted(
             path.name for path in self.path.iterdir()
             if path.name not in known and not _is_data(path.name) and not _ASIDE_NAME.fullmatch(path.name)
@@ -310,6 +314,22 @@ class Directory:
                 self.disk.unlink(path)
                 continue
             self._fds[number] = self.disk.open(path, self._flags())
+
+    def _make_spare(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk has none to spare
+            fd = self.disk.open(self.path / "spare", os.O_RDWR | os.O_CREAT)
+            try:
+                self.disk.fallocate(fd, SPARE_BYTES)
+            finally:
+                os.close(fd)
+
+    def give_up_spare(self) -> bool:
+        """Give back a little room, until the next `open`; False when there was none. Blocks; OSError."""
+        try:
+            self.disk.unlink(self.path / "spare")
+        except FileNotFoundError:
+            return False
+        return True
 
     def _flags(self) -> int:
         return os.O_RDWR | (os.O_DIRECT if self.direct else 0)

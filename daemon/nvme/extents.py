@@ -39,7 +39,7 @@ class Extents:
         self.reported_blocks = 0
         self.bad_blocks = 0
         self._find_shelf = find_shelf
-        self._doubts: dict[int, mmap.mmap] = {}
+        self._doubts: dict[tuple[Shelf, int], mmap.mmap] = {}
 
     def hold(self, namespaces: Sequence[Namespace], keys: bytes) -> Held | None:
         """Keep the run `keys`, which all namespaces have here, where it is; None if that is no use."""
@@ -61,9 +61,9 @@ class Extents:
         """Read a block of which a client says that it is bad."""
         self.reported_blocks += 1
         stored = shelf.find(namespace, key)
-        if stored is None or stored.slot in self._doubts or len(self._doubts) >= MAX_DOUBTS:
+        if stored is None or (shelf, stored.slot) in self._doubts or len(self._doubts) >= MAX_DOUBTS:
             return
-        area = self._doubts[stored.slot] = mmap.mmap(-1, namespace.spec.frame_bytes)
+        area = self._doubts[shelf, stored.slot] = mmap.mmap(-1, namespace.spec.frame_bytes)
         shelf.index.pin(stored.entry)
         shelf.allocator.hold(stored.slot)
         op = ReadOp(
@@ -79,7 +79,7 @@ class Extents:
     def _judged(self, shelf: Shelf, namespace: Namespace, stored: Stored, op: ReadOp) -> None:
         if op.outcome is Outcome.ABANDONED:
             return  # only at the end: the kernel may still write to the memory
-        del self._doubts[stored.slot]
+        del self._doubts[shelf, stored.slot]
         shelf.allocator.unhold(stored.slot)
         shelf.index.unpin(stored.entry)
         if op.outcome is Outcome.CORRUPT:

@@ -20,6 +20,7 @@ from enum import IntEnum
 from itertools import islice
 
 from tiercache.daemon.nvme.blockio import AnyOp, BlockMover, Outcome, ReadOp, TaskOp, WriteOp, adjoins
+from tiercache.daemon.nvme.codecs import RAW
 from tiercache.daemon.nvme.directory import PAGE_BYTES, Directory
 from tiercache.metrics import LatencyHistogram
 
@@ -56,6 +57,7 @@ class DiskQueue:
         directory: an open one; it must stay open until `stop` has returned.
         announce: arranges for a callable to be called on the loop (`loop.call_soon_threadsafe`);
             called from the workers, at most once per batch of completions.
+        again: the same from the loop itself (`loop.call_soon`), which costs no wake-up.
         threads: 8 for throughput, 4 for the latency of single blocks.
         limits: operations that may wait, by priority.
     """
@@ -66,6 +68,7 @@ class DiskQueue:
         announce: Callable[[Callable[[], None]], object],
         threads: int = 8,
         limits: dict[Priority, int] | None = None,
+        again: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         self.directory = directory
         self.in_flight_bytes = 0
@@ -81,7 +84,9 @@ class DiskQueue:
             name: LatencyHistogram() for name in ("load", "prefetch", "write", "read_call", "write_call")
         }
         """From submit to done by priority, and time inside the system calls of one run."""
+        self._latency_of = [self.latency[priority.name.lower()] for priority in Priority]
         self._announce = announce
+        self._again = again or announce
         self._limits = {**QUEUE_LIMITS, **(limits or {})}
         self._changed = threading.Condition()
         # Guarded by _changed:
@@ -120,9 +125,9 @@ class DiskQueue:
             accepted = list(islice(ops, room))
             for op in accepted:
                 _check(op)
-            now_ns = time.monotonic_ns()
+            now_ns, pending = time.monotonic_ns(), Outcome.PENDING
             for op in accepted:
-                op.submitted_ns, op.priority, op.outcome = now_ns, priority, Outcome.PENDING
+                op.submitted_ns, op.priority, op.outcome = now_ns, priority, pending
                 op.held_bytes = op.moved_bytes
                 self.in_flight_bytes += op.held_bytes
             self.in_flight += len(accepted)
@@ -163,11 +168,14 @@ class DiskQueue:
         return time.monotonic() - min(started_s) if started_s else 0.0
 
     def deliver(self) -> None:
-        """Give completed operations to their `done`. Called by way of `announce`."""
-        self._announced = False
+        """Give completed operations to their `done`. Called by way of `announce`, and of `again`."""
         for _ in range(min(DELIVER_BATCH, len(self._completed))):
             self._deliver_one(self._completed.popleft())
-        self._announce_completed()
+        if self._completed:
+            self._again(self.deliver)  # announced still: what completes meanwhile needs no wake-up
+            return
+        self._announced = False
+        self._announce_completed()  # of what has completed since the last look
 
     def _deliver_one(self, op: AnyOp) -> None:
         self.in_flight -= 1
@@ -204,18 +212,20 @@ class DiskQueue:
             self.errors[op.errno] = self.errors.get(op.errno, 0) + 1
         if isinstance(op, TaskOp):
             return
-        self.latency[Priority(op.priority).name.lower()].observe_ns(time.monotonic_ns() - op.submitted_ns)
-        if op.calls:
-            self.latency["read_call" if isinstance(op, ReadOp) else "write_call"].observe_ns(op.io_ns)
+        self._latency_of[op.priority].observe_ns(time.monotonic_ns() - op.submitted_ns)
+        # Raw blocks move what they hold; only an encoded one turns out smaller.
+        moved_bytes = op.held_bytes if op.codec == RAW else op.moved_bytes
         if isinstance(op, ReadOp):
             self.reads += 1
-            self.read_bytes += op.moved_bytes
+            self.read_bytes += moved_bytes
             self.read_calls += op.calls
             self.checksum_failures += outcome is Outcome.CORRUPT
         else:
             self.writes += 1
-            self.written_bytes += op.moved_bytes
+            self.written_bytes += moved_bytes
             self.write_calls += op.calls
+        if op.calls:
+            self.latency["read_call" if isinstance(op, ReadOp) else "write_call"].observe_ns(op.io_ns)
 
     # --- stopping --------------------------------------------------------------------------------
 

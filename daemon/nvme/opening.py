@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from tiercache.daemon.nvme.catalog import Catalog, CatalogState
-from tiercache.daemon.nvme.directory import PAGE_BYTES, Directory, DiskIO
-from tiercache.errors import TierCacheError
+from tiercache.daemon.nvme.directory import PAGE_BYTES, SPARE_BYTES, Directory, DiskIO
+from tiercache.errors import CatalogUnavailable, TierCacheError
 from tiercache.units import format_bytes
 
 log = logging.getLogger("tiercache.daemon")
@@ -48,8 +48,7 @@ def open_directory(
     directory = Directory(path, cap_bytes, fitted, cap_bytes // DB_RESERVE_SHARE, disk)
     directory.open()
     try:
-        catalog = Catalog(directory.path, directory.superblock.directory_id, post)
-        state = catalog.open()
+        catalog, state = _open_catalog(directory, post)
         _keep_to_cap(directory, catalog, state)
         for segment in set(state.segments) - set(directory.segments):
             catalog.drop_segment(segment)  # its file is gone
@@ -57,6 +56,19 @@ def open_directory(
     except BaseException:
         directory.close()
         raise
+
+
+def _open_catalog(directory: Directory, post: Callable[..., object]) -> tuple[Catalog, CatalogState]:
+    """The directory's catalog; on a full disk with the room that was kept for this, so that reads go on."""
+    catalog = Catalog(directory.path, directory.superblock.directory_id, post)
+    try:
+        return catalog, catalog.open()
+    except CatalogUnavailable:
+        if directory.free_bytes() >= SPARE_BYTES or not directory.give_up_spare():
+            raise
+    log.warning("nvme directory %s: the disk is full; blocks are read, and written when there is room", directory.path)
+    catalog = Catalog(directory.path, directory.superblock.directory_id, post)
+    return catalog, catalog.open()
 
 
 def _keep_to_cap(directory: Directory, catalog: Catalog, state: CatalogState) -> None:

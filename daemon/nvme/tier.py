@@ -27,6 +27,7 @@ from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.codecs import codec_number
 from tiercache.daemon.nvme.directory import DiskIO
 from tiercache.daemon.nvme.extents import Extents, Held
+from tiercache.daemon.nvme.grants import Grants
 from tiercache.daemon.nvme.io import DiskQueue
 from tiercache.daemon.nvme.opening import in_thread, open_directory
 from tiercache.daemon.nvme.placement import Placement
@@ -100,6 +101,7 @@ class NvmeTier:
         self._writing_from_s = 0.0
         self._closing = False
         self._scan: Scan | None = None
+        self.grants: Grants | None = None
 
     def attach(self, cache: Cache) -> None:
         """Say whose tier below this is."""
@@ -109,6 +111,10 @@ class NvmeTier:
         )
         self._promotion = Promotion(cache, self._regions, self._placement)
         self._extents = Extents(self._placement.with_chain)
+        self.grants = Grants(
+            self._placement, self._budget, lambda: self._may_write, cache.counters, cache.clock_s,
+            self._config.quarantine_per_client_bytes,
+        )  # fmt: skip
 
     async def open(self) -> None:
         """Open all directories, each on a thread; what is open is used meanwhile. Raises ConfigError."""
@@ -122,13 +128,15 @@ class NvmeTier:
         self._writing_from_s = 0.0
 
     async def _open_one(self, path: Path) -> None:
-        config, post = self._config, asyncio.get_running_loop().call_soon_threadsafe
+        config, loop = self._config, asyncio.get_running_loop()
+        post = loop.call_soon_threadsafe
         cap_bytes = config.nvme_bytes // len(config.nvme_dirs)
         arguments = path, cap_bytes, config.nvme_segment_bytes, self._disk_of(path), post
         directory, catalog, state = await in_thread(f"open {path}", lambda: open_directory(*arguments))
         shelf = Shelf(
-            directory, catalog, DiskQueue(directory, post), state, self._cache.space, config.policy, self._soon
-        )
+            directory, catalog, DiskQueue(directory, post, again=loop.call_soon), state, self._cache.space,
+            config.policy, self._soon,
+        )  # fmt: skip
         self._unopened.remove(path)
         self._shelves.append(shelf)
         self._shelves.sort(key=lambda shelf: config.nvme_dirs.index(shelf.directory.path))
@@ -173,6 +181,7 @@ class NvmeTier:
     def promote(self, lease: ReadLease) -> None:
         """See `TierBelow`."""
         self._promotion.start(lease)
+        self._soon()  # a long run takes more than one go
 
     def hold(self, namespaces: Sequence[Namespace], keys: bytes) -> Held | None:
         """See `TierBelow`."""
@@ -208,7 +217,7 @@ class NvmeTier:
             more.append(self._scan.pump())
         if not self._closing:
             self._promotion.look_again()
-            self._promotion.pump()
+            more.append(self._promotion.pump())
         if self._may_write:
             more.append(self._writes.pump())
         if self._promotion.take_landed() and not self._closing:
@@ -285,9 +294,11 @@ class NvmeTier:
 
     def check_integrity(self) -> list[str]:
         """See `TierBelow`."""
-        return [
-            finding for shelf in self._shelves for finding in shelf.check_integrity(self._writes.slots_of(shelf))
-        ]
+        findings = []
+        for shelf in self._shelves:
+            given = [] if self.grants is None else self.grants.slots_of(shelf)
+            findings += shelf.check_integrity(self._writes.slots_of(shelf) + given)
+        return findings
 
     def scan(
         self, sample: int, bytes_per_s: int, wanted: Callable[[], bool], done: Callable[[list[str], int], None]
@@ -314,6 +325,7 @@ class NvmeTier:
             "written_bytes": writes.written_bytes,
             "codec": writes.codec,
             "saved_by_codec_bytes": writes.saved_bytes,
+            "write_amplification": self._write_amplification(),
             "write_failed_blocks": writes.failed_blocks,
             "skipped_by_budget": writes.skipped_by_budget,
             "skipped_without_parent": writes.skipped_without_parent,
@@ -330,10 +342,16 @@ class NvmeTier:
             "direct_bytes": extents.direct_bytes,
             "direct_leases": extents.held_leases,
             "direct_reported_blocks": extents.reported_blocks,
+            **({} if self.grants is None else self.grants.stats()),
             "bad_blocks": promotion.bad_blocks + extents.bad_blocks,
             "failed_reads": promotion.failed_reads,
             "directories": [shelf.stats() for shelf in shelves],
         }
+
+    def _write_amplification(self) -> float:
+        """Bytes that went to the disks, padding, lost writes and databases included, for each byte kept there."""
+        disks = sum(shelf.queue.written_bytes + shelf.catalog.written_bytes for shelf in self._shelves)
+        return round(disks / max(1, self._writes.written_bytes), 4)
 
     def reasons(self) -> list[str]:
         """What is not well, for `health`."""

@@ -88,6 +88,8 @@ class WriteBehind:
         self._flying: dict[Name, _Write] = {}
         self._parked: dict[Name, list[tuple[_Write, Stored]]] = {}
         self._taken: dict[Shelf, list[WriteOp]] = {}
+        self._writable: dict[Shelf, bool] = {}
+        self._forms: dict[tuple[int, bool], tuple[int, int]] = {}
         self._rest: Iterator[tuple[Namespace, bytes]] | None = None
         self._end_s = math.inf
 
@@ -152,14 +154,16 @@ class WriteBehind:
     def pump(self) -> bool:
         """Begin writes as far as there is room for them; True when it stopped for others' sake."""
         done = 0
-        for lane in self._lanes.values():
-            while lane and done < AT_ONCE:
+        self._writable.clear()
+        for (lanes_shelf, _), lane in self._lanes.items():
+            while lane and done < AT_ONCE and not self._is_full(lanes_shelf):
                 done += 1
                 if self._begin(*lane[0]) is not None:
                     break
                 namespace, key, _ = lane.popleft()
                 del self._in_lane[namespace.number, key]
-        while done < AT_ONCE:
+        # What cannot begin on any shelf stays in the queue: to put it into a lane first costs as much again.
+        while done < AT_ONCE and not all(map(self._is_full, self._placement.shelves)):
             following = self._next()
             if following is None:
                 break
@@ -170,6 +174,18 @@ class WriteBehind:
         self._submit()
         return done == AT_ONCE
 
+    def _is_full(self, shelf: Shelf) -> bool:
+        """Whether enough is under way on a shelf."""
+        writes, size_bytes = self._loads.get(shelf, (0, 0))
+        return writes >= MAX_IN_FLIGHT or size_bytes >= MAX_IN_FLIGHT_BYTES
+
+    def _may_write(self, shelf: Shelf) -> bool:
+        """Whether a shelf can be written to, asked once for each `pump`."""
+        may = self._writable.get(shelf)
+        if may is None:
+            may = self._writable[shelf] = shelf.may_write
+        return may
+
     def _wait(self, shelf: Shelf, wanted: Wanted) -> None:
         """Put a block that cannot be written now into its lane."""
         namespace, key, _ = wanted
@@ -177,7 +193,7 @@ class WriteBehind:
             return  # at the end a block that waits comes by again
         if shelf.offline or shelf.health.off_until_s > self._end_s:
             return  # the end comes first
-        lane = self._lanes.setdefault((shelf, namespace.spec.frame_bytes), deque())
+        lane = self._lanes.setdefault((shelf, namespace.size_class.frame_bytes), deque())
         if len(lane) >= MAX_LANE:
             self.skipped_queue_full += 1
             return
@@ -186,7 +202,7 @@ class WriteBehind:
 
     def _begin(self, namespace: Namespace, key: bytes, asked_again: bool) -> Shelf | None:
         """Begin one write, or pass over it; the shelf for which it should wait, if it should."""
-        index, size, name = self._space.index, namespace.spec.frame_bytes, (namespace.number, key)
+        index, size, name = self._space.index, namespace.size_class.frame_bytes, (namespace.number, key)
         entry = namespace.table.get(key)
         if entry == NO_ENTRY or namespace.table.windowed or not index.attached(entry):
             return None  # gone from DRAM before its turn
@@ -205,8 +221,7 @@ class WriteBehind:
         if not self.budget.admits(size, asked_again):
             self.skipped_by_budget += 1
             return None
-        writes, size_bytes = self._loads.get(shelf, (0, 0))
-        if writes >= MAX_IN_FLIGHT or size_bytes >= MAX_IN_FLIGHT_BYTES or not shelf.may_write:
+        if self._is_full(shelf) or not self._may_write(shelf):
             return shelf
         slot = shelf.take_slot(namespace, parent)
         if slot == NO_FRAME:
@@ -226,21 +241,32 @@ class WriteBehind:
 
         They are the kernel's until the op is done, whatever becomes of the block meanwhile.
         """
-        spec, region = write.namespace.spec, self._regions[write.frame >> REGION_SHIFT]
-        # What clients read on the disk themselves is as it is, with a checksum that a GPU computes.
-        direct = write.namespace.direct and spec.block_bytes % PAGE_BYTES == 0
-        codec = codecs.RAW if direct else codecs.codec_number(self.codec, codecs.element_bytes(spec.dtype))
+        namespace, region = write.namespace, self._regions[write.frame >> REGION_SHIFT]
+        frame_bytes = namespace.size_class.frame_bytes
+        codec, kind = self._form(namespace)
         self._space.allocator.hold(write.frame)
         op = WriteOp(
             done=lambda op: self._done(write, op), slot=write.slot,
-            address=region.address + (write.frame & OFFSET_MASK), length=spec.block_bytes,
-            key=write.key, fingerprint=write.namespace.fingerprint, codec=codec,
-            kind=CHECKSUM_LANES if direct else CHECKSUM_XXH3,
+            address=region.address + (write.frame & OFFSET_MASK), length=namespace.spec.block_bytes,
+            key=write.key, fingerprint=namespace.fingerprint, codec=codec, kind=kind,
         )  # fmt: skip
-        self._flying[write.namespace.number, write.key] = write
-        self._count(write.shelf, 1, spec.frame_bytes)
-        self.budget.charge(spec.frame_bytes)
+        self._flying[namespace.number, write.key] = write
+        self._count(write.shelf, 1, frame_bytes)
+        self.budget.charge(frame_bytes)
         self._taken.setdefault(write.shelf, []).append(op)
+
+    def _form(self, namespace: Namespace) -> tuple[int, int]:
+        """Codec and kind of checksum of a namespace's blocks."""
+        name = namespace.number, namespace.direct
+        form = self._forms.get(name)
+        if form is None:
+            spec = namespace.spec
+            form = codecs.codec_number(self.codec, codecs.element_bytes(spec.dtype)), CHECKSUM_XXH3
+            # What clients read on the disk themselves is as it is, with a checksum that a GPU computes.
+            if namespace.direct and spec.block_bytes % PAGE_BYTES == 0:
+                form = codecs.RAW, CHECKSUM_LANES
+            self._forms[name] = form
+        return form
 
     def _count(self, shelf: Shelf, writes: int, size_bytes: int) -> None:
         before = self._loads.get(shelf, (0, 0))
@@ -255,8 +281,9 @@ class WriteBehind:
         self._taken.clear()
 
     def _done(self, write: _Write, op: WriteOp) -> None:
+        frame_bytes = write.namespace.size_class.frame_bytes
         self._space.allocator.unhold(write.frame)
-        self._count(write.shelf, -1, -write.namespace.spec.frame_bytes)
+        self._count(write.shelf, -1, -frame_bytes)
         if self._loads[write.shelf][1] < MAX_IN_FLIGHT_BYTES // 2 and (self._queue or self._in_lane):
             self._soon()  # not at each one: blocks that begin together share system calls
         if op.outcome is Outcome.ABANDONED:
@@ -267,10 +294,11 @@ class WriteBehind:
                 write.shelf.health.failed(os.strerror(op.errno))
             self._lose(write, failed=op.outcome is Outcome.IO_ERROR)
             return
-        write.shelf.write_worked()
-        saved = write.namespace.spec.frame_bytes - op.moved_bytes
-        self.saved_bytes += saved
-        self.budget.charge(-saved)
+        write.shelf.slots.write_worked()
+        if op.codec != codecs.RAW:
+            saved = frame_bytes - op.moved_bytes
+            self.saved_bytes += saved
+            self.budget.charge(-saved)
         stored = Stored(NO_ENTRY, write.slot, op.stored_length, op.codec, op.checksum, op.kind)
         if write.parent and (write.namespace.number, write.parent) in self._flying:
             self._parked.setdefault((write.namespace.number, write.parent), []).append((write, stored))
@@ -304,7 +332,7 @@ class WriteBehind:
             name = write.namespace.number, write.key
             del self._flying[name]
             if failed and write is first:
-                write.shelf.put_aside(write.slot)
+                write.shelf.slots.put_aside(write.slot)
             else:
                 write.shelf.allocator.give_back(write.slot)
             doomed.extend(waiting for waiting, _ in self._parked.pop(name, ()))

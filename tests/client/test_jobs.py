@@ -30,6 +30,22 @@ def test_jobs_are_performed_in_order_by_one_thread() -> None:
     assert not queue.submit(make(lambda: 1))
 
 
+def test_a_job_tells_how_long_it_was_worked_on_and_not_how_long_it_waited() -> None:
+    queue = JobQueue("test", 10)
+    began, go_on = threading.Event(), threading.Event()
+    first, second = make(lambda: began.set() or int(go_on.wait(5))), make(lambda: 1)
+    queue.submit(first)
+    queue.submit(second)
+    assert began.wait(5)
+    assert first.began_s > 0
+    assert first.ended_s == second.began_s == 0
+    go_on.set()
+    assert second.result(5) == 1
+    assert first.began_s <= first.ended_s <= second.began_s <= second.ended_s
+    assert Transfer.finished(3).ended_s == 0
+    queue.close()
+
+
 def test_a_job_that_fails_unforeseen_is_a_miss_and_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:
     queue = JobQueue("test", 10)
     jobs = [make(lambda: fail(KeyError("a bug"))), make(lambda: 7)]

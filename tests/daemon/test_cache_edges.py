@@ -154,6 +154,29 @@ def test_a_region_with_blocks_on_their_way_in_is_not_drained() -> None:
     h.check()
 
 
+def test_a_region_in_which_a_pinned_chain_begins_is_not_drained() -> None:
+    """Only its last block is pinned itself, and lies in another region."""
+    h = Harness(regions=2, pin_share=1.0)
+    small, large = h.space(), h.space(rank=1, block_bytes=8 * FRAME_BYTES)
+    h.store(small, chain(9, 1))  # the coldest one, in the first region
+    h.store(small, chain(1, 12))
+    assert h.cache.reads.pin([small], chain(1, 12), ttl_s=60) == 12
+    for _ in range(10):
+        h.cache.reserve(h.owner, large, b"", chain(3, 1), 10)
+        h.cache.work()
+    assert len(h.cache.reads.pins) == 1
+    assert h.cache.match(h.owner, [small], chain(1, 12), 0).dram == 12
+    h.check()
+    h.now_s += 61
+    h.cache.expire()
+    h.check()
+    for _ in range(10):
+        h.cache.reserve(h.owner, large, b"", chain(3, 1), 10)
+        h.cache.work()
+    assert h.cache.counters.regions_drained == 1
+    h.check()
+
+
 def test_a_flush_revokes_every_lease_below_it_and_no_other() -> None:
     h = Harness(region_bytes=2100 * FRAME_BYTES)
     namespace, keys = h.space(), chain(1, 2000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ __all__ = ["DirectCluster", "chain_of", "content", "key_of", "wait_for"]
 
 
 class DirectCluster(Cluster):
-    """A cluster whose connector has a `HostBackend` (if `direct`); `fault` as for that."""
+    """A cluster whose connector has a `HostBackend`, if `direct`, and if `stores` for those too; faults as for that."""
 
     def __init__(
-        self, root: Path, fault: Callable[[int], Fault | None] = lambda number: None, *, direct: bool = True,
-        **settings: Any,
+        self, root: Path, fault: Callable[[int], Fault | None] = lambda number: None,
+        write_fault: Callable[[int], Fault | None] = lambda number: None, *, direct: bool = True,
+        stores: bool = False, **settings: Any,
     ) -> None:  # fmt: skip
         self.is_direct = direct
-        self.backend = HostBackend(fault)
+        self.stores = stores
+        self.backend = HostBackend(fault, write_fault)
         # Aligned to pages, as device memory is: reads go straight into it.
         self.area = mmap.mmap(-1, POOL_BLOCKS * BLOCK_BYTES)
         super().__init__(root, **settings)
@@ -34,7 +36,7 @@ class DirectCluster(Cluster):
         super().start()
         self.connector.close()
         self.pool = np.frombuffer(self.area, np.uint8).reshape(POOL_BLOCKS, BLOCK_BYTES)
-        self.connector = self.connect(gds=self.backend if self.is_direct else "off")
+        self.connector = self.connect(gds=self.backend if self.is_direct else "off", gds_store=self.stores)
 
     def connect(self, **options: Any) -> tiercache.Connector:
         """One more connector to the same pool."""
@@ -42,6 +44,15 @@ class DirectCluster(Cluster):
         return tiercache.connect(
             self.daemon.address, namespace=self.spec, pool=pool, required=True, request_timeout_s=5.0, **options
         )
+
+    def fill(self, chain: bytes, places: Sequence[int]) -> None:
+        """Put the content of a chain's blocks into these pool blocks."""
+        for number, place in enumerate(places):
+            self.pool[place] = content(key_of(chain, number))
+
+    def dram_blocks(self) -> int:
+        """Blocks in DRAM."""
+        return int(self.connector.client.stats()["tiers"]["dram"]["blocks"])
 
     def store_on_disk(self, name: str, blocks: int) -> bytes:
         """A chain that is on NVMe and no longer in DRAM."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from cluster import Cluster, chain_of, wait_for
 import tiercache
 from tiercache import direct, messages
 from tiercache.checksum import CHECKSUM_LANES
-from tiercache.direct import DirectReads
+from tiercache.direct import DirectPath
 from tiercache.errors import ConfigError, RequestRefused
 from tiercache.gds_backend import HostBackend
 from tiercache.gds_probe import GdsProbe, Mode
@@ -27,15 +28,17 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.stop()
 
 
-def decided(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, probe: GdsProbe) -> DirectReads:
+def decided(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, probe: GdsProbe, stores: bool = False
+) -> DirectPath:
     """What `auto` comes to for a pool on a GPU (in name) after such a probe."""
     monkeypatch.setattr(direct, "probe_gds", lambda directory: probe)
     monkeypatch.setattr(direct, "KvikioBackend", lambda probe, device: HostBackend())
     pool = tiercache.Pool.from_blocks(cluster.pool)
     pool.device = "cuda:0"
-    reads = DirectReads(cluster.connector.client, cluster.spec, pool, "auto")
-    wait_for("it is decided", lambda: reads.reason != "it is being probed")
-    return reads
+    path = DirectPath(cluster.connector.client, cluster.spec, pool, "auto", stores)
+    wait_for("it is decided", lambda: "it is being probed" not in (path.reason, path.store_reason))
+    return path
 
 
 def test_auto_uses_what_is_faster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +51,44 @@ def test_auto_uses_what_is_faster(cluster: Cluster, monkeypatch: pytest.MonkeyPa
     assert max(map(len, counters)) <= 32
     reads.close()
     assert not reads.wanted
+
+
+BOTH = GdsProbe("/d", Mode.GDS, "", 6e9, 4e9, 3e9, 5e9, 3e9)
+
+
+@pytest.mark.parametrize(
+    ("probe", "loads", "stores"),
+    [
+        (BOTH, True, True),
+        (replace(BOTH, direct_write_bytes_per_s=2e9), True, False),
+        (replace(BOTH, write_reason="read-only"), True, False),
+        (replace(BOTH, direct_bytes_per_s=2e9), False, True),
+        (replace(BOTH, direct_bytes_per_s=2e9, direct_write_bytes_per_s=2e9), False, False),
+        (replace(BOTH, mode=Mode.POSIX, reason="no cuda"), False, False),
+    ],
+)
+def test_each_direction_is_chosen_by_itself(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, probe: GdsProbe, loads: bool, stores: bool
+) -> None:
+    path = decided(cluster, monkeypatch, probe, stores=True)
+    assert (path.loader is not None, path.storer is not None, path.wanted) == (loads, stores, loads)
+    assert (path.reason == "", path.store_reason == "") == (loads, stores)
+    counters = path.counters()
+    assert (counters["direct_in_use"], counters["direct_store_in_use"]) == (loads, stores)
+    assert counters["bounce_write_mb_per_s"] == 3000
+    if probe.write_reason:
+        assert path.store_reason == "read-only"
+    elif not stores and probe.mode is Mode.GDS:
+        assert path.store_reason == "gds: 2.00 GB/s are less than 3.00 by the bounce"
+    path.close()
+    assert (path.counters()["direct_in_use"], path.counters()["direct_store_in_use"]) == (0, 0)
+
+
+def test_stores_are_only_for_those_who_ask(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = decided(cluster, monkeypatch, BOTH)
+    assert path.storer is None
+    assert path.store_reason == "it was not asked for"
+    path.close()
 
 
 @pytest.mark.parametrize(

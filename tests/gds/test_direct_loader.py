@@ -14,8 +14,9 @@ import pytest
 from cluster import wait_for
 
 from tiercache.checksum import CHECKSUM_LANES, CHECKSUM_XXH3, block_checksum
-from tiercache.gds import MAX_OPEN_FILES, READ_BYTES, DirectLoader, DirectResult, direct_problem
+from tiercache.gds import DirectLoader, DirectResult
 from tiercache.gds_backend import Fault, HostBackend
+from tiercache.gds_moves import MAX_OPEN_FILES, MOVE_BYTES, direct_problem
 from tiercache.messages import Extent
 from tiercache.transfer import Limit, Pool
 
@@ -81,13 +82,13 @@ def test_what_adjoins_on_one_side_only_is_read_apart(disk: Disk) -> None:
 
 
 def test_a_read_has_a_largest_size(tmp_path: Path) -> None:
-    assert READ_BYTES % BLOCK == 0
+    assert MOVE_BYTES % BLOCK == 0
     disk = Disk(tmp_path)
     runs = disk.loader._runs(
         1, [str(tmp_path)], [disk.extent(0, offset=number * BLOCK) for number in range(2000)],
         np.arange(2000, dtype=np.int64) * BLOCK,
     )  # fmt: skip
-    assert max(run.length for run in runs) == READ_BYTES
+    assert max(run.length for run in runs) == MOVE_BYTES
     assert sum(run.blocks for run in runs) == 2000
     disk.loader.close()
 

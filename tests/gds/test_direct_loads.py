@@ -135,7 +135,7 @@ def test_reads_that_always_fail_are_given_up(make: Make) -> None:
         assert cluster.load(chain) == 5
     loader = cluster.connector.direct.loader
     assert loader is not None
-    assert "3 loads in a row failed" in loader.off
+    assert "3 direct reads in a row failed" in loader.off
     assert cluster.backend.reads == 3
     assert not cluster.connector.direct.wanted
     assert cluster.connector.counters["direct_in_use"] == 0

@@ -33,7 +33,6 @@ def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Probe:
 
     def run(behaviour: str, timeout_s: float = 30.0) -> GdsProbe:
         monkeypatch.setattr(gds_probe, "driver", object)
-        monkeypatch.setattr(gds_probe, "FILE_BYTES", 16 << 20)
         monkeypatch.syspath_prepend(str(FAKES))
         monkeypatch.setenv("PYTHONPATH", str(FAKES))
         monkeypatch.setenv("FAKE_KVIKIO", behaviour)
@@ -46,8 +45,23 @@ def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Probe:
 
 def test_gds_where_it_works(probe: Probe) -> None:
     found = probe("gds=ok,compat=fail")
-    assert (found.mode, found.reason) == (Mode.GDS, "")
+    assert (found.mode, found.reason, found.write_reason) == (Mode.GDS, "", "")
     assert min(found.direct_bytes_per_s, found.bounce_bytes_per_s, found.host_bytes_per_s) > 0
+    assert min(found.direct_write_bytes_per_s, found.bounce_write_bytes_per_s) > 0
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [("fail", "driver not open"), ("lie", "what cuFile wrote are not the bytes"), ("short", "came back short")],
+)
+def test_reads_are_used_where_writes_do_not_work(probe: Probe, behaviour: str, reason: str) -> None:
+    found = probe(f"gds=ok,compat=fail,write={behaviour}")
+    assert (found.mode, found.reason) == (Mode.GDS, "")
+    assert reason in found.write_reason
+    assert reason in found.why_not_store
+    assert found.direct_bytes_per_s > 0
+    assert (found.direct_write_bytes_per_s, found.bounce_write_bytes_per_s) == (0, 0)
+    assert not found.use_direct_store
 
 
 @pytest.mark.parametrize(
@@ -83,7 +97,7 @@ def test_what_spins_for_ever_is_killed(probe: Probe) -> None:
     assert "hung and was killed after 6 s" in found.reason
     assert time.monotonic() - start_s < 60
     command = ["ps", "--ppid", str(os.getpid()), "-o", "args"]
-    assert "gds_probe" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    assert "gds_stage" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def test_without_a_driver_there_is_no_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +123,11 @@ def test_the_faster_way_is_used() -> None:
     assert not replace(fast, direct_bytes_per_s=0.9e9).use_direct
     assert not replace(fast, mode=Mode.POSIX).use_direct
     assert not GdsProbe("/d", Mode.GDS, "").use_direct, "nothing was measured"
+    assert not fast.use_direct_store
+    writes = replace(fast, direct_write_bytes_per_s=2e9, bounce_write_bytes_per_s=1e9)
+    assert writes.use_direct_store
+    assert not replace(writes, write_reason="it lies").use_direct_store
+    assert not replace(writes, direct_write_bytes_per_s=0.9e9).use_direct_store
 
 
 def test_kvikio_is_not_opened_where_the_probe_did_not_pass() -> None:
@@ -125,6 +144,7 @@ def test_doctor_says_what_the_probe_found(tmp_path: Path) -> None:
     assert found["directory"] == str(tmp_path)
     assert found["mode"] in {mode.value for mode in Mode}
     assert found["host_bytes_per_s"] > 0
+    assert found["use_direct"] is found["use_direct_store"] is False, "kvikio and a GPU are not for these tests"
     done = subprocess.run([*command, str(tmp_path / "no")], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
     assert "No such file or directory" in done.stdout

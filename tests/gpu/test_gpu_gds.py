@@ -1,4 +1,4 @@
-"""Direct reads into device memory: the checksum kernel compiled, and kvikio where a probe lets it in."""
+"""Direct moves of device memory: the checksum kernel compiled, and kvikio where a probe lets it in."""
 
 from __future__ import annotations
 
@@ -100,10 +100,14 @@ class GpuCluster(Cluster):
     def start(self) -> None:
         """Start the daemon, and connect with both pools."""
         super().start()
-        pool = tiercache.Pool.from_blocks(self.gpu_pool)
-        self.gpu = tiercache.connect(
-            self.daemon.address, namespace=self.spec, pool=pool, required=True, request_timeout_s=5.0, gds=self.backend
-        )
+        self.gpu = self.connect_gpu(gds_store=False)
+
+    def connect_gpu(self, *, gds_store: bool) -> tiercache.Connector:
+        """One more connector to the pool on the GPU."""
+        return tiercache.connect(
+            self.daemon.address, namespace=self.spec, pool=tiercache.Pool.from_blocks(self.gpu_pool), required=True,
+            request_timeout_s=5.0, gds=self.backend, gds_store=gds_store,
+        )  # fmt: skip
 
     def stop(self) -> None:
         self.gpu.close()
@@ -156,9 +160,43 @@ def test_a_bad_block_never_counts_as_good(cluster: GpuCluster) -> None:
     assert cluster.gpu.counters["direct_bad_blocks"] == 1
 
 
+@pytest.fixture
+def writing(cluster: GpuCluster, probe: GdsProbe) -> Iterator[tiercache.Connector]:
+    """A connector that stores past DRAM."""
+    if probe.write_reason:
+        pytest.skip(f"no direct writes here: {probe.write_reason}")
+    with cluster.connect_gpu(gds_store=True) as connector:
+        yield connector
+
+
+def test_blocks_go_from_device_to_disk(cluster: GpuCluster, writing: tiercache.Connector) -> None:
+    chain = chain_of("a", 100)
+    places = list(range(100))[::-1]
+    for number, place in enumerate(places):
+        cluster.gpu_pool[place] = torch.from_numpy(content(key_of(chain, number)).copy())
+    assert writing.store(chain, places) == tiercache.StoreResult(stored=100)
+    assert (cluster.nvme()["direct_stored_blocks"], cluster.nvme()["written_blocks"]) == (100, 0)
+    cluster.check_daemon(sample=-1)
+    cluster.gpu_pool.zero_()
+    assert cluster.gpu.load(cluster.gpu.match(chain), range(100)) == 100
+    cluster.expect(list(range(100)), chain)
+    assert cluster.load(chain) == 100, "the daemon verifies what the kernel has summed"
+
+
+def test_a_store_waits_for_kernels_that_fill_the_blocks(cluster: GpuCluster, writing: tiercache.Connector) -> None:
+    chain = chain_of("a", 4)
+    source = torch.stack([torch.from_numpy(content(key_of(chain, number)).copy()) for number in range(4)])
+    source = source.to(cluster.gpu_pool.device)
+    torch.cuda._sleep(int(1e9))
+    cluster.gpu_pool[:4] = source  # queued behind the sleep
+    assert writing.store_async(chain, range(4)).result(20).stored == 4
+    assert cluster.load(chain) == 4
+
+
 def test_doctor_and_probe_agree(probe: GdsProbe) -> None:
     assert probe.direct_bytes_per_s > 0
     assert probe.bounce_bytes_per_s > 0
+    assert bool(probe.write_reason) is (probe.direct_write_bytes_per_s == 0)
     if probe.mode is Mode.GDS:
         assert probe.reason == ""
 

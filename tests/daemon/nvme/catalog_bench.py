@@ -29,6 +29,20 @@ def row(number: int, **changes: Any) -> Row:
     return Row(**{**fields, **changes})
 
 
+def fill(directory: Path) -> Path:
+    """Take all room that is left."""
+    filler = directory / "filler"
+    with filler.open("wb", buffering=0) as file:
+
+        def write() -> None:
+            while True:
+                file.write(bytes(4096))
+
+        with pytest.raises(OSError, match="No space"):
+            write()
+    return filler
+
+
 class Loop:
     """Takes the loop's place: what is posted runs when the test says."""
 

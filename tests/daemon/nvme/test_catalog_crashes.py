@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from catalog_bench import WAIT_S, Bench
+from catalog_bench import WAIT_S, Bench, row
 
 from tiercache.daemon.nvme.rows import Row
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 CHILD = Path(__file__).with_name("catalog_child.py")
 
 FLUSHES = """
@@ -54,8 +55,7 @@ def test_a_flush_is_on_the_disk_before_it_is_acknowledged(tmp_path: Path) -> Non
         pytest.skip("needs strace")
     done = subprocess.run(
         ["strace", "-f", "-e", "trace=write,fsync,fdatasync", sys.executable, "-c", FLUSHES, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, timeout=60, check=False,
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     if "ptrace" in done.stderr and done.returncode != 0:
         pytest.skip("may not trace system calls here")
@@ -65,11 +65,50 @@ def test_a_flush_is_on_the_disk_before_it_is_acknowledged(tmp_path: Path) -> Non
     assert synced == {"insert": False, "delete": False, "epoch": True, "tombstone": True, "sync": True}
 
 
+MAKES = """
+import os, sqlite3, sys
+from pathlib import Path
+from tiercache.daemon.nvme import database
+
+left, connect = int(sys.argv[2]), sqlite3.connect
+
+class Mortal(sqlite3.Connection):
+    def execute(self, *arguments):
+        global left
+        left -= 1
+        if left < 0:
+            os._exit(9)
+        return super().execute(*arguments)
+
+sqlite3.connect = lambda *arguments, **options: connect(*arguments, factory=Mortal, **options)
+database.open_database(Path(sys.argv[1]) / database.NAME, b"directory number")
+os._exit(0)
+"""
+
+
+def test_killed_before_any_statement_of_its_making(tmp_path: Path) -> None:
+    """What is left is an empty database, at once or after the next start, and nothing to set aside."""
+    for number in range(100):
+        bench = Bench(tmp_path / str(number))
+        bench.directory.mkdir()
+        command = [sys.executable, "-c", MAKES, str(bench.directory), str(number)]
+        status = subprocess.run(command, env=ENVIRONMENT, timeout=60, check=False).returncode
+        catalog, _ = bench.open()
+        catalog.insert(1, row(1))
+        assert catalog.close(WAIT_S)
+        assert bench.reopened() == {1: row(1)}
+        assert bench.set_aside() == [], f"killed before statement {number}"
+        if status == 0:
+            break
+        assert status == 9
+    assert status == 0
+    assert number > 10
+
+
 def run_and_kill(directory: Path, seed: int, rng: random.Random) -> int:
     """One life of the child; returns how many changes were acknowledged."""
     command = [sys.executable, str(CHILD), str(directory), str(seed)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as child:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT) as child:
         assert child.stdout is not None
         try:
             acknowledged = 0

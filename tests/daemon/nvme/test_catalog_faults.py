@@ -5,12 +5,12 @@ from __future__ import annotations
 import sqlite3
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from catalog_bench import ID, WAIT_S, Answers, Bench, row
+from catalog_bench import ID, WAIT_S, Answers, Bench, fill, row
 
 from tiercache.daemon.nvme import catalog as catalog_module
 from tiercache.daemon.nvme.catalog import Catalog, SavedNamespace, Tombstone
@@ -159,35 +159,11 @@ def test_opening_does_not_wait_for_a_dead_disk(tmp_path: Path, stuck: threading.
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Bench]:
+def small_disk(mount: Callable[[str], Path]) -> Iterator[Bench]:
     """A bench on a file system of 1 MiB."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True, check=False, timeout=30
-    )
-    if done.returncode != 0:
-        pytest.skip("may not mount a file system here")
-    bench = Bench(mount)
-    try:
-        yield bench
-    finally:
-        bench.close()
-        subprocess.run(["umount", str(mount)], check=True, timeout=30)
-
-
-def fill(directory: Path) -> Path:
-    """Take all room that is left."""
-    filler = directory / "filler"
-    with filler.open("wb", buffering=0) as file:
-
-        def write() -> None:
-            while True:
-                file.write(bytes(4096))
-
-        with pytest.raises(OSError, match="No space"):
-            write()
-    return filler
+    bench = Bench(mount("1m"))
+    yield bench
+    bench.close()
 
 
 def test_a_full_disk_and_room_again(small_disk: Bench) -> None:

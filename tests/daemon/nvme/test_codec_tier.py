@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import BLOCK_BYTES, Cluster, chain_of
+from cluster import BLOCK_BYTES, Cluster, chain_of, wait_for
 
 from tiercache.daemon.nvme import codecs
 from tiercache.daemon.nvme.rows import Row, unpack_row
@@ -122,17 +122,43 @@ def test_elements_are_those_of_the_namespace(tmp_path: Path) -> None:
     assert {row.codec for row in rows_of(cluster.directories[0])} == {codecs.codec_number("lz4", 4)}
 
 
-def test_a_missing_library_is_one_line(tmp_path: Path) -> None:
-    """A folder with a zstandard that cannot be imported stands for one that is not installed."""
+def without(tmp_path: Path, *names: str) -> str:
+    """A PYTHONPATH on which these packages cannot be imported, which stands for: are not installed."""
     hidden = tmp_path / "hidden"
-    for name in ("zstandard", "compression"):
+    for name in names:
         (hidden / name).mkdir(parents=True)
         (hidden / name / "__init__.py").write_text("raise ImportError('not here')\n")
+    return f"{hidden}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+
+
+def test_blocks_whose_library_is_gone_are_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = kv_cluster(tmp_path, nvme_codec="lz4")
+    chain = chain_of("kv", 5)
+    cluster.store(chain)
+    cluster.wait_written()
+    cluster.stop()
+    cluster.settings["nvme_codec"] = "raw"
+    monkeypatch.setenv("PYTHONPATH", without(tmp_path, "lz4"))
+    cluster.start()
+    cluster.wait_loaded()
+    assert cluster.load(chain) == 0
+    wait_for("what follows is forgotten too", lambda: cluster.nvme()["blocks"] == 0)
+    assert cluster.store(chain).stored == 5
+    cluster.wait_written()
+    said = cluster.daemon.log.read_text()
+    assert "pip install lz4" in said
+    assert "Traceback" not in said
+    cluster.restart()
+    assert cluster.load(chain) == 5
+    cluster.stop()
+
+
+def test_a_missing_library_is_one_line(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "tiercache.daemon", "--run-dir", str(tmp_path / "run"), "--arena", "4MiB",
         "--nvme", str(tmp_path / "nvme"), "--nvme-codec", "zstd", "--log-level", "error",
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": f"{hidden}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = {**os.environ, "PYTHONPATH": without(tmp_path, "zstandard", "compression")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1, done.stderr

@@ -109,7 +109,7 @@ def test_a_newer_superblock_is_told_from_a_damaged_one() -> None:
 def test_a_new_directory_and_the_same_again(path: Path, quiet: pytest.LogCaptureFixture) -> None:
     directory = opened(path)
     assert (directory.is_new, directory.segments, directory.direct) == (True, [], True)
-    assert sorted(file.name for file in path.iterdir()) == ["lock", "segments", "superblock"]
+    assert sorted(file.name for file in path.iterdir()) == ["lock", "segments", "spare", "superblock"]
     assert path.stat().st_mode & 0o777 == 0o700
     directory.close()
     directory_id = lived_in(path)

@@ -8,33 +8,19 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tier_rig import BLOCK_BYTES, TierRig, key_of, keys_of
+from tier_rig import BLOCK_BYTES, TierRig, key_of, keys_of, play
 
-from tiercache.daemon.nvme import promotion, shelf, tier
+from tiercache.daemon.nvme import promotion, recovery, shelf, slots, tier
 from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.catalog import Catalog
 from tiercache.daemon.nvme.health import WriteHealth
 from tiercache.daemon.nvme.rows import Batch
 from tiercache.daemon.space import Namespace
-
-Scenario = Callable[[], Coroutine[Any, Any, None]]
-
-
-def play(scenario: Scenario) -> None:
-    """Run it on a loop of its own; an error in a callback of the loop fails the test too."""
-    errors: list[dict[str, Any]] = []
-
-    async def run() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
-        await scenario()
-
-    asyncio.run(run())
-    assert not errors, errors
 
 
 def fail(name: str, number: int, code: int = errno.EIO) -> Callable[[str, int], int | None]:
@@ -295,7 +281,7 @@ def test_a_bad_place_on_the_disk_does_not_stop_writing(tmp_path: Path) -> None:
 
 def test_no_room_for_a_segment_and_then_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(shelf, "GROW_AGAIN_S", 0.05)
+        monkeypatch.setattr(slots, "GROW_AGAIN_S", 0.05)
         rig = await TierRig(tmp_path).open()
         disk, space = rig.disks[rig.dirs[0]], rig.namespace()
 
@@ -374,9 +360,9 @@ def test_nothing_is_evicted_for_a_catalog_that_cannot_write(tmp_path: Path) -> N
             await asyncio.sleep(0.001)
         assert rig.tier.stats()["blocks"] >= before - 64 - 40
         assert any("full" in reason for reason in rig.tier.reasons())
-        assert one.lost_slots > 0, "slots whose old row is still there are not used"
+        assert one.slots.lost > 0, "slots whose old row is still there are not used"
         one.catalog._commit = commit  # type: ignore[method-assign]
-        await rig.until(lambda: not one.catalog.error and one.lost_slots == 0)
+        await rig.until(lambda: not one.catalog.error and one.slots.lost == 0)
         await rig.settled()
         rig.check()
         await rig.close()
@@ -701,12 +687,12 @@ def test_flushes_by_key_leave_nothing_behind(tmp_path: Path) -> None:
             await rig.settled()
             assert await rig.flush(key_of(chain, number % 6))
         await rig.committed()
-        await rig.until(lambda: not rig.shelves[0]._tombstones)
+        await rig.until(lambda: not rig.shelves[0].registry.tombstones)
         rig.check()
         await rig.close()
         again = TierRig(tmp_path)
         await again.tier.open()
-        assert again.shelves[0]._tombstones == {}
+        assert again.shelves[0].registry.tombstones == {}
         await again.loaded()
         await again.close()
 
@@ -788,7 +774,7 @@ def test_what_the_budget_skips_orphans_nothing(tmp_path: Path) -> None:
         rig.check()
         await rig.crash()
         again = await TierRig(tmp_path).open()
-        assert again.shelves[0].orphan_rows == 0
+        assert again.shelves[0].stats()["orphan_rows"] == 0
         assert await again.load(again.namespace(), chain) == 20
         await again.close()
 
@@ -968,7 +954,7 @@ def test_a_flush_while_rows_load_is_later_than_all_of_them(tmp_path: Path) -> No
             assert await rig.flush(key_of(keys_of("other", 6), number % 3))
         rig.store(space, chain)
         await rig.settled()
-        await rig.until(lambda: not rig.shelves[0]._tombstones)
+        await rig.until(lambda: not rig.shelves[0].registry.tombstones)
         await rig.close()
         for by_key in (True, False):
             rig = TierRig(tmp_path)
@@ -1033,7 +1019,7 @@ def test_rows_that_wait_for_one_parent_are_taken_in_by_slices(tmp_path: Path, fo
     """A root that comes last must not stop everything while all that hangs below it follows."""
 
     async def scenario() -> None:
-        blocks = 4 * shelf.ROWS_AT_ONCE
+        blocks = 4 * recovery.ROWS_AT_ONCE
         sizes: dict[str, int] = {"arena_regions": 8, "segment_bytes": 16 << 20}
         rig = await TierRig(tmp_path, **sizes).open()
         space, chain = rig.namespace(4096), keys_of("a", blocks)
@@ -1048,8 +1034,8 @@ def test_rows_that_wait_for_one_parent_are_taken_in_by_slices(tmp_path: Path, fo
         rig = TierRig(tmp_path, **sizes)
         await rig.tier.open()
         one = rig.shelves[0]
-        loading = one._rows
-        assert loading is not None
+        assert one.recovery is not None
+        loading = one.recovery.rows
         rows: list[Any] = []
         while not loading.finished:
             rows += loading.next_batch() or ()
@@ -1062,8 +1048,8 @@ def test_rows_that_wait_for_one_parent_are_taken_in_by_slices(tmp_path: Path, fo
         before = 0
         while one.loading:
             one.work()
-            assert one.loaded_rows - before <= 2 * shelf.ROWS_AT_ONCE
-            before = one.loaded_rows
+            assert one.recovery.loaded_rows - before <= 2 * recovery.ROWS_AT_ONCE
+            before = one.recovery.loaded_rows
         assert before == blocks
         rig.check()
         tail = chain if form == "chain" else chain[:16] + chain[-16:]
@@ -1091,6 +1077,22 @@ def test_a_chain_that_was_flushed_and_stored_again_keeps_no_old_tail(tmp_path: P
         rig = await TierRig(tmp_path).open()
         assert await rig.load(rig.namespace(), chain) <= 10
         rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_write_amplification_counts_blocks_and_database(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        rig.store(rig.namespace(), keys_of("a", 40))
+        await rig.settled()
+        stats = rig.tier.stats()
+        [directory] = stats["directories"]
+        assert directory["written_bytes"] >= stats["written_bytes"] > 0
+        assert directory["database_written_bytes"] > 40 * 76, "every row has been written at least once"
+        disk_bytes = directory["written_bytes"] + directory["database_written_bytes"]
+        assert stats["write_amplification"] == pytest.approx(disk_bytes / stats["written_bytes"], abs=1e-4)
         await rig.close()
 
     play(scenario)

@@ -11,7 +11,7 @@ import pytest
 from tiercache.checksum import CHECKSUM_XXH3
 from tiercache.daemon.allocator import NO_FRAME
 from tiercache.daemon.counters import Counters
-from tiercache.daemon.nvme import shelf as shelves
+from tiercache.daemon.nvme import recovery
 from tiercache.daemon.nvme.catalog import Catalog
 from tiercache.daemon.nvme.directory import Directory
 from tiercache.daemon.nvme.io import DiskQueue
@@ -84,10 +84,10 @@ def filled(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_flush_while_rows_load_frees_every_slot_once(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelves, "ROWS_AT_ONCE", 10)
+    monkeypatch.setattr(recovery, "ROWS_AT_ONCE", 10)
     bench = Bench(filled)
     shelf = bench.shelf
-    while shelf.loaded_rows < 40:
+    while shelf.recovery.loaded_rows < 40:
         shelf.work()
     # All rows are in and loading has not been declared over: nothing is delivered meanwhile.
     shelf.flush(bench.namespace, (20).to_bytes(16, "little"), lambda ok: None)
@@ -114,7 +114,7 @@ def test_slots_of_rows_that_are_refused_are_free_when_the_rows_are_gone(filled: 
     shelf = bench.shelf
     while shelf.loading:
         shelf.work()
-    assert shelf.orphan_rows == 34
+    assert shelf.recovery.orphan_rows == 34
     assert shelf.allocator.used_bytes == 39 * 4096, "34 rows are not deleted yet"
     assert shelf.check_integrity([]) == []
     bench.until(lambda: shelf.allocator.used_bytes == 5 * 4096)

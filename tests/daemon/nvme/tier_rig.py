@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,21 @@ def content(key: bytes, length: int) -> bytes:
     """What is stored under a key: bytes that no other key has, and no two pages alike."""
     pages = range(length // 4096)
     return b"".join(hashlib.blake2b(key + page.to_bytes(4, "little"), digest_size=64).digest() * 64 for page in pages)
+
+
+Scenario = Callable[[], Coroutine[Any, Any, None]]
+
+
+def play(scenario: Scenario) -> None:
+    """Run it on a loop of its own; an error in a callback of the loop fails the test too."""
+    errors: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        await scenario()
+
+    asyncio.run(run())
+    assert not errors, errors
 
 
 class TierRig:

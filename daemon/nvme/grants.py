@@ -1,0 +1,306 @@
+"""Slots that clients write themselves, under a write lease: stores past DRAM.
+
+    reserve ─► how many keys are here, then a run of free slots, in no index and without a row
+    write      from the client's device into the slots
+    commit  ─► the leading blocks that are complete, with their checksums: in the index, visible
+    abort   ─► none of them
+
+A run begins below a block that is here, so NVMe stays prefix-closed by itself. A slot that a client
+was given has no other owner before that client says that its writes have ended (commit, or abort
+with that word) or its process has exited; when the lease ends earlier the slot is in quarantine.
+Writes that outlive the daemon are the exception: its next life knows nothing of them, and a block
+that they spoil fails its checksum.
+
+The checksum is the client's own word. Whoever reads the block computes the same sum over what is on
+the disk, so a wrong one costs a miss; and who may open the segment files could write anything there
+in any case. They trust each other as those do who map the arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from tiercache.checksum import CHECKSUM_LANES
+from tiercache.daemon.allocator import NO_FRAME
+from tiercache.daemon.below import Granted
+from tiercache.daemon.counters import Counters
+from tiercache.daemon.leases import Deadlines, Owner, new_lease_id
+from tiercache.daemon.nvme.budget import WriteBudget
+from tiercache.daemon.nvme.codecs import RAW
+from tiercache.daemon.nvme.directory import PAGE_BYTES
+from tiercache.daemon.nvme.placement import Placement
+from tiercache.daemon.nvme.shelf import Shelf, Stored
+from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.space import Namespace
+from tiercache.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, CommitState, Extent
+
+_VISIBLE, _DROPPED = CommitState.VISIBLE, CommitState.DROPPED
+
+
+class Grant:
+    """Slots handed to one writer: block `i` of the run is `keys[i]`, at `slots[i]` while that is the writer's.
+
+    `over` once it expired or was given up without the word that its writes have ended.
+    """
+
+    __slots__ = (
+        "deadline_s", "epoch", "keys", "lease_id", "namespace", "over", "owner", "parent", "pin", "shelf", "slots",
+    )  # fmt: skip
+
+    def __init__(
+        self, owner: Owner, deadline_s: float, shelf: Shelf, namespace: Namespace, parent: bytes, pin: int,
+        keys: list[bytes], slots: list[int],
+    ) -> None:  # fmt: skip
+        self.lease_id = new_lease_id()
+        self.owner = owner
+        self.deadline_s = deadline_s
+        self.shelf = shelf
+        self.namespace = namespace
+        self.epoch = shelf.epoch(namespace)
+        self.parent = parent
+        self.pin = pin  # the parent's entry: room for the run is not made of what it hangs below
+        self.keys = keys
+        self.slots = slots
+        self.over = False
+
+    @property
+    def bytes(self) -> int:
+        """Of the slots that are the writer's."""
+        return len(self.slots) * self.namespace.spec.frame_bytes
+
+    @property
+    def flushed(self) -> bool:
+        """Whether something of the namespace was flushed since."""
+        return self.epoch != self.shelf.epoch(self.namespace)
+
+
+class Grants:
+    """All slots that clients write to. Event loop only; nothing here blocks.
+
+    Args:
+        may_write: whether chains may begin or go on now, for all directories.
+        limit_bytes: of one client's slots, those in quarantine included. One slot it gets in any case.
+    """
+
+    def __init__(
+        self, placement: Placement, budget: WriteBudget, may_write: Callable[[], bool], counters: Counters,
+        clock_s: Callable[[], float], limit_bytes: int,
+    ) -> None:  # fmt: skip
+        self.leases: dict[int, Grant] = {}
+        self.quarantined: dict[int, Grant] = {}
+        self.stored_blocks = 0
+        self.stored_bytes = 0
+        self._placement = placement
+        self._budget = budget
+        self._may_write = may_write
+        self._counters = counters
+        self._clock_s = clock_s
+        self._limit_bytes = limit_bytes
+        self._pending: dict[tuple[int, bytes], Grant] = {}  # who writes a block, by namespace number and key
+        self._deadlines = Deadlines(self.leases)
+
+    # --- reserve ---------------------------------------------------------------------------------
+
+    def reserve(self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float) -> Granted:
+        """Slots for a run of `keys` below the block `parent` (empty: the root), past those that are here.
+
+        Nothing where the parent is not here, or nothing may be written: the client has DRAM for that.
+        """
+        shelf = self._shelf_of(namespace, parent, keys[:KEY_BYTES])
+        if shelf is None:
+            return Granted()
+        entry, present = _present(shelf, namespace, parent, keys)
+        rest = [keys[at : at + KEY_BYTES] for at in range(present * KEY_BYTES, len(keys), KEY_BYTES)]
+        if entry == NO_ENTRY or not rest:
+            return Granted(present)
+        before = keys[(present - 1) * KEY_BYTES : present * KEY_BYTES] if present else parent
+        shelf.index.pin(entry)  # before anything is evicted
+        slots, soon = self._take_slots(owner, shelf, namespace, before, rest)
+        if not slots:
+            shelf.index.unpin(entry)
+            return Granted(present, soon=soon)
+        mine = rest[: len(slots)]
+        grant = Grant(owner, self._clock_s() + ttl_s, shelf, namespace, before, entry, mine, slots)
+        self.leases[grant.lease_id] = grant
+        owner.grants.add(grant.lease_id)
+        self._deadlines.add(grant.deadline_s, grant.lease_id)
+        self._pending.update(((namespace.number, key), grant) for key in mine)
+        extents = [_place(slot, namespace.spec.block_bytes) for slot in slots]
+        return Granted(present, grant.lease_id, str(shelf.directory.path), extents)
+
+    def _shelf_of(self, namespace: Namespace, parent: bytes, first_key: bytes) -> Shelf | None:
+        """Where the run belongs, if a client can write there now."""
+        spec = namespace.spec
+        if namespace.table.windowed or spec.block_bytes % PAGE_BYTES or not self._may_write():
+            return None
+        shelf = self._placement.with_block(namespace, parent or first_key)
+        if shelf is None and not parent:
+            shelf = self._placement.home(first_key)
+        if shelf is None or not shelf.may_write or spec.frame_bytes > shelf.directory.segment_bytes:
+            return None
+        # Our own reads and writes must not go through the page cache while others' go past it.
+        return shelf if shelf.directory.direct and str(shelf.directory.path).isprintable() else None
+
+    def _take_slots(
+        self, owner: Owner, shelf: Shelf, namespace: Namespace, parent: bytes, keys: Iterable[bytes]
+    ) -> tuple[list[int], bool]:
+        """Free slots for the leading ones of `keys`; and if there is none, whether there may be one soon."""
+        size_bytes = namespace.spec.frame_bytes
+        held_bytes = sum(grant.bytes for grant in self._all() if grant.owner.instance == owner.instance)
+        most = max(0 if held_bytes else 1, (self._limit_bytes - held_bytes) // size_bytes)
+        table, slots = shelf.table(namespace), list[int]()
+        for key in keys:
+            other = self._pending.get((namespace.number, key))
+            if other is not None and not other.flushed:
+                return slots, True
+            if table.get(key) != NO_ENTRY or len(slots) == most or not self._budget.admits(size_bytes, False):
+                return slots, False
+            slot = shelf.take_slot(namespace, parent)
+            if slot == NO_FRAME:
+                return slots, True
+            self._budget.charge(size_bytes)
+            slots.append(slot)
+        return slots, False
+
+    # --- commit and abort ------------------------------------------------------------------------
+
+    def commit(self, owner: Owner, lease_id: int, checksums: Sequence[int]) -> list[CommitState]:
+        """The writes of a grant have ended, and its leading blocks are complete: these are their checksums.
+
+        Ends the lease; of one that is over nothing is kept.
+        """
+        grant = self._find(owner, lease_id)
+        if grant is None:
+            return [_DROPPED] * len(checksums)
+        visible = 0 if grant.over else self._publish(grant, checksums)
+        self._end(grant)
+        return [_VISIBLE] * visible + [_DROPPED] * (len(checksums) - visible)
+
+    def _publish(self, grant: Grant, checksums: Sequence[int]) -> int:
+        """Make blocks visible, parents first, as far as nothing was lost meanwhile; returns how many are."""
+        shelf, namespace, parent = grant.shelf, grant.namespace, grant.parent
+        table, length = shelf.table(namespace), namespace.spec.block_bytes
+        visible, left = 0, list[int]()
+        for key, slot, checksum in zip(grant.keys, grant.slots, checksums, strict=False):
+            before = table.get(parent) if parent else table.root
+            if grant.flushed or before == NO_ENTRY or not shelf.index.attached(before):
+                break
+            if table.get(key) == NO_ENTRY:
+                shelf.add(namespace, key, parent, slot, Stored(NO_ENTRY, slot, length, RAW, checksum, CHECKSUM_LANES))
+                self.stored_blocks += 1
+                self.stored_bytes += length
+            else:
+                left.append(slot)  # it has been written from DRAM too
+            parent, visible = key, visible + 1
+        grant.slots = left + grant.slots[visible:]
+        return visible
+
+    def abort(self, owner: Owner, lease_id: int, finished: bool) -> None:
+        """Keep nothing. Unless `finished`, the slots wait for that word or for the end of the process."""
+        grant = self._find(owner, lease_id)
+        if grant is None:
+            return
+        if finished:
+            self._end(grant)
+        else:
+            self._give_up(grant)
+
+    def renew(self, lease_id: int, ttl_s: float) -> None:
+        """Move the deadline of a live lease."""
+        grant = self.leases[lease_id]
+        grant.deadline_s = self._clock_s() + ttl_s
+        self._deadlines.add(grant.deadline_s, grant.lease_id)
+
+    def _find(self, owner: Owner, lease_id: int) -> Grant | None:
+        """A live or quarantined lease of the same instance."""
+        grant = self.leases.get(lease_id) or self.quarantined.get(lease_id)
+        return grant if grant is not None and grant.owner.instance == owner.instance else None
+
+    # --- the ends of leases ----------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """Quarantine every lease whose time is up."""
+        now_s = self._clock_s()
+        for lease_id in self._deadlines.due(now_s):
+            grant = self.leases.get(lease_id)
+            if grant is not None and grant.deadline_s <= now_s:
+                self._counters.leases_expired += 1
+                self._give_up(grant)
+
+    def session_lost(self, owner: Owner) -> None:
+        """The session is closed; its process may still be writing."""
+        for lease_id in list(owner.grants):
+            self._give_up(self.leases[lease_id])
+
+    def process_gone(self, owner: Owner) -> None:
+        """The process has exited, and what it had begun in the kernel with it."""
+        for grant in [grant for grant in self.quarantined.values() if grant.owner is owner]:
+            self._end(grant)
+
+    def has_quarantine(self, owner: Owner) -> bool:
+        """Whether slots wait for this session's process to exit."""
+        return any(grant.owner is owner for grant in self.quarantined.values())
+
+    def _give_up(self, grant: Grant) -> None:
+        """Nothing of it will be published; its slots wait in quarantine."""
+        if not grant.over:
+            self._counters.quarantines += 1
+            self._close(grant)
+            self.quarantined[grant.lease_id] = grant
+
+    def _end(self, grant: Grant) -> None:
+        """Its writes have ended: the slots that were not kept are free."""
+        if grant.over:
+            del self.quarantined[grant.lease_id]
+        else:
+            self._close(grant)
+        for slot in grant.slots:
+            grant.shelf.allocator.give_back(slot)
+
+    def _close(self, grant: Grant) -> None:
+        grant.over = True
+        del self.leases[grant.lease_id]
+        grant.owner.grants.remove(grant.lease_id)
+        grant.shelf.index.unpin(grant.pin)
+        for key in grant.keys:
+            if self._pending.get((grant.namespace.number, key)) is grant:
+                del self._pending[grant.namespace.number, key]
+
+    # --- what is held ----------------------------------------------------------------------------
+
+    def _all(self) -> Iterable[Grant]:
+        yield from self.leases.values()
+        yield from self.quarantined.values()
+
+    def slots_of(self, shelf: Shelf) -> list[int]:
+        """Slots of a directory that are a client's to write to."""
+        return [slot for grant in self._all() if grant.shelf is shelf for slot in grant.slots]
+
+    def stats(self) -> dict[str, int]:
+        """What `stats` shows of direct stores."""
+        return {
+            "direct_stored_blocks": self.stored_blocks,
+            "direct_stored_bytes": self.stored_bytes,
+            "direct_write_leases": len(self.leases),
+            "direct_quarantined_bytes": sum(grant.bytes for grant in self.quarantined.values()),
+        }
+
+
+def _place(slot: int, length: int) -> Extent:
+    return Extent(slot >> REGION_SHIFT, 0, CHECKSUM_LANES, RAW, slot & OFFSET_MASK, length, length, 0)
+
+
+def _present(shelf: Shelf, namespace: Namespace, parent: bytes, keys: bytes) -> tuple[int, int]:
+    """The last entry of the run that is here below `parent`, and the run's length; NO_ENTRY without the parent."""
+    index, table = shelf.index, shelf.table(namespace)
+    entry, present = (table.get(parent) if parent else table.root), 0
+    if entry == NO_ENTRY or not index.attached(entry):
+        return NO_ENTRY, 0
+    for at in range(0, len(keys), KEY_BYTES):
+        found = table.get(keys[at : at + KEY_BYTES])
+        if found == NO_ENTRY or index.parent[found] != entry:
+            break
+        entry, present = found, present + 1
+    if present:
+        index.touch(entry)
+    return entry, present

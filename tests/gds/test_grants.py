@@ -1,0 +1,276 @@
+"""Slots that clients write: what the daemon says to them, whatever they do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of, wait_for
+
+import tiercache
+from tiercache import messages
+from tiercache.checksum import CHECKSUM_LANES, block_checksum, block_seed
+from tiercache.errors import RequestRefused
+from tiercache.messages import CommitState, Extent
+
+pytestmark = pytest.mark.faults
+
+VISIBLE, DROPPED = CommitState.VISIBLE, CommitState.DROPPED
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, lease_ttl_max="5s", quarantine_per_client="4MiB")
+    yield made
+    made.stop()
+
+
+class Writer:
+    """A client by hand, as a process of its own instance."""
+
+    def __init__(self, cluster: Cluster, instance: bytes | None = None) -> None:
+        self.cluster = cluster
+        self.client = tiercache.Client.connect(
+            cluster.daemon.address, instance=instance, map_arena=False, request_timeout_s=5.0
+        )
+        self.number = self.client.register(cluster.spec)
+
+    def reserve(self, keys: bytes, parent: bytes = b"", ttl_ms: int = 5000) -> messages.ReservedExtents:
+        reply = self.client.call(
+            messages.ReserveExtents, namespace=self.number, parent=parent, keys=keys, ttl_ms=ttl_ms
+        )
+        assert isinstance(reply, messages.ReservedExtents)
+        return reply
+
+    def granted(self, keys: bytes, parent: bytes = b"", ttl_ms: int = 5000) -> messages.ReservedExtents:
+        """The same, once there is room."""
+        replies: list[messages.ReservedExtents] = []
+
+        def has_places() -> bool:
+            replies.append(self.reserve(keys, parent, ttl_ms))
+            assert replies[-1].lease or replies[-1].soon
+            return replies[-1].lease != 0
+
+        wait_for("there are places", has_places)
+        return replies[-1]
+
+    def write(self, reply: messages.ReservedExtents, keys: bytes) -> list[int]:
+        """Write the granted blocks of a run of keys; their checksums."""
+        sums = []
+        for number, place in enumerate(messages.unpack_extents(reply.extents)):
+            key = key_of(keys, reply.present + number)
+            data = content(key).tobytes()
+            with open(f"{reply.directory}/segments/{place.segment:08d}.seg", "r+b") as file:
+                file.seek(place.offset)
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            seed = block_seed(key, self.cluster.spec.fingerprint(), BLOCK_BYTES, 0, CHECKSUM_LANES)
+            sums.append(block_checksum(data, seed, CHECKSUM_LANES))
+        return sums
+
+    def commit(self, lease: int, sums: list[int]) -> list[int]:
+        reply = self.client.call(messages.CommitExtents, lease=lease, checksums=messages.pack_checksums(sums))
+        assert isinstance(reply, messages.Committed)
+        return list(reply.states)
+
+    def abort(self, lease: int, finished: bool) -> None:
+        self.client.call(messages.Abort, lease=lease, finished=finished)
+
+
+@pytest.fixture
+def writer(cluster: Cluster) -> Iterator[Writer]:
+    made = Writer(cluster)
+    yield made
+    made.client.close()
+
+
+def slots(reply: messages.ReservedExtents) -> list[Extent]:
+    return messages.unpack_extents(reply.extents)
+
+
+def held(cluster: Cluster) -> tuple[int, int]:
+    """Write leases that are open, and blocks in quarantine."""
+    stats = cluster.nvme()
+    return stats["direct_write_leases"], stats["direct_quarantined_bytes"] // BLOCK_BYTES
+
+
+def test_places_are_blocks_in_a_segment(cluster: Cluster, writer: Writer) -> None:
+    chain = chain_of("a", 10)
+    reply = writer.granted(chain)
+    assert (reply.present, reply.directory, len(slots(reply))) == (0, str(cluster.directories[0]), 10)
+    assert len(set(slots(reply))) == 10
+    for place in slots(reply):
+        assert place == Extent(place.segment, 0, CHECKSUM_LANES, 0, place.offset, BLOCK_BYTES, BLOCK_BYTES, 0)
+        assert place.offset % BLOCK_BYTES == 0
+    assert held(cluster) == (1, 0)
+    assert writer.commit(reply.lease, writer.write(reply, chain)) == [VISIBLE] * 10
+    assert held(cluster) == (0, 0)
+    assert cluster.load(chain) == 10, "the daemon verifies what the client has called right"
+    assert writer.commit(reply.lease, [1, 2]) == [DROPPED] * 2, "it is over"
+    writer.abort(reply.lease, True)
+    assert cluster.load(chain) == 10
+
+
+def test_only_leading_blocks_are_kept_and_the_other_slots_are_free(cluster: Cluster, writer: Writer) -> None:
+    chain = chain_of("a", 10)
+    reply = writer.granted(chain)
+    assert writer.commit(reply.lease, writer.write(reply, chain)[:4]) == [VISIBLE] * 4
+    assert cluster.nvme()["blocks"] == 4
+    again = writer.granted(chain)
+    assert (again.present, len(slots(again))) == (4, 6)
+    assert set(slots(again)) <= set(slots(reply))
+    assert writer.commit(again.lease, [*writer.write(again, chain), 7]) == [VISIBLE] * 6 + [DROPPED]
+    assert cluster.load(chain) == 10
+
+
+def test_a_run_begins_below_a_block_that_is_here(cluster: Cluster, writer: Writer) -> None:
+    chain, other = chain_of("a", 10), chain_of("b", 2)
+    missing = writer.reserve(chain[16 * 5 :], parent=key_of(chain, 4))
+    assert (missing.lease, missing.present, missing.extents, missing.soon) == (0, 0, b"", False)
+    reply = writer.granted(chain[: 16 * 5])
+    pending = writer.reserve(chain[16 * 5 :], parent=key_of(chain, 4))
+    assert (pending.lease, pending.soon) == (0, False), "its parent is not visible"
+    assert writer.commit(reply.lease, writer.write(reply, chain)) == [VISIBLE] * 5
+    rest = writer.granted(chain[16 * 5 :], parent=key_of(chain, 4))
+    assert writer.commit(rest.lease, writer.write(rest, chain[16 * 5 :])) == [VISIBLE] * 5
+    mixed = writer.reserve(other[:16] + chain[16:32])
+    assert len(slots(mixed)) == 1, "what is here already is not written below another block"
+    writer.abort(mixed.lease, True)
+    assert cluster.load(chain) == 10
+
+
+def test_slots_of_a_lease_that_ran_out_wait_for_the_word(cluster: Cluster, writer: Writer) -> None:
+    chain = chain_of("a", 10)
+    reply = writer.granted(chain, ttl_ms=200)
+    wait_for("its time is up", lambda: held(cluster) == (0, 10))
+    other = Writer(cluster)
+    second = other.granted(chain)
+    assert not set(slots(second)) & set(slots(reply)), "they may still be written to"
+    assert other.commit(second.lease, other.write(second, chain)) == [VISIBLE] * 10
+    assert other.commit(reply.lease, [1] * 10) == [DROPPED] * 10, "another instance has no say"
+    assert held(cluster) == (0, 10)
+    assert writer.commit(reply.lease, writer.write(reply, chain)) == [DROPPED] * 10
+    assert held(cluster) == (0, 0)
+    other.client.close()
+    assert cluster.load(chain) == 10
+
+
+def test_renewed_it_does_not_run_out(cluster: Cluster, writer: Writer) -> None:
+    reply = writer.granted(chain_of("a", 3), ttl_ms=300)
+    for _ in range(3):
+        answer = writer.client.call(messages.Renew, leases=[reply.lease, 5], ttl_ms=5000)
+        assert isinstance(answer, messages.Renewed)
+        assert answer.alive == b"\x01\x00"
+    assert held(cluster) == (1, 0)
+    writer.client.call(messages.Renew, leases=[reply.lease], ttl_ms=1)
+    wait_for("its time is up", lambda: held(cluster) == (0, 3))
+    writer.abort(reply.lease, False)
+    assert held(cluster) == (0, 3)
+    writer.abort(reply.lease, True)
+    assert held(cluster) == (0, 0)
+
+
+def test_another_session_of_the_instance_may_say_that_it_has_finished(cluster: Cluster) -> None:
+    instance = os.urandom(16)
+    lost, survivor = Writer(cluster, instance), Writer(cluster, instance)
+    reply = lost.granted(chain_of("a", 6))
+    lost.client.close()
+    wait_for("it waits for this process", lambda: held(cluster) == (0, 6))
+    survivor.abort(reply.lease, True)
+    assert held(cluster) == (0, 0)
+    survivor.client.close()
+
+
+def test_what_one_client_may_hold_is_limited(cluster: Cluster, writer: Writer) -> None:
+    """4 MiB are 64 blocks, those in quarantine included."""
+    first = writer.granted(chain_of("a", 40))
+    assert len(slots(first)) == 40
+    writer.abort(first.lease, False)
+    second = writer.granted(chain_of("b", 40))
+    assert len(slots(second)) == 24
+    full = writer.reserve(chain_of("c", 4))
+    assert (full.lease, full.soon) == (0, False)
+    other = Writer(cluster)
+    assert len(slots(other.granted(chain_of("c", 40)))) == 40, "others have their own limit"
+    writer.abort(first.lease, True)
+    assert len(slots(writer.granted(chain_of("d", 50)))) == 40
+    other.client.close()
+
+
+def test_a_flush_ends_what_is_being_written(cluster: Cluster, writer: Writer) -> None:
+    chain = chain_of("a", 10)
+    reply = writer.granted(chain)
+    sums = writer.write(reply, chain)
+    assert writer.reserve(chain).soon, "it is being written"
+    cluster.connector.flush()
+    fresh = writer.granted(chain)
+    assert not set(slots(fresh)) & set(slots(reply)), "but the old slots are not free"
+    assert writer.commit(reply.lease, sums) == [DROPPED] * 10
+    assert writer.commit(fresh.lease, writer.write(fresh, chain)) == [VISIBLE] * 10
+    assert cluster.load(chain) == 10
+
+
+def test_a_parent_that_is_lost_takes_the_run_along(cluster: Cluster, writer: Writer) -> None:
+    chain = chain_of("a", 10)
+    reply = writer.granted(chain[: 16 * 5])
+    writer.commit(reply.lease, [number + 1 for number in range(5)])  # bytes that nobody has written
+    rest = writer.granted(chain[16 * 5 :], parent=key_of(chain, 4))
+    sums = writer.write(rest, chain[16 * 5 :])
+    match = cluster.connector.match(chain)
+    assert match.blocks == 5
+    assert cluster.connector.load(match, range(5)) == 0, "a lying client hurts those who believe it, by a miss"
+    wait_for("the bad ones are dropped", lambda: cluster.nvme()["blocks"] == 0)
+    assert writer.commit(rest.lease, sums) == [DROPPED] * 5
+    assert held(cluster) == (0, 0)
+
+
+def test_what_makes_no_sense_is_refused(cluster: Cluster, writer: Writer) -> None:
+    good: dict[str, Any] = {"namespace": writer.number, "parent": b"", "keys": chain_of("a", 4), "ttl_ms": 1000}
+    wrong = (
+        ({"keys": b""}, "bad_value"), ({"keys": b"x" * 17}, "bad_value"), ({"keys": bytes(16 * 513)}, "too_large"),
+        ({"parent": b"short"}, "bad_value"), ({"ttl_ms": 0}, "bad_value"), ({"namespace": 99}, "unknown_namespace"),
+    )  # fmt: skip
+    for changes, code in wrong:
+        with pytest.raises(RequestRefused) as refused:
+            writer.client.call(messages.ReserveExtents, **{**good, **changes})
+        assert refused.value.code == code, changes
+    for sums in (b"1234567", bytes(8 * 513)):
+        with pytest.raises(RequestRefused) as refused:
+            writer.client.call(messages.CommitExtents, lease=1, checksums=sums)
+        assert refused.value.code == "bad_value"
+    assert writer.commit(12345, [1, 2]) == [DROPPED] * 2
+    assert held(cluster) == (0, 0)
+
+
+def test_blocks_that_no_direct_write_can_be_made_of_get_no_place(cluster: Cluster, writer: Writer) -> None:
+    odd = {"engine": "odd", "layout": "l", "dtype": "uint8", "block_size": 1}
+    for spec in (
+        tiercache.NamespaceSpec(block_bytes=5000, **odd),
+        tiercache.NamespaceSpec(block_bytes=4096, window_blocks=4, **odd),
+    ):
+        number = writer.client.register(spec)
+        reply = writer.client.call(
+            messages.ReserveExtents, namespace=number, parent=b"", keys=chain_of("a", 2), ttl_ms=1000
+        )
+        assert isinstance(reply, messages.ReservedExtents)
+        assert (reply.lease, reply.present, reply.soon) == (0, 0, False)
+
+
+def test_the_budget_counts_what_clients_write(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, nvme_write_budget="96MiB")  # two hours' worth: 8 MiB
+    writer = Writer(cluster)
+    granted, number = 0, 0
+    while reply := writer.reserve(chain_of(str(number), 16)):
+        if reply.lease:
+            granted += len(slots(reply))
+            writer.abort(reply.lease, True)
+        elif not reply.soon:
+            break
+        number += 1
+    assert 4 << 20 <= granted * BLOCK_BYTES <= 5 << 20, "new blocks get the upper half of it"
+    writer.client.close()
+    cluster.stop()
