@@ -2,12 +2,14 @@
 #
 #   make setup      virtual environment in .venv with the versions of constraints.txt
 #   make test       lint, types and tests; MARKERS="not engine" leaves out the parts that load torch
+#   make test-vllm  the connector for vLLM on real vLLM (Python 3.11 or later, 3.4 GB, in .venv-vllm)
 #   make demo       a small engine with and without the cache, side by side
 #   make bench      transfers and daemon, measured on this machine
 #   make gpu-check  kernels and transfers on a CUDA device; needs torch, no network, no .venv
-#   make clean      remove what the other targets made, except .venv
+#   make clean      remove what the other targets made, except .venv and .venv-vllm
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 MARKERS ?=
 PYTEST_ARGS ?=
 
@@ -15,7 +17,7 @@ BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 BENCHMARKS = $(wildcard bench/bench_transfer.py bench/bench_daemon.py)
 
-.PHONY: setup test lint types unit demo bench gpu-check clean
+.PHONY: setup test lint types unit test-vllm demo bench gpu-check clean
 .DEFAULT_GOAL := test
 
 setup: $(VENV)/.installed
@@ -24,7 +26,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --upgrade pip setuptools wheel
-	$(PIP_INSTALL) --no-build-isolation --editable '.[engine,test,dev]'
+	$(PIP_INSTALL) --no-build-isolation --editable '.[engine,serve,test,dev]'
 	touch $@
 
 test: lint types unit
@@ -38,7 +40,19 @@ types: setup
 # One thread per process: the tests start many, and the machine's cores are theirs to share.
 unit: export OMP_NUM_THREADS = 1
 unit: setup
-	$(BIN)/python -m pytest -m 'not slow and not gpu$(if $(MARKERS), and ($(MARKERS)))' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not slow and not gpu and not vllm$(if $(MARKERS), and ($(MARKERS)))' $(PYTEST_ARGS)
+
+# An environment of its own, because vLLM wants other versions than we do. The project is used from the
+# checkout. A failed install goes on where it stopped.
+$(VLLM_VENV)/.installed: tests/vllm/requirements.txt
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/vllm/requirements.txt
+	touch $@
+
+test-vllm: export OMP_NUM_THREADS = 1
+test-vllm: export PYTHONPATH = $(CURDIR)
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest -W default tests/vllm tests/connectors $(PYTEST_ARGS)
 
 demo: setup
 	$(BIN)/tiercache demo
@@ -53,4 +67,4 @@ gpu-check:
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,21 +24,28 @@ class MemoryMatch(NamedTuple):
     keys: tuple[bytes, ...]
     number: int
 
+    below_blocks: int
+
     @property
     def blocks(self) -> int:
         return len(self.keys)
 
 
 class MemoryTransfer:
-    """The copy happens when it is finished: a block reused too early is then a wrong byte in a test."""
+    """The copy happens when it is finished, cancelled or not: a block reused too early is a wrong byte then."""
 
-    def __init__(self, copy: Any, miss: Any) -> None:
+    def __init__(self, copy: Any, miss: Any, seconds: float) -> None:
         self._copy, self._result = copy, miss
         self._done = self._cancelled = False
+        self.began_s = self.ended_s = 0.0
+        self._seconds = seconds
 
     def finish(self) -> None:
-        if not self._done and not self._cancelled:
-            self._result = self._copy()
+        if not self._done:
+            copied = self._copy()
+            self._result = self._result if self._cancelled else copied
+            self.began_s = time.monotonic()
+            self.ended_s = self.began_s + self._seconds
         self._done = True
 
     def done(self) -> bool:
@@ -59,6 +68,8 @@ class MemoryCache:
         good_blocks: loads report at most this many blocks as good, and spoil the rest.
         capacity: blocks that fit; more are dropped.
         refuse: every call raises, as a connector must not.
+        below_from: blocks of a match from this one on are said to come from below DRAM.
+        dram_block_s, below_block_s: what a load says that it took for each block.
     """
 
     def __init__(self) -> None:
@@ -74,7 +85,11 @@ class MemoryCache:
         self.leases: set[int] = set()
         self.store_calls: list[tuple[int, int]] = []
         self.load_calls: list[tuple[int, int]] = []
+        self.prefetches: list[int] = []
+        self.below_from = 1 << 30
+        self.dram_block_s = self.below_block_s = 0.0
         self.closed = False
+        self._lease_numbers = itertools.count()
 
     def connect(self, namespace: NamespaceSpec, pool: torch.Tensor) -> MemoryCache:
         self.namespace, self.pool = namespace, pool
@@ -87,10 +102,15 @@ class MemoryCache:
             if keys[start : start + 16] not in self.blocks:
                 break
             found.append(keys[start : start + 16])
-        match = MemoryMatch(tuple(found), len(self.load_calls) + len(self.leases) + 1000 * len(self.leases))
+        match = MemoryMatch(tuple(found), next(self._lease_numbers), max(0, len(found) - self.below_from))
         if found:
             self.leases.add(match.number)
         return match
+
+    def prefetch(self, keys: bytes) -> int:
+        self._check()
+        self.prefetches.append(len(keys) // 16)
+        return 0
 
     def release(self, match: MemoryMatch) -> None:
         self.leases.discard(match.number)
@@ -106,14 +126,15 @@ class MemoryCache:
 
         def copy() -> int:
             assert self.pool is not None
+            there = [key in self.blocks for key in keys]
+            good = min(there.index(False) if False in there else len(keys), self.good_blocks)
             for number, (key, block_id) in enumerate(zip(keys, block_ids, strict=True)):
-                if number < self.good_blocks:
-                    self.pool[block_id] = self.blocks[key]
-                else:
-                    self.pool[block_id] = float("nan")
-            return min(len(keys), self.good_blocks)
+                self.pool[block_id] = self.blocks[key] if number < good else float("nan")
+            return good
 
-        return self._begin(copy, 0)
+        below = max(0, first + len(keys) - max(first, match.blocks - match.below_blocks))
+        seconds = (len(keys) - below) * self.dram_block_s + below * self.below_block_s
+        return self._begin(copy, 0, seconds)
 
     def store_async(self, keys: bytes, block_ids: Sequence[int], *, first: int = 0) -> MemoryTransfer:
         self._check()
@@ -138,8 +159,8 @@ class MemoryCache:
 
         return self._begin(copy, StoreResult(0, 0, len(block_ids), False))
 
-    def _begin(self, copy: Any, miss: Any) -> MemoryTransfer:
-        transfer = MemoryTransfer(copy, miss)
+    def _begin(self, copy: Any, miss: Any, seconds: float = 0.0) -> MemoryTransfer:
+        transfer = MemoryTransfer(copy, miss, seconds)
         self.pending.append(transfer)
         if not self.hold_transfers:
             self.finish_all()

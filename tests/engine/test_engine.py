@@ -17,7 +17,7 @@ GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
 def engine_of(model_dir: Path, **settings: Any) -> Engine:
-    small = {"block_size": 8, "chunk_size": 32, "pool_blocks": 64, "step_tokens": 64}
+    small = {"block_size": 8, "chunk_size": 32, "pool_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 72}
     return Engine(model_dir, EngineSettings(**{**small, **settings}))
 
 
@@ -67,7 +67,7 @@ def test_what_is_in_the_pool_does_not_depend_on_what_else_runs(llama: Path) -> N
     prompts = [prompt_of(100), prompt_of(100)[:77] + prompt_of(9, seed=5), prompt_of(41, seed=6), prompt_of(100)[:50]]
 
     def blocks_by_key(engine: Engine) -> dict[bytes, torch.Tensor]:
-        return {key: engine.pool[block_id].clone() for key, block_id in engine._blocks._cached.items()}
+        return {key: engine.pool.blocks[block_id].clone() for key, block_id in engine._blocks._cached.items()}
 
     alone: dict[bytes, torch.Tensor] = {}
     for prompt in prompts:
@@ -100,11 +100,11 @@ def test_loose_reuse_takes_generated_blocks_too(llama: Path) -> None:
 def test_shared_prefixes_share_blocks(llama: Path) -> None:
     with engine_of(llama) as engine:
         first = engine.add_request(prompt_of(70), GREEDY)
-        while engine._sequences[first].prefilling:
+        while engine._sequences[first][0].prefilling:
             engine.step()
         second = engine.add_request(prompt_of(64) + prompt_of(6, seed=9), GREEDY)
         engine.step()
-        tables = [engine._sequences[one].block_table for one in (first, second)]
+        tables = [engine._sequences[one][0].block_table for one in (first, second)]
         assert tables[0][:8] == tables[1][:8]
         assert set(tables[0][8:]).isdisjoint(tables[1][8:])
         outputs = run_checked(engine)
@@ -147,13 +147,14 @@ def test_scattered_blocks_are_read_in_their_order(llama: Path) -> None:
         while engine.unfinished:
             outputs |= {one.request_id: one.output for one in engine.step() if one.output is not None}
             if request_id in engine._sequences:
-                scattered |= not engine._sequences[request_id].contiguous
+                table = engine._sequences[request_id][0].block_table
+                scattered |= table != list(range(table[0], table[0] + len(table))) if table else False
         assert scattered
         assert outputs[request_id].tokens == expected.tokens
 
 
 def test_decodes_and_prompts_share_a_pass_when_reuse_is_loose(llama: Path) -> None:
-    with engine_of(llama, exact=False) as engine:
+    with engine_of(llama, exact=False, max_num_batched_tokens=40) as engine:
         engine.add_request(prompt_of(5), SamplingParams(max_tokens=30, ignore_eos=True))
         engine.step()
         engine.add_request(prompt_of(40, seed=1), GREEDY)
@@ -171,12 +172,12 @@ def test_decodes_and_prompts_share_a_pass_when_reuse_is_loose(llama: Path) -> No
 
 
 def test_a_step_computes_no_more_prompt_than_its_budget(llama: Path) -> None:
-    with engine_of(llama, step_tokens=40) as engine:
+    with engine_of(llama, max_num_batched_tokens=40) as engine:
         for seed in range(3):
             engine.add_request(prompt_of(32, seed=seed), GREEDY)
         engine.step()
-        computed = sorted(one.computed for one in engine._sequences.values())
-        assert computed == [0, 0, 24]  # the next chunk of 24 would be too many
+        computed = sorted(one.computed for [one] in engine._sequences.values())
+        assert computed == [0, 0, 32]  # in chunks of 24 and 8; another 24 would be too many
         run_checked(engine)
 
 
@@ -205,16 +206,15 @@ def test_seeds_repeat_whatever_runs_beside(llama: Path) -> None:
 
 
 def test_aborted_requests_give_everything_back(llama: Path) -> None:
-    with engine_of(llama, max_sequences=1) as engine:
+    with engine_of(llama, max_num_seqs=1) as engine:
         running = engine.add_request(prompt_of(50), GREEDY)
         waiting = engine.add_request(prompt_of(50, seed=1), GREEDY)
         engine.step()
         for request_id in (running, waiting):
-            output = engine.abort(request_id)
-            assert output is not None
+            [output] = engine.abort(request_id)
             assert output.finish_reason == "abort"
             engine.check_integrity()
-        assert engine.abort(running) is None
+        assert engine.abort(running) == []
         assert not engine.unfinished
         assert engine.stats()["idle_blocks"] == 64
 
@@ -239,8 +239,9 @@ def test_reset_pool_forgets_all_and_waits_for_requests(llama: Path) -> None:
         ([], SamplingParams(), "the prompt is empty"),
         ([5, 128], SamplingParams(), r"not in 0\.\.127"),
         ([-1], SamplingParams(), r"not in 0\.\.127"),
-        ([5] * 2040, SamplingParams(), "exceed the context of 2048"),
-        ([5] * 500, SamplingParams(max_tokens=13), "513 tokens exceed the KV pool of 512"),
+        ([5] * 500, SamplingParams(max_tokens=13), "exceed the 512 tokens .* lower max_tokens to 12, or raise pool_"),
+        ([5] * 512, SamplingParams(max_tokens=1), "that a sequence may have: shorten the prompt, or raise pool_blocks"),
+        ([5], SamplingParams(n=9), "n is 9: lower it to max_num_seqs 8"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused(
@@ -259,11 +260,28 @@ def test_the_largest_request_fits(llama: Path) -> None:
 
 
 def test_pool_and_device_settings_that_cannot_be_met(llama: Path) -> None:
-    with pytest.raises(ConfigError, match="one block takes 12288"):
-        engine_of(llama, pool_blocks=0, pool_bytes=1000, dtype="float32", block_size=16)
+    with pytest.raises(ConfigError, match=r"one block takes 12.0 KiB: raise kv_cache_memory"):
+        engine_of(llama, pool_blocks=0, kv_cache_memory=1000, dtype="float32", block_size=16)
+    with pytest.raises(ConfigError, match=r"the KV pool takes 1024.0 TiB of memory .* lower kv_cache_memory"):
+        engine_of(llama, pool_blocks=0, kv_cache_memory=1 << 50)
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="torch finds no CUDA device"):
             engine_of(llama, device="cuda")
+
+
+def test_a_context_longer_than_the_pool_is_refused_with_what_fits(llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the KV pool holds 512 .* max_model_len to 512 .* pool_blocks to 125"):
+        engine_of(llama, max_model_len=1000)
+    with pytest.raises(ConfigError, match=r"holds 680 tokens: .* or raise kv_cache_memory to 1MiB"):
+        engine_of(llama, max_model_len=1000, pool_blocks=0, kv_cache_memory="0.5MiB")
+    with engine_of(llama, max_model_len=100) as engine:
+        assert engine.max_model_len == 100
+        with pytest.raises(ConfigError, match=r"exceed the 100 tokens .* or raise max_model_len"):
+            engine.add_request([5] * 90, SamplingParams(max_tokens=11))
+    with engine_of(llama, pool_blocks=300) as engine:
+        assert engine.max_model_len == 2048  # what the model was made for
+        with pytest.raises(ConfigError, match=r"exceed the 2048 tokens that a sequence may have: shorten the prompt$"):
+            engine.add_request([5] * 2048, SamplingParams(max_tokens=1))
 
 
 def test_windows_hide_what_lies_before_them_across_blocks(save_model: SaveModel) -> None:

@@ -153,9 +153,9 @@ def test_weights_that_do_not_load_are_refused(llama: Path, tmp_path: Path) -> No
 def test_rope_that_grows_with_the_text_limits_the_context(llama: Path, tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}
     folder = copy_with(llama, tmp_path, rope_parameters=rope)
-    with pytest.raises(ConfigError, match="max_context is 300"):
-        describe_model(folder, EngineSettings(max_context=300))
-    describe_model(folder, EngineSettings(max_context=256))
+    with pytest.raises(ConfigError, match="max_model_len is 300"):
+        describe_model(folder, EngineSettings(max_model_len=300))
+    describe_model(folder, EngineSettings(max_model_len=256))
 
 
 def test_a_model_is_described_by_its_content(llama: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ PROMPT = prompt_of(120)  # chunks end at 32, 64, 96, 112, 120: 14 blocks of 8 th
 
 
 def engine_on(cache: MemoryCache, model_dir: Path, **settings: Any) -> Engine:
-    small = {"block_size": 8, "chunk_size": 32, "pool_blocks": 64, "step_tokens": 64}
+    small = {"block_size": 8, "chunk_size": 32, "pool_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 72}
     return Engine(model_dir, EngineSettings(**{**small, **settings}), connect=cache.connect)
 
 
@@ -104,7 +104,7 @@ def test_a_load_that_spoils_more_than_it_brings_leaves_shared_blocks_alone(llama
 
 def first_chain(engine: Engine) -> Any:
     request_id = engine.add_request(PROMPT, GREEDY)
-    chain = engine._sequences[request_id].chain
+    chain = engine._sequences[request_id][0].chain
     engine.abort(request_id)
     return chain
 
@@ -141,7 +141,7 @@ def test_a_load_that_is_late_is_computed_and_keeps_its_blocks(llama: Path) -> No
         request_id = second.add_request(PROMPT, GREEDY)
         second.step()
         [late] = cache.pending
-        lent = second._sequences[request_id].block_table[:14]
+        lent = second._sequences[request_id][0].block_table[:14]
         outputs = run_checked(second)
         assert second.stats()["loads_given_up_count"] == 1
         assert outputs[request_id].external_hit_tokens == 0
@@ -182,7 +182,7 @@ def test_aborting_a_load_keeps_its_blocks_until_the_copies_end(llama: Path) -> N
         assert not second.unfinished
         waiting = second.add_request(prompt_of(60, seed=2), GREEDY)
         second.step()
-        assert second._sequences[waiting].block_table == []  # no room while the copies may still run
+        assert second._sequences[waiting][0].block_table == []  # no room while the copies may still run
         cache.hold_transfers = False
         cache.finish_all()
         outputs = run_checked(second)
@@ -198,7 +198,7 @@ def test_a_store_holds_its_blocks_beyond_the_end_of_the_request(llama: Path) -> 
         assert engine.stats()["idle_blocks"] == 20 - 14
         request_id = engine.add_request(prompt_of(60, seed=2), GREEDY)
         engine.step()
-        assert engine._sequences[request_id].block_table == []
+        assert engine._sequences[request_id][0].block_table == []
         cache.hold_transfers = False
         cache.finish_all()
         run_checked(engine)
@@ -249,7 +249,7 @@ def test_write_back_over_a_slow_cache_waits_instead_of_losing(llama: Path) -> No
         for _ in range(3):
             engine.step()
             engine.check_integrity()
-        assert engine._sequences[request_id].block_table == []
+        assert engine._sequences[request_id][0].block_table == []
         assert cache.store_calls == [(0, 14)]
         cache.hold_transfers = False
         cache.finish_all()

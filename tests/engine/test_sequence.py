@@ -23,7 +23,7 @@ def sequence_of(length: int, settings: EngineSettings) -> Sequence:
 def edges(sequence: Sequence) -> list[int]:
     found = []
     while sequence.prefilling:
-        sequence.computed = sequence.next_edge()
+        sequence.computed = sequence.edge_after(sequence.computed)
         found.append(sequence.computed)
     return found
 
@@ -53,8 +53,9 @@ def test_loose_chunks_end_at_multiples() -> None:
 def test_decoding_goes_on_token_by_token() -> None:
     sequence = sequence_of(6, EXACT)
     sequence.computed = 6
+    sequence.tokens.append(7)
     assert not sequence.prefilling
-    assert sequence.next_edge() == 7
+    assert sequence.edge_after(6) == 7
 
 
 @pytest.mark.parametrize(("found", "usable"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (9, 9), (10, 9)])
@@ -91,15 +92,64 @@ def test_loose_keys_go_on_with_what_is_generated() -> None:
     assert sequence.chain.packed() == KeyChain(ROOT, 4, range(1, 13)).packed()
 
 
-def test_block_table_knows_whether_it_is_one_run() -> None:
+def test_preempted_sequences_have_keys_that_nobody_else_has() -> None:
+    sequence, twin = sequence_of(39, EXACT), sequence_of(39, EXACT)
+    for one in (sequence, twin):
+        one.tokens += range(40, 47)
+        one.computed = 45
+        one.key_all_full_blocks()
+    assert len(sequence.chain) == len(twin.chain) == 11
+    assert sequence.chain.packed(9) == twin.chain.packed(9)
+    assert {sequence.chain.key(9), sequence.chain.key(10)}.isdisjoint({twin.chain.key(9), twin.chain.key(10)})
+    assert sequence.max_hit_blocks == 11
+    assert [sequence.usable_hit_blocks(found) for found in (3, 8, 9, 10, 11)] == [0, 8, 9, 10, 11]
+    assert sequence.first_private_block == 9
+
+
+def test_what_is_computed_again_has_no_key_of_the_old_bytes() -> None:
+    sequence = sequence_of(39, EXACT)
+    prompt_keys = sequence.chain.packed()
+    sequence.tokens += range(40, 47)
+    sequence.computed = 45
+    sequence.key_all_full_blocks()
+    old = sequence.chain
+    sequence.restart()
+    sequence.computed = 40  # of the two blocks behind the prompt's nine, one was found again
+    sequence.drop_lost_keys()
+    assert sequence.chain.packed() == old.packed(10)
+    sequence.computed = 46
+    sequence.preemptions += 1
+    sequence.key_all_full_blocks()
+    assert sequence.chain.packed(10) == old.packed(10)
+    assert sequence.chain.key(10) != old.key(10)
+    sequence.computed = 16
+    sequence.drop_lost_keys()
+    assert sequence.chain.packed() == prompt_keys
+
+
+def test_what_is_computed_again_is_cut_as_before() -> None:
+    sequence = sequence_of(39, EXACT)
+    sequence.tokens += range(40, 60)
+    assert edges(sequence) == [16, 32, 36, 39, 48, 59]
+    sequence.computed = 44
+    assert edges(sequence) == [48, 59]
+    sequence.computed = 58
+    assert not sequence.prefilling
+
+
+def test_without_prefix_caching_no_two_sequences_share_a_key() -> None:
+    alone = EngineSettings(block_size=4, chunk_size=16, enable_prefix_caching=False)
+    one, other = sequence_of(39, alone), sequence_of(39, alone)
+    assert len(one.chain) == len(other.chain) == 9
+    assert one.chain.key(0) != other.chain.key(0)
+    assert one.first_private_block == 0
+
+
+def test_blocks_are_taken_from_the_end() -> None:
     sequence = sequence_of(6, EXACT)
-    sequence.add_blocks([3, 4, 5])
-    assert sequence.contiguous
-    sequence.add_blocks([7])
-    assert not sequence.contiguous
+    sequence.block_table = [3, 4, 5, 7]
     assert sequence.take_blocks(keep=2) == [5, 7]
     assert sequence.block_table == [3, 4]
-    assert sequence.contiguous
 
 
 @pytest.mark.parametrize(
@@ -108,6 +158,11 @@ def test_block_table_knows_whether_it_is_one_run() -> None:
         ({"block_size": 0}, "block_size is 0: must be at least 1"),
         ({"chunk_size": 40, "block_size": 16}, "chunk_size is 40: must be a multiple of block_size 16"),
         ({"write": "never"}, "write is 'never': must be one of through, back"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype is 'int3': must be one of auto, fp8, fp8_e4m3"),
+        ({"kv_cache_memory": "many"}, "kv_cache_memory is 'many' is not understood: write for example 16GiB"),
+        ({"max_num_batched_tokens": 512}, "max_num_batched_tokens is 512: must be at least 576, a chunk_size of"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5: must be above 0 and at most 1"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2: this engine runs on one device; set it to 1"),
         ({"load_timeout_s": 0.0}, "load_timeout_s is 0.0: must be above 0"),
         ({"clean_blocks": -1}, "clean_blocks is -1: must be 0 or more"),
     ],

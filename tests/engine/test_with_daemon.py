@@ -12,6 +12,7 @@ from conftest import prompt_of
 
 import tiercache
 from tiercache.engine import Engine, EngineSettings, SamplingParams, connect_to
+from tiercache.engine.loads import LoadOrder
 
 pytestmark = pytest.mark.engine
 SETTINGS = EngineSettings(block_size=8, chunk_size=32, pool_blocks=64)
@@ -34,7 +35,7 @@ def test_a_restarted_engine_finds_what_the_first_one_computed(daemon: tiercache.
         engine.reset_pool()
         [reset] = engine.generate([PROMPT], GREEDY)
         engine.check_integrity()
-        computed = engine.pool[: len(PROMPT) // 8].clone()
+        computed = engine.pool.blocks[: len(PROMPT) // 8].clone()
     with Engine(llama, SETTINGS, connect) as engine:
         [warm] = engine.generate([PROMPT], GREEDY)
         engine.check_integrity()
@@ -69,3 +70,39 @@ def test_an_engine_starts_without_its_daemon(llama: Path, tmp_path: Path) -> Non
     with Engine(llama, SETTINGS, connect_to(tmp_path / "nobody")) as engine:
         [output] = engine.generate([PROMPT], GREEDY)
     assert len(output.tokens) == 6
+
+
+def test_preempted_requests_come_back_from_the_daemon(daemon: tiercache.LaunchedDaemon, llama: Path) -> None:
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    prompts = [prompt_of(30 + 7 * number, seed=number) for number in range(4)]
+    with Engine(llama, SETTINGS) as roomy:
+        expected = [roomy.generate([prompt], params)[0].tokens for prompt in prompts]
+    tight = EngineSettings(block_size=8, chunk_size=32, pool_blocks=24)
+    with Engine(llama, tight, connect_to(daemon.address, required=True)) as engine:
+        outputs = engine.generate(prompts, params)
+        engine.check_integrity()
+        assert engine.stats()["preemptions"] > 0
+    assert [output.tokens for output in outputs] == expected
+
+
+def test_a_daemon_that_hangs_costs_a_deadline_and_no_token(daemon: tiercache.LaunchedDaemon, llama: Path) -> None:
+    with Engine(llama, SETTINGS, connect_to(daemon.address, required=True)) as engine:
+        [cold] = engine.generate([PROMPT], GREEDY)
+        assert engine.drain()
+        engine.reset_pool()
+        request_id = engine.add_request(PROMPT, GREEDY)
+        start, sequence = engine._offload.loads.start, engine._sequences[request_id][0]
+
+        def stop_the_daemon(order: LoadOrder) -> bool:
+            os.kill(daemon.pid, signal.SIGSTOP)
+            return start(order)
+
+        engine._offload.loads.start = stop_the_daemon  # type: ignore[method-assign]
+        try:
+            while engine.unfinished:
+                engine.step()
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        engine.check_integrity()
+    assert sequence.output == cold.tokens
+    assert sequence.external_hit_tokens == 0  # good or miss: nobody said that what was copied is good

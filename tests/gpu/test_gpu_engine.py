@@ -80,7 +80,7 @@ def record_logits(engine: Engine) -> list[torch.Tensor]:
 def test_greedy_text_is_that_of_generate(llama: Path, device: str) -> None:
     prompts = [PROMPT, prompt_of(45, seed=1), prompt_of(7, seed=2)]
     with Engine(llama, settings_for(device)) as engine:
-        assert engine.pool.device == torch.device(device)
+        assert engine.pool.blocks.device == torch.device(device)
         outputs = engine.generate(prompts, GREEDY)
     model = AutoModelForCausalLM.from_pretrained(llama).to(device).eval()
     model.generation_config.eos_token_id = None
@@ -89,6 +89,51 @@ def test_greedy_text_is_that_of_generate(llama: Path, device: str) -> None:
         mask = torch.ones_like(inputs)
         expected = model.generate(inputs, attention_mask=mask, max_new_tokens=12, do_sample=False)
         assert output.tokens == expected[0, len(prompt) :].tolist()
+
+
+def test_steps_of_decoding_are_replayed_as_graphs(llama: Path, device: str, caplog: pytest.LogCaptureFixture) -> None:
+    prompts = [prompt_of(length, seed=length) for length in (120, 45, 7, 60, 31)]
+    with Engine(llama, settings_for(device)) as engine:
+        graphs = engine._model._graphs
+        assert graphs is not None
+        recorded = [output.tokens for output in engine.generate(prompts, GREEDY)]
+        assert graphs._recordings[8].graph is not None
+        engine._model._graphs = None
+        engine.reset_pool()
+        assert [output.tokens for output in engine.generate(prompts, GREEDY)] == recorded
+    assert not caplog.records
+
+
+def test_what_cannot_be_captured_runs_kernel_by_kernel(
+    llama: Path, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(llama, settings_for(device)) as engine:
+        [expected] = engine.generate([PROMPT], GREEDY)
+    with Engine(llama, settings_for(device)) as engine:
+        # A model that looks at its numbers on the host cannot be recorded.
+        engine._model.module.register_forward_hook(lambda module, inputs, output: output.logits.sum().item() and None)
+        [found] = engine.generate([PROMPT], GREEDY)
+        [again] = engine.generate([PROMPT], GREEDY)
+    assert found.tokens == again.tokens == expected.tokens
+    assert len([record for record in caplog.records if "without CUDA graphs" in record.message]) == 1
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2", "int8", "int4"])
+def test_quantised_blocks_are_what_the_torch_path_makes_of_them(
+    kv_cache_dtype: str, llama: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiercache.engine import attention
+    from tiercache.engine.torch_attention import TorchPass
+
+    settings = settings_for(device, kv_cache_dtype=kv_cache_dtype)
+    with Engine(llama, settings) as engine:
+        [by_kernels] = engine.generate([PROMPT], GREEDY)
+        again = [output.tokens for output in engine.generate([PROMPT, PROMPT], GREEDY)]
+    monkeypatch.setattr(attention, "_pass_over", TorchPass)
+    with Engine(llama, settings) as engine:
+        [by_torch] = engine.generate([PROMPT], GREEDY)
+    assert by_kernels.tokens == by_torch.tokens
+    assert again == [by_kernels.tokens] * 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

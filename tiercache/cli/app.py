@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -228,6 +229,25 @@ def demo(
             raise
         print(f"tiercache: demo needs {error.name}: pip install 'tiercache[engine]'", file=sys.stderr)
         return EXIT_USAGE
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def serve(context: typer.Context) -> int:
+    """Serve a model over HTTP, with an interface like OpenAI's."""
+    # Both are read when torch and transformers are loaded. Threads of torch that wait must not spin: the daemon
+    # and the event loop need the cores too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        from tiercache.cli import serve as command
+    except ImportError as error:
+        print(f"tiercache: serve needs {error.name}: pip install 'tiercache[engine,serve]'", file=sys.stderr)
+        return EXIT_USAGE
+    return command.main(context.args)
 
 
 bench_app = typer.Typer(

@@ -29,7 +29,7 @@ class Worker:
             self.connectors.append(connect_to(address, name="demo engine")(namespace, pool))
             return self.connectors[-1]
 
-        self.engine = Engine(model, EngineSettings(pool_bytes=pool_bytes), connect)
+        self.engine = Engine(model, EngineSettings(kv_cache_memory=pool_bytes), connect)
         # Weights, allocator and threads of a fresh process are warmed up with other tokens.
         self._generate(list(range(WARM_UP_TOKENS)))
         self.engine.drain()

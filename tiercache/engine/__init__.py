@@ -8,13 +8,16 @@ Needs the `engine` extra (torch, transformers).
 
 from __future__ import annotations
 
-from tiercache.engine.engine import Connect, Engine, RequestOutput, StepOutput, connect_to
+from tiercache.engine.cache import CacheLike
+from tiercache.engine.engine import Connect, Engine, connect_to
+from tiercache.engine.llm import LLM
 from tiercache.engine.model import describe_model
-from tiercache.engine.offload import CacheLike
+from tiercache.engine.outputs import RequestOutput, StepOutput
 from tiercache.engine.sampling import SamplingParams
 from tiercache.engine.settings import EngineSettings
 
 __all__ = [
+    "LLM",
     "CacheLike",
     "Connect",
     "Engine",

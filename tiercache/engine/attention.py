@@ -5,116 +5,79 @@ transformers hands every layer's query, key and value to the function registered
 to which sequence and where its K and V live is in the `Batch` that `attend` puts in place for
 the thread. No mask function is registered under `NAME`, so models make no mask: causality and
 windows are ours, and anything else that a model asks for is refused.
-
-The pool is `[block, layer, 2, slot, kv_head, head_dim]`: one block of all layers is one run of
-memory, so that moving it is one copy. A layer's K and V of a sequence are therefore gathered before
-they are read: one strided copy where the blocks follow one another. On a CPU, at 8192 tokens, that
-adds 0.5% to the attention of a chunk of 512 and half to that of a single token.
 """
 
 from __future__ import annotations
 
-import math
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from tiercache.engine.kv_pool import KVPool, Segment
+from tiercache.engine.torch_attention import TorchPass
 from tiercache.errors import ModelRefused
 
 NAME = "tiercache"
-# Up to this many query tokens the query heads of a KV head become rows of one matrix: K and V
-# are then read once per KV head. Above, matrices are large enough and the mask is what costs.
-_ROWS_LIMIT = 64
 
 
-class Segment(NamedTuple):
-    """The tokens `[start, end)` of a sequence, which stand at `[row, row + end - start)` of the batch."""
+class PassLike(Protocol):
+    """What writes K and V of one forward pass and attends (see `TorchPass`, and `KernelPass` for CUDA)."""
 
-    row: int
-    start: int
-    end: int
-    block_table: Sequence[int]
-    contiguous: bool
+    @property
+    def positions(self) -> torch.Tensor: ...
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int = ...,
+        softcap: float | None = ...,
+        sinks: torch.Tensor | None = ...,
+    ) -> torch.Tensor: ...
 
 
 class Batch:
     """What the attention of one forward pass needs to know.
 
     Args:
-        pool: `[block, layer, 2, slot, kv_head, head_dim]`; the pass writes K and V of its tokens.
+        pool: the pass writes K and V of its tokens into it.
         segments: in the order of their tokens in the batch, without gaps.
+        work: what to attend with, by default what fits the pool's device.
 
     Attributes:
         windows: sliding window of each layer that was called so far (0 for none).
         plain: False once a layer has asked for what torch's own attention does not have.
     """
 
-    def __init__(self, pool: torch.Tensor, segments: Sequence[Segment]) -> None:
+    def __init__(self, pool: KVPool, segments: Sequence[Segment], work: PassLike | None = None) -> None:
         self.pool = pool
         self.segments = segments
+        self.token_count = sum(segment.end - segment.start for segment in segments)
         self.windows: dict[int, int] = {}
         self.plain = True
-        self.token_count = sum(segment.end - segment.start for segment in segments)
-        self._block_size = pool.shape[3]
-        positions = torch.cat([torch.arange(segment.start, segment.end) for segment in segments])
-        blocks = torch.cat([self._blocks_of_tokens(segment) for segment in segments])
-        self.positions = positions.to(pool.device)
-        self._block_ids = blocks.to(pool.device)
-        self._slots = self.positions % self._block_size
-        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
-        self._gathers: dict[tuple[int, int], torch.Tensor] = {}
+        self.work: PassLike = work or _pass_over(pool, segments)
 
-    def _blocks_of_tokens(self, segment: Segment) -> torch.Tensor:
-        first = segment.start // self._block_size
-        last = (segment.end - 1) // self._block_size
-        table = torch.tensor(segment.block_table[first : last + 1])
-        return table[torch.arange(segment.start, segment.end) // self._block_size - first]
+    @property
+    def positions(self) -> torch.Tensor:
+        """Of each token in its sequence, int64 `[token]`."""
+        return self.work.positions
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put K and V of the batch's tokens, `[token, kv_head, head_dim]` each, into the pool."""
-        self.pool[:, layer, 0][self._block_ids, self._slots] = key
-        self.pool[:, layer, 1][self._block_ids, self._slots] = value
 
-    def read(self, layer: int, number: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of tokens `[first, end)` of segment `number`, `[kv_head, token, head_dim]` each."""
-        segment = self.segments[number]
-        first_block = first // self._block_size
-        blocks = -(-segment.end // self._block_size) - first_block
-        if segment.contiguous:
-            start = segment.block_table[first_block]
-            run = self.pool[start : start + blocks, layer]
-            key, value = run[:, 0], run[:, 1]
-        else:
-            ids = self._gathers.get((number, first_block))
-            if ids is None:
-                table = segment.block_table[first_block : first_block + blocks]
-                ids = self._gathers[number, first_block] = torch.tensor(table, device=self.pool.device)
-            key, value = (self.pool[:, layer, part].index_select(0, ids) for part in (0, 1))
-        tokens = slice(first - first_block * self._block_size, segment.end - first_block * self._block_size)
-        return key.flatten(0, 1)[tokens].transpose(0, 1), value.flatten(0, 1)[tokens].transpose(0, 1)
+def _pass_over(pool: KVPool, segments: Sequence[Segment]) -> PassLike:
+    # Triton's interpreter takes tensors anywhere: so the kernels' way is tested without a GPU.
+    if pool.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        from tiercache.engine.cuda_attention import KernelPass
 
-    def mask(self, number: int, first: int, window: int) -> torch.Tensor | None:
-        """What to add to the scores of segment `number`, `[query, token]`; None where nothing is hidden."""
-        segment = self.segments[number]
-        if segment.end - segment.start == 1:
-            return None
-        wanted = (number, first, window)
-        mask = self._masks.get(wanted)
-        if mask is None:
-            device = self.pool.device
-            query = torch.arange(segment.start, segment.end, device=device)[:, None]
-            token = torch.arange(first, segment.end, device=device)[None, :]
-            hidden = token > query
-            if window:
-                hidden |= token <= query - window
-            mask = torch.zeros(hidden.shape, dtype=self.pool.dtype, device=device)
-            mask = self._masks[wanted] = mask.masked_fill_(hidden, -math.inf)
-        return mask
+        return KernelPass(pool, segments)
+    return TorchPass(pool, segments)
 
 
 class _Current(threading.local):
@@ -154,22 +117,13 @@ def paged_attention(
     layer = _checked_layer(batch, module, key, value, attention_mask, kwargs)
     window = int(kwargs.get("sliding_window") or 0)
     batch.windows[layer] = window
-    batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    plain = softcap is None and sinks is None
-    batch.plain &= plain
-    out = query.new_empty(1, batch.token_count, query.shape[1], query.shape[3])
-    for number, segment in enumerate(batch.segments):
-        rows = slice(segment.row, segment.row + segment.end - segment.start)
-        first = max(0, segment.start + 1 - window) if window else 0
-        k, v = batch.read(layer, number, first)
-        mask = batch.mask(number, first, window)
-        if plain:
-            out[0, rows] = _fused(query[0, :, rows], k, v, mask, scale).transpose(0, 1)
-        else:
-            out[0, rows] = _spelled_out(query[0, :, rows], k, v, mask, scale, softcap, sinks).transpose(0, 1)
-    return out, None
+    batch.plain &= softcap is None and sinks is None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = batch.work.attend(
+        layer, query[0], key[0], value[0], scale=scale, window=window, softcap=softcap, sinks=sinks
+    )
+    return out[None], None
 
 
 def _checked_layer(
@@ -181,7 +135,8 @@ def _checked_layer(
     kwargs: dict[str, Any],
 ) -> int:
     """The layer's place in the pool; raises ModelRefused where the call asks for something we have not."""
-    layers, kv_heads, head_dim = batch.pool.shape[1], batch.pool.shape[4], batch.pool.shape[5]
+    layout = batch.pool.layout
+    layers, kv_heads, head_dim = layout.layers, layout.kv_heads, layout.head_dim
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or not 0 <= layer < layers:
         raise ModelRefused(f"an attention layer calls itself number {layer} of {layers}: not a plain decoder")
@@ -202,51 +157,6 @@ def _checked_layer(
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ModelRefused(f"layer {layer} is not causal: only decoders are served")
     return layer
-
-
-def _fused(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    """torch's attention: query `[heads, token, head_dim]`, key and value `[kv_heads, token, head_dim]`."""
-    heads, count, head_dim = query.shape
-    kv_heads = key.shape[0]
-    group = heads // kv_heads
-    if count <= _ROWS_LIMIT or query.is_cuda:
-        rows = query.reshape(1, kv_heads, group * count, head_dim)
-        if mask is not None:
-            mask = mask.repeat(group, 1)
-        out = F.scaled_dot_product_attention(rows, key[None], value[None], attn_mask=mask, scale=scale)
-        return out.reshape(heads, count, head_dim)
-    gqa = group > 1
-    return F.scaled_dot_product_attention(
-        query[None], key[None], value[None], attn_mask=mask, scale=scale, enable_gqa=gqa
-    )[0]
-
-
-def _spelled_out(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """The same with capped scores (Gemma 2) or a sink per head (GPT-OSS), which torch's does not have."""
-    heads, count, head_dim = query.shape
-    kv_heads = key.shape[0]
-    rows = query.reshape(kv_heads, -1, head_dim)
-    scores = (rows @ key.transpose(1, 2)).view(heads, count, -1) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores + mask
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype).view(heads, 1, 1).expand(heads, count, 1)], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    if sinks is not None:
-        weights = weights[..., :-1]
-    return (weights.reshape(kv_heads, -1, key.shape[1]) @ value).view(heads, count, head_dim)
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -14,7 +14,7 @@ deepest first, so that a tail goes before the blocks that it needs.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tiercache.keys import KeyChain
@@ -31,13 +31,16 @@ class BlockManager:
     """References, the prefix cache and the free queues of `num_blocks` pool blocks.
 
     Every operation on one block is O(1). With `write_back`, blocks that were not stored are not
-    given out (see `dirty_blocks`).
+    given out (see `dirty_blocks`). `on_blank` hears of blocks that are given back without a key.
     """
 
-    def __init__(self, num_blocks: int, *, write_back: bool = False) -> None:
+    def __init__(
+        self, num_blocks: int, *, write_back: bool = False, on_blank: Callable[[int], None] | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self.evictions = 0
         self._write_back = write_back
+        self._on_blank = on_blank
         self._references = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._origins: list[Origin | None] = [None] * num_blocks
@@ -130,17 +133,18 @@ class BlockManager:
         self._clean[block_id] = None
         if self._keys[block_id] is None:
             self._clean.move_to_end(block_id, last=False)
+            if self._on_blank is not None:
+                self._on_blank(block_id)
 
     def register(self, block_id: int, chain: KeyChain, index: int, *, stored: bool = False) -> bool:
         """Put a used, full block into the prefix cache; False if its key is there already.
 
-        The block must not change from here on.
+        The block must not change from here on. One that forks share keeps the key of the first.
         """
         key = chain.key(index)
-        if key in self._cached:
+        if key in self._cached or self._keys[block_id] is not None:
             return False
         assert self._references[block_id] > 0, f"block {block_id} is registered but not held"
-        assert self._keys[block_id] is None, f"block {block_id} is registered twice"
         self._cached[key] = block_id
         self._keys[block_id] = key
         self._origins[block_id] = Origin(chain, index)
@@ -187,6 +191,18 @@ class BlockManager:
             chosen.update(run)
             runs.append((Origin(origin.chain, origin.number - len(run) + 1), run[::-1]))
         return runs
+
+    def forget(self, chain: KeyChain, first: int) -> None:
+        """Take blocks `first..` of a chain that nobody will ask for again out of the prefix cache."""
+        for index in range(first, len(chain)):
+            block_id = self._cached.get(chain.key(index))
+            if block_id is None:
+                continue
+            self._forget(block_id)
+            if self._references[block_id] == 0:
+                self._dirty.pop(block_id, None)
+                self._clean[block_id] = None
+                self._clean.move_to_end(block_id, last=False)
 
     def forget_all(self) -> None:
         """Empty the prefix cache. Used blocks stay with their owners."""

@@ -17,20 +17,26 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 
 import tiercache
-from tiercache.engine.attention import Batch, Segment
+from tiercache.engine.attention import Batch
 from tiercache.engine.blocks import BlockManager
+from tiercache.engine.cache import CacheLike
+from tiercache.engine.cost import CostModel
+from tiercache.engine.kv_pool import Segment
+from tiercache.engine.loads import LoadResult
+from tiercache.engine.memory import count_pool_blocks, fit_model_len, pool_setting
 from tiercache.engine.model import HostedModel, choose_device, describe_model, read_shape
-from tiercache.engine.offload import CacheLike, LoadResult, Offload
+from tiercache.engine.offload import Offload
+from tiercache.engine.outputs import RequestOutput, StepOutput, output_of
 from tiercache.engine.probe import check_model
-from tiercache.engine.sampling import SamplingParams, choose_tokens
-from tiercache.engine.scheduler import Chunk, Scheduler
+from tiercache.engine.sampling import Choice, SamplingParams, choose
+from tiercache.engine.scheduler import Scheduler
 from tiercache.engine.sequence import Sequence, SequenceState
 from tiercache.engine.settings import EngineSettings
+from tiercache.engine.step_plan import Chunk
 from tiercache.errors import ConfigError, DeadlineExceeded
 from tiercache.layout import NamespaceSpec
 
@@ -41,43 +47,27 @@ _IDLE_WAIT_S = 0.02
 _CLOSE_TIMEOUT_S = 10.0
 
 
-def connect_to(address: str | Path | None = None, *, name: str = "engine", required: bool = False) -> Connect:
+def connect_to(
+    address: str | Path | None = None, *, name: str = "engine", required: bool = False, gds: str = "off",
+    gds_store: bool = False,
+) -> Connect:  # fmt: skip
     """Connects an engine to the daemon at `address` (by default where a daemon runs by default).
 
     With `required`, the engine raises DaemonUnavailable when no daemon answers; else it starts without
-    its cache and finds the daemon when it comes.
+    its cache and finds the daemon when it comes. `gds` and `gds_store` as for `tiercache.connect`.
     """
 
     def connect(namespace: NamespaceSpec, pool: torch.Tensor) -> CacheLike:
         blocks = tiercache.Pool.from_blocks(pool)
-        return tiercache.connect(address, namespace=namespace, pool=blocks, name=name, required=required)
+        return tiercache.connect(
+            address, namespace=namespace, pool=blocks, name=name, required=required, gds=gds, gds_store=gds_store
+        )
 
     return connect
 
 
-class RequestOutput(NamedTuple):
-    """What became of a request.
-
-    `finish_reason` is `stop` (an end token), `length` or `abort`. Tokens of the prompt were found in the
-    engine's pool (`pool_hit_tokens`), loaded from the cache (`external_hit_tokens`) or computed (the rest).
-    """
-
-    request_id: int
-    tokens: list[int]
-    finish_reason: str
-    prompt_tokens: int
-    pool_hit_tokens: int
-    external_hit_tokens: int
-    ttft_s: float
-    latency_s: float
-
-
-class StepOutput(NamedTuple):
-    """A new token of a request; `output` is set when it was the last one."""
-
-    request_id: int
-    token: int
-    output: RequestOutput | None
+def _n(params: SamplingParams | None) -> int:
+    return params.n if params is not None else 1
 
 
 class Engine:
@@ -99,85 +89,106 @@ class Engine:
         self.shape = read_shape(model_dir, settings)
         self.namespace, self.root = describe_model(model_dir, settings)
         self.device = choose_device(settings.device)
-        num_blocks = settings.pool_blocks or settings.pool_bytes // self.namespace.block_bytes
-        if num_blocks < 1:
-            needed = self.namespace.block_bytes
-            raise ConfigError(f"pool_bytes is {settings.pool_bytes}: one block takes {needed}")
         self._model = HostedModel(model_dir, self.shape, self.device)
         check_model(self._model)
-        self.pool = self._model.new_pool(num_blocks, settings.block_size)
-        self._blocks = BlockManager(num_blocks, write_back=connect is not None and settings.write == "back")
-        self._cache = connect(self.namespace, self.pool) if connect is not None else None
-        self._offload = Offload(self._blocks, self._cache, settings)
+        block_bytes = self.namespace.block_bytes
+        num_blocks = count_pool_blocks(settings, block_bytes, self.device)
+        self.max_model_len = fit_model_len(settings, self.shape.max_context, block_bytes, num_blocks)
+        self.pool = self._model.new_pool(
+            num_blocks, settings.block_size, settings.kv_cache_dtype, settings.max_num_seqs
+        )
+        self._model.prepare(self.pool, settings.max_num_seqs, self.max_model_len)
+        write_back = connect is not None and settings.write == "back"
+        self._blocks = BlockManager(num_blocks, write_back=write_back, on_blank=self.pool.retire)
+        self._cache = connect(self.namespace, self.pool.blocks) if connect is not None else None
+        self._cost = CostModel(settings.block_size, block_bytes)
+        self._offload = Offload(self._blocks, self._cache, self._cost, settings)
         self._scheduler = Scheduler(self._blocks, self._offload, settings)
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, list[Sequence]] = {}
         self._next_request_id = 0
+        self._prompt_tokens = self._generation_tokens = 0
 
-    def add_request(self, prompt: Iterable[int], params: SamplingParams | None = None) -> int:
+    def add_request(self, prompt: Iterable[int], params: SamplingParams | None = None, priority: int = 0) -> int:
         """Queue a prompt of token ids; returns its request id.
 
-        Raises ConfigError for a prompt that cannot be served.
+        Requests with a lower `priority` are served first, equal ones as they came. With `params.n` above 1
+        the prompt is computed once. Raises ConfigError for a prompt that cannot be served.
         """
         tokens, params = [int(token) for token in prompt], params or SamplingParams()
+        self.check_request(tokens, params)
+        request_id = self._next_request_id
+        self._next_request_id += 1
+        sequence = Sequence(request_id, tokens, params, self.root, self.settings, priority=priority)
+        self._sequences[request_id] = [sequence]
+        self._scheduler.add(sequence)
+        return request_id
+
+    def check_request(self, tokens: list[int], params: SamplingParams) -> None:
+        """Raises ConfigError for what cannot be served. Any thread may ask."""
         if not tokens:
             raise ConfigError("the prompt is empty: give at least one token")
         if min(tokens) < 0 or max(tokens) >= self.shape.vocabulary:
             raise ConfigError(f"a prompt token is not in 0..{self.shape.vocabulary - 1}: wrong tokenizer")
-        total, capacity = len(tokens) + params.max_tokens, self._blocks.num_blocks * self.settings.block_size
-        if total > self.shape.max_context:
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            if any(not 0 <= token < self.shape.vocabulary for token in ids):
+                raise ConfigError(f"{name} names a token that is not in 0..{self.shape.vocabulary - 1}")
+        if params.n > self.settings.max_num_seqs:
             raise ConfigError(
-                f"{len(tokens)} prompt tokens and max_tokens {params.max_tokens} exceed the context of "
-                f"{self.shape.max_context}: shorten one of them"
+                f"n is {params.n}: lower it to max_num_seqs {self.settings.max_num_seqs} at most, or raise that"
             )
-        if total > capacity:
-            raise ConfigError(f"{total} tokens exceed the KV pool of {capacity}: raise pool_bytes")
-        request_id = self._next_request_id
-        self._next_request_id += 1
-        sequence = Sequence(request_id, tokens, params, self.root, self.settings)
-        self._sequences[request_id] = sequence
-        self._scheduler.add(sequence)
-        return request_id
+        limit, left = self.max_model_len, self.max_model_len - len(tokens)
+        if left >= params.max_tokens:
+            return
+        remedies = ["shorten the prompt"]
+        if left > 0:
+            remedies.append(f"lower max_tokens to {left}")
+        if limit < self.shape.max_context:
+            remedies.append(f"raise {pool_setting(self.settings)}, since the KV pool holds no more")
+        elif self.settings.max_model_len:
+            remedies.append("raise max_model_len")
+        raise ConfigError(
+            f"{len(tokens)} prompt tokens and max_tokens {params.max_tokens} exceed the {limit} tokens that a sequence "
+            f"may have: {', or '.join(remedies)}"
+        )
 
     @property
     def unfinished(self) -> bool:
         """Whether any request still has tokens to come."""
         return self._scheduler.unfinished
 
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything: compute, or take note of transfers that end."""
+        return self.unfinished or self._offload.busy
+
     def step(self) -> list[StepOutput]:
         """Compute one step; returns the new tokens, none while prompts are being computed or loaded.
 
         Waits a moment for a transfer when there is nothing else to do.
         """
-        self._settle_loads(self._offload.poll())
+        self._settle_loads()
         plan = self._scheduler.schedule()
+        for source, target in plan.copies:
+            self.pool.copy(source, target)
         for order in plan.loads:
-            if not self._offload.start_load(order):
-                self._scheduler.loaded(order.sequence)
+            if not self._offload.loads.start(order):
+                self._scheduler.settle_load(LoadResult(order, 0, ended=True))
+        began_s = time.perf_counter()
         outputs = [output for chunks in plan.passes for output in self._settle(chunks, self._run(chunks))]
-        self._offload.clean()
+        waited = bool(outputs) or self.device.type == "cpu"
+        spans = [(start, end) for chunks in plan.passes for _, start, end in chunks]
+        self._cost.note_step(spans, time.perf_counter() - began_s, waited)
+        self._offload.stores.clean()
         if not plan.passes:
             self._offload.wait(_IDLE_WAIT_S)
-        if not self.unfinished:
-            self.check_integrity()
+        if plan.passes and not self.unfinished:
+            held = self._offload.holds()
+            assert self._blocks.idle_count + len(held) == self._blocks.num_blocks, "an idle engine holds blocks"
         return outputs
 
-    def _settle_loads(self, results: Iterable[LoadResult]) -> None:
-        for order, good_blocks, ended in results:
-            sequence = order.sequence
-            usable = sequence.usable_hit_blocks(order.first + good_blocks)
-            if not ended or usable < order.first:
-                # Its blocks are not its own to compute into: the copies still run, or others read them.
-                self._blocks.release(sequence.take_blocks())
-                self._scheduler.requeue(sequence)
-                continue
-            for index in range(order.first, usable):
-                self._blocks.register(sequence.block_table[index], sequence.chain, index, stored=True)
-            sequence.registered_blocks = sequence.stored_blocks = usable
-            sequence.computed = usable * self.settings.block_size
-            if sequence.first_token_s is None:
-                sequence.pool_hit_tokens = order.first * self.settings.block_size
-                sequence.external_hit_tokens = sequence.computed - sequence.pool_hit_tokens
-            self._scheduler.loaded(sequence)
+    def _settle_loads(self) -> None:
+        for result in self._offload.poll():
+            self._scheduler.settle_load(result)
 
     def _run(self, chunks: list[Chunk]) -> torch.Tensor:
         """One forward pass; the logits after each chunk that ends its sequence, `[row, vocabulary]`."""
@@ -185,7 +196,7 @@ class Engine:
         tokens: list[int] = []
         rows: list[int] = []
         for sequence, start, end in chunks:
-            segments.append(Segment(len(tokens), start, end, sequence.block_table, sequence.contiguous))
+            segments.append(Segment(len(tokens), start, end, sequence.block_table))
             tokens += sequence.tokens[start:end]
             if end == len(sequence.tokens):
                 rows.append(len(tokens) - 1)
@@ -193,56 +204,61 @@ class Engine:
 
     def _settle(self, chunks: list[Chunk], logits: torch.Tensor) -> list[StepOutput]:
         """Make what a pass computed available: to other sequences, to the cache, to the caller."""
-        sampled = [chunk.sequence for chunk in chunks if chunk.end == len(chunk.sequence.tokens)]
-        tokens = choose_tokens(logits, [sequence.sampler for sequence in sampled]) if sampled else []
+        sampled: list[Sequence] = []
+        rows: list[int] = []
         for sequence, _, end in chunks:
             sequence.computed = end
-            self._register_full_blocks(sequence)
-        for chunk in chunks:
-            self._offload.store_full_blocks(chunk.sequence)
-        return [self._append(sequence, token) for sequence, token in zip(sampled, tokens, strict=True)]
+            self._scheduler.register_full_blocks(sequence)
+            if self.settings.enable_prefix_caching:
+                self._offload.stores.store_full_blocks(sequence)
+            if end == len(sequence.tokens):
+                row = rows[-1] + 1 if rows else 0
+                forks = self._scheduler.fork(sequence)
+                self._sequences[sequence.request_id] += forks
+                sampled += [sequence, *forks]
+                rows += [row] * (1 + len(forks))
+        if not sampled:
+            return []
+        if len(rows) > len(logits):
+            logits = logits[rows]
+        choices = choose(logits, [sequence.sampler for sequence in sampled], self.shape.eos_token_ids)
+        return [self._append(sequence, choice) for sequence, choice in zip(sampled, choices, strict=True)]
 
-    def _register_full_blocks(self, sequence: Sequence) -> None:
-        full = sequence.keyed_full_blocks()
-        for index in range(sequence.registered_blocks, full):
-            self._blocks.register(sequence.block_table[index], sequence.chain, index)
-        sequence.registered_blocks = max(sequence.registered_blocks, full)
-
-    def _append(self, sequence: Sequence, token: int) -> StepOutput:
-        params = sequence.params
+    def _append(self, sequence: Sequence, choice: Choice) -> StepOutput:
+        params, token = sequence.params, choice.token
         if sequence.first_token_s is None:
             sequence.first_token_s = time.perf_counter()
+            self._prompt_tokens += sequence.prompt_count if sequence.index == 0 else 0
+        self._generation_tokens += 1
         sequence.tokens.append(token)
         if token in params.stop_token_ids or (token in self.shape.eos_token_ids and not params.ignore_eos):
             sequence.finish_reason = "stop"
         elif len(sequence.output) == params.max_tokens:
             sequence.finish_reason = "length"
         output = self._finish(sequence) if sequence.finish_reason else None
-        return StepOutput(sequence.request_id, token, output)
+        return StepOutput(sequence.request_id, token, output, sequence.index, choice.logprobs)
 
     def _finish(self, sequence: Sequence) -> RequestOutput:
         self._scheduler.remove(sequence)
-        del self._sequences[sequence.request_id]
-        now_s = time.perf_counter()
-        return RequestOutput(
-            sequence.request_id,
-            sequence.output,
-            sequence.finish_reason,
-            sequence.prompt_count,
-            sequence.pool_hit_tokens,
-            sequence.external_hit_tokens,
-            (sequence.first_token_s or now_s) - sequence.arrived_s,
-            now_s - sequence.arrived_s,
-        )
+        others = self._sequences[sequence.request_id]
+        others.remove(sequence)
+        if not others:
+            del self._sequences[sequence.request_id]
+        return output_of(sequence)
 
-    def abort(self, request_id: int) -> RequestOutput | None:
-        """End a request now; None if there is no such request (any more)."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
-            return None
-        sequence.finish_reason = "abort"
-        self._offload.abandon(sequence)
-        return self._finish(sequence)
+    def abort(self, request_id: int, index: int | None = None) -> list[RequestOutput]:
+        """End a request now, or sequence `index` of it that has a token.
+
+        Returns what its unfinished sequences have, nothing if there are none (any more).
+        """
+        outputs = []
+        for sequence in list(self._sequences.get(request_id, ())):
+            if index not in (None, sequence.index):
+                continue
+            sequence.finish_reason = "abort"
+            self._offload.loads.abandon(sequence)
+            outputs.append(self._finish(sequence))
+        return outputs
 
     def generate(
         self,
@@ -251,27 +267,34 @@ class Engine:
         *,
         stall_timeout_s: float = 60.0,
     ) -> list[RequestOutput]:
-        """Serve `prompts` to the end; outputs in their order. Blocks.
+        """Serve `prompts` to the end; `n` outputs of each, in their order. Blocks.
 
         Raises DeadlineExceeded when nothing could be computed for `stall_timeout_s`.
         """
         each = list(params) if isinstance(params, SequenceOf) else [params] * len(prompts)
         ids = [self.add_request(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
-        outputs: dict[int, RequestOutput] = {}
-        last_progress = (self._progress(), time.monotonic())
-        while len(outputs) < len(ids):
-            for step_output in self.step():
-                if step_output.output is not None and step_output.request_id in ids:
-                    outputs[step_output.request_id] = step_output.output
-            if self._progress() != last_progress[0]:
-                last_progress = (self._progress(), time.monotonic())
+        wanted = [(request_id, index) for request_id, own in zip(ids, each, strict=True) for index in range(_n(own))]
+        outputs: dict[tuple[int, int], RequestOutput] = {}
+        last_progress = (self.progress, time.monotonic())
+        while len(outputs) < len(wanted):
+            for step in self.step():
+                if step.output is not None and step.request_id in ids:
+                    outputs[step.request_id, step.index] = step.output
+            if self.progress != last_progress[0]:
+                last_progress = (self.progress, time.monotonic())
             elif time.monotonic() - last_progress[1] > stall_timeout_s:
                 raise DeadlineExceeded(f"nothing advanced for {stall_timeout_s} s: transfers hold the pool")
-        return [outputs[request_id] for request_id in ids]
+        return [outputs[sequence] for sequence in wanted]
 
-    def _progress(self) -> tuple[int, int, int]:
-        alive = self._sequences.values()
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Something that changes while anything advances."""
+        alive = self._alive
         return len(alive), sum(len(one.tokens) for one in alive), sum(one.computed for one in alive)
+
+    @property
+    def _alive(self) -> list[Sequence]:
+        return [sequence for sequences in self._sequences.values() for sequence in sequences]
 
     def drain(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> bool:
         """Give the cache everything that it is due and wait for all transfers; False at the deadline.
@@ -280,8 +303,8 @@ class Engine:
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
-            self._settle_loads(self._offload.poll())
-            self._offload.clean(all_blocks=True)
+            self._settle_loads()
+            self._offload.stores.clean(all_blocks=True)
             if not self._offload.busy:
                 return True
             if time.monotonic() >= deadline_s:
@@ -297,21 +320,36 @@ class Engine:
     def check_integrity(self) -> None:
         """Recount who holds what; raises AssertionError where the books are wrong. O(pool blocks)."""
         owners: Counter[int] = self._offload.holds()
-        for sequence in self._sequences.values():
+        for sequence in self._alive:
             owners.update(sequence.block_table)
             in_use = sequence.state in (SequenceState.RUNNING, SequenceState.LOADING)
             assert in_use or not sequence.block_table, f"request {sequence.request_id} waits and holds blocks"
             assert sequence.computed <= len(sequence.block_table) * self.settings.block_size
+        self._scheduler.check_integrity()
         self._blocks.check_integrity(owners)
+        self.pool.check_integrity(set(owners))
 
-    def stats(self) -> dict[str, int]:
-        """Counters since the start, and what the pool holds now (in blocks)."""
+    def stats(self) -> dict[str, int | float]:
+        """What goes on now, and counters since the start.
+
+        Requests count by their sequences: `running`, `waiting`, `loading`. `kv_cache_usage` is the share of the pool's
+        blocks that are in use. Tokens: `prompt_tokens` and `generation_tokens` served, `prefix_cache_queries` of
+        prompts that entered and `prefix_cache_hits` of them found in the pool, `external_...` the same of the cache
+        for those not found there. Blocks: see `OffloadCounters`. Loads: see `CostModel`.
+        """
+        scheduler, blocks = self._scheduler, self._blocks
         return {
-            "pool_blocks": self._blocks.num_blocks,
-            "idle_blocks": self._blocks.idle_count,
-            "evictions": self._blocks.evictions,
-            "preemptions": self._scheduler.preemptions,
-            **asdict(self._offload.counters),
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "loading": len(scheduler.loading),
+            "kv_cache_usage": 1 - blocks.idle_count / blocks.num_blocks,
+            "pool_blocks": blocks.num_blocks,
+            "idle_blocks": blocks.idle_count,
+            "evictions": blocks.evictions,
+            "prompt_tokens": self._prompt_tokens,
+            "generation_tokens": self._generation_tokens,
+            **asdict(scheduler.counters),
+            **self._offload.stats(),
         }
 
     def close(self) -> None:

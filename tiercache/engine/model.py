@@ -6,19 +6,24 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from tiercache.engine import attention
+from tiercache.engine.kv_pool import ALIASES, RAW, KVLayout, KVPool, Segment
 from tiercache.engine.settings import EngineSettings
 from tiercache.errors import ConfigError, ModelRefused
 from tiercache.keys import fingerprint_files, root_key
 from tiercache.layout import NamespaceSpec
 
+if TYPE_CHECKING:
+    from tiercache.engine.decode_graphs import DecodeGraphs
+
 ENGINE_NAME = "tiercache/1"
 BLOCK_LAYOUT = "layer,2,slot,kv_head,head_dim"
+RECORD_LAYOUT = "layer,record"
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 # These compute the angles of a token from how long its sequence has become, so that its K has
 # no fixed value. Below the length they were trained for they are constant.
@@ -38,8 +43,13 @@ class ModelShape:
     windows: tuple[int, ...]
     eos_token_ids: frozenset[int]
 
-    def block_bytes(self, block_size: int) -> int:
-        return self.layers * 2 * block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
+    def kv_layout(self, block_size: int, name: str = "auto") -> KVLayout:
+        """How the KV pool keeps blocks, by a name as in `kv_cache_dtype`. Raises ConfigError."""
+        name = ALIASES.get(name, name)
+        try:
+            return KVLayout(self.layers, block_size, self.kv_heads, self.head_dim, self.dtype, name)
+        except ValueError as error:
+            raise ConfigError(f"kv_cache_dtype: {error}") from error
 
 
 def weight_files(model_dir: str | Path) -> list[Path]:
@@ -114,9 +124,9 @@ def _max_context(config: Any, settings: EngineSettings) -> int:
         if entry.get("rope_type") in _GROWING_ROPE:
             name = "original_max_position_embeddings"
             allowed = min(allowed, int(entry.get(name) or getattr(config, name, None) or allowed))
-    if settings.max_context > allowed:
-        raise ConfigError(f"max_context is {settings.max_context}: the model is served up to {allowed}")
-    return settings.max_context or allowed
+    if settings.max_model_len > allowed:
+        raise ConfigError(f"max_model_len is {settings.max_model_len}: the model is served up to {allowed}")
+    return settings.max_model_len or allowed
 
 
 def _eos_token_ids(model_dir: str | Path, config: Any) -> frozenset[int]:
@@ -139,15 +149,17 @@ def describe_model(
     """
     settings = settings or EngineSettings()
     shape = read_shape(model_dir, settings)
+    layout = shape.kv_layout(settings.block_size, settings.kv_cache_dtype)
     namespace = NamespaceSpec(
         engine=ENGINE_NAME,
-        layout=BLOCK_LAYOUT,
+        layout=BLOCK_LAYOUT if layout.format == RAW else RECORD_LAYOUT,
         dtype=str(shape.dtype).removeprefix("torch."),
         block_size=settings.block_size,
-        block_bytes=shape.block_bytes(settings.block_size),
+        block_bytes=layout.block_bytes,
         layers=shape.layers,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
+        quantization="none" if layout.format == RAW else layout.format,
         extra=_arithmetic(settings) if settings.exact else {},
     )
     if problem := namespace.problem():
@@ -197,28 +209,48 @@ class HostedModel:
             raise ModelRefused(f"transformers cannot host {model_dir}: {_first_line(error)}") from error
         self.module = module.to(device).eval()
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
+        self._graphs: DecodeGraphs | None = None
 
-    def new_pool(self, num_blocks: int, block_size: int) -> torch.Tensor:
-        """Zeroed KV memory `[block, layer, 2, slot, kv_head, head_dim]`.
-
-        To be called outside of inference mode: tensors that are made inside cannot be written from outside.
-        """
-        assert not torch.is_inference_mode_enabled()
-        shape = (num_blocks, self.shape.layers, 2, block_size, self.shape.kv_heads, self.shape.head_dim)
-        # Written, not only reserved: else the first prefill or load pays for the page faults.
-        return torch.empty(shape, dtype=self.shape.dtype, device=self.device).fill_(0)
+    def new_pool(
+        self, num_blocks: int, block_size: int, kv_cache_dtype: str = "auto", max_sequences: int = 0
+    ) -> KVPool:
+        """Zeroed KV memory; with tails for `max_sequences`, where blocks are quantised. See `KVPool`."""
+        return KVPool(self.shape.kv_layout(block_size, kv_cache_dtype), num_blocks, max_sequences, self.device)
 
     def forward(self, batch: attention.Batch, tokens: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
         """Run `tokens` of `batch`; returns the logits after the tokens at `rows`, `[row, vocabulary]`.
 
         Writes K and V of all tokens into the pool. On CUDA it returns before the device is done.
         """
-        with torch.inference_mode(), attention.attend(batch):
+        with torch.inference_mode():
+            if self._graphs is not None and len(rows) == len(tokens):
+                logits = self._graphs.forward(batch, tokens)
+                if logits is not None:
+                    return logits
             inputs = torch.tensor([tokens], device=self.device)
             # A forward pass computes at least one row: of a chunk that ends no prompt, the last.
-            kept = torch.tensor(rows or [len(tokens) - 1], device=self.device)
+            return self._run(batch, inputs, torch.tensor(rows or [len(tokens) - 1], device=self.device))
+
+    def _run(self, batch: attention.Batch, inputs: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        with attention.attend(batch):
             extra = {"logits_to_keep": kept} if self._keeps_logits else {}
             positions = batch.positions[None]
             out = self.module(input_ids=inputs, position_ids=positions, use_cache=False, **extra)
             logits: torch.Tensor = out.logits[0]
             return logits if self._keeps_logits else logits[kept]
+
+    def prepare(self, pool: KVPool, max_sequences: int, longest: int) -> None:
+        """On CUDA, compile all kernels for this pool, and from now on decode as CUDA graphs.
+
+        For a pool that holds nothing yet, and from here on for passes over no other one. `longest` is how many
+        tokens a sequence may have. Takes seconds, unless Triton's cache on disk has the kernels.
+        """
+        if self.device.type == "cuda":
+            from tiercache.engine.cuda_attention import KernelPass
+            from tiercache.engine.decode_graphs import DecodeGraphs
+
+            size = pool.layout.block_size
+            segments = [Segment(0, 0, size, [0])]
+            work = KernelPass(pool, segments, every_kernel=True)
+            self.forward(attention.Batch(pool, segments, work), [0] * size, [])
+            self._graphs = DecodeGraphs(self._run, max_sequences, longest)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from tiercache.engine.attention import NAME, Batch, Segment
+from tiercache.engine.attention import NAME, Batch
+from tiercache.engine.kv_pool import Segment
 from tiercache.engine.model import HostedModel
 from tiercache.errors import ModelRefused, TierCacheError
 
@@ -88,7 +89,7 @@ def _run_paged(model: HostedModel, prompts: list[list[int]]) -> Trial:
         tokens: list[int] = []
         for number, (prompt, start, end) in enumerate(zip(prompts, done, ends, strict=True)):
             if end > start:
-                segments[number] = Segment(len(tokens), start, end, tables[number], contiguous=False)
+                segments[number] = Segment(len(tokens), start, end, tables[number])
                 tokens += prompt[start:end]
         batch = Batch(pool, list(segments.values()))
         logits = model.forward(batch, tokens, range(len(tokens)))

@@ -2,85 +2,226 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections import Counter
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
+from tiercache.engine.distribution import Changes, Limits, change, draw, top_logprobs
 from tiercache.errors import ConfigError
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_LOGIT_BIASES = 1024
+# Below this a division by the temperature could overflow, and the most probable token wins anyway.
+_GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen. Raises ConfigError when a value is wrong.
 
+    Names and meanings are vLLM's. Penalties and biases change the logits, then temperature, `min_p`, `top_k`
+    and `top_p` apply, in this order; tokens that tie at a limit all stay.
+
     Attributes:
+        n: sequences to generate from one prefill of the prompt. With a seed, each has its own after it.
         max_tokens: tokens to generate at most.
+        min_tokens: before so many tokens nothing ends the request: end tokens are not chosen,
+            stop strings are not looked for.
         temperature: 0 is greedy.
         top_p: sample from the smallest set of tokens with at least this probability.
         top_k: sample from this many most probable tokens; 0 is all.
+        min_p: leave out tokens less probable than this share of the most probable one's probability.
+        presence_penalty: taken off the logit of each token that was generated before.
+        frequency_penalty: taken off for each time that it was generated.
+        repetition_penalty: logits of tokens in prompt and output are divided by it (multiplied if negative).
+        logit_bias: added to the logits of these tokens.
         seed: makes the choice repeatable; None draws one.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         stop_token_ids: further tokens to stop at. The token stopped at is part of the output.
+        stop: texts to stop at, left out of the text. Only where there is text: not in `Engine`, which has
+            no tokenizer.
+        logprobs: report the log-probability of each token, by the model itself (before penalties and
+            temperature), and so many of the most probable ones; None for neither.
     """
 
+    n: int = 1
     max_tokens: int = 16
+    min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens is {self.max_tokens}: must be at least 1")
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature is {self.temperature}: must be 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p}: must be above 0 and at most 1")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k is {self.top_k}: must be 0 (all) or more")
+        for name, good, wanted in self._rules():
+            if not good:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: must be {wanted}")
+
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        """Every field that can be wrong: its name, whether it is right, what would be."""
+        biases = self.logit_bias.values()
+        return [
+            ("n", self.n >= 1, "at least 1"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"0 to max_tokens ({self.max_tokens})"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 (all) or more"),
+            ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 (1: none)"),
+            ("logit_bias", all(-100 <= bias <= 100 for bias in biases), "token ids with biases of -100 to 100"),
+            ("logit_bias", len(biases) <= MAX_LOGIT_BIASES, f"at most {MAX_LOGIT_BIASES} tokens"),
+            ("stop", all(self.stop) and len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} texts, none empty"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
+        ]
+
+
+class TokenLogprobs(NamedTuple):
+    """The log-probability of a token, and those of the most probable ones as (token, log-probability)."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Choice(NamedTuple):
+    """The next token of a sequence; `logprobs` if it asked for them."""
+
+    token: int
+    logprobs: TokenLogprobs | None
 
 
 class Sampler:
-    """The random state of one request; greedy requests have none."""
+    """What the choice of the next token depends on besides the logits: of one sequence.
 
-    def __init__(self, params: SamplingParams) -> None:
+    Two samplers with equal arguments choose alike, whatever else is in their batches.
+
+    Attributes:
+        generated: tokens chosen so far.
+        penalised: whether `counts` matters.
+        counts: how often each token was chosen; with a repetition penalty those of the prompt too, as 0.
+    """
+
+    def __init__(self, params: SamplingParams, prompt: SequenceOf[int] = ()) -> None:
         self.params = params
-        self._generator: torch.Generator | None = None
-        if params.temperature > 0:
-            self._generator = torch.Generator()
-            if params.seed is None:
-                self._generator.seed()
-            else:
-                self._generator.manual_seed(params.seed)
+        self.generated = 0
+        self._random = random.Random(params.seed)
+        self.counts: Counter[int] = Counter()
+        self.penalised = bool(
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        )
+        if params.repetition_penalty != 1:
+            self.counts.update(dict.fromkeys(prompt, 0))
 
     @property
     def greedy(self) -> bool:
-        return self._generator is None
+        return self.params.temperature < _GREEDY_BELOW
 
-    def draw(self, logits: torch.Tensor) -> int:
-        """One token from `logits`, `[vocabulary]` of float32 on the CPU."""
-        params = self.params
-        values, tokens = torch.sort(logits / params.temperature, descending=True, stable=True)
-        if params.top_k:
-            values, tokens = values[: params.top_k], tokens[: params.top_k]
-        probabilities = torch.softmax(values, dim=-1)
-        if params.top_p < 1:
-            # A token stays while the tokens before it have not yet reached top_p.
-            before = probabilities.cumsum(-1) - probabilities
-            probabilities = probabilities[before < params.top_p]
-        choice = torch.multinomial(probabilities, 1, generator=self._generator)
-        return int(tokens[int(choice)])
+    @property
+    def plain(self) -> bool:
+        """Whether the most probable token is chosen, and nothing is to be changed before."""
+        waits = self.generated < self.params.min_tokens
+        return self.greedy and not (self.penalised or self.params.logit_bias or waits)
+
+    def uniform(self) -> float:
+        """The next random number, 0 to 1."""
+        return self._random.random()
+
+    def took(self, token: int) -> None:
+        """Note what was chosen."""
+        self.generated += 1
+        if self.penalised:
+            self.counts[token] += 1
 
 
-def choose_tokens(logits: torch.Tensor, samplers: SequenceOf[Sampler]) -> list[int]:
-    """The next token of each row of `logits` `[rows, vocabulary]`. Waits for the device."""
-    chosen: list[int] = logits.argmax(dim=-1).tolist()
-    drawn = [row for row, sampler in enumerate(samplers) if not sampler.greedy]
-    if drawn:
-        rows = logits[drawn].float().cpu()
-        for values, row in zip(rows, drawn, strict=True):
-            chosen[row] = samplers[row].draw(values)
+def choose(
+    logits: torch.Tensor, samplers: SequenceOf[Sampler], end_tokens: Collection[int] = ()
+) -> list[Choice]:
+    """The next token of each row of `logits` `[rows, vocabulary]`, which is not changed. Waits for the device.
+
+    `end_tokens` are the model's own.
+    """
+    with torch.inference_mode():
+        chosen = _choose_tokens(logits, samplers, end_tokens)
+        logprobs = _logprobs(logits, samplers, chosen)
+    for sampler, token in zip(samplers, chosen, strict=True):
+        sampler.took(token)
+    return [Choice(token, logprobs.get(row)) for row, token in enumerate(chosen)]
+
+
+def _choose_tokens(
+    logits: torch.Tensor, samplers: SequenceOf[Sampler], end_tokens: Collection[int]
+) -> list[int]:
+    special = [row for row, sampler in enumerate(samplers) if not sampler.plain]
+    best = logits.argmax(dim=-1)
+    if special:
+        some = [samplers[row] for row in special]
+        values = logits[special].float()
+        change(values, *_changes(some, end_tokens))
+        found = values.argmax(dim=-1)
+        drawn = [row for row, sampler in enumerate(some) if not sampler.greedy]
+        if drawn:
+            found[drawn] = _draw(values[drawn], [some[row] for row in drawn])
+        best[special] = found
+    chosen: list[int] = best.tolist()
     return chosen
+
+
+def _draw(values: torch.Tensor, samplers: SequenceOf[Sampler]) -> torch.Tensor:
+    params = [sampler.params for sampler in samplers]
+    limits = Limits(
+        temperature=[one.temperature for one in params],
+        min_p=[one.min_p for one in params],
+        top_k=[one.top_k for one in params],
+        top_p=[one.top_p for one in params],
+    )
+    return draw(values, limits, [sampler.uniform() for sampler in samplers])
+
+
+def _changes(samplers: SequenceOf[Sampler], end_tokens: Collection[int]) -> tuple[Changes, Changes]:
+    """What is multiplied and what is added, per row."""
+    scale, add = Changes(), Changes()
+    for row, sampler in enumerate(samplers):
+        params = sampler.params
+        if params.repetition_penalty != 1:
+            scale.extend(row, sampler.counts, [params.repetition_penalty] * len(sampler.counts))
+        if params.presence_penalty or params.frequency_penalty:
+            used = {token: count for token, count in sampler.counts.items() if count}
+            add.extend(row, used, [-params.presence_penalty - params.frequency_penalty * n for n in used.values()])
+        add.extend(row, params.logit_bias, list(params.logit_bias.values()))
+        if sampler.generated < params.min_tokens:
+            ends = {*params.stop_token_ids, *(() if params.ignore_eos else end_tokens)}
+            add.extend(row, ends, [-math.inf] * len(ends))
+    return scale, add
+
+
+def _logprobs(
+    logits: torch.Tensor, samplers: SequenceOf[Sampler], chosen: list[int]
+) -> dict[int, TokenLogprobs]:
+    """By row, for those that asked."""
+    rows = [row for row, sampler in enumerate(samplers) if sampler.params.logprobs is not None]
+    if not rows:
+        return {}
+    most = max(samplers[row].params.logprobs or 0 for row in rows)
+    of_chosen, top = top_logprobs(logits[rows].float(), [chosen[row] for row in rows], most)
+    return {
+        row: TokenLogprobs(logprob, pairs[: samplers[row].params.logprobs])
+        for row, logprob, pairs in zip(rows, of_chosen, top, strict=True)
+    }

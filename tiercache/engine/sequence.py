@@ -1,9 +1,9 @@
-"""One request on its way through the engine, and where its prefill is cut.
+"""One sequence on its way through the engine, and where its prefill is cut.
 
 A prompt of P tokens is computed in chunks `[start, end)`. Their ends (edges) are absolute:
 
     0        512      1024                 P      block_size 32, chunk_size 512, P = 1350
-    |--------|--------|---------------|----|
+    |--------|--------|---------------|----|······
                                       1344        the last block boundary before P
 
 The last piece, at most one block, is a chunk of its own, so that a prompt whose whole prefix is
@@ -14,13 +14,19 @@ therefore mean equal tokens *and* an equal split: blocks of a whole chunk have t
 the cut chunk `[1024, 1344)` have keys that also say where it was cut; what comes after, and what was
 generated, has none. A hit is rounded down to an edge. So bytes under a key are a function of
 the key, and a warm result is the cold one, bit for bit.
+
+A sequence that is preempted gives its blocks back and needs them again. Those without a key get one
+then that nobody else can have, from a random number, and so can be kept, stored and found like all others. What is
+not found again is computed in the same chunks, and its keys are thrown away: they name the old bytes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import secrets
 import time
-from collections.abc import Iterable
+from typing import NamedTuple
 
 from tiercache.engine.sampling import Sampler, SamplingParams
 from tiercache.engine.settings import EngineSettings
@@ -34,8 +40,23 @@ class SequenceState(enum.Enum):
     FINISHED = "finished"
 
 
+class Rank(NamedTuple):
+    """Who comes first, the least of all: by priority, then in the order of arrival."""
+
+    priority: int
+    request_id: int
+    fork: int
+
+
+class _Span(NamedTuple):
+    """Whole blocks up to token `end` of the chain have keys with `extra` hashed in."""
+
+    end: int
+    extra: bytes
+
+
 class Sequence:
-    """Tokens, blocks and progress of one request. It owns its derived counts.
+    """Tokens, blocks and progress of one of the `n` sequences of a request. It owns its derived counts.
 
     Block i of `block_table` holds tokens `[i * block_size, (i + 1) * block_size)`; the sequence has
     one reference on each.
@@ -48,79 +69,159 @@ class Sequence:
         params: SamplingParams,
         root: bytes,
         settings: EngineSettings,
+        *,
+        priority: int = 0,
+        index: int = 0,
     ) -> None:
-        self.request_id = request_id
+        if index and params.seed is not None:
+            params = dataclasses.replace(params, seed=params.seed + index)
+        self.rank = Rank(priority, request_id, index)
         self.tokens = prompt
         self.prompt_count = len(prompt)
         self.params = params
-        self.sampler = Sampler(params)
+        self.sampler = Sampler(params, prompt)
         self.state = SequenceState.WAITING
+        self.forks_due = params.n - 1 if index == 0 else 0
         self.finish_reason = ""
         self.pool_hit_tokens = 0
         self.external_hit_tokens = 0
+        self.preemptions = 0
+        self.entered = False
+        self.prefetched = False
         self.arrived_s = time.perf_counter()
         self.first_token_s: float | None = None
         self._root = root
         self._settings = settings
+        self._nonce = secrets.token_bytes(8)
+        self._spans = self._split_prompt()
+        self.chain = KeyChain(root, settings.block_size)
+        self._hash_spans()
         self.restart()
 
     def restart(self) -> None:
-        """Forget all progress but the tokens: at the start, and after a preemption.
+        """Forget all progress but the tokens and their keys: at the start, and after a preemption.
 
         The blocks must have been given back before.
         """
         self.block_table: list[int] = []
-        self.contiguous = True
         self.computed = 0
         self.registered_blocks = 0
         self.stored_blocks = 0
         self.skip_external = False
         self.store_retried = False
-        self.prefill_end = len(self.tokens)
-        self.hashed_tokens = self.prefill_end
-        self.chain = self._make_chain()
+        self.short_since_s: float | None = None
 
-    def _make_chain(self) -> KeyChain:
-        chain = KeyChain(self._root, self._settings.block_size)
+    def fork(self, index: int) -> Sequence:
+        """Another sequence of the same request, as far as this one; the caller adds the references on its blocks."""
+        assert self.computed == len(self.tokens) == self.prompt_count, "forks begin at the end of the prompt"
+        rank, prompt = self.rank, list(self.tokens)
+        other = Sequence(
+            rank.request_id, prompt, self.params, self._root, self._settings, priority=rank.priority, index=index
+        )
+        other.state, other.entered = self.state, True
+        other.arrived_s = self.arrived_s
+        other.pool_hit_tokens, other.external_hit_tokens = self.pool_hit_tokens, self.external_hit_tokens
+        other.block_table = list(self.block_table)
+        other.computed = self.computed
+        other.registered_blocks, other.stored_blocks = self.registered_blocks, self.stored_blocks
+        return other
+
+    # --- keys
+
+    def _split_prompt(self) -> list[_Span]:
+        own = b"" if self._settings.enable_prefix_caching else self._nonce
+        size = self._settings.block_size
         if not self._settings.exact:
-            chain.extend(self.tokens)
-            return chain
+            return [_Span(self.prompt_count // size * size, own)]
         last = self.last_edge
         whole = last - last % self._settings.chunk_size
-        chain.extend(self.tokens[:whole])
-        chain.extend(self.tokens[whole:last], extra=b"cut after %d" % (last - whole))
-        return chain
+        return [_Span(whole, own), _Span(last, own + b"cut after %d" % (last - whole))]
+
+    def _hash_spans(self) -> None:
+        hashed = len(self.chain) * self._settings.block_size
+        for end, extra in self._spans:
+            if end > hashed:
+                self.chain.extend(self.tokens[hashed:end], extra=extra)
+                hashed = end
+
+    def keyed_full_blocks(self) -> int:
+        """Full blocks that have a key; hashes what was generated since the last call."""
+        if not self._settings.exact and self.full_blocks > len(self.chain):
+            # Generated tokens are hashed like those of a prompt.
+            self._spans[-1] = self._spans[-1]._replace(end=self.full_blocks * self._settings.block_size)
+            self._hash_spans()
+        return min(self.full_blocks, len(self.chain))
+
+    def key_all_full_blocks(self) -> None:
+        """Before a preemption: keys of its own for the full blocks that have none."""
+        if self.full_blocks > len(self.chain):
+            extra = self._nonce + b"preemption %d" % self.preemptions
+            self._spans.append(_Span(self.full_blocks * self._settings.block_size, extra))
+            self._hash_spans()
+
+    def drop_lost_keys(self) -> None:
+        """After a preemption: no key for what was not found again and is computed anew."""
+        kept = max(self.full_blocks, self.last_edge // self._settings.block_size)
+        if self._settings.exact and len(self.chain) > kept:
+            end = kept * self._settings.block_size
+            self._spans = [_Span(min(span.end, end), span.extra) for span in self._spans]
+            # A new chain: the pool and stores under way know blocks by the old one.
+            self.chain = KeyChain(self._root, self._settings.block_size)
+            self._hash_spans()
+
+    @property
+    def first_private_block(self) -> int:
+        """Blocks of the chain from here on are of no use to any other sequence."""
+        if not self._settings.enable_prefix_caching:
+            return 0
+        return self.last_edge // self._settings.block_size if self._settings.exact else len(self.chain)
+
+    @property
+    def request_id(self) -> int:
+        return self.rank.request_id
+
+    @property
+    def index(self) -> int:
+        """Which of the request's `n` sequences this is."""
+        return self.rank.fork
+
+    # --- edges and hits
 
     @property
     def last_edge(self) -> int:
-        """The last block boundary before the end of the prefill: no hit reaches beyond it."""
-        return (self.prefill_end - 1) // self._settings.block_size * self._settings.block_size
+        """The last block boundary before the end of the prompt."""
+        return (self.prompt_count - 1) // self._settings.block_size * self._settings.block_size
 
     @property
     def max_hit_blocks(self) -> int:
-        return self.last_edge // self._settings.block_size
+        """How far a hit may reach: the last token is always computed."""
+        return min(len(self.chain), (len(self.tokens) - 1) // self._settings.block_size)
 
     def usable_hit_blocks(self, blocks: int) -> int:
         """How many of `blocks` leading blocks found somewhere may be reused."""
         blocks = min(blocks, self.max_hit_blocks)
-        if self._settings.exact and blocks < self.max_hit_blocks:
+        if self._settings.exact and blocks < self.last_edge // self._settings.block_size:
             per_chunk = self._settings.chunk_size // self._settings.block_size
             return blocks - blocks % per_chunk
         return blocks
 
-    def next_edge(self) -> int:
-        """Where the chunk that starts at `computed` ends; one token further once decoding."""
-        start, chunk = self.computed, self._settings.chunk_size
-        if start >= self.prefill_end:
-            return start + 1
-        edge = min((start // chunk + 1) * chunk, self.prefill_end)
-        if self._settings.exact and start < self.last_edge:
-            edge = min(edge, self.last_edge)
-        return edge
+    def edge_after(self, start: int) -> int:
+        """Where the chunk that starts at `start` ends; one token further once decoding."""
+        edge = (start // self._settings.chunk_size + 1) * self._settings.chunk_size
+        if not self._settings.exact or start >= self.prompt_count:
+            return min(edge, len(self.tokens))
+        return min(edge, self.last_edge if start < self.last_edge else self.prompt_count)
+
+    def is_reusable(self, start: int) -> bool:
+        """Whether others may reuse what the chunk at `start` computes, so that nothing may change its bits."""
+        return self._settings.exact and start < self.last_edge
 
     @property
     def prefilling(self) -> bool:
-        return self.computed < self.prefill_end
+        """More is to be computed than one token: the prompt, or all of it again after a preemption."""
+        return self.computed < max(self.prompt_count, len(self.tokens) - 1)
+
+    # --- blocks
 
     @property
     def output(self) -> list[int]:
@@ -131,28 +232,12 @@ class Sequence:
         """Blocks of `block_table` whose every slot has been computed or loaded."""
         return self.computed // self._settings.block_size
 
-    def keyed_full_blocks(self) -> int:
-        """Full blocks that have a key; hashes what was generated since the last call."""
-        if not self._settings.exact and self.full_blocks > len(self.chain):
-            # The chain has already taken in the prompt, its last partial block included.
-            self.chain.extend(self.tokens[self.hashed_tokens : self.computed])
-            self.hashed_tokens = self.computed
-        return min(self.full_blocks, len(self.chain))
-
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens take."""
         return -(-tokens // self._settings.block_size)
 
-    def add_blocks(self, block_ids: Iterable[int]) -> None:
-        """Append blocks to the table; `contiguous` stays true while they follow one another."""
-        for block_id in block_ids:
-            if self.block_table and block_id != self.block_table[-1] + 1:
-                self.contiguous = False
-            self.block_table.append(block_id)
-
     def take_blocks(self, keep: int = 0) -> list[int]:
         """Remove and return the blocks from `keep` on, for the caller to give back."""
         taken = self.block_table[keep:]
-        kept, self.block_table, self.contiguous = self.block_table[:keep], [], True
-        self.add_blocks(kept)
+        del self.block_table[keep:]
         return taken

@@ -1,14 +1,22 @@
-"""What an engine can be told: one frozen object, checked when it is made."""
+"""What an engine can be told: one frozen object, checked when it is made.
+
+Names and meanings are vLLM's where it has the setting.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from tiercache.errors import ConfigError
+from tiercache.units import parse_bytes
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
 DEVICES = ("auto", "cpu", "cuda")
 WRITE_MODES = ("through", "back")
+_CHOICES = {"dtype": DTYPES, "kv_cache_dtype": KV_CACHE_DTYPES, "device": DEVICES, "write": WRITE_MODES}
+_POSITIVE = ("block_size", "chunk_size", "max_num_seqs", "max_stores")
+_NOT_NEGATIVE = ("max_model_len", "max_num_batched_tokens", "pool_blocks", "clean_blocks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,35 +24,50 @@ class EngineSettings:
     """Settings of an `Engine`. Raises ConfigError when a value is wrong.
 
     Attributes:
+        max_model_len: longest sequence (prompt and output), 0 for what the model allows and the pool holds.
+        gpu_memory_utilization: share of a GPU's memory that weights and KV pool may take, the rest being
+            left for activations; where `kv_cache_memory` is 0.
+        kv_cache_memory: size of the KV pool, in bytes or as "4GiB". 0 is 1 GiB on a CPU, and what
+            `gpu_memory_utilization` leaves on a GPU.
         block_size: tokens in a KV block, the unit of caching.
-        chunk_size: tokens of a prefill chunk; chunk edges are its absolute multiples.
-        pool_bytes: size of the KV pool. `pool_blocks`, where not 0, says it in blocks instead.
-        max_sequences: sequences that may hold blocks at one time.
-        step_tokens: prompt tokens that one step may compute, over all sequences; at least one
-            chunk is always computed.
-        max_context: longest sequence (prompt and output), 0 for what the model allows.
-        device: `auto` takes CUDA where there is one.
+        max_num_seqs: sequences that may hold blocks at one time.
+        max_num_batched_tokens: tokens that one step computes at most, those of decoding sequences
+            included; 0 for one chunk of prefill beside `max_num_seqs` decoding sequences, which is
+            the least.
+        enable_prefix_caching: off, requests reuse nothing of each other; tiers only take in preempted ones.
+        enable_chunked_prefill: off, a prompt is computed in one step, however long others wait meanwhile.
+        kv_cache_dtype: form of the KV in the pool; `auto` is `dtype`, `fp8` is `fp8_e4m3`.
         dtype: of weights and KV; `auto` takes what the model's config says.
+        tensor_parallel_size: 1.
+        chunk_size: tokens of a prefill chunk; chunk edges are its absolute multiples.
+        pool_blocks: size of the KV pool in blocks; not 0, it stands in for `kv_cache_memory`.
+        device: `auto` takes CUDA where there is one.
         exact: blocks are reused only where the reuse cannot change one bit of the result (see
             `tiercache.engine.sequence`). Off: every full block with equal tokens is reused, those
             of generated tokens too, and results may differ in the last bits.
         write: `through` stores a block with the cache after the step that filled it; `back` when
             its place in the pool is about to be needed.
         clean_blocks: with `write="back"`, blocks kept ready for immediate use.
-        load_timeout_s: a load that takes longer is given up and its tokens are computed.
+        load_timeout_s: a load that takes longer is given up and its tokens are computed; most are given
+            up before, when computing would have been done (see `tiercache.engine.cost`).
         max_stores: store transfers in flight; more wait in the pool until one is done.
         salt: a tenant's secret. Engines with different salts share nothing.
     """
 
+    max_model_len: int = 0
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory: int | str = 0
     block_size: int = 16
-    chunk_size: int = 512
-    pool_bytes: int = 1 << 30
-    pool_blocks: int = 0
-    max_sequences: int = 64
-    step_tokens: int = 1024
-    max_context: int = 0
-    device: str = "auto"
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 0
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    kv_cache_dtype: str = "auto"
     dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    chunk_size: int = 512
+    pool_blocks: int = 0
+    device: str = "auto"
     exact: bool = True
     write: str = "through"
     clean_blocks: int = 32
@@ -53,19 +76,49 @@ class EngineSettings:
     salt: str = ""
 
     def __post_init__(self) -> None:
-        positive = ("block_size", "chunk_size", "pool_bytes", "max_sequences", "step_tokens", "max_stores")
-        for name in positive:
+        for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: must be at least 1")
-        for name in ("pool_blocks", "max_context", "clean_blocks"):
+        for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: must be 0 or more")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: must be one of {', '.join(allowed)}")
+        self._check_sizes()
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}: must be above 0 and at most 1"
+            )
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}: this engine runs on one device; set it to 1"
+            )
+        if not self.load_timeout_s > 0:
+            raise ConfigError(f"load_timeout_s is {self.load_timeout_s}: must be above 0")
+
+    def _check_sizes(self) -> None:
         if self.chunk_size % self.block_size:
             raise ConfigError(
                 f"chunk_size is {self.chunk_size}: must be a multiple of block_size {self.block_size}"
             )
-        for name, allowed in (("device", DEVICES), ("dtype", DTYPES), ("write", WRITE_MODES)):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}: must be one of {', '.join(allowed)}")
-        if not self.load_timeout_s > 0:
-            raise ConfigError(f"load_timeout_s is {self.load_timeout_s}: must be above 0")
+        try:
+            parse_bytes(self.kv_cache_memory)
+        except ValueError as error:
+            raise ConfigError(f"kv_cache_memory is {error}") from error
+        least = self.chunk_size + self.max_num_seqs
+        if 0 < self.max_num_batched_tokens < least:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}: must be at least {least}, a chunk_size of "
+                f"{self.chunk_size} and one token for each of max_num_seqs {self.max_num_seqs}; raise it or lower those"
+            )
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """`kv_cache_memory` as a number of bytes."""
+        return parse_bytes(self.kv_cache_memory)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one step computes at most; a prompt that may not be cut is computed whole all the same."""
+        return self.max_num_batched_tokens or self.chunk_size + self.max_num_seqs

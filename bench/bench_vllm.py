@@ -1,0 +1,225 @@
+"""Real vLLM with tiercache below it, beside vLLM alone and vLLM's own CPU tier.
+
+    cold       a prompt that nobody knows, with storing and without a connector
+    local      the same prompt again, from vLLM's own pool
+    dram       the same when the pool has been forgotten: from tiercache's DRAM, and from vLLM's CPU tier
+    nvme       the same when DRAM has been emptied too (direct I/O: the page cache has no part in it)
+    turns      conversations that do not fit into the pool: seconds for all of them
+
+All engines live in processes of their own throughout, one OpenMP thread each, and take turns. Seconds
+are those of `LLM.generate` for one token. A random Qwen3 of 161 M parameters in bfloat16, blocks of 32.
+Needs the environment of `make test-vllm`:
+`PYTHONPATH=. .venv-vllm/bin/python bench/bench_vllm.py [--tokens N ...] [--rounds N] [--dir DISK]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from common import SEED, Report
+
+import tiercache
+
+median = statistics.median
+VOCABULARY = 16384
+BLOCK = 32
+POOL_BYTES = 160 << 20
+CONVERSATIONS, TURNS, TURN_TOKENS = 6, 4, 1000
+
+
+def build_model(folder: Path) -> None:
+    """A random Qwen3 of 161 M parameters, 12 KiB of KV a token."""
+    import torch
+    import transformers
+
+    torch.manual_seed(SEED)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=16384, tie_word_embeddings=True,
+        bos_token_id=1, eos_token_id=2, initializer_range=0.05,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+class Candidate:
+    """One engine; see `vllm_candidate.py`."""
+
+    def __init__(self, model: Path, transfer: dict[str, Any] | None, log: Path) -> None:
+        options = {
+            "model": str(model), "skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True,
+            "max_model_len": 9216, "max_num_batched_tokens": 2048, "max_num_seqs": 8, "block_size": BLOCK,
+            "kv_cache_memory_bytes": POOL_BYTES, "seed": 0,
+        }  # fmt: skip
+        if transfer is not None:
+            options["kv_transfer_config"] = {"kv_role": "kv_both", **transfer}
+        command = [sys.executable, str(Path(__file__).with_name("vllm_candidate.py")), json.dumps(options)]
+        self._log = log
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+        self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"an engine has ended:\n{self._log.read_text()[-3000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        """One order and its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"op": op, **fields}).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def run(self, ids: list[int], *, forget: bool = False, cached: int | None = None) -> tuple[float, int]:
+        """Seconds to the first token, and that token. `cached` tokens at least must not have been computed."""
+        if forget:
+            assert self.ask("forget")["done"]
+        answer = self.ask("run", prompts=[ids], tokens=1)
+        found = answer["cached"][0]
+        if (cached is None and found) or (cached is not None and found < cached):
+            raise RuntimeError(f"{found} tokens of {len(ids)} came from a cache")
+        return answer["seconds"], answer["tokens"][0][0]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def prompt_of(tokens: int, name: str) -> list[int]:
+    return random.Random(f"{SEED}/{name}").choices(range(3, VOCABULARY), k=tokens)
+
+
+def wait_for(condition: Any, what: str) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"waited too long for {what}")
+        threading.Event().wait(0.05)
+
+
+class Bench:
+    """The engines and the daemon, and what was measured: seconds by (case, tokens)."""
+
+    def __init__(self, stack: ExitStack, folder: Path, disk: Path) -> None:
+        model = folder / "model"
+        build_model(model)
+        self.daemon = stack.enter_context(
+            tiercache.launch("2GiB", nvme=str(disk), nvme_size="8GiB", nvme_segment="256MiB")
+        )
+        self.client = stack.enter_context(tiercache.Client.connect(self.daemon.address, map_arena=False))
+        ours = {
+            "kv_connector": "TierCacheConnector", "kv_connector_module_path": "tiercache.connectors.vllm_v1",
+            "kv_connector_extra_config": {"address": self.daemon.address},
+        }  # fmt: skip
+        native = {
+            "kv_connector": "OffloadingConnector",
+            "kv_connector_extra_config": {
+                "spec_name": "MemcpySpec", "spec_module_path": "vllm_native", "cpu_bytes_to_use": 2 << 30,
+            },
+        }  # fmt: skip
+        self.engines: dict[str, Candidate] = {}
+        for name, transfer in (("plain", None), ("ours", ours), ("native", native)):
+            self.engines[name] = Candidate(model, transfer, folder / name)
+            stack.callback(self.engines[name].close)
+        self.seconds: dict[tuple[str, int], list[float]] = {}
+        self.tokens_identical = True
+
+    def _blocks(self, tier: str) -> int:
+        return int(self.client.stats()["tiers"][tier]["blocks"])
+
+    def one_round(self, tokens: int, number: int) -> None:
+        """Every case once, of a prompt of its own."""
+        ids = prompt_of(tokens, f"{tokens} {number}")
+        plain, ours, native = self.engines["plain"], self.engines["ours"], self.engines["native"]
+        full = tokens // BLOCK * BLOCK
+        self.client.flush()
+        order = [("cold_plain", plain), ("cold_ours", ours), ("cold_native", native)]
+        results = {case: engine.run(ids, forget=True) for case, engine in (order if number % 2 else order[::-1])}
+        for tier in ("dram", "nvme"):
+            wait_for(lambda tier=tier: self._blocks(tier) >= full // BLOCK, f"all blocks to be in {tier}")
+        results["local"] = plain.run(ids, cached=full - BLOCK)
+        results["dram"] = ours.run(ids, forget=True, cached=full - BLOCK)
+        results["native"] = native.run(ids, forget=True, cached=full - 2 * BLOCK)
+        self.client.flush(tier="dram")
+        results["nvme"] = ours.run(ids, forget=True, cached=full - BLOCK)
+        self.tokens_identical &= len({token for _, token in results.values()}) == 1
+        for case, (seconds, _) in results.items():
+            self.seconds.setdefault((case, tokens), []).append(seconds)
+
+    def turns(self, name: str) -> float:
+        """Seconds for conversations of several turns, one after another in rounds."""
+        engine = self.engines[name]
+        assert engine.ask("forget")["done"]
+        seconds = 0.0
+        texts = [prompt_of(TURN_TOKENS, f"turn {number}") for number in range(CONVERSATIONS)]
+        for turn in range(TURNS):
+            for number in range(CONVERSATIONS):
+                answer = engine.ask("run", prompts=[texts[number]], tokens=16)
+                seconds += answer["seconds"]
+                texts[number] += answer["tokens"][0] + prompt_of(TURN_TOKENS, f"turn {turn} {number}")
+        return seconds
+
+    def ratios(self, case: str, base: str, tokens: int) -> list[float]:
+        return [a / b for a, b in zip(self.seconds[case, tokens], self.seconds[base, tokens], strict=True)]
+
+
+def main() -> None:
+    """Print the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8000])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", type=Path, help="where the NVMe tier is; by default a temporary directory")
+    args = parser.parse_args()
+    report = Report("bench_vllm")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        disk = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=args.dir)))
+        bench = Bench(stack, folder, disk)
+        bench.one_round(min(args.tokens), -1)  # a warm-up
+        bench.seconds.clear()
+        for number in range(args.rounds):
+            for tokens in args.tokens:
+                bench.one_round(tokens, number)
+        for tokens in args.tokens:
+            for case in ("cold_plain", "cold_ours", "cold_native", "local", "dram", "nvme", "native"):
+                values = bench.seconds[case, tokens]
+                report.add(f"{case}_{tokens}_s", f"{case}, {tokens} tokens", median(values), "s", samples=values)
+        most = max(args.tokens)
+        for key, case, base, limit in (
+            ("dram_hit_over_local_hit", "dram", "local", 1.0),
+            ("nvme_hit_over_local_hit", "nvme", "local", 1.5),
+            ("native_hit_over_local_hit", "native", "local", None),
+            ("cold_over_no_connector", "cold_ours", "cold_plain", 1.03),
+            ("native_cold_over_no_connector", "cold_native", "cold_plain", None),
+            ("dram_hit_over_native_hit", "dram", "native", 1.0),
+        ):
+            values = bench.ratios(case, base, most)
+            report.add(key, f"{key.replace('_', ' ')}, {most}", median(values), at_most=limit, samples=values)
+        times = {name: bench.turns(name) for name in ("plain", "native", "ours")}
+        for name, seconds in times.items():
+            report.add(f"turns_{name}_s", f"conversations larger than the pool, {name}", seconds, "s")
+        report.add("turns_over_native", "the same, ours / native", times["ours"] / times["native"], at_most=1.0)
+        hooks = bench.engines["ours"].ask("hooks")
+        for name, (middle, late) in hooks.items():
+            report.add(f"hook_{name}_us_p99", f"{name}, p99 (p50 {middle:.1f})", late, "us", at_most=20)
+        report.add("tokens_identical", "tokens identical in every case", float(bench.tokens_identical), at_least=1)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

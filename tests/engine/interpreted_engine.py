@@ -1,0 +1,178 @@
+"""The engine over the Triton kernels, in Triton's interpreter.
+
+Not collected by itself: TRITON_INTERPRET=1 must be set before the kernels are decorated, so
+`test_kernel_engine.py` runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import SaveModel, prompt_of
+
+from tiercache.engine import Engine, EngineSettings, SamplingParams
+from tiercache.engine.attention import Batch
+from tiercache.engine.cuda_attention import KernelPass
+from tiercache.engine.decode_graphs import DecodeGraphs, buckets
+from tiercache.engine.kv_pool import Segment
+from tiercache.engine.torch_attention import TorchPass
+
+pytestmark = [pytest.mark.engine, pytest.mark.kernels]
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_kernel_engine.py, with TRITON_INTERPRET=1"
+
+# All is small, for the interpreter takes 0.1 s for a program: of 27 tokens the last chunk begins in block 3, and
+# decoding fills it up.
+SMALL: dict[str, Any] = {"block_size": 8, "chunk_size": 16, "pool_blocks": 40}
+GREEDY = SamplingParams(max_tokens=7, ignore_eos=True)
+PROMPTS = [prompt_of(27, seed=1), prompt_of(7, seed=2), prompt_of(27, seed=1)[:18]]
+FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "small-llama": ("LlamaConfig", {"num_hidden_layers": 1, **FEW_HEADS}),
+    "gemma2-window-softcap": (
+        "Gemma2Config",
+        {
+            "num_hidden_layers": 2,
+            **FEW_HEADS,
+            "sliding_window": 12,
+            "attn_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+    "gpt-oss-window-sinks": (
+        "GptOssConfig",
+        {
+            "num_hidden_layers": 2,
+            **FEW_HEADS,
+            "sliding_window": 12,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}
+
+
+def generate(engine: Engine) -> list[list[int]]:
+    tokens = [output.tokens for output in engine.generate(PROMPTS, GREEDY)]
+    engine.check_integrity()
+    return tokens
+
+
+def work_of(engine: Engine, passes: list[object]) -> None:
+    """Note what attends in each pass from here on."""
+    forward = engine._model.forward
+
+    def noted(batch: Any, *arguments: Any) -> torch.Tensor:
+        passes.append(type(batch.work))
+        return forward(batch, *arguments)
+
+    engine._model.forward = noted  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are taken as they are: trying them takes longer than the test."""
+    monkeypatch.setattr("tiercache.engine.engine.check_model", lambda model: None)
+
+
+@pytest.mark.parametrize(
+    ("model", "kv_cache_dtype", "exact"),
+    [
+        ("llama", "auto", False),
+        ("gemma2-window-softcap", "auto", True),
+        ("gpt-oss-window-sinks", "auto", True),
+        ("small-llama", "fp8", True),
+        ("small-llama", "int8", False),
+        ("small-llama", "int4", True),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_tokens_are_those_of_the_torch_path(
+    model: str, kv_cache_dtype: str, exact: bool, save_model: SaveModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config_class, options = MODELS[model]
+    folder = save_model(config_class, **options)
+    settings = EngineSettings(**SMALL, exact=exact, kv_cache_dtype=kv_cache_dtype)
+    passes: list[object] = []
+    with Engine(folder, settings) as engine:
+        work_of(engine, passes)
+        tokens = generate(engine)
+        again = generate(engine)  # from the pool, as far as its blocks are full
+    assert set(passes) == {KernelPass}
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with Engine(folder, settings) as engine:
+        work_of(engine, passes)
+        assert generate(engine) == tokens == again
+    assert passes[-1] is TorchPass
+
+
+class Replayed(DecodeGraphs):
+    """Graphs that are run once more instead of being replayed: the tables and places are the graph's."""
+
+    class Graph:
+        def __init__(self, run: Any) -> None:
+            self.replay = run
+            self.replays = 0
+
+    def _record(self, recording: Any) -> bool:
+        def run() -> None:
+            recording.logits = self._run(recording.batch, recording.tokens, recording.kept)
+            recording.graph.replays += 1
+
+        recording.graph = self.Graph(run)
+        return True
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.usefixtures("unchecked")
+def test_tables_that_stay_in_place_serve_every_step(kv_cache_dtype: str, save_model: SaveModel) -> None:
+    folder = save_model(MODELS["small-llama"][0], **MODELS["small-llama"][1])
+    settings = EngineSettings(**SMALL, kv_cache_dtype=kv_cache_dtype)
+    with Engine(folder, settings) as engine:
+        expected = generate(engine)
+    with Engine(folder, settings) as engine:
+        graphs = Replayed(engine._model._run, max_rows=3, longest=64)
+        engine._model._graphs = graphs
+        # Three sequences in a bucket of four, of other lengths in each step; a block fills up meanwhile.
+        assert generate(engine) == expected
+    graph: Any = graphs._recordings[4].graph
+    assert graph.replays >= 3
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.usefixtures("unchecked")
+def test_a_pass_for_compiling_computes_the_same(kv_cache_dtype: str, save_model: SaveModel) -> None:
+    folder = save_model(MODELS["small-llama"][0], **MODELS["small-llama"][1])
+    with Engine(folder, EngineSettings(**SMALL, kv_cache_dtype=kv_cache_dtype)) as engine:
+        segments, tokens = [Segment(0, 0, 8, [0])], prompt_of(8)
+        logits = []
+        for every in (False, True):
+            work = KernelPass(engine.pool, segments, every_kernel=every)
+            logits.append(engine._model.forward(Batch(engine.pool, segments, work), tokens, range(8)))
+    assert torch.equal(*logits)
+
+
+def test_a_model_that_cannot_be_captured_runs_without_graphs(
+    save_model: SaveModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_model(MODELS["small-llama"][0], **MODELS["small-llama"][1])
+    with Engine(folder, EngineSettings(**SMALL)) as engine:  # checked, by the kernels
+        expected = generate(engine)
+        engine.reset_pool()
+        engine._model._graphs = DecodeGraphs(engine._model._run, max_rows=3, longest=64)  # and there is no CUDA
+        with caplog.at_level(logging.WARNING):
+            assert generate(engine) == expected
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "decode runs without CUDA graphs, kernel by kernel"
+    ]
+
+
+@pytest.mark.parametrize(("largest", "sizes"), [(1, [1, 2, 4, 8]), (8, [1, 2, 4, 8]), (17, [1, 2, 4, 8, 16, 24])])
+def test_buckets_hold_every_batch(largest: int, sizes: Sequence[int]) -> None:
+    assert buckets(largest) == sizes

@@ -1,0 +1,95 @@
+"""A model that can be checked in the head: K is the token itself, the next token a hash of all K before it.
+
+Whatever block is stale, torn, swapped or shared wrongly gives other tokens than `continuation`, or, when they are
+sampled, tokens that are not among the two `choices`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tiercache.engine import Engine, EngineSettings
+from tiercache.engine.kv_pool import KVPool
+from tiercache.engine.model import ModelShape
+from tiercache.keys import root_key
+from tiercache.layout import NamespaceSpec
+
+VOCABULARY = 50
+
+
+def choices(context: Sequence[int]) -> tuple[int, int]:
+    """The likeliest token after `context`, and another one."""
+    likeliest = zlib.crc32(bytes(context)) % (VOCABULARY - 1)
+    return 1 + likeliest, 1 + (likeliest + 7) % (VOCABULARY - 1)
+
+
+def continuation(prompt: Sequence[int], count: int) -> list[int]:
+    """What a model that never forgets says after `prompt`."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(choices(tokens)[0])
+    return tokens[len(prompt) :]
+
+
+class PlainModel:
+    """Stands in for `HostedModel`."""
+
+    def __init__(self, _: Any, shape: ModelShape, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+        self.passes: list[list[tuple[int, int]]] = []
+
+    def new_pool(self, num_blocks: int, block_size: int, *_: Any) -> KVPool:
+        return KVPool(self._shape.kv_layout(block_size), num_blocks, 0, self._device)
+
+    def prepare(self, *_: Any) -> None:
+        """Nothing to be made ready."""
+
+    def forward(self, batch: Any, tokens: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
+        self.passes.append([(segment.start, segment.end) for segment in batch.segments])
+        slots = batch.pool.blocks[:, 0, 0, :, 0, 0]
+        size = slots.shape[1]
+        logits = torch.full((len(rows), VOCABULARY), -1e9)
+        for segment in batch.segments:
+            for position in range(segment.start, segment.end):
+                token = tokens[segment.row + position - segment.start]
+                slots[segment.block_table[position // size], position % size] = token
+            last = segment.row + segment.end - segment.start - 1
+            if last in rows:
+                blocks = slots[segment.block_table[: -(-segment.end // size)]]
+                context = blocks.flatten()[: segment.end].int().tolist()
+                logits[list(rows).index(last), list(choices(context))] = torch.tensor([1.1, 1.0])
+        return logits
+
+
+@contextmanager
+def plain_engine(
+    connect: Any = None, max_context: int = 512, always_load: bool = True, **settings: Any
+) -> Iterator[Engine]:
+    """An engine that serves a `PlainModel`, on blocks of 2 tokens and chunks of 4 unless told otherwise.
+
+    Computing takes it microseconds; unless it is to `always_load`, it soon finds loads to be too slow.
+    """
+    small = {"block_size": 2, "chunk_size": 4, "pool_blocks": 16, "max_num_seqs": 4, "device": "cpu"}
+    chosen = EngineSettings(**{**small, **settings})
+    size = chosen.block_size
+    shape = ModelShape(1, 1, 1, torch.float32, VOCABULARY, max_context, (0,), frozenset())
+    block_bytes = shape.kv_layout(size).block_bytes
+    namespace = NamespaceSpec(
+        engine="plain/1", layout="bytes", dtype="float32", block_size=size, block_bytes=block_bytes
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiercache.engine.engine.read_shape", lambda *_: shape)
+        patch.setattr("tiercache.engine.engine.describe_model", lambda *_: (namespace, root_key("plain")))
+        patch.setattr("tiercache.engine.engine.HostedModel", PlainModel)
+        patch.setattr("tiercache.engine.engine.check_model", lambda *_: None)
+        patch.setattr("tiercache.engine.engine._IDLE_WAIT_S", 0.0)
+        if always_load:
+            patch.setattr("tiercache.engine.cost.CostModel.note_prefill", lambda *_: None)
+        with Engine("plain", chosen, connect) as engine:
+            yield engine

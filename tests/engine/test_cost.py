@@ -1,0 +1,202 @@
+"""Load or recompute: the estimates, the choice, and that neither stays wrong."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tiercache.engine.cost import CostModel, Line, LoadChoice
+
+pytestmark = pytest.mark.engine
+BLOCK_BYTES = 64 << 10
+
+
+def model_of(token_s: float = 0.001, per_context_s: float = 0.0) -> CostModel:
+    """A model whose computing has been measured: blocks of 16 tokens."""
+    cost = CostModel(16, BLOCK_BYTES)
+    for context in (256, 2048, 4096) * 8:
+        cost.note_prefill(512, context, 512 * (token_s + per_context_s * context))
+    return cost
+
+
+def choose_all(cost: CostModel, blocks: int, below: int = 0, queue_s: float = 0.0) -> LoadChoice:
+    """The choice for a match of `blocks` blocks with nothing in the pool."""
+    return cost.choose(0, 0, (blocks - below, blocks), blocks - below, queue_s)
+
+
+def note(cost: CostModel, choice: LoadChoice, seconds: float) -> None:
+    cost.note_load(choice, seconds, waited_s=seconds)
+
+
+def test_a_line_through_samples_is_found_again() -> None:
+    line = Line(0.0, 0.0, spread=0.1)
+    for x in (1.0, 5.0, 9.0, 2.0):
+        line.add(x, 3.0 + 0.5 * x)
+    assert line.at(20.0) == pytest.approx(13.0, rel=0.05)
+
+
+def test_a_line_is_what_it_was_given_until_there_are_samples_and_keeps_its_slope_for_one_place() -> None:
+    line = Line(1.0, 0.25, spread=4.0)
+    assert line.at(8.0) == 3.0
+    line.add(100.0, 60.0)
+    assert line.at(100.0) == pytest.approx(60.0)
+    assert line.at(104.0) == pytest.approx(61.0)
+
+
+def test_the_past_fades() -> None:
+    line = Line(0.0, 0.0, spread=1.0)
+    line.add(1.0, 100.0)
+    for _ in range(30):
+        line.add(1.0, 2.0)
+    assert line.at(1.0) == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_line_never_predicts_less_than_nothing() -> None:
+    line = Line(0.0, 0.0, spread=1.0)
+    line.add(10.0, 1.0)
+    line.add(20.0, 9.0)
+    assert all(line.at(x) >= 0 for x in (0.0, 1.0, 10.0, 1000.0))
+
+
+def test_prefill_takes_longer_in_a_long_context() -> None:
+    cost = model_of(0.001, 1e-6)
+    assert cost.prefill_s(0, 512) == pytest.approx(512 * (0.001 + 256e-6), rel=0.02)
+    assert cost.prefill_s(7680, 8192) == pytest.approx(512 * (0.001 + 7936e-6), rel=0.02)
+    assert cost.prefill_s(0, 8192) == pytest.approx(cost.prefill_s(0, 4096) + cost.prefill_s(4096, 8192))
+
+
+def test_steps_that_did_not_wait_for_the_device_count_with_the_one_that_did() -> None:
+    cost = CostModel(16, BLOCK_BYTES)
+    cost.note_step([(0, 512)], 0.1, waited=False)
+    cost.note_step([(512, 1024), (9, 10)], 0.1, waited=False)
+    assert cost.prefill_s(0, 512) == math.inf
+    cost.note_step([(7, 8)], 0.824, waited=True)
+    assert cost.prefill_s(0, 1024) == pytest.approx(1.024)
+    cost.note_step([(8, 9)], 5.0, waited=True)  # only decoded
+    assert cost.prefill_s(0, 1024) == pytest.approx(1.024)
+
+
+def test_everything_is_loaded_until_computing_has_been_measured() -> None:
+    cost = CostModel(16, BLOCK_BYTES)
+    for _ in range(50):
+        note(cost, LoadChoice(0, 100), 1000.0)
+    choice = choose_all(cost, 100)
+    assert (choice.first, choice.end, choice.saved_s) == (0, 100, math.inf)
+    assert cost.loads_avoided == 0
+
+
+def test_a_slow_tier_is_avoided_and_found_again_when_it_is_fast() -> None:
+    cost = model_of()
+    slow_block_s, fast_block_s = 1.0, 1e-5  # computing takes 0.016 s for a block
+    tried = 0
+    for _ in range(100):
+        choice = choose_all(cost, 64)
+        if choice.end:
+            tried += 1
+            note(cost, choice, 64 * slow_block_s)
+    assert 1 <= tried <= 20
+    assert cost.loads_avoided == 100 - tried
+    assert cost.loads_regretted == tried
+    avoided = 0
+    for _ in range(40):
+        choice = choose_all(cost, 64)
+        if choice.end:
+            note(cost, choice, 64 * fast_block_s)
+        else:
+            avoided += 1
+    assert avoided < 35
+    assert choose_all(cost, 64).end == 64
+    assert cost.loads_regretted == tried
+
+
+def test_a_hopeless_tier_is_tried_more_rarely_than_one_that_is_a_little_too_slow() -> None:
+    tries = []
+    for block_s in (0.024, 0.5):
+        cost = model_of()
+        count = 0
+        for _ in range(200):
+            choice = choose_all(cost, 64)
+            if choice.end:
+                count += 1
+                note(cost, choice, 64 * block_s)
+        tries.append(count)
+    assert tries[1] < tries[0] < 150
+
+
+def test_a_load_that_is_given_up_counts_for_more_than_it_was_waited_for() -> None:
+    cost = model_of()
+    tried = 0
+    for _ in range(100):
+        choice = choose_all(cost, 64)
+        if choice.end:
+            tried += 1
+            cost.note_given_up(choice, choice.saved_s * 1.01)
+    assert 2 <= tried <= 20
+    assert cost.loads_regretted == tried
+
+
+def test_a_load_that_came_short_is_no_proof_of_speed() -> None:
+    cost = model_of()
+    before = cost.load_s(64, 0)
+    cost.note_miss(choose_all(cost, 64), 1e-9, 1e-9)
+    assert cost.load_s(64, 0) == before
+    cost.note_miss(choose_all(cost, 64), 1.0, 1.0)
+    assert cost.load_s(64, 0) > before
+
+
+def test_one_stall_does_not_turn_a_fast_tier_off() -> None:
+    cost = model_of()
+    for blocks in (8, 64, 256) * 5:
+        note(cost, LoadChoice(0, blocks), 0.001 + blocks * 1e-5)
+    note(cost, LoadChoice(0, 32), 60.0)
+    for blocks in (32, 64, 512):
+        assert choose_all(cost, blocks).end == blocks
+
+
+def test_a_fast_load_is_never_left_out_or_cut() -> None:
+    cost = model_of()
+    for number in range(300):
+        blocks = 32 + 32 * (number % 16)
+        choice = choose_all(cost, blocks)
+        assert (choice.first, choice.end) == (0, blocks)
+        note(cost, choice, 0.0005 + blocks * 2e-5)
+    assert cost.loads_avoided == 0
+
+
+def test_what_lies_in_dram_is_loaded_and_what_lies_on_a_slow_disk_computed() -> None:
+    cost = model_of()
+    for _ in range(10):
+        note(cost, LoadChoice(0, 64, below_blocks=32), 32 * 1e-5 + 32 * 1.0)
+        note(cost, LoadChoice(0, 64), 64 * 1e-5)
+    choice = choose_all(cost, 64, below=32)
+    assert (choice.first, choice.end, choice.below_blocks) == (0, 32, 0)
+    assert cost.loads_avoided == 1
+    assert choose_all(cost, 64).end == 64
+    for _ in range(400):
+        choice = choose_all(cost, 64, below=32)
+        if choice.end == 64:
+            note(cost, choice, 64 * 1e-5)
+    assert choose_all(cost, 64, below=32).end == 64  # the disk is fast again
+
+
+def test_a_load_begins_behind_what_the_pool_has() -> None:
+    cost = model_of()
+    choice = cost.choose(kept=32, found=40, reaches=(64, 96), dram_end=70, queue_s=0.0)
+    assert (choice.first, choice.end, choice.below_blocks, choice.dram_blocks) == (40, 96, 26, 30)
+    nothing = cost.choose(kept=32, found=40, reaches=(32, 32), dram_end=35, queue_s=0.0)
+    assert nothing.first == nothing.end == 32
+    assert cost.loads_avoided == 0
+
+
+def test_loads_that_queue_behind_others_count_those_too() -> None:
+    cost = model_of()
+    assert choose_all(cost, 4, queue_s=10.0).end == 0
+    assert choose_all(cost, 1024, queue_s=10.0).end == 1024
+
+
+def test_patience_is_what_computing_would_take() -> None:
+    cost = model_of()
+    assert cost.patience_s(LoadChoice(0, 64, load_s=0.01, saved_s=1.0)) == 1.0
+    assert cost.patience_s(LoadChoice(0, 1, load_s=0.001, saved_s=0.01)) == 0.25
+    assert cost.patience_s(LoadChoice(0, 64, saved_s=math.inf)) == math.inf

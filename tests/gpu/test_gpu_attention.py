@@ -1,0 +1,68 @@
+"""The attention and KV write kernels, compiled, on a real device: the interpreter's cases and larger ones."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch
+from attention_cases import (
+    CASES,
+    DECODES,
+    WRITES,
+    AttentionCase,
+    WriteCase,
+    check_attention,
+    check_encoding,
+    check_padding,
+    check_write,
+)
+
+from tiercache.kernels.kv_formats import FORMATS
+
+pytestmark = pytest.mark.gpu
+
+LONG = ((8191, 8192), (3000, 3001), (0, 1), (511, 512))
+CHUNKS = ((0, 700), (2048, 2560), (5000, 5001), (96, 129))
+LARGE = [
+    case._replace(
+        name=f"{case.name}, {name}", format=name, heads=32, kv_heads=8, head_dim=128, block=16,
+        dtype=torch.bfloat16, shape=None,
+    )
+    for name in ("raw", *FORMATS)
+    for case in (
+        AttentionCase("long decode", LONG, splits=1),
+        AttentionCase("long decode, split", LONG, splits=20),
+        AttentionCase("chunks", CHUNKS),
+        AttentionCase("chunks, split, all options", CHUNKS, window=300, softcap=30.0, sinks=True, splits=4),
+    )
+]  # fmt: skip
+SHAPES = [
+    AttentionCase("head_dim 256", CHUNKS, head_dim=256, heads=8, block=16, dtype=torch.bfloat16, shape=None),
+    AttentionCase("head_dim 96", CHUNKS, head_dim=96, heads=8, kv_heads=8, block=16, dtype=torch.float16, shape=None),
+    AttentionCase("head_dim 64 in float32", CHUNKS, head_dim=64, heads=8, block=32, shape=None),
+    AttentionCase("many heads for one", DECODES, head_dim=64, heads=71, kv_heads=1, dtype=torch.bfloat16, shape=None),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *LARGE, *SHAPES], ids=lambda case: case.name)
+def test_writes_and_attention_equal_the_twins(case: AttentionCase, device: str) -> None:
+    check_attention(case, device)
+
+
+def test_segments_without_tokens_get_zeros(device: str) -> None:
+    check_padding(device)
+
+
+@pytest.mark.parametrize("case", WRITES, ids=lambda case: case.name)
+def test_writes_equal_the_twin(case: WriteCase, device: str) -> None:
+    check_write(case, device)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("spread", [0.0, 2.0])
+@pytest.mark.parametrize("name", FORMATS)
+def test_records_equal_the_twin(name: str, spread: float, seed: int, device: str) -> None:
+    check_encoding(name, device, spread, seed)

@@ -1,0 +1,47 @@
+"""The attention and KV write kernels in Triton's interpreter.
+
+Not collected by itself: TRITON_INTERPRET=1 must be set before the kernels are decorated, so
+`test_attention_kernels.py` runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from attention_cases import (
+    CASES,
+    WRITES,
+    AttentionCase,
+    WriteCase,
+    check_attention,
+    check_encoding,
+    check_padding,
+    check_write,
+)
+
+from tiercache.kernels.kv_formats import FORMATS
+
+pytestmark = pytest.mark.kernels
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_attention_kernels.py, with TRITON_INTERPRET=1"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_writes_and_attention_equal_the_twins(case: AttentionCase) -> None:
+    check_attention(case, "cpu")
+
+
+def test_segments_without_tokens_get_zeros() -> None:
+    check_padding("cpu")
+
+
+@pytest.mark.parametrize("case", WRITES, ids=lambda case: case.name)
+def test_writes_equal_the_twin(case: WriteCase) -> None:
+    check_write(case, "cpu")
+
+
+@pytest.mark.parametrize("spread", [0.0, 2.0])
+@pytest.mark.parametrize("name", FORMATS)
+def test_records_equal_the_twin(name: str, spread: float) -> None:
+    check_encoding(name, "cpu", spread, seed=1)

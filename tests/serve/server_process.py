@@ -1,0 +1,89 @@
+"""A real `tiercache serve` process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from openai import AsyncOpenAI, OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+START_TIMEOUT_S = 60.0
+TIMEOUT_S = 30.0
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s"
+        time.sleep(0.01)
+
+
+class ServerProcess:
+    """Starts it, and waits until it answers; ends it with SIGKILL if it has not ended."""
+
+    def __init__(self, model: Path, log: Path, *flags: str, patch: str = "") -> None:
+        """`patch` is code that runs before the server does."""
+        self.log = log
+        start = f"{patch}\nimport sys; from tiercache.cli.main import main; sys.exit(main())"
+        command = [sys.executable, "-c", start, "serve", str(model), "--port", "0", *flags]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+        self.url = ""
+        wait_until(self._listens, "the server is ready", START_TIMEOUT_S)
+        self.client = OpenAI(base_url=f"{self.url}/v1", api_key="secret", max_retries=0, timeout=TIMEOUT_S)
+
+    def _listens(self) -> bool:
+        text = self.log.read_text()
+        assert self.process.poll() is None, text
+        if found := re.search(r"is served at (\S+)/v1", text):
+            self.url = found[1]
+        return bool(self.url)
+
+    def async_client(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="secret", max_retries=0, timeout=TIMEOUT_S)
+
+    def metrics(self) -> dict[str, float]:
+        """Samples by name; with labels besides the model's, as `name{value,...}`."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=TIMEOUT_S) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        found = {}
+        for family in families:
+            for sample in family.samples:
+                labels = ",".join(value for name, value in sample.labels.items() if name != "model_name")
+                found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
+        return found
+
+    def metric(self, name: str) -> float:
+        return self.metrics()[f"tiercache:{name}"]
+
+    def wait_until_idle(self) -> None:
+        """Nothing runs, waits or holds a block."""
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        wait_until(lambda: not any(map(self.metric, names)), "the server is idle")
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> int:
+        return self.process.wait(TIMEOUT_S)
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(TIMEOUT_S)

@@ -1,0 +1,153 @@
+"""The engine's thread: crowds, withdrawals, its failure and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tiercache.engine import Engine, EngineSettings, SamplingParams
+from tiercache.engine.async_engine import AsyncEngine, EngineDied, QueueFull, Stream
+from tiercache.engine.prompts import load_tokenizer
+from tiercache.engine.text_engine import TextEngine
+from tiercache.errors import ConfigError
+
+pytestmark = pytest.mark.engine
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def engine(model_dir: Path) -> Iterator[Engine]:
+    with Engine(model_dir, EngineSettings(block_size=8, chunk_size=32, pool_blocks=128)) as engine:
+        yield engine
+
+
+def run(
+    engine: Engine, model_dir: Path, use: Callable[[AsyncEngine], Awaitable[None]], max_waiting: int = 2048
+) -> list[str]:
+    """Let `use` work with an AsyncEngine in a loop of its own, close it; what `on_death` was called for."""
+    deaths: list[str] = []
+
+    async def play() -> None:
+        text_engine = TextEngine(engine, load_tokenizer(model_dir))
+        served = AsyncEngine(text_engine, max_waiting=max_waiting, on_death=lambda: deaths.append("died"))
+        await asyncio.wait_for(use(served), TIMEOUT_S)
+        await served.close()
+        assert not served._waiting
+        if not deaths:
+            assert (served._places, served._request_ids, text_engine._texts) == ({}, {}, {})
+            assert (engine.stats()["kv_cache_usage"], engine.unfinished) == (0, False)
+
+    asyncio.run(play())
+    return deaths
+
+
+async def collect(stream: Stream) -> list[str]:
+    """The text of each prompt."""
+    texts = [""] * stream.prompts
+    async for prompt, output in stream:
+        texts[prompt] += output.text
+    return texts
+
+
+def prompt(seed: int, length: int = 12) -> list[int]:
+    return [random.Random(f"{seed}/{place}").randrange(256) for place in range(length)]
+
+
+def test_a_thousand_queued_requests_are_all_answered(engine: Engine, model_dir: Path) -> None:
+    params = SamplingParams(max_tokens=3)
+
+    async def use(served: AsyncEngine) -> None:
+        streams = [served.submit([prompt(number % 10)], params) for number in range(1000)]
+        texts = await asyncio.gather(*map(collect, streams))
+        assert all(text == texts[number % 10] for number, text in enumerate(texts))
+        assert len({text for [text] in texts}) > 5
+
+    assert run(engine, model_dir, use) == []
+
+
+def test_too_many_are_refused_and_nothing_of_them_stays(engine: Engine, model_dir: Path) -> None:
+    params = SamplingParams(max_tokens=2)
+
+    async def use(served: AsyncEngine) -> None:
+        three = served.submit([prompt(1), prompt(2), prompt(3)], params)
+        with pytest.raises(QueueFull, match="3 requests wait already, and 4 may"):
+            served.submit([prompt(4), prompt(5)], params)
+        served.submit([prompt(4)], params).close()
+        assert [len(text) for text in await collect(three)] == [2, 2, 2]
+        four = served.submit([prompt(number) for number in range(4)], params)
+        await collect(four)
+
+    run(engine, model_dir, use, max_waiting=4)
+
+
+def test_streams_may_be_closed_at_any_time(engine: Engine, model_dir: Path) -> None:
+    rng = random.Random(3)
+
+    async def leave(stream: Stream, after: int) -> None:
+        async for _ in stream:
+            after -= 1
+            if after <= 0:
+                break
+        stream.close()
+        stream.close()
+        assert [item async for item in stream] == []
+
+    async def use(served: AsyncEngine) -> None:
+        everybody = []
+        for number in range(60):
+            params = SamplingParams(max_tokens=8, n=rng.randint(1, 3), temperature=1.0, seed=number)
+            stream = served.submit([prompt(number)] * rng.randint(1, 2), params)
+            if number % 6 == 0:
+                stream.close()
+            everybody.append(leave(stream, rng.randint(1, 60)))
+            await asyncio.sleep(0)
+        await asyncio.gather(*everybody)
+
+    assert run(engine, model_dir, use) == []
+
+
+def test_closing_wakes_whoever_waits(engine: Engine, model_dir: Path) -> None:
+    async def use(served: AsyncEngine) -> None:
+        stream = served.submit([prompt(1, 500)], SamplingParams(max_tokens=400))
+        waiting = asyncio.create_task(collect(stream))
+        await asyncio.sleep(0)
+        stream.close()
+        await waiting
+
+    run(engine, model_dir, use)
+
+
+def test_wrong_requests_are_refused_at_once(engine: Engine, model_dir: Path) -> None:
+    async def use(served: AsyncEngine) -> None:
+        with pytest.raises(ConfigError, match="the prompt is empty"):
+            served.submit([prompt(1), []], SamplingParams())
+
+    run(engine, model_dir, use)
+
+
+def test_when_the_engine_fails_everybody_learns_it(
+    engine: Engine, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, calls = engine._model.forward, []
+
+    def failing(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise MemoryError("no memory for that")
+        return forward(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine._model, "forward", failing)
+
+    async def use(served: AsyncEngine) -> None:
+        streams = [served.submit([prompt(number)], SamplingParams(max_tokens=50)) for number in range(80)]
+        results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
+        assert {str(result) for result in results} == {"the engine has failed: MemoryError: no memory for that"}
+        assert served.death is not None
+        with pytest.raises(EngineDied, match="no memory"):
+            served.submit([prompt(1)], SamplingParams())
+
+    assert run(engine, model_dir, use) == ["died"]

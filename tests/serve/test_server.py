@@ -1,0 +1,318 @@
+"""The server as clients see it: a real process, asked with OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import math
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
+from server_process import TIMEOUT_S, ServerProcess, wait_until
+
+pytestmark = pytest.mark.engine
+FLAGS = ("--pool-blocks", "640", "--block-size", "8", "--chunk-size", "32", "--arena", "64MiB")
+MODEL = "tiny-chat"
+PROMPT = "Good morning, said the cat to the dog."
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(model_dir, tmp_path_factory.mktemp("server") / "log", *FLAGS) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> OpenAI:
+    return server.client
+
+
+def complete(client: OpenAI, prompt: Any = PROMPT, **more: Any) -> Any:
+    return client.completions.create(**{**GREEDY, "prompt": prompt, "max_tokens": 20, **more})
+
+
+def chat(client: OpenAI, text: str = "Why?", **more: Any) -> Any:
+    messages = [{"role": "system", "content": "Purr."}, {"role": "user", "content": text}]
+    return client.chat.completions.create(**{**GREEDY, "messages": messages, "max_tokens": 20, **more})
+
+
+def post(server: ServerProcess, body: bytes, path: str = "/v1/completions", method: str = "POST") -> tuple[int, Any]:
+    """A request as no client library would send it; the status and the `error` of the answer."""
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=TIMEOUT_S)
+    connection.request(method, path, body)
+    answer = connection.getresponse()
+    tree = json.loads(answer.read())
+    connection.close()
+    return answer.status, tree["error"]
+
+
+# --- what is served
+
+
+def test_a_completion_has_text_usage_and_a_reason(client: OpenAI) -> None:
+    whole = complete(client, "Usage of something new. " * 3)
+    assert (whole.object, whole.model, len(whole.choices)) == ("text_completion", MODEL, 1)
+    [choice] = whole.choices
+    assert (choice.index, choice.finish_reason, len(choice.text)) == (0, "length", 20)
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (72, 20, 92)
+    assert whole.usage.prompt_tokens_details.cached_tokens == 0
+    again = complete(client, "Usage of something new. " * 3)
+    assert again.choices == whole.choices
+    assert again.usage.prompt_tokens_details.cached_tokens == 64
+
+
+def test_a_stream_has_the_same_text_and_the_usage_if_asked_for(client: OpenAI) -> None:
+    whole = complete(client)
+    parts = list(complete(client, stream=True))
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    assert [part.choices[0].finish_reason for part in parts] == [None] * 19 + ["length"]
+    assert all(part.usage is None for part in parts)
+    *_, last = complete(client, stream=True, stream_options={"include_usage": True})
+    assert (last.choices, last.usage.prompt_tokens, last.usage.completion_tokens) == ([], len(PROMPT), 20)
+
+
+def test_chats_go_through_the_template(client: OpenAI) -> None:
+    answer = chat(client)
+    [choice] = answer.choices
+    assert (answer.object, choice.message.role, choice.finish_reason) == ("chat.completion", "assistant", "length")
+    plain = complete(client, "<|system|>Purr.<end><|user|>Why?<end><|assistant|>")
+    assert (choice.message.content, answer.usage.prompt_tokens) == (
+        plain.choices[0].text,
+        plain.usage.prompt_tokens,
+    )
+    first, *parts = chat(client, stream=True)
+    assert (first.object, first.choices[0].delta.role) == ("chat.completion.chunk", "assistant")
+    assert "".join(part.choices[0].delta.content for part in parts) == choice.message.content
+    parts_of_text = [{"type": "text", "text": "W"}, {"type": "text", "text": "hy?"}]
+    several = chat(client, parts_of_text)  # type: ignore[arg-type]
+    assert several.usage.prompt_tokens == answer.usage.prompt_tokens + 1  # a new line between the parts
+    moody = chat(client, extra_body={"chat_template_kwargs": {"mood": "Grr"}})
+    assert moody.usage.prompt_tokens == answer.usage.prompt_tokens + 3
+
+
+def test_without_a_limit_a_chat_may_fill_the_context(client: OpenAI) -> None:
+    answer = chat(client, "x" * 970, max_tokens=None)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.total_tokens == 1024
+    assert chat(client, max_tokens=None, max_completion_tokens=3).usage.completion_tokens == 3
+
+
+def test_several_prompts_and_choices_are_told_apart(client: OpenAI) -> None:
+    prompts = [PROMPT, "Once upon a time"]
+    alone = [complete(client, prompt).choices[0].text for prompt in prompts]
+    together = complete(client, prompts, n=2)
+    assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in together.choices] == [alone[0], alone[0], alone[1], alone[1]]
+    assert together.usage.completion_tokens == 80
+    texts = [""] * 4
+    for part in complete(client, prompts, n=2, stream=True):
+        texts[part.choices[0].index] += part.choices[0].text
+    assert texts == [choice.text for choice in together.choices]
+    tokens = list(range(40, 80))
+    assert complete(client, tokens).choices[0].text == complete(client, [tokens]).choices[0].text
+
+
+def test_a_seed_repeats_and_its_sequences_differ(client: OpenAI) -> None:
+    def texts(seed: int) -> list[str]:
+        return [choice.text for choice in complete(client, n=3, seed=seed, temperature=1).choices]
+
+    first = texts(7)
+    assert first == texts(7) != texts(8)
+    assert len(set(first)) == 3
+
+
+def test_stop_strings_are_left_out_of_whole_and_streamed_texts(client: OpenAI) -> None:
+    text = complete(client).choices[0].text
+    stop = text[8:11]
+    cut = text[: text.index(stop)]
+    whole = complete(client, stop=["no such text", stop]).choices[0]
+    assert (whole.text, whole.finish_reason) == (cut, "stop")
+    parts = list(complete(client, stop=stop, stream=True))
+    assert ("".join(part.choices[0].text for part in parts), parts[-1].choices[0].finish_reason) == (cut, "stop")
+
+
+def test_logprobs_in_both_forms(client: OpenAI) -> None:
+    choice = complete(client, logprobs=2, max_tokens=4).choices[0]
+    assert choice.logprobs.tokens == list(choice.text)
+    assert choice.logprobs.text_offset == [0, 1, 2, 3]
+    for token, logprob, top in zip(
+        choice.text, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
+    ):
+        assert len(top) == 2
+        assert top[token] == logprob == max(top.values()) < 0
+    content = chat(client, logprobs=True, top_logprobs=3, max_tokens=4).choices[0].logprobs.content
+    assert [len(entry.top_logprobs) for entry in content] == [3] * 4
+    assert [bytes(entry.bytes).decode() for entry in content] == [entry.token for entry in content]
+    assert sum(math.exp(other.logprob) for other in content[0].top_logprobs) <= 1
+    *parts, _ = chat(client, logprobs=True, max_tokens=4, stream=True)
+    assert sum(len(part.choices[0].logprobs.content) for part in parts if part.choices[0].logprobs) >= 3
+
+
+def test_vllms_own_fields_are_served(client: OpenAI) -> None:
+    plain = complete(client).choices[0].text
+    biased = complete(client, logit_bias={"40": 100.0}, max_tokens=3)
+    assert len(set(biased.choices[0].text)) == 1
+    extra = {"top_k": 1, "min_p": 0.5, "repetition_penalty": 1.0, "min_tokens": 2, "priority": 3, "ignore_eos": True}
+    assert complete(client, temperature=1, extra_body=extra).choices[0].text == plain
+    assert complete(client, extra_body={"top_k": -1}, user="somebody").choices[0].text == plain
+
+
+def test_models_health_and_metrics(server: ServerProcess, client: OpenAI) -> None:
+    [model] = client.models.list().data
+    assert (model.id, model.model_dump()["max_model_len"]) == (MODEL, 1024)
+    assert client.models.retrieve(MODEL).id == MODEL
+    before = server.metrics()
+    complete(client, "A prompt for the metrics, and for nothing else.")
+    after = server.metrics()
+    grown = {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
+    assert grown["tiercache:prompt_tokens_total"] == 47
+    assert grown["tiercache:generation_tokens_total"] == 20
+    assert grown["tiercache:time_to_first_token_seconds_count"] == 1
+    assert grown["tiercache:inter_token_latency_seconds_count"] == 19
+    assert grown["tiercache:e2e_request_latency_seconds_count"] == 1
+    assert grown["tiercache:request_prompt_tokens_sum"] == 47
+    assert grown["tiercache:request_success_total{length}"] == 1
+    assert grown["tiercache:prefix_cache_queries_total"] == 47
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("temperature", -1, "must be 0 (greedy) or more"),
+        ("temperature", "hot", "Expected `float | null`, got `str`"),
+        ("max_tokens", 0, "at least 1"),
+        ("max_tokens", 10**12, "exceed the 1024 tokens"),
+        ("n", 65, "max_num_seqs 64"),
+        ("n", 10**9, "128 choices"),
+        ("logprobs", 21, "0 to 20"),
+        ("stop", ["x"] * 17, "at most 16"),
+        ("logit_bias", {"99999": 1}, "not in 0..259"),
+        ("logit_bias", {"x": 1}, "logit_bias"),
+        ("prompt", [1, "x"], "mixes"),
+        ("prompt", [], "empty list"),
+        ("prompt", [99999], "wrong tokenizer"),
+        ("prompt", "", "the prompt is empty"),
+        ("prompt", None, "missing required field `prompt`"),
+        ("echo", True, "not served"),
+        ("best_of", 3, "not served"),
+        ("response_format", {"type": "json_object"}, "not served"),
+        ("guided_json", {}, "guided_json"),
+        ("stream_options", {"include_usage": True}, "stream_options needs stream"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    server: ServerProcess, field: str, value: Any, words: str
+) -> None:
+    body = {"prompt": "x", field: value}
+    status, error = post(server, json.dumps(body).encode())
+    assert (status, error["type"]) == (400, "invalid_request_error"), error
+    assert words in error["message"]
+    assert field in error["message"] or field == "prompt"
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "messages is empty"),
+        ([{"content": "x"}], "messages[0] has no role"),
+        ([{"role": "wizard", "content": "x"}], "no such role"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "only text is served"),
+        ([{"role": "user", "content": 5}], "messages[0].content must be"),
+        ("hello", "messages: Expected `array`"),
+        ([{"role": "user", "content": "x" * 2000}], "exceed the 1024 tokens"),
+    ],
+)
+def test_conversations_that_cannot_be_served(server: ServerProcess, messages: Any, words: str) -> None:
+    status, error = post(server, json.dumps({"messages": messages}).encode(), "/v1/chat/completions")
+    assert status == 400, error
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"prompt": "\\ud800"}', b'{"prompt": "x", "temperature": NaN}'],
+)
+def test_bodies_that_are_no_request(server: ServerProcess, body: bytes) -> None:
+    status, error = post(server, body)
+    assert (status, error["type"]) == (400, "invalid_request_error"), error
+
+
+def test_other_paths_methods_models_and_sizes(server: ServerProcess, client: OpenAI) -> None:
+    assert post(server, b"", "/v2/x")[0] == 404
+    assert post(server, b"", method="GET")[0] == 405
+    assert post(server, b" " * (17 << 20))[0] == 413
+    with pytest.raises(NotFoundError, match=f"this server has {MODEL}") as caught:
+        complete(client, model="gpt-7")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(BadRequestError, match="tools is not served") as refused:
+        chat(client, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert refused.value.param == "tools"
+    with pytest.raises(BadRequestError, match="shorten the prompt, or lower max_tokens to 14"):
+        complete(client, "x" * 1010)
+
+
+# --- clients that come in crowds, and that go
+
+
+def test_two_hundred_at_once(server: ServerProcess) -> None:
+    prompts = [f"{number} {PROMPT}" for number in range(5)]
+    expected = [complete(server.client, prompt).choices[0].text for prompt in prompts]
+
+    async def ask_all() -> list[str]:
+        async with server.async_client() as client:
+
+            async def ask(number: int) -> str:
+                stream = await client.completions.create(
+                    **GREEDY, prompt=prompts[number % 5], max_tokens=20, stream=True
+                )
+                return "".join([part.choices[0].text async for part in stream])
+
+            return await asyncio.gather(*map(ask, range(200)))
+
+    assert asyncio.run(ask_all()) == expected * 40
+    server.wait_until_idle()
+
+
+def test_a_client_that_hangs_up_frees_its_blocks(server: ServerProcess, client: OpenAI) -> None:
+    before = server.metric("generation_tokens_total")
+    stream = complete(client, max_tokens=980, stream=True, n=4)
+    next(iter(stream))
+    wait_until(lambda: server.metric("num_requests_running") == 4, "the request runs")
+    assert server.metric("kv_cache_usage_perc") > 0
+    stream.close()
+    server.wait_until_idle()
+    between = server.metric("generation_tokens_total")
+    assert between - before < 4 * 980
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 980, "temperature": 0}).encode()
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), TIMEOUT_S) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        wait_until(lambda: server.metric("num_requests_running") == 1, "the request runs")
+    server.wait_until_idle()
+    assert server.metric("generation_tokens_total") - between < 980
+
+
+def test_a_client_that_hangs_up_in_its_own_body(server: ServerProcess, client: OpenAI) -> None:
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), TIMEOUT_S) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert complete(client).choices[0].finish_reason == "length"
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_the_log_has_no_traceback(server: ServerProcess) -> None:
+    with pytest.raises(APIStatusError):
+        complete(server.client, temperature=-1)
+    assert "Traceback" not in server.log.read_text()

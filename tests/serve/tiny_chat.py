@@ -1,0 +1,68 @@
+"""A tiny random chat model, tokenizer and template included, that writes printable ASCII."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+transformers.utils.logging.disable_progress_bar()
+
+SPECIAL = ("<end>", "<|system|>", "<|user|>", "<|assistant|>")
+END = 256
+VOCABULARY = 256 + len(SPECIAL)
+MAX_CONTEXT = 1024
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}<end>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ mood or '' }}{% endif %}"
+)
+
+
+def byte_tokenizer() -> Any:
+    """Every byte is a token; those of characters beyond ASCII say nothing alone."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=TEMPLATE)
+
+
+def word_tokenizer() -> Any:
+    """Like Llama 2's: words with the space before them, and bytes for what is no word."""
+    words = ["\u2581the", "\u2581", "the", "\u2581cat", "s", ".", "\u2581\u2581"]
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[], byte_fallback=True)
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def write_model(folder: Path) -> Path:
+    """Write the model; greedy answers are long, and differ with the prompt."""
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=MAX_CONTEXT, initializer_range=0.3,
+        bos_token_id=None, eos_token_id=END,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    tokenizer = byte_tokenizer()
+    printable = {token for token in range(256) if " " <= tokenizer.decode([token]) <= "~"}
+    assert len(printable) == 95
+    with torch.no_grad():
+        for token in set(range(VOCABULARY)) - printable:
+            model.lm_head.weight[token] = 0.0
+    model.save_pretrained(folder, safe_serialization=True)
+    tokenizer.save_pretrained(folder)
+    return folder

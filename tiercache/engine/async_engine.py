@@ -1,0 +1,249 @@
+"""An engine in a thread of its own, for an event loop.
+
+    event loop                                 engine thread
+    submit, Stream.close ──► commands ──────►  take commands; step while there is work
+    Stream.__anext__     ◄── call_soon ◄─────  all outputs of a step at once
+
+The thread alone touches the engine, the loop alone touches the streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tiercache.engine.sampling import SamplingParams
+from tiercache.engine.text_engine import TextEngine, TextOutput
+from tiercache.errors import DeadlineExceeded, TierCacheError
+
+logger = logging.getLogger(__name__)
+MAX_WAITING = 2048
+# How long an idle engine waits for a command before it looks up.
+_IDLE_S = 1.0
+_CLOSE_TIMEOUT_S = 60.0
+
+
+class EngineDied(TierCacheError):
+    """The engine's thread has ended with an error, and serves nobody any more."""
+
+
+class QueueFull(TierCacheError):
+    """More requests wait than may."""
+
+
+class StreamOutput(NamedTuple):
+    """An output of one of the stream's prompts, which are counted from 0."""
+
+    prompt: int
+    output: TextOutput
+
+
+class Stream:
+    """The outputs of some prompts as they come, until each of the `n` sequences of each has ended."""
+
+    def __init__(self, engine: AsyncEngine, prompts: int, n: int) -> None:
+        self.submitted_s = time.perf_counter()
+        self.prompts = prompts
+        self._engine = engine
+        self._unfinished = prompts * n
+        self._outputs: asyncio.Queue[StreamOutput | EngineDied | None] = asyncio.Queue()
+
+    def put(self, output: StreamOutput | EngineDied) -> None:
+        """For the engine: the next output."""
+        self._outputs.put_nowait(output)
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> StreamOutput:
+        """Waits for the next output. Raises EngineDied."""
+        if not self._unfinished:
+            raise StopAsyncIteration
+        item = await self._outputs.get()
+        if item is None:
+            raise StopAsyncIteration
+        if isinstance(item, EngineDied):
+            self._unfinished = 0
+            raise item
+        if item.output.result is not None:
+            self._unfinished -= 1
+        return item
+
+    def close(self) -> None:
+        """Nobody wants the rest: ends the requests that have not ended, and whoever waits here. Idempotent."""
+        if self._unfinished:
+            self._unfinished = 0
+            self._outputs.put_nowait(None)
+            self._engine.withdraw(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    stream: Stream
+    prompts: list[list[int]]
+    params: SamplingParams
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Withdraw:
+    stream: Stream
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+class AsyncEngine:
+    """Serves the requests of an event loop; make and use it there.
+
+    Args:
+        text_engine: belongs to this object from now on.
+        max_waiting: prompts without a token yet; one more is refused.
+        on_death: called on the loop when the engine has failed.
+
+    Attributes:
+        stats: `Engine.stats()` after the last step.
+        death: why the engine has failed, or None.
+    """
+
+    def __init__(
+        self,
+        text_engine: TextEngine,
+        *,
+        max_waiting: int = MAX_WAITING,
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.stats = text_engine.engine.stats()
+        self.death: EngineDied | None = None
+        self._text_engine = text_engine
+        self._max_waiting = max_waiting
+        self._on_death = on_death
+        self._waiting: set[tuple[Stream, int]] = set()
+        self._commands: queue.SimpleQueue[_Submit | _Withdraw | _Stop] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        # What follows belongs to the thread.
+        self._places: dict[int, tuple[Stream, int]] = {}
+        self._request_ids: dict[Stream, set[int]] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens that a prompt and its output may have."""
+        return self._text_engine.engine.max_model_len
+
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Raises ConfigError for what cannot be served."""
+        self._text_engine.engine.check_request(prompt, params)
+
+    def submit(self, prompts: list[list[int]], params: SamplingParams, priority: int = 0) -> Stream:
+        """Queue a request for each of the prompts (token ids), all or none.
+
+        The stream is to be closed. Raises ConfigError, QueueFull and EngineDied.
+        """
+        for prompt in prompts:
+            self.check(prompt, params)
+        if self.death is not None:
+            raise self.death
+        if len(self._waiting) + len(prompts) > self._max_waiting:
+            raise QueueFull(f"{len(self._waiting)} requests wait already, and {self._max_waiting} may: try again later")
+        stream = Stream(self, len(prompts), params.n)
+        self._waiting.update((stream, number) for number in range(len(prompts)))
+        self._commands.put(_Submit(stream, prompts, params, priority))
+        return stream
+
+    def withdraw(self, stream: Stream) -> None:
+        """For `Stream.close`."""
+        self._waiting.difference_update((stream, number) for number in range(stream.prompts))
+        self._commands.put(_Withdraw(stream))
+
+    async def close(self) -> None:
+        """Abort what runs, wait for transfers to the cache, and end the thread. Idempotent.
+
+        Raises DeadlineExceeded when a step takes longer than a minute.
+        """
+        self._commands.put(_Stop())
+        await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise DeadlineExceeded(f"the engine did not stop within {_CLOSE_TIMEOUT_S:.0f} s")
+
+    # --- on the loop, called by the thread
+
+    def _deliver(self, outputs: list[tuple[Stream, StreamOutput]]) -> None:
+        for stream, output in outputs:
+            self._waiting.discard((stream, output.prompt))
+            stream.put(output)
+
+    def _bury(self, death: EngineDied, streams: list[Stream]) -> None:
+        self.death = death
+        # Those that were still on their way to the thread wait.
+        for stream in {*streams, *(stream for stream, _ in self._waiting)}:
+            stream.put(death)
+        self._waiting.clear()
+        self._on_death()
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                outputs = self._text_engine.step() if self._text_engine.engine.busy else []
+                self.stats = self._text_engine.engine.stats()  # first: who has an answer finds it counted
+                if outputs:
+                    self._loop.call_soon_threadsafe(self._deliver, [self._place(output) for output in outputs])
+                    self._forget_ended(outputs)
+            self._text_engine.engine.close()
+        except Exception as error:
+            # Whatever it is, those who wait must learn it.
+            logger.exception("the engine has failed")
+            death = EngineDied(f"the engine has failed: {type(error).__name__}: {error}")
+            self._loop.call_soon_threadsafe(self._bury, death, list(self._request_ids))
+
+    def _take_commands(self) -> bool:
+        """Act on all commands that are there, or on the next when there is nothing else to do. False: stop."""
+        may_wait = not self._text_engine.engine.busy
+        while True:
+            try:
+                command = self._commands.get(block=may_wait, timeout=_IDLE_S)
+            except queue.Empty:
+                return True
+            may_wait = False
+            if isinstance(command, _Stop):
+                return False
+            if isinstance(command, _Withdraw):
+                self._abort(command.stream)
+            else:
+                self._add(command)
+
+    def _add(self, command: _Submit) -> None:
+        ids = self._request_ids[command.stream] = set()
+        for number, prompt in enumerate(command.prompts):
+            request_id = self._text_engine.add_request(prompt, command.params, command.priority)
+            self._places[request_id] = (command.stream, number)
+            ids.add(request_id)
+
+    def _abort(self, stream: Stream) -> None:
+        for request_id in self._request_ids.pop(stream, ()):  # none when it ended before the command came
+            del self._places[request_id]
+            self._text_engine.abort(request_id)
+
+    def _place(self, output: TextOutput) -> tuple[Stream, StreamOutput]:
+        stream, prompt = self._places[output.request_id]
+        return stream, StreamOutput(prompt, output)
+
+    def _forget_ended(self, outputs: list[TextOutput]) -> None:
+        ended = {output.request_id for output in outputs if output.result is not None}
+        for request_id in ended:
+            if not self._text_engine.is_unfinished(request_id):
+                stream, _ = self._places.pop(request_id)
+                self._request_ids[stream].remove(request_id)
+                if not self._request_ids[stream]:
+                    del self._request_ids[stream]

@@ -1,0 +1,106 @@
+"""What the engine asks of a cache, and how it takes its failures.
+
+`tiercache.connector.Connector` has all of it, tests bring their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from tiercache.errors import TierCacheError
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class MatchLike(Protocol):
+    """A prefix found in the cache, under a lease.
+
+    `blocks` is its length; 0 is a miss. The last `below_blocks` of them come up from a tier below DRAM.
+    """
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def below_blocks(self) -> int: ...
+
+
+class TransferLike(Protocol):
+    """Copies under way. What they touch is free once `done()`.
+
+    The work went on from `began_s` to `ended_s` of `time.monotonic()`; both are 0 if there was none.
+    """
+
+    @property
+    def began_s(self) -> float: ...
+    @property
+    def ended_s(self) -> float: ...
+    def done(self) -> bool: ...
+    def result(self, timeout_s: float = ...) -> Any: ...
+    def cancel(self) -> None: ...
+
+
+class CacheLike(Protocol):
+    """A connector.
+
+    `keys` is a chain from its root, 16 bytes a key; blocks `first..` of it are those of `block_ids`.
+    A load's result is the number of leading `block_ids` proven good; a store's tells
+    `stored`, `present`, `dropped` and `parent_missing` blocks.
+    """
+
+    @property
+    def available(self) -> bool: ...
+    def match(self, keys: bytes) -> MatchLike: ...
+    def release(self, match: Any) -> None: ...
+    def prefetch(self, keys: bytes) -> int: ...
+    def load_async(
+        self, match: Any, block_ids: Sequence[int], *, first: int = 0, timeout_s: float | None = None
+    ) -> TransferLike: ...
+    def store_async(self, keys: bytes, block_ids: Sequence[int], *, first: int = 0) -> TransferLike: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class OffloadCounters:
+    """What went through the cache so far, in blocks unless named otherwise."""
+
+    loaded: int = 0
+    load_misses: int = 0
+    loads_given_up_count: int = 0
+    stored: int = 0
+    present: int = 0
+    not_stored: int = 0
+    errors_count: int = 0
+
+
+class GuardedCache:
+    """A cache, or none at all, that fails no request: what goes wrong is counted, logged once, and a miss."""
+
+    def __init__(self, cache: CacheLike | None) -> None:
+        self.counters = OffloadCounters()
+        self._cache = cache
+        self._error_logged = False
+
+    @property
+    def exists(self) -> bool:
+        return self._cache is not None
+
+    @property
+    def available(self) -> bool:
+        return self._cache is not None and self._cache.available
+
+    def ask(self, question: Callable[[CacheLike], T]) -> T | None:
+        """The answer of the cache to `question(cache)`, or None where it fails or is none."""
+        if self._cache is None:
+            return None
+        try:
+            return question(self._cache)
+        except TierCacheError as error:
+            self.counters.errors_count += 1
+            if not self._error_logged:
+                self._error_logged = True
+                _LOG.warning("the cache failed and is a miss from here on where it does: %s", error)
+            return None

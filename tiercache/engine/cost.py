@@ -1,0 +1,203 @@
+"""Load or recompute: what the two take here, estimated from what they have taken so far.
+
+A load of blocks `[first, end)` costs a latency and a time per block, for blocks in DRAM and for blocks that
+come up from a tier below. Computing costs a time per token that grows with the context, since attention
+does. Each is a straight line, fitted to samples of which the older count less.
+
+How much of a match to load: loading saves more the deeper a block lies, and costs each block the same.
+So of all places to stop, only the ends can be best: nothing, all that is in DRAM, everything.
+
+Three rules keep a wrong estimate from staying wrong, or from costing much:
+
+- Until computing has been measured, everything is loaded.
+- A load that was not taken makes the estimate that spoke against it a tenth smaller. So a tier that was
+  slow is tried again, after few requests if it was a little too slow, after many if it was hopeless.
+- A load that has taken as long as computing would have is given up. Waiting and then computing
+  takes at most twice the time of the better choice (the ski-rental argument: Karlin, Manasse,
+  Rudolph and Sleator, Competitive Snoopy Caching, 1988).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+# What a sample of weight 1 leaves of the weight of those before it.
+_KEPT_WEIGHT = 0.8
+# What a load that was not taken leaves of the estimate against it.
+_KEPT_DOUBT = 0.9
+# Of a load beyond this, the first in a row counts as this much: one stall of the machine is no slow tier.
+_STALL_TIMES_EXPECTED = 4.0
+_STALL_OVER_EXPECTED_S = 0.01
+# A load that was given up counts as so many times what it was waited for: nobody knows how long it would have taken.
+_GIVEN_UP_TIMES = 8.0
+# Before there are samples: what a good machine does, so that nothing is avoided untried.
+_DRAM_LATENCY_S, _DRAM_BYTES_PER_S = 0.0005, 4e9
+_BELOW_LATENCY_S, _BELOW_BYTES_PER_S = 0.001, 1e9
+# Differences that say something about a slope: of contexts in tokens, of loads in blocks.
+_CONTEXT_SPREAD, _LOAD_SPREAD = 128, 16
+# Tokens of prefill that are a sample of weight 1.
+_PREFILL_TOKENS = 512
+# Below this, giving up a load gains nothing that anybody would see.
+_LEAST_PATIENCE_S = 0.25
+
+
+class Line:
+    """`y = intercept + slope * x` by weighted least squares, the past fading.
+
+    Until there are samples the line is the one given; its slope also fills in while all
+    samples have about the same x (closer than `spread`).
+    """
+
+    def __init__(self, intercept: float, slope: float, spread: float) -> None:
+        self._intercept = intercept
+        self._slope = slope
+        self._ridge = spread * spread
+        self.weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float, weight: float = 1.0) -> None:
+        kept = _KEPT_WEIGHT**weight
+        self.weight = self.weight * kept + weight
+        self._x = self._x * kept + weight * x
+        self._y = self._y * kept + weight * y
+        self._xx = self._xx * kept + weight * x * x
+        self._xy = self._xy * kept + weight * x * y
+
+    def at(self, x: float) -> float:
+        if not self.weight:
+            return self._intercept + self._slope * x
+        mean_x, mean_y = self._x / self.weight, self._y / self.weight
+        variance = max(0.0, self._xx / self.weight - mean_x * mean_x)
+        covariance = self._xy / self.weight - mean_x * mean_y
+        slope = max(0.0, (covariance + self._ridge * self._slope) / (variance + self._ridge))
+        if slope * mean_x > mean_y:
+            slope = mean_y / mean_x  # nothing takes less than no time: through the origin
+        return mean_y + slope * (x - mean_x)
+
+    def shrink(self, factor: float) -> None:
+        self._y *= factor
+        self._xy *= factor
+
+
+class LoadChoice(NamedTuple):
+    """Blocks `[first, end)` are to be loaded, `below_blocks` of them from below DRAM; none if first is end.
+
+    `load_s` is what that should take and `saved_s` what it saves in computing, infinite while unknown.
+    """
+
+    first: int
+    end: int
+    below_blocks: int = 0
+    load_s: float = 0.0
+    saved_s: float = 0.0
+
+    @property
+    def dram_blocks(self) -> int:
+        return self.end - self.first - self.below_blocks
+
+
+class CostModel:
+    """Running estimates of one engine, for blocks of `block_size` tokens and `block_bytes` bytes.
+
+    Attributes:
+        loads_avoided: loads that were left out, or cut down to what is in DRAM, since computing was expected
+            to be faster.
+        loads_regretted: loads that took longer than computing would have, by the estimate they were begun with.
+    """
+
+    def __init__(self, block_size: int, block_bytes: int) -> None:
+        self.loads_avoided = 0
+        self.loads_regretted = 0
+        self._block_size = block_size
+        self._stalled = False
+        self._unnoted: list[tuple[int, int]] = []
+        self._unnoted_s = 0.0
+        self._prefill = Line(0.0, 0.0, _CONTEXT_SPREAD)
+        self._dram = Line(_DRAM_LATENCY_S, block_bytes / _DRAM_BYTES_PER_S, _LOAD_SPREAD)
+        self._below = Line(_BELOW_LATENCY_S, block_bytes / _BELOW_BYTES_PER_S, _LOAD_SPREAD)
+
+    def prefill_s(self, start: int, end: int) -> float:
+        """Seconds that computing tokens `[start, end)` should take; infinite until it has been measured."""
+        if end <= start:
+            return 0.0
+        if not self._prefill.weight:
+            return math.inf
+        return (end - start) * self._prefill.at((start + end) / 2)
+
+    def load_s(self, dram_blocks: int, below_blocks: int) -> float:
+        """Seconds that a load of that many blocks should take, once it has begun."""
+        dram_s = self._dram.at(dram_blocks) if dram_blocks else 0.0
+        return dram_s + (self._below.at(below_blocks) if below_blocks else 0.0)
+
+    def choose(self, kept: int, found: int, reaches: Iterable[int], dram_end: int, queue_s: float) -> LoadChoice:
+        """The best load for a sequence, in blocks of its chain.
+
+        Args:
+            kept: blocks that are used from the pool if nothing is loaded.
+            found: blocks in the pool; a load begins after them.
+            reaches: where loads may end.
+            dram_end: up to where blocks are in DRAM; those after it come from below.
+            queue_s: what the loads before this one still take.
+        """
+        none = LoadChoice(kept, kept)
+        choices = [self._choice(kept, found, end, dram_end, queue_s) for end in sorted(set(reaches)) if end > kept]
+        if not choices:
+            return none
+        best = max([none, *choices], key=lambda choice: (choice.saved_s - choice.load_s, choice.end))
+        widest = choices[-1]
+        if best.end < widest.end:
+            self.loads_avoided += 1
+            if best is none and widest.dram_blocks:
+                self._dram.shrink(_KEPT_DOUBT)
+            if widest.below_blocks:
+                self._below.shrink(_KEPT_DOUBT)
+        return best
+
+    def _choice(self, kept: int, found: int, end: int, dram_end: int, queue_s: float) -> LoadChoice:
+        first = min(found, end)
+        below = min(end - first, max(0, end - dram_end))
+        saved_s = self.prefill_s(kept * self._block_size, end * self._block_size)
+        return LoadChoice(first, end, below, queue_s + self.load_s(end - first - below, below), saved_s)
+
+    def patience_s(self, choice: LoadChoice) -> float:
+        """After how many seconds a load is given up; infinite while computing has not been measured."""
+        return max(choice.saved_s, _LEAST_PATIENCE_S)
+
+    def note_step(self, spans: Iterable[tuple[int, int]], seconds: float, waited: bool) -> None:
+        """A step computed tokens `[start, end)` of sequences. Unless it `waited`, the device goes on with it."""
+        self._unnoted += [(start, end) for start, end in spans if end - start > 1]
+        self._unnoted_s += seconds
+        if not waited:
+            return
+        tokens = sum(end - start for start, end in self._unnoted)
+        if tokens:
+            context = sum((end - start) * (start + end) / 2 for start, end in self._unnoted) / tokens
+            self.note_prefill(tokens, context, self._unnoted_s)
+        self._unnoted, self._unnoted_s = [], 0.0
+
+    def note_prefill(self, tokens: int, context: float, seconds: float) -> None:
+        """`tokens` of prompts were computed in `seconds`, at a mean context of that many tokens."""
+        self._prefill.add(context, seconds / tokens, weight=tokens / _PREFILL_TOKENS)
+
+    def note_load(self, choice: LoadChoice, seconds: float, waited_s: float) -> None:
+        """A load took `seconds` from its beginning to its end, and its sequence waited so long for it."""
+        self.loads_regretted += waited_s > choice.saved_s
+        dram, below = choice.dram_blocks, choice.below_blocks
+        stall_s = _STALL_TIMES_EXPECTED * self.load_s(dram, below) + _STALL_OVER_EXPECTED_S
+        stalled, self._stalled = self._stalled, seconds > stall_s
+        if self._stalled and not stalled:
+            seconds = stall_s
+        if below:
+            self._below.add(below, max(0.0, seconds - self.load_s(dram, 0)))
+        else:
+            self._dram.add(dram, seconds)
+
+    def note_given_up(self, choice: LoadChoice, waited_s: float) -> None:
+        """A load had not ended after `waited_s`, and was given up."""
+        self.note_load(choice, _GIVEN_UP_TIMES * waited_s, waited_s)
+
+    def note_miss(self, choice: LoadChoice, seconds: float, waited_s: float) -> None:
+        """A load brought less than it should. That says nothing of its speed, unless it was slow as well."""
+        if seconds > choice.load_s:
+            self.note_load(choice, seconds, waited_s)

@@ -1,0 +1,105 @@
+"""Decode as CUDA graphs: a step of one token per sequence, launched as a whole.
+
+A model launches some ten kernels per layer, and launching one takes longer than running it when there
+is one token per sequence. So the step is recorded, once for each batch size of a few (buckets), over
+tables and tokens that stay where they are; a smaller batch fills the bucket up with sequences of no tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tiercache.engine.attention import Batch
+from tiercache.engine.cuda_attention import KernelPass, Tables
+from tiercache.engine.kv_pool import Segment
+
+_LOG = logging.getLogger(__name__)
+
+RunModel = Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The model over a batch: tokens int64 `[1, token]`, rows int64 `[row]` to logits `[row, vocabulary]`."""
+
+
+def buckets(largest: int) -> list[int]:
+    """Batch sizes that graphs are made for: 1, 2, 4, then multiples of 8, the last at least `largest`."""
+    return [1, 2, 4, *range(8, largest + 8, 8)]
+
+
+class _Recording:
+    """A bucket: its tables and tokens, and the graph once there is one."""
+
+    def __init__(self, work: KernelPass, rows: int, longest: int) -> None:
+        self.tables = Tables(work.pool, work.segments, work.tails, rows=rows, longest=longest)
+        empty = [Segment(row, 0, 1, ()) for row in range(rows)]
+        self.batch = Batch(work.pool, empty, self.tables)
+        self.tokens = torch.zeros((1, rows), dtype=torch.int64, device=work.pool.device)
+        self.kept = torch.arange(rows, device=work.pool.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: torch.Tensor | None = None
+
+    def fill(self, work: KernelPass, tokens: Sequence[int]) -> None:
+        self.tables.refill(work.segments, work.tails)
+        padded = torch.tensor([[*tokens, *[0] * (self.tokens.shape[1] - len(tokens))]])
+        self.tokens.copy_(padded.pin_memory() if self.tokens.is_cuda else padded, non_blocking=True)
+
+
+class DecodeGraphs:
+    """The graphs of one model over one pool.
+
+    Args:
+        run: runs the model, in inference mode.
+        max_rows: sequences that a step may have. longest: tokens that a sequence may have.
+    """
+
+    def __init__(self, run: RunModel, max_rows: int, longest: int) -> None:
+        self._run = run
+        self._buckets = buckets(max_rows)
+        self._longest = longest
+        self._recordings: dict[int, _Recording] = {}
+        self._given_up = False
+        self._memory: Any = None
+
+    def forward(self, batch: Batch, tokens: Sequence[int]) -> torch.Tensor | None:
+        """The logits of a pass of one token per sequence, `[sequence, vocabulary]`; None for any other pass.
+
+        They are good until the next pass. The first pass of a bucket runs as it is, so that all kernels are
+        there when the second one is recorded.
+        """
+        work = batch.work
+        if self._given_up or not isinstance(work, KernelPass) or len(work.segments) != len(tokens):
+            return None
+        rows = next((size for size in self._buckets if size >= len(tokens)), 0)
+        if not rows:
+            return None
+        recording = self._recordings.get(rows)
+        if recording is None:
+            recording = self._recordings[rows] = _Recording(work, rows, self._longest)
+            recording.fill(work, tokens)
+            return self._run(recording.batch, recording.tokens, recording.kept)[: len(tokens)]
+        recording.fill(work, tokens)
+        if recording.graph is None and not self._record(recording):
+            return None
+        assert recording.graph is not None
+        recording.graph.replay()
+        assert recording.logits is not None
+        return recording.logits[: len(tokens)]
+
+    def _record(self, recording: _Recording) -> bool:
+        """Capture the bucket's step; False, and no graphs from here on, if the model cannot be captured."""
+        try:
+            graph = torch.cuda.CUDAGraph()
+            # Only this thread's calls are on trial: transfers have threads of their own.
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                recording.logits = self._run(recording.batch, recording.tokens, recording.kept)
+        except RuntimeError as error:
+            self._given_up = True
+            self._recordings.clear()
+            line = (str(error).strip().splitlines() or ["no reason given"])[0]
+            _LOG.warning("decode runs without CUDA graphs, kernel by kernel: the model cannot be captured: %s", line)
+            return False
+        recording.graph = graph
+        self._memory = self._memory or graph.pool()
+        return True

@@ -1,0 +1,238 @@
+"""How one forward pass writes K and V into the pool and gathers them for attention, in plain torch.
+
+All index tables are of layer 0: a layer's rows begin at a fixed distance, so that the tables of a pass serve
+every layer. Sequences are read in groups (see `Group`); what is gathered is `[sequence, kv_head, place,
+head_dim]`, and `Places.numbers` says which token stands at each place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from tiercache.engine.kv_pool import RAW, KVPool, Segment
+
+NOBODY = 1 << 40
+"""The number of a place that holds no token: later than every query."""
+
+
+class Group(NamedTuple):
+    """Sequences with equally many new tokens, which are read together.
+
+    `rows` are those of the batch, `[sequence * token]`; `positions` their tokens, `[sequence, token]`; `tails`
+    are those of `KVPool.tails_of`.
+    """
+
+    segments: list[Segment]
+    tails: list[int]
+    rows: slice | torch.Tensor
+    positions: torch.Tensor
+
+    def firsts(self, window: int) -> list[int]:
+        """The first token of each sequence that its queries see."""
+        return [max(0, one.start + 1 - window) if window else 0 for one in self.segments]
+
+
+class Places(NamedTuple):
+    """What is gathered for a group: `numbers` of the tokens, int64 `[sequence, place]`; `ids` of rows to gather.
+
+    With a raw pool of one sequence, gathered in blocks, the tokens are the places from `skip` on. With a
+    quantised one, `missing` rows are made zero, and `tails` follow the full blocks.
+    """
+
+    numbers: torch.Tensor
+    ids: torch.Tensor
+    skip: int = 0
+    missing: torch.Tensor | None = None
+    tails: torch.Tensor | None = None
+
+
+class Access(Protocol):
+    """K and V of one pass. `write` takes those of its tokens, `[kv_head, token, head_dim]` each.
+
+    `read` returns those of all tokens that a group sees, the new ones included: `[sequence, kv_head, place,
+    head_dim]` each.
+    """
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None: ...
+    def places(self, group: Group, window: int) -> Places: ...
+    def read(self, layer: int, places: Places) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def access_to(pool: KVPool, segments: Sequence[Segment], tails: Sequence[int]) -> Access:
+    """The way to K and V that the pool's format needs."""
+    return RawAccess(pool, segments) if pool.layout.format == RAW else QuantisedAccess(pool, segments, tails)
+
+
+class _RawRows:
+    """Raw blocks `[block, layer, 2, slot, kv_head, head_dim]` as rows of one token each, in layer 0."""
+
+    def __init__(self, blocks: torch.Tensor) -> None:
+        self.slots = blocks.shape[3]
+        self.width = blocks.shape[4] * blocks.shape[5]
+        self.block_rows = blocks.shape[1] * 2 * self.slots
+        self._rows = blocks.view(-1, self.width)
+
+    def of(self, layer: int, part: int) -> torch.Tensor:
+        """Rows of K (part 0) or V (part 1) of a layer, to be indexed like those of K in layer 0."""
+        return self._rows[(2 * layer + part) * self.slots :]
+
+    def write(self, layer: int, ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """K and V of tokens, `[token, kv_head * head_dim]` each, to rows `ids`."""
+        self.of(layer, 0).index_copy_(0, ids, key)
+        self.of(layer, 1).index_copy_(0, ids, value)
+
+
+class RawAccess:
+    """The model's own dtype: tokens are copied in, and gathered a block at a time, or for many sequences a token."""
+
+    def __init__(self, pool: KVPool, segments: Sequence[Segment]) -> None:
+        self._pool = pool
+        self._rows = _RawRows(pool.blocks)
+        self._blocks = pool.blocks.view(-1, self._rows.slots * self._rows.width)
+        size, block_rows = self._rows.slots, self._rows.block_rows
+        targets = [
+            one.block_table[token // size] * block_rows + token % size
+            for one in segments
+            for token in range(one.start, one.end)
+        ]
+        self._targets = torch.tensor(targets, device=pool.device)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        width = self._rows.width
+        key, value = (part.transpose(0, 1).reshape(-1, width) for part in (key, value))
+        self._rows.write(layer, self._targets, key, value)
+
+    def places(self, group: Group, window: int) -> Places:
+        firsts = group.firsts(window)
+        return self._one(group.segments[0], firsts[0]) if len(firsts) == 1 else self._many(group.segments, firsts)
+
+    def _one(self, segment: Segment, first: int) -> Places:
+        size, device = self._rows.slots, self._pool.device
+        blocks = torch.tensor(segment.block_table[first // size : -(-segment.end // size)], device=device)
+        ids = blocks * (self._rows.block_rows // size)
+        numbers = torch.arange(first, segment.end, device=device)[None]
+        return Places(numbers, torch.cat([ids, ids + 1]), skip=first % size)
+
+    def _many(self, segments: list[Segment], firsts: list[int]) -> Places:
+        size, device = self._rows.slots, self._pool.device
+        spans = [(first // size, -(-one.end // size)) for one, first in zip(segments, firsts, strict=True)]
+        blocks = _padded([one.block_table[a:b] for one, (a, b) in zip(segments, spans, strict=True)]).to(device)
+        first, end = (torch.tensor(ends, device=device)[:, None] for ends in (firsts, [one.end for one in segments]))
+        numbers = first + torch.arange(int((end - first).max()), device=device)
+        # A place without a token repeats the first one of its sequence, whose V is a number.
+        tokens = torch.where(numbers < end, numbers, first)
+        ids = blocks.gather(1, tokens // size - first // size) * self._rows.block_rows + tokens % size
+        return Places(torch.where(numbers < end, numbers, NOBODY), torch.stack([ids, ids + size]))
+
+    def read(self, layer: int, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
+        layout = self._pool.layout
+        sequences, count = places.numbers.shape
+        if sequences == 1:
+            rows = self._blocks[2 * layer :].index_select(0, places.ids)
+        else:
+            rows = self._rows.of(layer, 0).index_select(0, places.ids.view(-1))
+        tokens = rows.view(2, sequences, -1, layout.kv_heads, layout.head_dim)
+        key, value = tokens[:, :, places.skip : places.skip + count].transpose(2, 3)
+        return key, value
+
+
+class QuantisedAccess:
+    """Full blocks as records, quantised when they become full; the tokens behind them raw in a tail."""
+
+    def __init__(self, pool: KVPool, segments: Sequence[Segment], tails: Sequence[int]) -> None:
+        block_format = pool.layout.block_format
+        assert block_format is not None
+        self._pool = pool
+        self._format = block_format
+        self._size = pool.layout.block_size
+        self._records = pool.blocks.view(-1, block_format.record_bytes)
+        self._tails = _RawRows(pool.tails)
+        self._plan_writes(segments, tails)
+
+    def _plan_writes(self, segments: Sequence[Segment], tails: Sequence[int]) -> None:
+        """Which tokens fill which blocks, and which go to tails.
+
+        Tokens of a block that was begun before come from its tail. So the tokens to quantise are looked for in
+        the rows of the `opened` tails, and behind them those of the batch.
+        """
+        size, device = self._size, self._pool.device
+        opened: list[int] = []
+        filled: list[int] = []
+        sources: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        begun = sum(bool(one.start % size and one.end // size > one.start // size) for one in segments)
+        for one, tail in zip(segments, tails, strict=True):
+            first, full = one.start // size, one.end // size
+            filled += one.block_table[first:full]
+            tokens = torch.arange(one.start, max(full * size, one.start))
+            if one.start % size and full > first:
+                sources.append(torch.arange(one.start % size) + len(opened) * size)
+                opened.append(tail)
+            sources.append(tokens + (one.row - one.start + begun * size))
+            tokens = torch.arange(max(one.start, full * size), one.end)
+            kept.append(tokens + (one.row - one.start))
+            targets.append(tail * self._tails.block_rows + tokens % size)
+        self._opened = torch.tensor(opened, dtype=torch.int64, device=device)
+        self._filled = torch.tensor(filled, dtype=torch.int64, device=device) * self._pool.layout.layers
+        self._sources, self._kept, self._targets = (torch.cat(parts).to(device) for parts in (sources, kept, targets))
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        key, value = key.transpose(0, 1), value.transpose(0, 1)
+        if len(self._filled):
+            # Before the tails are written: a sequence's old and new tail are the same place.
+            blocks = [self._full_blocks(layer, part, rows) for part, rows in enumerate((key, value))]
+            self._records[layer:].index_copy_(0, self._filled, self._format.encode(*blocks))
+        if len(self._kept):
+            kept = (part[self._kept].reshape(-1, self._tails.width) for part in (key, value))
+            self._tails.write(layer, self._targets, *kept)
+
+    def _full_blocks(self, layer: int, part: int, rows: torch.Tensor) -> torch.Tensor:
+        if len(self._opened):
+            rows = torch.cat([self._pool.tails[self._opened, layer, part].flatten(0, 1), rows])
+        return rows[self._sources].view(-1, self._size, *rows.shape[1:])
+
+    def places(self, group: Group, window: int) -> Places:
+        size, device = self._size, self._pool.device
+        firsts = [first // size for first in group.firsts(window)]
+        fulls = [one.end // size for one in group.segments]
+        tables = [one.block_table[first:full] for one, first, full in zip(group.segments, firsts, fulls, strict=True)]
+        blocks = _padded(tables).to(device)
+        slots = torch.arange(size, device=device)
+        first, full = torch.tensor(firsts, device=device)[:, None], torch.tensor(fulls, device=device)[:, None]
+        numbers = first + torch.arange(blocks.shape[1], device=device)
+        missing = (numbers >= full).view(-1).nonzero()[:, 0]
+        numbers = torch.where(numbers < full, numbers * size, NOBODY)[:, :, None] + slots
+        numbers = numbers.flatten(1)
+        tails: torch.Tensor | None = None
+        if any(one.end % size for one in group.segments):
+            tails = torch.tensor(group.tails, device=device)
+            end = torch.tensor([one.end for one in group.segments], device=device)[:, None]
+            behind = full * size + slots
+            numbers = torch.cat([numbers, torch.where(behind < end, behind, NOBODY)], dim=1)
+        ids = blocks.view(-1) * self._pool.layout.layers
+        return Places(numbers, ids, missing=missing if len(missing) else None, tails=tails)
+
+    def read(self, layer: int, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
+        layout = self._pool.layout
+        sequences = len(places.numbers)
+        records = self._records[layer:].index_select(0, places.ids)
+        if places.missing is not None:
+            records.index_fill_(0, places.missing, 0)
+        parts = []
+        for part, full in enumerate(self._format.decode(records, layout.dtype)):
+            full = full.view(sequences, -1, *full.shape[1:]).transpose(1, 2)
+            if places.tails is not None:
+                tail = self._pool.tails[places.tails, layer, part].transpose(1, 2)[:, :, None]
+                full = torch.cat([full, tail], dim=2)
+            parts.append(full.flatten(2, 3))
+        return parts[0], parts[1]
+
+
+def _padded(tables: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Block tables as one int64 `[sequence, block]`, with block 0 where one has none."""
+    longest = max(map(len, tables))
+    return torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables], dtype=torch.int64)

@@ -1,0 +1,61 @@
+"""How large the KV pool is, and the longest sequence that fits into it."""
+
+from __future__ import annotations
+
+import torch
+
+from tiercache.arena import available_bytes
+from tiercache.engine.settings import EngineSettings
+from tiercache.errors import ConfigError
+from tiercache.units import format_bytes
+
+_MIB = 1 << 20
+CPU_POOL_BYTES = 1 << 30
+
+
+def count_pool_blocks(settings: EngineSettings, block_bytes: int, device: torch.device) -> int:
+    """Blocks of the KV pool. To be called when the weights are in place, since they take their memory first.
+
+    Raises ConfigError when the pool holds no block or there is not that much memory.
+    """
+    wanted = settings.pool_blocks * block_bytes or settings.kv_cache_bytes
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        wanted = wanted or int(total * settings.gpu_memory_utilization) - (total - free)
+        remedy = "raise gpu_memory_utilization, set kv_cache_memory or serve a smaller model"
+    else:
+        free = available_bytes()
+        wanted = wanted or CPU_POOL_BYTES
+        remedy = "raise kv_cache_memory"
+    if wanted < block_bytes:
+        raise ConfigError(
+            f"the KV pool would have {format_bytes(max(wanted, 0))}, and one block takes {format_bytes(block_bytes)}: "
+            f"{remedy}"
+        )
+    if wanted > free:
+        raise ConfigError(
+            f"the KV pool takes {format_bytes(wanted)} of memory and {format_bytes(free)} are free: "
+            "lower kv_cache_memory"
+        )
+    return wanted // block_bytes
+
+
+def fit_model_len(settings: EngineSettings, allowed: int, block_bytes: int, num_blocks: int) -> int:
+    """The longest sequence that is served: what the model allows, or less if the pool holds less.
+
+    Raises ConfigError when that is less than `max_model_len`, which the settings ask for.
+    """
+    capacity = num_blocks * settings.block_size
+    if settings.max_model_len <= capacity:
+        return min(allowed, capacity)
+    needed = -(-settings.max_model_len // settings.block_size)
+    size = str(needed) if settings.pool_blocks else f"{-(-needed * block_bytes // _MIB)}MiB"
+    raise ConfigError(
+        f"max_model_len is {settings.max_model_len} and the KV pool holds {capacity} tokens: set max_model_len to "
+        f"{capacity} at most, or raise {pool_setting(settings)} to {size}"
+    )
+
+
+def pool_setting(settings: EngineSettings) -> str:
+    """The setting that the size of the pool comes from."""
+    return "pool_blocks" if settings.pool_blocks else "kv_cache_memory"

@@ -1,0 +1,78 @@
+"""From texts and conversations to the tokens of a prompt."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tiercache.errors import ConfigError, ModelRefused
+
+Message = Mapping[str, Any]
+"""One message of a conversation: `role` and `content`, and whatever else the model's template knows."""
+
+
+def load_tokenizer(model_dir: str | Path) -> Any:
+    """The tokenizer of a model folder. Raises ModelRefused where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+    except Exception as error:
+        # A missing or damaged tokenizer raises whatever its own code happens to stumble over.
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelRefused(f"transformers finds no tokenizer in {model_dir}: {line}") from error
+
+
+class Prompts:
+    """A tokenizer with its chat template.
+
+    Args:
+        tokenizer: one of transformers'.
+        chat_template: Jinja text that stands in for the tokenizer's own.
+
+    One thread at a time; long texts take a while (about a second per MB).
+    """
+
+    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._chat_template = chat_template
+        # What a caller may hand to the template is everything but what steers the tokenizer itself.
+        self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+
+    def of_text(self, text: str) -> list[int]:
+        """Tokens of a text, with those that the model wants at its beginning."""
+        return self._encode(text, add_special_tokens=True)
+
+    def of_chat(self, messages: Sequence[Message], template_values: Mapping[str, Any] | None = None) -> list[int]:
+        """Tokens of a conversation, up to where the model's answer begins.
+
+        `template_values` are further variables of the template. Raises ConfigError when the model has no
+        template, or its template refuses the conversation.
+        """
+        values = dict(template_values or {})
+        if wrong := sorted(self._reserved & values.keys()):
+            raise ConfigError(f"{', '.join(wrong)} is not for a chat template: leave it out")
+        if not (self._chat_template or getattr(self.tokenizer, "chat_template", None)):
+            raise ConfigError("the model has no chat template: give one (chat_template), or use completions")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                chat_template=self._chat_template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **values,
+            )
+        except Exception as error:
+            # Templates are programs of the model's authors, and refuse what they do not know in their own ways.
+            raise ConfigError(f"the chat template refuses these messages: {error}") from error
+        return self._encode(text, add_special_tokens=False)  # the template has written them
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError("the text has half a surrogate pair: it must be Unicode") from None
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return tokens

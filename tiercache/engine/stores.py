@@ -1,0 +1,115 @@
+"""Stores of one engine: which blocks the cache is to be given, when, and what is under way.
+
+A store's blocks may not change before its copies have ended. So it has its own reference on each,
+whatever becomes of the sequence meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from tiercache.engine.blocks import BlockManager
+from tiercache.engine.cache import GuardedCache, TransferLike
+from tiercache.engine.sequence import Sequence
+from tiercache.engine.settings import EngineSettings
+from tiercache.keys import KeyChain
+
+
+@dataclass(slots=True)
+class _Store:
+    transfer: TransferLike
+    chain: KeyChain
+    first: int
+    block_ids: list[int]
+    sequence: Sequence | None = None
+
+
+class Stores:
+    """See the module."""
+
+    def __init__(self, blocks: BlockManager, cache: GuardedCache, settings: EngineSettings) -> None:
+        self._blocks = blocks
+        self._cache = cache
+        self._settings = settings
+        self._stores: list[_Store] = []
+        self._asked_blocks = 0
+
+    # --- write-through
+
+    def store_full_blocks(self, sequence: Sequence) -> None:
+        """Write-through: store what became full since the last time, as one transfer."""
+        first, end = sequence.stored_blocks, sequence.keyed_full_blocks()
+        if not self._cache.exists or self._settings.write != "through" or first >= end:
+            return
+        # While the cache is away or behind, blocks wait here for a later step of the sequence.
+        if len(self._stores) >= self._settings.max_stores or not self._cache.available:
+            return
+        sequence.stored_blocks = end
+        self._start(sequence.chain, first, sequence.block_table[first:end], sequence)
+
+    # --- write-back
+
+    def clean(self, all_blocks: bool = False) -> None:
+        """Write-back: store dirty blocks until enough (or all) idle ones can be given out at once."""
+        if self._settings.write != "back" or not self._cache.exists:
+            return
+        wanted = max(self._asked_blocks, self._settings.clean_blocks)
+        self._asked_blocks = 0
+        coming = sum(len(store.block_ids) for store in self._stores)
+        short = self._blocks.num_blocks if all_blocks else wanted - self._blocks.clean_count - coming
+        if short > 0:
+            for origin, block_ids in self._blocks.dirty_blocks(short):
+                if len(self._stores) >= self._settings.max_stores:
+                    break
+                self._start(origin.chain, origin.number, block_ids, None)
+
+    def ask_for(self, count: int) -> None:
+        """`count` clean blocks are wanted at one time: the next `clean` sees to it."""
+        self._asked_blocks = max(self._asked_blocks, count)
+
+    # --- storing
+
+    def _start(self, chain: KeyChain, first: int, block_ids: list[int], sequence: Sequence | None) -> None:
+        keys = chain.packed(first + len(block_ids))
+        transfer = self._cache.ask(lambda cache: cache.store_async(keys, block_ids, first=first))
+        self._blocks.hold(block_ids)
+        if transfer is None:
+            self._blocks.mark_stored(block_ids)
+            self._blocks.release(block_ids)
+            return
+        self._stores.append(_Store(transfer, chain, first, block_ids, sequence))
+
+    def poll(self) -> None:
+        """Take note of all stores that have ended. Never blocks."""
+        for store in [store for store in self._stores if store.transfer.done()]:
+            self._stores.remove(store)
+            self._finish(store)
+            self._blocks.release(store.block_ids)
+
+    def _finish(self, store: _Store) -> None:
+        count, counters = len(store.block_ids), self._cache.counters
+        result = self._cache.ask(lambda _: store.transfer.result(0))
+        stored, present = (result.stored, result.present) if result is not None else (0, 0)
+        counters.stored += stored
+        counters.present += present
+        counters.not_stored += count - stored - present
+        # With write-back a block has one chance: else what the cache refuses would fill the pool for ever.
+        kept = count if store.sequence is None else stored + present
+        self._blocks.mark_stored(store.block_ids[:kept])
+        sequence = store.sequence
+        if result is None or not result.parent_missing or sequence is None:
+            return
+        if sequence.chain is store.chain and not sequence.store_retried:
+            # The cache has lost the blocks before (a restart, an eviction): offer the chain once more.
+            sequence.store_retried = True
+            self._blocks.mark_lost(store.chain, store.first)
+            sequence.stored_blocks = 0
+
+    @property
+    def transfers(self) -> list[TransferLike]:
+        return [store.transfer for store in self._stores]
+
+    def holds(self) -> Counter[int]:
+        """References that stores have, per block."""
+        return Counter(block_id for store in self._stores for block_id in store.block_ids)

@@ -1,0 +1,91 @@
+"""An engine whose outputs are text: each step's tokens detokenised, stop strings looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiercache.engine.detokenize import Cut, Detokenizer, StopStrings
+from tiercache.engine.engine import Engine
+from tiercache.engine.outputs import RequestOutput, StepOutput
+from tiercache.engine.sampling import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class TextOutput:
+    """A new token of sequence `index` of a request, and the text that became certain with it (often none).
+
+    `result` is set when it was the last one; its `finish_reason` is `stop` for a stop string too.
+    """
+
+    request_id: int
+    index: int
+    token: int
+    text: str
+    logprobs: TokenLogprobs | None
+    result: RequestOutput | None
+
+
+class _SequenceText:
+    """The text of one sequence."""
+
+    def __init__(self, tokenizer: Any, prompt: list[int], params: SamplingParams) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._stops = StopStrings(params.stop)
+        self._unchecked = params.min_tokens
+
+    def add(self, token: int, last: bool, hidden: bool) -> Cut:
+        """Take in a token; the `last` one brings what was kept back, and a `hidden` one has no text."""
+        text = "" if hidden else self._detokenizer.add(token)
+        if self._unchecked > 0:
+            self._unchecked -= 1
+            return Cut(text + (self._detokenizer.flush() if last else ""), stopped=False)
+        cut = self._stops.add(text + (self._detokenizer.flush() if last else ""))
+        return cut if cut.stopped or not last else Cut(cut.text + self._stops.flush(), stopped=False)
+
+
+class TextEngine:
+    """An `Engine` and a tokenizer. Like the engine, for one thread."""
+
+    def __init__(self, engine: Engine, tokenizer: Any) -> None:
+        self.engine = engine
+        self._tokenizer = tokenizer
+        self._texts: dict[int, dict[int, _SequenceText]] = {}
+
+    def add_request(self, prompt: Iterable[int], params: SamplingParams, priority: int = 0) -> int:
+        """See `Engine.add_request`."""
+        tokens = list(prompt)
+        request_id = self.engine.add_request(tokens, params, priority)
+        self._texts[request_id] = {
+            index: _SequenceText(self._tokenizer, tokens, params) for index in range(params.n)
+        }
+        return request_id
+
+    def step(self) -> list[TextOutput]:
+        """Compute one step. A sequence that came to a stop string has ended with it."""
+        return [self._text_output(step) for step in self.engine.step()]
+
+    def _text_output(self, step: StepOutput) -> TextOutput:
+        texts, result = self._texts[step.request_id], step.output
+        # The token that ended it is no text, be it a special one or not.
+        hidden = result is not None and result.finish_reason == "stop"
+        cut = texts[step.index].add(step.token, last=result is not None, hidden=hidden)
+        if cut.stopped:
+            if result is None:
+                [result] = self.engine.abort(step.request_id, step.index)
+            result = replace(result, finish_reason="stop")
+        if result is not None:
+            del texts[step.index]
+            if not texts:
+                del self._texts[step.request_id]
+        return TextOutput(step.request_id, step.index, step.token, cut.text, step.logprobs, result)
+
+    def abort(self, request_id: int) -> None:
+        """End a request now, whatever it has. Nothing happens if there is none (any more)."""
+        self.engine.abort(request_id)
+        self._texts.pop(request_id, None)
+
+    def is_unfinished(self, request_id: int) -> bool:
+        """Whether a request has tokens to come."""
+        return request_id in self._texts

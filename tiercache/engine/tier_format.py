@@ -1,0 +1,261 @@
+"""A cache that keeps blocks in fewer bits than a raw pool does.
+
+    store   pool blocks ─encode─► stage ─► cache        load   cache ─► stage ─decode─► pool blocks
+
+The stage is a small pool of its own, which the connector moves. What finds no room there waits: a transfer
+goes through it in pieces, each when the one before has ended, and takes its next step whenever it is asked
+whether it is done. Only the engine's thread does that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from tiercache.engine.cache import CacheLike, MatchLike, TransferLike
+from tiercache.engine.kv_pool import KVLayout, KVPool
+from tiercache.layout import NamespaceSpec
+
+_STAGE_BYTES = 64 << 20
+_LEAST_STAGE_BLOCKS = 16
+_KEY_BYTES = 16
+
+
+class StagedMatch(NamedTuple):
+    """What the cache has, and the keys that it was asked for: a load in several pieces asks again."""
+
+    inner: MatchLike
+    keys: bytes
+
+    @property
+    def blocks(self) -> int:
+        return self.inner.blocks
+
+    @property
+    def below_blocks(self) -> int:
+        return self.inner.below_blocks
+
+
+class StagedStoreResult(NamedTuple):
+    """As of the connector, summed up over all pieces."""
+
+    stored: int = 0
+    present: int = 0
+    dropped: int = 0
+    parent_missing: bool = False
+
+
+class _Staged:
+    """A transfer of `block_ids` in pieces through the stage; see TransferLike."""
+
+    def __init__(self, cache: StagedCache, block_ids: Sequence[int], first: int) -> None:
+        self._cache = cache
+        self._block_ids = list(block_ids)
+        self._first = first
+        self._moved = 0
+        self._places: list[int] = []
+        self._piece: TransferLike | None = None
+        self._ended = self._cancelled = False
+        self.began_s = self.ended_s = 0.0
+
+    def done(self) -> bool:
+        """Whether no copy runs and none will. Takes the next step if the last one is over."""
+        if self._piece is not None and self._piece.done():
+            piece, self._piece = self._piece, None
+            self.began_s, self.ended_s = self.began_s or piece.began_s, piece.ended_s
+            try:
+                went_well = self._finish(piece)
+            finally:
+                self._cache.free(self._places)
+            self._moved += len(self._places)
+            self._ended |= not went_well or self._moved == len(self._block_ids)
+        if self._piece is None and not self._ended:
+            self._ended = self._cancelled or not self._begin()
+        return self._ended and self._piece is None
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._piece is not None:
+            self._piece.cancel()
+
+    def _begin(self) -> bool:
+        """Start the next piece, if there is room for it now; False if there is no point in going on."""
+        count = min(len(self._block_ids) - self._moved, self._cache.room())
+        if count == 0:
+            return True
+        self._places = self._cache.take(count)
+        try:
+            self._piece = self._start(self._block_ids[self._moved : self._moved + count])
+        finally:
+            if self._piece is None:
+                self._cache.free(self._places)
+        return self._piece is not None
+
+    def _start(self, block_ids: list[int]) -> TransferLike | None:
+        raise NotImplementedError
+
+    def _finish(self, piece: TransferLike) -> bool:
+        raise NotImplementedError
+
+
+class StagedStore(_Staged):
+    """See the module. Blocks are encoded in order, so that no piece comes before its parents."""
+
+    def __init__(self, cache: StagedCache, keys: bytes, block_ids: Sequence[int], first: int) -> None:
+        super().__init__(cache, block_ids, first)
+        self._keys = keys
+        self._result = StagedStoreResult()
+        self.done()
+
+    def result(self, timeout_s: float = 0.0) -> StagedStoreResult:
+        """To be asked when it is done."""
+        done = self._result.stored + self._result.present
+        return self._result._replace(dropped=len(self._block_ids) - done)
+
+    def _start(self, block_ids: list[int]) -> TransferLike:
+        self._cache.encode(block_ids, self._places)
+        first = self._first + self._moved
+        keys = self._keys[: (first + len(block_ids)) * _KEY_BYTES]
+        return self._cache.inner.store_async(keys, self._places, first=first)
+
+    def _finish(self, piece: TransferLike) -> bool:
+        got = piece.result(0)
+        stored, present, _, missing = self._result
+        self._result = StagedStoreResult(
+            stored + got.stored, present + got.present, 0, missing or (got.parent_missing and not self._moved)
+        )
+        return bool(got.stored + got.present == len(self._places))
+
+
+class StagedLoad(_Staged):
+    """See the module. Its result is the number of leading blocks that are good and in the pool."""
+
+    def __init__(
+        self, cache: StagedCache, match: StagedMatch, block_ids: Sequence[int], first: int, timeout_s: float | None
+    ) -> None:
+        super().__init__(cache, block_ids, first)
+        self._match: MatchLike | None = match.inner
+        self._keys = match.keys
+        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._good = 0
+        self.done()
+
+    def result(self, timeout_s: float = 0.0) -> int:
+        """To be asked when it is done."""
+        return self._good
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._give_up_match()
+
+    def _start(self, block_ids: list[int]) -> TransferLike | None:
+        inner, first = self._cache.inner, self._first + self._moved
+        match, self._match = self._match, None
+        if match is None:  # a load ends its match
+            match = inner.match(self._keys)
+        left_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
+        if match.blocks < first + len(block_ids) or (left_s is not None and left_s <= 0):
+            inner.release(match)
+            return None
+        return inner.load_async(match, self._places, first=first, timeout_s=left_s)
+
+    def _finish(self, piece: TransferLike) -> bool:
+        good = min(int(piece.result(0)), len(self._places))
+        self._cache.decode(self._places[:good], self._block_ids[self._moved : self._moved + good])
+        self._good += good
+        return good == len(self._places)
+
+    def _give_up_match(self) -> None:
+        if self._match is not None:
+            self._cache.inner.release(self._match)
+            self._match = None
+
+
+class StagedCache:
+    """A connector whose blocks have another layout than the pool's; the engine does not see that."""
+
+    def __init__(self, inner: CacheLike, pool: KVPool, stage: torch.Tensor, layout: KVLayout) -> None:
+        block_format = layout.block_format
+        assert block_format is not None
+        assert pool.layout.block_format is None, "only a raw pool is made smaller on its way"
+        self.inner = inner
+        self._pool = pool
+        self._stage = stage
+        self._format = block_format
+        self._free = list(range(len(stage)))
+
+    @classmethod
+    def connect(
+        cls,
+        connect: Callable[[NamespaceSpec, torch.Tensor], CacheLike],
+        namespace: NamespaceSpec,
+        pool: KVPool,
+        layout: KVLayout,
+    ) -> StagedCache:
+        """Connect a stage in the pool's place. `namespace` is that of `layout`."""
+        count = max(_STAGE_BYTES // layout.block_bytes, _LEAST_STAGE_BLOCKS)
+        stage = layout.empty(min(count, len(pool.blocks)), pool.device)
+        return cls(connect(namespace, stage), pool, stage, layout)
+
+    # --- what the engine asks (see CacheLike)
+
+    @property
+    def available(self) -> bool:
+        return self.inner.available
+
+    def match(self, keys: bytes) -> StagedMatch:
+        return StagedMatch(self.inner.match(keys), keys)
+
+    def release(self, match: StagedMatch) -> None:
+        self.inner.release(match.inner)
+
+    def prefetch(self, keys: bytes) -> int:
+        return self.inner.prefetch(keys)
+
+    def load_async(
+        self, match: StagedMatch, block_ids: Sequence[int], *, first: int = 0, timeout_s: float | None = None
+    ) -> StagedLoad:
+        return StagedLoad(self, match, block_ids, first, timeout_s)
+
+    def store_async(self, keys: bytes, block_ids: Sequence[int], *, first: int = 0) -> StagedStore:
+        return StagedStore(self, keys, block_ids, first)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    # --- what its transfers ask
+
+    def room(self) -> int:
+        """Places in the stage that are free."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Places in the stage, for one piece."""
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def free(self, places: Sequence[int]) -> None:
+        """Give places back; no copy touches them any more."""
+        self._free += places
+
+    def encode(self, block_ids: Sequence[int], places: Sequence[int]) -> None:
+        """Pool blocks into the stage. On a GPU it is ordered before what is queued next."""
+        blocks = self._pool.blocks[self._ids(block_ids)]
+        self._stage[self._ids(places)] = self._format.encode(blocks[:, :, 0], blocks[:, :, 1])
+
+    def decode(self, places: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Blocks of the stage into the pool."""
+        parts = self._format.decode(self._stage[self._ids(places)], self._pool.layout.dtype)
+        for part, values in enumerate(parts):
+            self._pool.blocks[self._ids(block_ids), :, part] = values.transpose(2, 3)
+
+    def _ids(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._pool.device)
+
+    def check_integrity(self) -> None:
+        """With no transfer under way, every place is free. Raises AssertionError."""
+        assert sorted(self._free) == list(range(len(self._stage))), "the stage has lost a place"
+

@@ -1,0 +1,166 @@
+"""Attention over the pool in plain torch, which is what runs on a CPU.
+
+A prompt's chunk is read and computed by itself. Sequences of one new token each are read together, as far as
+their lengths are alike: on a CPU the calls cost as much as the work. The query heads of a KV head
+are rows of one matrix, so that K and V are read once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from tiercache.engine.kv_access import Group, Places, access_to
+from tiercache.engine.kv_pool import KVPool, Segment
+
+_ROWS_LIMIT = 64
+"""Up to this many query tokens the heads of a KV head become rows. Above, matrices are large enough, and
+masks are what costs."""
+_CALL_BYTES = 128 << 10
+"""Reading this much costs about what another call for another group does."""
+_GROUP_BYTES = 1 << 20
+"""K and V of a group and layer, so that what is gathered is still in the processor's cache when it is used."""
+
+
+class TorchPass:
+    """One forward pass over `segments`, which are in the order of their tokens in the batch, without gaps.
+
+    Attributes:
+        positions: int64 `[token]`.
+    """
+
+    def __init__(self, pool: KVPool, segments: Sequence[Segment]) -> None:
+        self._tails = pool.tails_of(segments)
+        self._access = access_to(pool, segments, self._tails)
+        self._device = pool.device
+        positions = [token for one in segments for token in range(one.start, one.end)]
+        self.positions = torch.tensor(positions, device=pool.device)
+        self._groups = [self._group(segments, chosen) for chosen in _alike(segments, pool.layout.token_bytes)]
+        self._plans: dict[int, list[tuple[Places, torch.Tensor | None]]] = {}
+
+    def _group(self, segments: Sequence[Segment], chosen: list[int]) -> Group:
+        count = segments[chosen[0]].end - segments[chosen[0]].start
+        first = segments[chosen[0]].row
+        rows: slice | torch.Tensor = slice(first, first + count * len(chosen))
+        if chosen != list(range(chosen[0], chosen[0] + len(chosen))):
+            rows = torch.tensor([segments[number].row for number in chosen], device=self._device)
+        positions = self.positions[rows].view(len(chosen), count)
+        members, tails = [segments[number] for number in chosen], [self._tails[number] for number in chosen]
+        return Group(members, tails, rows, positions)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write K and V of the pass's tokens into the pool, and attend.
+
+        Query is `[head, token, head_dim]`, key and value `[kv_head, token, head_dim]`; returns `[token, head,
+        head_dim]`. `sinks` are scores that every query of a head has besides, `[head]`.
+        """
+        self._access.write(layer, key, value)
+        heads, count, head_dim = query.shape
+        out = query.new_empty((count, heads, head_dim))
+        for group, (places, mask) in zip(self._groups, self._plan(window, query.dtype), strict=True):
+            k, v = self._access.read(layer, places)
+            q = query[:, group.rows].view(heads, *group.positions.shape, head_dim).transpose(0, 1)
+            if softcap is None and sinks is None:
+                result = _fused(q, k, v, mask, scale)
+            else:
+                result = _spelled_out(q, k, v, mask, scale, softcap, sinks)
+            out[group.rows] = result.transpose(1, 2).flatten(0, 1)
+        return out
+
+    def _plan(self, window: int, dtype: torch.dtype) -> list[tuple[Places, torch.Tensor | None]]:
+        """What to gather for each group, and what to add to its scores; the same for all layers of a window."""
+        plan = self._plans.get(window)
+        if plan is None:
+            places = [self._access.places(group, window) for group in self._groups]
+            masks = [
+                _mask(group.positions, one.numbers, window, dtype)
+                for group, one in zip(self._groups, places, strict=True)
+            ]
+            plan = self._plans[window] = list(zip(places, masks, strict=True))
+        return plan
+
+
+def _alike(segments: Sequence[Segment], token_bytes: int) -> list[list[int]]:
+    """Numbers of the segments that are read together: those of one token and of about the same length."""
+    groups = [[number] for number, one in enumerate(segments) if one.end - one.start > 1]
+    group: list[int] = []
+    longest = 0
+    singles = (number for number, one in enumerate(segments) if one.end - one.start == 1)
+    for number in sorted(singles, key=lambda number: segments[number].end):
+        end = segments[number].end
+        padding = (end - longest) * len(group) * token_bytes
+        if not group or padding > _CALL_BYTES or end * (len(group) + 1) * token_bytes > _GROUP_BYTES:
+            group = []
+            groups.append(group)
+        group.append(number)
+        longest = end
+    return [sorted(group) for group in groups]
+
+
+def _mask(positions: torch.Tensor, numbers: torch.Tensor, window: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """What to add to the scores, `[sequence, 1, token, place]`; None where nothing is hidden."""
+    query, token = positions[:, :, None], numbers[:, None, :]
+    hidden = token > query
+    if window:
+        hidden |= token <= query - window
+    if not bool(hidden.any()):
+        return None
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
+    return mask.masked_fill_(hidden, -math.inf)[:, None]
+
+
+def _fused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """torch's attention: query `[n, head, token, head_dim]`, key and value `[n, kv_head, place, head_dim]`."""
+    sequences, heads, count, head_dim = query.shape
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    if count <= _ROWS_LIMIT or query.is_cuda:
+        rows = query.reshape(sequences, kv_heads, group * count, head_dim)
+        if mask is not None and count > 1:
+            mask = mask.repeat(1, 1, group, 1)
+        out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+        return out.reshape(query.shape)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=group > 1)
+
+
+def _spelled_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same with capped scores (Gemma 2) or a sink per head (GPT-OSS), which torch's does not have."""
+    sequences, heads, count, head_dim = query.shape
+    kv_heads = key.shape[1]
+    rows = query.reshape(sequences, kv_heads, -1, head_dim)
+    scores = (rows @ key.transpose(2, 3)).view(sequences, heads, count, -1) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(sequences, heads, count, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return (weights.reshape(sequences, kv_heads, -1, key.shape[2]) @ value).view(query.shape)

@@ -1,0 +1,48 @@
+"""Failed requests, with bodies like OpenAI's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from starlette.responses import Response
+
+from tiercache.engine.async_engine import EngineDied, QueueFull
+from tiercache.errors import ConfigError
+from tiercache.serve.encoding import json_response
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """A request that fails. `param` is the field that is wrong, `code` a word for programs."""
+
+    def __init__(self, status: int, text: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """As clients get it."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        headers = {"Retry-After": "1"} if self.status == 429 else {}
+        return json_response(self.body(), status=self.status, headers=headers)
+
+
+def api_error(error: Exception, fields: Collection[str] = ()) -> ApiError:
+    """One of the engine's errors as the answer to a request with these `fields`; raises what is not."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ConfigError):
+        # They begin with the name of the setting, where there is one.
+        first = str(error).split(" ", 1)[0]
+        return ApiError(400, str(error), param=first if first in fields else None)
+    if isinstance(error, QueueFull):
+        return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, EngineDied):
+        return ApiError(503, str(error), code="engine_died")
+    raise error

@@ -1,0 +1,196 @@
+"""The server's process: a cache, a model, a socket; and its end.
+
+    SIGTERM: no new connections ─► running requests finish, `grace_s` at most ─► the engine gives its blocks
+    to the cache ─► a private daemon writes them to NVMe, if it has any ─► exit status 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+import socket
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from tiercache.engine.async_engine import MAX_WAITING, AsyncEngine
+from tiercache.engine.engine import Connect, Engine, connect_to
+from tiercache.engine.prompts import Prompts, load_tokenizer
+from tiercache.engine.settings import EngineSettings
+from tiercache.engine.text_engine import TextEngine
+from tiercache.errors import ConfigError
+from tiercache.launch import launch
+from tiercache.serve.app import Service, build_app
+from tiercache.serve.metrics import Metrics
+from tiercache.serve.requests import sampling_defaults
+
+logger = logging.getLogger(__name__)
+_BACKLOG = 2048
+_MAX_FILES = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """Settings of a server; those of its engine are `EngineSettings`. Raises ConfigError.
+
+    Attributes:
+        model: a Hugging Face decoder folder.
+        host, port: where it listens; port 0 is any that is free.
+        served_model_name: what clients call the model; the name of its folder if empty.
+        api_key: what clients must send, if not empty.
+        chat_template: a file with a Jinja template that stands in for the model's own.
+        max_queued_requests: prompts that may wait for their first token; one more is refused with 429.
+        grace_s: on SIGTERM, how long running requests may take.
+        daemon: run directory of a daemon that runs; None starts a private one.
+        cache: False is without a daemon.
+        arena: size of a private daemon's DRAM tier.
+        nvme: its directories on local disks, separated by commas.
+        nvme_size: what they may take.
+    """
+
+    model: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str = ""
+    api_key: str = ""
+    chat_template: Path | None = None
+    max_queued_requests: int = MAX_WAITING
+    grace_s: float = 30.0
+    daemon: Path | None = None
+    cache: bool = True
+    arena: str = "1GiB"
+    nvme: str = ""
+    nvme_size: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}: must be 0 (any) to 65535")
+        if self.max_queued_requests < 1:
+            raise ConfigError(f"max_queued_requests is {self.max_queued_requests}: must be at least 1")
+        if not self.grace_s >= 0:
+            raise ConfigError(f"grace is {self.grace_s}: must be 0 or more seconds")
+        if self.daemon is not None and not self.cache:
+            raise ConfigError("daemon and no-cache contradict each other: give one of them")
+        if self.nvme and (self.daemon is not None or not self.cache):
+            raise ConfigError("nvme is for a private daemon: leave it out, or daemon and no-cache")
+        if self.nvme_size and not self.nvme:
+            raise ConfigError(f"nvme_size is {self.nvme_size} and there is no nvme directory: give nvme too")
+
+    @property
+    def name(self) -> str:
+        return self.served_model_name or self.model.resolve().name
+
+    def read_chat_template(self) -> str | None:
+        if self.chat_template is None:
+            return None
+        try:
+            return self.chat_template.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template {self.chat_template} cannot be read: {error}") from None
+
+
+def serve(settings: ServeSettings, engine_settings: EngineSettings) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status: 0, or 1 when the engine has failed.
+
+    Raises ConfigError, ModelRefused and DaemonUnavailable before it listens.
+    """
+    _allow_many_files()
+    with ExitStack() as resources:
+        # Taken before the model is loaded: that may take minutes, and the port may not be free.
+        listener = resources.enter_context(_bind(settings))
+        prompts = Prompts(load_tokenizer(settings.model), settings.read_chat_template())
+        defaults = sampling_defaults(settings.model)
+        engine = Engine(settings.model, engine_settings, _cache(settings, resources))
+        server = _Server(settings, engine, prompts, defaults)
+        return asyncio.run(server.run(listener))
+
+
+def _allow_many_files() -> None:
+    """Each connection is a file, and the usual limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _bind(settings: ServeSettings) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        where = f"host {settings.host}, port {settings.port}"
+        raise ConfigError(f"{where} cannot be listened on: {error.strerror}: choose another") from None
+    return listener
+
+
+def _cache(settings: ServeSettings, resources: ExitStack) -> Connect | None:
+    """Start a private daemon if one is wanted; what connects the engine to its cache."""
+    if not settings.cache:
+        return None
+    if settings.daemon is not None:
+        return connect_to(settings.daemon, name="serve")
+    wanted: dict[str, Any] = {"nvme": settings.nvme, "nvme_size": settings.nvme_size}
+    daemon = resources.enter_context(launch(settings.arena, **{key: value for key, value in wanted.items() if value}))
+    logger.info("private daemon at %s, log in %s", daemon.address, daemon.log)
+    return connect_to(daemon.address, name="serve", required=True)
+
+
+class _Server:
+    """uvicorn around the engine."""
+
+    def __init__(
+        self, settings: ServeSettings, engine: Engine, prompts: Prompts, defaults: dict[str, object]
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._prompts = prompts
+        self._defaults = defaults
+        self._uvicorn: uvicorn.Server | None = None
+
+    async def run(self, listener: socket.socket) -> int:
+        settings = self._settings
+        text_engine = TextEngine(self._engine, self._prompts.tokenizer)
+        engine = AsyncEngine(text_engine, max_waiting=settings.max_queued_requests, on_death=self._stop)
+        service = Service(
+            engine=engine,
+            prompts=self._prompts,
+            model=settings.name,
+            metrics=Metrics(settings.name, lambda: engine.stats),
+            defaults=self._defaults,
+            api_key=settings.api_key,
+            created_s=int(time.time()),
+        )
+        config = uvicorn.Config(
+            build_app(service), lifespan="off", log_config=None, log_level="warning", access_log=False,
+            server_header=False, timeout_graceful_shutdown=max(1, round(settings.grace_s)), backlog=_BACKLOG,
+        )  # fmt: skip
+        self._uvicorn = uvicorn.Server(config)
+        # uvicorn raises the signals that it got once more when it has stopped: that must not kill this process.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._stop())
+        listener.listen(_BACKLOG)
+        host, port = listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        logger.info("%s is served at %s/v1", settings.name, url)
+        await self._uvicorn.serve(sockets=[listener])
+        logger.info("stopping: blocks go to the cache")
+        await engine.close()
+        return 0 if engine.death is None else 1
+
+    def _stop(self) -> None:
+        assert self._uvicorn is not None
+        self._uvicorn.should_exit = True
