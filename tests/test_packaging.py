@@ -155,5 +155,5 @@ def test_ci_runs_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     run("bash", "-n", str(script), cwd=ROOT)
-    assert script.read_text().rstrip().endswith("\nmake test")
+    assert script.read_text().rstrip().endswith("\nmake test\nmake test-vllm")
     assert " -m pytest " in run("make", "--dry-run", "--no-print-directory", "test", cwd=ROOT)

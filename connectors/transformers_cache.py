@@ -1,0 +1,322 @@
+"""`model.generate` of Hugging Face transformers, with the cache in front of the prefill.
+
+    from tiercache.connectors.transformers_cache import PrefixCache
+
+    with PrefixCache(model) as cache:
+        output = cache.generate(**inputs, max_new_tokens=64)
+
+`generate` restores the longest stored prefix of the prompt, has transformers compute the rest, and
+stores what became new, prompt and answer alike. Without a daemon, and for a call that it cannot
+serve (beams, drafts, images), it is `model.generate` and nothing else.
+
+Served are decoders whose cache is K and V per layer (`DynamicCache`), of transformers 5. They are
+tried at the start: a model that computes something else from a restored prefix than from the whole
+prompt is refused. Layers with a sliding window are kept whole here, because what they would forget
+is what the next prompt needs; their masks are the same. A block is `layer, K then V, kv_head, slot,
+head_dim`; it goes through a staging buffer, because transformers' own tensors grow and move.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import DynamicCache
+
+from tiercache.connector import Connector, connect
+from tiercache.connectors.transformers_model import (
+    check_version,
+    constant_rope_tokens,
+    make_namespace,
+    name_content,
+    tensor_state,
+    try_model,
+)
+from tiercache.errors import ConfigError, TierCacheError
+from tiercache.keys import KeyChain
+from tiercache.loading import Match
+from tiercache.transfer import Pool
+from tiercache.units import parse_bytes
+
+NOT_SERVED: dict[str, Any] = {
+    "num_beams": 1, "num_return_sequences": 1, "prompt_lookup_num_tokens": None, "assistant_early_exit": None,
+    "use_mtp": None, "penalty_alpha": None, "dola_layers": None, "constraints": None, "force_words_ids": None,
+    "cache_implementation": None, "output_attentions": None, "output_hidden_states": None,
+}  # fmt: skip
+"""Settings that reorder, draft, bring a cache of their own or show the prompt's states, and what leaves them off."""
+NO_SETTINGS = {"generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer"}
+"""What else generate may be given. Anything further is an input of the model."""
+
+logger = logging.getLogger("tiercache.connectors.transformers")
+
+
+class RestoredCache(DynamicCache):  # type: ignore[misc]
+    """transformers' own cache, and what of it came from where.
+
+    Attributes:
+        root: the name of what computes it.
+        known_tokens: how many leading ones were restored.
+    """
+
+    root = b""
+    known_tokens = 0
+
+
+class PrefixCache:
+    """The cache in front of one model. Thread-safe as far as the model is. Close it when done.
+
+    Attributes:
+        connector: the connector underneath; its counters and statistics.
+        bypassed: calls that went to `model.generate` alone, for a reason that was logged once.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        address: str | Path | None = None,
+        *,
+        block_size: int = 16,
+        salt: str = "",
+        model_id: str = "",
+        staging: str | int = "64MiB",
+        required: bool = False,
+        **options: Any,
+    ) -> None:
+        """Try the model, name its weights, and connect.
+
+        Args:
+            model: a decoder of transformers, in memory, on the CPU or on CUDA.
+            address: the daemon's run directory; by default where a daemon runs by default.
+            block_size: tokens in a block.
+            salt: secret of a tenant; chains of different salts never meet.
+            model_id: what pins the weights (a hash, a revision). By default every byte of them is
+                hashed, at memory speed, and again when they change.
+            staging: size of the buffer between the tensors of the model and the cache.
+            required: raise DaemonUnavailable where no daemon answers.
+            **options: further arguments of `tiercache.connect`.
+
+        Raises:
+            ModelRefused: the model, or this version of transformers, cannot be served; why is in the text.
+            ConfigError: block_size or staging make no sense.
+        """
+        check_version(transformers.__version__)
+        self.model = model
+        self.bypassed = 0
+        self._salt = salt
+        self._model_id = model_id
+        self._limit = constant_rope_tokens(model.config)
+        self._shapes, dtype = try_model(model)
+        self._block_size = block_size
+        self._lock = threading.Lock()
+        self._said: set[str] = set()
+        spec = make_namespace(self._shapes, dtype, block_size)
+        blocks = parse_bytes(staging) // spec.block_bytes
+        if blocks < 1:
+            raise ConfigError(f"staging is {staging}: must hold a block, {spec.block_bytes} bytes")
+        self._staging = torch.empty(blocks, spec.block_bytes // dtype.itemsize, dtype=dtype, device=model.device)
+        self._state: Any = None
+        self._root = self._name_content()
+        pool = Pool.from_blocks(self._staging)
+        self.connector: Connector = connect(address, namespace=spec, pool=pool, required=required, **options)
+
+    def close(self) -> None:
+        """Say good-bye to the daemon. Blocks for seconds at most."""
+        self.connector.close()
+
+    def __enter__(self) -> PrefixCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, **options: Any
+    ) -> Any:
+        """`model.generate` with the same arguments and the same result.
+
+        Raises only what `model.generate` raises: a cache that fails is a miss.
+        """
+        given = {"input_ids": input_ids, "attention_mask": attention_mask}
+        inputs = {name: value for name, value in given.items() if value is not None}
+        if reason := self._unserved(input_ids, attention_mask, options):
+            self._bypass(reason)
+            return self.model.generate(**inputs, **options)
+        assert input_ids is not None
+        cache = self.restore(input_ids, attention_mask)
+        output = self.model.generate(**inputs, past_key_values=cache, **options)
+        self.store(cache, getattr(output, "sequences", output), attention_mask)
+        return output
+
+    @torch.no_grad()
+    def restore(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> RestoredCache:
+        """What is stored of a prompt, as a cache to pass to `generate` or `forward`; empty for a miss.
+
+        Args:
+            input_ids: [row, token], padded on the left if at all.
+            attention_mask: [row, token], 0 for padding.
+
+        At least the last token is left to be computed.
+        """
+        cache = RestoredCache()
+        cache.root = self._name_content()
+        length = input_ids.shape[1]
+        if length > self._limit or not self.connector.available:
+            return cache
+        with self._lock:
+            rows = self._rows(cache.root, input_ids[:, :-1], attention_mask)
+            matches = [self.connector.match(row.chain.packed()) for row in rows]
+            kept = min(row.pad + match.blocks * self._block_size for row, match in zip(rows, matches, strict=True))
+            kept = min(kept, length - 1)
+            states = self._new_states(len(rows), kept)
+            for number, (row, match) in enumerate(zip(rows, matches, strict=True)):
+                kept = min(kept, self._load_row(row, match, states, number, kept))
+        for layer in range(len(self._shapes) if kept else 0):
+            keys, values = states[2 * layer : 2 * layer + 2]
+            cache.update(keys[:, :, :kept], values[:, :, :kept], layer)
+        cache.known_tokens = kept
+        return cache
+
+    @torch.no_grad()
+    def store(self, cache: RestoredCache, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
+        """Store what is new in a cache that holds the K and V of `tokens`; returns how many blocks were.
+
+        Args:
+            cache: what `restore` returned, after `generate` or `forward` has filled it.
+            tokens: [row, token], at least as many as the cache holds.
+            attention_mask: that of the prompt; what comes after it is no padding.
+
+        Blocks until the copies have ended. A failure is 0.
+        """
+        length = min(int(cache.get_seq_length()), tokens.shape[1])
+        if length > self._limit or not self.connector.available:
+            return 0
+        if cache.root != self._name_content():
+            return 0  # computed, in part at least, by weights that are no longer there
+        with self._lock:
+            rows = self._rows(cache.root, tokens[:, :length], attention_mask)
+            return sum(self._store_row(row, cache, number) for number, row in enumerate(rows))
+
+    # --- one row ---------------------------------------------------------------------------------
+
+    def _rows(self, root: bytes, tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> list[_Row]:
+        pads = [0] * tokens.shape[0] if attention_mask is None else (attention_mask == 0).sum(-1).tolist()
+        return [
+            _Row(pad, KeyChain(root, self._block_size, row[pad:]))
+            for pad, row in zip(pads, tokens.cpu().numpy(), strict=True)
+        ]
+
+    def _new_states(self, rows: int, tokens: int) -> list[torch.Tensor]:
+        """K and V of each layer, [row, kv_head, token, head_dim]; zeros, because padding must be finite."""
+        return [
+            torch.zeros(rows, shape.kv_heads, tokens, dim, dtype=self._staging.dtype, device=shape.device)
+            for shape in self._shapes
+            for dim in (shape.k_dim, shape.v_dim)
+        ]
+
+    def _load_row(self, row: _Row, match: Match, states: list[torch.Tensor], number: int, end: int) -> int:
+        """Blocks of a row into tokens `row.pad ..< end`; returns up to which token they are good.
+
+        In pieces of the staging buffer, each under a match of its own.
+        """
+        size, good = self._block_size, 0
+        count = max(0, -(-(end - row.pad) // size))
+        while good < count:
+            match = match if good == 0 else self.connector.match(row.chain.packed(count))
+            ids = range(min(count - good, len(self._staging)))
+            loaded = self.connector.load(match, ids, first=good)
+            if not loaded:
+                break
+            begin = row.pad + good * size
+            stop = min(begin + loaded * size, end)
+            for piece, state in zip(self._pieces(loaded), states, strict=True):
+                tokens = piece.transpose(0, 1).flatten(1, 2)
+                state[number, :, begin:stop] = tokens[:, : stop - begin].to(state.device)
+            good += loaded
+        self.connector.release(match)
+        return min(end, row.pad + good * size)
+
+    def _store_row(self, row: _Row, cache: RestoredCache, number: int) -> int:
+        size, count, stored = self._block_size, len(row.chain), 0
+        done = min(count, max(0, cache.known_tokens - row.pad) // size)
+        begun_anew = False
+        while done < count:
+            part = min(count - done, len(self._staging))
+            begin = row.pad + done * size
+            states = (state for layer in cache.layers for state in (layer.keys, layer.values))
+            for piece, state in zip(self._pieces(part), states, strict=True):
+                tokens = state[number, :, begin : begin + part * size]
+                piece.copy_(tokens.reshape(tokens.shape[0], part, size, -1).transpose(0, 1))
+            result = self.connector.store(row.chain.packed(done + part), range(part), first=done)
+            stored += result.stored
+            if result.parent_missing and not begun_anew:
+                begun_anew, done = True, 0  # what was restored has been evicted since
+            elif result.dropped:
+                break
+            else:
+                done += part
+        return stored
+
+    def _pieces(self, blocks: int) -> list[torch.Tensor]:
+        """The K and V of each layer in the first blocks of the staging buffer, [block, kv_head, slot, head_dim]."""
+        pieces, begin = [], 0
+        for heads, k_dim, v_dim, _ in self._shapes:
+            for dim in (k_dim, v_dim):
+                length = heads * self._block_size * dim
+                part = self._staging[:blocks, begin : begin + length]
+                pieces.append(part.view(blocks, heads, self._block_size, dim))
+                begin += length
+        return pieces
+
+    # --- what is served, and under which name ----------------------------------------------------
+
+    def _unserved(
+        self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, options: dict[str, Any]
+    ) -> str:
+        """Why a call goes to the model alone, or nothing."""
+        if input_ids is None or input_ids.ndim != 2 or input_ids.shape[0] < 1 or input_ids.shape[1] < 2:
+            return "it has no input_ids of at least two tokens"
+        config = options.get("generation_config") or self.model.generation_config
+        for name in options:
+            if name not in NO_SETTINGS and not hasattr(config, name):
+                return f"{name} is an input that token ids do not name"
+        for name, off in NOT_SERVED.items():
+            if options.get(name, getattr(config, name, None)) not in (None, False, off):
+                return f"{name} is set"
+        if options.get("use_cache", getattr(config, "use_cache", True)) is False:
+            return "use_cache is off"
+        if attention_mask is None:
+            pad_id = options.get("pad_token_id", getattr(config, "pad_token_id", None))
+            if pad_id in input_ids.flatten().tolist():
+                return "it has padding and no attention_mask"
+        elif attention_mask.shape != input_ids.shape or bool((attention_mask.diff(dim=-1) < 0).any()):
+            return "its padding is not on the left"
+        try:
+            self._name_content()
+        except TierCacheError as error:
+            return str(error)
+        return ""
+
+    def _bypass(self, reason: str) -> None:
+        self.bypassed += 1
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("a call of generate goes without the cache: %s", reason)
+
+    def _name_content(self) -> bytes:
+        """The root of all chains, hashed anew if the model's tensors have changed. Raises ModelRefused."""
+        state = self._model_id or tensor_state(self.model)
+        if state != self._state:
+            self._root = name_content(self.model, self._model_id, self._salt)
+            self._state = state
+        return self._root
+
+
+class _Row(NamedTuple):
+    """One row of a batch: how many tokens of padding it begins with, and the keys of the others."""
+
+    pad: int
+    chain: KeyChain

@@ -1,0 +1,141 @@
+"""A transformers model as its cache sees it: whether it can be served, the form of its blocks, its name."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from transformers import DynamicCache
+
+from tiercache.errors import ConfigError, ModelRefused
+from tiercache.keys import root_key
+from tiercache.layout import NamespaceSpec
+
+ENGINE_NAME = "transformers/1"
+BLOCK_LAYOUT = "layer,2,kv_head,slot,head_dim"
+SERVED = (5, 6)
+"""Versions of transformers: from the first, below the second."""
+PLAIN_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
+PROBE_TOKENS = 24
+PROBE_CUT = 16
+
+
+class LayerShape(NamedTuple):
+    """What one layer keeps of a token, and where."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    device: torch.device
+
+
+def check_version(version: str) -> None:
+    first, below = SERVED
+    if not first <= int(version.split(".")[0]) < below:
+        raise ModelRefused(f"transformers {version} is not served: install transformers>={first},<{below}")
+
+
+def constant_rope_tokens(config: Any) -> int:
+    """Up to how many tokens the K of a token does not depend on how long its sequence becomes."""
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    limit = 1 << 40
+    for entry in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if entry.get("rope_type") == "dynamic":
+            raise ModelRefused("its rope_type is dynamic, so that K depends on what was computed before: use another")
+        if entry.get("rope_type") == "longrope":
+            name = "original_max_position_embeddings"
+            limit = min(limit, int(entry.get(name) or getattr(text, name, None) or text.max_position_embeddings))
+    return limit
+
+
+@torch.no_grad()
+def try_model(model: Any) -> tuple[list[LayerShape], torch.dtype]:
+    """Run a few tokens whole and in two parts. Returns the shape of each layer's K and V, and their type."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelRefused(f"{model.config.model_type} is an encoder-decoder model: give a decoder")
+    if model.training:
+        raise ModelRefused("the model is in training mode: call model.eval() first")
+    own = DynamicCache(config=model.config)
+    strange = sorted({type(layer).__name__ for layer in own.layers} - PLAIN_LAYERS)
+    if strange or not model._supports_default_dynamic_cache():
+        kinds = ", ".join(strange) or "a cache of its own"
+        raise ModelRefused(f"{model.config.model_type} has {kinds}: only K and V per layer are served")
+    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+    tokens = (torch.arange(PROBE_TOKENS, device=model.device) * 7 % vocabulary)[None]
+    whole, resumed = DynamicCache(), DynamicCache()
+    expected = model(input_ids=tokens, past_key_values=whole, use_cache=True).logits[:, PROBE_CUT:].float()
+    shapes = []
+    for number, layer in enumerate(whole.layers):
+        keys, values = layer.keys, layer.values
+        if keys is None or keys.ndim != 4 or keys.shape[-2] != PROBE_TOKENS or keys.dtype != values.dtype:
+            raise ModelRefused(f"layer {number} of {model.config.model_type} keeps no K and V of every token")
+        shapes.append(LayerShape(keys.shape[1], keys.shape[-1], values.shape[-1], keys.device))
+        resumed.update(keys[:, :, :PROBE_CUT], values[:, :, :PROBE_CUT], number)
+    if not shapes or len({layer.keys.dtype for layer in whole.layers}) > 1:
+        raise ModelRefused(f"{model.config.model_type} keeps K and V of several types, or none")
+    found = model(input_ids=tokens[:, PROBE_CUT:], past_key_values=resumed, use_cache=True).logits.float()
+    dtype: torch.dtype = whole.layers[0].keys.dtype
+    apart = float((found - expected).norm() / expected.norm())
+    if not apart < (1e-3 if dtype == torch.float32 else 0.2):
+        raise ModelRefused(f"{model.config.model_type} computes something else from a restored prefix")
+    return shapes, dtype
+
+
+def make_namespace(shapes: list[LayerShape], dtype: torch.dtype, block_size: int) -> NamespaceSpec:
+    described = [f"{heads}x{k_dim}+{v_dim}" for heads, k_dim, v_dim, _ in shapes]
+    runs = [f"{len(list(run))}*{name}" for name, run in itertools.groupby(described)]
+    tokens_bytes = sum(heads * (k_dim + v_dim) for heads, k_dim, v_dim, _ in shapes) * dtype.itemsize
+    spec = NamespaceSpec(
+        engine=ENGINE_NAME,
+        layout=BLOCK_LAYOUT,
+        dtype=str(dtype).removeprefix("torch."),
+        block_size=block_size,
+        block_bytes=tokens_bytes * block_size,
+        layers=len(shapes),
+        kv_heads=shapes[0].kv_heads,
+        head_dim=shapes[0].k_dim,
+        extra={"shapes": " ".join(runs)},
+    )
+    if problem := spec.problem():
+        raise ConfigError(f"{problem}; change block_size")
+    return spec
+
+
+def _tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Weights and buffers that are saved with them; the other buffers follow from the config."""
+    saved = model.state_dict(keep_vars=True).items()
+    return [(name, tensor) for name, tensor in saved if isinstance(tensor, torch.Tensor)]
+
+
+def tensor_state(model: Any) -> list[tuple[int, int]]:
+    """What changes when a tensor of the model is replaced or written in place. Reads no weights."""
+    return [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for _, tensor in _tensors(model)]
+
+
+def name_content(model: Any, model_id: str, salt: str) -> bytes:
+    """The root key: config, salt, and every byte of the weights unless `model_id` pins them.
+
+    Raises ModelRefused where the weights do not say what is computed.
+    """
+    if not model_id and getattr(model, "peft_config", None):
+        raise ModelRefused("the model has adapters: merge them, or pass model_id= that names model and adapter")
+    config = {**model.config.to_dict(), "_name_or_path": "", "transformers_version": ""}
+    described = json.dumps([type(model).__name__, config], sort_keys=True, default=str)
+    return root_key(model_id or _hash_tensors(model), salt=salt, extra=[("config", described)])
+
+
+def _hash_tensors(model: Any) -> str:
+    """A hash of names, types, shapes and bytes, read at memory speed. Raises ModelRefused if they cannot be."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in _tensors(model):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        try:
+            content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            raise ModelRefused(f"the bytes of {name} cannot be read: pass model_id= to name the weights") from error
+        digest.update(content.data)
+    return str(digest.hexdigest())

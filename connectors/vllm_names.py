@@ -1,0 +1,108 @@
+"""What blocks of a vLLM engine are called: weights, config, adapters and tenant in one root key.
+
+vLLM's own block hashes name tokens, images, salt and an adapter's name, and nothing of the model;
+a key here is such a hash under a root that names the rest by content. The files are read once, in
+the background; until then everything is a miss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tiercache.errors import ModelRefused
+from tiercache.keys import fingerprint_files, root_key
+from tiercache.messages import KEY_BYTES
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+HASHES = ("sha256", "sha256_cbor")
+
+
+def keys_of(root: bytes, block_hashes: list[bytes], per_block: int, first: int, end: int) -> bytes:
+    """The keys of blocks `first ..< end`, each of `per_block` hashes of vLLM's; these name the whole prefix."""
+    blake2b = hashlib.blake2b
+    ends = range((first + 1) * per_block - 1, end * per_block, per_block)
+    return b"".join(blake2b(block_hashes[end], digest_size=KEY_BYTES, key=root).digest() for end in ends)
+
+
+def check_hashes(vllm_config: Any) -> None:
+    """Raise ModelRefused for settings under which equal names would not mean equal blocks."""
+    cache = vllm_config.cache_config
+    if cache.prefix_caching_hash_algo not in HASHES:
+        text = f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo}, whose hashes differ between processes"
+        raise ModelRefused(f"{text}: set it to sha256")
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ModelRefused("calculate_kv_scales makes the scales of KV differ between processes: leave it off")
+
+
+class Names:
+    """The roots of one engine's chains."""
+
+    def __init__(self, vllm_config: Any, model_id: str, salt: str) -> None:
+        self._config = vllm_config
+        self._model_id = model_id
+        self._salt = salt
+        self._epoch = ""
+        self._model = ""
+        self._adapters: dict[tuple[Any, ...], str] = {}
+
+    def read_model(self) -> None:
+        """Name the model. Reads every byte of its weights, unless a hub's commit or `model_id` pins them.
+
+        Raises ModelRefused, OSError.
+        """
+        model, load = self._config.model_config, self._config.load_config
+        draft = getattr(self._config.speculative_config, "draft_model_config", None)
+        config = {**model.hf_config.to_dict(), "_name_or_path": "", "transformers_version": ""}
+        described = {
+            "weights": self._model_id or _content_of(model.model, model.revision, load.load_format),
+            "draft": _content_of(draft.model, draft.revision, load.load_format) if draft else "",
+            "config": config,
+            "types": [str(model.dtype), str(model.quantization), str(self._config.cache_config.cache_dtype)],
+        }
+        self._model = json.dumps(described, sort_keys=True, default=str)
+
+    def root(self, lora_request: Any = None) -> bytes:
+        """The root of a request's chain; empty while the model has no name yet. Reads an adapter it has not seen.
+
+        Raises ModelRefused, OSError.
+        """
+        if not self._model:
+            return b""
+        adapter = "" if lora_request is None else self._adapter(lora_request.lora_path)
+        return root_key(self._model, salt=self._salt, extra=[("epoch", self._epoch), ("adapter", adapter)])
+
+    def _adapter(self, path: str) -> str:
+        folder = Path(path)
+        files = sorted(folder.glob("*")) if folder.is_dir() else []
+        state = (path, *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+        if state not in self._adapters:
+            self._adapters = {**self._adapters, state: _content_of(path, None, "")}
+        return self._adapters[state]
+
+    def new_epoch(self) -> None:
+        """From here on blocks have names that no other engine has: who knows what the weights are now?"""
+        self._epoch = os.urandom(KEY_BYTES).hex()
+
+
+def _content_of(path: str, revision: str | None, load_format: str) -> str:
+    """What names the content of a model or an adapter: a commit of a hub, or a hash of all files."""
+    folder = Path(path)
+    if folder.is_file():
+        return fingerprint_files([folder])
+    if folder.is_dir():
+        weights = [] if load_format == "dummy" else [file for kind in WEIGHTS for file in folder.glob(kind)]
+        if not weights and load_format != "dummy":
+            raise ModelRefused(f"{path} has no weights that could name it: set model_id to what pins them")
+        return f"{load_format == 'dummy'} {fingerprint_files([*weights, *folder.glob('*.json')])}"
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        commit = Path(snapshot_download(path, revision=revision, local_files_only=True)).name
+    except (LocalEntryNotFoundError, ValueError) as error:
+        raise ModelRefused(f"what pins the weights of {path} is not known: set model_id to it") from error
+    return f"{path}@{commit}"

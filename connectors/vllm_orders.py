@@ -1,0 +1,74 @@
+"""What the scheduler's half tells the workers with each step, and what they answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tiercache.connectors.vllm_compat import base
+from tiercache.layout import NamespaceSpec
+
+
+class Run(NamedTuple):
+    """Blocks `first ..< first + len(block_ids)` of a chain, in one KV cache group."""
+
+    first: int
+    block_ids: list[int]
+
+
+class Load(NamedTuple):
+    """Blocks of a match, of which `ticket` tells the worker, into each group's blocks."""
+
+    request_id: str
+    ticket: bytes
+    runs: tuple[Run, ...]
+
+
+class Store(NamedTuple):
+    """Blocks to be stored. `keys` begins with the parent of the first, unless that is the root."""
+
+    job: int
+    keys: bytes
+    runs: tuple[Run, ...]
+
+
+@dataclass
+class Orders(base.KVConnectorMetadata):  # type: ignore[misc]
+    """The orders of one step.
+
+    Attributes:
+        ready: stores whose blocks are computed.
+        fresh: stores whose blocks this very step computes.
+        flush: jobs whose blocks this step writes to: they end before it, or count for nothing.
+        cancel: requests that no longer want their load.
+        idle: the step computes nothing.
+    """
+
+    loads: list[Load] = field(default_factory=list)
+    ready: list[Store] = field(default_factory=list)
+    fresh: list[Store] = field(default_factory=list)
+    flush: list[int] = field(default_factory=list)
+    cancel: list[str] = field(default_factory=list)
+    idle: bool = False
+
+
+@dataclass
+class Report(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Which store jobs have ended, at how many ranks, and which of them left blocks out."""
+
+    ended: dict[int, int] = field(default_factory=dict)
+    incomplete: set[int] = field(default_factory=set)
+
+    def aggregate(self, other: Report) -> Report:
+        """This and another rank's report as one."""
+        jobs = self.ended.keys() | other.ended.keys()
+        ended = {job: self.ended.get(job, 0) + other.ended.get(job, 0) for job in jobs}
+        return Report(ended, self.incomplete | other.incomplete)
+
+
+@dataclass
+class RankForm(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """The form of one rank's blocks, a namespace for each KV cache group, or why it has none."""
+
+    specs: list[NamespaceSpec]
+    problem: str = ""

@@ -1,0 +1,355 @@
+"""The scheduler's half: what to load, what to store, and when blocks are somebody else's.
+
+A request is looked up once, in the background, as soon as it arrives; vLLM asks again and again and
+is answered from memory. What was found stays leased until it is loaded or not wanted.
+
+    arrives ─ lookup ─► known ─ blocks allocated ─► loading ─► running ─► finished
+                          └──── nothing new: lease back ─────────┘  stores on the way
+
+Blocks that are being stored are not held: vLLM may give them away. A step that will write to such a
+block names the job in `Orders.flush`, and the worker ends the job before that step or voids it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from tiercache.connector import Connector
+from tiercache.connectors.vllm_compat import CacheHitSource
+from tiercache.connectors.vllm_names import Names, keys_of
+from tiercache.connectors.vllm_orders import Load, Orders, Report, Run, Store
+from tiercache.errors import TierCacheError
+from tiercache.layout import NamespaceSpec
+from tiercache.loading import Match
+from tiercache.messages import KEY_BYTES, MAX_KEYS
+
+MAX_LEASED = 512
+"""Waiting requests that keep what was found for them; those behind are looked up when their turn comes."""
+MAX_JOBS = 48
+"""Stores under way; a request that finds no place offers its blocks again with a later step."""
+DECODE_BLOCKS = 8
+"""So many blocks of an answer are stored at once, or what there is at its end."""
+CLOSE_TIMEOUT_S = 2.0
+
+logger = logging.getLogger("tiercache.connectors.vllm")
+BlockIds = tuple[list[int], ...]
+"""The blocks of a request in each KV cache group."""
+
+
+class Found(NamedTuple):
+    """What a lookup brought. Without a root the request is not cached at all."""
+
+    root: bytes = b""
+    keys: bytes = b""
+    match: Match = Match()
+
+
+class _Request:
+    """A request of vLLM: what was found for it, and how many of its blocks have been offered to the cache."""
+
+    __slots__ = ("asked", "found", "keys", "local", "offered", "preemptions", "request", "retried", "root")
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.asked = False
+        self.found: Found | None = None  # set by the lookups' thread
+        self.root = b""  # with `keys`, from what was found
+        self.keys = bytearray()
+        self.offered = 0
+        self.local = 0  # blocks that vLLM had itself when it asked
+        self.preemptions = 0  # as many as there were before the lookup
+        self.retried = False
+
+
+class _Background:
+    """One thread that does things in order. Handing it one costs a few microseconds, wake-up included."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tiercache-lookup", daemon=True)
+        self._thread.start()
+        self.submit = self._work.put
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception:
+                # vLLM must go on whatever this is: the request is then a miss.
+                logger.exception("a lookup failed in a way that nobody foresaw")
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+
+class _Job(NamedTuple):
+    request_id: str
+    block_ids: list[int]
+
+
+class Scheduler:
+    """Decides, and never waits. Used by vLLM's scheduler thread; only lookups run in one of their own.
+
+    Args:
+        connector: a connector without a pool.
+        ranks: the namespaces of each rank; a match is what all of them have.
+        names: the roots of chains.
+        per_block: block hashes of vLLM in one block.
+        windowed: whether vLLM forgets the early blocks of any KV cache group.
+    """
+
+    def __init__(
+        self,
+        connector: Connector,
+        ranks: Sequence[Sequence[NamespaceSpec]],
+        names: Names,
+        per_block: int,
+        windowed: bool,
+    ) -> None:
+        self.connector = connector
+        self.null_block = 0
+        self._specs = list({spec.fingerprint(): spec for specs in ranks for spec in specs}.values())
+        self._ranks = len(ranks)
+        self._names = names
+        self._per_block = per_block
+        self._block_size = connector.namespace.block_size
+        self._least = 1 if windowed else DECODE_BLOCKS
+        self._background = _Background()
+        self._requests: dict[str, _Request] = {}
+        self._leased: set[str] = set()  # requests whose match has an end to come
+        self._loads: dict[str, tuple[Match, bytes]] = {}  # under way, with the key of the first block
+        self._jobs: dict[int, _Job] = {}
+        self._ranks_left: dict[int, int] = {}  # ranks at which a job has yet to end
+        self._numbers = itertools.count(1)
+        self._reading: dict[int, int] = {}  # block -> the last job that reads it
+        self._claimed: set[int] = set()  # blocks that loads of this step will write to
+        self._orders = Orders()
+        threading.Thread(target=self._read_names, name="tiercache-names", daemon=True).start()
+
+    def _read_names(self) -> None:
+        try:
+            self._names.read_model()
+        except (TierCacheError, OSError) as error:
+            logger.error("vLLM is served without the cache: %s", error)
+
+    # --- lookups ---------------------------------------------------------------------------------
+
+    def add(self, request: Any) -> None:
+        """A new request: look it up."""
+        state = self._requests[request.request_id] = _Request(request)
+        if len(self._leased) < MAX_LEASED:
+            self._look_up(state)
+
+    def _look_up(self, state: _Request) -> None:
+        state.asked, state.found, state.root = True, None, b""
+        state.preemptions = state.request.num_preemptions
+        self._leased.add(state.request.request_id)
+        self._background.submit(lambda: self._find(state))
+
+    def _find(self, state: _Request) -> None:
+        """In the thread of lookups."""
+        found = Found()
+        try:
+            root = self._names.root(state.request.lora_request)
+            if root:
+                hashes = list(state.request.block_hashes)
+                keys = keys_of(root, hashes, self._per_block, 0, min(len(hashes) // self._per_block, MAX_KEYS))
+                found = Found(root, keys, self.connector.match(keys, namespaces=self._specs))
+        except (TierCacheError, OSError) as error:
+            logger.warning("a request goes without the cache: %s", error)
+        finally:
+            state.found = found
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
+        """How many tokens can be loaded after the first `local_tokens`; None while that is not known."""
+        request_id = request.request_id
+        state = self._requests.get(request_id)
+        if state is None:
+            return 0
+        if not state.asked or request.num_preemptions > state.preemptions:
+            self._let_go(state)
+            self._look_up(state)
+        found = state.found
+        if found is None:
+            return None
+        if not found.root:
+            self._let_go(state)
+            del self._requests[request_id]
+            return 0
+        if not state.root:
+            state.root, state.keys, state.offered = found.root, bytearray(found.keys), found.match.blocks
+        state.local = local_tokens // self._block_size
+        blocks = found.match.blocks - state.local
+        if blocks <= 0 or request_id not in self._leased or not self.connector.available:
+            return 0
+        first_key = found.keys[state.local * KEY_BYTES : (state.local + 1) * KEY_BYTES]
+        if any(first_key == key for _, key in self._loads.values()):
+            return None  # another request brings these blocks: they will be a hit in vLLM's own cache
+        return blocks * self._block_size
+
+    def _let_go(self, state: _Request) -> None:
+        """Nothing more is loaded of what was found, or will be."""
+        if state.request.request_id not in self._leased:
+            return
+        self._leased.discard(state.request.request_id)
+        if state.found is None:
+            self._background.submit(lambda: self._release(state))  # after the lookup, which is still to come
+        elif state.found.match.blocks:
+            self._background.submit(partial(self.connector.release, state.found.match))
+
+    def _release(self, state: _Request) -> None:
+        if state.found is not None:
+            self.connector.release(state.found.match)
+
+    # --- loads -----------------------------------------------------------------------------------
+
+    def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
+        """vLLM has allocated the request's blocks and wants `tokens` of them loaded; 0: it wants nothing."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.found is None:
+            return
+        if not tokens:
+            self._let_go(state)
+            return
+        found = state.found
+        runs = self._runs(blocks.get_block_ids(), state.local, state.local + tokens // self._block_size, 0)
+        if self._reading:
+            self._claimed.update(*(run.block_ids for run in runs))
+        self._leased.discard(request.request_id)
+        key = found.keys[state.local * KEY_BYTES : (state.local + 1) * KEY_BYTES]
+        self._loads[request.request_id] = found.match, key
+        self._orders.loads.append(Load(request.request_id, found.match.ticket(), runs))
+
+    def hit_sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
+        """From which tier the tokens of a load come."""
+        state = self._requests.get(request.request_id)
+        below = state.found.match.below_blocks if state is not None and state.found is not None else 0
+        disk = min(below * self._block_size, tokens)
+        sources = {CacheHitSource.HOST: tokens - disk, CacheHitSource.DISK: disk}
+        return {source: count for source, count in sources.items() if count}
+
+    def loads_ended(self, request_ids: set[str], failed: bool) -> None:
+        """All ranks are done with these loads; with `failed` some block of them is not good."""
+        for request_id in request_ids:
+            ended = self._loads.pop(request_id, None)
+            if ended is not None:
+                self._background.submit(partial(self.connector.release, ended[0]))
+            if failed and request_id in self._requests:
+                self._requests[request_id].offered = 0  # what is computed now is offered again
+
+    def _runs(self, block_ids: BlockIds, first: int, end: int, base: int) -> tuple[Run, ...]:
+        """Blocks `first ..< end` in each group, without those that a window has left behind."""
+        runs = []
+        for ids in block_ids:
+            part = ids[first:end]
+            skip = next((place for place, block in enumerate(part) if block != self.null_block), len(part))
+            runs.append(Run(first + skip - base, part[skip:]))
+        return tuple(runs)
+
+    # --- stores ----------------------------------------------------------------------------------
+
+    def step(self, output: Any) -> Orders:
+        """The orders of a step that has just been scheduled."""
+        orders, self._orders = self._orders, Orders()
+        if self._reading:
+            orders.flush = self._overwritten(output)
+        self._claimed.clear()
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is not None:
+                before = state.request.num_computed_tokens
+                end_of_prompt = before < state.request.num_prompt_tokens <= before + tokens
+                resolve = output.kv_connector_block_state.get_block_ids
+                self._offer(state, before + tokens, 1 if end_of_prompt else self._least, orders.fresh, resolve)
+        orders.idle = not output.num_scheduled_tokens
+        return orders
+
+    def _offer(
+        self, state: _Request, computed_tokens: int, least: int, stores: list[Store], resolve: Callable[[str], BlockIds]
+    ) -> None:
+        """Have what is full and hashed by then stored, if that is at least `least` blocks. No drafts have hashes."""
+        hashes, per_block, first = state.request.block_hashes, self._per_block, state.offered
+        end = min(computed_tokens // self._block_size, len(hashes) // per_block, MAX_KEYS)
+        if end - first < least or not state.root or len(self._jobs) >= MAX_JOBS or not self.connector.available:
+            return
+        state.keys += keys_of(state.root, hashes, per_block, len(state.keys) // KEY_BYTES, end)
+        base, job = max(0, first - 1), next(self._numbers)
+        runs = self._runs(resolve(state.request.request_id), first, end, base)
+        reads = [block for run in runs for block in run.block_ids]
+        self._jobs[job], self._ranks_left[job] = _Job(state.request.request_id, reads), self._ranks
+        self._reading.update(dict.fromkeys(reads, job))
+        stores.append(Store(job, bytes(state.keys[base * KEY_BYTES : end * KEY_BYTES]), runs))
+        state.offered = end
+
+    def _overwritten(self, output: Any) -> list[int]:
+        """Jobs that read blocks to which this step writes: what is new to a request, or what it loads."""
+        size, written, cached = self._block_size, self._claimed, output.scheduled_cached_reqs
+        for new in output.scheduled_new_reqs:
+            for ids in new.block_ids:
+                written.update(ids[new.num_computed_tokens // size :])
+        for request_id, computed, added in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            resumed = request_id in cached.resumed_req_ids  # then these are all of its blocks
+            for ids in added or ():
+                written.update(ids[computed // size if resumed else 0 :])
+        return sorted({self._reading[block] for block in written if block in self._reading})
+
+    def finished(self, request: Any, block_ids: BlockIds) -> None:
+        """A request has ended, and its blocks are free from here on."""
+        state = self._requests.pop(request.request_id, None)
+        if request.request_id in self._loads:
+            self._orders.cancel.append(request.request_id)
+        elif state is not None:
+            self._let_go(state)
+            self._offer(state, request.num_computed_tokens, 1, self._orders.ready, lambda _: block_ids)
+
+    def reported(self, report: Report) -> None:
+        """What the workers say of stores."""
+        for job, count in report.ended.items():
+            if job not in self._jobs:
+                continue
+            self._ranks_left[job] -= count
+            state = self._requests.get(self._jobs[job].request_id)
+            if job in report.incomplete and state is not None and not state.retried:
+                state.retried, state.offered = True, 0  # the cache had no room, or has lost the blocks before
+            if self._ranks_left[job] <= 0:
+                self._forget(job)
+
+    def _forget(self, job: int) -> None:
+        del self._ranks_left[job]
+        for block in self._jobs.pop(job).block_ids:
+            if self._reading.get(block) == job:
+                del self._reading[block]
+
+    # --- the rest --------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """The weights may have changed: nothing found or computed so far is used or stored from here on."""
+        self._names.new_epoch()
+        for state in self._requests.values():
+            self._let_go(state)
+        self._requests.clear()
+        for store in self._orders.ready:
+            self._forget(store.job)
+        self._orders.ready.clear()
+        self._orders.cancel += self._loads
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the books contradict each other."""
+        assert self._jobs.keys() == self._ranks_left.keys()
+        assert set(self._reading.values()) <= self._jobs.keys()
+        assert self._leased <= self._requests.keys()
+        assert not self._leased & self._loads.keys()
+
+    def close(self) -> None:
+        """Blocks for seconds at most."""
+        self._background.close()
+        self.connector.close()

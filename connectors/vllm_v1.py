@@ -1,0 +1,262 @@
+"""tiercache below vLLM, through vLLM's own KV connector interface.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "TierCacheConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "tiercache.connectors.vllm_v1"}'
+
+This class only hands vLLM's calls to the half that they are for: `vllm_scheduler` decides,
+`vllm_worker` copies. What cannot be served is said in one line, and vLLM goes on without a cache.
+Settings, in `kv_connector_extra_config`, are the fields of `Settings`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import logging
+from typing import Any
+
+import msgspec
+
+from tiercache.client import REQUEST_TIMEOUT_S
+from tiercache.connector import LOAD_TIMEOUT_S, Connector, connect
+from tiercache.connectors.vllm_compat import CacheHitSource, base, resolve_kv_cache_block_sizes
+from tiercache.connectors.vllm_names import Names, check_hashes
+from tiercache.connectors.vllm_orders import Orders, RankForm
+from tiercache.connectors.vllm_pool import check_groups, make_pools, replicated
+from tiercache.connectors.vllm_scheduler import Scheduler
+from tiercache.connectors.vllm_stats import PromMetrics, Stats
+from tiercache.connectors.vllm_worker import Worker
+from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError
+from tiercache.messages import INSTANCE_BYTES
+
+logger = logging.getLogger("tiercache.connectors.vllm")
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The connector's settings.
+
+    Attributes:
+        address: the daemon's run directory; empty for where a daemon runs by default.
+        model_id: what pins the weights; empty to hash the files, or use the commit of a hub.
+        salt: secret of a tenant.
+        load_timeout_s: a load that takes longer is computed instead.
+        request_timeout_s: deadline of one request to the daemon.
+        gds: `auto` reads from NVMe straight into the GPU where that is faster.
+    """
+
+    address: str = ""
+    model_id: str = ""
+    salt: str = ""
+    load_timeout_s: float = LOAD_TIMEOUT_S
+    request_timeout_s: float = REQUEST_TIMEOUT_S
+    gds: str = "off"
+
+    @classmethod
+    def read(cls, given: dict[str, Any]) -> Settings:
+        """Raises ConfigError that names what is wrong."""
+        for name in given:
+            if name not in cls.__struct_fields__:
+                near = difflib.get_close_matches(name, cls.__struct_fields__, 1, 0) or [""]
+                raise ConfigError(f"kv_connector_extra_config has no {name!r}: did you mean {near[0]!r}?")
+        try:
+            return msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"kv_connector_extra_config: {error}") from error
+
+
+class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
+    """See the module."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: Scheduler | None = None
+        self._worker: Worker | None = None
+        self._form = RankForm([])
+        self._null_block = 0
+        # A load that fails is computed instead: no request may fail because its cache did.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        try:
+            self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
+            check_hashes(vllm_config)
+            check_groups(vllm_config, kv_cache_config)
+        except TierCacheError as error:
+            self._form = RankForm([], str(error))
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is lost is a miss."""
+        return False
+
+    def _connect(self, **options: Any) -> Connector:
+        settings, rank = self._settings, self._vllm_config.parallel_config.rank
+        engine = str(self._kv_transfer_config.engine_id).encode()
+        return connect(
+            settings.address or None,
+            name=f"vllm {self.role.name.lower()} {rank}",
+            instance=hashlib.blake2b(engine, digest_size=INSTANCE_BYTES).digest(),
+            load_timeout_s=settings.load_timeout_s,
+            request_timeout_s=settings.request_timeout_s,
+            **options,
+        )
+
+    # --- the worker's half -----------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """vLLM's KV memory."""
+        if self._form.problem:
+            return
+        groups: list[Connector] = []
+        try:
+            pools = make_pools(self._vllm_config, self._kv_cache_config, kv_caches)
+            for spec, pool in pools:
+                groups.append(self._connect(namespace=spec, pool=pool, gds=self._settings.gds))
+        except TierCacheError as error:
+            self._form = RankForm([], str(error))
+            for connector in groups:
+                connector.close()
+            return
+        first = self._vllm_config.parallel_config.rank % self._vllm_config.parallel_config.tensor_parallel_size == 0
+        writers = [first or not replicated(self._vllm_config, group) for group in self._kv_cache_config.kv_cache_groups]
+        self._worker = Worker(groups, writers)
+        self._form = RankForm([spec for spec, _ in pools])
+
+    def get_handshake_metadata(self) -> Any:
+        """For the scheduler's half: the form of this rank's blocks."""
+        return self._form
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Before every step."""
+        if self._worker is not None:
+            self._worker.begin(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: loads have begun before the step."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: no step begins before its blocks are there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: whole blocks are stored, after the step."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: no step waits for a store."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Loads that have ended."""
+        if self._worker is None:
+            return base.KVConnectorTransferResults()
+        orders = self._connector_metadata
+        ended, failed = self._worker.ended_loads(isinstance(orders, Orders) and orders.idle)
+        return base.KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that were to be loaded and are not good."""
+        return self._worker.take_bad_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> Any:
+        """Stores that have ended."""
+        return self._worker.report() if self._worker is not None else None
+
+    def get_kv_connector_stats(self) -> Any:
+        """What was moved since the last call."""
+        counts = self._worker.counters() if self._worker is not None else {}
+        return Stats(counts) if counts else None
+
+    # --- the scheduler's half --------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """vLLM's blocks: we only want to know the one that stands for none."""
+        self._null_block = gpu_block_pool.null_block.block_id
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """The forms of all ranks' blocks: from here on there is a cache."""
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        problem = next((form.problem for form in (self._form, *ranks) if form.problem), "")
+        try:
+            if problem:
+                raise ConfigError(problem)
+            _, hash_size = resolve_kv_cache_block_sizes(self._kv_cache_config, self._vllm_config)
+            connector = self._connect(namespace=ranks[0].specs[0])
+        except TierCacheError as error:
+            logger.error("vLLM is served without the cache: %s", error)
+            return
+        names = Names(self._vllm_config, self._settings.model_id, self._settings.salt)
+        windowed = any(spec.window_blocks for spec in ranks[0].specs)
+        per_block = connector.namespace.block_size // hash_size
+        self._scheduler = Scheduler(connector, [form.specs for form in ranks], names, per_block, windowed)
+        self._scheduler.null_block = self._null_block
+        try:
+            connector.client.session()
+        except DaemonUnavailable as error:
+            logger.warning("vLLM is served without the cache until that changes: %s", error)
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has arrived."""
+        if self._scheduler is not None:
+            self._scheduler.add(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """What can be loaded of a request, always asynchronously."""
+        if self._scheduler is None:
+            return 0, False
+        tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """A request has its blocks."""
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """DRAM or NVMe."""
+        if self._scheduler is None:
+            return {}
+        return self._scheduler.hit_sources(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Orders:
+        """A step has been scheduled."""
+        return self._scheduler.step(scheduler_output) if self._scheduler is not None else Orders()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers say."""
+        if self._scheduler is None:
+            return
+        if connector_output.kv_connector_worker_meta is not None:
+            self._scheduler.reported(connector_output.kv_connector_worker_meta)
+        if connector_output.finished_recving:
+            bad = bool(connector_output.invalid_block_ids or connector_output.failed_recving)
+            self._scheduler.loads_ended(connector_output.finished_recving, bad)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended. Its blocks are never held back: see `vllm_scheduler`."""
+        if self._scheduler is not None:
+            self._scheduler.finished(request, block_ids)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """vLLM's caches are reset, as after an update of the weights."""
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
+    def shutdown(self) -> None:
+        """End what is under way, and say good-bye. Blocks for seconds at most."""
+        for half in (self._worker, self._scheduler):
+            if half is not None:
+                half.close()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """For vLLM's log lines."""
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> Any:
+        """For vLLM's Prometheus page."""
+        return PromMetrics(*args)

@@ -1,0 +1,67 @@
+"""Real vLLM engines over a real daemon. Only collected where vLLM is installed: see `make test-vllm`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiercache
+
+# This folder, as a package without __init__, has that name too, but no origin.
+found = importlib.util.find_spec("vllm")
+collect_ignore_glob = [] if found is not None and found.origin else ["test_*.py"]
+
+if not collect_ignore_glob:
+    from vllm_engines import Engine, save_model
+
+    @pytest.fixture(scope="session")
+    def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+        return save_model(tmp_path_factory.mktemp("model"))
+
+    @pytest.fixture(scope="session")
+    def daemon() -> Iterator[tiercache.LaunchedDaemon]:
+        with tiercache.launch("256MiB", region="64MiB") as daemon:
+            yield daemon
+
+    @pytest.fixture(scope="session")
+    def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+        """An engine without a connector: what is right."""
+        engine = Engine(model, tmp_path_factory.mktemp("plain") / "log")
+        yield engine
+        engine.close()
+
+    @pytest.fixture(scope="session")
+    def shared(
+        model: str, daemon: tiercache.LaunchedDaemon, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Engine]:
+        engine = Engine(model, tmp_path_factory.mktemp("shared") / "log", daemon.address)
+        yield engine
+        engine.close()
+
+    @pytest.fixture
+    def engine(shared: Engine, daemon: tiercache.LaunchedDaemon) -> Engine:
+        """An engine with the connector; it and the daemon have forgotten everything."""
+        assert shared.ask("forget")["done"]
+        with tiercache.Client.connect(daemon.address) as client:
+            client.flush()
+        return shared
+
+    @pytest.fixture
+    def start(model: str, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+        """Starts engines of a test's own."""
+        with ExitStack() as stack:
+
+            def make(*arguments: Any, **options: Any) -> Engine:
+                options.setdefault("model", model)
+                engine = Engine(
+                    options.pop("model"), tmp_path / f"log{len(list(tmp_path.iterdir()))}", *arguments, **options
+                )
+                stack.callback(engine.close)
+                return engine
+
+            yield make

@@ -1,0 +1,172 @@
+"""vLLM with the connector against vLLM without: the same tokens, from fewer computed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from vllm_engines import BLOCK, Engine, prompt, save_model, wait_until
+
+import tiercache
+from tiercache.connectors.vllm_compat import check_version
+from tiercache.errors import VersionError
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+Start = Callable[..., Engine]
+
+
+def stored_blocks(daemon: tiercache.LaunchedDaemon) -> int:
+    with tiercache.Client.connect(daemon.address) as client:
+        return int(sum(space["blocks"] for space in client.stats()["namespaces"]))
+
+
+def test_what_was_stored_is_a_hit_with_the_same_tokens(
+    engine: Engine, plain: Engine, daemon: tiercache.LaunchedDaemon
+) -> None:
+    long = prompt(1000, "hit")
+    [expected], _ = plain.generate([long], 40)
+    assert engine.generate([long], 40) == ([expected], [0])
+    wait_until(lambda: stored_blocks(daemon) == (1000 + 39) // BLOCK)
+    assert engine.regenerate([long], 40) == ([expected], [992])
+    whole = long[:960]
+    assert engine.regenerate([whole], 8)[1] == [960]  # loaded in full: only the last token is computed
+    assert engine.regenerate([whole], 8)[0] == plain.generate([whole], 8)[0]
+    assert engine.ask("check")["idle"]
+
+
+def test_the_answer_is_part_of_the_next_prompt(engine: Engine, plain: Engine, daemon: tiercache.LaunchedDaemon) -> None:
+    turn = prompt(300, "turns")
+    for number in range(3):
+        [answer], _ = engine.regenerate([turn], 64)
+        assert plain.generate([turn], 64)[0] == [answer]
+        stored = (len(turn) + 63) // BLOCK
+        wait_until(lambda stored=stored: stored_blocks(daemon) == stored)  # type: ignore[misc]
+        turn = turn + answer + prompt(20, f"turns {number}")
+        assert engine.regenerate([turn], 1)[1] == [stored * BLOCK]
+
+
+def test_another_process_finds_it(
+    engine: Engine, plain: Engine, daemon: tiercache.LaunchedDaemon, start: Start
+) -> None:
+    long = prompt(700, "process")
+    expected = engine.generate([long])[0]
+    wait_until(lambda: stored_blocks(daemon) == 22)
+    other = start(daemon.address)
+    assert other.generate([long]) == (expected, [672])
+    assert plain.generate([long])[0] == expected
+
+
+def test_what_is_loaded_is_used(engine: Engine, daemon: tiercache.LaunchedDaemon) -> None:
+    """KV that was damaged before it was stored changes the tokens."""
+    long = prompt(640, "damage")
+    expected, _ = engine.generate([long])
+    wait_until(lambda: stored_blocks(daemon) == 20)
+    assert engine.ask("negate")["done"]
+    with tiercache.Client.connect(daemon.address) as client:
+        client.flush()
+    damaged, cached = engine.generate([long])  # from vLLM's own cache, and stored from there
+    assert cached == [608]
+    assert damaged != expected
+    wait_until(lambda: stored_blocks(daemon) >= 19)
+    again, cached = engine.regenerate([long])
+    assert cached[0] >= 608
+    assert again != expected
+    with tiercache.Client.connect(daemon.address) as client:
+        client.flush()
+    assert engine.regenerate([long]) == (expected, [0])
+
+
+def test_concurrent_requests_with_shared_prefixes(
+    engine: Engine, plain: Engine, daemon: tiercache.LaunchedDaemon
+) -> None:
+    prompts = [prompt(400, f"shared {number % 4}") + prompt(100 + 7 * number, f"own {number}") for number in range(32)]
+    expected = plain.generate(prompts, 12)[0]
+    assert engine.generate(prompts, 12)[0] == expected
+    wait_until(lambda: stored_blocks(daemon) > 200)
+    again, cached = engine.regenerate(prompts, 12)
+    assert again == expected
+    assert all(count >= 384 for count in cached)
+    assert engine.ask("check")["idle"]
+
+
+def test_preempted_requests_get_their_blocks_back(
+    start: Start, plain: Engine, daemon: tiercache.LaunchedDaemon
+) -> None:
+    prompts = [prompt(200, f"preempt {number}") for number in range(8)]
+    expected = plain.generate(prompts, 150)[0]
+    small = start(
+        daemon.address, max_model_len=512, kv_cache_memory_bytes=50 * 64 << 10
+    )  # 50 blocks, and 8 x 11 are wanted
+    assert small.generate(prompts, 150)[0] == expected
+    assert small.regenerate(prompts, 150)[0] == expected
+    checked = small.ask("check")
+    assert checked["idle"]
+    assert checked["preemptions"] > 0
+    assert checked["flushes"] > 0  # blocks were given away while they were being stored
+
+
+def test_a_sliding_window_is_matched_by_its_end(start: Start, tmp_path_factory: pytest.TempPathFactory) -> None:
+    layers = ["sliding_attention", "full_attention"] * 2
+    model = save_model(
+        tmp_path_factory.mktemp("window"), "Gemma3TextConfig", sliding_window=100, layer_types=layers,
+        query_pre_attn_scalar=32,
+    )  # fmt: skip
+    long = prompt(1000, "window")
+    with tiercache.launch("64MiB", region="16MiB") as own:
+        expected = start(model=model).generate([long, long[:500]], 40)[0]
+        engine = start(own.address, model=model)
+        assert engine.generate([long], 40)[0] == expected[:1]
+        wait_until(lambda: stored_blocks(own) >= 2 * 31)
+        assert engine.regenerate([long], 40) == (expected[:1], [992])
+        assert engine.regenerate([long[:500]], 40) == (expected[1:], [480])
+        engine.close()
+
+
+def test_a_reset_begins_an_epoch_of_its_own(engine: Engine, daemon: tiercache.LaunchedDaemon) -> None:
+    long = prompt(320, "reset")
+    expected, _ = engine.generate([long])
+    wait_until(lambda: stored_blocks(daemon) == 10)
+    assert engine.ask("reset")["done"]
+    assert engine.generate([long]) == (expected, [0])
+    wait_until(lambda: stored_blocks(daemon) == 20)
+    assert engine.regenerate([long]) == (expected, [320])
+
+
+def test_other_weights_under_the_same_name_are_another_model(
+    start: Start, tmp_path_factory: pytest.TempPathFactory, daemon: tiercache.LaunchedDaemon
+) -> None:
+    folder = tmp_path_factory.mktemp("renamed")
+    long = prompt(320, "weights")
+    first = start(daemon.address, model=save_model(folder, seed=1))
+    before = first.generate([long])[0]
+    wait_until(lambda: first.ask("check")["idle"])
+    second = start(daemon.address, model=save_model(folder, seed=2))
+    after, cached = second.generate([long])
+    assert (after != before, cached) == (True, [0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "words"),
+    [
+        ({"adress": "/tmp"}, {}, "has no 'adress': did you mean 'address'?"),
+        ({"load_timeout_s": "soon"}, {}, "kv_connector_extra_config: Expected `float`"),
+        ({}, {"prefix_caching_hash_algo": "xxhash"}, "set it to sha256"),
+        ({"address": "/nowhere/at/all"}, {}, "the cache at /nowhere/at/all is unavailable"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_said_in_a_line(
+    start: Start, plain: Engine, settings: dict[str, str], options: dict[str, str], words: str
+) -> None:
+    engine = start(settings.pop("address", "/nowhere"), settings=settings, **options)
+    ids = prompt(100, "refused")
+    assert engine.generate([ids]) == (plain.generate([ids])[0], [0])
+    said = [line for line in engine.log.read_text().splitlines() if words in line]
+    assert len(said) == 1
+    assert "vLLM is served without the cache" in said[0]
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0"])
+def test_another_version_of_vllm_is_refused(version: str) -> None:
+    with pytest.raises(VersionError, match=rf"serves vllm>=0.32,<0.33, and this is {version}"):
+        check_version(version)
+    check_version("0.32.1+cpu")

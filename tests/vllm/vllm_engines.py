@@ -1,0 +1,133 @@
+"""vLLM engines in child processes, and tiny models for them."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+BLOCK = 32
+ENGINE: dict[str, Any] = {
+    "skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 2048,
+    "max_num_batched_tokens": 512, "max_num_seqs": 16, "block_size": BLOCK, "kv_cache_memory_bytes": 64 << 20,
+    "seed": 0,
+}  # fmt: skip
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
+    # Large, so that the logits of a random model differ and greedy text does not repeat one token.
+    "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def save_model(folder: Path, config_class: str = "Qwen3Config", seed: int = 0, **options: Any) -> str:
+    """A random model with a tokenizer of as many words; returns its folder."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, config_class)(**{**COMMON, **options})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0").save_pretrained(folder)
+    return str(folder)
+
+
+def transfer_config(address: str, **settings: Any) -> dict[str, Any]:
+    """What `--kv-transfer-config` would be given."""
+    return {
+        "kv_connector": "TierCacheConnector",
+        "kv_connector_module_path": "tiercache.connectors.vllm_v1",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"address": address, **settings},
+    }
+
+
+def prompt(tokens: int, name: str = "") -> list[int]:
+    """Token ids that depend on nothing but the arguments."""
+    return [random.Random(f"{name}/{place}").randrange(3, VOCABULARY) for place in range(tokens)]
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    """Poll until `condition()` is true. Fails at the deadline."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come true in time"
+        threading.Event().wait(0.02)
+
+
+class Engine:
+    """One engine in a process of its own; see `vllm_child.py` for what it can be asked."""
+
+    def __init__(
+        self, model: str, log: Path, address: str = "", settings: dict[str, Any] | None = None, **options: Any
+    ):
+        self.log = log
+        arguments = {**ENGINE, "model": model, **options}
+        if address:
+            # A busy machine is not a hung daemon: no store may be lost to a deadline where it is waited for.
+            patient = {"request_timeout_s": 5.0}
+            arguments["kv_transfer_config"] = transfer_config(address, **{**patient, **(settings or {})})
+        child = [sys.executable, str(Path(__file__).with_name("vllm_child.py")), json.dumps(arguments)]
+        with log.open("wb") as errors:
+            self.process = subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+        self._answer()
+
+    def order(self, op: str, **fields: Any) -> None:
+        """Send an order, whose answer is fetched with `answer`."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"op": op, **fields}).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the engine has ended:\n{self.log.read_text()[-4000:]}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        """Send an order and wait for its answer."""
+        self.order(op, **fields)
+        return self._answer()
+
+    def order_generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> None:
+        """Begin to generate; `outputs` waits for it."""
+        self.order("generate", prompts=prompts, max_tokens=max_tokens)
+
+    def outputs(self) -> tuple[list[list[int]], list[int]]:
+        """Tokens and cached prompt tokens of each prompt."""
+        answer = self._answer()
+        assert set(answer["reasons"]) == {"length"}, answer
+        return answer["tokens"], answer["cached"]
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> tuple[list[list[int]], list[int]]:
+        """Tokens and cached prompt tokens of each prompt, all at once."""
+        self.order_generate(prompts, max_tokens)
+        return self.outputs()
+
+    def regenerate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> tuple[list[list[int]], list[int]]:
+        """As `generate`, when vLLM has forgotten its own prefix cache."""
+        assert self.ask("forget")["done"]
+        return self.generate(prompts, max_tokens)
+
+    def close(self) -> None:
+        """End it, and see that its books were in order."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            assert self.process.stdout is not None
+            self.process.stdout.close()
