@@ -71,7 +71,9 @@ def new_model(**changes: int) -> Any:
 class Training:
     """A model on its way. Each step depends on its number alone, so that a resumed run is the same run."""
 
-    def __init__(self, model: Any, text: torch.Tensor, *, steps: int, batch: int = BATCH, context: int = CONTEXT) -> None:
+    def __init__(
+        self, model: Any, text: torch.Tensor, *, steps: int, batch: int = BATCH, context: int = CONTEXT
+    ) -> None:
         self.model = model
         self.step = 0
         self._text, self._steps, self._shape = text, steps, (batch, context)
@@ -138,7 +140,8 @@ def train(folder: Path, steps: int, save_every_s: float = 60.0) -> Training:
             if training.step % 20 == 0:
                 pace_s = (now_s - began_s) / (training.step - first)
                 test = bits_per_byte(training.model, held_out)
-                print(f"step {training.step:5}  {loss:.3f} bits per byte, held out {test:.3f}  {pace_s:.2f} s a step", flush=True)
+                figures = f"{loss:.3f} bits per byte, held out {test:.3f}  {pace_s:.2f} s a step"
+                print(f"step {training.step:5}  {figures}", flush=True)
             if now_s - saved_s > save_every_s:
                 training.save(folder)
                 saved_s = now_s
@@ -159,7 +162,8 @@ def main() -> None:
     training = train(args.folder, args.steps, args.save_every)
     _, held_out = text_at_hand()
     parameters = sum(one.numel() for one in training.model.parameters())
-    report.add("bits_per_byte", "held-out text", bits_per_byte(training.model, held_out, windows=64), "bits/byte", at_most=2.6)
+    held_out_bits = bits_per_byte(training.model, held_out, windows=64)
+    report.add("bits_per_byte", "held-out text", held_out_bits, "bits/byte", at_most=2.6)
     report.add("parameters", "parameters", parameters)
     report.add("steps", "steps, all runs", training.step)
     report.finish()
