@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from itertools import count
 from typing import Any
@@ -71,12 +73,15 @@ def match_latency(tree: dict[str, Any]) -> dict[str, Any]:
 
 def watch(address: str | None, *, interval_s: float, as_json: bool) -> int:
     """Print a line per interval with what changed, until Ctrl-C or the daemon goes away."""
+    stop = threading.Event()
+    # Not KeyboardInterrupt: one that comes up while an object is being freed is dropped without a word.
+    earlier = signal.signal(signal.SIGINT, lambda *_: stop.set())
     try:
         with connected(address) as client:
             before, before_s = client.stats(), time.monotonic()
             for line in count():
-                due_s = before_s + interval_s
-                time.sleep(max(0.0, due_s - time.monotonic()))
+                if stop.wait(max(0.0, before_s + interval_s - time.monotonic())):
+                    break
                 now, now_s = client.stats(), time.monotonic()
                 row = changes(before, now, now_s - before_s)
                 if as_json:
@@ -86,8 +91,8 @@ def watch(address: str | None, *, interval_s: float, as_json: bool) -> int:
                         print(_line(_COLUMNS))
                     print(_line(cells(row)), flush=True)
                 before, before_s = now, now_s
-    except KeyboardInterrupt:
-        pass
+    finally:
+        signal.signal(signal.SIGINT, earlier)
     return EXIT_OK
 
 
