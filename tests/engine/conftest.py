@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from random_models import COMMON, SaveModel
 from transformers import AutoModelForCausalLM
 
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
-
-VOCABULARY = 128
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-    # Large, so that the logits of a random model differ and greedy text does not repeat one token.
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-SaveModel = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -61,8 +41,3 @@ def save_model(tmp_path_factory: pytest.TempPathFactory) -> SaveModel:
 @pytest.fixture(scope="session")
 def llama(save_model: SaveModel) -> Path:
     return save_model("LlamaConfig")
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """Token ids that depend on nothing but the arguments, without the special ones."""
-    return [random.Random(f"{seed}/{position}").randrange(3, VOCABULARY) for position in range(length)]

@@ -129,7 +129,8 @@ class MemoryCache:
             there = [key in self.blocks for key in keys]
             good = min(there.index(False) if False in there else len(keys), self.good_blocks)
             for number, (key, block_id) in enumerate(zip(keys, block_ids, strict=True)):
-                self.pool[block_id] = self.blocks[key] if number < good else float("nan")
+                spoilt = float("nan") if self.pool.is_floating_point() else 255
+                self.pool[block_id] = self.blocks[key] if number < good else spoilt
             return good
 
         below = max(0, first + len(keys) - max(first, match.blocks - match.below_blocks))

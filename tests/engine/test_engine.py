@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SaveModel, prompt_of
+from random_models import SaveModel, prompt_of
 
 from tiercache.engine import Engine, EngineSettings, RequestOutput, SamplingParams
 from tiercache.errors import ConfigError

@@ -14,14 +14,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.kernels]
 HERE = Path(__file__).parent
 
 
-def test_the_engine_in_the_interpreter() -> None:
+@pytest.mark.parametrize(("marks", "count"), [("not slow", 10), pytest.param("slow", 4, marks=pytest.mark.slow)])
+def test_the_engine_in_the_interpreter(marks: str, count: int) -> None:
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted_engine.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks]
+    command += [str(HERE / "interpreted_engine.py")]
     ran = subprocess.run(
         command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True, timeout=110, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     passed = re.search(r"(\d+) passed", ran.stdout)
     assert passed is not None
-    assert int(passed[1]) == 14, ran.stdout
+    assert int(passed[1]) == count, ran.stdout

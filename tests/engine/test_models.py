@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SaveModel, prompt_of
+from random_models import SaveModel, prompt_of
 from transformers import AutoModelForCausalLM
 
 from tiercache.engine import Engine, EngineSettings, SamplingParams, describe_model
+from tiercache.engine.packed_linear import can_pack, pack_linears
 from tiercache.errors import ConfigError, ModelRefused
 
 pytestmark = pytest.mark.engine
@@ -62,6 +63,29 @@ def test_greedy_text_is_that_of_generate(name: str, exact: bool, save_model: Sav
         assert output.tokens == expected[0, len(prompt) :].tolist()
         assert warm.tokens == output.tokens
         assert warm.pool_hit_tokens == (len(prompt) - 1) // 8 * 8
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_linear_layers_compute_the_same(bias: bool) -> None:
+    if not can_pack(torch.float32, torch.device("cpu")):
+        pytest.skip("torch was built without oneDNN")
+    torch.manual_seed(1)
+    stack = torch.nn.Sequential(torch.nn.Linear(33, 50, bias=bias), torch.nn.SiLU(), torch.nn.Linear(50, 7, bias=bias))
+    inputs = [torch.randn(1, rows, 33) for rows in (1, 3, 130)]
+    with torch.inference_mode():
+        expected = [stack(rows) for rows in inputs]
+        pack_linears(stack)
+        for rows, result in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(stack(rows), result, rtol=1e-5, atol=1e-5)
+    assert stack[0].weight.shape == (50, 33)  # for those who read it
+    with torch.no_grad():
+        stack[2].weight.zero_()
+    assert stack(inputs[0]).any()  # the packed copy is what computes
+
+
+def test_only_what_gains_is_packed() -> None:
+    assert not can_pack(torch.bfloat16, torch.device("cpu"))
+    assert not can_pack(torch.float32, torch.device("cuda"))
 
 
 HYBRID = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import prompt_of
 from memory_cache import MemoryCache
+from random_models import prompt_of
 from test_engine import record_logits, run_checked
 
 from tiercache.engine import Engine, EngineSettings, SamplingParams

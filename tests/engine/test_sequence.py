@@ -50,6 +50,16 @@ def test_loose_chunks_end_at_multiples() -> None:
     assert edges(sequence_of(39, LOOSE)) == [16, 32, 39]
 
 
+def test_what_was_decoded_into_a_quantised_pool_is_computed_again_with_its_own_block_raw() -> None:
+    sequence = sequence_of(6, EngineSettings(block_size=4, chunk_size=16, kv_cache_dtype="int8"))
+    sequence.tokens += range(7, 19)
+    # When they were decoded, tokens 7, 11 and 15 were the last in their blocks and saw them full, the others raw.
+    assert edges(sequence) == [4, 6, 7, 11, 15, 18]
+    loose = sequence_of(6, EngineSettings(block_size=4, chunk_size=16, kv_cache_dtype="int8", exact=False))
+    loose.tokens += range(7, 19)
+    assert edges(loose) == [16, 18]
+
+
 def test_decoding_goes_on_token_by_token() -> None:
     sequence = sequence_of(6, EXACT)
     sequence.computed = 6
@@ -159,7 +169,7 @@ def test_blocks_are_taken_from_the_end() -> None:
         ({"chunk_size": 40, "block_size": 16}, "chunk_size is 40: must be a multiple of block_size 16"),
         ({"write": "never"}, "write is 'never': must be one of through, back"),
         ({"kv_cache_dtype": "int3"}, "kv_cache_dtype is 'int3': must be one of auto, fp8, fp8_e4m3"),
-        ({"kv_cache_memory": "many"}, "kv_cache_memory is 'many' is not understood: write for example 16GiB"),
+        ({"kv_cache_memory": "many"}, "kv_cache_memory 'many' is not understood: write for example 16GiB"),
         ({"max_num_batched_tokens": 512}, "max_num_batched_tokens is 512: must be at least 576, a chunk_size of"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5: must be above 0 and at most 1"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2: this engine runs on one device; set it to 1"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import prompt_of
+from random_models import prompt_of
 
 import tiercache
 from tiercache.engine import Engine, EngineSettings, SamplingParams, connect_to

@@ -15,6 +15,7 @@ from server_process import ServerProcess, wait_until
 
 import tiercache
 from tiercache.cli.main import main
+from tiercache.engine import LLM, SamplingParams
 
 pytestmark = pytest.mark.engine
 FLAGS = ("--pool-blocks", "640", "--block-size", "8", "--chunk-size", "32")
@@ -34,20 +35,19 @@ def refuses_connections(server: ServerProcess) -> bool:
 def test_sigterm_finishes_what_runs_and_the_blocks_survive(model_dir: Path, tmp_path: Path) -> None:
     nvme = ("--arena", "64MiB", "--nvme", str(tmp_path / "nvme"), "--nvme-size", "2GiB")
     with ServerProcess(model_dir, tmp_path / "first.log", *FLAGS, *nvme) as server:
-        stream = iter(server.client.completions.create(**GREEDY, max_tokens=700, n=4, stream=True))
+        stream = iter(server.client.completions.create(**GREEDY, max_tokens=300, n=4, stream=True))
         next(stream)
         server.terminate()
         wait_until(lambda: refuses_connections(server), "no new connections")
         reasons = [part.choices[0].finish_reason for part in stream]
         assert reasons.count("length") == 4
         assert server.wait() == 0, server.log.read_text()
-    with ServerProcess(model_dir, tmp_path / "second.log", *FLAGS, *nvme) as server:
-        answer = server.client.completions.create(**GREEDY, max_tokens=1)
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens_details is not None
-        assert answer.usage.prompt_tokens_details.cached_tokens == len(PROMPT) // 8 * 8
-        server.terminate()
-        assert server.wait() == 0
+    with (
+        tiercache.launch("64MiB", nvme=str(tmp_path / "nvme"), nvme_size="2GiB") as daemon,
+        LLM(model_dir, pool_blocks=64, block_size=8, chunk_size=32, daemon=daemon.address) as llm,
+    ):
+        [answer] = llm.generate(PROMPT, SamplingParams(max_tokens=1))
+        assert answer.cached_tokens == len(PROMPT) // 8 * 8
 
 
 def test_requests_outlive_the_daemon(model_dir: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tiercache.engine.cost import CostModel
 from tiercache.engine.kv_pool import Segment
 from tiercache.engine.loads import LoadResult
 from tiercache.engine.memory import count_pool_blocks, fit_model_len, pool_setting
-from tiercache.engine.model import HostedModel, choose_device, describe_model, read_shape
+from tiercache.engine.model import HostedModel, choose_device, describe_model, read_shape, tier_layout
 from tiercache.engine.offload import Offload
 from tiercache.engine.outputs import RequestOutput, StepOutput, output_of
 from tiercache.engine.probe import check_model
@@ -37,11 +37,12 @@ from tiercache.engine.scheduler import Scheduler
 from tiercache.engine.sequence import Sequence, SequenceState
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.step_plan import Chunk
+from tiercache.engine.tier_format import StagedCache
 from tiercache.errors import ConfigError, DeadlineExceeded
 from tiercache.layout import NamespaceSpec
 
 Connect = Callable[[NamespaceSpec, torch.Tensor], CacheLike]
-"""Makes a connector for the blocks of a namespace in a pool `[block, layer, 2, slot, kv_head, head_dim]`."""
+"""Makes a connector for the blocks of a namespace in a pool `[block, ...]`, each contiguous (see `KVLayout.empty`)."""
 # How long a step waits for a transfer when there is nothing to compute.
 _IDLE_WAIT_S = 0.02
 _CLOSE_TIMEOUT_S = 10.0
@@ -91,8 +92,9 @@ class Engine:
         self.device = choose_device(settings.device)
         self._model = HostedModel(model_dir, self.shape, self.device)
         check_model(self._model)
-        block_bytes = self.namespace.block_bytes
-        num_blocks = count_pool_blocks(settings, block_bytes, self.device)
+        layout = self.shape.kv_layout(settings.block_size, settings.kv_cache_dtype)
+        block_bytes = layout.block_bytes
+        num_blocks = count_pool_blocks(settings, block_bytes, self.device, layout.tail_bytes(settings.max_num_seqs))
         self.max_model_len = fit_model_len(settings, self.shape.max_context, block_bytes, num_blocks)
         self.pool = self._model.new_pool(
             num_blocks, settings.block_size, settings.kv_cache_dtype, settings.max_num_seqs
@@ -100,13 +102,18 @@ class Engine:
         self._model.prepare(self.pool, settings.max_num_seqs, self.max_model_len)
         write_back = connect is not None and settings.write == "back"
         self._blocks = BlockManager(num_blocks, write_back=write_back, on_blank=self.pool.retire)
-        self._cache = connect(self.namespace, self.pool.blocks) if connect is not None else None
-        self._cost = CostModel(settings.block_size, block_bytes)
+        self._cache = self._connect(connect) if connect is not None else None
+        self._cost = CostModel(settings.block_size, self.namespace.block_bytes)
         self._offload = Offload(self._blocks, self._cache, self._cost, settings)
         self._scheduler = Scheduler(self._blocks, self._offload, settings)
         self._sequences: dict[int, list[Sequence]] = {}
         self._next_request_id = 0
         self._prompt_tokens = self._generation_tokens = 0
+
+    def _connect(self, connect: Connect) -> CacheLike:
+        if self.settings.tier_dtype == "auto":
+            return connect(self.namespace, self.pool.blocks)
+        return StagedCache.connect(connect, self.namespace, self.pool, tier_layout(self.shape, self.settings))
 
     def add_request(self, prompt: Iterable[int], params: SamplingParams | None = None, priority: int = 0) -> int:
         """Queue a prompt of token ids; returns its request id.

@@ -36,16 +36,18 @@ class Group(NamedTuple):
 
 
 class Places(NamedTuple):
-    """What is gathered for a group: `numbers` of the tokens, int64 `[sequence, place]`; `ids` of rows to gather.
+    """What is gathered for a group: `numbers` of the tokens, int64 `[sequence, place]`, from `blocks`, `[sequence *
+    block]`.
 
-    With a raw pool of one sequence, gathered in blocks, the tokens are the places from `skip` on. With a
-    quantised one, `missing` rows are made zero, and `tails` follow the full blocks.
+    Some places hold no token. Whether or not anything is there, it is made zero: `missing` are those places
+    (raw) or blocks (quantised). A quantised pool's `tails` follow the full blocks. `skip` places before the
+    first are left out.
     """
 
     numbers: torch.Tensor
-    ids: torch.Tensor
-    skip: int = 0
+    blocks: torch.Tensor
     missing: torch.Tensor | None = None
+    skip: int = 0
     tails: torch.Tensor | None = None
 
 
@@ -86,7 +88,7 @@ class _RawRows:
 
 
 class RawAccess:
-    """The model's own dtype: tokens are copied in, and gathered a block at a time, or for many sequences a token."""
+    """The model's own dtype: tokens are copied in and gathered as they are."""
 
     def __init__(self, pool: KVPool, segments: Sequence[Segment]) -> None:
         self._pool = pool
@@ -106,34 +108,28 @@ class RawAccess:
         self._rows.write(layer, self._targets, key, value)
 
     def places(self, group: Group, window: int) -> Places:
+        size, device, segments = self._rows.slots, self._pool.device, group.segments
         firsts = group.firsts(window)
-        return self._one(group.segments[0], firsts[0]) if len(firsts) == 1 else self._many(group.segments, firsts)
-
-    def _one(self, segment: Segment, first: int) -> Places:
-        size, device = self._rows.slots, self._pool.device
-        blocks = torch.tensor(segment.block_table[first // size : -(-segment.end // size)], device=device)
-        ids = blocks * (self._rows.block_rows // size)
-        numbers = torch.arange(first, segment.end, device=device)[None]
-        return Places(numbers, torch.cat([ids, ids + 1]), skip=first % size)
-
-    def _many(self, segments: list[Segment], firsts: list[int]) -> Places:
-        size, device = self._rows.slots, self._pool.device
         spans = [(first // size, -(-one.end // size)) for one, first in zip(segments, firsts, strict=True)]
         blocks = _padded([one.block_table[a:b] for one, (a, b) in zip(segments, spans, strict=True)]).to(device)
-        first, end = (torch.tensor(ends, device=device)[:, None] for ends in (firsts, [one.end for one in segments]))
-        numbers = first + torch.arange(int((end - first).max()), device=device)
-        # A place without a token repeats the first one of its sequence, whose V is a number.
-        tokens = torch.where(numbers < end, numbers, first)
-        ids = blocks.gather(1, tokens // size - first // size) * self._rows.block_rows + tokens % size
-        return Places(torch.where(numbers < end, numbers, NOBODY), torch.stack([ids, ids + size]))
+        ids = blocks.view(-1) * (self._rows.block_rows // size)
+        ids = torch.cat([ids, ids + 1])
+        if len(segments) == 1:
+            numbers = torch.arange(firsts[0], segments[0].end, device=device)
+            return Places(numbers[None], ids, skip=firsts[0] % size)
+        numbers = torch.tensor([a for a, _ in spans], device=device)[:, None] * size
+        numbers = numbers + torch.arange(blocks.shape[1] * size, device=device)
+        end = torch.tensor([one.end for one in segments], device=device)[:, None]
+        missing = (numbers >= end).view(-1).nonzero()[:, 0]
+        numbers = torch.where(numbers < end, numbers, NOBODY)
+        return Places(numbers, ids, torch.cat([missing, missing + numbers.numel()]))
 
     def read(self, layer: int, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
         layout = self._pool.layout
         sequences, count = places.numbers.shape
-        if sequences == 1:
-            rows = self._blocks[2 * layer :].index_select(0, places.ids)
-        else:
-            rows = self._rows.of(layer, 0).index_select(0, places.ids.view(-1))
+        rows = self._blocks[2 * layer :].index_select(0, places.blocks)
+        if places.missing is not None:
+            rows.view(-1, self._rows.width).index_fill_(0, places.missing, 0)
         tokens = rows.view(2, sequences, -1, layout.kv_heads, layout.head_dim)
         key, value = tokens[:, :, places.skip : places.skip + count].transpose(2, 3)
         return key, value
@@ -213,13 +209,13 @@ class QuantisedAccess:
             end = torch.tensor([one.end for one in group.segments], device=device)[:, None]
             behind = full * size + slots
             numbers = torch.cat([numbers, torch.where(behind < end, behind, NOBODY)], dim=1)
-        ids = blocks.view(-1) * self._pool.layout.layers
-        return Places(numbers, ids, missing=missing if len(missing) else None, tails=tails)
+        blocks = blocks.view(-1) * self._pool.layout.layers
+        return Places(numbers, blocks, missing if len(missing) else None, tails=tails)
 
     def read(self, layer: int, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
         layout = self._pool.layout
         sequences = len(places.numbers)
-        records = self._records[layer:].index_select(0, places.ids)
+        records = self._records[layer:].index_select(0, places.blocks)
         if places.missing is not None:
             records.index_fill_(0, places.missing, 0)
         parts = []

@@ -75,6 +75,10 @@ class KVLayout:
         block_format = self.block_format
         return self.raw_bytes if block_format is None else self.layers * block_format.record_bytes
 
+    def tail_bytes(self, max_tails: int) -> int:
+        """What the tails of a pool take."""
+        return 0 if self.format == RAW else (max_tails + 1) * self.raw_bytes
+
     def empty(self, num_blocks: int, device: torch.device) -> torch.Tensor:
         """Zeroed memory: uint8 `[block, layer, record_bytes]`, or where raw as `empty_raw`."""
         block_format = self.block_format

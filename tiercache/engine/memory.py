@@ -13,9 +13,12 @@ _MIB = 1 << 20
 CPU_POOL_BYTES = 1 << 30
 
 
-def count_pool_blocks(settings: EngineSettings, block_bytes: int, device: torch.device) -> int:
+def count_pool_blocks(
+    settings: EngineSettings, block_bytes: int, device: torch.device, tail_bytes: int = 0
+) -> int:
     """Blocks of the KV pool. To be called when the weights are in place, since they take their memory first.
 
+    `tail_bytes` go off the pool's memory for what is not in its blocks; they come on top of `pool_blocks`.
     Raises ConfigError when the pool holds no block or there is not that much memory.
     """
     wanted = settings.pool_blocks * block_bytes or settings.kv_cache_bytes
@@ -27,6 +30,8 @@ def count_pool_blocks(settings: EngineSettings, block_bytes: int, device: torch.
         free = available_bytes()
         wanted = wanted or CPU_POOL_BYTES
         remedy = "raise kv_cache_memory"
+    if not settings.pool_blocks:
+        wanted -= tail_bytes
     if wanted < block_bytes:
         raise ConfigError(
             f"the KV pool would have {format_bytes(max(wanted, 0))}, and one block takes {format_bytes(block_bytes)}: "

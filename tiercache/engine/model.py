@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from tiercache.engine import attention
 from tiercache.engine.kv_pool import ALIASES, RAW, KVLayout, KVPool, Segment
+from tiercache.engine.packed_linear import can_pack, pack_linears
 from tiercache.engine.settings import EngineSettings
 from tiercache.errors import ConfigError, ModelRefused
 from tiercache.keys import fingerprint_files, root_key
@@ -44,12 +45,12 @@ class ModelShape:
     eos_token_ids: frozenset[int]
 
     def kv_layout(self, block_size: int, name: str = "auto") -> KVLayout:
-        """How the KV pool keeps blocks, by a name as in `kv_cache_dtype`. Raises ConfigError."""
+        """How blocks are kept, by a name as in `kv_cache_dtype`. Raises ConfigError."""
         name = ALIASES.get(name, name)
         try:
             return KVLayout(self.layers, block_size, self.kv_heads, self.head_dim, self.dtype, name)
         except ValueError as error:
-            raise ConfigError(f"kv_cache_dtype: {error}") from error
+            raise ConfigError(f"this model's KV cannot be kept as {name}: {error}") from error
 
 
 def weight_files(model_dir: str | Path) -> list[Path]:
@@ -149,7 +150,7 @@ def describe_model(
     """
     settings = settings or EngineSettings()
     shape = read_shape(model_dir, settings)
-    layout = shape.kv_layout(settings.block_size, settings.kv_cache_dtype)
+    layout = tier_layout(shape, settings)
     namespace = NamespaceSpec(
         engine=ENGINE_NAME,
         layout=BLOCK_LAYOUT if layout.format == RAW else RECORD_LAYOUT,
@@ -160,7 +161,7 @@ def describe_model(
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         quantization="none" if layout.format == RAW else layout.format,
-        extra=_arithmetic(settings) if settings.exact else {},
+        extra=_arithmetic(settings, shape.dtype) if settings.exact else {},
     )
     if problem := namespace.problem():
         raise ConfigError(f"{problem}; change block_size")
@@ -171,11 +172,18 @@ def describe_model(
     return namespace, root
 
 
-def _arithmetic(settings: EngineSettings) -> dict[str, str]:
+def tier_layout(shape: ModelShape, settings: EngineSettings) -> KVLayout:
+    """How the cache's tiers keep blocks. Raises ConfigError."""
+    name = settings.kv_cache_dtype if settings.tier_dtype == "auto" else settings.tier_dtype
+    return shape.kv_layout(settings.block_size, name)
+
+
+def _arithmetic(settings: EngineSettings, dtype: torch.dtype) -> dict[str, str]:
     """What decides the last bits of a result: blocks computed by something else are not equal to ours."""
     device = choose_device(settings.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    return {"torch": str(torch.__version__), "device": f"{device.type} {name}"}
+    linear = "packed" if can_pack(dtype, device) else "plain"
+    return {"torch": str(torch.__version__), "device": f"{device.type} {name}", "linear": linear}
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -208,6 +216,8 @@ class HostedModel:
             # Damaged files, sizes that do not fit, code that is not there: each has its own type.
             raise ModelRefused(f"transformers cannot host {model_dir}: {_first_line(error)}") from error
         self.module = module.to(device).eval()
+        if can_pack(shape.dtype, device):
+            pack_linears(self.module)
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         self._graphs: DecodeGraphs | None = None
 

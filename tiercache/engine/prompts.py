@@ -17,12 +17,16 @@ def load_tokenizer(model_dir: str | Path) -> Any:
     """The tokenizer of a model folder. Raises ModelRefused where there is none."""
     from transformers import AutoTokenizer
 
+    if not Path(model_dir).is_dir():
+        raise ModelRefused(f"{model_dir} is no folder: give that of a Hugging Face model, nothing is downloaded")
     try:
         return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
     except Exception as error:
         # A missing or damaged tokenizer raises whatever its own code happens to stumble over.
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelRefused(f"transformers finds no tokenizer in {model_dir}: {line}") from error
+        raise ModelRefused(
+            f"transformers finds no tokenizer in {model_dir}: save one there, with its save_pretrained ({line})"
+        ) from error
 
 
 class Prompts:

@@ -17,9 +17,12 @@ from tiercache.errors import ConfigError
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIASES = 1024
 # Below this a division by the temperature could overflow, and the most probable token wins anyway.
 _GREEDY_BELOW = 1e-5
+# Characters of a wrong value that a message shows.
+_SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, good, wanted in self._rules():
             if not good:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}: must be {wanted}")
+                value = repr(getattr(self, name))
+                shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+                raise ConfigError(f"{name} is {shown}: must be {wanted}")
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         """Every field that can be wrong: its name, whether it is right, what would be."""
@@ -90,6 +95,7 @@ class SamplingParams:
             ("logit_bias", all(-100 <= bias <= 100 for bias in biases), "token ids with biases of -100 to 100"),
             ("logit_bias", len(biases) <= MAX_LOGIT_BIASES, f"at most {MAX_LOGIT_BIASES} tokens"),
             ("stop", all(self.stop) and len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} texts, none empty"),
+            ("stop_token_ids", len(self.stop_token_ids) <= MAX_STOP_TOKENS, f"at most {MAX_STOP_TOKENS} tokens"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
         ]
 
@@ -189,7 +195,7 @@ def _draw(values: torch.Tensor, samplers: SequenceOf[Sampler]) -> torch.Tensor:
     limits = Limits(
         temperature=[one.temperature for one in params],
         min_p=[one.min_p for one in params],
-        top_k=[one.top_k for one in params],
+        top_k=[min(one.top_k, values.shape[1]) for one in params],  # clients send whatever means "all" to them
         top_p=[one.top_p for one in params],
     )
     return draw(values, limits, [sampler.uniform() for sampler in samplers])

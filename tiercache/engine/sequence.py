@@ -17,7 +17,9 @@ the key, and a warm result is the cold one, bit for bit.
 
 A sequence that is preempted gives its blocks back and needs them again. Those without a key get one
 then that nobody else can have, from a random number, and so can be kept, stored and found like all others. What is
-not found again is computed in the same chunks, and its keys are thrown away: they name the old bytes.
+not found again is computed in the same chunks, and its keys are thrown away: they name the old bytes. In a
+quantised pool what a token sees of its own block depends on the split: raw, or as that is once it is full. So
+generated tokens are computed again in chunks in which each sees what it saw when it was decoded.
 """
 
 from __future__ import annotations
@@ -208,9 +210,13 @@ class Sequence:
     def edge_after(self, start: int) -> int:
         """Where the chunk that starts at `start` ends; one token further once decoding."""
         edge = (start // self._settings.chunk_size + 1) * self._settings.chunk_size
-        if not self._settings.exact or start >= self.prompt_count:
-            return min(edge, len(self.tokens))
-        return min(edge, self.last_edge if start < self.last_edge else self.prompt_count)
+        if self._settings.exact and start < self.prompt_count:
+            return min(edge, self.last_edge if start < self.last_edge else self.prompt_count)
+        if self._settings.exact and self._settings.quantised:
+            # Decoded, a token saw its own block raw unless it was the last in it.
+            size = self._settings.block_size
+            edge = (start + 1) // size * size + size - 1
+        return min(edge, len(self.tokens))
 
     def is_reusable(self, start: int) -> bool:
         """Whether others may reuse what the chunk at `start` computes, so that nothing may change its bits."""

@@ -14,7 +14,13 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
 DEVICES = ("auto", "cpu", "cuda")
 WRITE_MODES = ("through", "back")
-_CHOICES = {"dtype": DTYPES, "kv_cache_dtype": KV_CACHE_DTYPES, "device": DEVICES, "write": WRITE_MODES}
+_CHOICES = {
+    "dtype": DTYPES,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "tier_dtype": KV_CACHE_DTYPES,
+    "device": DEVICES,
+    "write": WRITE_MODES,
+}
 _POSITIVE = ("block_size", "chunk_size", "max_num_seqs", "max_stores")
 _NOT_NEGATIVE = ("max_model_len", "max_num_batched_tokens", "pool_blocks", "clean_blocks")
 
@@ -36,7 +42,10 @@ class EngineSettings:
             the least.
         enable_prefix_caching: off, requests reuse nothing of each other; tiers only take in preempted ones.
         enable_chunked_prefill: off, a prompt is computed in one step, however long others wait meanwhile.
-        kv_cache_dtype: form of the KV in the pool; `auto` is `dtype`, `fp8` is `fp8_e4m3`.
+        kv_cache_dtype: form of the KV in the pool; `auto` is `dtype`, `fp8` is `fp8_e4m3`. The others hold two
+            (fp8, int8) or three and a half times (int4) the tokens of 16 bits, and lose precision.
+        tier_dtype: form of the KV in the cache's tiers; `auto` is that of the pool, another one needs a pool
+            in `dtype` and 64 MiB beside it. What comes back is then not quite what was computed.
         dtype: of weights and KV; `auto` takes what the model's config says.
         tensor_parallel_size: 1.
         chunk_size: tokens of a prefill chunk; chunk edges are its absolute multiples.
@@ -44,7 +53,7 @@ class EngineSettings:
         device: `auto` takes CUDA where there is one.
         exact: blocks are reused only where the reuse cannot change one bit of the result (see
             `tiercache.engine.sequence`). Off: every full block with equal tokens is reused, those
-            of generated tokens too, and results may differ in the last bits.
+            of generated tokens too, and results may differ in the last bits, or by what a quantised pool loses.
         write: `through` stores a block with the cache after the step that filled it; `back` when
             its place in the pool is about to be needed.
         clean_blocks: with `write="back"`, blocks kept ready for immediate use.
@@ -63,6 +72,7 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     kv_cache_dtype: str = "auto"
+    tier_dtype: str = "auto"
     dtype: str = "auto"
     tensor_parallel_size: int = 1
     chunk_size: int = 512
@@ -94,6 +104,11 @@ class EngineSettings:
             raise ConfigError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}: this engine runs on one device; set it to 1"
             )
+        if self.tier_dtype != "auto" and self.kv_cache_dtype != "auto":
+            raise ConfigError(
+                f"tier_dtype is {self.tier_dtype!r} and kv_cache_dtype {self.kv_cache_dtype!r}: blocks that are small "
+                "in the pool go to the tiers as they are; set one of the two to 'auto'"
+            )
         if not self.load_timeout_s > 0:
             raise ConfigError(f"load_timeout_s is {self.load_timeout_s}: must be above 0")
 
@@ -105,13 +120,18 @@ class EngineSettings:
         try:
             parse_bytes(self.kv_cache_memory)
         except ValueError as error:
-            raise ConfigError(f"kv_cache_memory is {error}") from error
+            raise ConfigError(f"kv_cache_memory {error}") from error
         least = self.chunk_size + self.max_num_seqs
         if 0 < self.max_num_batched_tokens < least:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}: must be at least {least}, a chunk_size of "
                 f"{self.chunk_size} and one token for each of max_num_seqs {self.max_num_seqs}; raise it or lower those"
             )
+
+    @property
+    def quantised(self) -> bool:
+        """Whether full blocks of the pool are smaller than what was computed."""
+        return self.kv_cache_dtype != "auto"
 
     @property
     def kv_cache_bytes(self) -> int:

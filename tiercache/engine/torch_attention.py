@@ -21,7 +21,7 @@ _ROWS_LIMIT = 64
 masks are what costs."""
 _CALL_BYTES = 128 << 10
 """Reading this much costs about what another call for another group does."""
-_GROUP_BYTES = 1 << 20
+_GROUP_BYTES = 2 << 20
 """K and V of a group and layer, so that what is gathered is still in the processor's cache when it is used."""
 
 
@@ -78,7 +78,10 @@ class TorchPass:
                 result = _fused(q, k, v, mask, scale)
             else:
                 result = _spelled_out(q, k, v, mask, scale, softcap, sinks)
-            out[group.rows] = result.transpose(1, 2).flatten(0, 1)
+            result = result.transpose(1, 2).flatten(0, 1)
+            if len(self._groups) == 1:
+                return result
+            out[group.rows] = result
         return out
 
     def _plan(self, window: int, dtype: torch.dtype) -> list[tuple[Places, torch.Tensor | None]]:

@@ -92,6 +92,8 @@ class CompletionRequest(Request, kw_only=True, frozen=True, forbid_unknown_field
         each = [given] if isinstance(given, str) else given
         if not each:
             raise ApiError(400, "prompt is an empty list: give at least one prompt", param="prompt")
+        if len(each) > MAX_CHOICES:
+            raise ApiError(400, f"{len(each)} prompts: a request may have {MAX_CHOICES} choices", param="prompt")
         found: list[list[int]] = []
         for item in each:
             if isinstance(item, int):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import resource
 import signal
 import socket
@@ -73,7 +74,7 @@ class ServeSettings:
             raise ConfigError(f"port is {self.port}: must be 0 (any) to 65535")
         if self.max_queued_requests < 1:
             raise ConfigError(f"max_queued_requests is {self.max_queued_requests}: must be at least 1")
-        if not self.grace_s >= 0:
+        if not 0 <= self.grace_s < math.inf:
             raise ConfigError(f"grace is {self.grace_s}: must be 0 or more seconds")
         if self.daemon is not None and not self.cache:
             raise ConfigError("daemon and no-cache contradict each other: give one of them")

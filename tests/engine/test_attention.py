@@ -1,0 +1,177 @@
+"""Attention over the pool against attention spelled out over the tokens, in every format and kind of pass."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tiercache.engine.kv_pool import RAW, KVLayout, KVPool, Segment
+from tiercache.engine.torch_attention import TorchPass
+from tiercache.kernels.kv_formats import FORMATS
+
+pytestmark = pytest.mark.engine
+LAYERS, SIZE, KV_HEADS, HEADS, HEAD_DIM = 3, 4, 2, 6, 16
+LAYER = 1
+CPU = torch.device("cpu")
+
+
+class Options(NamedTuple):
+    window: int = 0
+    softcap: float | None = None
+    sinks: bool = False
+
+
+class Conversation:
+    """A sequence with K and V of its own, and the blocks that it has in the pool."""
+
+    def __init__(self, seed: int, length: int, table: list[int]) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.key = torch.randn(KV_HEADS, length, HEAD_DIM, generator=generator)
+        self.key[:, :, 3] += 7.0
+        self.value = torch.randn(KV_HEADS, length, HEAD_DIM, generator=generator)
+        self.query = torch.randn(HEADS, length, HEAD_DIM, generator=generator)
+        self.table = table
+        self.done = 0
+
+
+def new_pool(name: str, *, blocks: int = 40, tails: int = 4) -> KVPool:
+    pool = KVPool(KVLayout(LAYERS, SIZE, KV_HEADS, HEAD_DIM, torch.float32, name), blocks, tails, CPU)
+    # What is in memory before anything is written must not matter.
+    if name == RAW:
+        pool.blocks.fill_(math.nan)
+    else:
+        pool.blocks.fill_(0xFF)
+    return pool
+
+
+def run_pass(pool: KVPool, steps: list[tuple[Conversation, int]], options: Options) -> list[torch.Tensor]:
+    """The pass that brings each conversation up to a length; its rows of the output, `[token, head, head_dim]`."""
+    segments, row = [], 0
+    for one, end in steps:
+        segments.append(Segment(row, one.done, end, one.table))
+        row += end - one.done
+    parts = [
+        torch.cat([getattr(one, name)[:, one.done : end] for one, end in steps], dim=1)
+        for name in ("query", "key", "value")
+    ]
+    sinks = torch.linspace(-1, 1, HEADS) if options.sinks else None
+    work = TorchPass(pool, segments)
+    out = work.attend(LAYER, *parts, scale=0.3, window=options.window, softcap=options.softcap, sinks=sinks)
+    assert work.positions.tolist() == [token for one, end in steps for token in range(one.done, end)]
+    results = [out[segment.row : segment.row + segment.end - segment.start] for segment in segments]
+    for one, end in steps:
+        one.done = end
+    return results
+
+
+def expected(pool: KVPool, one: Conversation, start: int, end: int, options: Options) -> torch.Tensor:
+    """What queries `[start, end)` should get, from K and V as the pool is to keep them at that time."""
+    key, value = (_kept(pool, part[:, :end]) for part in (one.key, one.value))
+    if pool.layout.block_format is not None:
+        key, value = _kept_pair(pool, one, end)
+    group = HEADS // KV_HEADS
+    key, value = key.repeat_interleave(group, dim=0), value.repeat_interleave(group, dim=0)
+    scores = one.query[:, start:end] @ key.transpose(1, 2) * 0.3
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    query, token = torch.arange(start, end)[:, None], torch.arange(end)[None, :]
+    hidden = token > query
+    if options.window:
+        hidden |= token <= query - options.window
+    scores = scores.masked_fill(hidden, -math.inf)
+    if options.sinks:
+        sink = torch.linspace(-1, 1, HEADS).view(HEADS, 1, 1).expand(HEADS, end - start, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :end]
+    return (weights @ value).transpose(0, 1)
+
+
+def _kept(pool: KVPool, part: torch.Tensor) -> torch.Tensor:
+    return part
+
+
+def _kept_pair(pool: KVPool, one: Conversation, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Full blocks through the format and back, the tokens behind them as they are."""
+    block_format = pool.layout.block_format
+    assert block_format is not None
+    full = end // SIZE * SIZE
+    key, value = one.key[:, :end].clone(), one.value[:, :end].clone()
+    if full:
+        blocks = [part[:, :full].reshape(KV_HEADS, -1, SIZE, HEAD_DIM).permute(1, 2, 0, 3) for part in (key, value)]
+        decoded = block_format.decode(block_format.encode(*blocks), torch.float32)
+        key[:, :full], value[:, :full] = (part.transpose(0, 1).flatten(1, 2) for part in decoded)
+    return key, value
+
+
+def check(pool: KVPool, steps: list[tuple[Conversation, int]], options: Options = Options()) -> None:  # noqa: B008
+    starts = [one.done for one, _ in steps]
+    results = run_pass(pool, steps, options)
+    for (one, end), start, result in zip(steps, starts, results, strict=True):
+        torch.testing.assert_close(result, expected(pool, one, start, end, options), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [Options(), Options(window=6), Options(softcap=2.0, sinks=True)], ids=str)
+@pytest.mark.parametrize("name", [RAW, *FORMATS])
+def test_every_kind_of_pass_attends_to_the_right_tokens(name: str, options: Options) -> None:
+    pool = new_pool(name)
+    long = Conversation(1, 90, [30, 2, 31, 3, 32, 4, *range(5, 22)])
+    short = Conversation(2, 24, [22, 24, 23, 26, 25, 27])
+    tiny = Conversation(3, 9, [28, 29, 33])
+    check(pool, [(long, 70)], options)  # a chunk too long for the heads to become rows, ending within a block
+    check(pool, [(short, 3), (long, 71), (tiny, 1)], options)  # a block begun, one going on, one decoded token
+    check(pool, [(short, 4), (long, 72), (tiny, 2)], options)  # three single tokens; two fill their blocks
+    check(pool, [(short, 17), (long, 73), (tiny, 3)], options)  # out of one block, through two, into a fourth
+    check(pool, [(tiny, 4), (short, 18), (long, 80)], options)
+    check(pool, [(tiny, 5), (short, 19), (long, 81)], options)
+    check(pool, [(tiny, 6), (long, 82), (short, 20)], options)
+
+
+@pytest.mark.parametrize("name", [RAW, *FORMATS])
+def test_sequences_of_like_lengths_are_read_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    talks = [Conversation(seed, 20, list(range(5 * seed, 5 * seed + 5))) for seed in range(6)]
+    pool = new_pool(name, tails=6)
+    for talk, length in zip(talks, (11, 3, 16, 2, 11, 15), strict=True):
+        check(pool, [(talk, length)])
+    check(pool, [(talk, talk.done + 1) for talk in talks])
+    # Few enough bytes that only neighbours in length share a call; their rows are then not neighbours.
+    monkeypatch.setattr("tiercache.engine.torch_attention._CALL_BYTES", 2 * pool.layout.token_bytes)
+    check(pool, [(talk, talk.done + 1) for talk in talks])
+    segments = [Segment(row, talk.done, talk.done + 1, talk.table) for row, talk in enumerate(talks)]
+    groups = TorchPass(pool, segments)._groups
+    assert sorted(sorted(one.start for one in group.segments) for group in groups) == [[4, 5], [13, 13], [17, 18]]
+
+
+def test_a_tail_goes_with_its_block() -> None:
+    pool = new_pool("int8", tails=2)
+    talk = Conversation(1, 20, [0, 1, 2, 3, 4])
+    check(pool, [(talk, 6)])
+    fork = Conversation(1, 20, [0, 7, 8, 9, 10])
+    fork.done = 6
+    pool.copy(1, 7)
+    check(pool, [(talk, 7), (fork, 7)])
+    assert pool.tails_of([]) == []
+    with pytest.raises(AssertionError, match="block 1 has a tail and no owner"):
+        pool.check_integrity({7})
+    pool.retire(1)
+    pool.retire(7)
+    pool.check_integrity(set())
+    third = Conversation(2, 20, [1, 2, 3])
+    fourth = Conversation(3, 20, [7, 8, 9])
+    check(pool, [(third, 3), (fourth, 2)])  # both tails were free again
+    pool.check_integrity({1, 7})
+
+
+def test_a_block_that_is_given_on_and_copied_into_has_the_tail_of_the_copy() -> None:
+    pool = new_pool("int8", tails=2)
+    first, second = Conversation(1, 20, [0, 1]), Conversation(2, 20, [2, 3])
+    check(pool, [(first, 2), (second, 3)])
+    pool.retire(0)  # and given to a fork of the second before another pass
+    fork = Conversation(2, 20, [0, 5])
+    fork.done = 3
+    pool.copy(2, 0)
+    check(pool, [(second, 4), (fork, 4)])
+    check(pool, [(second, 5), (fork, 6)])
+    pool.check_integrity({3, 5})
