@@ -180,6 +180,8 @@ class Client:
                     f"start one with `tiercache daemon --run-dir {self.address}`"
                 )
             self._pause(self._next_back_off_s())
+        if error is not None:
+            logger.warning("no daemon answers at %s yet: %s; going on without it", self.address, error)
         self._thread = threading.Thread(target=self._watch, name="tiercache-client", daemon=True)
         self._thread.start()
 
@@ -348,8 +350,8 @@ class Client:
             session.resume()
             self._up = session
             self._up_since_s = time.monotonic()
-        if self.times_up:
-            logger.warning("the cache at %s is back", self.address)
+        if self.times_up or self._thread is not None:
+            logger.warning("the cache at %s is %s", self.address, "back" if self.times_up else "there")
         self.times_up += 1
         return None
 

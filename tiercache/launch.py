@@ -183,10 +183,8 @@ def _await_answer(daemon: LaunchedDaemon, timeout_s: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             daemon._process.wait(POLL_S)
     status = daemon.poll()
-    if status is not None:
-        reason = f"it ended with status {status}"
-    lines = _last_lines(daemon.log)
-    raise DaemonUnavailable(f"the daemon did not start within {timeout_s:g} s: {reason}{lines}")
+    why = f" within {timeout_s:g} s: {reason}" if status is None else f": it ended with status {status}"
+    raise DaemonUnavailable(f"the daemon did not start{why}{_last_lines(daemon.log)}")
 
 
 def _memory(daemon: LaunchedDaemon) -> dict[str, int]:

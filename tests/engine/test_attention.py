@@ -37,7 +37,7 @@ class Conversation:
         self.done = 0
 
 
-def new_pool(name: str, *, blocks: int = 40, tails: int = 4) -> KVPool:
+def new_pool(name: str, *, blocks: int = 60, tails: int = 4) -> KVPool:
     pool = KVPool(KVLayout(LAYERS, SIZE, KV_HEADS, HEAD_DIM, torch.float32, name), blocks, tails, CPU)
     # What is in memory before anything is written must not matter.
     if name == RAW:
@@ -69,9 +69,7 @@ def run_pass(pool: KVPool, steps: list[tuple[Conversation, int]], options: Optio
 
 def expected(pool: KVPool, one: Conversation, start: int, end: int, options: Options) -> torch.Tensor:
     """What queries `[start, end)` should get, from K and V as the pool is to keep them at that time."""
-    key, value = (_kept(pool, part[:, :end]) for part in (one.key, one.value))
-    if pool.layout.block_format is not None:
-        key, value = _kept_pair(pool, one, end)
+    key, value = _kept(pool, one, end)
     group = HEADS // KV_HEADS
     key, value = key.repeat_interleave(group, dim=0), value.repeat_interleave(group, dim=0)
     scores = one.query[:, start:end] @ key.transpose(1, 2) * 0.3
@@ -89,17 +87,12 @@ def expected(pool: KVPool, one: Conversation, start: int, end: int, options: Opt
     return (weights @ value).transpose(0, 1)
 
 
-def _kept(pool: KVPool, part: torch.Tensor) -> torch.Tensor:
-    return part
-
-
-def _kept_pair(pool: KVPool, one: Conversation, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _kept(pool: KVPool, one: Conversation, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Full blocks through the format and back, the tokens behind them as they are."""
     block_format = pool.layout.block_format
-    assert block_format is not None
     full = end // SIZE * SIZE
     key, value = one.key[:, :end].clone(), one.value[:, :end].clone()
-    if full:
+    if full and block_format is not None:
         blocks = [part[:, :full].reshape(KV_HEADS, -1, SIZE, HEAD_DIM).permute(1, 2, 0, 3) for part in (key, value)]
         decoded = block_format.decode(block_format.encode(*blocks), torch.float32)
         key[:, :full], value[:, :full] = (part.transpose(0, 1).flatten(1, 2) for part in decoded)
@@ -120,6 +113,7 @@ def test_every_kind_of_pass_attends_to_the_right_tokens(name: str, options: Opti
     long = Conversation(1, 90, [30, 2, 31, 3, 32, 4, *range(5, 22)])
     short = Conversation(2, 24, [22, 24, 23, 26, 25, 27])
     tiny = Conversation(3, 9, [28, 29, 33])
+    check(pool, [(Conversation(4, 68, list(range(40, 57))), 68)], options)  # whole blocks from the first token on
     check(pool, [(long, 70)], options)  # a chunk too long for the heads to become rows, ending within a block
     check(pool, [(short, 3), (long, 71), (tiny, 1)], options)  # a block begun, one going on, one decoded token
     check(pool, [(short, 4), (long, 72), (tiny, 2)], options)  # three single tokens; two fill their blocks

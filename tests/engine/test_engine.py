@@ -253,6 +253,16 @@ def test_requests_that_cannot_be_served_are_refused(
         assert not engine.unfinished
 
 
+def test_prompts_beside_one_that_cannot_be_served_do_not_stay(llama: Path) -> None:
+    with engine_of(llama) as engine:
+        with pytest.raises(ConfigError, match="the prompt is empty"):
+            engine.generate([[5], [6], []], GREEDY)
+        with pytest.raises(ValueError, match="zip"):
+            engine.generate([[5], [6]], [GREEDY])
+        assert not engine.unfinished
+        engine.check_integrity()
+
+
 def test_the_largest_request_fits(llama: Path) -> None:
     with engine_of(llama) as engine:
         [output] = engine.generate([prompt_of(500)], SamplingParams(max_tokens=12, ignore_eos=True))

@@ -12,7 +12,7 @@ from random_models import prompt_of
 from test_engine import record_logits, run_checked
 
 from tiercache.engine import Engine, EngineSettings, SamplingParams
-from tiercache.errors import DeadlineExceeded
+from tiercache.errors import DaemonUnavailable, DeadlineExceeded
 
 pytestmark = pytest.mark.engine
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -345,3 +345,19 @@ def test_any_order_of_prompts_gives_equal_bytes_under_equal_keys(llama: Path) ->
     assert caches[0].blocks.keys() == caches[1].blocks.keys()
     for key, block in caches[0].blocks.items():
         assert torch.equal(block, caches[1].blocks[key])
+
+
+def test_a_load_that_is_refused_leaves_no_lease(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = MemoryCache()
+    with engine_on(cache, llama) as first:
+        [cold] = first.generate([PROMPT], GREEDY)
+
+    def refusing(*_: object, **__: object) -> None:
+        raise DaemonUnavailable("no loads today")
+
+    monkeypatch.setattr(cache, "load_async", refusing)
+    with engine_on(cache, llama) as second:
+        [again] = second.generate([PROMPT], GREEDY)
+        second.check_integrity()
+    assert (again.external_hit_tokens, again.tokens) == (0, cold.tokens)
+    assert not cache.leases

@@ -178,9 +178,33 @@ def test_broken_logits_still_give_a_token() -> None:
         ({"logit_bias": {5: 101.0}}, "logit_bias is {5: 101.0}"),
         ({"stop": ("a", "")}, "none empty"),
         ({"stop": ("a",) * 17}, "at most 16"),
+        ({"stop_token_ids": (5,) * 1025}, r"stop_token_ids is \(5, 5, .*\.\.\.: must be at most 1024 tokens"),
         ({"logprobs": 21}, "logprobs is 21: must be 0 to 20"),
     ],
 )
 def test_wrong_params_are_named(params: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         SamplingParams(**params)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 10**30},
+        {"top_k": 10**30, "top_p": 0.5, "min_p": 1.0},
+        {"temperature": 1e308},
+        {"temperature": 1.1e-5},
+        {"repetition_penalty": 1e-320},
+        {"repetition_penalty": 1e308, "logit_bias": {0: 100.0, 1: -100.0}},
+        {"min_tokens": 5, "stop_token_ids": (0, 1, 2, 3)},
+        {"seed": 10**40},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_whatever_a_client_sends_gives_a_token(params: dict[str, Any], dtype: torch.dtype) -> None:
+    for temperature in (0.0, 1.0):
+        sampler = Sampler(SamplingParams(**{"temperature": temperature, "logprobs": 2, **params}), [0, 3])
+        for _ in range(4):
+            [chosen] = choose(LOGITS[None].to(dtype), [sampler], end_tokens=[END])
+            assert 0 <= chosen.token < 4

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiercache.engine import Engine, EngineSettings, SamplingParams
-from tiercache.engine.async_engine import AsyncEngine, EngineDied, QueueFull, Stream
+from tiercache.engine.async_engine import AsyncEngine, EngineDied, NobodyReads, QueueFull, Stream
 from tiercache.engine.prompts import load_tokenizer
 from tiercache.engine.text_engine import TextEngine
 from tiercache.errors import ConfigError
@@ -119,6 +119,25 @@ def test_closing_wakes_whoever_waits(engine: Engine, model_dir: Path) -> None:
         await waiting
 
     run(engine, model_dir, use)
+
+
+def test_a_stream_that_nobody_reads_ends_and_frees_its_blocks(
+    engine: Engine, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiercache.engine.async_engine.MAX_UNREAD", 50)
+
+    async def use(served: AsyncEngine) -> None:
+        unread = served.submit([prompt(1)], SamplingParams(max_tokens=900))
+        [read] = await collect(served.submit([prompt(2)], SamplingParams(max_tokens=100)))
+        assert len(read) == 100
+        while served.stats["running"]:
+            await asyncio.sleep(0)
+        assert served.stats["generation_tokens"] < 900
+        with pytest.raises(NobodyReads, match="50 tokens were not read: read faster"):
+            await collect(unread)
+        assert await collect(unread) == [""]
+
+    assert run(engine, model_dir, use) == []
 
 
 def test_wrong_requests_are_refused_at_once(engine: Engine, model_dir: Path) -> None:

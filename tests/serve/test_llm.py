@@ -142,6 +142,8 @@ def test_wrong_settings_and_models_are_one_line(model_dir: Path, tmp_path: Path)
         LLM(model_dir, blocksize=8)
     with pytest.raises(ModelRefused, match="no tokenizer"):
         LLM(tmp_path)
+    with pytest.raises(ModelRefused, match="no/such is no folder: give that of a Hugging Face model"):
+        LLM("no/such")
 
 
 def test_a_second_process_finds_what_the_first_computed(model_dir: Path) -> None:

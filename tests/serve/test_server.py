@@ -196,10 +196,12 @@ def test_models_health_and_metrics(server: ServerProcess, client: OpenAI) -> Non
         ("n", 10**9, "128 choices"),
         ("logprobs", 21, "0 to 20"),
         ("stop", ["x"] * 17, "at most 16"),
+        ("stop_token_ids", [5] * 100_000, "stop_token_ids is (5, 5, 5, 5, "),
         ("logit_bias", {"99999": 1}, "not in 0..259"),
         ("logit_bias", {"x": 1}, "logit_bias"),
         ("prompt", [1, "x"], "mixes"),
         ("prompt", [], "empty list"),
+        ("prompt", ["x"] * 129, "129 prompts: a request may have 128 choices"),
         ("prompt", [99999], "wrong tokenizer"),
         ("prompt", "", "the prompt is empty"),
         ("prompt", None, "missing required field `prompt`"),
@@ -219,6 +221,7 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert words in error["message"]
     assert field in error["message"] or field == "prompt"
     assert "\n" not in error["message"]
+    assert len(error["message"]) < 200
 
 
 @pytest.mark.parametrize(

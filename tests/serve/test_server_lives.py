@@ -120,8 +120,9 @@ def _check_deadline(server: ServerProcess) -> None:
         next(iter(stream))
         server.terminate()
         assert server.wait() == 0, server.log.read_text()
-        with pytest.raises(APIError):
+        with pytest.raises(APIError, match="the server is stopping"):
             list(stream)
+        assert "Traceback" not in server.log.read_text()
 
 
 @pytest.mark.parametrize(
@@ -130,6 +131,7 @@ def _check_deadline(server: ServerProcess) -> None:
         (["--port", "PORT"], ["port", "cannot be listened on", "choose another"]),
         (["--host", "no.such.host.invalid"], ["no.such.host.invalid", "choose another"]),
         (["--port", "99999"], ["port is 99999"]),
+        (["--grace", "inf"], ["grace is inf", "0 or more seconds"]),
         (["--block-size", "x"], ["--block-size", "x", "serve --help"]),
         (["--blocksize", "8"], ["--blocksize"]),
         (["--no-cache", "--daemon", "/run/x"], ["contradict"]),

@@ -14,6 +14,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from tiercache.errors import DeadlineExceeded, TierCacheError
 
 logger = logging.getLogger(__name__)
 MAX_WAITING = 2048
+# Outputs that wait for a reader: more than a long answer has, less than what would fill the memory.
+MAX_UNREAD = 1 << 16
 # How long an idle engine waits for a command before it looks up.
 _IDLE_S = 1.0
 _CLOSE_TIMEOUT_S = 60.0
@@ -33,8 +36,16 @@ class EngineDied(TierCacheError):
     """The engine's thread has ended with an error, and serves nobody any more."""
 
 
+class Stopping(TierCacheError):
+    """The process is about to end."""
+
+
 class QueueFull(TierCacheError):
     """More requests wait than may."""
+
+
+class NobodyReads(TierCacheError):
+    """A stream was ended since too many of its outputs were not read."""
 
 
 class StreamOutput(NamedTuple):
@@ -52,25 +63,36 @@ class Stream:
         self.prompts = prompts
         self._engine = engine
         self._unfinished = prompts * n
-        self._outputs: asyncio.Queue[StreamOutput | EngineDied | None] = asyncio.Queue()
+        self._outputs: asyncio.Queue[StreamOutput | None] = asyncio.Queue()
+        self._failure: TierCacheError | None = None
 
-    def put(self, output: StreamOutput | EngineDied) -> None:
+    def put(self, output: StreamOutput) -> None:
         """For the engine: the next output."""
-        self._outputs.put_nowait(output)
+        if not self._unfinished:
+            return
+        if self._outputs.qsize() < MAX_UNREAD:
+            self._outputs.put_nowait(output)
+            return
+        self._outputs = asyncio.Queue()
+        self.close()
+        self._failure = NobodyReads(f"{MAX_UNREAD} tokens were not read: read faster, or ask for fewer at a time")
+
+    def fail(self, error: TierCacheError) -> None:
+        """For the engine: nothing comes behind what is here already."""
+        if self._unfinished:
+            self._failure = error
+            self._outputs.put_nowait(None)
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> StreamOutput:
-        """Waits for the next output. Raises EngineDied."""
-        if not self._unfinished:
-            raise StopAsyncIteration
-        item = await self._outputs.get()
+        """Waits for the next output. Raises EngineDied, Stopping and NobodyReads."""
+        item = await self._outputs.get() if self._unfinished else None
         if item is None:
-            raise StopAsyncIteration
-        if isinstance(item, EngineDied):
             self._unfinished = 0
-            raise item
+            failure, self._failure = self._failure, None
+            raise failure or StopAsyncIteration
         if item.output.result is not None:
             self._unfinished -= 1
         return item
@@ -127,6 +149,8 @@ class AsyncEngine:
         self._max_waiting = max_waiting
         self._on_death = on_death
         self._waiting: set[tuple[Stream, int]] = set()
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._refusal: TierCacheError | None = None
         self._commands: queue.SimpleQueue[_Submit | _Withdraw | _Stop] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         # What follows belongs to the thread.
@@ -147,15 +171,16 @@ class AsyncEngine:
     def submit(self, prompts: list[list[int]], params: SamplingParams, priority: int = 0) -> Stream:
         """Queue a request for each of the prompts (token ids), all or none.
 
-        The stream is to be closed. Raises ConfigError, QueueFull and EngineDied.
+        The stream is to be closed. Raises ConfigError, QueueFull, EngineDied and Stopping.
         """
         for prompt in prompts:
             self.check(prompt, params)
-        if self.death is not None:
-            raise self.death
+        if self._refusal is not None:
+            raise self._refusal
         if len(self._waiting) + len(prompts) > self._max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already, and {self._max_waiting} may: try again later")
         stream = Stream(self, len(prompts), params.n)
+        self._streams.add(stream)
         self._waiting.update((stream, number) for number in range(len(prompts)))
         self._commands.put(_Submit(stream, prompts, params, priority))
         return stream
@@ -164,6 +189,12 @@ class AsyncEngine:
         """For `Stream.close`."""
         self._waiting.difference_update((stream, number) for number in range(stream.prompts))
         self._commands.put(_Withdraw(stream))
+
+    def end(self, reason: TierCacheError) -> None:
+        """Whoever waits and whoever comes gets `reason`; nothing is computed less until `close`."""
+        self._refusal = reason
+        for stream in list(self._streams):
+            stream.fail(reason)
 
     async def close(self) -> None:
         """Abort what runs, wait for transfers to the cache, and end the thread. Idempotent.
@@ -182,11 +213,9 @@ class AsyncEngine:
             self._waiting.discard((stream, output.prompt))
             stream.put(output)
 
-    def _bury(self, death: EngineDied, streams: list[Stream]) -> None:
+    def _bury(self, death: EngineDied) -> None:
         self.death = death
-        # Those that were still on their way to the thread wait.
-        for stream in {*streams, *(stream for stream, _ in self._waiting)}:
-            stream.put(death)
+        self.end(death)
         self._waiting.clear()
         self._on_death()
 
@@ -205,7 +234,7 @@ class AsyncEngine:
             # Whatever it is, those who wait must learn it.
             logger.exception("the engine has failed")
             death = EngineDied(f"the engine has failed: {type(error).__name__}: {error}")
-            self._loop.call_soon_threadsafe(self._bury, death, list(self._request_ids))
+            self._loop.call_soon_threadsafe(self._bury, death)
 
     def _take_commands(self) -> bool:
         """Act on all commands that are there, or on the next when there is nothing else to do. False: stop."""

@@ -276,11 +276,21 @@ class Engine:
     ) -> list[RequestOutput]:
         """Serve `prompts` to the end; `n` outputs of each, in their order. Blocks.
 
-        Raises DeadlineExceeded when nothing could be computed for `stall_timeout_s`.
+        Raises ConfigError for a prompt that cannot be served, and DeadlineExceeded when nothing could be computed
+        for `stall_timeout_s`. Then none of the prompts goes on.
         """
         each = list(params) if isinstance(params, SequenceOf) else [params] * len(prompts)
-        ids = [self.add_request(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
-        wanted = [(request_id, index) for request_id, own in zip(ids, each, strict=True) for index in range(_n(own))]
+        ids: list[int] = []
+        try:
+            for prompt, own in zip(prompts, each, strict=True):
+                ids.append(self.add_request(prompt, own))
+            return self._serve(ids, [_n(own) for own in each], stall_timeout_s)
+        finally:
+            for request_id in ids:  # what has ended is no longer there
+                self.abort(request_id)
+
+    def _serve(self, ids: list[int], counts: list[int], stall_timeout_s: float) -> list[RequestOutput]:
+        wanted = [(request_id, index) for request_id, n in zip(ids, counts, strict=True) for index in range(n)]
         outputs: dict[tuple[int, int], RequestOutput] = {}
         last_progress = (self.progress, time.monotonic())
         while len(outputs) < len(wanted):

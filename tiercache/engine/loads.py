@@ -95,6 +95,7 @@ class Loads:
             lambda cache: cache.load_async(order.match, block_ids, first=choice.first, timeout_s=patience_s)
         )
         if transfer is None:
+            self.give_up(order.match)
             return False
         self._blocks.hold(block_ids)
         now_s = time.monotonic()

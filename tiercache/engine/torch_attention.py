@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,14 @@ _GROUP_BYTES = 2 << 20
 """K and V of a group and layer, so that what is gathered is still in the processor's cache when it is used."""
 
 
+class _Reading(NamedTuple):
+    """What to gather for a group, and what to add to its scores; `causal` where that hides just what comes later."""
+
+    places: Places
+    mask: torch.Tensor | None
+    causal: bool
+
+
 class TorchPass:
     """One forward pass over `segments`, which are in the order of their tokens in the batch, without gaps.
 
@@ -39,7 +48,7 @@ class TorchPass:
         positions = [token for one in segments for token in range(one.start, one.end)]
         self.positions = torch.tensor(positions, device=pool.device)
         self._groups = [self._group(segments, chosen) for chosen in _alike(segments, pool.layout.token_bytes)]
-        self._plans: dict[int, list[tuple[Places, torch.Tensor | None]]] = {}
+        self._plans: dict[int, list[_Reading]] = {}
 
     def _group(self, segments: Sequence[Segment], chosen: list[int]) -> Group:
         count = segments[chosen[0]].end - segments[chosen[0]].start
@@ -71,30 +80,31 @@ class TorchPass:
         self._access.write(layer, key, value)
         heads, count, head_dim = query.shape
         out = query.new_empty((count, heads, head_dim))
-        for group, (places, mask) in zip(self._groups, self._plan(window, query.dtype), strict=True):
-            k, v = self._access.read(layer, places)
+        for group, reading in zip(self._groups, self._plan(window, query.dtype), strict=True):
+            k, v = self._access.read(layer, reading.places)
             q = query[:, group.rows].view(heads, *group.positions.shape, head_dim).transpose(0, 1)
             if softcap is None and sinks is None:
-                result = _fused(q, k, v, mask, scale)
+                result = _fused(q, k, v, reading, scale)
             else:
-                result = _spelled_out(q, k, v, mask, scale, softcap, sinks)
+                result = _spelled_out(q, k, v, reading.mask, scale, softcap, sinks)
             result = result.transpose(1, 2).flatten(0, 1)
             if len(self._groups) == 1:
                 return result
             out[group.rows] = result
         return out
 
-    def _plan(self, window: int, dtype: torch.dtype) -> list[tuple[Places, torch.Tensor | None]]:
-        """What to gather for each group, and what to add to its scores; the same for all layers of a window."""
+    def _plan(self, window: int, dtype: torch.dtype) -> list[_Reading]:
+        """How each group is read; the same for all layers of a window."""
         plan = self._plans.get(window)
         if plan is None:
-            places = [self._access.places(group, window) for group in self._groups]
-            masks = [
-                _mask(group.positions, one.numbers, window, dtype)
-                for group, one in zip(self._groups, places, strict=True)
-            ]
-            plan = self._plans[window] = list(zip(places, masks, strict=True))
+            plan = self._plans[window] = [self._reading(group, window, dtype) for group in self._groups]
         return plan
+
+    def _reading(self, group: Group, window: int, dtype: torch.dtype) -> _Reading:
+        places = self._access.places(group, window)
+        mask = _mask(group.positions, places.numbers, window, dtype)
+        unbounded = not window or window >= group.segments[0].end
+        return _Reading(places, mask, unbounded and torch.equal(places.numbers, group.positions))
 
 
 def _alike(segments: Sequence[Segment], token_bytes: int) -> list[list[int]]:
@@ -127,19 +137,23 @@ def _mask(positions: torch.Tensor, numbers: torch.Tensor, window: int, dtype: to
 
 
 def _fused(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reading: _Reading, scale: float
 ) -> torch.Tensor:
     """torch's attention: query `[n, head, token, head_dim]`, key and value `[n, kv_head, place, head_dim]`."""
     sequences, heads, count, head_dim = query.shape
     kv_heads = key.shape[1]
-    group = heads // kv_heads
+    group, mask = heads // kv_heads, reading.mask
     if count <= _ROWS_LIMIT or query.is_cuda:
         rows = query.reshape(sequences, kv_heads, group * count, head_dim)
         if mask is not None and count > 1:
             mask = mask.repeat(1, 1, group, 1)
         out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
         return out.reshape(query.shape)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=group > 1)
+    # A prompt's first chunk: half of its scores need not be computed at all.
+    mask = None if reading.causal else mask
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=reading.causal, scale=scale, enable_gqa=group > 1
+    )
 
 
 def _spelled_out(

@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tiercache.engine.async_engine import AsyncEngine, EngineDied, Stream, StreamOutput
+from tiercache.engine.async_engine import AsyncEngine, EngineDied, NobodyReads, Stopping, Stream, StreamOutput
 from tiercache.engine.prompts import Prompts
 from tiercache.serve.answers import ChatAnswer, CompletionAnswer, Piece, TokenTexts, Usage
 from tiercache.serve.encoding import END_OF_EVENTS, event, json_response
@@ -152,7 +152,7 @@ class Routes:
                 piece.add(item)
                 if not piece.empty:
                     yield event(answer.piece(piece))
-        except EngineDied as error:
+        except (EngineDied, NobodyReads, Stopping) as error:
             yield event(api_error(error).body())
         else:
             if include_usage:
@@ -225,6 +225,8 @@ def build_app(service: Service) -> Starlette:
         exception_handlers={
             ApiError: _on_api_error,
             EngineDied: _on_api_error,
+            NobodyReads: _on_api_error,
+            Stopping: _on_api_error,
             HTTPException: _on_http_error,
             ClientDisconnect: _on_hang_up,
             Exception: _on_defect,

@@ -1,6 +1,6 @@
 """The server's process: a cache, a model, a socket; and its end.
 
-    SIGTERM: no new connections ─► running requests finish, `grace_s` at most ─► the engine gives its blocks
+    SIGTERM: no new connections ─► running requests finish; after `grace_s` they fail ─► the engine gives its blocks
     to the cache ─► a private daemon writes them to NVMe, if it has any ─► exit status 0
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import uvicorn
 
-from tiercache.engine.async_engine import MAX_WAITING, AsyncEngine
+from tiercache.engine.async_engine import MAX_WAITING, AsyncEngine, Stopping
 from tiercache.engine.engine import Connect, Engine, connect_to
 from tiercache.engine.prompts import Prompts, load_tokenizer
 from tiercache.engine.settings import EngineSettings
@@ -33,6 +33,8 @@ from tiercache.serve.requests import sampling_defaults
 
 logger = logging.getLogger(__name__)
 _BACKLOG = 2048
+# How long answers may take to leave when the time for requests is over.
+_LAST_WORDS_S = 5
 _MAX_FILES = 65536
 
 
@@ -47,7 +49,7 @@ class ServeSettings:
         api_key: what clients must send, if not empty.
         chat_template: a file with a Jinja template that stands in for the model's own.
         max_queued_requests: prompts that may wait for their first token; one more is refused with 429.
-        grace_s: on SIGTERM, how long running requests may take.
+        grace_s: on SIGTERM, how long running requests may take; then they fail.
         daemon: run directory of a daemon that runs; None starts a private one.
         cache: False is without a daemon.
         arena: size of a private daemon's DRAM tier.
@@ -150,6 +152,25 @@ def _cache(settings: ServeSettings, resources: ExitStack) -> Connect | None:
     return connect_to(daemon.address, name="serve", required=True)
 
 
+class _Uvicorn(uvicorn.Server):
+    """Tells those who wait when the time is up, instead of cutting them off."""
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, grace_s: float) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._grace_s = grace_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._grace_s, self.end_requests)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def end_requests(self) -> None:
+        self._engine.end(Stopping("the server is stopping: send the request again when it is back"))
+
+
 class _Server:
     """uvicorn around the engine."""
 
@@ -160,7 +181,7 @@ class _Server:
         self._engine = engine
         self._prompts = prompts
         self._defaults = defaults
-        self._uvicorn: uvicorn.Server | None = None
+        self._uvicorn: _Uvicorn | None = None
 
     async def run(self, listener: socket.socket) -> int:
         settings = self._settings
@@ -177,9 +198,9 @@ class _Server:
         )
         config = uvicorn.Config(
             build_app(service), lifespan="off", log_config=None, log_level="warning", access_log=False,
-            server_header=False, timeout_graceful_shutdown=max(1, round(settings.grace_s)), backlog=_BACKLOG,
+            server_header=False, timeout_graceful_shutdown=int(settings.grace_s) + _LAST_WORDS_S, backlog=_BACKLOG,
         )  # fmt: skip
-        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn = _Uvicorn(config, engine, settings.grace_s)
         # uvicorn raises the signals that it got once more when it has stopped: that must not kill this process.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._stop())
@@ -188,6 +209,7 @@ class _Server:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         logger.info("%s is served at %s/v1", settings.name, url)
         await self._uvicorn.serve(sockets=[listener])
+        self._uvicorn.end_requests()  # a second SIGINT does not wait for them
         logger.info("stopping: blocks go to the cache")
         await engine.close()
         return 0 if engine.death is None else 1
