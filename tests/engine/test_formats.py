@@ -14,7 +14,7 @@ from random_models import SaveModel, prompt_of
 import tiercache
 from tiercache.engine import Engine, EngineSettings, SamplingParams, connect_to, describe_model
 from tiercache.engine.tier_format import StagedCache
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, DaemonUnavailable
 from tiercache.kernels.kv_formats import FORMATS, BlockFormat
 
 pytestmark = pytest.mark.engine
@@ -266,6 +266,38 @@ def test_a_load_that_comes_short_is_computed(llama: Path, monkeypatch: pytest.Mo
         assert without.external_hit_tokens == 0
         assert without.tokens == cold.tokens
         engine.drain()
+        engine._cache.check_integrity()  # type: ignore[union-attr]
+        assert cache.leases == set()
+
+
+@pytest.mark.parametrize("refused", ["load_async", "match"])
+def test_a_cache_that_fails_between_two_pieces_costs_the_rest(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    monkeypatch.setattr("tiercache.engine.tier_format._STAGE_BYTES", 0)
+    monkeypatch.setattr("tiercache.engine.tier_format._LEAST_STAGE_BLOCKS", 8)
+    cache, prompt = MemoryCache(), prompt_of(150)
+    with engine_of(llama, cache.connect, tier_dtype="int8", load_timeout_s=30.0) as engine:
+        [cold] = engine.generate([prompt], GREEDY)
+        engine.reset_pool()
+        cache.hold_transfers = True
+        engine.add_request(prompt, GREEDY)
+        engine.step()
+        assert engine.stats()["loading"] == 1
+        cache.hold_transfers = False
+
+        def refuse(*_: object, **__: object) -> None:
+            raise DaemonUnavailable("it has gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, refused, refuse)
+            cache.finish_all()
+            outputs = [output for _ in range(60) for output in engine.step()]
+        results = [output.output for output in outputs if output.output is not None]
+        assert [result.prompt_tokens for result in results] == [150]
+        assert 0 < results[0].external_hit_tokens < cold.prompt_tokens - 8
+        engine.drain()
+        engine.check_integrity()
         engine._cache.check_integrity()  # type: ignore[union-attr]
         assert cache.leases == set()
 

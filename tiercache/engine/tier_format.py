@@ -10,6 +10,7 @@ whether it is done. Only the engine's thread does that.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,11 +18,12 @@ import torch
 
 from tiercache.engine.cache import CacheLike, MatchLike, TransferLike
 from tiercache.engine.kv_pool import KVLayout, KVPool
+from tiercache.errors import TierCacheError
 from tiercache.layout import NamespaceSpec
+from tiercache.messages import KEY_BYTES
 
 _STAGE_BYTES = 64 << 20
 _LEAST_STAGE_BLOCKS = 16
-_KEY_BYTES = 16
 
 
 class StagedMatch(NamedTuple):
@@ -48,8 +50,11 @@ class StagedStoreResult(NamedTuple):
     parent_missing: bool = False
 
 
-class _Staged:
-    """A transfer of `block_ids` in pieces through the stage; see TransferLike."""
+class _Staged(ABC):
+    """A transfer of `block_ids` in pieces through the stage; see TransferLike.
+
+    A piece that the cache refuses ends it; `result` raises that error, `done` none.
+    """
 
     def __init__(self, cache: StagedCache, block_ids: Sequence[int], first: int) -> None:
         self._cache = cache
@@ -59,6 +64,7 @@ class _Staged:
         self._places: list[int] = []
         self._piece: TransferLike | None = None
         self._ended = self._cancelled = False
+        self._error: TierCacheError | None = None
         self.began_s = self.ended_s = 0.0
 
     def done(self) -> bool:
@@ -66,15 +72,24 @@ class _Staged:
         if self._piece is not None and self._piece.done():
             piece, self._piece = self._piece, None
             self.began_s, self.ended_s = self.began_s or piece.began_s, piece.ended_s
-            try:
-                went_well = self._finish(piece)
-            finally:
-                self._cache.free(self._places)
+            went_well = self._try(lambda: self._finish(piece))
+            self._cache.free(self._places)
             self._moved += len(self._places)
             self._ended |= not went_well or self._moved == len(self._block_ids)
         if self._piece is None and not self._ended:
             self._ended = self._cancelled or not self._begin()
         return self._ended and self._piece is None
+
+    def _try(self, step: Callable[[], bool]) -> bool:
+        try:
+            return step()
+        except TierCacheError as error:
+            self._error = error
+            return False
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -87,18 +102,19 @@ class _Staged:
         if count == 0:
             return True
         self._places = self._cache.take(count)
-        try:
-            self._piece = self._start(self._block_ids[self._moved : self._moved + count])
-        finally:
-            if self._piece is None:
-                self._cache.free(self._places)
-        return self._piece is not None
+        block_ids = self._block_ids[self._moved : self._moved + count]
+        started = self._try(lambda: self._start(block_ids))
+        if not started:
+            self._cache.free(self._places)
+        return started
 
-    def _start(self, block_ids: list[int]) -> TransferLike | None:
-        raise NotImplementedError
+    @abstractmethod
+    def _start(self, block_ids: list[int]) -> bool:
+        """Begin `_piece`, between `block_ids` and `_places`; False if there is nothing to be had."""
 
+    @abstractmethod
     def _finish(self, piece: TransferLike) -> bool:
-        raise NotImplementedError
+        """Take the result of a piece; False if nothing should follow it."""
 
 
 class StagedStore(_Staged):
@@ -111,15 +127,17 @@ class StagedStore(_Staged):
         self.done()
 
     def result(self, timeout_s: float = 0.0) -> StagedStoreResult:
-        """To be asked when it is done."""
+        """To be asked when it is done. Raises TierCacheError."""
+        self._raise_error()
         done = self._result.stored + self._result.present
         return self._result._replace(dropped=len(self._block_ids) - done)
 
-    def _start(self, block_ids: list[int]) -> TransferLike:
+    def _start(self, block_ids: list[int]) -> bool:
         self._cache.encode(block_ids, self._places)
         first = self._first + self._moved
-        keys = self._keys[: (first + len(block_ids)) * _KEY_BYTES]
-        return self._cache.inner.store_async(keys, self._places, first=first)
+        keys = self._keys[: (first + len(block_ids)) * KEY_BYTES]
+        self._piece = self._cache.inner.store_async(keys, self._places, first=first)
+        return True
 
     def _finish(self, piece: TransferLike) -> bool:
         got = piece.result(0)
@@ -144,14 +162,16 @@ class StagedLoad(_Staged):
         self.done()
 
     def result(self, timeout_s: float = 0.0) -> int:
-        """To be asked when it is done."""
+        """To be asked when it is done. Raises TierCacheError when not even the first piece came."""
+        if not self._good:
+            self._raise_error()
         return self._good
 
     def cancel(self) -> None:
         super().cancel()
         self._give_up_match()
 
-    def _start(self, block_ids: list[int]) -> TransferLike | None:
+    def _start(self, block_ids: list[int]) -> bool:
         inner, first = self._cache.inner, self._first + self._moved
         match, self._match = self._match, None
         if match is None:  # a load ends its match
@@ -159,8 +179,13 @@ class StagedLoad(_Staged):
         left_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
         if match.blocks < first + len(block_ids) or (left_s is not None and left_s <= 0):
             inner.release(match)
-            return None
-        return inner.load_async(match, self._places, first=first, timeout_s=left_s)
+            return False
+        try:
+            self._piece = inner.load_async(match, self._places, first=first, timeout_s=left_s)
+        except TierCacheError:
+            inner.release(match)
+            raise
+        return True
 
     def _finish(self, piece: TransferLike) -> bool:
         good = min(int(piece.result(0)), len(self._places))
