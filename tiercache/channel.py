@@ -32,6 +32,8 @@ PIPELINE_DEPTH = 8
 MAX_IDLE_CHANNELS = 16
 LATE_CHANNEL_S = 30.0
 """How long a channel with a missing reply is watched for it, before it is closed."""
+LOOK_UP_NS = 100_000_000
+"""How often one who waits for a reply looks whether the session is over."""
 
 ANSWERS: Mapping[type[Request], type[Reply]] = {
     messages.Ping: messages.Done,
@@ -217,7 +219,7 @@ class Channels:
         channel = pending.channel
         owed, broken = 1, True
         try:
-            while (received := channel.receive(pending.deadline_ns)) is not None:
+            while (received := self._receive(channel, pending.deadline_ns)) is not None:
                 reply = received[0]
                 if reply.generation != self.generation and not _says_session_is_over(reply):
                     continue
@@ -296,7 +298,7 @@ class Channels:
             if not waiting:
                 return
             oldest_ns = next(iter(waiting.values()))[1]
-            received = channel.receive(oldest_ns)
+            received = self._receive(channel, oldest_ns)
             if received is None:
                 raise DeadlineExceeded(f"no answer from the daemon in {timeout_s:g} s")
             reply, payload = received
@@ -307,6 +309,18 @@ class Channels:
                 self._on_late(reply)
                 continue
             on_reply(slot[0], _expected(reply, expect), payload)
+
+    def _receive(self, channel: Channel, deadline_ns: int) -> tuple[AnyReply, bytes | None] | None:
+        """See `Channel.receive`. Raises DaemonUnavailable soon after `close`: nothing comes any more."""
+        while True:
+            until_ns = min(deadline_ns, time.monotonic_ns() + LOOK_UP_NS)
+            received = channel.receive(until_ns)
+            if received is not None:
+                return received
+            if self._closed:
+                raise DaemonUnavailable("the session with the daemon is over")
+            if until_ns == deadline_ns:
+                return None
 
     def collect_late(self) -> bool:
         """Read what came in on late channels, without waiting. True while there are such channels."""
