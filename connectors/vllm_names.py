@@ -2,7 +2,8 @@
 
 vLLM's own block hashes name tokens, images, salt and an adapter's name, and nothing of the model;
 a key here is such a hash under a root that names the rest by content. The files are read once, in
-the background; until then everything is a miss.
+the background. Lookups wait for that a little after the start, so that the first requests of an engine
+with small or pinned weights find what they can; then everything is a miss until it is done.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +42,20 @@ def check_hashes(vllm_config: Any) -> None:
 
 
 class Names:
-    """The roots of one engine's chains."""
+    """The roots of one engine's chains.
 
-    def __init__(self, vllm_config: Any, model_id: str, salt: str) -> None:
+    Args:
+        wait_s: how long after now `root` may wait for the model's name.
+    """
+
+    def __init__(self, vllm_config: Any, model_id: str, salt: str, wait_s: float) -> None:
         self._config = vllm_config
         self._model_id = model_id
         self._salt = salt
         self._epoch = ""
         self._model = ""
+        self._named = threading.Event()
+        self._deadline_s = time.monotonic() + wait_s
         self._adapters: dict[tuple[Any, ...], str] = {}
 
     def read_model(self) -> None:
@@ -64,13 +73,14 @@ class Names:
             "types": [str(model.dtype), str(model.quantization), str(self._config.cache_config.cache_dtype)],
         }
         self._model = json.dumps(described, sort_keys=True, default=str)
+        self._named.set()
 
     def root(self, lora_request: Any = None) -> bytes:
         """The root of a request's chain; empty while the model has no name yet. Reads an adapter it has not seen.
 
-        Raises ModelRefused, OSError.
+        Blocks until there is a name, for `wait_s` after the start at most. Raises ModelRefused, OSError.
         """
-        if not self._model:
+        if not self._named.wait(max(0.0, self._deadline_s - time.monotonic())):
             return b""
         adapter = "" if lora_request is None else self._adapter(lora_request.lora_path)
         return root_key(self._model, salt=self._salt, extra=[("epoch", self._epoch), ("adapter", adapter)])

@@ -180,7 +180,8 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         except TierCacheError as error:
             logger.error("vLLM is served without the cache: %s", error)
             return
-        names = Names(self._vllm_config, self._settings.model_id, self._settings.salt)
+        settings = self._settings
+        names = Names(self._vllm_config, settings.model_id, settings.salt, wait_s=settings.request_timeout_s)
         windowed = any(spec.window_blocks for spec in ranks[0].specs)
         per_block = connector.namespace.block_size // hash_size
         self._scheduler = Scheduler(connector, [form.specs for form in ranks], names, per_block, windowed)
