@@ -37,8 +37,9 @@ from tiercache.connectors.transformers_model import (
     try_model,
 )
 from tiercache.errors import ConfigError, TierCacheError
-from tiercache.keys import KeyChain
+from tiercache.keys import KeyChain, name_blocks, salted_root
 from tiercache.loading import Match
+from tiercache.messages import ModelCard
 from tiercache.transfer import Pool
 from tiercache.units import parse_bytes
 
@@ -119,9 +120,11 @@ class PrefixCache:
             raise ConfigError(f"staging is {staging}: must hold a block, {spec.block_bytes} bytes")
         self._staging = torch.empty(blocks, spec.block_bytes // dtype.itemsize, dtype=dtype, device=model.device)
         self._state: Any = None
-        self._root = self._name_content()
+        self._content = self._root = b""
+        self._name_content()
         pool = Pool.from_blocks(self._staging)
         self.connector: Connector = connect(address, namespace=spec, pool=pool, required=required, **options)
+        self._announce()
 
     def close(self) -> None:
         """Say good-bye to the daemon. Blocks for seconds at most."""
@@ -205,7 +208,7 @@ class PrefixCache:
     def _rows(self, root: bytes, tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> list[_Row]:
         pads = [0] * tokens.shape[0] if attention_mask is None else (attention_mask == 0).sum(-1).tolist()
         return [
-            _Row(pad, KeyChain(root, self._block_size, row[pad:]))
+            _Row(pad, KeyChain(root, self._block_size, row[pad:]), row[pad:])
             for pad, row in zip(pads, tokens.cpu().numpy(), strict=True)
         ]
 
@@ -250,7 +253,10 @@ class PrefixCache:
             for piece, state in zip(self._pieces(part), states, strict=True):
                 tokens = state[number, :, begin : begin + part * size]
                 piece.copy_(tokens.reshape(tokens.shape[0], part, size, -1).transpose(0, 1))
-            result = self.connector.store(row.chain.packed(done + part), range(part), first=done)
+            keys, events = row.chain.packed(done + part), None
+            if self.connector.wants_events:
+                events = name_blocks(keys, done, row.tokens[done * size : (done + part) * size])
+            result = self.connector.store(keys, range(part), first=done, events=events)
             stored += result.stored
             if result.parent_missing and not begun_anew:
                 begun_anew, done = True, 0  # what was restored has been evicted since
@@ -310,13 +316,25 @@ class PrefixCache:
         """The root of all chains, hashed anew if the model's tensors have changed. Raises ModelRefused."""
         state = self._model_id or tensor_state(self.model)
         if state != self._state:
-            self._root = name_content(self.model, self._model_id, self._salt)
+            connected = bool(self._root)
+            self._content = name_content(self.model, self._model_id)
+            self._root = salted_root(self._content, self._salt)
             self._state = state
+            if connected:
+                self._announce()
         return self._root
+
+    def _announce(self) -> None:
+        """For the affinity query."""
+        path = str(self.model.config._name_or_path)
+        names = list(dict.fromkeys(filter(None, [Path(path).name, path, type(self.model).__name__])))
+        namespaces = [self.connector.namespace.fingerprint()]
+        self.connector.announce([ModelCard(names, self._content, namespaces, self._block_size)])
 
 
 class _Row(NamedTuple):
-    """One row of a batch: how many tokens of padding it begins with, and the keys of the others."""
+    """One row of a batch: how many tokens of padding it begins with, and the others with their keys."""
 
     pad: int
     chain: KeyChain
+    tokens: Any

@@ -11,7 +11,7 @@ import xxhash
 from transformers import DynamicCache
 
 from tiercache.errors import ConfigError, ModelRefused
-from tiercache.keys import root_key
+from tiercache.keys import content_id
 from tiercache.layout import NamespaceSpec
 
 ENGINE_NAME = "transformers/1"
@@ -116,8 +116,8 @@ def tensor_state(model: Any) -> list[tuple[int, int]]:
     return [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for _, tensor in _tensors(model)]
 
 
-def name_content(model: Any, model_id: str, salt: str) -> bytes:
-    """The root key: config, salt, and every byte of the weights unless `model_id` pins them.
+def name_content(model: Any, model_id: str) -> bytes:
+    """The `content_id`: config, and every byte of the weights unless `model_id` pins them.
 
     Raises ModelRefused where the weights do not say what is computed.
     """
@@ -125,7 +125,7 @@ def name_content(model: Any, model_id: str, salt: str) -> bytes:
         raise ModelRefused("the model has adapters: merge them, or pass model_id= that names model and adapter")
     config = {**model.config.to_dict(), "_name_or_path": "", "transformers_version": ""}
     described = json.dumps([type(model).__name__, config], sort_keys=True, default=str)
-    return root_key(model_id or _hash_tensors(model), salt=salt, extra=[("config", described)])
+    return content_id(model_id or _hash_tensors(model), extra=[("config", described)])
 
 
 def _hash_tensors(model: Any) -> str:

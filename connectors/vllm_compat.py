@@ -30,6 +30,7 @@ check_version(vllm.__version__)
 from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats  # noqa: E402
 from vllm.v1 import kv_cache_interface  # noqa: E402
+from vllm.v1.core import kv_cache_utils  # noqa: E402
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes  # noqa: E402
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 from vllm.v1.metrics.utils import create_metric_per_engine  # noqa: E402
@@ -45,5 +46,6 @@ __all__ = [
     "check_version",
     "create_metric_per_engine",
     "kv_cache_interface",
+    "kv_cache_utils",
     "resolve_kv_cache_block_sizes",
 ]

@@ -13,11 +13,12 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tiercache.errors import ModelRefused
-from tiercache.keys import fingerprint_files, root_key
+from tiercache.keys import content_id, fingerprint_files, salted_root
 from tiercache.messages import KEY_BYTES
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -37,6 +38,9 @@ def check_hashes(vllm_config: Any) -> None:
     if cache.prefix_caching_hash_algo not in HASHES:
         text = f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo}, whose hashes differ between processes"
         raise ModelRefused(f"{text}: set it to sha256")
+    if not cache.enable_prefix_caching:
+        # vLLM turns it off itself where a backend cannot compute on top of KV that is there already.
+        raise ModelRefused("prefix caching is off in vLLM, or not possible with this model here: turn it on")
     if getattr(cache, "calculate_kv_scales", False):
         raise ModelRefused("calculate_kv_scales makes the scales of KV differ between processes: leave it off")
 
@@ -56,7 +60,9 @@ class Names:
         self._model = ""
         self._named = threading.Event()
         self._deadline_s = time.monotonic() + wait_s
-        self._adapters: dict[tuple[Any, ...], str] = {}
+        self._adapters: dict[int, tuple[list[Any], str]] = {}  # by vLLM's number: files and content when first used
+        self.on_use: Callable[[bytes, str, str], None] = lambda content, adapter, adapter_path: None
+        """Told of what computes the blocks of every request."""
 
     def read_model(self) -> None:
         """Name the model. Reads every byte of its weights, unless a hub's commit or `model_id` pins them.
@@ -76,22 +82,29 @@ class Names:
         self._named.set()
 
     def root(self, lora_request: Any = None) -> bytes:
-        """The root of a request's chain; empty while the model has no name yet. Reads an adapter it has not seen.
+        """The root of a request's chain; empty while it has no name. Reads an adapter that it has not seen.
 
         Blocks until there is a name, for `wait_s` after the start at most. Raises ModelRefused, OSError.
         """
         if not self._named.wait(max(0.0, self._deadline_s - time.monotonic())):
             return b""
-        adapter = "" if lora_request is None else self._adapter(lora_request.lora_path)
-        return root_key(self._model, salt=self._salt, extra=[("epoch", self._epoch), ("adapter", adapter)])
+        name, path = ("", "") if lora_request is None else (lora_request.lora_name, lora_request.lora_path)
+        adapter = self._adapter(lora_request) if path else ""
+        if path and not adapter:
+            return b""
+        content = content_id(self._model, extra=[("epoch", self._epoch), ("adapter", adapter)])
+        self.on_use(content, name, path)
+        return salted_root(content, self._salt)
 
-    def _adapter(self, path: str) -> str:
-        folder = Path(path)
-        files = sorted(folder.glob("*")) if folder.is_dir() else []
-        state = (path, *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
-        if state not in self._adapters:
-            self._adapters = {**self._adapters, state: _content_of(path, None, "")}
-        return self._adapters[state]
+    def _adapter(self, lora_request: Any) -> str:
+        """The content of an adapter; empty when its files have changed since vLLM loaded it: it may have either."""
+        number, path = lora_request.lora_int_id, lora_request.lora_path
+        files = sorted(Path(path).glob("*"))
+        state = [path, *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)]
+        if number not in self._adapters or (lora_request.load_inplace and self._adapters[number][0] != state):
+            self._adapters[number] = state, _content_of(path, None, "")
+        loaded, content = self._adapters[number]
+        return content if loaded == state else ""
 
     def new_epoch(self) -> None:
         """From here on blocks have names that no other engine has: who knows what the weights are now?"""

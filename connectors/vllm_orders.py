@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from tiercache.connectors.vllm_compat import base
 from tiercache.layout import NamespaceSpec
+from tiercache.messages import EventRun
 
 
 class Run(NamedTuple):
@@ -25,11 +26,15 @@ class Load(NamedTuple):
 
 
 class Store(NamedTuple):
-    """Blocks to be stored. `keys` begins with the parent of the first, unless that is the root."""
+    """Blocks to be stored. `keys` begins with the parent of the first, unless that is the root.
+
+    `events` is what KV events say of the blocks, if there are any.
+    """
 
     job: int
     keys: bytes
     runs: tuple[Run, ...]
+    events: EventRun | None = None
 
 
 @dataclass

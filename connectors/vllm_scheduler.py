@@ -17,11 +17,13 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from tiercache.connector import Connector
 from tiercache.connectors.vllm_compat import CacheHitSource
+from tiercache.connectors.vllm_events import name_blocks
 from tiercache.connectors.vllm_names import Names, keys_of
 from tiercache.connectors.vllm_orders import Load, Orders, Report, Run, Store
 from tiercache.errors import TierCacheError
@@ -33,6 +35,8 @@ MAX_LEASED = 512
 """Waiting requests that keep what was found for them; those behind are looked up when their turn comes."""
 MAX_JOBS = 48
 """Stores under way; a request that finds no place offers its blocks again with a later step."""
+MAX_STEP_STORES = 4
+"""Running requests that offer blocks with one step; the others do so with the next one, so that no step waits long."""
 DECODE_BLOCKS = 8
 """So many blocks of an answer are stored at once, or what there is at its end."""
 CLOSE_TIMEOUT_S = 2.0
@@ -50,48 +54,63 @@ class Found(NamedTuple):
     match: Match = Match()
 
 
+@dataclass(slots=True, eq=False)
 class _Request:
     """A request of vLLM: what was found for it, and how many of its blocks have been offered to the cache."""
 
-    __slots__ = ("asked", "found", "keys", "local", "offered", "preemptions", "request", "retried", "root")
-
-    def __init__(self, request: Any) -> None:
-        self.request = request
-        self.asked = False
-        self.found: Found | None = None  # set by the lookups' thread
-        self.root = b""  # with `keys`, from what was found
-        self.keys = bytearray()
-        self.offered = 0
-        self.local = 0  # blocks that vLLM had itself when it asked
-        self.preemptions = 0  # as many as there were before the lookup
-        self.retried = False
+    request: Any
+    asked: bool = False
+    found: Found | None = None  # set by the lookups' thread
+    root: bytes = b""  # with `keys`, from what was found
+    keys: bytes = b""
+    offered: int = 0
+    due: int = 0  # with so many tokens computed there is something to offer
+    local: int = 0  # blocks that vLLM had itself when it asked
+    preemptions: int = 0  # as many as there were before the lookup
+    retried: bool = False
 
 
 class _Background:
-    """One thread that does things in order. Handing it one costs a few microseconds, wake-up included."""
+    """One thread that does things in order. Most of what one costs is to wake it: once for all new ones."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._batch: list[Callable[[], object]] = []
+        self._batches: queue.SimpleQueue[list[Callable[[], object]]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tiercache-lookup", daemon=True)
         self._thread.start()
-        self.submit = self._work.put
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Have it done after the next `begin`."""
+        self._batch.append(work)
+
+    def begin(self) -> None:
+        """Begin with what has been handed over."""
+        if self._batch:
+            batch, self._batch = self._batch, []
+            self._batches.put(batch)
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except Exception:
-                # vLLM must go on whatever this is: the request is then a miss.
-                logger.exception("a lookup failed in a way that nobody foresaw")
+        while batch := self._batches.get():
+            for work in batch:
+                try:
+                    work()
+                except Exception:
+                    # vLLM must go on whatever this is: the request is then a miss.
+                    logger.exception("a lookup failed in a way that nobody foresaw")
 
     def close(self) -> None:
-        self._work.put(None)
+        self.begin()
+        self._batches.put([])
         self._thread.join(CLOSE_TIMEOUT_S)
 
 
-class _Job(NamedTuple):
+@dataclass(slots=True)
+class _Job:
+    """A store under way."""
+
     request_id: str
-    block_ids: list[int]
+    runs: tuple[Run, ...]
+    ranks_left: int  # at which it has yet to end
 
 
 class Scheduler:
@@ -120,13 +139,14 @@ class Scheduler:
         self._names = names
         self._per_block = per_block
         self._block_size = connector.namespace.block_size
-        self._least = 1 if windowed else DECODE_BLOCKS
+        # What a window leaves behind is gone: it is stored at once.
+        self._least, self._step_stores = (1, MAX_JOBS) if windowed else (DECODE_BLOCKS, MAX_STEP_STORES)
         self._background = _Background()
         self._requests: dict[str, _Request] = {}
         self._leased: set[str] = set()  # requests whose match has an end to come
         self._loads: dict[str, tuple[Match, bytes]] = {}  # under way, with the key of the first block
         self._jobs: dict[int, _Job] = {}
-        self._ranks_left: dict[int, int] = {}  # ranks at which a job has yet to end
+        self._ended: list[Callable[[list[Store]], None]] = []  # requests whose last blocks the next step offers
         self._numbers = itertools.count(1)
         self._reading: dict[int, int] = {}  # block -> the last job that reads it
         self._claimed: set[int] = set()  # blocks that loads of this step will write to
@@ -136,6 +156,7 @@ class Scheduler:
     def _read_names(self) -> None:
         try:
             self._names.read_model()
+            self._names.root()  # so that affinity queries know it before the first request
         except (TierCacheError, OSError) as error:
             logger.error("vLLM is served without the cache: %s", error)
 
@@ -151,7 +172,7 @@ class Scheduler:
         state.asked, state.found, state.root = True, None, b""
         state.preemptions = state.request.num_preemptions
         self._leased.add(state.request.request_id)
-        self._background.submit(lambda: self._find(state))
+        self._background.later(partial(self._find, state))
 
     def _find(self, state: _Request) -> None:
         """In the thread of lookups."""
@@ -178,13 +199,15 @@ class Scheduler:
             self._look_up(state)
         found = state.found
         if found is None:
+            self._background.begin()
             return None
         if not found.root:
             self._let_go(state)
             del self._requests[request_id]
             return 0
         if not state.root:
-            state.root, state.keys, state.offered = found.root, bytearray(found.keys), found.match.blocks
+            state.root, state.keys = found.root, found.keys
+            self._offer_after(state, found.match.blocks)
         state.local = local_tokens // self._block_size
         blocks = found.match.blocks - state.local
         if blocks <= 0 or request_id not in self._leased or not self.connector.available:
@@ -200,9 +223,9 @@ class Scheduler:
             return
         self._leased.discard(state.request.request_id)
         if state.found is None:
-            self._background.submit(lambda: self._release(state))  # after the lookup, which is still to come
+            self._background.later(partial(self._release, state))  # after the lookup, which is still to come
         elif state.found.match.blocks:
-            self._background.submit(partial(self.connector.release, state.found.match))
+            self._background.later(partial(self.connector.release, state.found.match))
 
     def _release(self, state: _Request) -> None:
         if state.found is not None:
@@ -240,16 +263,17 @@ class Scheduler:
         for request_id in request_ids:
             ended = self._loads.pop(request_id, None)
             if ended is not None:
-                self._background.submit(partial(self.connector.release, ended[0]))
+                self._background.later(partial(self.connector.release, ended[0]))
             if failed and request_id in self._requests:
-                self._requests[request_id].offered = 0  # what is computed now is offered again
+                self._offer_after(self._requests[request_id], 0)  # what is computed now is offered again
 
     def _runs(self, block_ids: BlockIds, first: int, end: int, base: int) -> tuple[Run, ...]:
         """Blocks `first ..< end` in each group, without those that a window has left behind."""
         runs = []
         for ids in block_ids:
-            part = ids[first:end]
-            skip = next((place for place, block in enumerate(part) if block != self.null_block), len(part))
+            part, skip = ids[first:end], 0
+            while skip < len(part) and part[skip] == self.null_block:
+                skip += 1
             runs.append(Run(first + skip - base, part[skip:]))
         return tuple(runs)
 
@@ -258,35 +282,50 @@ class Scheduler:
     def step(self, output: Any) -> Orders:
         """The orders of a step that has just been scheduled."""
         orders, self._orders = self._orders, Orders()
+        self._background.begin()
+        for offer in self._ended:
+            offer(orders.ready)
+        self._ended.clear()
         if self._reading:
             orders.flush = self._overwritten(output)
         self._claimed.clear()
         for request_id, tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is not None:
-                before = state.request.num_computed_tokens
-                end_of_prompt = before < state.request.num_prompt_tokens <= before + tokens
-                resolve = output.kv_connector_block_state.get_block_ids
-                self._offer(state, before + tokens, 1 if end_of_prompt else self._least, orders.fresh, resolve)
+            if state is not None and (computed := state.request.num_computed_tokens + tokens) >= state.due:
+                self._offer(state, computed, output.kv_connector_block_state.get_block_ids, orders.fresh)
+                if len(orders.fresh) == self._step_stores:
+                    break
         orders.idle = not output.num_scheduled_tokens
         return orders
 
+    def _offer_after(self, state: _Request, blocks: int) -> None:
+        """The first `blocks` are not to be offered. After them it is some at a time, and what the prompt ends with."""
+        prompt, state.offered = state.request.num_prompt_tokens, blocks
+        state.due = (blocks + self._least) * self._block_size
+        if prompt // self._block_size > blocks:
+            state.due = min(state.due, prompt)
+
     def _offer(
-        self, state: _Request, computed_tokens: int, least: int, stores: list[Store], resolve: Callable[[str], BlockIds]
+        self, state: _Request, computed_tokens: int, resolve: Callable[[str], BlockIds], stores: list[Store]
     ) -> None:
-        """Have what is full and hashed by then stored, if that is at least `least` blocks. No drafts have hashes."""
+        """Have what is full and hashed by then stored. No drafts have hashes."""
         hashes, per_block, first = state.request.block_hashes, self._per_block, state.offered
         end = min(computed_tokens // self._block_size, len(hashes) // per_block, MAX_KEYS)
-        if end - first < least or not state.root or len(self._jobs) >= MAX_JOBS or not self.connector.available:
+        if end <= first or not state.root or len(self._jobs) >= MAX_JOBS or not self.connector.available:
             return
-        state.keys += keys_of(state.root, hashes, per_block, len(state.keys) // KEY_BYTES, end)
+        known = len(state.keys) // KEY_BYTES
+        if known < end:
+            state.keys += keys_of(state.root, hashes, per_block, known, end)
         base, job = max(0, first - 1), next(self._numbers)
         runs = self._runs(resolve(state.request.request_id), first, end, base)
-        reads = [block for run in runs for block in run.block_ids]
-        self._jobs[job], self._ranks_left[job] = _Job(state.request.request_id, reads), self._ranks
-        self._reading.update(dict.fromkeys(reads, job))
-        stores.append(Store(job, bytes(state.keys[base * KEY_BYTES : end * KEY_BYTES]), runs))
-        state.offered = end
+        self._jobs[job] = _Job(state.request.request_id, runs, self._ranks)
+        for run in runs:
+            self._reading.update(dict.fromkeys(run.block_ids, job))
+        events = None
+        if self.connector.wants_events:
+            events = name_blocks(state.request, first, end, per_block, self._block_size)
+        stores.append(Store(job, state.keys[base * KEY_BYTES : end * KEY_BYTES], runs, events))
+        self._offer_after(state, end)
 
     def _overwritten(self, output: Any) -> list[int]:
         """Jobs that read blocks to which this step writes: what is new to a request, or what it loads."""
@@ -309,25 +348,23 @@ class Scheduler:
             self._orders.cancel.append(request.request_id)
         elif state is not None:
             self._let_go(state)
-            self._offer(state, request.num_computed_tokens, 1, self._orders.ready, lambda _: block_ids)
+            self._ended.append(partial(self._offer, state, request.num_computed_tokens, lambda _: block_ids))
 
     def reported(self, report: Report) -> None:
         """What the workers say of stores."""
-        for job, count in report.ended.items():
-            if job not in self._jobs:
+        for number, count in report.ended.items():
+            job = self._jobs[number]
+            job.ranks_left -= count
+            state = self._requests.get(job.request_id)
+            if number in report.incomplete and state is not None and not state.retried:
+                state.retried = True  # the cache had no room, or has lost the blocks before
+                self._offer_after(state, 0)
+            if job.ranks_left:
                 continue
-            self._ranks_left[job] -= count
-            state = self._requests.get(self._jobs[job].request_id)
-            if job in report.incomplete and state is not None and not state.retried:
-                state.retried, state.offered = True, 0  # the cache had no room, or has lost the blocks before
-            if self._ranks_left[job] <= 0:
-                self._forget(job)
-
-    def _forget(self, job: int) -> None:
-        del self._ranks_left[job]
-        for block in self._jobs.pop(job).block_ids:
-            if self._reading.get(block) == job:
-                del self._reading[block]
+            del self._jobs[number]
+            for block in itertools.chain(*(run.block_ids for run in job.runs)):
+                if self._reading.get(block) == number:
+                    del self._reading[block]
 
     # --- the rest --------------------------------------------------------------------------------
 
@@ -337,14 +374,12 @@ class Scheduler:
         for state in self._requests.values():
             self._let_go(state)
         self._requests.clear()
-        for store in self._orders.ready:
-            self._forget(store.job)
-        self._orders.ready.clear()
+        self._ended.clear()
         self._orders.cancel += self._loads
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books contradict each other."""
-        assert self._jobs.keys() == self._ranks_left.keys()
+        assert all(0 < job.ranks_left <= self._ranks for job in self._jobs.values())
         assert set(self._reading.values()) <= self._jobs.keys()
         assert self._leased <= self._requests.keys()
         assert not self._leased & self._loads.keys()

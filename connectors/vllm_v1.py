@@ -19,7 +19,9 @@ import msgspec
 
 from tiercache.client import REQUEST_TIMEOUT_S
 from tiercache.connector import LOAD_TIMEOUT_S, Connector, connect
+from tiercache.connectors.vllm_cards import Cards
 from tiercache.connectors.vllm_compat import CacheHitSource, base, resolve_kv_cache_block_sizes
+from tiercache.connectors.vllm_events import event_groups
 from tiercache.connectors.vllm_names import Names, check_hashes
 from tiercache.connectors.vllm_orders import Orders, RankForm
 from tiercache.connectors.vllm_pool import check_groups, make_pools, replicated
@@ -42,6 +44,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         load_timeout_s: a load that takes longer is computed instead.
         request_timeout_s: deadline of one request to the daemon.
         gds: `auto` reads from NVMe straight into the GPU where that is faster.
+        gds_store: with `gds`, new blocks go from the GPU straight to NVMe too, where that is faster.
     """
 
     address: str = ""
@@ -50,6 +53,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     load_timeout_s: float = LOAD_TIMEOUT_S
     request_timeout_s: float = REQUEST_TIMEOUT_S
     gds: str = "off"
+    gds_store: bool = False
 
     @classmethod
     def read(cls, given: dict[str, Any]) -> Settings:
@@ -109,7 +113,8 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         try:
             pools = make_pools(self._vllm_config, self._kv_cache_config, kv_caches)
             for spec, pool in pools:
-                groups.append(self._connect(namespace=spec, pool=pool, gds=self._settings.gds))
+                direct = {"gds": self._settings.gds, "gds_store": self._settings.gds_store}
+                groups.append(self._connect(namespace=spec, pool=pool, **direct))
         except TierCacheError as error:
             self._form = RankForm([], str(error))
             for connector in groups:
@@ -117,7 +122,8 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             return
         first = self._vllm_config.parallel_config.rank % self._vllm_config.parallel_config.tensor_parallel_size == 0
         writers = [first or not replicated(self._vllm_config, group) for group in self._kv_cache_config.kv_cache_groups]
-        self._worker = Worker(groups, writers)
+        names = event_groups(self._kv_cache_config) if self._vllm_config.parallel_config.rank == 0 else None
+        self._worker = Worker(groups, writers, names)
         self._form = RankForm([spec for spec, _ in pools])
 
     def get_handshake_metadata(self) -> Any:
@@ -182,6 +188,8 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             return
         settings = self._settings
         names = Names(self._vllm_config, settings.model_id, settings.salt, wait_s=settings.request_timeout_s)
+        specs = [spec for form in ranks for spec in form.specs]
+        names.on_use = Cards(self._vllm_config, connector, specs, hash_size).add
         windowed = any(spec.window_blocks for spec in ranks[0].specs)
         per_block = connector.namespace.block_size // hash_size
         self._scheduler = Scheduler(connector, [form.specs for form in ranks], names, per_block, windowed)

@@ -6,8 +6,10 @@ import time
 from collections.abc import Sequence
 
 from tiercache.connector import Connector
+from tiercache.connectors.vllm_events import Group, of_group
 from tiercache.connectors.vllm_orders import Load, Orders, Report, Run, Store
 from tiercache.jobs import Transfer
+from tiercache.messages import KEY_BYTES, EventRun
 from tiercache.storing import StoreResult
 
 FLUSH_TIMEOUT_S = 0.1
@@ -23,10 +25,14 @@ class Worker:
     Args:
         groups: a connector for each KV cache group.
         writers: of each group, whether this rank stores it.
+        names: of each group, how KV events name it; None where another rank's blocks are in events.
     """
 
-    def __init__(self, groups: Sequence[Connector], writers: Sequence[bool]) -> None:
+    def __init__(
+        self, groups: Sequence[Connector], writers: Sequence[bool], names: Sequence[Group] | None = None
+    ) -> None:
         self._groups = groups
+        self._names = names
         self._writers = writers
         self._loads: dict[str, list[tuple[Run, Transfer[int]]]] = {}
         self._stores: dict[int, list[Transfer[StoreResult]]] = {}
@@ -53,10 +59,17 @@ class Worker:
 
     def _store(self, store: Store) -> None:
         self._stores[store.job] = [
-            connector.store_async(store.keys, run.block_ids, first=run.first)
-            for connector, writes, run in zip(self._groups, self._writers, store.runs, strict=True)
+            connector.store_async(store.keys, run.block_ids, first=run.first, events=self._events(store, number))
+            for number, (connector, writes, run) in enumerate(zip(self._groups, self._writers, store.runs, strict=True))
             if writes and run.block_ids
         ]
+
+    def _events(self, store: Store, number: int) -> EventRun | None:
+        """What KV events say of the blocks of one group."""
+        if store.events is None or self._names is None:
+            return None
+        run, before = store.runs[number], len(store.keys) // KEY_BYTES - len(store.events.hashes)
+        return of_group(store.events, self._names[number], run.first - before, len(run.block_ids))
 
     def _load(self, load: Load) -> None:
         self._loads[load.request_id] = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import resource
+import select
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -28,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_config_flags(parser)
     parser.add_argument("--parent-fd", type=int, help="end when this inherited pipe reaches its end of file")
+    parser.add_argument("--remove-run-dir", action="store_true", help="remove the run directory if the parent has gone")
     args = parser.parse_args(argv)
     try:
         config = load_config(args.config, flags=flags_from_args(args))
@@ -51,6 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     finally:
         listener.stop()
+        if args.remove_run_dir and _has_ended(args.parent_fd):
+            shutil.rmtree(config.run_dir, ignore_errors=True)
+
+
+def _has_ended(parent_fd: int | None) -> bool:
+    """Whether the parent has gone: it never writes to its pipe. One that lives removes its directory itself."""
+    return parent_fd is not None and bool(select.select([parent_fd], [], [], 0)[0])
 
 
 def _raise_file_limit() -> None:

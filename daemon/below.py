@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from tiercache.messages import NO_LEASE, CommitState, Extent
 
 if TYPE_CHECKING:
+    from tiercache.daemon.events import Named
     from tiercache.daemon.leases import Owner, ReadLease
     from tiercache.daemon.space import Namespace
 
@@ -47,7 +48,9 @@ class Granted(NamedTuple):
 class GrantsBelow(Protocol):
     """Places in the tier below that clients write themselves; the words are those of `Writes`."""
 
-    def reserve(self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float) -> Granted:
+    def reserve(
+        self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float, named: Named | None = None
+    ) -> Granted:
         """Places for a run of `keys` below `parent` (empty: the root), past those that are here."""
 
     def commit(self, owner: Owner, lease_id: int, checksums: Sequence[int]) -> list[CommitState]:

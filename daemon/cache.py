@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tiercache.daemon.below import GrantsBelow, NoTierBelow, TierBelow
 from tiercache.daemon.counters import Counters
+from tiercache.daemon.events import Events, Named
 from tiercache.daemon.leases import Owner, ReadLease
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.reads import Found, Reads
@@ -39,15 +41,19 @@ class Cache:
     """All state of the DRAM tier. Event loop only; nothing here blocks."""
 
     def __init__(
-        self, clock_s: Callable[[], float], limits: CacheLimits | None = None, below: TierBelow | None = None
-    ) -> None:
+        self, clock_s: Callable[[], float], limits: CacheLimits | None = None, below: TierBelow | None = None,
+        events: Events | None = None,
+    ) -> None:  # fmt: skip
         limits = limits or CacheLimits()
         self.below = below or NoTierBelow()
         self.clock_s = clock_s
         self.counters = Counters()
         self.space = Space(limits.policy, self.counters)
         self.reads = Reads(self.space, self.below, clock_s, limits.pin_share)
-        self.writes = Writes(self.space, self.below.published, clock_s, limits.quarantine_bytes)
+        self.writes = Writes(self.space, self.below.published, clock_s, limits.quarantine_bytes, events)
+        self.events = events
+        if events is not None:
+            self.space.index.on_left = partial(events.left, events.dram)
 
     def match(
         self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False,
@@ -74,10 +80,10 @@ class Cache:
         return list(self.space.namespaces.values())
 
     def reserve(
-        self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float
+        self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float, named: Named | None = None
     ) -> Reservation:
         """See `Writes.reserve`. May evict, so leases that lost something are revoked on the way."""
-        reservation = self.writes.reserve(owner, namespace, parent, keys, ttl_s)
+        reservation = self.writes.reserve(owner, namespace, parent, keys, ttl_s, named)
         self._revoke_if_drained()
         return reservation
 
@@ -150,6 +156,7 @@ class Cache:
         index = space.index
         owned = index.frames_in_use() + self.writes.owned_frames()
         findings = index.check_integrity() + space.allocator.check_integrity(owned)
+        findings += [] if self.events is None else self.events.check_integrity()
         pins = [0] * len(index.key)
         for lease in self.reads.leases.values():
             for entry in lease.pins:

@@ -59,6 +59,8 @@ class Index:
 
     def __init__(self, release_frame: Callable[[int], None]) -> None:
         self._release_frame = release_frame
+        self.on_left: Callable[[int, bytes], None] | None = None
+        """Told of each block that is found no more: its table's number and its key."""
         self.columns = Columns()
         self.tables: dict[int, Table] = {}
         self.invariant_failures = 0
@@ -338,6 +340,8 @@ class Index:
         key = self.key[entry]
         del table.shards[key[0] & (_SHARDS - 1)][key]
         table.blocks -= 1
+        if self.on_left is not None:
+            self.on_left(table.number, key)
         self.children[parent] = 0
         self.first_child[parent] = self.parent[entry] = NO_ENTRY
         self._free_entry(entry)
@@ -368,6 +372,8 @@ class Index:
         for gone in run:
             key = self.key[gone]
             del table.shards[key[0] & (_SHARDS - 1)][key]
+            if self.on_left is not None:
+                self.on_left(table.number, key)
             self.parent[gone] = self.first_child[gone] = NO_ENTRY
             self.children[gone] = 0
             self._free_entry(gone)
@@ -405,6 +411,8 @@ class Index:
         key = self.key[entry]
         del table.shards[key[0] & (_SHARDS - 1)][key]
         table.blocks -= 1
+        if self.on_left is not None:
+            self.on_left(table.number, key)
         self.state[entry] = DEAD
         self._leave_parent(entry)
         if self.children[entry]:

@@ -18,6 +18,7 @@ from tiercache.daemon.policy import NO_ENTRY
 
 if TYPE_CHECKING:
     from tiercache.daemon.below import HeldBelow
+    from tiercache.daemon.events import Named
     from tiercache.daemon.space import Namespace
 
 _SPARE_NOTES = 1024
@@ -96,13 +97,16 @@ class PendingBlock:
     or its writer is known to be done with it.
     """
 
-    __slots__ = ("children", "frame", "key", "lease", "parent_block", "parent_entry", "phase", "table", "written")
+    __slots__ = (
+        "children", "frame", "key", "lease", "parent_block", "parent_entry", "phase", "place", "table", "written",
+    )  # fmt: skip
 
-    def __init__(self, table: Table, key: bytes, frame: int, lease: WriteLease) -> None:
+    def __init__(self, table: Table, key: bytes, frame: int, lease: WriteLease, place: int) -> None:
         self.table = table
         self.key = key
         self.frame = frame
         self.lease = lease
+        self.place = place  # of its key in the request
         self.parent_entry = NO_ENTRY
         self.parent_block: PendingBlock | None = None
         self.children: list[PendingBlock] = []
@@ -114,10 +118,10 @@ class WriteLease:
     """Frames handed to one writer, by the index of the key in its request.
 
     `over` once it expired or was given up without the word that its copies are finished: from then
-    on nothing of it is published, and its frames are in quarantine.
+    on nothing of it is published, and its frames are in quarantine. `named`: what events say of its blocks.
     """
 
-    __slots__ = ("blocks", "deadline_s", "frame_bytes", "lease_id", "over", "owner", "writing")
+    __slots__ = ("blocks", "deadline_s", "frame_bytes", "lease_id", "named", "over", "owner", "writing")
 
     def __init__(self, lease_id: int, owner: Owner, deadline_s: float, frame_bytes: int) -> None:
         self.lease_id = lease_id
@@ -127,6 +131,7 @@ class WriteLease:
         self.blocks: dict[int, PendingBlock] = {}
         self.writing = 0  # blocks whose frame the writer may still write to
         self.over = False
+        self.named: Named | None = None
 
 
 class Lease(Protocol):

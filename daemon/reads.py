@@ -82,6 +82,12 @@ class Reads:
             self._below.promote(lease)
         return Found(lease.blocks, lease.target - lease.blocks, lease)
 
+    def peek(self, namespaces: Sequence[Namespace], keys: bytes) -> tuple[int, int]:
+        """Blocks in DRAM and below that `match` would find. Changes nothing, not even recency."""
+        asked = len(keys) // KEY_BYTES
+        blocks = self._longest(namespaces, keys, asked)
+        return blocks, self._below.blocks_after(namespaces, keys, blocks) if blocks < asked else 0
+
     def bring_up(self, lease: ReadLease, end: int) -> None:
         """Somebody wants the frames of blocks up to `end`: what is held below comes up, once."""
         if lease.rises and lease.held is not None and end > lease.blocks and not lease.over:

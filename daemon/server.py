@@ -24,6 +24,9 @@ from tiercache.arena import Region
 from tiercache.config import DaemonConfig, control_endpoint, session_socket_path
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.clock import LeaseClock
+from tiercache.daemon.events import Events
+from tiercache.daemon.http_process import HttpProcess
+from tiercache.daemon.publisher import Publisher
 from tiercache.daemon.regions import RegionMaker
 from tiercache.daemon.router import Router
 from tiercache.daemon.rundir import RunDir
@@ -62,9 +65,11 @@ class Server:
         self.regions: dict[int, Region] = {}
         self.nvme = self._make_nvme() if config.nvme_dirs else None
         limits = CacheLimits(config.policy, config.pin_share, config.quarantine_per_client_bytes)
-        self.cache = Cache(self.clock, limits, self.nvme)
+        self.events = _make_events(config) if config.kv_events else None
+        self.cache = Cache(self.clock, limits, self.nvme, self.events)
         if self.nvme is not None:
             self.nvme.attach(self.cache)
+        self.http = HttpProcess(config) if config.http else None
         self.problem = ""
         self._working = False
         self._undrained_ticks = 0
@@ -81,6 +86,8 @@ class Server:
                 "tiercache %s serves %s: arena %s, pid %d",
                 VERSION, self.config.run_dir, format_bytes(self.config.arena_bytes), os.getpid(),
             )  # fmt: skip
+            if self.http is not None:
+                self.http.start()
             _notify_systemd("READY=1")
             gc.collect()
             gc.freeze()
@@ -89,19 +96,28 @@ class Server:
             opening = asyncio.ensure_future(self._open_nvme())
             await self._stopping.wait()
             _notify_systemd("STOPPING=1")
+            if self.http is not None:
+                await self.loop.run_in_executor(None, self.http.stop)
             opening.cancel()  # a disk that hangs while it is opened must not keep the daemon from stopping
             self._close()
             await self._close_nvme()
         finally:
+            if self.events is not None:
+                self.events.close()
             run_dir.close()
         log.info("stopped%s", f": {self.problem}" if self.problem else "")
         return 1 if self.problem else 0
 
     def _open(self) -> None:
         config, endpoint = self.config, control_endpoint(self.config.run_dir)
+        if self.events is not None:
+            self.events.publisher.open()
 
         def welcome(session: Session, protocol: int) -> Welcome:
-            return Welcome(protocol, self.generation, session.token, endpoint, VERSION, config.arena_bytes)
+            wants_events = self.events is not None
+            return Welcome(
+                protocol, self.generation, session.token, endpoint, VERSION, config.arena_bytes, wants_events
+            )
 
         socket_path = session_socket_path(config.run_dir)
         self.gate = SessionGate(socket_path, welcome, self, config.max_sessions, self.cache.counters)
@@ -190,6 +206,8 @@ class Server:
             self._undrained_ticks = 0
             self.cache.expire()
         self.service.answer_parked()
+        if self.events is not None:
+            self.events.tick()
         if not self._working:
             self._work()
 
@@ -223,6 +241,11 @@ class Server:
         self.maker.stop()
         self.gate.close()
         self.router.close()
+
+
+def _make_events(config: DaemonConfig) -> Events:
+    steps = config.kv_events_buffer
+    return Events(Publisher(config.kv_events, config.kv_events_replay, config.kv_events_topic, steps))
 
 
 def _notify_systemd(state: str) -> None:

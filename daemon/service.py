@@ -19,6 +19,7 @@ from tiercache.arena import Region
 from tiercache.daemon.below import Granted, HeldBelow
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.clock import LeaseClock
+from tiercache.daemon.events import Named, name_blocks
 from tiercache.daemon.leases import ReadLease
 from tiercache.daemon.router import Answer
 from tiercache.daemon.sessions import Session
@@ -39,6 +40,10 @@ MAX_PARKED = 64
 PARK_S = 0.2
 """How long at most, and at most half of the time that the client gives the request."""
 MAX_COUNTER_NAME_BYTES = 32
+MAX_MODELS_BYTES = 32 << 10
+"""Of one session, encoded: room for about a hundred LoRA adapters."""
+MAX_LISTED_MODELS_BYTES = 1 << 20
+"""Of all sessions, in one reply."""
 MAX_CHECKED_BLOCKS = 200_000
 """Blocks whose books are compared without `force`: about a fifth of a second in which nobody is served."""
 MAX_FINDINGS = 1000
@@ -103,6 +108,7 @@ class Service:
             m.Ping: lambda session, request: m.Done(request.request_id, generation),
             m.RegisterNamespace: self._register,
             m.Match: self._match,
+            m.Peek: self._peek,
             m.Resolve: self._resolve,
             m.Hold: self._hold,
             m.Release: self._release,
@@ -115,6 +121,7 @@ class Service:
             m.Prefetch: self._prefetch,
             m.Flush: self._flush,
             m.Report: self._report,
+            m.Models: self._models,
             m.Stats: lambda session, request: m.StatsReply(request.request_id, generation, self._stats()),
             m.Check: self._check,
             m.Bye: self._bye,
@@ -252,6 +259,13 @@ class Service:
         held = found.lease.held is not None
         return m.Matched(request.request_id, self._generation, found.dram, found.below, lease_id, frames, held)
 
+    def _peek(self, session: Session, request: m.Peek) -> m.Reply:
+        _check_keys(request.keys, m.MAX_KEYS)
+        namespaces = self._namespaces(request.namespaces)
+        together = self._cache.reads.peek(namespaces, request.keys)
+        each = [self._cache.reads.peek([namespace], request.keys) for namespace in namespaces]
+        return m.Peeked(request.request_id, self._generation, *together, each)
+
     def _resolve(self, session: Session, request: m.Resolve) -> m.Reply | None:
         if not request.first >= 0 or not 0 < request.count <= m.MAX_RESOLVE:
             text = f"blocks {request.first} + {request.count}: at most {m.MAX_RESOLVE} in one request, from 0 on"
@@ -376,9 +390,23 @@ class Service:
         _check_run(request.parent, request.keys)
         ttl_s = self._lease_ttl_s(session, request.ttl_ms)
         namespace = self._namespace(request.namespace)
-        got = self._cache.reserve(session.owner, namespace, request.parent, request.keys, ttl_s)
+        named = self._named(request, namespace)
+        got = self._cache.reserve(session.owner, namespace, request.parent, request.keys, ttl_s, named)
         frames, states = m.pack_frames(got.frames), bytes(got.states)
         return m.Reserved(request.request_id, self._generation, got.lease_id, states, frames, got.parent_missing)
+
+    def _named(self, request: m.Reserve | m.ReserveExtents, namespace: Namespace) -> Named | None:
+        """What events will say of the blocks of a store, if there are events."""
+        run, block_size = request.events, namespace.spec.block_size
+        if run is None or self._cache.events is None:
+            return None
+        blocks = len(request.keys) // KEY_BYTES
+        extra = blocks if run.extra_keys is None else len(run.extra_keys)
+        if not blocks == len(run.hashes) == extra or len(run.tokens) != 4 * blocks * block_size:
+            text = f"events name {len(run.hashes)} blocks, {extra} extra keys and {len(run.tokens)} bytes of tokens"
+            text += f": must be {blocks} blocks of {block_size} tokens"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        return name_blocks(run, block_size)
 
     def _commit(self, session: Session, request: m.Commit) -> m.Reply:
         if len(request.blocks) % 4 or len(request.blocks) > 4 * m.MAX_RESERVE:
@@ -403,7 +431,8 @@ class Service:
         namespace = self._namespace(request.namespace)
         grants, got = self._cache.below.grants, Granted()
         if grants is not None:
-            got = grants.reserve(session.owner, namespace, request.parent, request.keys, ttl_s)
+            named = self._named(request, namespace)
+            got = grants.reserve(session.owner, namespace, request.parent, request.keys, ttl_s, named)
         extents = m.pack_extents(got.extents)
         return m.ReservedExtents(
             request.request_id, self._generation, got.lease_id, got.present, got.directory, extents, got.soon
@@ -462,10 +491,14 @@ class Service:
             _check_keys(request.key, 1)
         namespaces = self._namespaces(request.namespaces) if request.namespaces else self._cache.all_namespaces()
         blocks, more = 0, False
+        if self._cache.events is not None and not (request.namespaces or request.key) and request.tier == "all":
+            self._cache.events.cleared()
         if request.tier != self._cache.below.name:
             blocks, more = self._cache.flush([namespace.number for namespace in namespaces], request.key)
         if request.tier == "dram" or not self._cache.below.name:
-            log.info("session %s flushed %d blocks", session.name, blocks)
+            # A single prefix, as probes of the data path do it every few seconds, is nothing for the log.
+            level = logging.DEBUG if request.key else logging.INFO
+            log.log(level, "session %s flushed %d blocks", session.name, blocks)
             return m.Flushed(request.request_id, self._generation, blocks, more)
         identity = self._identity
 
@@ -487,8 +520,25 @@ class Service:
         if any(len(name.encode()) > MAX_COUNTER_NAME_BYTES for name in request.counters):
             text = f"a counter's name is longer than {MAX_COUNTER_NAME_BYTES} bytes"  # all go into one `stats` reply
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
-        session.registration, session.counters = request.registration, request.counters
+        if problem := next(filter(None, (card.problem() for card in request.models)), None):
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, f"a model card: {problem}")
+        models = {_encoder.encode(card): card for card in request.models}
+        if sum(map(len, models)) > MAX_MODELS_BYTES:
+            text = f"the models are described in more than {MAX_MODELS_BYTES} bytes: name fewer"
+            raise RequestRefused(ErrorCode.TOO_LARGE.value, text)
+        session.registration, session.counters, session.models = request.registration, request.counters, models
         return m.Done(request.request_id, self._generation)
+
+    def _models(self, session: Session, request: m.Models) -> m.Reply:
+        models: dict[bytes, m.ModelCard] = {}
+        left_bytes = MAX_LISTED_MODELS_BYTES
+        for one in self._sessions.values():
+            left_bytes -= sum(map(len, one.models.keys() - models.keys()))
+            if left_bytes < 0:
+                break
+            models |= one.models
+        known = self._cache.space.numbers({name for card in models.values() for name in card.namespaces})
+        return m.ModelList(request.request_id, self._generation, list(models.values()), known)
 
     def _check(self, session: Session, request: m.Check) -> m.Reply | None:
         if request.sample < -1 or request.bytes_per_s < 0:

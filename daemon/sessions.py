@@ -33,6 +33,7 @@ from tiercache.messages import (
     TOKEN_BYTES,
     ErrorCode,
     Hello,
+    ModelCard,
     Refused,
     Regions,
     Welcome,
@@ -78,6 +79,7 @@ class Session:
         self.clock_offset_us = time.monotonic_ns() // 1000 - hello.clock_us
         self.registration = "none"
         self.counters: dict[str, int] = {}
+        self.models: dict[bytes, ModelCard] = {}
         self.unsent_bytes = 0
         self.open = True
 

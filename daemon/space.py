@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -74,6 +75,11 @@ class Space:
         namespace = Namespace(number, spec, fingerprint, table, size_class)
         self.namespaces[number] = self._by_fingerprint[fingerprint] = namespace
         return namespace
+
+    def numbers(self, fingerprints: Iterable[str]) -> dict[str, int]:
+        """The numbers of those namespaces that are registered."""
+        known = self._by_fingerprint
+        return {name: known[name].number for name in fingerprints if name in known}
 
     def save(self, namespace: Namespace) -> bytes:
         """A namespace's spec for the disk."""

@@ -56,6 +56,7 @@ def build_stats(server: Server) -> dict[str, Any]:
             "quarantined": len(cache.writes.quarantined),
             "pending_blocks": len(cache.writes.pending),
         },
+        **({} if server.events is None else {"kv_events": server.events.stats()}),
         "pins": {"count": len(cache.reads.pins), "bytes": cache.reads.pinned_bytes},
         "namespaces": [_namespace(one) for one in islice(space.namespaces.values(), MAX_LISTED_NAMESPACES)],
         "sessions": [
@@ -81,6 +82,8 @@ def _health(server: Server) -> dict[str, Any]:
         reasons.append("the index has contradicted itself, or a client sent keys that are no chain")
     if server.nvme is not None:
         reasons += server.nvme.reasons()
+    if server.http is not None and server.http.problem:
+        reasons.append(server.http.problem)
     return {"state": "degraded" if reasons else "ok", "reasons": reasons}
 
 

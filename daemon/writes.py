@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from tiercache.daemon.allocator import NO_FRAME
+from tiercache.daemon.events import Events, Named
 from tiercache.daemon.leases import BlockPhase, Deadlines, Owner, PendingBlock, WriteLease, new_lease_id
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace, Space
@@ -47,7 +48,7 @@ class Writes:
 
     def __init__(
         self, space: Space, published: Callable[[Namespace, bytes, int], None], clock_s: Callable[[], float],
-        quarantine_limit_bytes: int,
+        quarantine_limit_bytes: int, events: Events | None = None,
     ) -> None:  # fmt: skip
         self.leases: dict[int, WriteLease] = {}
         self.quarantined: dict[int, WriteLease] = {}
@@ -57,12 +58,15 @@ class Writes:
         self._space = space
         self._published = published
         self._clock_s = clock_s
+        self._events = events
         self._deadlines = Deadlines(self.leases)
 
     # --- reserve ---------------------------------------------------------------------------------
 
-    def reserve(self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float) -> Reservation:
-        """Frames for those of `keys` that are neither here nor on their way."""
+    def reserve(
+        self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float, named: Named | None = None
+    ) -> Reservation:
+        """Frames for those of `keys` that are neither here nor on their way; `named`: what events say of them."""
         entry, block = namespace.table.root, None
         if parent and not namespace.table.windowed:
             entry = namespace.table.get(parent)
@@ -71,6 +75,7 @@ class Writes:
                 return Reservation(NO_LEASE, [], [], parent_missing=True)
         states, entry = self._present(namespace, keys, entry) if block is None else ([], NO_ENTRY)
         lease = WriteLease(new_lease_id(), owner, self._clock_s() + ttl_s, namespace.size_class.frame_bytes)
+        lease.named = named
         # Pinned before anything is evicted, so that room for a child is not made of its ancestors.
         if entry != NO_ENTRY:
             self._space.index.pin(entry)
@@ -150,7 +155,7 @@ class Writes:
         table, number, pending = namespace.table, namespace.number, self.pending
         frames = self._space.take_frames(namespace, min(len(fresh), most))
         for (key, place), frame in zip(fresh.items(), frames, strict=False):
-            new = lease.blocks[place] = pending[number, key] = PendingBlock(table, key, frame, lease)
+            new = lease.blocks[place] = pending[number, key] = PendingBlock(table, key, frame, lease, place)
             if block is not None:
                 new.parent_block = block
                 block.children.append(new)
@@ -271,6 +276,9 @@ class Writes:
             if not block.lease.owner.internal:
                 counters.stored_blocks += 1
                 counters.stored_bytes += block_bytes
+            if self._events is not None:
+                said = block.lease.named and block.lease.named(block.place)
+                self._events.arrived(self._events.dram, table.number, block.key, said)
             self._published(self._space.namespaces[table.number], block.key, entry)
             index.unpin(parent)
             block.frame, block.parent_entry, block.phase = NO_FRAME, NO_ENTRY, _PHASE_VISIBLE

@@ -26,7 +26,7 @@ LAYERS: dict[str, float] = {
     "tiercache.loading": 4, "tiercache.storing": 4, "tiercache.direct_store": 4, "tiercache.connector": 4,
     "tiercache.launch": 4, "tiercache": 4,
     "tiercache.engine": 5, "tiercache.connectors": 5, "tiercache.daemon": 5,
-    "tiercache.serve": 6, "tiercache.cli": 6,
+    "tiercache.serve": 6, "tiercache.http": 6, "tiercache.cli": 6,
 }  # fmt: skip
 """A new module gets its layer here. A package's layer is that of all its modules."""
 
@@ -44,6 +44,7 @@ MAY_IMPORT_HEAVY = {
     "tiercache.engine": {"torch", "triton", "transformers", "safetensors"},
     "tiercache.connectors": {"torch", "transformers", "vllm"},
     "tiercache.cli.demo_worker": {"torch", "transformers"},  # the main module of a process of its own
+    "tiercache.cli.demo_vllm": {"vllm"},  # of another, in its functions: the demo asks it whether there is a vLLM
 }
 MAY_IMPORT_HEAVY_LAZILY = {"tiercache.cli": {"torch", "transformers"}}
 LAZY_IN_THE_DAEMON = {("tiercache.daemon.nvme.codecs", "numpy")}

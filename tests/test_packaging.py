@@ -26,7 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORT_NAMES = {"pyzmq": "zmq", "prometheus-client": "prometheus_client"}
 OPTIONAL = (
     "connectors/", "kernels/", "tiercache/engine/", "tiercache/cuda", "tiercache/gds.py", "tiercache/cli/demo",
-    "tiercache/serve/", "tiercache/cli/serve",
+    "tiercache/serve/", "tiercache/cli/serve", "tiercache/http/", "tiercache/cli/affinity",
 )  # fmt: skip
 """Modules that need an extra; everything else works with the base install."""
 

@@ -60,6 +60,8 @@ ANSWERS: Mapping[type[Request], type[Reply]] = {
     messages.BadExtent: messages.Done,
     messages.ReserveExtents: messages.ReservedExtents,
     messages.CommitExtents: messages.Committed,
+    messages.Peek: messages.Peeked,
+    messages.Models: messages.ModelList,
 }
 """The reply that each request is answered with, when it is not an `Error`."""
 

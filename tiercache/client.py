@@ -124,6 +124,7 @@ class Client:
         self._thread: threading.Thread | None = None
         self.counters: Callable[[], dict[str, int]] = dict
         """What the owner of the client wants the daemon to know of its own counters."""
+        self._models: list[messages.ModelCard] = []
         _clients.add(self)
 
     @classmethod
@@ -192,6 +193,12 @@ class Client:
         """True while UP."""
         return self._up is not None
 
+    @property
+    def wants_events(self) -> bool:
+        """Whether the daemon publishes KV events; False when DOWN."""
+        session = self._up
+        return session is not None and session.welcome.kv_events
+
     def session(self) -> Session:
         """The session, while UP. Raises DaemonUnavailable at once when DOWN. Takes no lock."""
         session = self._up
@@ -250,6 +257,14 @@ class Client:
         """The id of `spec` in the present session; it is registered again in every later one."""
         self.expect(spec)
         return self.session().namespace_id(spec)
+
+    def announce(self, models: Sequence[messages.ModelCard]) -> None:
+        """Have the daemon tell those who ask which models this process stores blocks of; replaces what was said before.
+
+        Sent in the background, and again in every later session.
+        """
+        self._models = list(models)
+        self._wake()
 
     def frame_address(self, frame: int, length: int) -> int:
         """Where a frame begins in this process; waits, with a deadline, for its region to be mapped.
@@ -367,6 +382,7 @@ class Client:
         session.on_trouble = self._go_down
         session.on_work = self._wake
         session.counters = self.counters
+        session.models = lambda: self._models
         with self._lock:
             former, self._former = self._former, session
             self._session = session

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,6 +62,13 @@ class DaemonConfig:
     nvme_codec: str = "raw"
     nvme_write_budget_bytes: int = 0
     grace_s: float = 20.0
+    kv_events: str = ""
+    kv_events_replay: str = ""
+    kv_events_topic: str = ""
+    kv_events_buffer: int = 10_000
+    kv_events_allow_remote: str = "no"
+    http: str = ""
+    http_allow_remote: str = "no"
     log_level: str = "info"
     log_format: str = "auto"
 
@@ -69,6 +77,15 @@ class DaemonConfig:
             value = getattr(self, setting.field)
             if problem := setting.kind.check(value):
                 raise ConfigError(f"{setting.key} = {value}: {problem}")
+        for key, value in (("kv_events", self.kv_events), ("kv_events_replay", self.kv_events_replay)):
+            if value and (problem := events_problem(value, self.kv_events_allow_remote == "yes")):
+                raise ConfigError(f"{key} = {value}: {problem}")
+        if self.kv_events_replay and self.kv_events_replay == self.kv_events:
+            raise ConfigError(f"kv_events_replay = {self.kv_events_replay}: is that of kv_events: choose another one")
+        if not self.kv_events and (self.kv_events_replay or self.kv_events_topic):
+            raise ConfigError("kv_events_replay and kv_events_topic mean nothing without kv_events: set that too")
+        if self.http and (problem := http_problem(self.http, self.http_allow_remote == "yes")):
+            raise ConfigError(f"http = {self.http}: {problem}")
         set_field = object.__setattr__  # the one place where a frozen object may be written
         set_field(self, "arena_bytes", self.arena_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
         least = round_up(-(-self.arena_bytes // MAX_REGIONS), HUGE_PAGE_BYTES)
@@ -162,6 +179,54 @@ def _check_directories(value: tuple[Path, ...]) -> str | None:
     return "names a directory twice: write each once" if len(set(value)) != len(value) else None
 
 
+def split_http(value: str) -> tuple[str, int]:
+    """`127.0.0.1:8181` or `[::1]:8181` as host and port. Raises ValueError with the remedy."""
+    host, _, port = value.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not bare or (":" in bare) != (host != bare) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise ValueError("is no host and port: write for example 127.0.0.1:8181")
+    return bare, int(port)
+
+
+def http_problem(value: str, allow_remote: bool) -> str | None:
+    """What is wrong with an address to serve HTTP at, and what to do; or None."""
+    try:
+        host, _ = split_http(value)
+    except ValueError as error:
+        return str(error)
+    try:
+        here = ip_address(host).is_loopback
+    except ValueError:
+        here = host == "localhost"
+    if here or allow_remote:
+        return None
+    return (
+        "other hosts could read the statistics there, and ask how much is stored of prompts whose salt they know "
+        "(never tokens or KV): use 127.0.0.1, or allow it with --http-allow-remote yes"
+    )
+
+
+def events_problem(value: str, allow_remote: bool) -> str | None:
+    """What is wrong with an address to publish KV events at, and what to do; or None."""
+    scheme, _, rest = value.partition("://")
+    if scheme == "ipc" and rest.startswith("/") and len(os.fsencode(rest)) <= MAX_SOCKET_PATH_BYTES:
+        return None
+    try:
+        host, port = split_http(rest)
+        known = scheme == "tcp" and port > 0
+        here = host != "*" and ip_address(host).is_loopback
+    except ValueError:
+        known = here = False
+    if not known:
+        return "is no address to bind: write for example tcp://127.0.0.1:5557, or ipc:// and the path of a socket"
+    if here or allow_remote:
+        return None
+    return (
+        "other hosts could read the tokens of all prompts there: use 127.0.0.1 or ipc://, or allow it with "
+        "--kv-events-allow-remote yes"
+    )
+
+
 def _check_region(value: int) -> str | None:
     if value >= HUGE_PAGE_BYTES and value % HUGE_PAGE_BYTES == 0:
         return None
@@ -169,6 +234,9 @@ def _check_region(value: int) -> str | None:
     return f"must be a multiple of 2MiB (a huge page): write {nearest}"
 
 
+_ENDPOINT = _Kind("ENDPOINT", str, lambda value: events_problem(value, True) if value else None, _toml_string)
+_HTTP = _Kind("HOST:PORT", str, lambda value: http_problem(value, True) if value else None, _toml_string)
+_TOPIC = _Kind("TEXT", str, lambda value: None if len(value) <= 256 else "is longer than 256 letters", _toml_string)
 _DIRECTORY = _Kind("DIR", _parse_directory, lambda value: None, _toml_string)
 _DIRECTORIES = _Kind(
     "DIR[,DIR]", _parse_directories, _check_directories, lambda value: _toml_string(",".join(map(str, value)))
@@ -262,6 +330,36 @@ _TABLE = (
     _Setting(
         "grace", "grace_s", _GRACE,
         "On SIGTERM, how long to go on writing blocks that are only in DRAM to the nvme directories.",
+    ),
+    _Setting(
+        "kv_events", "kv_events", _ENDPOINT,
+        "Publish which blocks come to DRAM and NVMe and which leave them, in vLLM's format, on a ZeroMQ PUB socket at "
+        "this address (tcp://127.0.0.1:5557, or ipc:// and a path), for routers that look for prefixes. Events carry "
+        "token ids: whoever can connect can read prompts. Empty: no events.",
+    ),
+    _Setting(
+        "kv_events_replay", "kv_events_replay", _ENDPOINT,
+        "Address of a ROUTER socket where subscribers ask for events that they missed. Empty: no such socket.",
+    ),
+    _Setting("kv_events_topic", "kv_events_topic", _TOPIC, "Topic of the events, as their subscribers expect it."),
+    _Setting(
+        "kv_events_buffer", "kv_events_buffer", _count(1, 1_000_000),
+        "Batches of events that are kept to be sent again, as long as they take no more than 64MiB.",
+    ),
+    _Setting(
+        "kv_events_allow_remote", "kv_events_allow_remote", _choice("no", "yes"),
+        "yes: kv_events may be addresses that other hosts reach (tcp://*:5557). There is no password and no "
+        "encryption: whoever reaches them reads the tokens of all prompts.",
+    ),
+    _Setting(
+        "http", "http", _HTTP,
+        "Serve health, metrics, statistics and the affinity query over HTTP at this address (127.0.0.1:8181), from a "
+        "process of its own that ends with the daemon. Needs the extra: pip install 'tiercache[http]'. Empty: no HTTP.",
+    ),
+    _Setting(
+        "http_allow_remote", "http_allow_remote", _choice("no", "yes"),
+        "yes: http may be an address that other hosts reach. There is no password: they can read the statistics "
+        "(names of models and clients, no tokens, no KV) and ask how much is stored of prompts whose salt they know.",
     ),
     _Setting(
         "log_level", "log_level", _choice("debug", "info", "warning", "error"),

@@ -54,7 +54,7 @@ from tiercache.gds_backend import Backend
 from tiercache.jobs import JobQueue, Transfer
 from tiercache.layout import NamespaceSpec
 from tiercache.loading import Match, adopt_match, end_match, load_blocks, match_blocks
-from tiercache.messages import KEY_BYTES, MAX_PIN_TTL_MS, Matched, Pin, Pinned, Prefetch, Unpin
+from tiercache.messages import KEY_BYTES, MAX_PIN_TTL_MS, EventRun, Matched, ModelCard, Pin, Pinned, Prefetch, Unpin
 from tiercache.moves import Mover
 from tiercache.storing import StoreResult, store_blocks
 from tiercache.transfer import Addresses, BlockIds, CopyLost, Limit, Pool, make_copier
@@ -311,23 +311,33 @@ class Connector:
 
     # --- storing ---------------------------------------------------------------------------------
 
-    def store(self, keys: bytes, block_ids: BlockIds, *, first: int = 0) -> StoreResult:
+    @property
+    def wants_events(self) -> bool:
+        """Whether the daemon publishes KV events, so that stores should bring an `EventRun`. False while it is down."""
+        return self._client.wants_events
+
+    def store(
+        self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None
+    ) -> StoreResult:
         """Keep the pool blocks `block_ids` as blocks `first..` of the chain `keys`.
 
         Args:
             keys: the chain from the root, 16 bytes each, at least up to the last block.
             block_ids: the pool blocks of `keys[first : first + len(block_ids)]`.
+            events: what KV events say of these blocks; see `wants_events`.
 
         Blocks until the copies have ended.
         """
-        return self._perform_store(*self._prepare_store(keys, block_ids, first))
+        return self._perform_store(*self._prepare_store(keys, block_ids, first, events))
 
-    def store_async(self, keys: bytes, block_ids: BlockIds, *, first: int = 0) -> Transfer[StoreResult]:
+    def store_async(
+        self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None
+    ) -> Transfer[StoreResult]:
         """As `store`, in the background. On a GPU it follows what the calling thread has queued so far.
 
         The blocks must not change before the transfer is done. A full queue drops the store.
         """
-        prepared = self._prepare_store(keys, block_ids, first)
+        prepared = self._prepare_store(keys, block_ids, first, events)
         count = len(prepared[1])
         dropped = StoreResult(dropped=count)
         if self._client.alive:
@@ -339,8 +349,8 @@ class Connector:
         return Transfer.finished(self._skip_store(count))
 
     def _prepare_store(
-        self, keys: bytes, block_ids: BlockIds, first: int
-    ) -> tuple[bytes, Addresses, int, Limit, Any]:
+        self, keys: bytes, block_ids: BlockIds, first: int, events: EventRun | None
+    ) -> tuple[bytes, Addresses, int, Limit, Any, EventRun | None]:
         _check_keys(keys)
         ids = self._own_pool().check_ids(block_ids)
         if first < 0 or (first + len(ids)) * KEY_BYTES > len(keys):
@@ -348,17 +358,19 @@ class Connector:
                 f"{len(ids)} blocks from block {first} on need {first + len(ids)} keys from the root; "
                 f"there are {len(keys) // KEY_BYTES}"
             )
+        if events is not None and len(events.hashes) != len(ids):
+            raise ValueError(f"events name {len(events.hashes)} blocks, and {len(ids)} are stored")
         limit = Limit(time.monotonic() + STORE_TIMEOUT_S)
-        return bytes(keys), ids, first, limit, self._own_mover().copier.mark()
+        return bytes(keys), ids, first, limit, self._own_mover().copier.mark(), events
 
     def _perform_store(
-        self, keys: bytes, ids: Addresses, first: int, limit: Limit, after: Any
+        self, keys: bytes, ids: Addresses, first: int, limit: Limit, after: Any, events: EventRun | None
     ) -> StoreResult:
         admitted = self._admitted(len(ids))
         result = StoreResult()
         try:
             if admitted and self._is_up("stores"):
-                result = self._store(keys, ids[:admitted], first, limit, after)
+                result = self._store(keys, ids[:admitted], first, limit, after, events)
                 self._succeed("store", stores=1)
         except CopyLost:
             raise
@@ -372,16 +384,19 @@ class Connector:
         )
         return result
 
-    def _store(self, keys: bytes, ids: Addresses, first: int, limit: Limit, after: Any) -> StoreResult:
+    def _store(
+        self, keys: bytes, ids: Addresses, first: int, limit: Limit, after: Any, events: EventRun | None
+    ) -> StoreResult:
         """Past DRAM as far as that is wanted and goes, the rest into DRAM. Raises TierCacheError."""
         past, storer = PastDram(), self.direct.storer
         if storer is not None:
-            past = store_past_dram(self._client, storer, self.namespace, keys, ids, first, limit, after)
+            past = store_past_dram(self._client, storer, self.namespace, keys, ids, first, limit, after, events)
         done = past.stored + past.present
         rest = StoreResult(dropped=len(ids) - done)
         if rest.dropped and not past.refused:
-            ids, first = ids[done:], first + done
-            rest = store_blocks(self._client, self._own_mover(), self.namespace, keys, ids, first, limit, after)
+            ids, first, events = ids[done:], first + done, events and events.part(done, len(ids) - done)
+            mover = self._own_mover()
+            rest = store_blocks(self._client, mover, self.namespace, keys, ids, first, limit, after, events)
         return StoreResult(
             past.stored + rest.stored, past.present + rest.present, rest.dropped, rest.parent_missing and not done
         )
@@ -445,6 +460,13 @@ class Connector:
         """
         namespaces = () if all_namespaces else (self.namespace,)
         return self._client.flush(tier=tier, namespaces=namespaces, key=key)
+
+    def announce(self, models: Sequence[ModelCard]) -> None:
+        """Say of which models this process stores blocks, so that others can ask how much of a prompt is stored.
+
+        Replaces what was announced before. Without it `tiercache affinity` does not know the model.
+        """
+        self._client.announce(models)
 
     def stats(self) -> dict[str, Any]:
         """`available`, `client` (the counters here) and `daemon` (its statistics; empty when down)."""

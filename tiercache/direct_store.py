@@ -25,6 +25,7 @@ from tiercache.messages import (
     CommitExtents,
     CommitState,
     Committed,
+    EventRun,
     Extent,
     ReservedExtents,
     ReserveExtents,
@@ -32,7 +33,7 @@ from tiercache.messages import (
     unpack_extents,
 )
 from tiercache.session import Session
-from tiercache.storing import WINDOW_BLOCKS, WINDOW_BYTES, WRITE_TTL_MS, Writing, abort_lease
+from tiercache.storing import WINDOW_BLOCKS, WINDOW_BYTES, WRITE_TTL_MS, Writing, abort_lease, wanted_events
 from tiercache.transfer import Addresses, CopyLost, Limit
 
 PATIENCE_S = 1.0
@@ -73,6 +74,7 @@ def store_past_dram(
     first: int,
     limit: Limit,
     after: Any = None,
+    events: EventRun | None = None,
 ) -> PastDram:
     """Write `block_ids` to NVMe as the blocks `first..` of the chain `keys`, as far as that goes.
 
@@ -80,12 +82,13 @@ def store_past_dram(
     """
     session = client.session()
     store = _Store(client, session, storer, spec, keys, limit, after)
+    events = wanted_events(session, spec, events)
     most = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // spec.block_bytes))
     done = stored = 0
     refused = False
     while done < len(block_ids) and not storer.off and not limit.reached():
         window = block_ids[done : done + most]
-        reserved = store.reserve(first + done, len(window))
+        reserved = store.reserve(first + done, len(window), events and events.part(done, len(window)))
         if reserved is None or (not reserved.present and reserved.lease == NO_LEASE):
             break
         done += reserved.present
@@ -117,12 +120,13 @@ class _Store:
         self._while_up = _WhileUp(limit, session)
         self._after = after
 
-    def reserve(self, first: int, count: int) -> ReservedExtents | None:
+    def reserve(self, first: int, count: int, events: EventRun | None) -> ReservedExtents | None:
         """Places for the blocks from `first` on; asks again where there will be some soon. None: refused."""
         begin, until_s = first * KEY_BYTES, time.monotonic() + PATIENCE_S
         ask: dict[str, Any] = {
             "namespace": self._number, "parent": self._keys[max(0, begin - KEY_BYTES) : begin],
             "keys": self._keys[begin : begin + count * KEY_BYTES], "ttl_ms": WRITE_TTL_MS,
+            "events": events,
         }  # fmt: skip
         while True:
             try:

@@ -1,6 +1,6 @@
 """Prefix hashes: the names of blocks.
 
-    h_0 = root_key(what the model computes, tenant salt)
+    h_0 = salted_root(content_id(what the model computes), tenant salt)
     h_i = blake2b-128(h_(i-1) || tokens of block i as u32le || extra)
 
 A key so names its block *and* everything before it. It depends on nothing of the process, the
@@ -18,25 +18,40 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tiercache.messages import KEY_BYTES
+from tiercache.messages import KEY_BYTES, EventRun
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 
-def root_key(model: str, *, salt: str | bytes = b"", epoch: int = 0, extra: Iterable[tuple[str, str]] = ()) -> bytes:
-    """The 16 bytes that a chain starts from.
+def content_id(model: str, *, epoch: int = 0, extra: Iterable[tuple[str, str]] = ()) -> bytes:
+    """The 16 bytes that name what computes a chain, for all tenants: no secret, and no root without a salt.
 
     Args:
         model: what the model computes: the hash of its weights and config, or a revision that
             pins them; never only its name. See `fingerprint_files`.
-        salt: secret of a tenant. Chains with different salts never meet.
         epoch: raised when the weights change in place or the cache is reset.
         extra: further things that change KV values (adapter content, config overrides), as pairs;
             their order does not matter.
     """
+    fields = msgspec.msgpack.encode([model, epoch, sorted(extra)])
+    return hashlib.blake2b(fields, digest_size=KEY_BYTES, person=b"tiercache-model").digest()
+
+
+def salted_root(content: bytes, salt: str | bytes) -> bytes:
+    """The 16 bytes that a tenant's chains start from.
+
+    Args:
+        content: what computes them, from `content_id`.
+        salt: secret of a tenant, perhaps empty. Chains with different salts never meet.
+    """
     secret = salt.encode() if isinstance(salt, str) else salt
-    fields = msgspec.msgpack.encode([model, secret, epoch, sorted(extra)])
+    fields = msgspec.msgpack.encode([content, secret])
     return hashlib.blake2b(fields, digest_size=KEY_BYTES, person=b"tiercache-root").digest()
+
+
+def root_key(model: str, *, salt: str | bytes = b"", epoch: int = 0, extra: Iterable[tuple[str, str]] = ()) -> bytes:
+    """The 16 bytes that a chain starts from: `content_id` of what computes it, under a tenant's `salt`."""
+    return salted_root(content_id(model, epoch=epoch, extra=extra), salt)
 
 
 def fingerprint_files(paths: Iterable[str | Path]) -> str:
@@ -59,6 +74,20 @@ def _token_bytes(tokens: Tokens) -> bytes:
     if values.size and (values.min() < 0 or values.max() > 0xFFFFFFFF):
         raise ValueError("token ids must be 0 to 4294967295")
     return values.astype("<u4", copy=False).tobytes()
+
+
+def name_blocks(keys: bytes, first: int, tokens: Tokens) -> EventRun:
+    """What KV events say of blocks `first..` of a chain, for engines without hashes of their own.
+
+    Args:
+        keys: of the chain, from the root to the last of the blocks.
+        first: the first of the blocks; its hash and those after it are the low 64 bits of their keys.
+        tokens: of these blocks, and no others.
+    """
+    begins = range(max(0, first - 1) * KEY_BYTES, len(keys), KEY_BYTES)
+    hashes: list[int | bytes] = [int.from_bytes(keys[at + KEY_BYTES - 8 : at + KEY_BYTES], "big") for at in begins]
+    parent = hashes.pop(0) if first else None
+    return EventRun(hashes, parent, _token_bytes(tokens))
 
 
 class KeyChain:

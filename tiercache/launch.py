@@ -3,6 +3,7 @@
 The child holds the read end of a pipe and ends when that reads end of file: whatever becomes of
 the parent, the kernel closes the write end. (A child that the parent has forked without exec keeps
 the write end too, and the daemon then outlives the parent for as long as that child.)
+A private run directory goes with them: the parent removes it, or the child that outlives it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tiercache.config import flag_name, session_socket_path
 from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError
 
 STOP_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 10.0
 POLL_S = 0.01
 ALL_MEMORY_S = 2.0
 """A large arena may fill while it is used already; a small one is complete when `launch` returns."""
@@ -41,28 +43,42 @@ class LaunchedDaemon:
         log: path of its log.
     """
 
-    def __init__(
-        self, run_dir: Path, private: bool, log: Path, process: subprocess.Popen[bytes], pipe: int
-    ) -> None:
+    def __init__(self, run_dir: Path, private: bool, log: Path, command: list[str]) -> None:
         self.address = str(run_dir)
-        self.pid = process.pid
         self.log = log
-        self._process = process
+        self._command = command
         self._private = private
-        self._pipe = pipe
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
+        self._closed = False
+        self._process, self._pipe = _spawn(command, log)
+        self.pid = self._process.pid
         _running.add(self)
 
     def poll(self) -> int | None:
         """The exit status, or None while it runs."""
         return self._process.poll()
 
+    def restart(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Start it again after its end, where it was: clients find it by themselves. Any thread.
+
+        Blocks until it answers. Raises DaemonUnavailable when it did not start, or is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise DaemonUnavailable("the daemon is closed: launch another one")
+            assert self.poll() is not None, "it runs"
+            process, pipe = _spawn(self._command, self.log)
+            os.close(self._pipe)
+            self._process, self._pipe, self.pid = process, pipe, process.pid
+        _await_answer(self, timeout_s)
+
     def close(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """SIGTERM, wait, SIGKILL after `timeout_s`; removes a run directory made for it. Idempotent."""
         if os.getpid() != self._owner_pid:
             return  # a forked child does not own its parent's daemon
         with self._lock:
+            self._closed = True
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
                 # A daemon that was stopped does not see the signal before it goes on.
@@ -93,7 +109,7 @@ def launch(
     *,
     run_dir: str | Path | None = None,
     log: str | Path | None = None,
-    timeout_s: float = 10.0,
+    timeout_s: float = START_TIMEOUT_S,
     **config: str | float | bool,
 ) -> LaunchedDaemon:
     """Start a daemon and wait until it answers.
@@ -117,7 +133,7 @@ def launch(
         session_socket_path(directory)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         log_path = Path(log) if log is not None else directory / "daemon.log"
-        daemon = _start(directory, private, log_path, arena, config)
+        daemon = LaunchedDaemon(directory, private, log_path, _command(directory, private, arena, config))
     except BaseException:
         if private:
             shutil.rmtree(directory, ignore_errors=True)
@@ -138,16 +154,18 @@ def _private_dir() -> str:
     return tempfile.mkdtemp(prefix="tiercache-", dir=base)
 
 
-def _start(
-    directory: Path, private: bool, log_path: Path, arena: str | int, config: dict[str, str | float | bool]
-) -> LaunchedDaemon:
+def _command(directory: Path, private: bool, arena: str | int, config: dict[str, str | float | bool]) -> list[str]:
     command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", str(directory), "--arena", str(arena)]
     for key, value in config.items():
         command += [flag_name(key), str(value)]
-    ours, its = -1, -1
+    return [*command, "--remove-run-dir"] if private else command
+
+
+def _spawn(command: list[str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """The process, and our end of the pipe whose end it waits for."""
+    its, ours = os.pipe2(os.O_CLOEXEC)
     try:
-        its, ours = os.pipe2(os.O_CLOEXEC)
-        with log_path.open("ab") as log_file:
+        with log.open("ab") as log_file:
             process = subprocess.Popen(
                 [*command, "--parent-fd", str(its)],
                 stdin=subprocess.DEVNULL,
@@ -158,13 +176,11 @@ def _start(
                 start_new_session=True,
             )
     except BaseException:
-        if ours >= 0:
-            os.close(ours)
+        os.close(ours)
         raise
     finally:
-        if its >= 0:
-            os.close(its)
-    return LaunchedDaemon(directory, private, log_path, process, ours)
+        os.close(its)
+    return process, ours
 
 
 def _await_answer(daemon: LaunchedDaemon, timeout_s: float) -> None:

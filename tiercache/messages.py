@@ -34,6 +34,8 @@ OLDEST_PROTOCOL = 1
 KEY_BYTES = 16
 TOKEN_BYTES = 16
 INSTANCE_BYTES = 16
+CHAIN_HASHING = "chain"
+"""`ModelCard.hashing` of those who use `keys.KeyChain`."""
 NO_LEASE = 0
 """Lease id of a reply that grants none. Real ids are random and never 0."""
 
@@ -113,7 +115,10 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
-    """The daemon's answer. `control` is the ZeroMQ endpoint of the ROUTER."""
+    """The daemon's answer. `control` is the ZeroMQ endpoint of the ROUTER.
+
+    `kv_events`: the daemon publishes events, and wants an `EventRun` with what is stored.
+    """
 
     protocol: int
     generation: int
@@ -121,6 +126,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     control: str
     daemon_version: str
     arena_bytes: int
+    kv_events: bool = False
 
 
 class Regions(msgspec.Struct, array_like=True, tag="regions"):
@@ -144,6 +150,74 @@ SessionMessage = Welcome | Regions | Refused
 
 
 # --- requests ----------------------------------------------------------------------------------
+
+
+class EventRun(msgspec.Struct, array_like=True, frozen=True):
+    """What KV events say of consecutive blocks of a chain: names and tokens as the engine has them.
+
+    Attributes:
+        hashes: the engine's own hash of each block.
+        parent: that of the block before the first; None at the root.
+        tokens: ids of all tokens, u32le, as many in each block as the namespace says.
+        group, kind, window: which KV cache group of the engine, of which kind, and the tokens of its window.
+        lora_id, lora_name: the adapter, if one was used.
+        extra_keys: for each block what else the hash covers (images, salt), if anything.
+    """
+
+    hashes: list[int | bytes]
+    parent: int | bytes | None
+    tokens: bytes
+    group: int | None = None
+    kind: str | None = None
+    window: int | None = None
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+
+    def part(self, first: int, count: int) -> EventRun:
+        """Blocks `first ..< first + count` of these."""
+        size, end = len(self.tokens) // len(self.hashes), first + count
+        return msgspec.structs.replace(
+            self,
+            hashes=self.hashes[first:end],
+            parent=self.hashes[first - 1] if first else self.parent,
+            tokens=self.tokens[first * size : end * size],
+            extra_keys=self.extra_keys and self.extra_keys[first:end],
+        )
+
+
+class ModelCard(msgspec.Struct, array_like=True, frozen=True):
+    """How an engine names the blocks of one model, but for the tenant's salt: what an affinity query works with.
+
+    Attributes:
+        names: what people call the model.
+        content: what computes it, from `keys.content_id`.
+        namespaces: fingerprints of its blocks' forms; a match is what all of them have.
+        block_size: tokens in a block.
+        hashing: what keys are made of: CHAIN_HASHING (`keys.KeyChain`), or a hash of vLLM's.
+        hash_size, hash_seed: of a hash of the engine's own: its tokens, and what comes before the first one.
+        adapter, adapter_path: name and path of the LoRA adapter, if there is one.
+    """
+
+    names: list[str]
+    content: bytes
+    namespaces: list[str]
+    block_size: int
+    hashing: str = CHAIN_HASHING
+    hash_size: int = 0
+    hash_seed: bytes = b""
+    adapter: str = ""
+    adapter_path: str = ""
+
+    def problem(self) -> str | None:
+        """Why nobody could make keys with it, or None. One line for the sender."""
+        if len(self.content) != KEY_BYTES:
+            return f"content is {len(self.content)} bytes: must be {KEY_BYTES}"
+        if not 0 < len(self.namespaces) <= MAX_NAMESPACES_PER_REQUEST:
+            return f"{len(self.namespaces)} namespaces: must be 1 to {MAX_NAMESPACES_PER_REQUEST}"
+        if self.block_size < 1 or (self.hashing != CHAIN_HASHING and self.hash_size < 1):
+            return f"block_size is {self.block_size}, hash_size {self.hash_size}: must be at least 1 token"
+        return None
 
 
 class Request(msgspec.Struct, array_like=True, tag="request"):
@@ -188,6 +262,13 @@ class Match(Request, tag="match"):
     extents: bool = False
 
 
+class Peek(Request, tag="peek"):
+    """What a `Match` would find, without a trace: no lease, no recency, no counters. Answered with `Peeked`."""
+
+    namespaces: list[int]
+    keys: bytes
+
+
 class Resolve(Request, tag="resolve"):
     """Frames of blocks `first ..< first + count` under a read lease. Answered with `Frames`."""
 
@@ -219,13 +300,15 @@ class Renew(Request, tag="renew"):
 class Reserve(Request, tag="reserve"):
     """Ask to store `keys`, a run of a chain whose block before the first is `parent`.
 
-    `parent` is empty for a run that starts at the root. Answered with `Reserved`.
+    `parent` is empty for a run that starts at the root. Answered with `Reserved`. `events` is of all
+    the keys, for a daemon whose `Welcome` wants it; blocks without it are in no event.
     """
 
     namespace: int
     parent: bytes
     keys: bytes
     ttl_ms: int
+    events: EventRun | None = None
 
 
 class Commit(Request, tag="commit"):
@@ -305,10 +388,15 @@ class Flush(Request, tag="flush"):
 
 
 class Report(Request, tag="report"):
-    """What the client did with its mapping (`cuda`, `mlock`, `none`) and its own counters. -> `Done`."""
+    """What the client did with its mapping (`cuda`, `mlock`, `none`), its own counters, its models. -> `Done`."""
 
     registration: str
     counters: dict[str, int]
+    models: list[ModelCard] = []
+
+
+class Models(Request, tag="models"):
+    """What the clients say of their models. Answered with `ModelList`."""
 
 
 class Stats(Request, tag="stats"):
@@ -360,13 +448,14 @@ class ReserveExtents(Request, tag="reserve_extents"):
     """Ask for places on NVMe to write `keys` there ourselves: a run whose block before the first is `parent`.
 
     `parent` is empty for a run that starts at the root; else it must be on NVMe. Answered with
-    `ReservedExtents`. At most MAX_RESERVE keys.
+    `ReservedExtents`. At most MAX_RESERVE keys. `events` as in `Reserve`.
     """
 
     namespace: int
     parent: bytes
     keys: bytes
     ttl_ms: int
+    events: EventRun | None = None
 
 
 class CommitExtents(Request, tag="commit_extents"):
@@ -383,7 +472,7 @@ class CommitExtents(Request, tag="commit_extents"):
 AnyRequest = (
     Ping | RegisterNamespace | Match | Resolve | Hold | Release | Renew | Reserve | Commit | Abort
     | Read | Write | Pin | Unpin | Prefetch | Flush | Report | Stats | Check | Bye | Extents | BadExtent
-    | ReserveExtents | CommitExtents
+    | ReserveExtents | CommitExtents | Peek | Models
 )  # fmt: skip
 
 
@@ -427,6 +516,14 @@ class Matched(Reply, tag="matched"):
     lease: int
     frames: list[bytes] = []
     extents: bool = False
+
+
+class Peeked(Reply, tag="peeked"):
+    """Blocks of the leading run by tier: that of all namespaces, then `[dram, below]` of each one alone."""
+
+    dram_blocks: int
+    below_blocks: int
+    each: list[tuple[int, int]]
 
 
 class Frames(Reply, tag="frames"):
@@ -499,6 +596,13 @@ class StatsReply(Reply, tag="stats_reply"):
     stats: dict[str, Any]
 
 
+class ModelList(Reply, tag="model_list"):
+    """Models of the sessions that are open, each once, and the numbers of their namespaces by fingerprint."""
+
+    models: list[ModelCard]
+    namespaces: dict[str, int]
+
+
 class CheckReply(Reply, tag="check_reply"):
     """One line for each fault that was found: none when all is well."""
 
@@ -537,6 +641,7 @@ class ReservedExtents(Reply, tag="reserved_extents"):
 AnyReply = (
     Done | Error | Namespace | Matched | Frames | Released | Renewed | Reserved | Committed
     | Payload | Pinned | Flushed | StatsReply | CheckReply | ExtentList | ReservedExtents
+    | Peeked | ModelList
 )  # fmt: skip
 
 

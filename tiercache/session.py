@@ -33,6 +33,7 @@ from tiercache.messages import (
     Done,
     Hello,
     Matched,
+    ModelCard,
     Namespace,
     Refused,
     Regions,
@@ -102,9 +103,11 @@ class Session:
         """Told that `tidy` has something to do."""
         self.counters: Callable[[], dict[str, int]] = dict
         """The counters of this process, for the daemon's statistics."""
+        self.models: Callable[[], list[ModelCard]] = list
+        """What this process wants the daemon to say of its models."""
         self._prober: int | None = None
         self._paused = True
-        self._reported: tuple[str, dict[str, int]] = ("none", {})
+        self._reported: tuple[str, list[ModelCard], dict[str, int]] = ("none", [], {})
         self._report_due_s = 0.0
         self._to_give_back: deque[tuple[type[Request], dict[str, Any]]] = deque()
         self._channels = Channels(
@@ -289,15 +292,18 @@ class Session:
         return waiting
 
     def _report(self) -> None:
-        """Tell the daemon how the arena is held here, and now and then the counters."""
-        registration = self.arena.registration if self.arena is not None else "none"
+        """Tell the daemon how the arena is held here and of which models; now and then the counters."""
+        registration, models = self.arena.registration if self.arena is not None else "none", self.models()
         now_s = time.monotonic()
-        if registration == self._reported[0] and now_s < self._report_due_s:
+        if (registration, models) == self._reported[:2] and now_s < self._report_due_s:
             return
         self._report_due_s = now_s + REPORT_S
-        report = (registration, self.counters())
+        report = (registration, models, self.counters())
         if report != self._reported:
-            self.call(Report, Done, registration=report[0], counters=report[1])
+            try:
+                self.call(Report, Done, registration=registration, models=models, counters=report[2])
+            except RequestRefused as error:
+                logger.warning("the daemon takes no note of what this client reports: %s", error)
             self._reported = report
 
     def _arena_is_ready(self, registration: str) -> None:

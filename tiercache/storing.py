@@ -23,6 +23,7 @@ from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused, T
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import (
     KEY_BYTES,
+    MAX_PAYLOAD_BYTES,
     NO_LEASE,
     Abort,
     BlockState,
@@ -30,6 +31,7 @@ from tiercache.messages import (
     CommitState,
     Committed,
     Done,
+    EventRun,
     Reserve,
     Reserved,
     pack_indices,
@@ -48,6 +50,7 @@ EDGE_BYTES = 8 << 20
 The last one also keeps the daemon from falling asleep: it has just been told of the window before.
 """
 FRAME_BYTES = 8
+TOKEN_ID_BYTES = 4
 
 
 class StoreResult(NamedTuple):
@@ -74,15 +77,24 @@ def store_blocks(
     first: int,
     limit: Limit,
     after: Any = None,
+    events: EventRun | None = None,
 ) -> StoreResult:
     """Store `block_ids` as the blocks `first..` of the chain `keys`. Raises TierCacheError.
 
+    `events` is what KV events say of these blocks, for a daemon that publishes them.
     When it returns or raises, no copy is under way (but for CopyLost).
     """
     session = client.session()
     number = session.namespace_id(spec)
     sizes = window_sizes(len(block_ids), spec.block_bytes)
-    return _Store(client, session, mover, number, keys, block_ids, first, sizes).run(limit, after)
+    events = wanted_events(session, spec, events)
+    return _Store(client, session, mover, number, keys, block_ids, first, sizes, events).run(limit, after)
+
+
+def wanted_events(session: Session, spec: NamespaceSpec, events: EventRun | None) -> EventRun | None:
+    """`events`, if the daemon publishes them and the tokens of a window fit into a request."""
+    fits = WINDOW_BLOCKS * spec.block_size * TOKEN_ID_BYTES <= MAX_PAYLOAD_BYTES
+    return events if session.welcome.kv_events and fits else None
 
 
 def window_sizes(count: int, block_bytes: int) -> list[int]:
@@ -112,6 +124,7 @@ class _Store:
         block_ids: Addresses,
         first: int,
         sizes: list[int],
+        events: EventRun | None,
     ) -> None:
         self._client = client
         self._session = session
@@ -120,6 +133,7 @@ class _Store:
         self._keys = keys
         self._block_ids = block_ids
         self._first = first
+        self._events = events
         self._sizes: Iterator[int] = iter(sizes)
         self._asked = 0  # blocks of the reserve that is under way
         self._reserving: Pending[Reserved] | None = None
@@ -181,6 +195,7 @@ class _Store:
                 parent=self._keys[max(0, begin - KEY_BYTES) : begin],
                 keys=self._keys[begin : begin + count * KEY_BYTES],
                 ttl_ms=WRITE_TTL_MS,
+                events=self._events and self._events.part(done, count),
             )
 
     def _fill(self, reserved: Reserved, block_ids: Addresses, limit: Limit, after: Any) -> None:

@@ -24,6 +24,7 @@ from tiercache.checksum import CHECKSUM_LANES
 from tiercache.daemon.allocator import NO_FRAME
 from tiercache.daemon.below import Granted
 from tiercache.daemon.counters import Counters
+from tiercache.daemon.events import Named
 from tiercache.daemon.leases import Deadlines, Owner, new_lease_id
 from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.codecs import RAW
@@ -44,12 +45,13 @@ class Grant:
     """
 
     __slots__ = (
-        "deadline_s", "epoch", "keys", "lease_id", "namespace", "over", "owner", "parent", "pin", "shelf", "slots",
+        "deadline_s", "epoch", "first", "keys", "lease_id", "named", "namespace", "over", "owner", "parent", "pin",
+        "shelf", "slots",
     )  # fmt: skip
 
     def __init__(
         self, owner: Owner, deadline_s: float, shelf: Shelf, namespace: Namespace, parent: bytes, pin: int,
-        keys: list[bytes], slots: list[int],
+        keys: list[bytes], slots: list[int], named: Named | None, first: int,
     ) -> None:  # fmt: skip
         self.lease_id = new_lease_id()
         self.owner = owner
@@ -61,6 +63,8 @@ class Grant:
         self.pin = pin  # the parent's entry: room for the run is not made of what it hangs below
         self.keys = keys
         self.slots = slots
+        self.named = named  # what events say of the blocks, from the `first` of its places on
+        self.first = first
         self.over = False
 
     @property
@@ -101,7 +105,9 @@ class Grants:
 
     # --- reserve ---------------------------------------------------------------------------------
 
-    def reserve(self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float) -> Granted:
+    def reserve(
+        self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float, named: Named | None = None
+    ) -> Granted:
         """Slots for a run of `keys` below the block `parent` (empty: the root), past those that are here.
 
         Nothing where the parent is not here, or nothing may be written: the client has DRAM for that.
@@ -120,7 +126,8 @@ class Grants:
             shelf.index.unpin(entry)
             return Granted(present, soon=soon)
         mine = rest[: len(slots)]
-        grant = Grant(owner, self._clock_s() + ttl_s, shelf, namespace, before, entry, mine, slots)
+        deadline_s = self._clock_s() + ttl_s
+        grant = Grant(owner, deadline_s, shelf, namespace, before, entry, mine, slots, named, present)
         self.leases[grant.lease_id] = grant
         owner.grants.add(grant.lease_id)
         self._deadlines.add(grant.deadline_s, grant.lease_id)
@@ -181,12 +188,14 @@ class Grants:
         shelf, namespace, parent = grant.shelf, grant.namespace, grant.parent
         table, length = shelf.table(namespace), namespace.spec.block_bytes
         visible, left = 0, list[int]()
-        for key, slot, checksum in zip(grant.keys, grant.slots, checksums, strict=False):
+        places = enumerate(zip(grant.keys, grant.slots, checksums, strict=False), grant.first)
+        for place, (key, slot, checksum) in places:
             before = table.get(parent) if parent else table.root
             if grant.flushed or before == NO_ENTRY or not shelf.index.attached(before):
                 break
             if table.get(key) == NO_ENTRY:
-                shelf.add(namespace, key, parent, slot, Stored(NO_ENTRY, slot, length, RAW, checksum, CHECKSUM_LANES))
+                written = Stored(NO_ENTRY, slot, length, RAW, checksum, CHECKSUM_LANES)
+                shelf.add(namespace, key, parent, slot, written, grant.named and grant.named(place))
                 self.stored_blocks += 1
                 self.stored_bytes += length
             else:

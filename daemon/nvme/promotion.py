@@ -144,7 +144,9 @@ class Promotion:
             return False
         keys = lease.keys[first * KEY_BYTES : (first + count) * KEY_BYTES]
         parent = lease.keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else b""
-        got = self._cache.reserve(self._owner, job.namespace, parent, keys, math.inf)
+        events = self._cache.events
+        named = None if events is None else events.known(job.namespace.number, keys).__getitem__
+        got = self._cache.reserve(self._owner, job.namespace, parent, keys, math.inf, named)
         if got.parent_missing:
             return False
         if got.frames:

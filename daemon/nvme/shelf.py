@@ -13,11 +13,13 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
 from tiercache.checksum import CHECKSUM_XXH3
 from tiercache.daemon.allocator import Allocator
+from tiercache.daemon.events import Block, Events
 from tiercache.daemon.index import Index, Table
 from tiercache.daemon.nvme.catalog import Catalog, CatalogState, Done
 from tiercache.daemon.nvme.directory import Directory
@@ -61,6 +63,7 @@ class Shelf:
         self.loading = True
         self.recovery: Recovery | None = None
         self._soon = soon
+        self._events: Events | None = None
         self._unrecorded: deque[tuple[Namespace, int, Row]] = deque()  # rows that could not be inserted: asked again
         self._checksum = array("Q")
         self._stored = array("I")
@@ -121,8 +124,15 @@ class Shelf:
         keep = self.table(namespace).get(parent) if parent else NO_ENTRY
         return self.slots.take(namespace.size_class.frame_bytes, keep)
 
-    def add(self, namespace: Namespace, key: bytes, parent: bytes, slot: int, written: Stored) -> None:
-        """A block has been written: visible now, durable with the next commit."""
+    def tell(self, events: Events) -> None:
+        """Publish what comes and goes from here on."""
+        self._events = events
+        self.index.on_left = partial(events.left, events.storage)
+
+    def add(
+        self, namespace: Namespace, key: bytes, parent: bytes, slot: int, written: Stored, said: Block | None = None
+    ) -> None:
+        """A block has been written: visible now, durable with the next commit. `said`: what events say of it."""
         table = self.table(namespace)
         entry = self.index.insert(table, key, table.get(parent) if parent else table.root, slot)
         self._pad_columns()
@@ -138,6 +148,8 @@ class Shelf:
             sequence=self._sequence,
         )  # fmt: skip
         self._insert_row(namespace, slot, row)
+        if self._events is not None:
+            self._events.arrived(self._events.storage, namespace.number, key, said)
 
     def _insert_row(self, namespace: Namespace, slot: int, row: Row) -> None:
         def inserted(ok: bool) -> None:

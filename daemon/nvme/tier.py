@@ -107,8 +107,9 @@ class NvmeTier:
         """Say whose tier below this is."""
         self._cache = cache
         self._writes = WriteBehind(
-            self._placement, cache.space, self._regions, self._budget, self._config.nvme_codec, self._soon
-        )
+            self._placement, cache.space, self._regions, self._budget, self._config.nvme_codec, self._soon,
+            cache.events,
+        )  # fmt: skip
         self._promotion = Promotion(cache, self._regions, self._placement)
         self._extents = Extents(self._placement.with_chain)
         self.grants = Grants(
@@ -137,6 +138,8 @@ class NvmeTier:
             directory, catalog, DiskQueue(directory, post, again=loop.call_soon), state, self._cache.space,
             config.policy, self._soon,
         )  # fmt: skip
+        if self._cache.events is not None:
+            shelf.tell(self._cache.events)
         self._unopened.remove(path)
         self._shelves.append(shelf)
         self._shelves.sort(key=lambda shelf: config.nvme_dirs.index(shelf.directory.path))

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from tiercache.arena import Region
 from tiercache.checksum import CHECKSUM_LANES, CHECKSUM_XXH3
 from tiercache.daemon.allocator import NO_FRAME
+from tiercache.daemon.events import Block, Events
 from tiercache.daemon.nvme import codecs
 from tiercache.daemon.nvme.blockio import Outcome, WriteOp
 from tiercache.daemon.nvme.budget import WriteBudget
@@ -57,6 +58,7 @@ class _Write(NamedTuple):
     slot: int
     frame: int
     epoch: int
+    said: Block | None
 
 
 class WriteBehind:
@@ -64,7 +66,7 @@ class WriteBehind:
 
     def __init__(
         self, placement: Placement, space: Space, regions: dict[int, Region], budget: WriteBudget,
-        codec: str = "raw", soon: Callable[[], None] = lambda: None,
+        codec: str = "raw", soon: Callable[[], None] = lambda: None, events: Events | None = None,
     ) -> None:  # fmt: skip
         self.budget = budget
         self.codec = codec
@@ -76,6 +78,7 @@ class WriteBehind:
         self.skipped_queue_full = 0
         self.failed_blocks = 0
         self.skipped_too_large = 0  # blocks that no segment can hold
+        self._events = events
         self._soon = soon  # `pump` has something to do before the next tick
         self._placement = placement
         self._space = space
@@ -226,7 +229,8 @@ class WriteBehind:
         slot = shelf.take_slot(namespace, parent)
         if slot == NO_FRAME:
             return shelf
-        self._take(_Write(namespace, key, parent, shelf, slot, index.frame[entry], shelf.epoch(namespace)))
+        said = None if self._events is None else self._events.known(namespace.number, key)[0]
+        self._take(_Write(namespace, key, parent, shelf, slot, index.frame[entry], shelf.epoch(namespace), said))
         return None
 
     def _shelf_of(self, namespace: Namespace, key: bytes, parent: bytes) -> Shelf | None:
@@ -318,7 +322,7 @@ class WriteBehind:
             if flushed or here or parent == NO_ENTRY or not shelf.index.attached(parent):
                 self._lose(write)
                 continue
-            shelf.add(write.namespace, write.key, write.parent, write.slot, stored)
+            shelf.add(write.namespace, write.key, write.parent, write.slot, stored, write.said)
             self.written_blocks += 1
             self.written_bytes += stored.stored_length
             del self._flying[name]

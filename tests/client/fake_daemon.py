@@ -46,6 +46,7 @@ class FakeDaemon:
         self.stored: dict[bytes, int] = {}
         self.good = True
         self.announce_regions = True
+        self.kv_events = False
         self.next_frame = 0
         self._region_bytes = region_bytes
         self._region_fd = create_region(region_bytes, "fake")
@@ -132,7 +133,7 @@ class FakeDaemon:
         hello = _hello.decode(data)
         self.hellos.append(hello)
         token = secrets.token_bytes(16)
-        welcome = m.Welcome(1, self.generation, token, self.control, "fake", self._region_bytes)
+        welcome = m.Welcome(1, self.generation, token, self.control, "fake", self._region_bytes, self.kv_events)
         send_packet(sock, _encode(welcome))
         self._tokens[token] = sock
         if hello.map_arena and self.announce_regions:

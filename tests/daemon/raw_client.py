@@ -137,7 +137,8 @@ class Client:
         self.session = SessionSocket(run_dir)
         welcome, fds = self.session.hello(hello(self.instance, name, map_arena))
         assert fds == []
-        tag, self.protocol, self.generation, self.token, self.control, self.version, self.arena_bytes = welcome
+        tag, self.protocol, self.generation, self.token, self.control, self.version, self.arena_bytes, *more = welcome
+        self.wants_events = bool(more and more[0])
         assert (tag, self.protocol, len(self.token)) == ("welcome", 1, 16)
         self.regions: dict[int, mmap.mmap] = {}
         self.region_packets: list[int] = []
@@ -292,8 +293,13 @@ def new_spec(block_bytes: int = 8192, **changed: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def content_id(model: str, epoch: int = 0, extra: Sequence[tuple[str, str]] = ()) -> bytes:
+    fields = msgpack.packb([model, epoch, [list(pair) for pair in sorted(extra)]])
+    return hashlib.blake2b(fields, digest_size=16, person=b"tiercache-model").digest()
+
+
 def root_key(model: str, salt: bytes = b"", epoch: int = 0, extra: Sequence[tuple[str, str]] = ()) -> bytes:
-    fields = msgpack.packb([model, salt, epoch, [list(pair) for pair in sorted(extra)]])
+    fields = msgpack.packb([content_id(model, epoch, extra), salt])
     return hashlib.blake2b(fields, digest_size=16, person=b"tiercache-root").digest()
 
 

@@ -26,6 +26,7 @@ from raw_client import (
     Client,
     SessionSocket,
     block_of,
+    content_id,
     daemon,
     hello,
     new_chain,
@@ -321,7 +322,7 @@ def test_the_deadline_is_on_the_clock_of_the_sender(run_dir: Path) -> None:
     session = SessionSocket(run_dir)
     message = hello(os.urandom(16), map_arena=False)
     message[5] = 1_000_000  # this client's clock began a second ago
-    _, _, generation, token, control, _, _ = session.hello(message)[0]
+    _, _, generation, token, control, *_ = session.hello(message)[0]
     with Client(run_dir) as client:
         assert control == client.control
         assert client.refusal("ping", session=token, generation=generation, deadline_us=999_000) == "expired"
@@ -569,6 +570,36 @@ def test_a_flush_drops_what_is_being_written(client: Client) -> None:
     assert client.length(number, keys) == 0
 
 
+def test_a_peek_finds_what_a_match_would(client: Client) -> None:
+    numbers, keys = [client.namespace(), client.namespace()], new_chain(5)
+    for number, stored in zip(numbers, (4, 2), strict=True):
+        client.store(number, keys[: stored * 16], [block_of(place) for place in range(stored)])
+    before = client.stats()["counters"]
+    assert client.ask("peek", numbers, keys) == ["peeked", 2, 0, [[4, 0], [2, 0]]]
+    assert client.stats()["counters"] == {**before, "requests": before["requests"] + 2}
+    assert client.refusal("peek", [], keys) == "bad_value"
+    assert client.refusal("peek", numbers, keys[:-1]) == "bad_value"
+    assert client.refusal("peek", [numbers[0], 4000], keys) == "unknown_namespace"
+
+
+def test_models_are_listed_while_their_session_lives(client: Client, run_dir: Path) -> None:
+    card = [["demo"], bytes(16), ["f" * 32], 4]
+    with Client(run_dir) as other:
+        spec = new_spec()
+        number = other.ask("register_namespace", spec)[1]
+        mine = next(one for one in client.stats()["namespaces"] if one["id"] == number)["fingerprint"]
+        cards = [card, [["two"], bytes(16), [mine], 4, "vllm/sha256", 2, b"seed", "sql", "/sql"]]
+        assert other.ask("report", "none", {}, cards) == ["done"]
+        tag, listed, namespaces = client.ask("models")
+        assert (tag, namespaces) == ("model_list", {mine: number})
+        assert listed == [[*card, "chain", 0, b"", "", ""], cards[1]]
+        assert other.refusal("report", "none", {}, [[["demo"], b"", ["f"], 4]]) == "bad_value"
+        assert other.ask("report", "none", {}) == ["done"]
+        assert client.ask("models") == ["model_list", [], {}]
+        assert other.ask("report", "none", {}, cards) == ["done"]
+    until(lambda: client.ask("models") == ["model_list", [], {}])
+
+
 def test_frames_run_out_as_backpressure(tmp_path: Path) -> None:
     with daemon(tmp_path / "run", "--arena", "2MiB", "--region", "2MiB"), Client(tmp_path / "run") as client:
         until(lambda: client.stats()["arena"]["regions"] == 1)
@@ -656,6 +687,7 @@ def test_the_documented_vectors_are_what_the_code_computes() -> None:
     from tiercache import messages
     from tiercache.checksum import CHECKSUM_LANES, block_checksum
     from tiercache.keys import KeyChain
+    from tiercache.keys import content_id as code_content_id
     from tiercache.keys import root_key as code_root_key
     from tiercache.layout import NamespaceSpec
 
@@ -669,6 +701,7 @@ def test_the_documented_vectors_are_what_the_code_computes() -> None:
         engine="demo/1", layout="layer,2,slot,kv_head,head_dim", dtype="bfloat16", block_size=4, block_bytes=8192
     )
     assert _vectors() == {
+        "content": code_content_id("demo"),
         "root_plain": plain,
         "root_salted": salted,
         "h_1": chain.key(0),
@@ -685,6 +718,7 @@ def test_the_documented_vectors_are_what_the_code_computes() -> None:
 
 def test_the_documented_vectors_are_what_a_stranger_computes() -> None:
     vectors = _vectors()
+    assert vectors["content"] == content_id("demo")
     assert vectors["root_plain"] == root_key("demo")
     assert vectors["root_salted"] == root_key("demo", b"s3cret", 2, [("lora", "b7"), ("config", "9f")])
     assert vectors["h_1"] == next_key(vectors["root_plain"], [1, 2, 3, 4])

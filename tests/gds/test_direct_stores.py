@@ -19,6 +19,7 @@ import tiercache
 from tiercache.errors import ConfigError
 from tiercache.gds_backend import Fault, HostBackend
 from tiercache.gds_moves import MOVE_THREADS
+from tiercache.messages import CommitExtents
 from tiercache.transfer import CopyLost
 
 pytestmark = pytest.mark.faults
@@ -405,3 +406,45 @@ def test_the_daemon_dies_while_writes_are_under_way(make: Make) -> None:
     wait_for("that one is gone", lambda: cluster.nvme()["blocks"] == good)
     assert cluster.store(fresh).stored == 100 - good
     assert cluster.load(fresh) == 100
+
+
+@pytest.mark.parametrize("moment", ["unready", "unwritten", "unsummed", "summed", "committing"])
+def test_blocks_given_away_at_any_moment_are_never_wrong(make: Make, moment: str) -> None:
+    """An engine voids a store and then writes to its blocks, at every step that reads them or comes after."""
+    cluster = make()
+    chain = chain_of("a", BLOCKS)
+    cluster.fill(chain, BACKWARDS)
+    transfers: list[tiercache.Transfer[tiercache.StoreResult]] = []
+
+    def give_away() -> None:
+        wait_for("it is under way", lambda: bool(transfers))
+        transfers[0].void()
+        cluster.pool[:] = 99
+
+    def before(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments, **options: (give_away(), call(*arguments, **options))[1]
+
+    def after(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments, **options: (call(*arguments, **options), give_away())[0]
+
+    backend, storer = cluster.backend, cluster.connector.direct.storer
+    assert storer is not None
+    if moment == "unready":
+        backend.is_ready = before(backend.is_ready)  # type: ignore[method-assign]
+    elif moment == "unwritten":
+        storer._move = before(storer._move)
+    elif moment == "committing":
+        session = cluster.connector.client.session()
+        post = session.post
+        session.post = lambda request, *rest, **fields: (  # type: ignore[method-assign]
+            give_away() if request is CommitExtents else None, post(request, *rest, **fields)
+        )[1]  # fmt: skip
+    else:
+        backend.lane_sums = (before if moment == "unsummed" else after)(backend.lane_sums)  # type: ignore[method-assign]
+    transfers.append(cluster.connector.store_async(chain, BACKWARDS))
+    result = transfers[0].result(20)
+    kept = BLOCKS if moment == "committing" else 0  # by then nothing reads the blocks any more
+    assert result == tiercache.StoreResult(stored=kept, dropped=BLOCKS - kept)
+    assert (cluster.nvme()["blocks"], cluster.dram_blocks()) == (kept, 0)
+    assert nothing_is_held(cluster)
+    assert cluster.load(chain) == kept, "and what is loaded is what was stored"

@@ -100,9 +100,9 @@ class Engine:
         self.order(op, **fields)
         return self._answer()
 
-    def order_generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> None:
-        """Begin to generate; `outputs` waits for it."""
-        self.order("generate", prompts=prompts, max_tokens=max_tokens)
+    def order_generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **fields: Any) -> None:
+        """Begin to generate; `outputs` waits for it. Further fields as the child has them."""
+        self.order("generate", prompts=prompts, max_tokens=max_tokens, **fields)
 
     def outputs(self) -> tuple[list[list[int]], list[int]]:
         """Tokens and cached prompt tokens of each prompt."""
@@ -110,15 +110,19 @@ class Engine:
         assert set(answer["reasons"]) == {"length"}, answer
         return answer["tokens"], answer["cached"]
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> tuple[list[list[int]], list[int]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **fields: Any
+    ) -> tuple[list[list[int]], list[int]]:
         """Tokens and cached prompt tokens of each prompt, all at once."""
-        self.order_generate(prompts, max_tokens)
+        self.order_generate(prompts, max_tokens, **fields)
         return self.outputs()
 
-    def regenerate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> tuple[list[list[int]], list[int]]:
+    def regenerate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **fields: Any
+    ) -> tuple[list[list[int]], list[int]]:
         """As `generate`, when vLLM has forgotten its own prefix cache."""
         assert self.ask("forget")["done"]
-        return self.generate(prompts, max_tokens)
+        return self.generate(prompts, max_tokens, **fields)
 
     def close(self) -> None:
         """End it, and see that its books were in order."""

@@ -204,6 +204,7 @@ def config(
 Examples:
   tiercache demo                      a small random model and a prompt of 8192 tokens
   tiercache demo --model ./Qwen3-0.6B --prompt-file report.txt
+  tiercache demo --engine vllm        the prompt in real vLLM
   tiercache demo --json               figures only
 """)
 def demo(
@@ -217,18 +218,72 @@ def demo(
     tokens: Annotated[
         int, typer.Option("--tokens", metavar="N", min=16, help="Length of the prompt.")
     ] = 8192,
+    engine: Annotated[
+        str, typer.Option("--engine", metavar="tiercache|vllm", help="The bundled engine, or vLLM if it is installed.")
+    ] = "tiercache",
     as_json: Json = False,
 ) -> int:
-    """Serve one long prompt from scratch, from the cache, and while the daemon is dead."""
+    """Serve one long prompt from scratch, from the cache, and while the daemon is dead; then conversations."""
     try:
         from tiercache.cli import demo as command
 
-        return command.run(model=model, prompt_file=prompt_file, tokens=tokens, as_json=as_json)
+        return command.run(
+            engine=engine, model=model, prompt_file=prompt_file, tokens=tokens, as_json=as_json
+        )
     except ImportError as error:
         if (error.name or "").split(".")[0] not in ("torch", "transformers", "tokenizers", "safetensors"):
             raise
         print(f"tiercache: demo needs {error.name}: pip install 'tiercache[engine]'", file=sys.stderr)
         return EXIT_USAGE
+
+
+@app.command(epilog="""\b
+Examples:
+  tiercache affinity --model ./Qwen3-0.6B --text "$(cat prompt.txt)" --salt ''
+                                      of the daemon that runs here; exit status 1 when nothing is stored
+  tiercache affinity http://10.0.0.7:8181 --model Qwen/Qwen3-8B --tokens prompt.json --salt s3cret --json
+""")
+def affinity(
+    model: Annotated[
+        str, typer.Option("--model", metavar="NAME|DIR", help="The model, as the engine calls it, or its folder.")
+    ],
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[RUN_DIR|URL]", help="The daemon's run directory, or its HTTP port."),
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option("--text", metavar="TEXT", help="The prompt, tokenised as --model does.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", metavar="FILE", help="The prompt as token ids, [1, 2, 3]; - is stdin.")
+    ] = None,
+    salt: Annotated[
+        str | None,
+        typer.Option("--salt", metavar="SALT", envvar="TIERCACHE_SALT", help="The tenant's secret; '' for none."),
+    ] = None,
+    lora: Annotated[str, typer.Option("--lora", metavar="NAME", help="A LoRA adapter.")] = "",
+    cache_salt: Annotated[
+        str, typer.Option("--cache-salt", metavar="SALT", help="`cache_salt` of a request to vLLM.")
+    ] = "",
+    as_json: Json = False,
+) -> int:
+    """Show how many tokens of a prompt are stored, by tier. Changes nothing."""
+    from tiercache.cli import affinity as command
+
+    return command.ask(
+        target, model=model, text=text, tokens=tokens, salt=salt, lora=lora, cache_salt=cache_salt, as_json=as_json
+    )
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def http(context: typer.Context) -> int:
+    """Serve health, metrics, statistics and the affinity query of a daemon over HTTP."""
+    from tiercache.http.__main__ import main as command
+
+    return command(context.args)
 
 
 @app.command(

@@ -524,10 +524,10 @@ def test_the_end_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(tier, "CLOSE_S", 0.2)
         rig = await TierRig(tmp_path, disks=2).open()
         space = rig.namespace()
-        for chain in (keys_of(str(number), 12) for number in range(6)):
-            rig.store(space, chain)
         gate = rig.disks[rig.dirs[0]].gate
         gate.clear()
+        for chain in (keys_of(str(number), 12) for number in range(6)):
+            rig.store(space, chain)
         assert await rig.tier.close(0.3) > 0
         gate.set()
 

@@ -15,6 +15,7 @@ from rig import ObedientDisk
 from tiercache.arena import Region, create_region
 from tiercache.config import DaemonConfig
 from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.events import Events, Named
 from tiercache.daemon.leases import Owner, ReadLease
 from tiercache.daemon.nvme.shelf import Shelf
 from tiercache.daemon.nvme.tier import NvmeTier
@@ -75,6 +76,7 @@ class TierRig:
         nvme_bytes: int = 64 << 20,
         segment_bytes: int = 2 << 20,
         dirs: list[Path] | None = None,
+        events: Events | None = None,
         **settings: Any,
     ) -> None:
         self.dirs = dirs or [root / f"nvme{number}" for number in range(disks)]
@@ -85,7 +87,7 @@ class TierRig:
         )  # fmt: skip
         self.regions: dict[int, Region] = {}
         self.tier = NvmeTier(config, self.regions, lambda: None, lambda path: self.disks[path])
-        self.cache = Cache(time.monotonic, CacheLimits(quarantine_bytes=1 << 30), self.tier)
+        self.cache = Cache(time.monotonic, CacheLimits(quarantine_bytes=1 << 30), self.tier, events)
         self.tier.attach(self.cache)
         for region_id in range(arena_regions):
             fd = create_region(REGION_BYTES, "test")
@@ -172,10 +174,10 @@ class TierRig:
     def view(self, frame: int, length: int) -> memoryview:
         return self.regions[frame >> REGION_SHIFT].view(frame & OFFSET_MASK, length)
 
-    def store(self, namespace: Namespace, chain: bytes, first: int = 0) -> list[BlockState]:
+    def store(self, namespace: Namespace, chain: bytes, first: int = 0, named: Named | None = None) -> list[BlockState]:
         """Reserve, copy, commit, as a client does."""
         parent = key_of(chain, first - 1) if first else b""
-        got = self.cache.reserve(self.owner, namespace, parent, chain[KEY_BYTES * first :], 10)
+        got = self.cache.reserve(self.owner, namespace, parent, chain[KEY_BYTES * first :], 10, named)
         assert not got.parent_missing
         numbers = [number for number, state in enumerate(got.states) if state is BlockState.FRAME]
         length = namespace.spec.block_bytes

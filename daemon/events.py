@@ -1,0 +1,265 @@
+"""KV events: which blocks are in which tier, for routers that send a request to where its prefix is.
+
+    arrived, left ─► events, in order ─► batch ─► `Publisher`
+
+What is published is vLLM's format (`vllm.distributed.kv_events`): a batch is a msgpack array of a
+time, events and a rank; an event is a map with its class in `type`. Blocks have the names that their
+engine gave them, and a name that several blocks have in a tier (of two epochs, or two models) is
+stored with the first and removed with the last of them.
+
+A block is remembered for as long as it is somewhere, tokens and all: it is stored anew in each tier
+that it comes to. Of blocks that came without names, or are from an earlier life, nothing is said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from tiercache.daemon.publisher import Publisher
+from tiercache.messages import KEY_BYTES, EventRun, unpack_indices
+
+BATCH_BYTES = 64 << 10
+"""A batch with more than this is published at once, smaller ones with the next tick."""
+_EVENT_BYTES = 32
+"""What an event of a block takes besides tokens, about."""
+
+Hash = int | bytes
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """A run of blocks, each after the one before, has come to a tier."""
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Blocks have left a tier."""
+
+    block_hashes: list[Hash]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    """There are no blocks in any tier."""
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None  # the blocks are there for all ranks
+
+
+class _Form(msgspec.Struct, frozen=True, gc=False):
+    """What the blocks of a run have in common."""
+
+    block_size: int
+    group: int | None
+    kind: str | None
+    window: int | None
+    lora_id: int | None
+    lora_name: str | None
+
+
+class Block(msgspec.Struct, gc=False):
+    """A block that may be in events. `copies` counts those in each medium, in `Medium.one`."""
+
+    hash: Hash
+    parent: Hash | None
+    tokens: bytes
+    extra: Any
+    form: _Form
+    copies: int = 0
+
+
+Named = Callable[[int], "Block | None"]
+"""What events say of the block at a place of a store."""
+
+
+def name_blocks(run: EventRun, block_size: int) -> Named:
+    """The blocks of a client's store."""
+    hashes, tokens, extra, size = run.hashes, run.tokens, run.extra_keys, 4 * block_size
+    form = _Form(block_size, run.group, run.kind, run.window, run.lora_id, run.lora_name)
+
+    def block(place: int) -> Block:
+        parent = hashes[place - 1] if place else run.parent
+        return Block(hashes[place], parent, tokens[place * size : (place + 1) * size], extra and extra[place], form)
+
+    return block
+
+
+class Medium:
+    """A tier, as events call it. `named` counts its blocks of each hash, by KV cache group."""
+
+    __slots__ = ("mask", "name", "named", "one")
+
+    def __init__(self, name: str, one: int, mask: int) -> None:
+        self.name = name
+        self.one = one
+        self.mask = mask
+        self.named: defaultdict[int | None, dict[Hash, int]] = defaultdict(dict)
+
+
+class _Stored:
+    """A `BlockStored` that may still grow."""
+
+    __slots__ = ("blocks", "last", "medium")
+
+    def __init__(self, medium: Medium, block: Block) -> None:
+        self.medium = medium
+        self.blocks = [block]
+        self.last = block
+
+    def event(self) -> BlockStored:
+        blocks, form = self.blocks, self.last.form
+        extra = [block.extra for block in blocks]
+        return BlockStored(
+            [block.hash for block in blocks],
+            blocks[0].parent,
+            unpack_indices(b"".join([block.tokens for block in blocks])).tolist(),
+            form.block_size,
+            form.lora_id,
+            self.medium.name,
+            form.lora_name,
+            extra if any(extra) else None,
+            form.group,
+            form.kind,
+            form.window,
+        )
+
+
+class Events:
+    """What is in which tier, as far as it has names, and what of that has not been published yet. Event loop only.
+
+    Whoever listens from the start is told first that there is nothing.
+    """
+
+    def __init__(self, publisher: Publisher) -> None:
+        self.publisher = publisher
+        self.dram = Medium("CPU", 1, 0xFFFF)
+        self.storage = Medium("STORAGE", 1 << 16, 0xFFFF << 16)
+        self.stored_blocks = 0
+        self.removed_blocks = 0
+        self._blocks: defaultdict[int, dict[bytes, Block]] = defaultdict(dict)  # by namespace and key
+        self._pending: list[_Stored | BlockRemoved | AllBlocksCleared] = [AllBlocksCleared()]
+        self._pending_bytes = 0
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def known(self, number: int, keys: bytes) -> list[Block | None]:
+        """What is said of blocks of a namespace, for when they arrive elsewhere: they may have left by then."""
+        blocks = self._blocks[number]
+        return [blocks.get(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+
+    def arrived(self, medium: Medium, number: int, key: bytes, said: Block | None) -> None:
+        """A block of a namespace is in a tier from now on."""
+        blocks = self._blocks[number]
+        block = blocks.get(key)
+        if block is None:
+            if said is None:
+                return
+            block = blocks[key] = said
+            block.copies = 0  # it may have been somewhere before, and left
+        block.copies += medium.one
+        named = medium.named[block.form.group]
+        count = named[block.hash] = named.get(block.hash, 0) + 1
+        if count > 1:
+            return
+        self.stored_blocks += 1
+        last = self._pending[-1] if self._pending else None
+        if (
+            type(last) is _Stored
+            and last.medium is medium
+            and last.last.hash == block.parent
+            and (last.last.form is block.form or last.last.form == block.form)
+        ):
+            last.blocks.append(block)
+            last.last = block
+        else:
+            self._pending.append(_Stored(medium, block))
+        self._grown(len(block.tokens))
+
+    def left(self, medium: Medium, number: int, key: bytes) -> None:
+        """A block is in a tier no more. Nothing happens for one that was not known to be there."""
+        blocks = self._blocks[number]
+        block = blocks.get(key)
+        if block is None or not block.copies & medium.mask:
+            return
+        block.copies -= medium.one
+        if not block.copies:
+            del blocks[key]
+        group = block.form.group
+        named = medium.named[group]
+        named[block.hash] -= 1
+        if named[block.hash]:
+            return
+        del named[block.hash]
+        self.removed_blocks += 1
+        last = self._pending[-1] if self._pending else None
+        if type(last) is BlockRemoved and last.medium == medium.name and last.group_idx == group:
+            last.block_hashes.append(block.hash)
+        else:
+            self._pending.append(BlockRemoved([block.hash], medium.name, group))
+        self._grown(0)
+
+    def cleared(self) -> None:
+        """Everything is forgotten, in all tiers; what is said to have left after this is known no more."""
+        self._blocks.clear()
+        self.dram.named.clear()
+        self.storage.named.clear()
+        self._pending.append(AllBlocksCleared())
+
+    def _grown(self, token_bytes: int) -> None:
+        self._pending_bytes += token_bytes + _EVENT_BYTES
+        if self._pending_bytes >= BATCH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Publish what has happened since the last batch."""
+        if not self._pending:
+            return
+        events = [event.event() if isinstance(event, _Stored) else event for event in self._pending]
+        self._pending, self._pending_bytes = [], 0
+        self.publisher.publish(self._encode(_Batch(time.time(), events)))
+
+    def check_integrity(self) -> list[str]:
+        """Where blocks and their counts by hash disagree. O(blocks)."""
+        findings = []
+        for medium in (self.dram, self.storage):
+            counts: defaultdict[int | None, Counter[Hash]] = defaultdict(Counter)
+            for block in (block for blocks in self._blocks.values() for block in blocks.values()):
+                counts[block.form.group][block.hash] += (block.copies & medium.mask) // medium.one
+            if any(medium.named[group] != +counts[group] for group in counts.keys() | medium.named.keys()):
+                findings.append(f"events do not count the blocks of {medium.name} as they are")
+        return findings
+
+    def tick(self) -> None:
+        """Publish, and serve those who have missed something."""
+        self.flush()
+        self.publisher.tick()
+
+    def close(self) -> None:
+        """The daemon ends, and what it has with it."""
+        self.cleared()
+        self.flush()
+        self.publisher.close()
+
+    def stats(self) -> dict[str, int]:
+        """What `stats` shows of events."""
+        known = sum(len(blocks) for blocks in self._blocks.values())
+        counts = {"stored_blocks": self.stored_blocks, "removed_blocks": self.removed_blocks}
+        return {"known_blocks": known, **counts, **self.publisher.stats()}

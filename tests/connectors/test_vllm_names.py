@@ -1,0 +1,121 @@
+"""How the blocks of a vLLM engine are named, without vLLM: while weights are read, and when files change."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiercache.connectors import vllm_names
+from tiercache.connectors.vllm_names import Names
+from tiercache.errors import ModelRefused
+
+LONG_S = 600.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def names_of(folder: Path, wait_s: float = LONG_S) -> Names:
+    model = SimpleNamespace(
+        model=str(folder), revision=None, dtype="float32", quantization=None,
+        hf_config=SimpleNamespace(to_dict=lambda: {"layers": 4, "_name_or_path": str(folder)}),
+    )  # fmt: skip
+    config = SimpleNamespace(
+        model_config=model, load_config=SimpleNamespace(load_format="auto"), speculative_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )  # fmt: skip
+    return Names(config, "", "", wait_s=wait_s)
+
+
+def adapter(folder: Path, number: int, **options: Any) -> Any:
+    options = {"load_inplace": False, **options}
+    return SimpleNamespace(lora_name="a", lora_int_id=number, lora_path=str(folder), **options)
+
+
+def slow_reads(monkeypatch: pytest.MonkeyPatch, go_on: threading.Event) -> None:
+    """Files are read when `go_on` is set."""
+    read: Callable[..., str] = vllm_names.fingerprint_files
+
+    def read_late(files: list[Path]) -> str:
+        assert go_on.wait(30)
+        return read(files)
+
+    monkeypatch.setattr(vllm_names, "fingerprint_files", read_late)
+
+
+def test_the_first_request_waits_while_the_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, roots = threading.Event(), list[bytes]()
+    slow_reads(monkeypatch, go_on)
+    names = names_of(folder)
+    reader = threading.Thread(target=names.read_model)
+    first = threading.Thread(target=lambda: roots.append(names.root()))
+    reader.start()
+    first.start()
+    first.join(0.05)
+    assert first.is_alive()
+    assert roots == []
+    go_on.set()
+    first.join(30)
+    reader.join(30)
+    assert roots == [names.root()]
+    assert len(roots[0]) == 16
+
+
+def test_no_request_waits_longer_than_it_may(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after that is a miss at once, until the weights have been read."""
+    go_on = threading.Event()
+    slow_reads(monkeypatch, go_on)
+    started_s = time.monotonic()
+    names = names_of(folder, wait_s=0.05)
+    reader = threading.Thread(target=names.read_model)
+    reader.start()
+    assert [names.root(), names.root()] == [b"", b""]
+    assert 0.05 <= time.monotonic() - started_s < 30
+    go_on.set()
+    reader.join(30)
+    assert len(names.root()) == 16
+
+
+def test_an_adapter_is_its_content_when_it_was_loaded(folder: Path, tmp_path: Path) -> None:
+    names = names_of(folder)
+    names.read_model()
+    place = tmp_path / "adapter"
+    place.mkdir()
+    weights = place / "adapter_model.safetensors"
+    weights.write_bytes(b"one")
+    first = names.root(adapter(place, 1))
+    assert len({first, names.root(), b""}) == 3
+    assert names.root(adapter(place, 1)) == names.root(adapter(place, 2)) == first
+    weights.write_bytes(b"two")
+    os.utime(weights, ns=(1, 1))
+    assert names.root(adapter(place, 1)) == b"", "vLLM has the old one, or the new one"
+    second = names.root(adapter(place, 3))
+    assert second not in (b"", first)
+    assert names.root(adapter(place, 1, load_inplace=True)) == second
+    assert names.root(adapter(place, 2)) == b""
+
+
+def test_an_epoch_renames_everything(folder: Path) -> None:
+    names = names_of(folder)
+    names.read_model()
+    roots = {names.root()}
+    for _ in range(3):
+        names.new_epoch()
+        roots.add(names.root())
+    assert len(roots) == 4
+
+
+def test_weights_that_nothing_pins_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match="has no weights that could name it: set model_id"):
+        names_of(tmp_path).read_model()

@@ -1,0 +1,234 @@
+"""Who follows the events knows what is in which tier, whatever happens to blocks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgpack
+import pytest
+from tier_rig import TierRig, key_of, keys_of, play
+
+from tiercache.daemon.events import Events, Named, name_blocks
+from tiercache.daemon.index import Index
+from tiercache.daemon.publisher import Publisher
+from tiercache.daemon.space import Namespace
+from tiercache.messages import KEY_BYTES, EventRun, pack_indices
+
+
+def hash_of(key: bytes) -> int:
+    return int.from_bytes(key[:8], "little")
+
+
+def names_of(chain: bytes, first: int = 0) -> Named:
+    """What a client would send with blocks `first..` of a chain: a token in each, which is its place."""
+    hashes = [hash_of(chain[at : at + KEY_BYTES]) for at in range(0, len(chain), KEY_BYTES)]
+    tokens = pack_indices(list(range(first, len(hashes))))
+    return name_blocks(EventRun(list(hashes[first:]), hashes[first - 1] if first else None, tokens, group=0), 1)
+
+
+class Follower:
+    """Applies batches in order, and objects to what cannot be."""
+
+    def __init__(self) -> None:
+        self.events = Events(Publisher("", "", "", 1 << 20))
+        self.here: dict[str, dict[int, tuple[int | None, int]]] = {"CPU": {}, "STORAGE": {}}  # parent and token
+        self.seen: Counter[str] = Counter()
+        self._read = 0
+
+    def catch_up(self) -> None:
+        self.events.flush()
+        batches = list(self.events.publisher._buffer)
+        for batch in batches[self._read :]:
+            for event in msgpack.unpackb(batch)[1]:
+                self.seen[f"{event['type']} {event.get('medium', '')}".strip()] += 1
+                getattr(self, event["type"])(event)
+        self._read = len(batches)
+
+    def AllBlocksCleared(self, event: dict[str, object]) -> None:
+        for blocks in self.here.values():
+            blocks.clear()
+
+    def BlockStored(self, event: dict[str, object]) -> None:
+        hashes, parent, tokens = event["block_hashes"], event["parent_block_hash"], event["token_ids"]
+        assert isinstance(hashes, list)
+        assert isinstance(tokens, list)
+        blocks = self.here[str(event["medium"])]
+        assert event["block_size"] == 1
+        for name, token in zip(hashes, tokens, strict=True):
+            assert name not in blocks, "stored twice"
+            assert parent is None or parent in blocks, "stored before its parent"
+            blocks[name] = parent, token
+            parent = name
+
+    def BlockRemoved(self, event: dict[str, object]) -> None:
+        assert isinstance(event["block_hashes"], list)
+        for name in event["block_hashes"]:
+            del self.here[str(event["medium"])][name]
+
+
+@contextmanager
+def follower() -> Iterator[Follower]:
+    one = Follower()
+    try:
+        yield one
+    finally:
+        one.events.close()
+
+
+def hashes_in(index: Index) -> set[int]:
+    return {hash_of(key) for table in index.tables.values() for shard in table.shards for key in shard}
+
+
+async def compare(rig: TierRig, follows: Follower) -> None:
+    """At rest the follower's sets are the daemon's."""
+    await rig.settled()
+    await rig.until(lambda: not rig.cache.work())
+    follows.catch_up()
+    assert set(follows.here["CPU"]) == hashes_in(rig.cache.space.index)
+    assert set(follows.here["STORAGE"]) == set().union(*(hashes_in(shelf.index) for shelf in rig.shelves))
+    rig.check()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_follower_has_the_daemons_sets(tmp_path: Path, seed: int) -> None:
+    """More blocks than DRAM holds, and more than the disks hold, of chains that share prefixes."""
+    rng = random.Random(seed)
+
+    def some_chain() -> bytes:
+        root, branch, tail = f"{rng.randrange(4)}", f"{rng.randrange(3)}", f"{rng.randrange(3)}"
+        chain = keys_of(root, 4) + keys_of(root + branch, 3) + keys_of(root + branch + tail, 8)
+        return chain[: KEY_BYTES * rng.randrange(1, 16)] if rng.random() < 0.2 else chain
+
+    async def scenario() -> None:
+        with follower() as follows:
+            rig = TierRig(tmp_path, disks=2, arena_regions=2, nvme_bytes=16 << 20, events=follows.events)
+            await rig.open()
+            namespace = rig.namespace()
+            for _ in range(120):
+                what, chain = rng.random(), some_chain()
+                if what < 0.6:
+                    rig.store(namespace, chain, named=names_of(chain))
+                elif what < 0.85:
+                    await rig.load(namespace, chain)
+                elif what < 0.9:
+                    rig.forget_dram()
+                elif what < 0.97:
+                    await rig.flush(key_of(chain, rng.randrange(len(chain) // KEY_BYTES)))
+                else:
+                    follows.events.cleared()
+                    await rig.flush()
+                if rng.random() < 0.3:
+                    await compare(rig, follows)
+            await compare(rig, follows)
+            kinds = {f"{what} {where}" for what in ("BlockStored", "BlockRemoved") for where in ("CPU", "STORAGE")}
+            assert set(follows.seen) == {"AllBlocksCleared", *kinds}
+            await rig.close()
+
+    play(scenario)
+
+
+def both(rig: TierRig, follows: Follower) -> tuple[list[int], list[int]]:
+    """The tokens of what there is, in DRAM and on NVMe."""
+    follows.catch_up()
+    return tuple(sorted(token for _, token in follows.here[name].values()) for name in ("CPU", "STORAGE"))  # type: ignore[return-value]
+
+
+def test_a_block_is_stored_anew_in_each_tier_that_it_comes_to(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with follower() as follows:
+            rig = await TierRig(tmp_path, events=follows.events).open()
+            namespace, chain = rig.namespace(), keys_of("tiers", 3)
+            rig.store(namespace, chain, named=names_of(chain))
+            assert both(rig, follows) == ([0, 1, 2], [])
+            await rig.settled()
+            assert both(rig, follows) == ([0, 1, 2], [0, 1, 2])
+            rig.forget_dram()
+            assert both(rig, follows) == ([], [0, 1, 2])
+            assert await rig.load(namespace, chain) == 3
+            assert both(rig, follows) == ([0, 1, 2], [0, 1, 2])
+            await rig.flush(key_of(chain, 1))
+            assert both(rig, follows) == ([0], [0])
+            await rig.close()
+
+    play(scenario)
+
+
+def test_of_an_earlier_life_nothing_is_said(tmp_path: Path) -> None:
+    """Tokens are not on the disk. What is stored below such a block has its parent's hash all the same."""
+
+    async def scenario() -> None:
+        chain, first = keys_of("lives", 4), TierRig(tmp_path)
+        await first.open()
+        first.store(first.namespace(), chain[: 2 * KEY_BYTES])
+        await first.settled()
+        await first.close()
+        with follower() as follows:
+            rig = await TierRig(tmp_path, events=follows.events).open()
+            namespace = rig.namespace()
+            assert await rig.load(namespace, chain) == 2
+            follows.catch_up()
+            assert follows.seen == {"AllBlocksCleared": 1}
+            follows.here["CPU"][hash_of(key_of(chain, 1))] = None, 1  # what the follower cannot know
+            follows.here["STORAGE"][hash_of(key_of(chain, 1))] = None, 1
+            rig.store(namespace, chain, 2, named=names_of(chain, 2))
+            await rig.settled()
+            assert both(rig, follows) == ([1, 2, 3], [1, 2, 3])
+            rig.forget_dram()
+            await rig.flush()
+            assert both(rig, follows) == ([1], [1])  # nor is it said that those have left
+            await rig.close()
+
+    play(scenario)
+
+
+def test_a_name_stays_until_its_last_block_has_left(tmp_path: Path) -> None:
+    """After a reset an engine's hashes are the same, and its keys are others."""
+
+    async def scenario() -> None:
+        with follower() as follows:
+            rig = await TierRig(tmp_path, events=follows.events).open()
+            namespaces: list[Namespace] = [rig.namespace(rank=rank) for rank in range(2)]
+            old, new = keys_of("epoch 1", 2), keys_of("epoch 2", 2)
+            for namespace, chain in zip(namespaces, (old, new), strict=True):
+                rig.store(namespace, chain, named=names_of(old))
+            await rig.settled()
+            assert both(rig, follows) == ([0, 1], [0, 1])
+            assert follows.events.stats()["known_blocks"] == 4
+            await rig.flush(key_of(old, 0))
+            assert both(rig, follows) == ([0, 1], [0, 1])
+            await rig.flush(key_of(new, 1))
+            assert both(rig, follows) == ([0], [0])
+            await rig.flush(key_of(new, 0))
+            assert both(rig, follows) == ([], [])
+            assert follows.events.stats()["known_blocks"] == 0
+            await rig.close()
+
+    play(scenario)
+
+
+def test_what_a_client_writes_past_dram_is_in_storage_alone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with follower() as follows:
+            rig = await TierRig(tmp_path, events=follows.events).open()
+            namespace, chain, grants = rig.namespace(), keys_of("past", 4), rig.tier.grants
+            assert grants is not None
+            leases = []
+            # The second run begins with a block that is there.
+            for first, keys in ((0, chain[: 2 * KEY_BYTES]), (1, chain[KEY_BYTES:])):
+                parent, named = chain[(first - 1) * KEY_BYTES : first * KEY_BYTES], names_of(chain, first)
+
+                def granted() -> bool:
+                    leases.append(grants.reserve(rig.owner, namespace, parent, keys, 60.0, named))  # noqa: B023
+                    return bool(leases[-1].extents)
+
+                await rig.until(granted)
+                grants.commit(rig.owner, leases[-1].lease_id, [0] * len(leases[-1].extents))
+            assert leases[-1].present == 1
+            assert both(rig, follows) == ([], [0, 1, 2, 3])
+            await rig.close()
+
+    play(scenario)

@@ -1,0 +1,31 @@
+"""One daemon with an HTTP port for all tests that do not kill it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from http_helpers import url_in
+
+import tiercache
+
+
+@pytest.fixture(scope="session")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiercache.LaunchedDaemon]:
+    log = tmp_path_factory.mktemp("http") / "log"
+    with tiercache.launch("32MiB", region="8MiB", http="127.0.0.1:0", log=log) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="session")
+def url(daemon: tiercache.LaunchedDaemon) -> str:
+    return url_in(Path(daemon.log))
+
+
+@pytest.fixture
+def client(daemon: tiercache.LaunchedDaemon) -> Iterator[tiercache.Client]:
+    """A client of a daemon that has forgotten everything."""
+    with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=5.0) as client:
+        client.flush()
+        yield client

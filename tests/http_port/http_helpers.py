@@ -1,0 +1,96 @@
+"""A daemon's HTTP port as a client sees it, and chains to ask for."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import tiercache
+from tiercache.keys import content_id, salted_root
+from tiercache.messages import ModelCard
+
+BLOCK = 4
+BLOCK_BYTES = 64 << 10
+TIMEOUT_S = 30.0
+SALT = "s3cret"
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S) -> None:
+    """Poll until it is so. Fails at the deadline."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s"
+        time.sleep(0.01)
+
+
+class Answer(NamedTuple):
+    status: int
+    text: str
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        return dict(json.loads(self.text))
+
+    @property
+    def code(self) -> str:
+        """Of a failed request."""
+        return str(self.tree["error"]["code"])
+
+
+def request(url: str, body: bytes | None = None) -> Answer:
+    """GET, or POST with a body."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=TIMEOUT_S) as answer:
+            return Answer(answer.status, answer.read().decode())
+    except urllib.error.HTTPError as error:
+        return Answer(error.code, error.read().decode())
+
+
+def affinity(url: str, **fields: Any) -> Answer:
+    return request(f"{url}/v1/affinity", json.dumps(fields).encode())
+
+
+def url_in(log: Path, number: int = 1) -> str:
+    """Where the `number`-th HTTP process that wrote to this log listens; waits until it does."""
+    found: list[str] = []
+
+    def listens() -> bool:
+        found[:] = re.findall(r"serving (http://\S+) for", log.read_text())
+        return len(found) >= number
+
+    wait_until(listens, "the HTTP process listens")
+    return found[number - 1]
+
+
+def spec(**fields: Any) -> tiercache.NamespaceSpec:
+    form = {"engine": "test/1", "layout": "x", "dtype": "uint8", "block_size": BLOCK, "block_bytes": BLOCK_BYTES}
+    return tiercache.NamespaceSpec(**{**form, **fields})
+
+
+def connect(address: str, namespace: tiercache.NamespaceSpec, blocks: int = 64) -> tiercache.Connector:
+    """A connector with a pool of noise."""
+    noise = np.random.default_rng(1).integers(0, 256, (blocks, BLOCK_BYTES), np.uint8)
+    pool = tiercache.Pool.from_blocks(noise)
+    return tiercache.connect(address, namespace=namespace, pool=pool, required=True, request_timeout_s=5.0)
+
+
+def tokens_of(name: str, blocks: int) -> list[int]:
+    """Those of a prompt that no other test has."""
+    start = sum(map(ord, name)) * 1000
+    return list(range(start, start + blocks * BLOCK))
+
+
+def chain(tokens: list[int], model: str = "weights", salt: str = SALT) -> bytes:
+    return tiercache.KeyChain(salted_root(content_id(model), salt), BLOCK, tokens).packed()
+
+
+def card(*namespaces: tiercache.NamespaceSpec, name: str = "demo", model: str = "weights") -> ModelCard:
+    return ModelCard([name], content_id(model), [one.fingerprint() for one in namespaces], BLOCK)

@@ -1,0 +1,126 @@
+"""The HTTP process and its daemon: who dies, who comes back, and what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_helpers import request, url_in, wait_until
+
+import tiercache
+from tiercache.config import DaemonConfig
+from tiercache.errors import ConfigError, DaemonUnavailable
+
+pytestmark = pytest.mark.faults
+Launch = Callable[..., tiercache.LaunchedDaemon]
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Launch]:
+    with ExitStack() as stack:
+
+        def start(http: str = "127.0.0.1:0") -> tiercache.LaunchedDaemon:
+            return stack.enter_context(tiercache.launch("8MiB", region="2MiB", http=http, log=tmp_path / "log"))
+
+        yield start
+
+
+def stats(daemon: tiercache.LaunchedDaemon) -> dict[str, Any]:
+    with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=5.0) as client:
+        return client.stats()
+
+
+def http_pid(daemon: tiercache.LaunchedDaemon) -> int:
+    """Of the HTTP process that is connected, or 0."""
+    pids = [session["pid"] for session in stats(daemon)["sessions"] if session["name"] == "http"]
+    return int(pids[0]) if pids else 0
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended: it may wait for somebody to take note."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+def test_it_is_started_again_when_it_dies(launched: Launch) -> None:
+    daemon = launched()
+    first = url_in(Path(daemon.log))
+    wait_until(lambda: http_pid(daemon), "it is connected")
+    pid = http_pid(daemon)
+    os.kill(pid, signal.SIGKILL)
+    second = url_in(Path(daemon.log), 2)
+    wait_until(lambda: http_pid(daemon) not in (0, pid), "another one is connected")
+    wait_until(lambda: request(f"{second}/readyz").status == 200, "it is ready")
+    assert first != second
+    assert "the HTTP process ended with status -9: it is started again in 1 s" in Path(daemon.log).read_text()
+
+
+@pytest.mark.parametrize("hung", [False, True], ids=["running", "hung"])
+def test_a_killed_daemon_leaves_nothing(launched: Launch, hung: bool) -> None:
+    daemon = launched()
+    url_in(Path(daemon.log))
+    wait_until(lambda: http_pid(daemon), "it is connected")
+    pid = http_pid(daemon)
+    if hung:
+        os.kill(pid, signal.SIGSTOP)
+    os.kill(daemon.pid, signal.SIGKILL)
+    wait_until(lambda: is_gone(pid), "the HTTP process has ended")
+
+
+def test_a_stopped_daemon_ends_it_first(launched: Launch) -> None:
+    daemon = launched()
+    url_in(Path(daemon.log))
+    wait_until(lambda: http_pid(daemon), "it is connected")
+    pid = http_pid(daemon)
+    daemon.close()
+    assert (daemon.poll(), is_gone(pid)) == (0, True)
+    assert "going on without it" not in Path(daemon.log).read_text()  # it never saw the daemon go
+
+
+def test_a_daemon_that_hangs_is_unhealthy(launched: Launch) -> None:
+    daemon = launched()
+    url = url_in(Path(daemon.log))
+    wait_until(lambda: request(f"{url}/healthz").status == 200, "it is healthy")
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        answers = [request(f"{url}/{path}") for path in ("healthz", "readyz", "v1/stats")]
+        assert [one.status for one in answers] == [503, 503, 503]
+        assert answers[0].code == "daemon_unavailable"
+        assert "tiercache_up 0.0" in request(f"{url}/metrics").text
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    wait_until(lambda: request(f"{url}/readyz").status == 200, "it is ready again")
+
+
+def test_a_port_that_is_taken_costs_no_cache(launched: Launch) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        daemon = launched(f"127.0.0.1:{port}")
+        wait_until(lambda: stats(daemon)["health"]["reasons"], "the daemon says what is wrong")
+        assert stats(daemon)["health"]["reasons"] == [
+            "no HTTP at the moment: its process ended with status 2, and the log says why"
+        ]
+        assert f"127.0.0.1:{port} cannot be listened on: Address already in use" in Path(daemon.log).read_text()
+    wait_until(lambda: http_pid(daemon), "it is tried again")
+    assert url_in(Path(daemon.log)) == f"http://127.0.0.1:{port}"
+    wait_until(lambda: stats(daemon)["health"]["state"] == "ok", "all is well")
+
+
+def test_other_hosts_are_let_in_only_if_that_is_said(launched: Launch) -> None:
+    with pytest.raises(DaemonUnavailable, match=r"http = 0\.0\.0\.0:0: other hosts could read the statistics there"):
+        launched("0.0.0.0:0")
+    with pytest.raises(ConfigError, match="allow it with --http-allow-remote yes"):
+        DaemonConfig(http="192.0.2.1:80")
+    with pytest.raises(ConfigError, match=r"write for example 127\.0\.0\.1:8181"):
+        DaemonConfig(http="localhost")
+    for address in ("127.0.0.2:1", "[::1]:1", "localhost:1"):
+        assert DaemonConfig(http=address).http == address
+    assert DaemonConfig(http="192.0.2.1:80", http_allow_remote="yes").http

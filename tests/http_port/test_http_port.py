@@ -1,0 +1,220 @@
+"""The routes over a real port, and what comes that is no good request."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from http_helpers import TIMEOUT_S, affinity, connect, request, spec, tokens_of, url_in, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+
+import tiercache
+from tiercache.http.__main__ import main
+from tiercache.http.limits import MAX_CONNECTIONS
+from tiercache.http.probe import FULL, Probe
+
+HEAD = b"POST /v1/affinity HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.fixture(scope="module")
+def hasty(daemon: tiercache.LaunchedDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A port of its own where a request may take no time at all."""
+    log = tmp_path_factory.mktemp("hasty") / "log"
+    command = [sys.executable, "-m", "tiercache.cli.main", "http", daemon.address, "--listen", "127.0.0.1:0"]
+    with log.open("wb") as file:
+        process = subprocess.Popen([*command, "--request-timeout", "100ms"], stderr=file)
+    yield url_in(log)
+    process.terminate()
+    assert process.wait(TIMEOUT_S) == 0, log.read_text()
+
+
+@pytest.fixture
+def connected() -> Iterator[Callable[[str], socket.socket]]:
+    with ExitStack() as stack:
+
+        def make(url: str) -> socket.socket:
+            where = urlsplit(url)
+            assert where.port is not None
+            return stack.enter_context(closing(socket.create_connection((where.hostname, where.port), TIMEOUT_S)))
+
+        yield make
+
+
+def read_all(sock: socket.socket) -> tuple[int, dict[str, Any]]:
+    """Status and body of an answer, after which the connection is closed. 0 where it is cut without one."""
+    data = b""
+    try:
+        while part := sock.recv(65536):
+            data += part
+    except ConnectionResetError:
+        pass  # what was on its way to it is not read any more
+    head, _, body = data.partition(b"\r\n\r\n")
+    return (int(head.split()[1]), json.loads(body)) if head else (0, {})
+
+
+def test_health(url: str) -> None:
+    assert request(f"{url}/healthz").tree["status"] == "ok"
+    assert request(f"{url}/v1/stats").tree["daemon"]["version"]
+
+
+def test_ready_means_a_block_stored_and_loaded(url: str, client: tiercache.Client) -> None:
+    with connect(client.address, spec()) as connector:  # its frames are those that a probe uses
+        connector.store(bytes(range(16)), [0])
+        before = client.stats()
+        wait_until(lambda: request(f"{url}/readyz").tree == {"status": "ready"}, "it is ready")
+        wait_until(lambda: Probe(client).ask() == ("", ""), "again, without HTTP")
+        after = client.stats()
+    assert after["counters"]["stored_blocks"] > before["counters"]["stored_blocks"]
+    assert after["counters"]["loads_good"] > before["counters"]["loads_good"]
+    assert after["tiers"]["dram"]["blocks"] == before["tiers"]["dram"]["blocks"] == 1
+    assert [one["blocks"] for one in after["namespaces"] if one["engine"] == "tiercache/probe"] == [0]
+    classes = before["arena"]["classes"]
+    wait_until(lambda: client.stats()["arena"]["classes"] == classes, "its frames are free again")
+
+
+def test_a_full_cache_is_ready() -> None:
+    with tiercache.launch("2MiB", region="2MiB") as daemon, connect(daemon.address, spec()) as connector:
+        keys = tiercache.KeyChain(bytes(16), 4, tokens_of("full", 32)).packed()
+        assert connector.store(keys, range(32)).stored == 32
+        match = connector.match(keys)
+        assert match.blocks == 32  # all that there is, and it cannot go
+        assert Probe(connector.client).ask() == ("", FULL)
+        connector.release(match)
+
+
+def test_metrics_are_what_stats_say(url: str, client: tiercache.Client) -> None:
+    with connect(client.address, spec()) as connector:
+        connector.store(bytes(range(16)), [0])
+        answer = request(f"{url}/metrics")
+        tree = client.stats()
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    assert all(family.documentation for family in families.values())
+    samples = [sample for family in families.values() for sample in family.samples]
+    values = {(sample.name, *sorted(sample.labels.values())): sample.value for sample in samples}
+    assert values["tiercache_up",] == 1
+    assert values["tiercache_tier_blocks", "dram"] == 1
+    assert values["tiercache_arena_bytes",] == tree["arena"]["bytes"]
+    assert values["tiercache_stored_blocks_total",] == tree["counters"]["stored_blocks"]
+    assert values["tiercache_request_seconds_count", "Reserve"] == tree["latency"]["Reserve"]["count"]
+    assert 0 < values["tiercache_request_seconds", "0.99", "Reserve"] < 10
+    space = ("tiercache_namespace_blocks", *sorted([spec().fingerprint(), "test/1", "tp 0/1 pp 0/1"]))
+    assert values[space] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "missing required field `model`"),
+        ({"model": "m", "tokens": [1]}, "salt is missing"),
+        ({"model": "m", "tokens": [1], "salt": None}, "Expected `str`, got `null` - at `$.salt`"),
+        ({"model": "m", "tokens": [-1], "salt": ""}, "$.tokens[0]"),
+        ({"model": "m", "tokens": [1 << 32], "salt": ""}, "$.tokens[0]"),
+        ({"model": "m", "tokens": "text", "salt": ""}, "Expected `array`"),
+        ({"model": "m", "tokens": [1], "salt": "", "prompt": "x"}, "unknown field `prompt`"),
+    ],
+)  # fmt: skip
+def test_a_wrong_query_is_told_what_is_wrong(url: str, fields: dict[str, Any], words: str) -> None:
+    answer = affinity(url, **fields)
+    assert (answer.status, answer.code) == (400, "bad_query")
+    assert words in answer.tree["error"]["message"]
+
+
+def test_other_wrong_requests(url: str) -> None:
+    assert request(f"{url}/v1/affinity", b"[1").code == "bad_query"
+    assert request(f"{url}/v1/affinity", b"[" * 100_000).code == "bad_query"
+    assert request(f"{url}/v1/affinity", b"\xff\x00").status == 400
+    assert request(f"{url}/v1/affinity").status == 405
+    assert request(f"{url}/healthz", b"{}").status == 405
+    assert (request(f"{url}/etc/passwd").status, request(f"{url}/../x").code) == (404, "bad_request")
+    unknown = affinity(url, model="nobody's", tokens=[1], salt="")
+    assert (unknown.status, unknown.code) == (404, "unknown_model")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\xfc",
+        b"HELO\r\n\r\n",
+        b"GET / HTTP/9\r\n\r\n",
+        b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n",
+        HEAD + b"Content-Length: -1\r\n\r\n",
+        HEAD + b"Content-Length: x\r\n\r\n",
+    ],
+    ids=["tls", "smtp", "version", "long", "negative", "length"],
+)
+def test_garbage_is_answered_and_closed(url: str, connected: Callable[[str], socket.socket], garbage: bytes) -> None:
+    sock = connected(url)
+    sock.sendall(garbage)
+    sock.shutdown(socket.SHUT_WR)
+    status, body = read_all(sock)
+    assert (status, body["error"]["code"]) == (400, "bad_request")
+    assert request(f"{url}/healthz").status == 200
+
+
+def test_a_body_that_is_too_large(url: str, connected: Callable[[str], socket.socket]) -> None:
+    sock = connected(url)
+    sock.sendall(HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
+    chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    try:
+        for _ in range(33):  # 64 KiB more than is allowed
+            sock.sendall(chunk)
+    except (BrokenPipeError, ConnectionResetError):
+        return  # it is not read to its end
+    status, body = read_all(sock)
+    assert (status, body["error"]["code"]) == (413, "too_large")
+
+
+def test_who_is_slow_is_cut(hasty: str, connected: Callable[[str], socket.socket]) -> None:
+    """All at once, so that they wait together."""
+    silent, head, body = connected(hasty), connected(hasty), connected(hasty)
+    head.sendall(HEAD)
+    body.sendall(HEAD + b"Content-Length: 10\r\n\r\n{")
+    assert body.recv(65536).startswith(b"HTTP/1.1 408")
+    assert (read_all(silent), read_all(head)) == ((0, {}), (0, {}))
+    assert request(f"{hasty}/healthz").status == 200
+
+
+def test_too_many_connections(hasty: str, connected: Callable[[str], socket.socket]) -> None:
+    opened = [connected(hasty) for _ in range(MAX_CONNECTIONS)]
+    status, body = read_all(connected(hasty))
+    assert (status, body["error"]["code"]) == (503, "busy")
+    for sock in opened:
+        sock.close()
+    wait_until(lambda: request(f"{hasty}/healthz").status == 200, "there is room again")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--listen", "0.0.0.0:8181"], "listen = 0.0.0.0:8181: other hosts could read the statistics there"),
+        (["--listen", "8181"], "is no host and port: write for example 127.0.0.1:8181"),
+        (["--listen", "127.0.0.1:99999"], "is no host and port"),
+        (["--listen", "::1"], "is no host and port"),
+        (["--listen", "198.51.100.1:8181", "--allow-remote"], "198.51.100.1:8181 cannot be listened on"),
+        (["--request-timeout", "0s"], "must be more than 0"),
+        (["--request-timeout", "soon"], "request_timeout: 'soon' is not understood"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["/nowhere", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert words in told
+
+
+def test_without_its_packages_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "tiercache.http.server", raising=False)
+    assert main([]) == 2
+    assert capsys.readouterr().err == "tiercache http: needs uvicorn: pip install 'tiercache[http]'\n"

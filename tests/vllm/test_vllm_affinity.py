@@ -1,0 +1,61 @@
+"""The affinity query names blocks as vLLM does, and says what vLLM then finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.request import Request
+from vllm_engines import Engine, prompt, wait_until
+
+import tiercache
+from tiercache.connectors.vllm_hashes import ENCODINGS, block_hashes, hash_seed
+from tiercache.http.affinity import Affinity, Query
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+TOKENS = [0, 1, 23, 24, 255, 256, 65_535, 65_536, 151_935, 2**31 - 1, *range(90)]
+
+
+@pytest.mark.parametrize("seed", [None, "7"])
+@pytest.mark.parametrize("algorithm", sorted(ENCODINGS))
+@pytest.mark.parametrize(
+    "more", [{}, {"cache_salt": "tenant"}, {"lora_request": LoRARequest("sql", 1, "/adapters/sql")}], ids=str
+)
+def test_hashes_are_those_of_vllm(
+    algorithm: str, seed: str | None, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    for name in ("NONE_HASH", "_NONE_HASH_SEED"):
+        monkeypatch.setattr(kv_cache_utils, name, None, raising=False)
+    hash_function = get_hash_fn_by_name(algorithm)
+    kv_cache_utils.init_none_hash(hash_function)
+    assert hash_seed(algorithm) == kv_cache_utils.NONE_HASH
+    hasher = kv_cache_utils.get_request_block_hasher(16, hash_function)
+    request = Request("r", TOKENS, SamplingParams(), None, block_hasher=hasher, **more)
+    lora = more.get("lora_request")
+    adapter = (lora.lora_name, lora.lora_path) if lora else None
+    salt = str(more.get("cache_salt", ""))
+    assert len(request.block_hashes) == 6
+    assert block_hashes(algorithm, hash_seed(algorithm), TOKENS, 16, adapter, salt) == request.block_hashes
+
+
+def test_what_it_says_is_what_vllm_loads(engine: Engine, daemon: tiercache.LaunchedDaemon, model: str) -> None:
+    long = prompt(1000, "affinity")
+    with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=5.0) as client:
+        affinity = Affinity(client)
+
+        def matched(tokens: list[int], **fields: str) -> int:
+            query = Query(**{"model": model, "tokens": tokens, "salt": "", **fields})  # type: ignore[arg-type]
+            return int(affinity.ask(query)["matched"])
+
+        engine.generate([long], 1)
+        wait_until(lambda: matched(long) == 992)
+        other = long[:500] + prompt(100, "affinity 2")
+        assert (matched(other), matched(long, salt="x"), matched(long, cache_salt="x")) == (480, 0, 0)
+        assert engine.regenerate([other], 1)[1] == [480]

@@ -1,0 +1,88 @@
+"""Engines of several ranks, each with its shard, and MLA, whose blocks all ranks have in whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm_engines import BLOCK, Engine, prompt, save_model, wait_until
+
+import tiercache
+from tiercache.connectors import vllm_pool
+from tiercache.connectors.vllm_compat import kv_cache_interface
+from tiercache.layout import NamespaceSpec
+from tiercache.messages import Flush
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+Start = Callable[..., Engine]
+PROMPTS = [prompt(600, "ranks"), prompt(600, "ranks")[:330] + prompt(200, "other"), prompt(70, "short")]
+STORED = (600 + 15) // BLOCK + (530 + 15) // BLOCK - 330 // BLOCK + (70 + 15) // BLOCK
+
+
+def blocks_by_rank(daemon: tiercache.LaunchedDaemon) -> dict[str, int]:
+    with tiercache.Client.connect(daemon.address) as client:
+        return {str(space["rank"]): int(space["blocks"]) for space in client.stats()["namespaces"]}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ({"tensor_parallel_size": 2}, {"tp 0/2 pp 0/1", "tp 1/2 pp 0/1"}),
+        ({"pipeline_parallel_size": 2}, {"tp 0/1 pp 0/2", "tp 0/1 pp 1/2"}),
+    ],
+)
+def test_each_rank_stores_its_shard(start: Start, plain: Engine, sizes: dict[str, int], ranks: set[str]) -> None:
+    expected = plain.generate(PROMPTS, 16)[0]
+    with tiercache.launch("64MiB", region="16MiB") as own:
+        engine = start(own.address, **sizes)
+        assert engine.generate(PROMPTS[:1], 16) == (expected[:1], [0])
+        assert engine.generate(PROMPTS, 16)[0] == expected
+        wait_until(lambda: blocks_by_rank(own) == dict.fromkeys(ranks, STORED))
+        assert engine.regenerate(PROMPTS, 16) == (expected, [576, 512, 64])
+        assert engine.ask("check")["idle"]
+
+        # What one rank has lost, no rank has.
+        with tiercache.Client.connect(own.address) as client:
+            last = client.stats()["namespaces"][-1]["id"]
+            client.call(Flush, tier="all", namespaces=[last], key=b"")
+        assert engine.regenerate(PROMPTS[:1], 16) == (expected[:1], [0])
+        wait_until(lambda: engine.regenerate(PROMPTS[:1], 16) == (expected[:1], [576]))
+        wait_until(lambda: engine.generate([[5, 6, 7]]) and engine.ask("check")["jobs"] == 0)  # all ranks have reported
+        assert engine.ask("check")["idle"]
+        engine.close()
+
+
+def test_mla_is_stored_once_for_all_ranks() -> None:
+    """All tensor-parallel ranks hold all of it, so they share a namespace; pipeline stages hold different layers."""
+    mla = kv_cache_interface.MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    group = SimpleNamespace(kv_cache_spec=mla, layer_names=["a", "b"])
+
+    def spec_of(rank: int, use_mla: bool = True) -> NamespaceSpec:
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=2, pipeline_parallel_size=2),
+            cache_config=SimpleNamespace(kv_cache_layout="LBNHC", cache_dtype="auto"),
+            device_config=SimpleNamespace(device_type="cuda"), model_config=SimpleNamespace(use_mla=use_mla),
+        )  # fmt: skip
+        assert vllm_pool.replicated(config, group) is use_mla
+        return vllm_pool._namespace(config, 0, group, 16, 4096, ["form"])
+
+    names = [spec_of(rank).fingerprint() for rank in range(4)]
+    assert names[0] == names[1] != names[2] == names[3]
+    assert len({spec_of(rank, use_mla=False).fingerprint() for rank in range(4)}) == 4
+
+
+def test_where_vllm_cannot_compute_on_top_of_a_prefix_there_is_no_cache(start: Start, tmp_path: Path) -> None:
+    """As with MLA on a CPU without AMX: with half of a prompt loaded, the other half would come out wrong."""
+    heads = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+    experts = {"n_routed_experts": 4, "first_k_dense_replace": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+    more = {"num_key_value_heads": 4, "head_dim": 64, "n_group": 1, "topk_group": 1}
+    model = save_model(tmp_path / "mla", "DeepseekV2Config", **heads, **experts, **more)
+    engine = start("/nowhere", model=model, block_size=16, enable_prefix_caching=False)
+    expected = engine.generate(PROMPTS[:1], 16)
+    assert engine.generate(PROMPTS[:1], 16) == (expected[0], [0])
+    said = [line for line in engine.log.read_text().splitlines() if "vLLM is served without the cache" in line]
+    assert len(said) == 1
+    assert "prefix caching is off" in said[0]

@@ -1,0 +1,125 @@
+"""`tiercache affinity`: how many tokens of a prompt are stored, and where."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tiercache.cli.control import connected
+from tiercache.cli.main import EXIT_OK, EXIT_UNWELL
+from tiercache.cli.report import Section, print_json, print_sections
+from tiercache.errors import ConfigError, DaemonUnavailable, RequestRefused
+
+TIMEOUT_S = 10.0
+
+
+def ask(
+    target: str | None, *, model: str, text: str | None, tokens: str | None, salt: str | None, lora: str,
+    cache_salt: str, as_json: bool,
+) -> int:  # fmt: skip
+    """Ask the daemon of a run directory, or an HTTP port, and print the answer. Exit status 1: nothing is stored."""
+    if (text is None) == (tokens is None):
+        raise ConfigError("give either --text or --tokens")
+    if salt is None:
+        raise ConfigError("--salt is missing: give that of the tenant, or --salt '' where the engines have none")
+    ids = _read_tokens(tokens) if tokens is not None else _tokenise(model, text or "")
+    fields: dict[str, Any] = {"model": model, "tokens": ids, "salt": salt, "lora": lora, "cache_salt": cache_salt}
+    if Path(model).is_dir():
+        fields["model"] = Path(model).resolve().name
+    remote = target is not None and target.startswith(("http://", "https://"))
+    answer = _ask_url(str(target), fields) if remote else _ask_daemon(target, fields)
+    if as_json:
+        print_json(answer)
+    else:
+        print_sections(_sections(answer))
+    return EXIT_OK if answer["matched"] else EXIT_UNWELL
+
+
+def _read_tokens(path: str) -> list[int]:
+    """Token ids of a file (`-`: stdin): a JSON array, or numbers with spaces or commas between them."""
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text()
+        return [int(part) for part in text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()]
+    except OSError as error:
+        raise ConfigError(f"--tokens {path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"--tokens {path} is no list of token ids: write them as [1, 2, 3]") from None
+
+
+def _tokenise(model: str, text: str) -> list[int]:
+    """As engines do it, with the tokens that the model wants at the beginning of a text."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        text = f"--text needs {error.name}: pip install 'tiercache[engine]', or give --tokens"
+        raise ConfigError(text) from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except Exception as error:
+        # A missing or damaged tokenizer raises whatever its own code happens to stumble over.
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"--model {model}: transformers finds no tokenizer there ({line}): give --tokens") from error
+    return [int(token) for token in tokenizer(text)["input_ids"]]
+
+
+def _ask_daemon(address: str | None, fields: dict[str, Any]) -> dict[str, Any]:
+    import msgspec
+
+    from tiercache.http.affinity import Affinity, Query
+
+    try:
+        query = msgspec.convert(fields, Query)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from None
+    with connected(address) as client:
+        return Affinity(client).ask(query)
+
+
+def _ask_url(url: str, fields: dict[str, Any]) -> dict[str, Any]:
+    where = url.rstrip("/").removesuffix("/v1/affinity") + "/v1/affinity"
+    request = urllib.request.Request(where, json.dumps(fields).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+            answer: dict[str, Any] = json.loads(reply.read())
+            return answer
+    except urllib.error.HTTPError as error:
+        raise _refusal(error) from None
+    except (OSError, ValueError) as error:
+        raise DaemonUnavailable(f"{where} does not answer: {error}") from None
+
+
+def _refusal(error: urllib.error.HTTPError) -> RequestRefused:
+    try:
+        said = json.loads(error.read())["error"]
+        return RequestRefused(str(said["code"]), str(said["message"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return RequestRefused(f"http {error.code}", str(error.reason))
+
+
+def _sections(answer: dict[str, Any]) -> list[Section]:
+    tiers = answer["matched_tokens"]
+    total = answer["tokens"]
+    share = f" ({answer['matched'] / total:.1%})" if total else ""
+    summary = Section(
+        "affinity",
+        ("", "tokens"),
+        [
+            ("prompt", f"{total:,}"),
+            ("stored", f"{answer['matched']:,}{share}"),
+            *((tier.upper() if tier == "dram" else "NVMe", f"{count:,}") for tier, count in tiers.items()),
+        ],
+    )
+    rows: list[tuple[str, ...]] = [
+        (
+            chain["names"][0] if chain["names"] else "", chain["adapter"] or "-", chain["hashing"],
+            f"{chain['block_size']}", space["fingerprint"][:8], f"{space['dram']:,}", f"{space['nvme']:,}",
+        )
+        for chain in answer["chains"]
+        for space in chain["namespaces"]
+    ]  # fmt: skip
+    columns = ("model", "adapter", "hashing", "block", "namespace", "DRAM", "NVMe")
+    return [summary, Section("by namespace", columns, rows)]

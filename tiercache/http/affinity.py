@@ -1,0 +1,150 @@
+"""How much of a prompt is stored, for load balancers that ask: keys from tokens, then a look that leaves no trace.
+
+Which models there are, and how their blocks are named, the engines have told the daemon (`ModelCard`);
+the tenant's salt comes with each query, since without it no key can be made.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from tiercache.client import Client
+from tiercache.connectors.vllm_cards import HASHING
+from tiercache.connectors.vllm_hashes import ENCODINGS, block_hashes
+from tiercache.connectors.vllm_names import keys_of
+from tiercache.errors import TierCacheError
+from tiercache.keys import KeyChain, salted_root
+from tiercache.messages import CHAIN_HASHING, KEY_BYTES, MAX_KEYS, ModelCard, ModelList, Models, Peek, Peeked
+from tiercache.session import Session
+
+LIST_S = 1.0
+"""How long the list of models is used before it is asked for again."""
+NEW_LIST_S = 0.1
+"""The same where it has not what was asked for."""
+
+Token = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
+
+
+class UnknownModel(TierCacheError):
+    """No engine that is connected to the daemon has announced this model."""
+
+
+class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is asked.
+
+    Attributes:
+        model: as an engine calls it (a served name, a folder), or the content of an earlier answer.
+        tokens: the prompt.
+        salt: the tenant's, empty where engines have none.
+        lora: name of an adapter.
+        cache_salt: that of a request to vLLM.
+    """
+
+    model: str
+    tokens: list[Token]
+    salt: str
+    lora: str = ""
+    cache_salt: str = ""
+
+
+class _List(NamedTuple):
+    session: Session
+    asked_s: float
+    models: list[ModelCard]
+    numbers: Mapping[str, int]
+
+
+class Affinity:
+    """Answers queries. Thread-safe."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._list: _List | None = None
+
+    def ask(self, query: Query) -> dict[str, Any]:
+        """The answer as a tree: tokens matched by tier, in all, and of each model of that name.
+
+        One round trip to the daemon for each model, and one a second for their list. Raises UnknownModel,
+        DaemonUnavailable, RequestRefused.
+        """
+        listed = self._listed(LIST_S)
+        cards = [card for card in listed.models if _is_meant(card, query)]
+        if not cards:
+            listed = self._listed(NEW_LIST_S)
+            cards = [card for card in listed.models if _is_meant(card, query)]
+        if not cards:
+            names = sorted({name for card in listed.models for name in card.names})
+            known = f"there are {', '.join(names[:8])}" if names else "none has announced one"
+            raise UnknownModel(f"{query.model}: no engine here has announced this model ({known})")
+        chains = [_chain(listed, card, query) for card in cards]
+        best = max(chains, key=lambda chain: int(chain["matched"]))
+        return {
+            "model": query.model, "tokens": len(query.tokens), "matched": best["matched"],
+            "matched_tokens": best["matched_tokens"], "chains": chains,
+        }  # fmt: skip
+
+    def _listed(self, at_most_s: float) -> _List:
+        """The models, as they were so long ago at most. Numbers of namespaces are good in one session only."""
+        session, now_s = self._client.session(), time.monotonic()
+        with self._lock:
+            listed = self._list
+            if listed is None or listed.session is not session or now_s - listed.asked_s > at_most_s:
+                reply = session.call(Models, ModelList)
+                listed = self._list = _List(session, now_s, reply.models, reply.namespaces)
+        return listed
+
+
+def _is_meant(card: ModelCard, query: Query) -> bool:
+    """Whether the model is called so. An adapter is asked for with `lora`, or as a model, as engines have it."""
+    if query.model == card.content.hex() or (card.adapter and query.model == card.adapter and not query.lora):
+        return True
+    return query.model in card.names and query.lora == card.adapter
+
+
+def _chain(listed: _List, card: ModelCard, query: Query) -> dict[str, Any]:
+    """What is stored of the prompt under the names of one model."""
+    keys = keys_of_card(card, query)
+    numbers = [listed.numbers[name] for name in card.namespaces if name in listed.numbers]
+    found = Peeked(0, 0, 0, 0, [(0, 0)] * len(card.namespaces))
+    if keys and len(numbers) == len(card.namespaces):
+        found = listed.session.call(Peek, Peeked, namespaces=numbers, keys=keys)
+    size = card.block_size
+    return {
+        "content": card.content.hex(),
+        "names": card.names,
+        "adapter": card.adapter,
+        "hashing": card.hashing,
+        "block_size": size,
+        "blocks": len(keys) // KEY_BYTES,
+        "matched": (found.dram_blocks + found.below_blocks) * size,
+        "matched_tokens": _tokens(found.dram_blocks, found.below_blocks, size),
+        "namespaces": [
+            {"fingerprint": name, **_tokens(dram, below, size)}
+            for name, (dram, below) in zip(card.namespaces, found.each, strict=True)
+        ],
+    }
+
+
+def _tokens(dram_blocks: int, below_blocks: int, block_size: int) -> dict[str, int]:
+    return {"dram": dram_blocks * block_size, "nvme": below_blocks * block_size}
+
+
+def keys_of_card(card: ModelCard, query: Query) -> bytes:
+    """The keys that an engine of this card gives to the full blocks of the prompt; none if its hashes are not known."""
+    root = salted_root(card.content, query.salt)
+    tokens = query.tokens[: MAX_KEYS * card.block_size]
+    if card.hashing == CHAIN_HASHING:
+        return KeyChain(root, card.block_size, tokens).packed()
+    algorithm = card.hashing.removeprefix(HASHING)
+    if algorithm not in ENCODINGS:
+        return b""  # of an engine that is newer than this
+    adapter = (card.adapter, card.adapter_path) if card.adapter else None
+    hashes = block_hashes(algorithm, card.hash_seed, tokens, card.hash_size, adapter, query.cache_salt)
+    per_block = card.block_size // card.hash_size
+    return keys_of(root, hashes, per_block, 0, len(hashes) // per_block)

@@ -1,0 +1,172 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tiercache.client import Client
+from tiercache.errors import DaemonUnavailable, TierCacheError
+from tiercache.http.affinity import Affinity, Query, UnknownModel
+from tiercache.http.limits import error_body
+from tiercache.http.metrics import metrics_text
+from tiercache.http.probe import Probe
+
+MAX_BODY_BYTES = 2 << 20
+"""A prompt of about 300 000 tokens."""
+MAX_QUERIES = 32
+"""Affinity queries at once, those included whose bodies are still coming."""
+THREADS = 8
+_JSON = "application/json"
+HUNG_UP = 499
+"""Status of an answer that nobody reads; nginx's word for it."""
+
+T = TypeVar("T")
+logger = logging.getLogger("tiercache.http")
+_decode_query = msgspec.json.Decoder(Query).decode
+
+
+class HttpError(Exception):
+    """A request that fails."""
+
+    def __init__(self, status: int, code: str, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.code = code
+
+    def response(self) -> Response:
+        headers = {"Retry-After": "1"} if self.status == 503 else {}
+        return Response(error_body(self.code, str(self)), self.status, headers, _JSON)
+
+
+class Routes:
+    """The endpoints. All that waits for the daemon is done by a few threads, with the deadlines of the client."""
+
+    def __init__(self, client: Client, request_s: float) -> None:
+        self._client = client
+        self._affinity = Affinity(client)
+        self._probe = Probe(client)
+        self._request_s = request_s
+        self._queries = 0
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="http")
+
+    async def _ask(self, question: Callable[[], T]) -> T:
+        """The daemon's answer; HttpError where there is none."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, question)
+        except UnknownModel as error:
+            raise HttpError(404, "unknown_model", str(error)) from None
+        except DaemonUnavailable as error:
+            raise HttpError(503, "daemon_unavailable", str(error)) from None
+        except TierCacheError as error:
+            raise HttpError(502, "daemon_refused", str(error)) from None
+
+    async def healthz(self, request: Request) -> Response:
+        round_trip_s = await self._ask(self._client.ping)
+        return _json({"status": "ok", "ping_us": round(round_trip_s * 1e6, 1)})
+
+    async def readyz(self, request: Request) -> Response:
+        problem, remark = await self._ask(self._probe.ask)
+        if problem:
+            raise HttpError(503, "not_ready", problem)
+        return _json({"status": "ready", **({"remark": remark} if remark else {})})
+
+    async def stats(self, request: Request) -> Response:
+        return _json(await self._ask(self._client.stats))
+
+    async def metrics(self, request: Request) -> Response:
+        try:
+            tree = await self._ask(self._client.stats)
+        except HttpError:
+            tree = {}
+        return Response(metrics_text(tree), media_type=CONTENT_TYPE_LATEST)
+
+    async def affinity(self, request: Request) -> Response:
+        if self._queries >= MAX_QUERIES:
+            raise HttpError(503, "busy", f"{MAX_QUERIES} queries are being answered: try again")
+        self._queries += 1
+        try:
+            query = _parse(await self._read_body(request))
+            return _json(await self._ask(lambda: self._affinity.ask(query)))
+        finally:
+            self._queries -= 1
+
+    async def _read_body(self, request: Request) -> bytes:
+        async def read() -> bytes:
+            body = bytearray()
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise HttpError(413, "too_large", f"the body has more than {MAX_BODY_BYTES} bytes")
+            return bytes(body)
+
+        try:
+            return await asyncio.wait_for(read(), self._request_s)
+        except asyncio.TimeoutError:
+            raise HttpError(408, "too_slow", f"the body did not come within {self._request_s:g} s") from None
+
+
+def _json(tree: Mapping[str, Any]) -> Response:
+    return Response(msgspec.json.encode(tree), media_type=_JSON)
+
+
+def _parse(body: bytes) -> Query:
+    try:
+        return _decode_query(body)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        if "required field `salt`" in text:
+            text = 'salt is missing: give that of the tenant, or "" where the engines have none'
+        raise HttpError(400, "bad_query", text) from None
+    except (ValueError, RecursionError) as error:
+        raise HttpError(400, "bad_query", f"the body is not JSON: {error}") from None
+
+
+def build_app(client: Client, request_s: float) -> Starlette:
+    """The ASGI application. `request_s`: how long a body may take to come."""
+    routes = Routes(client, request_s)
+    return Starlette(
+        routes=[
+            Route("/healthz", routes.healthz),
+            Route("/readyz", routes.readyz),
+            Route("/metrics", routes.metrics),
+            Route("/v1/stats", routes.stats),
+            Route("/v1/affinity", routes.affinity, methods=["POST"]),
+        ],
+        exception_handlers={
+            HttpError: _on_error, HTTPException: _on_http_error, ClientDisconnect: _on_hang_up, Exception: _on_defect,
+        },
+    )  # fmt: skip
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HttpError)
+    return error.response()
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = {404: f"there is no {request.url.path} here", 405: f"{request.method} is not for {request.url.path}"}
+    answer = HttpError(error.status_code, "bad_request", text.get(error.status_code, error.detail)).response()
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _on_hang_up(request: Request, error: Exception) -> Response:
+    return Response(status_code=HUNG_UP)
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    """Whatever nobody foresaw; the log has the traceback."""
+    return HttpError(500, "failed", f"the server failed: {type(error).__name__}").response()

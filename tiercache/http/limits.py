@@ -1,0 +1,68 @@
+"""A connection of uvicorn's that takes no longer than it may, and says in JSON what is wrong with a request.
+
+uvicorn itself has no deadline for a request that comes slowly or for an answer that nobody reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar
+
+import h11
+import msgspec
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_CONNECTIONS = 128
+MAX_HEADER_BYTES = 16 << 10
+GRACE_S = 5.0
+"""What a connection has beyond the time for a request, to be told that this is over."""
+
+
+def error_body(code: str, text: str) -> bytes:
+    """The body of every failed request."""
+    return msgspec.json.encode({"error": {"code": code, "message": text}})
+
+
+class LimitedConnection(H11Protocol):
+    """One connection. `request_s`: how long a request may take, from its first byte to the end of its answer."""
+
+    request_s: ClassVar[float] = 30.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Arm the timer; one connection too many is answered and closed."""
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._refuse(503, "busy", f"{MAX_CONNECTIONS} connections are open: try again")
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Disarm it."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """The next request has a time of its own; between two uvicorn waits for less than that."""
+        self._arm()
+        super().on_response_complete()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(self.request_s + GRACE_S, self.transport.abort)
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP request."""
+        self._refuse(400, "bad_request", "this is no HTTP request, or its head is too long")
+
+    def _refuse(self, status: int, code: str, text: str) -> None:
+        headers = [("content-type", "application/json"), ("connection", "close")]
+        body = error_body(code, text)
+        events: list[Any] = [
+            h11.Response(status_code=status, headers=[*headers, ("content-length", str(len(body)))]),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ]
+        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        self.transport.close()

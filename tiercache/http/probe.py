@@ -1,0 +1,79 @@
+"""Is the data path whole? One block stored, found, loaded and compared, as an engine would.
+
+In a namespace of its own, and forgotten afterwards. It has the smallest size of frame that is in use, so that no
+memory is re-split for it, and is windowed, so that it never goes to NVMe.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numpy as np
+
+from tiercache.client import Client
+from tiercache.errors import TierCacheError
+from tiercache.layout import FRAME_ALIGNMENT_BYTES, NamespaceSpec
+from tiercache.loading import load_blocks, match_blocks
+from tiercache.messages import KEY_BYTES
+from tiercache.moves import Mover
+from tiercache.storing import store_blocks
+from tiercache.transfer import Limit, Pool, make_copier
+
+AGAIN_S = 1.0
+"""An answer is good for so long, however many ask."""
+LIMIT_S = 5.0
+"""No further copy begins after that; the requests have deadlines of their own."""
+
+FULL = "no frame is free at the moment, so nothing was stored: a full cache serves what it has"
+
+
+class Probe:
+    """Makes the round trip for whoever asks, one at a time. Thread-safe."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._due_s = 0.0
+        self._found: tuple[str, str] = ("", "")
+        self._specs: dict[int, NamespaceSpec] = {}
+
+    def ask(self) -> tuple[str, str]:
+        """What is wrong, if anything, and a remark otherwise. Blocks for seconds at most."""
+        with self._lock:
+            if time.monotonic() >= self._due_s:
+                try:
+                    self._found = self._round_trip()
+                except TierCacheError as error:
+                    self._found = str(error), ""
+                self._due_s = time.monotonic() + AGAIN_S
+            return self._found
+
+    def _round_trip(self) -> tuple[str, str]:
+        spec = self._spec()
+        stored, loaded = np.array([0]), np.array([1])
+        blocks = np.zeros((2, spec.block_bytes), np.uint8)
+        blocks[0] = np.resize(np.frombuffer(os.urandom(FRAME_ALIGNMENT_BYTES), np.uint8), spec.block_bytes)
+        mover = Mover(make_copier(Pool.from_blocks(blocks)), spec.block_bytes)
+        key, limit = os.urandom(KEY_BYTES), Limit(time.monotonic() + LIMIT_S)
+        try:
+            if not store_blocks(self._client, mover, spec, key, stored, 0, limit).stored:
+                return "", FULL
+            match = match_blocks(self._client, key, (spec,), with_frames=True)
+            if load_blocks(self._client, mover, spec, match, loaded, 0, limit) != 1:
+                return "a block that was just stored could not be loaded", ""
+        finally:
+            self._client.flush(tier="dram", namespaces=[spec], key=key)
+        same = bool((blocks[0] == blocks[1]).all())
+        return "" if same else "a block came back with other bytes than were stored", ""
+
+    def _spec(self) -> NamespaceSpec:
+        classes = self._client.stats()["arena"]["classes"]
+        size = min((one["frame_bytes"] for one in classes if one["frames"]), default=FRAME_ALIGNMENT_BYTES)
+        if size not in self._specs:
+            self._specs[size] = NamespaceSpec(
+                engine="tiercache/probe", layout="bytes", dtype="uint8", block_size=1, block_bytes=size,
+                window_blocks=1,
+            )  # fmt: skip
+        return self._specs[size]
