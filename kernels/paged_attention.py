@@ -125,6 +125,8 @@ def _attend(
     for at in tl.range(begin, stop, TILE):
         token = at + tl.arange(0, TILE)
         there = token < stop
+        if WINDOW > 0:
+            there &= token > start + first - WINDOW  # the table may have no block for those before
         block = tl.load(table + token // F.block, mask=there, other=0).to(tl.int64)
         slot = token % F.block
         top, total, acc = _take(

@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 16,
         },
     ),
+    "mistral-window": ("MistralConfig", {"num_hidden_layers": 1, **FEW_HEADS, "sliding_window": 9}),
     "gpt-oss-window-sinks": (
         "GptOssConfig",
         {
@@ -121,6 +122,22 @@ def test_tokens_are_those_of_the_torch_path(
         tokens = generate(engine, PROMPTS)
     assert set(passes) == {KernelPass}
     assert tokens == torch_tokens(folder, settings, PROMPTS, monkeypatch)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("unchecked")
+def test_blocks_that_have_left_the_window_are_not_read(
+    kv_cache_dtype: str, save_model: SaveModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config_class, options = MODELS["mistral-window"]
+    folder, settings = save_model(config_class, **options), EngineSettings(**SMALL, kv_cache_dtype=kv_cache_dtype)
+    expected = torch_tokens(folder, settings, PROMPTS[:1], monkeypatch)
+    with Engine(folder, settings) as engine:
+        # In the tables a block of their place that spoils whatever it is weighed into.
+        bad = torch.full_like(engine.pool.blocks[:1], 255 if kv_cache_dtype == "int8" else float("nan"))
+        monkeypatch.setattr("tiercache.engine.sequence.NO_BLOCK", len(engine.pool.blocks))
+        engine.pool.blocks = torch.cat([engine.pool.blocks, bad])
+        assert generate(engine, PROMPTS[:1]) == expected
 
 
 class Replayed(DecodeGraphs):

@@ -11,6 +11,7 @@ import torch
 
 from tiercache.errors import DaemonUnavailable
 from tiercache.layout import NamespaceSpec
+from tiercache.messages import ModelCard
 
 
 class StoreResult(NamedTuple):
@@ -60,7 +61,7 @@ class MemoryTransfer:
 
 
 class MemoryCache:
-    """Blocks by key, prefix-closed, with copies of the real bytes.
+    """Blocks by key, prefix-closed unless the namespace has a window, with copies of the real bytes.
 
     Attributes:
         blocks: what is stored.
@@ -86,6 +87,7 @@ class MemoryCache:
         self.store_calls: list[tuple[int, int]] = []
         self.load_calls: list[tuple[int, int]] = []
         self.prefetches: list[int] = []
+        self.announced: list[ModelCard] = []
         self.below_from = 1 << 30
         self.dram_block_s = self.below_block_s = 0.0
         self.closed = False
@@ -97,20 +99,27 @@ class MemoryCache:
 
     def match(self, keys: bytes) -> MemoryMatch:
         self._check()
-        found = []
-        for start in range(0, len(keys), 16):
-            if keys[start : start + 16] not in self.blocks:
-                break
-            found.append(keys[start : start + 16])
+        chain = [keys[start : start + 16] for start in range(0, len(keys), 16)]
+        found = chain[: self._match_end([key in self.blocks for key in chain])]
         match = MemoryMatch(tuple(found), next(self._lease_numbers), max(0, len(found) - self.below_from))
         if found:
             self.leases.add(match.number)
         return match
 
+    def _match_end(self, there: list[bool]) -> int:
+        """As the daemon: the longest leading run, or with a window the last place behind a whole one."""
+        window = self.namespace.window_blocks if self.namespace is not None else 0
+        if not window:
+            return [*there, False].index(False)
+        return next((cut for cut in range(len(there), 0, -1) if all(there[max(0, cut - window) : cut])), 0)
+
     def prefetch(self, keys: bytes) -> int:
         self._check()
         self.prefetches.append(len(keys) // 16)
         return 0
+
+    def announce(self, models: Sequence[ModelCard]) -> None:
+        self.announced = list(models)
 
     def release(self, match: MemoryMatch) -> None:
         self.leases.discard(match.number)
@@ -121,6 +130,8 @@ class MemoryCache:
         self._check()
         keys = match.keys[first : first + len(block_ids)]
         assert len(keys) == len(block_ids), "a load asks for what was matched"
+        window = self.namespace.window_blocks if self.namespace is not None else 0
+        assert not window or first >= match.blocks - window, "only the window is under the lease"
         self.load_calls.append((first, len(block_ids)))
         self.leases.discard(match.number)
 
@@ -145,7 +156,8 @@ class MemoryCache:
 
         def copy() -> StoreResult:
             assert self.pool is not None
-            if not all(key in self.blocks for key in chain[:first]):
+            orphans = self.namespace is not None and self.namespace.window_blocks
+            if not orphans and not all(key in self.blocks for key in chain[:first]):
                 return StoreResult(0, 0, len(block_ids), True)
             stored = present = 0
             for key, block_id in zip(chain[first:], block_ids, strict=False):

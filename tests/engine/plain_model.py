@@ -17,7 +17,7 @@ import torch
 from tiercache.engine import Engine, EngineSettings
 from tiercache.engine.kv_pool import KVPool
 from tiercache.engine.model import ModelShape
-from tiercache.keys import root_key
+from tiercache.keys import content_id
 from tiercache.layout import NamespaceSpec
 
 VOCABULARY = 50
@@ -29,11 +29,17 @@ def choices(context: Sequence[int]) -> tuple[int, int]:
     return 1 + likeliest, 1 + (likeliest + 7) % (VOCABULARY - 1)
 
 
-def continuation(prompt: Sequence[int], count: int) -> list[int]:
-    """What a model that never forgets says after `prompt`."""
+def seen(tokens: Sequence[int] | range, window: int = 0, sinks: int = 0) -> list[int]:
+    """What the last of `tokens` sees: all of them, or a window and sinks."""
+    first = max(0, len(tokens) - window) if window else 0
+    return [*tokens[: min(sinks, first)], *tokens[first:]]
+
+
+def continuation(prompt: Sequence[int], count: int, window: int = 0, sinks: int = 0) -> list[int]:
+    """What a model that forgets nothing but what has left its window says after `prompt`."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(choices(tokens)[0])
+        tokens.append(choices(seen(tokens, window, sinks))[0])
     return tokens[len(prompt) :]
 
 
@@ -43,6 +49,7 @@ class PlainModel:
     def __init__(self, _: Any, shape: ModelShape, device: torch.device) -> None:
         self._shape, self._device = shape, device
         self.passes: list[list[tuple[int, int]]] = []
+        self.window = self.sinks = 0
 
     def new_pool(self, num_blocks: int, block_size: int, *_: Any) -> KVPool:
         return KVPool(self._shape.kv_layout(block_size), num_blocks, 0, self._device)
@@ -59,37 +66,51 @@ class PlainModel:
             for position in range(segment.start, segment.end):
                 token = tokens[segment.row + position - segment.start]
                 slots[segment.block_table[position // size], position % size] = token
+            sees = self.window, self.sinks
+            places = seen(range(segment.start + 1), *sees) + seen(range(segment.end), *sees)
+            assert all(segment.block_table[place // size] >= 0 for place in places), "a block that is needed has gone"
             last = segment.row + segment.end - segment.start - 1
             if last in rows:
-                blocks = slots[segment.block_table[: -(-segment.end // size)]]
-                context = blocks.flatten()[: segment.end].int().tolist()
+                places = seen(range(segment.end), *sees)
+                context = [int(slots[segment.block_table[place // size], place % size]) for place in places]
                 logits[list(rows).index(last), list(choices(context))] = torch.tensor([1.1, 1.0])
         return logits
 
 
 @contextmanager
 def plain_engine(
-    connect: Any = None, max_context: int = 512, always_load: bool = True, **settings: Any
+    connect: Any = None,
+    max_context: int = 512,
+    always_load: bool = True,
+    window: int = 0,
+    sinks: int = 0,
+    **settings: Any,
 ) -> Iterator[Engine]:
     """An engine that serves a `PlainModel`, on blocks of 2 tokens and chunks of 4 unless told otherwise.
 
-    Computing takes it microseconds; unless it is to `always_load`, it soon finds loads to be too slow.
+    Unless it is 0, `window` is the model's sliding window, or with `sinks` its `attention_window`. Computing takes it
+    microseconds; unless it is to `always_load`, it soon finds loads to be too slow.
     """
     small = {"block_size": 2, "chunk_size": 4, "pool_blocks": 16, "max_num_seqs": 4, "device": "cpu"}
+    if sinks:
+        small |= {"attention_window": window, "attention_sinks": sinks}
     chosen = EngineSettings(**{**small, **settings})
     size = chosen.block_size
-    shape = ModelShape(1, 1, 1, torch.float32, VOCABULARY, max_context, (0,), frozenset())
+    shape = ModelShape(1, 1, 1, torch.float32, VOCABULARY, max_context, (0 if sinks else window,), frozenset())
     block_bytes = shape.kv_layout(size).block_bytes
     namespace = NamespaceSpec(
-        engine="plain/1", layout="bytes", dtype="float32", block_size=size, block_bytes=block_bytes
-    )
+        engine="plain/1", layout="bytes", dtype="float32", block_size=size, block_bytes=block_bytes,
+        window_blocks=shape.window(chosen).blocks,
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiercache.engine.engine.read_shape", lambda *_: shape)
-        patch.setattr("tiercache.engine.engine.describe_model", lambda *_: (namespace, root_key("plain")))
+        patch.setattr("tiercache.engine.engine.identify_model", lambda *_: (namespace, content_id("plain")))
         patch.setattr("tiercache.engine.engine.HostedModel", PlainModel)
         patch.setattr("tiercache.engine.engine.check_model", lambda *_: None)
+        patch.setattr("tiercache.engine.engine.find_streaming", lambda *_: None)
         patch.setattr("tiercache.engine.engine._IDLE_WAIT_S", 0.0)
         if always_load:
             patch.setattr("tiercache.engine.cost.CostModel.note_prefill", lambda *_: None)
         with Engine("plain", chosen, connect) as engine:
+            engine._model.window, engine._model.sinks = engine._window.size, engine._window.sinks
             yield engine

@@ -44,12 +44,12 @@ def test_a_hit_takes_blocks_out_of_the_free_queue() -> None:
     chain = chain_of(3)
     taken = fill(blocks, chain)
     blocks.release(taken)
-    assert blocks.find(chain, 3) == taken
-    assert blocks.find(chain, 2) == taken[:2]
+    assert blocks.find(chain, range(3)) == taken
+    assert blocks.find(chain, range(2)) == taken[:2]
     blocks.hold(taken[:2])
     assert blocks.clean_count == 2
     assert blocks.allocate(2) == [3, 2]  # the blank one first, then the idle one
-    assert blocks.find(chain, 3) == taken[:2]
+    assert blocks.find(chain, range(3)) == taken[:2]
     blocks.check_integrity(Counter([0, 1, 2, 3]))
 
 
@@ -59,7 +59,7 @@ def test_evicts_the_least_recently_used_chain_from_its_tail() -> None:
     for chain in (old, new):
         blocks.release(fill(blocks, chain))
     assert blocks.allocate(2) == [2, 1]
-    assert (len(blocks.find(old, 3)), len(blocks.find(new, 3))) == (1, 3)
+    assert (len(blocks.find(old, range(3))), len(blocks.find(new, range(3)))) == (1, 3)
     assert blocks.evictions == 2
     blocks.check_integrity(Counter([1, 2]))
 
@@ -116,7 +116,7 @@ def test_forgetting_all_leaves_used_blocks_alone() -> None:
     taken = fill(blocks, chain)
     blocks.release(taken[1:])
     blocks.forget_all()
-    assert blocks.find(chain, 2) == []
+    assert blocks.find(chain, range(2)) == []
     assert blocks.clean_count == 2
     blocks.check_integrity(Counter(taken[:1]))
 
@@ -139,7 +139,7 @@ def test_random_histories_keep_the_books_straight(seed: int) -> None:
         chain = chain_of(choose.randint(1, 4), seed=choose.randrange(4))
         action = choose.random()
         if action < 0.5:
-            found = blocks.find(chain, len(chain))
+            found = blocks.find(chain, range(len(chain)))
             blocks.hold(found)
             new = blocks.allocate(len(chain) - len(found))
             if new is None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tiercache.engine.cost import CostModel, Line, LoadChoice
+from tiercache.engine.cost import CostModel, Line, LoadChoice, Reach
 
 pytestmark = pytest.mark.engine
 BLOCK_BYTES = 64 << 10
@@ -22,7 +22,7 @@ def model_of(token_s: float = 0.001, per_context_s: float = 0.0) -> CostModel:
 
 def choose_all(cost: CostModel, blocks: int, below: int = 0, queue_s: float = 0.0) -> LoadChoice:
     """The choice for a match of `blocks` blocks with nothing in the pool."""
-    return cost.choose(0, 0, (blocks - below, blocks), blocks - below, queue_s)
+    return cost.choose(0, [Reach(blocks - below, 0), Reach(blocks, 0)], blocks - below, queue_s)
 
 
 def note(cost: CostModel, choice: LoadChoice, seconds: float) -> None:
@@ -182,9 +182,9 @@ def test_what_lies_in_dram_is_loaded_and_what_lies_on_a_slow_disk_computed() -> 
 
 def test_a_load_begins_behind_what_the_pool_has() -> None:
     cost = model_of()
-    choice = cost.choose(kept=32, found=40, reaches=(64, 96), dram_end=70, queue_s=0.0)
+    choice = cost.choose(kept=32, reaches=[Reach(64, 40), Reach(96, 40)], dram_end=70, queue_s=0.0)
     assert (choice.first, choice.end, choice.below_blocks, choice.dram_blocks) == (40, 96, 26, 30)
-    nothing = cost.choose(kept=32, found=40, reaches=(32, 32), dram_end=35, queue_s=0.0)
+    nothing = cost.choose(kept=32, reaches=[Reach(32, 32)], dram_end=35, queue_s=0.0)
     assert nothing.first == nothing.end == 32
     assert cost.loads_avoided == 0
 

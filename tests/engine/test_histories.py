@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_cache import MemoryCache
-from plain_model import choices, plain_engine
+from plain_model import choices, plain_engine, seen
 
 from tiercache.engine import Engine, RequestOutput, SamplingParams
 
@@ -24,8 +24,8 @@ MAX_STEPS = 2000
 class History:
     """One engine, what was asked of it, and what came back."""
 
-    def __init__(self, engine: Engine, cache: MemoryCache, choose: random.Random) -> None:
-        self.engine, self.cache, self.choose = engine, cache, choose
+    def __init__(self, engine: Engine, cache: MemoryCache, choose: random.Random, window: int, sinks: int) -> None:
+        self.engine, self.cache, self.choose, self.sees = engine, cache, choose, (window, sinks)
         self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
         self.aborted: set[int] = set()
         self.outputs: list[RequestOutput] = []
@@ -71,7 +71,7 @@ class History:
         for output in self.outputs:
             prompt, params = self.asked[output.request_id]
             for position, token in enumerate(output.tokens):
-                assert token in choices(prompt + output.tokens[:position])
+                assert token in choices(seen(prompt + output.tokens[:position], *self.sees))
             assert len(output.tokens) == params.max_tokens or output.request_id in self.aborted
         ended = sorted((output.request_id, output.index) for output in self.outputs)
         assert len(set(ended)) == len(ended)
@@ -89,10 +89,12 @@ class History:
     chunked=st.booleans(),
     pool_blocks=st.integers(16, 24),
     always_load=st.booleans(),
+    sees=st.sampled_from(((0, 0), (0, 0), (1, 0), (4, 0), (7, 0), (4, 2), (3, 4))),
 )
 def test_any_history_gives_the_right_tokens_and_everything_back(
-    seed: int, exact: bool, write: str, caching: bool, chunked: bool, pool_blocks: int, always_load: bool
-) -> None:
+    seed: int, exact: bool, write: str, caching: bool, chunked: bool, pool_blocks: int, always_load: bool,
+    sees: tuple[int, int],
+) -> None:  # fmt: skip
     cache = MemoryCache()
     with plain_engine(
         cache.connect,
@@ -104,9 +106,11 @@ def test_any_history_gives_the_right_tokens_and_everything_back(
         clean_blocks=2,
         load_timeout_s=0.001,
         always_load=always_load,
+        window=sees[0],
+        sinks=sees[1],
     ) as engine:
         choose = random.Random(seed)
-        history = History(engine, cache, choose)
+        history = History(engine, cache, choose, *sees)
         for action in choose.choices(list(ACTIONS), list(ACTIONS.values()), k=120):
             history.act(action)
         history.act("finish")

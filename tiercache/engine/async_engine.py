@@ -4,13 +4,15 @@
     submit, Stream.close ──► commands ──────►  take commands; step while there is work
     Stream.__anext__     ◄── call_soon ◄─────  all outputs of a step at once
 
-The thread alone touches the engine, the loop alone touches the streams.
+The thread alone touches the engine, the loop alone touches the streams. The loop also looks now and then whether
+the thread still advances: a step may hang, or transfers that never end may hold the pool.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
@@ -27,13 +29,19 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 2048
 # Outputs that wait for a reader: more than a long answer has, less than what would fill the memory.
 MAX_UNREAD = 1 << 16
-# How long an idle engine waits for a command before it looks up.
+STALL_TIMEOUT_S = 60.0
+# How long an idle engine waits for a command before it looks up, and how often the loop looks at the engine.
 _IDLE_S = 1.0
+_WATCH_S = 1.0
 _CLOSE_TIMEOUT_S = 60.0
 
 
 class EngineDied(TierCacheError):
     """The engine's thread has ended with an error, and serves nobody any more."""
+
+
+class Stalled(TierCacheError):
+    """Requests are under way and nothing has advanced for too long."""
 
 
 class Stopping(TierCacheError):
@@ -77,17 +85,19 @@ class Stream:
         self.close()
         self._failure = NobodyReads(f"{MAX_UNREAD} tokens were not read: read faster, or ask for fewer at a time")
 
-    def fail(self, error: TierCacheError) -> None:
-        """For the engine: nothing comes behind what is here already."""
-        if self._unfinished:
-            self._failure = error
-            self._outputs.put_nowait(None)
+    def fail(self, error: TierCacheError) -> bool:
+        """For the engine: nothing comes behind what is here already. False: it has an end already."""
+        if not self._unfinished or self._failure is not None:
+            return False
+        self._failure = error
+        self._outputs.put_nowait(None)
+        return True
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> StreamOutput:
-        """Waits for the next output. Raises EngineDied, Stopping and NobodyReads."""
+        """Waits for the next output. Raises EngineDied, Stalled, Stopping and NobodyReads."""
         item = await self._outputs.get() if self._unfinished else None
         if item is None:
             self._unfinished = 0
@@ -97,12 +107,16 @@ class Stream:
             self._unfinished -= 1
         return item
 
-    def close(self) -> None:
-        """Nobody wants the rest: ends the requests that have not ended, and whoever waits here. Idempotent."""
-        if self._unfinished:
-            self._unfinished = 0
+    def close(self) -> int:
+        """Nobody wants the rest: ends the requests that have not ended, and whoever waits here. Idempotent.
+
+        Returns how many sequences had not ended.
+        """
+        unfinished, self._unfinished = self._unfinished, 0
+        if unfinished:
             self._outputs.put_nowait(None)
             self._engine.withdraw(self)
+        return unfinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +143,8 @@ class AsyncEngine:
     Args:
         text_engine: belongs to this object from now on.
         max_waiting: prompts without a token yet; one more is refused.
+        stall_timeout_s: when nothing has advanced for so long, whoever waits gets Stalled, and so does whoever
+            comes until something does.
         on_death: called on the loop when the engine has failed.
 
     Attributes:
@@ -141,19 +157,24 @@ class AsyncEngine:
         text_engine: TextEngine,
         *,
         max_waiting: int = MAX_WAITING,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
         on_death: Callable[[], None] = lambda: None,
     ) -> None:
         self.stats = text_engine.engine.stats()
         self.death: EngineDied | None = None
         self._text_engine = text_engine
         self._max_waiting = max_waiting
+        self._stall_timeout_s = stall_timeout_s
         self._on_death = on_death
         self._waiting: set[tuple[Stream, int]] = set()
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._refusal: TierCacheError | None = None
         self._commands: queue.SimpleQueue[_Submit | _Withdraw | _Stop] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
-        # What follows belongs to the thread.
+        self._watcher = self._loop.call_later(_WATCH_S, self._watch)
+        # What follows belongs to the thread; the loop reads when it last advanced, infinite while nothing is asked.
+        self._advanced_s = math.inf
+        self._computed = 0
         self._places: dict[int, tuple[Stream, int]] = {}
         self._request_ids: dict[Stream, set[int]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -171,12 +192,12 @@ class AsyncEngine:
     def submit(self, prompts: list[list[int]], params: SamplingParams, priority: int = 0) -> Stream:
         """Queue a request for each of the prompts (token ids), all or none.
 
-        The stream is to be closed. Raises ConfigError, QueueFull, EngineDied and Stopping.
+        The stream is to be closed. Raises ConfigError, QueueFull, EngineDied, Stalled and Stopping.
         """
         for prompt in prompts:
             self.check(prompt, params)
-        if self._refusal is not None:
-            raise self._refusal
+        if (refusal := self._refusal or self.stall) is not None:
+            raise refusal
         if len(self._waiting) + len(prompts) > self._max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already, and {self._max_waiting} may: try again later")
         stream = Stream(self, len(prompts), params.n)
@@ -190,17 +211,36 @@ class AsyncEngine:
         self._waiting.difference_update((stream, number) for number in range(stream.prompts))
         self._commands.put(_Withdraw(stream))
 
+    @property
+    def stall(self) -> Stalled | None:
+        """What to tell whoever asks while nothing advances; None while something does."""
+        stalled_s = time.monotonic() - self._advanced_s
+        if stalled_s < self._stall_timeout_s or self._refusal is not None:
+            return None
+        return Stalled(f"the engine has not advanced for {stalled_s:.0f} s: send the request again later")
+
     def end(self, reason: TierCacheError) -> None:
         """Whoever waits and whoever comes gets `reason`; nothing is computed less until `close`."""
         self._refusal = reason
         for stream in list(self._streams):
             stream.fail(reason)
 
+    def _watch(self) -> None:
+        """Now and then: nobody waits for ever. What was under way is aborted when the thread comes to it."""
+        if (stall := self.stall) is not None:
+            failed = [stream for stream in self._streams if stream.fail(stall)]
+            if failed:
+                logger.error("the engine has not advanced for too long: %d requests fail", len(failed))
+            for stream in failed:
+                self.withdraw(stream)
+        self._watcher = self._loop.call_later(_WATCH_S, self._watch)
+
     async def close(self) -> None:
         """Abort what runs, wait for transfers to the cache, and end the thread. Idempotent.
 
         Raises DeadlineExceeded when a step takes longer than a minute.
         """
+        self._watcher.cancel()
         self._commands.put(_Stop())
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
@@ -224,7 +264,7 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                outputs = self._text_engine.step() if self._text_engine.engine.busy else []
+                outputs = self._step()
                 self.stats = self._text_engine.engine.stats()  # first: who has an answer finds it counted
                 if outputs:
                     self._loop.call_soon_threadsafe(self._deliver, [self._place(output) for output in outputs])
@@ -235,6 +275,19 @@ class AsyncEngine:
             logger.exception("the engine has failed")
             death = EngineDied(f"the engine has failed: {type(error).__name__}: {error}")
             self._loop.call_soon_threadsafe(self._bury, death)
+
+    def _step(self) -> list[TextOutput]:
+        engine = self._text_engine.engine
+        if self._advanced_s == math.inf and engine.unfinished:
+            self._advanced_s = time.monotonic()
+        outputs = self._text_engine.step() if engine.busy else []
+        # That requests come is no advance.
+        computed = self._computed if outputs else engine.progress[-1]
+        if not engine.unfinished:
+            self._advanced_s = math.inf
+        elif outputs or computed != self._computed:
+            self._computed, self._advanced_s = computed, time.monotonic()
+        return outputs
 
     def _take_commands(self) -> bool:
         """Act on all commands that are there, or on the next when there is nothing else to do. False: stop."""

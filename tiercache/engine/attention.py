@@ -19,6 +19,7 @@ import torch
 from transformers import AttentionInterface
 
 from tiercache.engine.kv_pool import KVPool, Segment
+from tiercache.engine.streaming import Streaming
 from tiercache.engine.torch_attention import TorchPass
 from tiercache.errors import ModelRefused
 
@@ -51,19 +52,26 @@ class Batch:
         pool: the pass writes K and V of its tokens into it.
         segments: in the order of their tokens in the batch, without gaps.
         work: what to attend with, by default what fits the pool's device.
+        streaming: what layers without a window do instead of seeing everything, if anything.
 
     Attributes:
         windows: sliding window of each layer that was called so far (0 for none).
         plain: False once a layer has asked for what torch's own attention does not have.
     """
 
-    def __init__(self, pool: KVPool, segments: Sequence[Segment], work: PassLike | None = None) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        segments: Sequence[Segment],
+        work: PassLike | None = None,
+        streaming: Streaming | None = None,
+    ) -> None:
         self.pool = pool
         self.segments = segments
         self.token_count = sum(segment.end - segment.start for segment in segments)
         self.windows: dict[int, int] = {}
         self.plain = True
-        self.work: PassLike = work or _pass_over(pool, segments)
+        self.work: PassLike = work or _pass_over(pool, segments, streaming)
 
     @property
     def positions(self) -> torch.Tensor:
@@ -71,7 +79,9 @@ class Batch:
         return self.work.positions
 
 
-def _pass_over(pool: KVPool, segments: Sequence[Segment]) -> PassLike:
+def _pass_over(pool: KVPool, segments: Sequence[Segment], streaming: Streaming | None) -> PassLike:
+    if streaming is not None:
+        return TorchPass(pool, segments, streaming)  # the kernels have one query for all keys
     # Triton's interpreter takes tensors anywhere: so the kernels' way is tested without a GPU.
     if pool.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         from tiercache.engine.cuda_attention import KernelPass

@@ -78,11 +78,11 @@ class BlockManager:
         """The pool block that holds `key`, or None."""
         return self._cached.get(key)
 
-    def find(self, chain: KeyChain, limit: int) -> list[int]:
-        """The pool blocks of the longest leading run of `chain`, at most `limit` blocks."""
+    def find(self, chain: KeyChain, numbers: Iterable[int]) -> list[int]:
+        """The pool blocks of the leading ones of the blocks `numbers` of `chain`, up to one that is not there."""
         found: list[int] = []
-        for index in range(min(limit, len(chain))):
-            block_id = self._cached.get(chain.key(index))
+        for number in numbers:
+            block_id = self._cached.get(chain.key(number))
             if block_id is None:
                 break
             found.append(block_id)

@@ -80,8 +80,17 @@ class Line:
         self._xy *= factor
 
 
+class Reach(NamedTuple):
+    """A load may end at block `end` of the chain, and would begin at `first`."""
+
+    end: int
+    first: int
+
+
 class LoadChoice(NamedTuple):
     """Blocks `[first, end)` are to be loaded, `below_blocks` of them from below DRAM; none if first is end.
+
+    Of a sequence with sinks they are the last `end - first` that it needs to go on from `end`.
 
     `load_s` is what that should take and `saved_s` what it saves in computing, infinite while unknown.
     """
@@ -130,18 +139,17 @@ class CostModel:
         dram_s = self._dram.at(dram_blocks) if dram_blocks else 0.0
         return dram_s + (self._below.at(below_blocks) if below_blocks else 0.0)
 
-    def choose(self, kept: int, found: int, reaches: Iterable[int], dram_end: int, queue_s: float) -> LoadChoice:
+    def choose(self, kept: int, reaches: Iterable[Reach], dram_end: int, queue_s: float) -> LoadChoice:
         """The best load for a sequence, in blocks of its chain.
 
         Args:
-            kept: blocks that are used from the pool if nothing is loaded.
-            found: blocks in the pool; a load begins after them.
-            reaches: where loads may end.
+            kept: blocks that need not be computed if nothing is loaded.
+            reaches: what may be loaded.
             dram_end: up to where blocks are in DRAM; those after it come from below.
             queue_s: what the loads before this one still take.
         """
         none = LoadChoice(kept, kept)
-        choices = [self._choice(kept, found, end, dram_end, queue_s) for end in sorted(set(reaches)) if end > kept]
+        choices = [self._choice(kept, reach, dram_end, queue_s) for reach in sorted(set(reaches)) if reach.end > kept]
         if not choices:
             return none
         best = max([none, *choices], key=lambda choice: (choice.saved_s - choice.load_s, choice.end))
@@ -154,8 +162,8 @@ class CostModel:
                 self._below.shrink(_KEPT_DOUBT)
         return best
 
-    def _choice(self, kept: int, found: int, end: int, dram_end: int, queue_s: float) -> LoadChoice:
-        first = min(found, end)
+    def _choice(self, kept: int, reach: Reach, dram_end: int, queue_s: float) -> LoadChoice:
+        end, first = reach
         below = min(end - first, max(0, end - dram_end))
         saved_s = self.prefill_s(kept * self._block_size, end * self._block_size)
         return LoadChoice(first, end, below, queue_s + self.load_s(end - first - below, below), saved_s)

@@ -28,7 +28,7 @@ from tiercache.engine.cost import CostModel
 from tiercache.engine.kv_pool import Segment
 from tiercache.engine.loads import LoadResult
 from tiercache.engine.memory import count_pool_blocks, fit_model_len, pool_setting
-from tiercache.engine.model import HostedModel, choose_device, describe_model, read_shape, tier_layout
+from tiercache.engine.model import HostedModel, choose_device, identify_model, read_shape, tier_layout
 from tiercache.engine.offload import Offload
 from tiercache.engine.outputs import RequestOutput, StepOutput, output_of
 from tiercache.engine.probe import check_model
@@ -37,9 +37,12 @@ from tiercache.engine.scheduler import Scheduler
 from tiercache.engine.sequence import Sequence, SequenceState
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.step_plan import Chunk
+from tiercache.engine.stream_probe import find_streaming
 from tiercache.engine.tier_format import StagedCache
 from tiercache.errors import ConfigError, DeadlineExceeded
+from tiercache.keys import salted_root
 from tiercache.layout import NamespaceSpec
+from tiercache.messages import ModelCard
 
 Connect = Callable[[NamespaceSpec, torch.Tensor], CacheLike]
 """Makes a connector for the blocks of a namespace in a pool `[block, ...]`, each contiguous (see `KVLayout.empty`)."""
@@ -88,21 +91,28 @@ class Engine:
     ) -> None:
         self.settings = settings = settings or EngineSettings()
         self.shape = read_shape(model_dir, settings)
-        self.namespace, self.root = describe_model(model_dir, settings)
+        self.namespace, self._content = identify_model(model_dir, settings)
+        self.root = salted_root(self._content, settings.salt)
         self.device = choose_device(settings.device)
         self._model = HostedModel(model_dir, self.shape, self.device)
         check_model(self._model)
+        self._streaming = find_streaming(self._model, settings)
+        self._window = self.shape.window(settings)
         layout = self.shape.kv_layout(settings.block_size, settings.kv_cache_dtype)
         block_bytes = layout.block_bytes
         num_blocks = count_pool_blocks(settings, block_bytes, self.device, layout.tail_bytes(settings.max_num_seqs))
-        self.max_model_len = fit_model_len(settings, self.shape.max_context, block_bytes, num_blocks)
+        self.max_model_len = fit_model_len(
+            settings, self.shape.max_context, block_bytes, num_blocks, self._window.most_blocks(settings)
+        )
         self.pool = self._model.new_pool(
             num_blocks, settings.block_size, settings.kv_cache_dtype, settings.max_num_seqs
         )
-        self._model.prepare(self.pool, settings.max_num_seqs, self.max_model_len)
+        if self._streaming is None:
+            self._model.prepare(self.pool, settings.max_num_seqs, self.max_model_len)
         write_back = connect is not None and settings.write == "back"
         self._blocks = BlockManager(num_blocks, write_back=write_back, on_blank=self.pool.retire)
         self._cache = self._connect(connect) if connect is not None else None
+        self.announce([Path(model_dir).resolve().name, str(Path(model_dir).resolve())])
         self._cost = CostModel(settings.block_size, self.namespace.block_bytes)
         self._offload = Offload(self._blocks, self._cache, self._cost, settings)
         self._scheduler = Scheduler(self._blocks, self._offload, settings)
@@ -115,6 +125,12 @@ class Engine:
             return connect(self.namespace, self.pool.blocks)
         return StagedCache.connect(connect, self.namespace, self.pool, tier_layout(self.shape, self.settings))
 
+    def announce(self, names: list[str]) -> None:
+        """Have the daemon's affinity query know this model by these names."""
+        if self._cache is not None:
+            namespaces = [self.namespace.fingerprint()]
+            self._cache.announce([ModelCard(names, self._content, namespaces, self.settings.block_size)])
+
     def add_request(self, prompt: Iterable[int], params: SamplingParams | None = None, priority: int = 0) -> int:
         """Queue a prompt of token ids; returns its request id.
 
@@ -125,7 +141,9 @@ class Engine:
         self.check_request(tokens, params)
         request_id = self._next_request_id
         self._next_request_id += 1
-        sequence = Sequence(request_id, tokens, params, self.root, self.settings, priority=priority)
+        sequence = Sequence(
+            request_id, tokens, params, self.root, self.settings, priority=priority, window=self._window
+        )
         self._sequences[request_id] = [sequence]
         self._scheduler.add(sequence)
         return request_id
@@ -207,7 +225,7 @@ class Engine:
             tokens += sequence.tokens[start:end]
             if end == len(sequence.tokens):
                 rows.append(len(tokens) - 1)
-        return self._model.forward(Batch(self.pool, segments), tokens, rows)
+        return self._model.forward(Batch(self.pool, segments, streaming=self._streaming), tokens, rows)
 
     def _settle(self, chunks: list[Chunk], logits: torch.Tensor) -> list[StepOutput]:
         """Make what a pass computed available: to other sequences, to the cache, to the caller."""
@@ -218,6 +236,7 @@ class Engine:
             self._scheduler.register_full_blocks(sequence)
             if self.settings.enable_prefix_caching:
                 self._offload.stores.store_full_blocks(sequence)
+            self._scheduler.release_unseen(sequence)
             if end == len(sequence.tokens):
                 row = rows[-1] + 1 if rows else 0
                 forks = self._scheduler.fork(sequence)
@@ -338,7 +357,7 @@ class Engine:
         """Recount who holds what; raises AssertionError where the books are wrong. O(pool blocks)."""
         owners: Counter[int] = self._offload.holds()
         for sequence in self._alive:
-            owners.update(sequence.block_table)
+            owners.update(sequence.held_blocks)
             in_use = sequence.state in (SequenceState.RUNNING, SequenceState.LOADING)
             assert in_use or not sequence.block_table, f"request {sequence.request_id} waits and holds blocks"
             assert sequence.computed <= len(sequence.block_table) * self.settings.block_size

@@ -34,6 +34,22 @@ class Group(NamedTuple):
         """The first token of each sequence that its queries see."""
         return [max(0, one.start + 1 - window) if window else 0 for one in self.segments]
 
+    def tables(self, window: int, sinks: int, ends: Sequence[int], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The blocks that the queries of each sequence see, up to block `ends`: those of sinks first.
+
+        Two int64 tensors `[sequence, block]`: where they are, and their numbers. Of a sequence that has fewer the
+        rest is block 0, with numbers from its end on.
+        """
+        firsts = [max(sinks, first) // size for first in self.firsts(window)]
+        begins = [min(sinks // size, end) for end in ends]
+        spans = zip(self.segments, begins, firsts, ends, strict=True)
+        tables = [[*one.block_table[:a], *one.block_table[b:c]] for one, a, b, c in spans]
+        longest = max(map(len, tables))
+        ids = torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables], dtype=torch.int64)
+        first, begin = torch.tensor(firsts)[:, None], torch.tensor(begins)[:, None]
+        number = torch.arange(longest)
+        return ids, torch.where(number < begin, number, number + first - begin)
+
 
 class Places(NamedTuple):
     """What is gathered for a group: `numbers` of the tokens, int64 `[sequence, place]`, from `blocks`, `[sequence *
@@ -55,11 +71,11 @@ class Access(Protocol):
     """K and V of one pass. `write` takes those of its tokens, `[kv_head, token, head_dim]` each.
 
     `read` returns those of all tokens that a group sees, the new ones included: `[sequence, kv_head, place,
-    head_dim]` each.
+    head_dim]` each. They see a `window` (0: all) and the first `sinks` tokens, whole blocks, which come first.
     """
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None: ...
-    def places(self, group: Group, window: int) -> Places: ...
+    def places(self, group: Group, window: int, sinks: int = 0) -> Places: ...
     def read(self, layer: int, places: Places) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -107,18 +123,16 @@ class RawAccess:
         key, value = (part.transpose(0, 1).reshape(-1, width) for part in (key, value))
         self._rows.write(layer, self._targets, key, value)
 
-    def places(self, group: Group, window: int) -> Places:
+    def places(self, group: Group, window: int, sinks: int = 0) -> Places:
         size, device, segments = self._rows.slots, self._pool.device, group.segments
-        firsts = group.firsts(window)
-        spans = [(first // size, -(-one.end // size)) for one, first in zip(segments, firsts, strict=True)]
-        blocks = _padded([one.block_table[a:b] for one, (a, b) in zip(segments, spans, strict=True)]).to(device)
-        ids = blocks.view(-1) * (self._rows.block_rows // size)
+        blocks, numbers = group.tables(window, sinks, [-(-one.end // size) for one in segments], size)
+        ids = blocks.to(device).view(-1) * (self._rows.block_rows // size)
         ids = torch.cat([ids, ids + 1])
-        if len(segments) == 1:
-            numbers = torch.arange(firsts[0], segments[0].end, device=device)
-            return Places(numbers[None], ids, skip=firsts[0] % size)
-        numbers = torch.tensor([a for a, _ in spans], device=device)[:, None] * size
-        numbers = numbers + torch.arange(blocks.shape[1] * size, device=device)
+        if len(segments) == 1 and not sinks:
+            [first] = group.firsts(window)
+            numbers = torch.arange(first, segments[0].end, device=device)
+            return Places(numbers[None], ids, skip=first % size)
+        numbers = (numbers[:, :, None] * size + torch.arange(size)).flatten(1).to(device)
         end = torch.tensor([one.end for one in segments], device=device)[:, None]
         missing = (numbers >= end).view(-1).nonzero()[:, 0]
         numbers = torch.where(numbers < end, numbers, NOBODY)
@@ -191,15 +205,12 @@ class QuantisedAccess:
             rows = torch.cat([self._pool.tails[self._opened, layer, part].flatten(0, 1), rows])
         return rows[self._sources].view(-1, self._size, *rows.shape[1:])
 
-    def places(self, group: Group, window: int) -> Places:
+    def places(self, group: Group, window: int, sinks: int = 0) -> Places:
         size, device = self._size, self._pool.device
-        firsts = [first // size for first in group.firsts(window)]
         fulls = [one.end // size for one in group.segments]
-        tables = [one.block_table[first:full] for one, first, full in zip(group.segments, firsts, fulls, strict=True)]
-        blocks = _padded(tables).to(device)
+        blocks, numbers = (part.to(device) for part in group.tables(window, sinks, fulls, size))
         slots = torch.arange(size, device=device)
-        first, full = torch.tensor(firsts, device=device)[:, None], torch.tensor(fulls, device=device)[:, None]
-        numbers = first + torch.arange(blocks.shape[1], device=device)
+        full = torch.tensor(fulls, device=device)[:, None]
         missing = (numbers >= full).view(-1).nonzero()[:, 0]
         numbers = torch.where(numbers < full, numbers * size, NOBODY)[:, :, None] + slots
         numbers = numbers.flatten(1)
@@ -226,9 +237,3 @@ class QuantisedAccess:
                 full = torch.cat([full, tail], dim=2)
             parts.append(full.flatten(2, 3))
         return parts[0], parts[1]
-
-
-def _padded(tables: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Block tables as one int64 `[sequence, block]`, with block 0 where one has none."""
-    longest = max(map(len, tables))
-    return torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables], dtype=torch.int64)

@@ -73,8 +73,9 @@ class LLM:
             engine_settings = EngineSettings(**settings)
         except TypeError as error:
             raise ConfigError(f"{error}: see tiercache.engine.EngineSettings") from None
-        self._prompts = Prompts(load_tokenizer(model), chat_template)
+        tokenizer = load_tokenizer(model)
         self.engine = Engine(model, engine_settings, None if daemon is None else connect_to(daemon))
+        self._prompts = Prompts(tokenizer, chat_template, self.engine.max_model_len)
         self._text_engine = TextEngine(self.engine, self._prompts.tokenizer)
 
     def generate(

@@ -14,17 +14,36 @@ from typing import NamedTuple
 
 from tiercache.engine.blocks import BlockManager
 from tiercache.engine.cache import GuardedCache, MatchLike, TransferLike
-from tiercache.engine.cost import CostModel, LoadChoice
+from tiercache.engine.cost import CostModel, LoadChoice, Reach
 from tiercache.engine.sequence import Sequence
 from tiercache.engine.settings import EngineSettings
 
+_MAX_CUTS = 3
+"""Cuts that a cache is asked for, of a sequence with a window; each takes two exchanges with the daemon."""
+
+
+class CacheHit(NamedTuple):
+    """What the cache has that a sequence needs, up to block `end` of its chain.
+
+    The match is over the blocks that a sequence needs to go on from there: all but `skipped` of those before it.
+    """
+
+    match: MatchLike
+    end: int
+    skipped: int = 0
+
 
 class LoadOrder(NamedTuple):
-    """The blocks of `choice` are to be loaded for a sequence, from what `match` found."""
+    """The blocks of `choice` are to be loaded for a sequence, from what was found."""
 
     sequence: Sequence
-    match: MatchLike
+    hit: CacheHit
     choice: LoadChoice
+
+    @property
+    def numbers(self) -> list[int]:
+        """Which blocks of the chain these are."""
+        return self.sequence.window.needed(self.choice.end)[self.choice.first - self.choice.end :]
 
 
 class LoadResult(NamedTuple):
@@ -57,45 +76,82 @@ class Loads:
 
     # --- finding
 
-    def match(self, sequence: Sequence) -> MatchLike | None:
-        """What the cache has of a sequence, or None. Blocks for one exchange with the daemon."""
+    def match(self, sequence: Sequence) -> CacheHit | None:
+        """What the cache has of a sequence, or None. Blocks for one exchange with the daemon, a few with a window."""
         if not self._may_have(sequence):
             return None
-        return self._cache.ask(lambda cache: cache.match(sequence.chain.packed(sequence.max_hit_blocks)))
+        if sequence.window.size:
+            return self._match_window(sequence)
+        match = self._match(sequence.chain.packed(sequence.max_hit_blocks))
+        return None if match is None else CacheHit(match, match.blocks)
+
+    def _match_window(self, sequence: Sequence) -> CacheHit | None:
+        """The last cut that may be gone on from of which the cache has all that is needed.
+
+        It keeps such blocks without those before them. Of a list of keys it finds the last place behind a whole
+        window; whether the blocks for a cut are there, it is asked with these alone: sinks and window.
+        """
+        chain, cut = sequence.chain, sequence.usable_hit_blocks(sequence.max_hit_blocks)
+        for _ in range(_MAX_CUTS):
+            numbers = sequence.window.needed(cut)
+            match = self._match(b"".join(map(chain.key, numbers))) if numbers else None
+            if match is None:
+                return None
+            if match.blocks == len(numbers):
+                return CacheHit(match, cut, cut - len(numbers))
+            self._release(match)
+            before = self._match(chain.packed(cut - 1))
+            if before is None:
+                return None
+            self._release(before)
+            cut = sequence.usable_hit_blocks(before.blocks)
+        return None
+
+    def _match(self, keys: bytes) -> MatchLike | None:
+        return self._cache.ask(lambda cache: cache.match(keys))
+
+    def _release(self, match: MatchLike) -> None:
+        self._cache.ask(lambda cache: cache.release(match))
 
     def _may_have(self, sequence: Sequence) -> bool:
         alone = not self._settings.enable_prefix_caching and not sequence.preemptions
         return self._cache.available and len(sequence.chain) > 0 and not alone
 
-    def give_up(self, match: MatchLike | None) -> None:
-        """End the lease of a match that is not loaded."""
-        if match is not None:
-            self._cache.ask(lambda cache: cache.release(match))
+    def give_up(self, hit: CacheHit | None) -> None:
+        """End the lease of what is not loaded."""
+        if hit is not None:
+            self._release(hit.match)
 
     def prefetch(self, sequence: Sequence) -> None:
         """Bring what the cache has of a sequence up to DRAM. Blocks for one exchange with the daemon."""
-        if self._may_have(sequence):
+        # What windows need is never below it.
+        if self._may_have(sequence) and not sequence.window.size:
             self._cache.ask(lambda cache: cache.prefetch(sequence.chain.packed(sequence.max_hit_blocks)))
 
-    def choose(self, sequence: Sequence, match: MatchLike, kept: int, found: int) -> LoadChoice:
-        """What of a match to load, where the pool has `found` blocks and can give `kept` without a load."""
-        dram_end = match.blocks - match.below_blocks
-        reaches = [sequence.usable_hit_blocks(end) for end in (dram_end, match.blocks)]
+    def choose(self, sequence: Sequence, hit: CacheHit, kept: int) -> LoadChoice:
+        """What of a hit to load, where a sequence can begin at block `kept` without a load."""
+        dram_end = hit.end - hit.match.below_blocks
+        ends = {sequence.usable_hit_blocks(end) for end in (dram_end, hit.end)}
         queue_s = sum(load.order.choice.load_s for load in self._loads)
-        return self._cost.choose(kept, found, reaches, dram_end, queue_s)
+        return self._cost.choose(kept, [self._reach(sequence, end) for end in ends], dram_end, queue_s)
+
+    def _reach(self, sequence: Sequence, end: int) -> Reach:
+        """The load that ends at block `end`: it begins behind what the pool has of what is needed."""
+        numbers = sequence.window.needed(end)
+        return Reach(end, end - len(numbers) + len(self._blocks.find(sequence.chain, numbers)))
 
     # --- loading
 
     def start(self, order: LoadOrder) -> bool:
         """Begin a load into the sequence's blocks; False (and no load) if the cache refused it."""
-        choice = order.choice
-        block_ids = order.sequence.block_table[choice.first : choice.end]
-        patience_s = min(self._cost.patience_s(choice), self._settings.load_timeout_s)
+        match, first = order.hit.match, order.choice.first - order.hit.skipped
+        block_ids = [order.sequence.block_table[number] for number in order.numbers]
+        patience_s = min(self._cost.patience_s(order.choice), self._settings.load_timeout_s)
         transfer = self._cache.ask(
-            lambda cache: cache.load_async(order.match, block_ids, first=choice.first, timeout_s=patience_s)
+            lambda cache: cache.load_async(match, block_ids, first=first, timeout_s=patience_s)
         )
         if transfer is None:
-            self.give_up(order.match)
+            self._release(match)
             return False
         self._blocks.hold(block_ids)
         now_s = time.monotonic()

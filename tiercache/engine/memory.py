@@ -45,15 +45,21 @@ def count_pool_blocks(
     return wanted // block_bytes
 
 
-def fit_model_len(settings: EngineSettings, allowed: int, block_bytes: int, num_blocks: int) -> int:
+def fit_model_len(
+    settings: EngineSettings, allowed: int, block_bytes: int, num_blocks: int, most_blocks: int | None = None
+) -> int:
     """The longest sequence that is served: what the model allows, or less if the pool holds less.
 
-    Raises ConfigError when that is less than `max_model_len`, which the settings ask for.
+    `most_blocks` are what a sequence of any length holds, if there is such a limit. Raises ConfigError when the pool
+    does not hold `max_model_len`, which the settings ask for.
     """
     capacity = num_blocks * settings.block_size
+    if most_blocks is not None and most_blocks <= num_blocks:
+        return allowed
     if settings.max_model_len <= capacity:
         return min(allowed, capacity)
     needed = -(-settings.max_model_len // settings.block_size)
+    needed = needed if most_blocks is None else min(needed, most_blocks)
     size = str(needed) if settings.pool_blocks else f"{-(-needed * block_bytes // _MIB)}MiB"
     raise ConfigError(
         f"max_model_len is {settings.max_model_len} and the KV pool holds {capacity} tokens: set max_model_len to "

@@ -15,8 +15,10 @@ from tiercache.engine import attention
 from tiercache.engine.kv_pool import ALIASES, RAW, KVLayout, KVPool, Segment
 from tiercache.engine.packed_linear import can_pack, pack_linears
 from tiercache.engine.settings import EngineSettings
+from tiercache.engine.streaming import longest_sequence
+from tiercache.engine.window import Window
 from tiercache.errors import ConfigError, ModelRefused
-from tiercache.keys import fingerprint_files, root_key
+from tiercache.keys import content_id, fingerprint_files, salted_root
 from tiercache.layout import NamespaceSpec
 
 if TYPE_CHECKING:
@@ -43,6 +45,13 @@ class ModelShape:
     max_context: int
     windows: tuple[int, ...]
     eos_token_ids: frozenset[int]
+
+    def window(self, settings: EngineSettings) -> Window:
+        """What sequences must keep: all, unless every layer has a window that is shorter than they may be."""
+        windows = [window or settings.attention_window for window in self.windows]
+        if not all(windows) or max(windows) >= self.max_context:
+            return Window(settings.block_size)
+        return Window(settings.block_size, max(windows), settings.sink_tokens)
 
     def kv_layout(self, block_size: int, name: str = "auto") -> KVLayout:
         """How blocks are kept, by a name as in `kv_cache_dtype`. Raises ConfigError."""
@@ -120,11 +129,20 @@ def _windows(config: Any, layer_types: Sequence[str], layers: int) -> tuple[int,
 
 def _max_context(config: Any, settings: EngineSettings) -> int:
     allowed = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+    longest = longest_sequence(allowed)
     rope = getattr(config, "rope_parameters", None) or {}
     for entry in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         if entry.get("rope_type") in _GROWING_ROPE:
             name = "original_max_position_embeddings"
-            allowed = min(allowed, int(entry.get(name) or getattr(config, name, None) or allowed))
+            allowed = longest = min(allowed, int(entry.get(name) or getattr(config, name, None) or allowed))
+    span = settings.attention_window + settings.sink_tokens
+    if span > allowed:
+        raise ConfigError(
+            f"attention_window is {settings.attention_window}: beside {settings.sink_tokens} tokens of sinks it can be "
+            f"{allowed - settings.sink_tokens} at most, for the model sees {allowed}"
+        )
+    if span:
+        allowed = longest
     if settings.max_model_len > allowed:
         raise ConfigError(f"max_model_len is {settings.max_model_len}: the model is served up to {allowed}")
     return settings.max_model_len or allowed
@@ -143,14 +161,22 @@ def _eos_token_ids(model_dir: str | Path, config: Any) -> frozenset[int]:
 def describe_model(
     model_dir: str | Path, settings: EngineSettings | None = None, *, epoch: int = 0
 ) -> tuple[NamespaceSpec, bytes]:
-    """The namespace of a model's blocks and the root key of its chains.
+    """The namespace of a model's blocks and the root key of its chains: `identify_model`, and the salt."""
+    settings = settings or EngineSettings()
+    namespace, content = identify_model(model_dir, settings, epoch=epoch)
+    return namespace, salted_root(content, settings.salt)
+
+
+def identify_model(
+    model_dir: str | Path, settings: EngineSettings, *, epoch: int = 0
+) -> tuple[NamespaceSpec, bytes]:
+    """The namespace of a model's blocks and the `content_id` of what computes them.
 
     Reads config.json and every byte of the weights, at the speed of the disk. With `exact`, what computes is
     part of the namespace: torch's version and the device. Raises ModelRefused and ConfigError.
     """
-    settings = settings or EngineSettings()
     shape = read_shape(model_dir, settings)
-    layout = tier_layout(shape, settings)
+    layout, window = tier_layout(shape, settings), shape.window(settings)
     namespace = NamespaceSpec(
         engine=ENGINE_NAME,
         layout=BLOCK_LAYOUT if layout.format == RAW else RECORD_LAYOUT,
@@ -160,7 +186,9 @@ def describe_model(
         layers=shape.layers,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
+        group="window" if window.size else "full",
         quantization="none" if layout.format == RAW else layout.format,
+        window_blocks=window.blocks,
         extra=_arithmetic(settings, shape.dtype) if settings.exact else {},
     )
     if problem := namespace.problem():
@@ -168,8 +196,11 @@ def describe_model(
     content = fingerprint_files([*weight_files(model_dir), Path(model_dir) / "config.json"])
     # Exact reuse needs an equal split of the prefill, which the chunk size decides.
     split = f"{settings.chunk_size}" if settings.exact else "any"
-    root = root_key(content, salt=settings.salt, epoch=epoch, extra=[("split", split)])
-    return namespace, root
+    parts = [("split", split)]
+    if settings.attention_window:
+        # What a token sees decides its K and V in all layers but the first.
+        parts.append(("attention", f"{settings.attention_window} after {settings.sink_tokens}"))
+    return namespace, content_id(content, epoch=epoch, extra=parts)
 
 
 def tier_layout(shape: ModelShape, settings: EngineSettings) -> KVLayout:

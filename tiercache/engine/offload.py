@@ -42,9 +42,9 @@ class Offload:
         self.stores.poll()
         return self.loads.poll()
 
-    def makes_room(self) -> bool:
-        """Whether idle blocks will become available without anyone giving up theirs."""
-        self.stores.ask_for(1)
+    def makes_room(self, count: int) -> bool:
+        """Whether idle blocks will become available without anyone giving up theirs; `count` are wanted."""
+        self.stores.ask_for(count)
         if self._blocks.idle_count > self._blocks.clean_count:
             return True
         return any(self._blocks.references(block_id) == count for block_id, count in self.holds().items())

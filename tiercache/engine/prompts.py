@@ -9,6 +9,10 @@ from typing import Any
 
 from tiercache.errors import ConfigError, ModelRefused
 
+# Texts have fewer characters in a token; the beginning of one that is too long shows that it is.
+_USUAL_TOKEN_CHARS = 8
+_CUT_TOKENS = 64
+
 Message = Mapping[str, Any]
 """One message of a conversation: `role` and `content`, and whatever else the model's template knows."""
 
@@ -35,15 +39,18 @@ class Prompts:
     Args:
         tokenizer: one of transformers'.
         chat_template: Jinja text that stands in for the tokenizer's own.
+        max_tokens: texts that must have more are refused, most of them without being read to their end; 0 is no limit.
 
     One thread at a time; long texts take a while (about a second per MB).
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, chat_template: str | None = None, max_tokens: int = 0) -> None:
         self.tokenizer = tokenizer
         self._chat_template = chat_template
+        self._max_tokens = max_tokens
+        self._max_token_chars = max(map(len, tokenizer.get_vocab()))
         # What a caller may hand to the template is everything but what steers the tokenizer itself.
-        self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+        self._reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
 
     def of_text(self, text: str) -> list[int]:
         """Tokens of a text, with those that the model wants at its beginning."""
@@ -70,7 +77,8 @@ class Prompts:
             )
         except Exception as error:
             # Templates are programs of the model's authors, and refuse what they do not know in their own ways.
-            raise ConfigError(f"the chat template refuses these messages: {error}") from error
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ConfigError(f"the chat template refuses these messages: {line}") from error
         return self._encode(text, add_special_tokens=False)  # the template has written them
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -78,5 +86,20 @@ class Prompts:
             text.encode()
         except UnicodeEncodeError:
             raise ConfigError("the text has half a surrogate pair: it must be Unicode") from None
+        if self._max_tokens and self._is_too_long(text):
+            limit = f"the {self._max_tokens} tokens that a sequence may have"
+            raise ConfigError(f"a text of {len(text)} characters has more than {limit}: shorten it")
         tokens: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return tokens
+
+    def _is_too_long(self, text: str) -> bool:
+        """Whether a text certainly has too many tokens; not all that have are found."""
+        if len(text) > self._max_tokens * self._max_token_chars:
+            return True
+        beginning = self._max_tokens * _USUAL_TOKEN_CHARS
+        if len(text) <= beginning:
+            return False
+        # The cut may change its last tokens, and does not bring more than a few.
+        tokens = self.tokenizer(text[:beginning], add_special_tokens=False)["input_ids"]
+        return len(tokens) > self._max_tokens + _CUT_TOKENS
+

@@ -1,8 +1,9 @@
 """What the next step computes. It decides only: nothing here runs a model or changes a block.
 
 Sequences are served by their rank: priority first, then arrival. Each step takes every decoding sequence,
-then prompt chunks while the token budget lasts; a sequence enters when blocks for all its tokens are there.
-When a decoding sequence finds no block, the last in rank gives its blocks back: they are
+then prompt chunks while the token budget lasts; a sequence enters when blocks for all its tokens are there, or for
+as many as it ever holds at one time, where it has a window.
+When a running sequence finds no block, the last in rank gives its blocks back: they are
 stored, and found again when its turn comes. Nobody waits for a load but who needs it.
 """
 
@@ -68,7 +69,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide one step. Takes blocks for everything in the plan, and starts stores of preempted sequences."""
         plan = StepPlan()
-        decodes = self._plan_decodes(plan)
+        decodes = self._plan_running(plan)
         budget = self._settings.step_tokens - len(decodes)
         self._admit(plan, budget)
         plan.passes = pack(decodes, self._plan_prefills(budget))
@@ -77,21 +78,24 @@ class Scheduler:
 
     # --- running sequences
 
-    def _plan_decodes(self, plan: StepPlan) -> list[Chunk]:
+    def _plan_running(self, plan: StepPlan) -> list[Chunk]:
+        """Make room for what is computed next, and return the tokens of those who decode."""
         chunks: list[Chunk] = []
         for sequence in sorted(self.running, key=_rank):
-            if sequence.state is SequenceState.RUNNING and not sequence.prefilling and self._grow(sequence, plan):
+            if sequence.state is SequenceState.RUNNING and self._grow(sequence, plan) and not sequence.prefilling:
                 chunks.append(Chunk(sequence, sequence.computed, sequence.computed + 1))
-        return [chunk for chunk in chunks if chunk.sequence.state is SequenceState.RUNNING]
+        return chunks
 
     def _grow(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Make room for the next token; False if the sequence sits out this step (or was preempted)."""
-        table, tail = sequence.block_table, sequence.computed // self._settings.block_size
-        shared = tail < len(table) and self._blocks.references(table[tail]) > 1
-        if tail < len(table) and not shared:
+        """Make room for the next step; False if the sequence sits that out (or was preempted)."""
+        table, tail = sequence.block_table, sequence.full_blocks
+        shared = not sequence.prefilling and tail < len(table) and self._blocks.references(table[tail]) > 1
+        keep = tail if shared else len(table)
+        count = sequence.blocks_due - keep
+        if count <= 0:
             return True
-        while (taken := self._blocks.allocate(1, after=table[tail - 1] if tail else None)) is None:
-            if self._waits_for_room(sequence):
+        while (taken := self._blocks.allocate(count, after=table[keep - 1] if keep else None)) is None:
+            if self._waits_for_room(sequence, count):
                 return False
             victim = max((*self.running, *self.loading), key=_rank)
             self._preempt(victim)
@@ -106,12 +110,12 @@ class Scheduler:
         sequence.block_table += taken
         return True
 
-    def _waits_for_room(self, sequence: Sequence) -> bool:
-        """Whether transfers are about to free blocks. Not for ever: a copy may hang."""
+    def _waits_for_room(self, sequence: Sequence, count: int) -> bool:
+        """Whether transfers are about to free blocks, of which `count` are wanted. Not for ever: a copy may hang."""
         now_s = time.monotonic()
         if sequence.short_since_s is None:
             sequence.short_since_s = now_s
-        return self._offload.makes_room() and now_s < sequence.short_since_s + _ROOM_TIMEOUT_S
+        return self._offload.makes_room(count) and now_s < sequence.short_since_s + _ROOM_TIMEOUT_S
 
     def _preempt(self, victim: Sequence) -> None:
         self.counters.preemptions += 1
@@ -131,7 +135,8 @@ class Scheduler:
         """Whether loading what is not stored yet should take less than computing it again."""
         first, end = victim.stored_blocks, victim.keyed_full_blocks()
         size, cost = self._settings.block_size, self._offload.cost
-        return cost.load_s(end - first, 0) < cost.prefill_s(first * size, end * size)
+        count = sum(len(block_ids) for _, block_ids in victim.held_runs(first, end))
+        return cost.load_s(count, 0) < cost.prefill_s(first * size, end * size)
 
     def _give_back(self, sequence: Sequence) -> None:
         """Back into the queue without blocks."""
@@ -143,7 +148,7 @@ class Scheduler:
         """Chunks that fit into the budget, for each sequence that gets any."""
         planned: list[list[Chunk]] = []
         for sequence in sorted(self.running, key=_rank):
-            if not sequence.prefilling:
+            if not sequence.prefilling or len(sequence.block_table) < sequence.blocks_due:
                 continue
             left = len(sequence.tokens) - sequence.computed
             if self._settings.enable_chunked_prefill:
@@ -158,16 +163,21 @@ class Scheduler:
     def register_full_blocks(self, sequence: Sequence) -> None:
         """Put what was computed into the prefix cache of the pool."""
         full = sequence.keyed_full_blocks()
-        for index in range(sequence.registered_blocks, full):
-            self._blocks.register(sequence.block_table[index], sequence.chain, index)
+        for first, block_ids in sequence.held_runs(sequence.registered_blocks, full):
+            for index, block_id in enumerate(block_ids, first):
+                self._blocks.register(block_id, sequence.chain, index)
         sequence.registered_blocks = max(sequence.registered_blocks, full)
+
+    def release_unseen(self, sequence: Sequence) -> None:
+        """Give back the blocks that have left the window of a sequence."""
+        self._blocks.release(sequence.take_unseen())
 
     def fork(self, sequence: Sequence) -> list[Sequence]:
         """The request's other sequences, now that its prompt is computed; they share all blocks."""
         forks = [sequence.fork(index) for index in range(1, sequence.forks_due + 1)]
         sequence.forks_due = 0
         for other in forks:
-            self._blocks.hold(other.block_table)
+            self._blocks.hold(other.held_blocks)
             self.running.append(other)
         return forks
 
@@ -182,12 +192,25 @@ class Scheduler:
             )
             if 1 + sequence.forks_due > room or ahead >= budget:
                 return
-            found = self._blocks.find(sequence.chain, sequence.max_hit_blocks)
-            if len(found) < sequence.max_hit_blocks and self._is_coming(sequence.chain.key(len(found)), len(found)):
+            found = self._find(sequence)
+            if found < sequence.max_hit_blocks and self._is_coming(sequence.chain.key(found), found):
                 continue
             if not self._place(sequence, found, plan):
                 return
             room -= 1 + sequence.forks_due
+
+    def _find(self, sequence: Sequence) -> int:
+        """At which block of its chain a sequence can begin with what the pool has, not yet rounded to an edge."""
+        chain, cut = sequence.chain, sequence.max_hit_blocks
+        if not sequence.window.size:
+            return len(self._blocks.find(chain, range(cut)))
+        while cut := sequence.usable_hit_blocks(cut):
+            numbers = sequence.window.needed(cut)
+            missing = next((one for one in reversed(numbers) if self._blocks.block_of(chain.key(one)) is None), None)
+            if missing is None:
+                break
+            cut = missing  # all cuts between need it too
+        return cut
 
     def _is_coming(self, key: bytes, index: int) -> bool:
         """Whether another sequence is loading or computing block `index` of the same chain."""
@@ -197,40 +220,45 @@ class Scheduler:
             if one.computed < len(one.chain) * self._settings.block_size
         )
 
-    def _place(self, sequence: Sequence, found: list[int], plan: StepPlan) -> bool:
-        """Give a sequence its blocks: `found` in the pool, to be loaded, or blank. False: no room now."""
-        kept = found[: sequence.usable_hit_blocks(len(found))]
+    def _place(self, sequence: Sequence, found: int, plan: StepPlan) -> bool:
+        """Give a sequence its blocks: those `found` in the pool, to be loaded, or blank. False: no room now."""
+        kept = sequence.usable_hit_blocks(found)
         # First whether there is room at all: a match asks the cache and takes a lease there.
         if not self._has_room(sequence, kept):
             return False
-        match, choice = None, LoadChoice(len(kept), len(kept))
-        if len(found) < sequence.max_hit_blocks and not sequence.skip_external:
-            match = self._offload.loads.match(sequence)
-        if match is not None:
-            choice = self._offload.loads.choose(sequence, match, len(kept), len(found))
-            kept = found[: choice.first]
-        self._blocks.hold(kept)
-        count = sequence.blocks_for(len(sequence.tokens)) - len(kept)
-        new = self._blocks.allocate(count, after=kept[-1] if kept else None)
-        assert new is not None, "a load keeps more of what was found, and so takes fewer blocks, never more"
+        hit, choice = None, LoadChoice(kept, kept)
+        if found < sequence.max_hit_blocks and not sequence.skip_external:
+            hit = self._offload.loads.match(sequence)
+        if hit is not None:
+            choice = self._offload.loads.choose(sequence, hit, kept)
+        numbers = sequence.window.needed(choice.end)
+        held = self._blocks.find(sequence.chain, numbers[: len(numbers) - (choice.end - choice.first)])
+        self._blocks.hold(held)
+        new = self._blocks.allocate(sequence.blocks_to_begin(choice.end) - len(held), after=held[-1] if held else None)
+        assert new is not None, "there was room for whatever is loaded"
         self.waiting.remove(sequence)
-        sequence.block_table = [*kept, *new]
-        sequence.registered_blocks = len(kept)
+        sequence.begin(choice.end, [*held, *new])
+        sequence.registered_blocks = min(found, choice.end)
         # What is in the pool may not be in the cache: the cache was away, or has lost it.
-        sequence.stored_blocks = self._blocks.stored_run(kept)
-        if match is not None and choice.end > choice.first:
+        sequence.stored_blocks = [*numbers, choice.end][self._blocks.stored_run(held)]
+        if hit is not None and choice.end > choice.first:
             sequence.state = SequenceState.LOADING
             self.loading.append(sequence)
-            plan.loads.append(LoadOrder(sequence, match, choice))
+            plan.loads.append(LoadOrder(sequence, hit, choice))
         else:
-            self._offload.loads.give_up(match)
-            self._enter(sequence, len(kept), len(kept))
+            self._offload.loads.give_up(hit)
+            self._enter(sequence, kept, kept)
         return True
 
-    def _has_room(self, sequence: Sequence, kept: list[int]) -> bool:
+    def _has_room(self, sequence: Sequence, kept: int) -> bool:
+        if sequence.window.first_block(sequence.max_hit_blocks * self._settings.block_size):
+            needed = sequence.most_blocks  # a load that goes further than the pool may need other blocks
+        else:
+            # One that goes further needs the same and more, and so takes fewer new ones, never more.
+            held = self._blocks.find(sequence.chain, range(kept))
+            needed = sequence.blocks_to_begin(kept) - len(held) + sum(map(self._blocks.is_clean, held))
         # One block for the growth of each running sequence, else admission would only cause preemption.
-        needed = sequence.blocks_for(len(sequence.tokens)) - len(kept) + len(self.running)
-        needed += sum(map(self._blocks.is_clean, kept))
+        needed += len(self.running)
         if needed <= self._blocks.clean_count:
             return True
         self._offload.stores.ask_for(needed)
@@ -256,18 +284,22 @@ class Scheduler:
 
     def settle_load(self, result: LoadResult) -> None:
         """A load has ended, well or not, or was given up: what is missing is computed."""
-        (sequence, _, choice), good_blocks, ended = result
+        order, good_blocks, ended = result
+        sequence, choice = order.sequence, order.choice
         self.loading.remove(sequence)
-        usable = sequence.usable_hit_blocks(choice.first + good_blocks)
-        if not ended or usable < choice.first:
+        numbers = order.numbers
+        usable = sequence.usable_hit_blocks([*numbers, choice.end][good_blocks])
+        if not ended or usable < choice.first or not sequence.can_go_on_from(usable):
             # Its blocks are not its own to compute into: the copies still run, or others read them.
             self._give_back(sequence)
             sequence.skip_external = True
             return
-        for index in range(choice.first, usable):
-            self._blocks.register(sequence.block_table[index], sequence.chain, index, stored=True)
+        for number in numbers[:good_blocks]:
+            if number < usable:
+                self._blocks.register(sequence.block_table[number], sequence.chain, number, stored=True)
         sequence.registered_blocks = sequence.stored_blocks = usable
-        self._enter(sequence, choice.first, usable)
+        in_pool = len(sequence.window.needed(choice.end)) - len(numbers)
+        self._enter(sequence, in_pool, usable)
 
     def _prefetch(self) -> None:
         """Bring prefixes up to DRAM while their sequences wait for room."""
@@ -296,6 +328,8 @@ class Scheduler:
         for state, queue in queues.items():
             for sequence in queue:
                 assert sequence.state is state, f"request {sequence.request_id} is {sequence.state} and queued {state}"
+                held, most = len(sequence.held_blocks), sequence.window.most_blocks(self._settings)
+                assert most is None or held <= most, f"request {sequence.request_id} holds {held} of {most} blocks"
         assert sorted(self.waiting, key=_rank) == self.waiting, "the queue is out of order"
         seats = sum(1 + sequence.forks_due for sequence in (*self.loading, *self.running))
         assert seats <= self._settings.max_num_seqs, f"{seats} sequences hold blocks"

@@ -20,6 +20,9 @@ then that nobody else can have, from a random number, and so can be kept, stored
 not found again is computed in the same chunks, and its keys are thrown away: they name the old bytes. In a
 quantised pool what a token sees of its own block depends on the split: raw, or as that is once it is full. So
 generated tokens are computed again in chunks in which each sees what it saw when it was decoded.
+
+With a window (see `tiercache.engine.window`) a sequence gives back the blocks that no later token sees, and has
+`NO_BLOCK` in their places.
 """
 
 from __future__ import annotations
@@ -32,13 +35,17 @@ from typing import NamedTuple
 
 from tiercache.engine.sampling import Sampler, SamplingParams
 from tiercache.engine.settings import EngineSettings
+from tiercache.engine.window import Window
 from tiercache.keys import KeyChain
+
+NO_BLOCK = -1
+"""In a block table: the block has left the window. Whoever read it would read no other's block."""
 
 
 class SequenceState(enum.Enum):
     WAITING = "waiting"  # holds no blocks
     LOADING = "loading"  # holds blocks; some belong to a load until that is done
-    RUNNING = "running"  # holds blocks for all tokens up to `computed` at least
+    RUNNING = "running"  # holds blocks for all tokens up to `computed` that it still sees, at least
     FINISHED = "finished"
 
 
@@ -61,7 +68,7 @@ class Sequence:
     """Tokens, blocks and progress of one of the `n` sequences of a request. It owns its derived counts.
 
     Block i of `block_table` holds tokens `[i * block_size, (i + 1) * block_size)`; the sequence has
-    one reference on each.
+    one reference on each. `window` is everything unless given.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class Sequence:
         *,
         priority: int = 0,
         index: int = 0,
+        window: Window | None = None,
     ) -> None:
         if index and params.seed is not None:
             params = dataclasses.replace(params, seed=params.seed + index)
@@ -81,6 +89,7 @@ class Sequence:
         self.tokens = prompt
         self.prompt_count = len(prompt)
         self.params = params
+        self.window = window or Window(settings.block_size)
         self.sampler = Sampler(params, prompt)
         self.state = SequenceState.WAITING
         self.forks_due = params.n - 1 if index == 0 else 0
@@ -106,6 +115,7 @@ class Sequence:
         The blocks must have been given back before.
         """
         self.block_table: list[int] = []
+        self._left_blocks = 0
         self.computed = 0
         self.registered_blocks = 0
         self.stored_blocks = 0
@@ -118,13 +128,14 @@ class Sequence:
         assert self.computed == len(self.tokens) == self.prompt_count, "forks begin at the end of the prompt"
         rank, prompt = self.rank, list(self.tokens)
         other = Sequence(
-            rank.request_id, prompt, self.params, self._root, self._settings, priority=rank.priority, index=index
-        )
+            rank.request_id, prompt, self.params, self._root, self._settings, priority=rank.priority, index=index,
+            window=self.window,
+        )  # fmt: skip
         other.state, other.entered = self.state, True
         other.arrived_s = self.arrived_s
         other.pool_hit_tokens, other.external_hit_tokens = self.pool_hit_tokens, self.external_hit_tokens
         other.block_table = list(self.block_table)
-        other.computed = self.computed
+        other._left_blocks, other.computed = self._left_blocks, self.computed
         other.registered_blocks, other.stored_blocks = self.registered_blocks, self.stored_blocks
         return other
 
@@ -238,12 +249,65 @@ class Sequence:
         """Blocks of `block_table` whose every slot has been computed or loaded."""
         return self.computed // self._settings.block_size
 
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` tokens take."""
+    @property
+    def held_blocks(self) -> list[int]:
+        """The blocks of `block_table` that have not left the window."""
+        return [block_id for block_id in self.block_table if block_id != NO_BLOCK]
+
+    def held_runs(self, first: int, end: int) -> list[tuple[int, list[int]]]:
+        """What is held of the blocks `[first, end)`: runs of them, each with the number of its first block."""
+        runs: list[tuple[int, list[int]]] = []
+        for number in range(first, end):
+            if self.block_table[number] == NO_BLOCK:
+                continue
+            if not runs or self.block_table[number - 1] == NO_BLOCK:
+                runs.append((number, []))
+            runs[-1][1].append(self.block_table[number])
+        return runs
+
+    @property
+    def most_blocks(self) -> int:
+        """The most blocks that it holds before it decodes: for all its tokens, or a window and what a step computes."""
+        whole, most = self._blocks_for(len(self.tokens)), self.window.most_blocks(self._settings)
+        return whole if most is None else min(whole, most)
+
+    @property
+    def blocks_due(self) -> int:
+        """Blocks that its table must reach for the next step."""
+        if not self.prefilling:
+            return self.full_blocks + 1
+        bounded = self.window.most_blocks(self._settings) is not None
+        ahead = self.computed + self._settings.step_tokens if bounded else len(self.tokens)
+        return self._blocks_for(min(ahead, len(self.tokens)))
+
+    def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._settings.block_size)
+
+    def blocks_to_begin(self, cut: int) -> int:
+        """Blocks to have when it begins at block `cut`, those that it needs from before the cut among them."""
+        gone = cut - len(self.window.needed(cut))
+        return min(self.most_blocks, self._blocks_for(len(self.tokens)) - gone)
+
+    def begin(self, cut: int, block_ids: list[int]) -> None:
+        """Take `blocks_to_begin(cut)` blocks as the table."""
+        self._left_blocks = self.window.first_block(cut * self._settings.block_size)
+        kept = min(self.window.sink_blocks, self._left_blocks)
+        self.block_table = [*block_ids[:kept], *[NO_BLOCK] * (self._left_blocks - kept), *block_ids[kept:]]
+
+    def can_go_on_from(self, cut: int) -> bool:
+        """Whether its table has all blocks that are needed to go on from block `cut`."""
+        return self.window.first_block(cut * self._settings.block_size) >= self._left_blocks
 
     def take_blocks(self, keep: int = 0) -> list[int]:
         """Remove and return the blocks from `keep` on, for the caller to give back."""
-        taken = self.block_table[keep:]
+        taken = [block_id for block_id in self.block_table[keep:] if block_id != NO_BLOCK]
         del self.block_table[keep:]
+        return taken
+
+    def take_unseen(self) -> list[int]:
+        """Remove and return the blocks that have left the window, for the caller to give back."""
+        first = max(self._left_blocks, self.window.sink_blocks)
+        self._left_blocks = self.window.first_block(self.computed)
+        taken = self.block_table[first : self._left_blocks]
+        self.block_table[first : first + len(taken)] = [NO_BLOCK] * len(taken)
         return taken

@@ -21,8 +21,8 @@ _CHOICES = {
     "device": DEVICES,
     "write": WRITE_MODES,
 }
-_POSITIVE = ("block_size", "chunk_size", "max_num_seqs", "max_stores")
-_NOT_NEGATIVE = ("max_model_len", "max_num_batched_tokens", "pool_blocks", "clean_blocks")
+_POSITIVE = ("block_size", "chunk_size", "max_num_seqs", "max_stores", "attention_sinks")
+_NOT_NEGATIVE = ("max_model_len", "max_num_batched_tokens", "pool_blocks", "clean_blocks", "attention_window")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,10 @@ class EngineSettings:
             in `dtype` and 64 MiB beside it. What comes back is then not quite what was computed.
         dtype: of weights and KV; `auto` takes what the model's config says.
         tensor_parallel_size: 1.
+        attention_window: not 0, a token sees only so many tokens up to itself, and the `attention_sinks`: for endless
+            chats, at the price of what lies between (see `tiercache.engine.streaming`). Layers that have a window of
+            their own keep it.
+        attention_sinks: with `attention_window`, first tokens that stay visible; rounded up to whole blocks.
         chunk_size: tokens of a prefill chunk; chunk edges are its absolute multiples.
         pool_blocks: size of the KV pool in blocks; not 0, it stands in for `kv_cache_memory`.
         device: `auto` takes CUDA where there is one.
@@ -75,6 +79,8 @@ class EngineSettings:
     tier_dtype: str = "auto"
     dtype: str = "auto"
     tensor_parallel_size: int = 1
+    attention_window: int = 0
+    attention_sinks: int = 4
     chunk_size: int = 512
     pool_blocks: int = 0
     device: str = "auto"
@@ -132,6 +138,11 @@ class EngineSettings:
     def quantised(self) -> bool:
         """Whether full blocks of the pool are smaller than what was computed."""
         return self.kv_cache_dtype != "auto"
+
+    @property
+    def sink_tokens(self) -> int:
+        """`attention_sinks` in whole blocks; 0 without `attention_window`."""
+        return -(-self.attention_sinks // self.block_size) * self.block_size if self.attention_window else 0
 
     @property
     def kv_cache_bytes(self) -> int:

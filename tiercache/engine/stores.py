@@ -46,7 +46,8 @@ class Stores:
         if len(self._stores) >= self._settings.max_stores or not self._cache.available:
             return
         sequence.stored_blocks = end
-        self._start(sequence.chain, first, sequence.block_table[first:end], sequence)
+        for number, block_ids in sequence.held_runs(first, end):
+            self._start(sequence.chain, number, block_ids, sequence)
 
     # --- write-back
 

@@ -20,7 +20,7 @@ from tiercache.engine.cache import CacheLike, MatchLike, TransferLike
 from tiercache.engine.kv_pool import KVLayout, KVPool
 from tiercache.errors import TierCacheError
 from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES
+from tiercache.messages import KEY_BYTES, ModelCard
 
 _STAGE_BYTES = 64 << 20
 _LEAST_STAGE_BLOCKS = 16
@@ -239,6 +239,9 @@ class StagedCache:
 
     def prefetch(self, keys: bytes) -> int:
         return self.inner.prefetch(keys)
+
+    def announce(self, models: Sequence[ModelCard]) -> None:
+        self.inner.announce(models)
 
     def load_async(
         self, match: StagedMatch, block_ids: Sequence[int], *, first: int = 0, timeout_s: float | None = None

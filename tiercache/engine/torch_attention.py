@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from tiercache.engine.kv_access import Group, Places, access_to
 from tiercache.engine.kv_pool import KVPool, Segment
+from tiercache.engine.streaming import Streaming
 
 _ROWS_LIMIT = 64
 """Up to this many query tokens the heads of a KV head become rows. Above, matrices are large enough, and
@@ -37,18 +38,21 @@ class _Reading(NamedTuple):
 class TorchPass:
     """One forward pass over `segments`, which are in the order of their tokens in the batch, without gaps.
 
+    With `streaming`, layers that have no window attend as it says.
+
     Attributes:
         positions: int64 `[token]`.
     """
 
-    def __init__(self, pool: KVPool, segments: Sequence[Segment]) -> None:
+    def __init__(self, pool: KVPool, segments: Sequence[Segment], streaming: Streaming | None = None) -> None:
+        self._streaming = streaming
         self._tails = pool.tails_of(segments)
         self._access = access_to(pool, segments, self._tails)
         self._device = pool.device
         positions = [token for one in segments for token in range(one.start, one.end)]
         self.positions = torch.tensor(positions, device=pool.device)
         self._groups = [self._group(segments, chosen) for chosen in _alike(segments, pool.layout.token_bytes)]
-        self._plans: dict[int, list[_Reading]] = {}
+        self._plans: dict[tuple[int, int], list[_Reading]] = {}
 
     def _group(self, segments: Sequence[Segment], chosen: list[int]) -> Group:
         count = segments[chosen[0]].end - segments[chosen[0]].start
@@ -80,29 +84,38 @@ class TorchPass:
         self._access.write(layer, key, value)
         heads, count, head_dim = query.shape
         out = query.new_empty((count, heads, head_dim))
-        for group, reading in zip(self._groups, self._plan(window, query.dtype), strict=True):
+        streaming = None if window else self._streaming
+        seen = (streaming.window, streaming.sinks) if streaming is not None else (window, 0)
+        for group, reading in zip(self._groups, self._plan(*seen, query.dtype), strict=True):
             k, v = self._access.read(layer, reading.places)
             q = query[:, group.rows].view(heads, *group.positions.shape, head_dim).transpose(0, 1)
-            if softcap is None and sinks is None:
+            if streaming is not None:
+                turned = streaming.query_for_sinks(layer, q, group.positions)
+                scores = torch.cat(
+                    [_scores(turned, k[:, :, : streaming.sinks]), _scores(q, k[:, :, streaming.sinks :])], dim=-1
+                )
+                result = _weighed(scores * scale, v, reading.mask, softcap, sinks)
+            elif softcap is None and sinks is None:
                 result = _fused(q, k, v, reading, scale)
             else:
-                result = _spelled_out(q, k, v, reading.mask, scale, softcap, sinks)
+                result = _weighed(_scores(q, k) * scale, v, reading.mask, softcap, sinks)
             result = result.transpose(1, 2).flatten(0, 1)
             if len(self._groups) == 1:
                 return result
             out[group.rows] = result
         return out
 
-    def _plan(self, window: int, dtype: torch.dtype) -> list[_Reading]:
-        """How each group is read; the same for all layers of a window."""
-        plan = self._plans.get(window)
+    def _plan(self, window: int, sinks: int, dtype: torch.dtype) -> list[_Reading]:
+        """How each group is read; the same for all layers of a window and first tokens that are seen besides."""
+        plan = self._plans.get((window, sinks))
         if plan is None:
-            plan = self._plans[window] = [self._reading(group, window, dtype) for group in self._groups]
+            plan = [self._reading(group, window, sinks, dtype) for group in self._groups]
+            self._plans[window, sinks] = plan
         return plan
 
-    def _reading(self, group: Group, window: int, dtype: torch.dtype) -> _Reading:
-        places = self._access.places(group, window)
-        mask = _mask(group.positions, places.numbers, window, dtype)
+    def _reading(self, group: Group, window: int, sinks: int, dtype: torch.dtype) -> _Reading:
+        places = self._access.places(group, window, sinks)
+        mask = _mask(group.positions, places.numbers, window, sinks, dtype)
         unbounded = not window or window >= group.segments[0].end
         return _Reading(places, mask, unbounded and torch.equal(places.numbers, group.positions))
 
@@ -124,12 +137,14 @@ def _alike(segments: Sequence[Segment], token_bytes: int) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def _mask(positions: torch.Tensor, numbers: torch.Tensor, window: int, dtype: torch.dtype) -> torch.Tensor | None:
+def _mask(
+    positions: torch.Tensor, numbers: torch.Tensor, window: int, sinks: int, dtype: torch.dtype
+) -> torch.Tensor | None:
     """What to add to the scores, `[sequence, 1, token, place]`; None where nothing is hidden."""
     query, token = positions[:, :, None], numbers[:, None, :]
     hidden = token > query
     if window:
-        hidden |= token <= query - window
+        hidden |= (token <= query - window) & (token >= sinks)
     if not bool(hidden.any()):
         return None
     mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
@@ -156,20 +171,22 @@ def _fused(
     )
 
 
-def _spelled_out(
-    query: torch.Tensor,
-    key: torch.Tensor,
+def _scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Query `[n, head, token, head_dim]` and key `[n, kv_head, place, head_dim]` to `[n, head, token, place]`."""
+    sequences, heads, count, head_dim = query.shape
+    rows = query.reshape(sequences, key.shape[1], -1, head_dim)
+    return (rows @ key.transpose(2, 3)).view(sequences, heads, count, -1)
+
+
+def _weighed(
+    scores: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same with capped scores (Gemma 2) or a sink per head (GPT-OSS), which torch's does not have."""
-    sequences, heads, count, head_dim = query.shape
-    kv_heads = key.shape[1]
-    rows = query.reshape(sequences, kv_heads, -1, head_dim)
-    scores = (rows @ key.transpose(2, 3)).view(sequences, heads, count, -1) * scale
+    """Attention from its scores: they may be capped (Gemma 2), with a sink per head (GPT-OSS), or of two queries."""
+    sequences, heads, count, places = scores.shape
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
@@ -177,7 +194,8 @@ def _spelled_out(
     if sinks is not None:
         sink = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(sequences, heads, count, 1)
         scores = torch.cat([scores, sink], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     if sinks is not None:
         weights = weights[..., :-1]
-    return (weights.reshape(sequences, kv_heads, -1, key.shape[2]) @ value).view(query.shape)
+    weights = weights.reshape(sequences, value.shape[1], -1, places)
+    return (weights @ value).view(sequences, heads, count, -1)

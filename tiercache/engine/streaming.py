@@ -1,0 +1,61 @@
+"""Sinks and a window in models that were made to see everything, for chats without an end.
+
+What a model says falls apart when the first tokens leave its sight, however little they mean: attention that
+has nowhere to go goes there. So they stay, beside a window (Xiao, Tian, Chen, Han and Lewis, Efficient Streaming
+Language Models with Attention Sinks, 2023). As there, positions are those in the cache: with S sinks and a window
+of W, token p sees the sinks as if it stood at S + W - 1, and never at a distance that it was not trained for.
+
+The pool has keys as the model turned them, by their absolute positions. Only differences count, and those within
+the window are right. So keys stay as they are, and a query is turned back for the sinks: by `p - (S + W - 1)`. Which
+turn a layer's positions are is found by trying: the model is run at two places, and the queries compared.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+_EXACT_POSITIONS = 1 << 18
+"""A float32 angle of so many radians is off by a hundredth: no more than what bfloat16 loses."""
+
+
+class Rotation(NamedTuple):
+    """Rotary positions of a layer: the first `2 * len(frequencies)` elements of a head, in two halves, are turned.
+
+    `frequencies` are float64 `[pair]`, radians per position (Su et al., RoFormer, 2021).
+    """
+
+    frequencies: torch.Tensor
+
+    def turn(self, query: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+        """`query` `[..., token, head_dim]` as if each token stood `distance` `[..., token]` further on."""
+        angles = distance.double()[..., None] * self.frequencies
+        cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+        half = len(self.frequencies)
+        first, second, rest = query[..., :half], query[..., half : 2 * half], query[..., 2 * half :]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+class Streaming(NamedTuple):
+    """What the layers without a window of their own do instead of seeing everything.
+
+    `rotations` are by layer.
+    """
+
+    window: int
+    sinks: int
+    rotations: dict[int, Rotation]
+
+    def query_for_sinks(self, layer: int, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Queries as the sinks are to see them.
+
+        `[sequence, head, token, head_dim]`, of tokens at `positions` `[sequence, token]`.
+        """
+        back = (positions - (self.sinks + self.window - 1)).clamp(min=0)
+        return self.rotations[layer].turn(query, -back[:, None])
+
+
+def longest_sequence(context: int) -> int:
+    """Tokens that a sequence may have where no token sees further than `context`."""
+    return max(context, _EXACT_POSITIONS)
