@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +67,29 @@ class ServerProcess:
 
     def metric(self, name: str) -> float:
         return self.metrics()[f"tiercache:{name}"]
+
+    def health(self) -> tuple[int, str | None]:
+        """Status and code of `/health`."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=TIMEOUT_S) as answer:
+                return answer.status, None
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())["error"]["code"]
+
+    def rss_bytes(self) -> int:
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text())
+        assert found is not None
+        return int(found[1]) * 1024
+
+    @property
+    def daemon_dir(self) -> Path:
+        """Run directory of the private daemon."""
+        found = re.search(r"private daemon at (\S+),", self.log.read_text())
+        assert found is not None, self.log.read_text()
+        return Path(found[1])
+
+    def daemon_pid(self) -> int:
+        return int((self.daemon_dir / "lock").read_text())
 
     def wait_until_idle(self) -> None:
         """Nothing runs, waits or holds a block."""

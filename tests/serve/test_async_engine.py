@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tiercache.engine import Engine, EngineSettings, SamplingParams
-from tiercache.engine.async_engine import AsyncEngine, EngineDied, NobodyReads, QueueFull, Stream
+from tiercache.engine.async_engine import AsyncEngine, EngineDied, NobodyReads, QueueFull, Stalled, Stream
 from tiercache.engine.prompts import load_tokenizer
 from tiercache.engine.text_engine import TextEngine
 from tiercache.errors import ConfigError
@@ -26,14 +28,14 @@ def engine(model_dir: Path) -> Iterator[Engine]:
 
 
 def run(
-    engine: Engine, model_dir: Path, use: Callable[[AsyncEngine], Awaitable[None]], max_waiting: int = 2048
+    engine: Engine, model_dir: Path, use: Callable[[AsyncEngine], Awaitable[None]], **limits: Any
 ) -> list[str]:
     """Let `use` work with an AsyncEngine in a loop of its own, close it; what `on_death` was called for."""
     deaths: list[str] = []
 
     async def play() -> None:
         text_engine = TextEngine(engine, load_tokenizer(model_dir))
-        served = AsyncEngine(text_engine, max_waiting=max_waiting, on_death=lambda: deaths.append("died"))
+        served = AsyncEngine(text_engine, on_death=lambda: deaths.append("died"), **limits)
         await asyncio.wait_for(use(served), TIMEOUT_S)
         await served.close()
         assert not served._waiting
@@ -138,6 +140,27 @@ def test_a_stream_that_nobody_reads_ends_and_frees_its_blocks(
         assert await collect(unread) == [""]
 
     assert run(engine, model_dir, use) == []
+
+
+def test_nobody_waits_for_blocks_that_never_come(
+    engine: Engine, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(served: AsyncEngine) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._scheduler, "_has_room", lambda *_: False)
+            waiting = asyncio.create_task(collect(served.submit([prompt(1)], SamplingParams())))
+            while not waiting.done():  # though others come all the time
+                with contextlib.suppress(Stalled, QueueFull):
+                    served.submit([prompt(2)], SamplingParams())
+                await asyncio.sleep(0.01)
+            assert isinstance(error := waiting.exception(), Stalled)
+            assert "has not advanced for" in str(error)
+        while served.stall is not None:  # until those are withdrawn
+            await asyncio.sleep(0.01)
+        [text] = await collect(served.submit([prompt(1)], SamplingParams(max_tokens=3)))
+        assert len(text) == 3
+
+    assert run(engine, model_dir, use, stall_timeout_s=0.5) == []
 
 
 def test_wrong_requests_are_refused_at_once(engine: Engine, model_dir: Path) -> None:

@@ -16,6 +16,10 @@ import pytest
 from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
 from server_process import TIMEOUT_S, ServerProcess, wait_until
 
+from tiercache.engine import SamplingParams
+from tiercache.serve.failures import ApiError
+from tiercache.serve.requests import check_size
+
 pytestmark = pytest.mark.engine
 FLAGS = ("--pool-blocks", "640", "--block-size", "8", "--chunk-size", "32", "--arena", "64MiB")
 MODEL = "tiny-chat"
@@ -177,6 +181,8 @@ def test_models_health_and_metrics(server: ServerProcess, client: OpenAI) -> Non
     assert grown["tiercache:time_to_first_token_seconds_count"] == 1
     assert grown["tiercache:inter_token_latency_seconds_count"] == 19
     assert grown["tiercache:e2e_request_latency_seconds_count"] == 1
+    assert grown["tiercache:request_decode_time_seconds_sum"] <= grown["tiercache:e2e_request_latency_seconds_sum"]
+    assert grown["tiercache:request_params_max_tokens_sum"] == 20
     assert grown["tiercache:request_prompt_tokens_sum"] == 47
     assert grown["tiercache:request_success_total{length}"] == 1
     assert grown["tiercache:prefix_cache_queries_total"] == 47
@@ -204,6 +210,8 @@ def test_models_health_and_metrics(server: ServerProcess, client: OpenAI) -> Non
         ("prompt", ["x"] * 129, "129 prompts: a request may have 128 choices"),
         ("prompt", [99999], "wrong tokenizer"),
         ("prompt", "", "the prompt is empty"),
+        ("prompt", "x" * 9_000, "a text of 9000 characters has more than the 1024 tokens"),
+        ("prompt", "x" * 900_000, "a text of 900000 characters has more than the 1024 tokens"),
         ("prompt", None, "missing required field `prompt`"),
         ("echo", True, "not served"),
         ("best_of", 3, "not served"),
@@ -263,6 +271,18 @@ def test_other_paths_methods_models_and_sizes(server: ServerProcess, client: Ope
     assert refused.value.param == "tools"
     with pytest.raises(BadRequestError, match="shorten the prompt, or lower max_tokens to 14"):
         complete(client, "x" * 1010)
+
+
+def test_what_a_client_sent_is_quoted_in_part(server: ServerProcess) -> None:
+    _, error = post(server, json.dumps({"prompt": "x", "z" * 5000: 1}).encode())
+    assert error["message"] == error["param"] == "z" * 400 + "..."
+
+
+def test_an_answer_fits_into_memory() -> None:
+    check_size(128, SamplingParams(max_tokens=100_000))
+    check_size(1, SamplingParams(max_tokens=100_000, logprobs=20))
+    with pytest.raises(ApiError, match="10752000 log-probabilities, and an answer may have"):
+        check_size(128, SamplingParams(max_tokens=4000, logprobs=20))
 
 
 # --- clients that come in crowds, and that go

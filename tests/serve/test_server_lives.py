@@ -16,6 +16,7 @@ from server_process import ServerProcess, wait_until
 import tiercache
 from tiercache.cli.main import main
 from tiercache.engine import LLM, SamplingParams
+from tiercache.engine.llm import Generation
 
 pytestmark = pytest.mark.engine
 FLAGS = ("--pool-blocks", "640", "--block-size", "8", "--chunk-size", "32")
@@ -32,7 +33,7 @@ def refuses_connections(server: ServerProcess) -> bool:
     return False
 
 
-def test_sigterm_finishes_what_runs_and_the_blocks_survive(model_dir: Path, tmp_path: Path) -> None:
+def test_sigterm_finishes_what_runs_and_good_blocks_survive(model_dir: Path, tmp_path: Path) -> None:
     nvme = ("--arena", "64MiB", "--nvme", str(tmp_path / "nvme"), "--nvme-size", "2GiB")
     with ServerProcess(model_dir, tmp_path / "first.log", *FLAGS, *nvme) as server:
         stream = iter(server.client.completions.create(**GREEDY, max_tokens=300, n=4, stream=True))
@@ -42,12 +43,35 @@ def test_sigterm_finishes_what_runs_and_the_blocks_survive(model_dir: Path, tmp_
         reasons = [part.choices[0].finish_reason for part in stream]
         assert reasons.count("length") == 4
         assert server.wait() == 0, server.log.read_text()
+    good = _generate(model_dir, tmp_path / "nvme")
+    assert good.cached_tokens == len(PROMPT) // 8 * 8
+    _damage(tmp_path / "nvme")
+    damaged = _generate(model_dir, tmp_path / "nvme")
+    assert damaged.cached_tokens == 0
+    assert damaged.outputs == good.outputs
+
+
+def _generate(model_dir: Path, nvme: Path) -> Generation:
+    """Another process's answer, with what it finds on the disk."""
     with (
-        tiercache.launch("64MiB", nvme=str(tmp_path / "nvme"), nvme_size="2GiB") as daemon,
+        tiercache.launch("64MiB", nvme=str(nvme), nvme_size="2GiB") as daemon,
         LLM(model_dir, pool_blocks=64, block_size=8, chunk_size=32, daemon=daemon.address) as llm,
     ):
-        [answer] = llm.generate(PROMPT, SamplingParams(max_tokens=1))
-        assert answer.cached_tokens == len(PROMPT) // 8 * 8
+        [answer] = llm.generate(PROMPT, SamplingParams(max_tokens=20))
+        return answer
+
+
+def _damage(nvme: Path) -> None:
+    """Flip a bit in each page of the blocks."""
+    segments = list(nvme.rglob("*.seg"))
+    assert segments
+    for segment in segments:
+        with segment.open("r+b") as file:
+            for start in range(0, 4 << 20, 4096):
+                file.seek(start + 100)
+                byte = file.read(1)[0]
+                file.seek(start + 100)
+                file.write(bytes([byte ^ 1]))
 
 
 def test_requests_outlive_the_daemon(model_dir: Path, tmp_path: Path) -> None:

@@ -63,6 +63,11 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         help=f"on SIGTERM, how long running requests may take (default: {fields['grace_s']:g})",
     )  # fmt: skip
     group.add_argument(
+        "--stall-timeout", dest="stall_timeout_s", type=float, metavar="SECONDS", default=fields["stall_timeout_s"],
+        help="when the engine has not advanced for so long, its requests fail and /health says so "
+        f"(default: {fields['stall_timeout_s']:g})",
+    )  # fmt: skip
+    group.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info",
         help="least important lines that are logged, to stderr (default: info)",
     )  # fmt: skip

@@ -7,7 +7,7 @@ import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -17,16 +17,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tiercache.engine.async_engine import AsyncEngine, EngineDied, NobodyReads, Stopping, Stream, StreamOutput
+from tiercache.engine.async_engine import AsyncEngine, EngineDied, NobodyReads, Stalled, Stopping, Stream, StreamOutput
 from tiercache.engine.prompts import Prompts
 from tiercache.serve.answers import ChatAnswer, CompletionAnswer, Piece, TokenTexts, Usage
+from tiercache.serve.bodies import Bodies
 from tiercache.serve.encoding import END_OF_EVENTS, event, json_response
 from tiercache.serve.failures import ApiError, api_error
 from tiercache.serve.metrics import Metrics
-from tiercache.serve.requests import MAX_CHOICES, ChatRequest, CompletionRequest, parse
+from tiercache.serve.requests import ChatRequest, CompletionRequest, check_size, parse
 
-MAX_BODY_BYTES = 16 << 20
-BODY_TIMEOUT_S = 60.0
 HUNG_UP = 499
 """Status of an answer that nobody reads; nginx's word for it."""
 
@@ -44,18 +43,35 @@ class Service:
     created_s: int = 0
 
 
+class _Accepted(NamedTuple):
+    """A request that the engine has; its texts are let go."""
+
+    stream: Stream
+    usage: Usage
+    n: int
+    streamed: bool
+    include_usage: bool
+
+    def pieces(self) -> list[Piece]:
+        """An empty one for each choice."""
+        return [Piece(index) for index in range(self.stream.prompts * self.n)]
+
+    def piece_of(self, item: StreamOutput) -> int:
+        return item.prompt * self.n + item.output.index
+
+
 class _EventStream(StreamingResponse):
     """Server-sent events of a stream; whatever ends them (the client, a shutdown) closes the stream."""
 
-    def __init__(self, stream: Stream, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, close: Callable[[], None], events: AsyncIterator[bytes]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._stream = stream
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._stream.close()
+            self._close()
 
 
 class Routes:
@@ -64,12 +80,13 @@ class Routes:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._texts = TokenTexts(service.prompts.tokenizer)
+        self._bodies = Bodies(service.engine.max_model_len)
         # One thread: a tokenizer is not for several, and the loop must not wait for a long text.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     async def health(self, request: Request) -> Response:
-        if self._service.engine.death is not None:
-            raise self._service.engine.death
+        if (trouble := self._service.engine.death or self._service.engine.stall) is not None:
+            raise trouble
         return json_response({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
@@ -90,73 +107,73 @@ class Routes:
         }  # fmt: skip
 
     async def completions(self, request: Request) -> Response:
-        asked = parse(await _read_body(request), CompletionRequest)
-        return await self._answer(request, asked, CompletionAnswer)
+        return await self._answer(request, await self._accept(request, CompletionRequest), CompletionAnswer)
 
     async def chat_completions(self, request: Request) -> Response:
-        asked = parse(await _read_body(request), ChatRequest)
-        return await self._answer(request, asked, ChatAnswer)
+        return await self._answer(request, await self._accept(request, ChatRequest), ChatAnswer)
 
-    async def _answer(
-        self, request: Request, asked: CompletionRequest | ChatRequest, form: type[CompletionAnswer]
-    ) -> Response:
-        service = self._service
-        if asked.model is not None:
-            self._check_model(asked.model)
+    async def _accept(self, request: Request, kind: type[CompletionRequest | ChatRequest]) -> _Accepted:
+        """Read, check and submit a request. Raises ApiError."""
+        service, loop = self._service, asyncio.get_running_loop()
+        async with self._bodies.read(request) as body:
+            asked = parse(body, kind)
+            if asked.model is not None:
+                self._check_model(asked.model)
+            try:
+                # One prompt at a time, so that those of others come between.
+                encoders = asked.encoders(service.prompts)
+                prompts = [await loop.run_in_executor(self._tokenizing, encode) for encode in encoders]
+                params = asked.params(service.defaults, service.engine.max_model_len - max(map(len, prompts)))
+                check_size(len(prompts), params)
+                stream = service.engine.submit(prompts, params, asked.priority)
+            except Exception as error:
+                raise api_error(error, asked.__struct_fields__) from error
+        service.metrics.note_accepted(params)
+        return _Accepted(stream, Usage(sum(map(len, prompts))), params.n, asked.stream, asked.include_usage)
+
+    async def _answer(self, request: Request, accepted: _Accepted, form: type[CompletionAnswer]) -> Response:
+        answer, stream = form(self._service.model, self._texts), accepted.stream
+        if accepted.streamed:
+            return _EventStream(lambda: self._close(stream), self._events(accepted, answer))
+        watcher = asyncio.create_task(_close_on_hang_up(request, lambda: self._close(stream)))
         try:
-            loop = asyncio.get_running_loop()
-            prompts = await loop.run_in_executor(self._tokenizing, asked.tokens, service.prompts)
-            params = asked.params(service.defaults, service.engine.max_model_len - max(map(len, prompts)))
-            if len(prompts) * params.n > MAX_CHOICES:
-                text = f"{len(prompts)} prompts with n {params.n}: a request may have {MAX_CHOICES} choices"
-                raise ApiError(400, text, param="n")
-            stream = service.engine.submit(prompts, params, asked.priority)
-        except Exception as error:
-            raise api_error(error, asked.__struct_fields__) from error
-        answer = form(service.model, self._texts)
-        usage = Usage(sum(map(len, prompts)))
-        pieces = [Piece(index) for index in range(len(prompts) * params.n)]
-        if asked.stream:
-            events = self._events(stream, answer, pieces, usage, params.n, include_usage=asked.include_usage)
-            return _EventStream(stream, events)
-        watcher = asyncio.create_task(_close_on_hang_up(request, stream))
-        try:
-            await self._collect(stream, pieces, usage, params.n)
+            pieces = await self._collect(accepted)
         finally:
             watcher.cancel()
-            stream.close()
+            self._close(stream)
         if any(piece.finish_reason is None for piece in pieces):
             return Response(status_code=HUNG_UP)
-        return json_response(answer.whole(pieces, usage))
+        return json_response(answer.whole(pieces, accepted.usage))
 
-    async def _collect(self, stream: Stream, pieces: list[Piece], usage: Usage, n: int) -> None:
-        note = self._service.metrics.watch(stream)
-        async for item in stream:
+    def _close(self, stream: Stream) -> None:
+        self._service.metrics.note_aborted(stream.close())
+
+    async def _collect(self, accepted: _Accepted) -> list[Piece]:
+        note, pieces = self._service.metrics.watch(accepted.stream), accepted.pieces()
+        async for item in accepted.stream:
             note(item)
-            usage.note(item)
-            pieces[_choice(item, n)].add(item)
+            accepted.usage.note(item)
+            pieces[accepted.piece_of(item)].add(item)
+        return pieces
 
-    async def _events(
-        self, stream: Stream, answer: CompletionAnswer, pieces: list[Piece], usage: Usage, n: int, *,
-        include_usage: bool,
-    ) -> AsyncIterator[bytes]:  # fmt: skip
-        note = self._service.metrics.watch(stream)
-        for piece in pieces:
+    async def _events(self, accepted: _Accepted, answer: CompletionAnswer) -> AsyncIterator[bytes]:
+        note = self._service.metrics.watch(accepted.stream)
+        for piece in accepted.pieces():
             if (first := answer.first(piece.index)) is not None:
                 yield event(first)
         try:
-            async for item in stream:
+            async for item in accepted.stream:
                 note(item)
-                usage.note(item)
-                piece = Piece(_choice(item, n))
+                accepted.usage.note(item)
+                piece = Piece(accepted.piece_of(item))
                 piece.add(item)
                 if not piece.empty:
                     yield event(answer.piece(piece))
-        except (EngineDied, NobodyReads, Stopping) as error:
+        except (EngineDied, NobodyReads, Stalled, Stopping) as error:
             yield event(api_error(error).body())
         else:
-            if include_usage:
-                yield event(answer.last(usage))
+            if accepted.include_usage:
+                yield event(answer.last(accepted.usage))
         yield END_OF_EVENTS
 
     def _check_model(self, name: str) -> None:
@@ -172,31 +189,10 @@ class Routes:
             raise ApiError(401, "the API key is wrong: send Authorization: Bearer KEY", code="invalid_api_key")
 
 
-def _choice(item: StreamOutput, n: int) -> int:
-    return item.prompt * n + item.output.index
-
-
-async def _close_on_hang_up(request: Request, stream: Stream) -> None:
+async def _close_on_hang_up(request: Request, close: Callable[[], None]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    stream.close()
-
-
-async def _read_body(request: Request) -> bytes:
-    """Raises ApiError for one that is too large or does not come."""
-
-    async def read() -> bytes:
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY_BYTES:
-                raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-        return bytes(body)
-
-    try:
-        return await asyncio.wait_for(read(), BODY_TIMEOUT_S)
-    except asyncio.TimeoutError:
-        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from None
+    close()
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -226,6 +222,7 @@ def build_app(service: Service) -> Starlette:
             ApiError: _on_api_error,
             EngineDied: _on_api_error,
             NobodyReads: _on_api_error,
+            Stalled: _on_api_error,
             Stopping: _on_api_error,
             HTTPException: _on_http_error,
             ClientDisconnect: _on_hang_up,
@@ -241,7 +238,9 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = {404: f"there is no {request.url.path} here", 405: f"{request.method} is not for {request.url.path}"}
-    return ApiError(error.status_code, text.get(error.status_code, error.detail)).response()
+    response = ApiError(error.status_code, text.get(error.status_code, error.detail)).response()
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _on_hang_up(request: Request, error: Exception) -> Response:

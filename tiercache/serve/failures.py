@@ -7,20 +7,23 @@ from typing import Any
 
 from starlette.responses import Response
 
-from tiercache.engine.async_engine import EngineDied, NobodyReads, QueueFull, Stopping
+from tiercache.engine.async_engine import EngineDied, NobodyReads, QueueFull, Stalled, Stopping
 from tiercache.errors import ConfigError
 from tiercache.serve.encoding import json_response
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "10"}}
+# Characters of a message, which may quote what the client sent.
+_MAX_TEXT = 400
 
 
 class ApiError(Exception):
     """A request that fails. `param` is the field that is wrong, `code` a word for programs."""
 
     def __init__(self, status: int, text: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(text)
+        super().__init__(_clip(text))
         self.status = status
-        self.param = param
+        self.param = param and _clip(param)
         self.code = code
 
     def body(self) -> dict[str, Any]:
@@ -29,8 +32,11 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        headers = {"Retry-After": "1"} if self.status == 429 else {}
-        return json_response(self.body(), status=self.status, headers=headers)
+        return json_response(self.body(), status=self.status, headers=_HEADERS.get(self.status, {}))
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
 
 def api_error(error: Exception, fields: Collection[str] = ()) -> ApiError:
@@ -47,6 +53,8 @@ def api_error(error: Exception, fields: Collection[str] = ()) -> ApiError:
         return ApiError(408, str(error), code="nobody_reads")
     if isinstance(error, EngineDied):
         return ApiError(503, str(error), code="engine_died")
+    if isinstance(error, Stalled):
+        return ApiError(503, str(error), code="engine_stalled")
     if isinstance(error, Stopping):
         return ApiError(503, str(error), code="stopping")
     raise error

@@ -10,6 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tiercache.engine.async_engine import Stream, StreamOutput
+from tiercache.engine.outputs import RequestOutput
+from tiercache.engine.sampling import SamplingParams
 
 PREFIX = "tiercache:"
 Stats = Mapping[str, float]
@@ -32,10 +34,20 @@ _COUNTERS = {
     ),
     "external_prefix_cache_hits": ("external_prefix_cache_hits", "Those that were loaded from there."),
 }  # fmt: skip
-_LATENCIES_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+_TO_FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
 )  # fmt: skip
-_TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+_TO_NEXT_TOKEN_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_WHOLE_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+_TOKENS = tuple(float(step * 10**power) for power in range(7) for step in (1, 2, 5))
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+_END_REASONS = ("stop", "length", "abort")
 
 
 class _EngineCollector(Collector):
@@ -66,33 +78,56 @@ class _EngineCollector(Collector):
 
 
 class Metrics:
-    """Counters and histograms of the requests of one server, and its engine's `stats`."""
+    """Counters and histograms of the requests of one server, and its engine's `stats`.
 
-    def __init__(self, model: str, stats: Callable[[], Stats]) -> None:
+    Histograms have vLLM's buckets; those of tokens end where `max_model_len` is.
+    """
+
+    def __init__(self, model: str, max_model_len: int, stats: Callable[[], Stats]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(stats, {"model_name": model}))
-        self._first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", model)
-        self._next_token = self._histogram("inter_token_latency_seconds", "Between tokens of a sequence.", model)
-        self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", model)
-        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", model, _TOKENS)
-        self._generated = self._histogram("request_generation_tokens", "Tokens of an answer.", model, _TOKENS)
-        self._ended = Counter(
-            f"{PREFIX}request_success", "Answers that were finished.", ["model_name", "finished_reason"],
+        self._model = model
+        tokens = tuple(count for count in _TOKENS if count <= max_model_len)
+        histogram = self._histogram
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _TO_FIRST_TOKEN_S
+        )
+        self._next_token = histogram("inter_token_latency_seconds", "Between tokens of a sequence.", _TO_NEXT_TOKEN_S)
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "The same, mean of a sequence.", _TO_NEXT_TOKEN_S
+        )
+        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE_S)
+        self._decode = histogram("request_decode_time_seconds", "From the first to the last token.", _WHOLE_S)
+        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", tokens)
+        self._generated = histogram("request_generation_tokens", "Tokens of an answer.", tokens)
+        self._max_tokens = histogram("request_params_max_tokens", "Tokens that an answer might have had.", tokens)
+        self._n = histogram("request_params_n", "Answers asked for to a prompt.", _CHOICES)
+        ended = Counter(
+            f"{PREFIX}request_success", "Answers that have ended.", ["model_name", "finished_reason"],
             registry=self._registry,
         )  # fmt: skip
-        self._model = model
+        self._ended = {reason: ended.labels(model, reason) for reason in _END_REASONS}
 
-    def _histogram(
-        self, name: str, text: str, model: str, buckets: tuple[float, ...] = _LATENCIES_S
-    ) -> Histogram:
-        return Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self._registry).labels(model)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self._registry)
+        return histogram.labels(self._model)
 
     def text(self) -> bytes:
         """Everything, as Prometheus reads it."""
         return generate_latest(self._registry)
 
+    def note_accepted(self, params: SamplingParams) -> None:
+        """A request was taken in."""
+        self._n.observe(params.n)
+        self._max_tokens.observe(params.max_tokens)
+
+    def note_aborted(self, sequences: int) -> None:
+        """So many sequences were ended since nobody wants them."""
+        self._ended["abort"].inc(sequences)
+
     def watch(self, stream: Stream) -> Callable[[StreamOutput], None]:
         """What is to be called with every output of a stream when it comes."""
+        first_s: dict[tuple[int, int], float] = {}
         last_s: dict[tuple[int, int], float] = {}
 
         def note(item: StreamOutput) -> None:
@@ -100,13 +135,19 @@ class Metrics:
             if sequence in last_s:
                 self._next_token.observe(now_s - last_s[sequence])
             else:
+                first_s[sequence] = now_s
                 self._first_token.observe(now_s - stream.submitted_s)
             last_s[sequence] = now_s
-            if (result := item.output.result) is not None:
-                self._whole.observe(now_s - stream.submitted_s)
-                self._generated.observe(len(result.tokens))
-                if item.output.index == 0:
-                    self._prompt.observe(result.prompt_tokens)
-                self._ended.labels(self._model, result.finish_reason).inc()
+            if item.output.result is not None:
+                self._note_end(item.output.result, now_s - stream.submitted_s, now_s - first_s[sequence])
 
         return note
+
+    def _note_end(self, result: RequestOutput, whole_s: float, decode_s: float) -> None:
+        self._whole.observe(whole_s)
+        self._decode.observe(decode_s)
+        self._per_token.observe(decode_s / max(1, len(result.tokens) - 1))
+        self._generated.observe(len(result.tokens))
+        if result.index == 0:
+            self._prompt.observe(result.prompt_tokens)
+        self._ended[result.finish_reason].inc()

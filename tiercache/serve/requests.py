@@ -6,7 +6,8 @@ A field that would change the answer is served or refused by name; it is never i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ from tiercache.errors import ConfigError
 from tiercache.serve.failures import ApiError
 
 MAX_CHOICES = 128
+MAX_LOGPROB_VALUES = 1 << 22
+"""Log-probabilities in one answer: they take about 100 bytes each, and an answer is in memory until it is sent."""
 DEFAULT_COMPLETION_TOKENS = 16
 _IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
@@ -37,6 +40,10 @@ _SAMPLING = (
     "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids",
 )  # fmt: skip
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+Encoder = Callable[[], list[int]]
+"""Gives the token ids of a prompt; takes its time. Raises ConfigError."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -84,21 +91,22 @@ class CompletionRequest(Request, kw_only=True, frozen=True, forbid_unknown_field
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
 
-    def tokens(self, prompts: Prompts) -> list[list[int]]:
-        """The prompts as token ids. May take long. Raises ApiError."""
+    def encoders(self, prompts: Prompts) -> list[Encoder]:
+        """For each prompt what gives its token ids. Raises ApiError."""
         given = self.prompt
         if isinstance(given, list) and given and all(isinstance(item, int) for item in given):
-            return [[item for item in given if isinstance(item, int)]]
+            tokens = [item for item in given if isinstance(item, int)]
+            return [lambda: tokens]
         each = [given] if isinstance(given, str) else given
         if not each:
             raise ApiError(400, "prompt is an empty list: give at least one prompt", param="prompt")
         if len(each) > MAX_CHOICES:
             raise ApiError(400, f"{len(each)} prompts: a request may have {MAX_CHOICES} choices", param="prompt")
-        found: list[list[int]] = []
+        found: list[Encoder] = []
         for item in each:
             if isinstance(item, int):
                 raise ApiError(400, "prompt mixes texts and token ids: give lists of one kind", param="prompt")
-            found.append(prompts.of_text(item) if isinstance(item, str) else item)
+            found.append(partial(prompts.of_text, item) if isinstance(item, str) else partial(list, item))
         return found
 
     def params(self, defaults: Mapping[str, Any], room: int) -> SamplingParams:
@@ -116,12 +124,12 @@ class ChatRequest(Request, kw_only=True, frozen=True, forbid_unknown_fields=True
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
-    def tokens(self, prompts: Prompts) -> list[list[int]]:
-        """The conversation as token ids, the only prompt. Raises ApiError and ConfigError."""
+    def encoders(self, prompts: Prompts) -> list[Encoder]:
+        """What gives the token ids of the conversation, the only prompt. Raises ApiError."""
         if not self.messages:
             raise ApiError(400, "messages is empty: give at least one", param="messages")
         messages = [_message(number, message) for number, message in enumerate(self.messages)]
-        return [prompts.of_chat(messages, self.chat_template_kwargs)]
+        return [partial(prompts.of_chat, messages, self.chat_template_kwargs)]
 
     def params(self, defaults: Mapping[str, Any], room: int) -> SamplingParams:
         """How to answer, with up to `room` tokens if the client does not say. Raises ApiError and ConfigError."""
@@ -139,14 +147,14 @@ class ChatRequest(Request, kw_only=True, frozen=True, forbid_unknown_fields=True
 _R = TypeVar("_R", bound=Request)
 
 
-def parse(body: bytes, kind: type[_R]) -> _R:
+def parse(body: bytes | bytearray, kind: type[_R]) -> _R:
     """A request from its JSON. Raises ApiError that names the field."""
     try:
         tree = msgspec.json.decode(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(tree, dict):
-        raise ApiError(400, f"the body is a JSON {type(tree).__name__}: must be an object")
+        raise ApiError(400, "the body is JSON, and no object: send one in braces")
     # null is what clients send for "not given".
     tree = {name: value for name, value in tree.items() if value is not None and name not in _IGNORED}
     for name, allowed in _NEUTRAL.items():
@@ -164,6 +172,18 @@ def parse(body: bytes, kind: type[_R]) -> _R:
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options needs stream: set that to true", param="stream_options")
     return request
+
+
+def check_size(prompts: int, params: SamplingParams) -> None:
+    """Raises ApiError for a request whose answer would be too large."""
+    choices = prompts * params.n
+    if choices > MAX_CHOICES:
+        text = f"{prompts} prompts with n {params.n}: a request may have {MAX_CHOICES} choices"
+        raise ApiError(400, text, param="n")
+    values = 0 if params.logprobs is None else choices * params.max_tokens * (1 + params.logprobs)
+    if values > MAX_LOGPROB_VALUES:
+        text = f"{values} log-probabilities, and an answer may have {MAX_LOGPROB_VALUES}: lower max_tokens or n"
+        raise ApiError(400, text, param="logprobs")
 
 
 def _message(number: int, message: dict[str, Any]) -> Message:

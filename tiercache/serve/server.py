@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import resource
@@ -20,15 +21,16 @@ from typing import Any
 
 import uvicorn
 
-from tiercache.engine.async_engine import MAX_WAITING, AsyncEngine, Stopping
+from tiercache.engine.async_engine import MAX_WAITING, STALL_TIMEOUT_S, AsyncEngine, Stopping
 from tiercache.engine.engine import Connect, Engine, connect_to
 from tiercache.engine.prompts import Prompts, load_tokenizer
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.text_engine import TextEngine
 from tiercache.errors import ConfigError
-from tiercache.launch import launch
 from tiercache.serve.app import Service, build_app
+from tiercache.serve.connections import SWEEP_S, Sweeper, cut_unsent
 from tiercache.serve.metrics import Metrics
+from tiercache.serve.private_daemon import PrivateDaemon
 from tiercache.serve.requests import sampling_defaults
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ _BACKLOG = 2048
 # How long answers may take to leave when the time for requests is over.
 _LAST_WORDS_S = 5
 _MAX_FILES = 65536
+_TICKS_PER_S = 10  # uvicorn's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,7 @@ class ServeSettings:
         chat_template: a file with a Jinja template that stands in for the model's own.
         max_queued_requests: prompts that may wait for their first token; one more is refused with 429.
         grace_s: on SIGTERM, how long running requests may take; then they fail.
+        stall_timeout_s: when the engine has not advanced for so long, its requests fail and `/health` says so.
         daemon: run directory of a daemon that runs; None starts a private one.
         cache: False is without a daemon.
         arena: size of a private daemon's DRAM tier.
@@ -65,6 +69,7 @@ class ServeSettings:
     chat_template: Path | None = None
     max_queued_requests: int = MAX_WAITING
     grace_s: float = 30.0
+    stall_timeout_s: float = STALL_TIMEOUT_S
     daemon: Path | None = None
     cache: bool = True
     arena: str = "1GiB"
@@ -78,6 +83,8 @@ class ServeSettings:
             raise ConfigError(f"max_queued_requests is {self.max_queued_requests}: must be at least 1")
         if not 0 <= self.grace_s < math.inf:
             raise ConfigError(f"grace is {self.grace_s}: must be 0 or more seconds")
+        if not self.stall_timeout_s > 0:
+            raise ConfigError(f"stall_timeout is {self.stall_timeout_s}: must be above 0 seconds")
         if self.daemon is not None and not self.cache:
             raise ConfigError("daemon and no-cache contradict each other: give one of them")
         if self.nvme and (self.daemon is not None or not self.cache):
@@ -107,10 +114,20 @@ def serve(settings: ServeSettings, engine_settings: EngineSettings) -> int:
     with ExitStack() as resources:
         # Taken before the model is loaded: that may take minutes, and the port may not be free.
         listener = resources.enter_context(_bind(settings))
-        prompts = Prompts(load_tokenizer(settings.model), settings.read_chat_template())
+        tokenizer, template = load_tokenizer(settings.model), settings.read_chat_template()
         defaults = sampling_defaults(settings.model)
         engine = Engine(settings.model, engine_settings, _cache(settings, resources))
-        server = _Server(settings, engine, prompts, defaults)
+        engine.announce([settings.name, str(settings.model.resolve())])
+        server = _Server(settings, engine, Prompts(tokenizer, template, engine.max_model_len), defaults)
+        try:
+            _listen(listener, settings)
+        except ConfigError:
+            engine.close()
+            raise
+        # What is loaded stays: going through it again and again would hold up every request for a moment.
+        gc.collect()
+        gc.freeze()
+        resources.callback(gc.unfreeze)
         return asyncio.run(server.run(listener))
 
 
@@ -135,9 +152,22 @@ def _bind(settings: ServeSettings) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        where = f"host {settings.host}, port {settings.port}"
-        raise ConfigError(f"{where} cannot be listened on: {error.strerror}: choose another") from None
+        raise _not_free(settings, error) from None
     return listener
+
+
+def _listen(listener: socket.socket, settings: ServeSettings) -> None:
+    """Only now: who comes while the model is loaded is to be refused and not to wait."""
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        # Two that start at one time may both bind.
+        raise _not_free(settings, error) from None
+
+
+def _not_free(settings: ServeSettings, error: OSError) -> ConfigError:
+    where = f"host {settings.host}, port {settings.port}"
+    return ConfigError(f"{where} cannot be listened on: {error.strerror}: choose another")
 
 
 def _cache(settings: ServeSettings, resources: ExitStack) -> Connect | None:
@@ -147,18 +177,25 @@ def _cache(settings: ServeSettings, resources: ExitStack) -> Connect | None:
     if settings.daemon is not None:
         return connect_to(settings.daemon, name="serve")
     wanted: dict[str, Any] = {"nvme": settings.nvme, "nvme_size": settings.nvme_size}
-    daemon = resources.enter_context(launch(settings.arena, **{key: value for key, value in wanted.items() if value}))
+    given = {key: value for key, value in wanted.items() if value}
+    daemon = resources.enter_context(PrivateDaemon(settings.arena, **given))
     logger.info("private daemon at %s, log in %s", daemon.address, daemon.log)
     return connect_to(daemon.address, name="serve", required=True)
 
 
 class _Uvicorn(uvicorn.Server):
-    """Tells those who wait when the time is up, instead of cutting them off."""
+    """Closes connections that stand still; tells those who wait when the time is up, instead of cutting them off."""
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, grace_s: float) -> None:
         super().__init__(config)
         self._engine = engine
         self._grace_s = grace_s
+        self._sweeper = Sweeper()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % (SWEEP_S * _TICKS_PER_S) == 0:
+            self._sweeper.sweep(self.server_state.connections)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         timer = asyncio.get_running_loop().call_later(self._grace_s, self.end_requests)
@@ -168,6 +205,7 @@ class _Uvicorn(uvicorn.Server):
             timer.cancel()
 
     def end_requests(self) -> None:
+        cut_unsent(self.server_state.connections)
         self._engine.end(Stopping("the server is stopping: send the request again when it is back"))
 
 
@@ -186,25 +224,28 @@ class _Server:
     async def run(self, listener: socket.socket) -> int:
         settings = self._settings
         text_engine = TextEngine(self._engine, self._prompts.tokenizer)
-        engine = AsyncEngine(text_engine, max_waiting=settings.max_queued_requests, on_death=self._stop)
+        engine = AsyncEngine(
+            text_engine, max_waiting=settings.max_queued_requests, stall_timeout_s=settings.stall_timeout_s,
+            on_death=self._stop,
+        )  # fmt: skip
         service = Service(
             engine=engine,
             prompts=self._prompts,
             model=settings.name,
-            metrics=Metrics(settings.name, lambda: engine.stats),
+            metrics=Metrics(settings.name, engine.max_model_len, lambda: engine.stats),
             defaults=self._defaults,
             api_key=settings.api_key,
             created_s=int(time.time()),
         )
         config = uvicorn.Config(
-            build_app(service), lifespan="off", log_config=None, log_level="warning", access_log=False,
-            server_header=False, timeout_graceful_shutdown=int(settings.grace_s) + _LAST_WORDS_S, backlog=_BACKLOG,
+            build_app(service), http="h11", ws="none", lifespan="off", log_config=None, log_level="warning",
+            access_log=False, server_header=False, backlog=_BACKLOG,
+            timeout_graceful_shutdown=int(settings.grace_s) + _LAST_WORDS_S,
         )  # fmt: skip
         self._uvicorn = _Uvicorn(config, engine, settings.grace_s)
         # uvicorn raises the signals that it got once more when it has stopped: that must not kill this process.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._stop())
-        listener.listen(_BACKLOG)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         logger.info("%s is served at %s/v1", settings.name, url)

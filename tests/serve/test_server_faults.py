@@ -1,0 +1,253 @@
+"""A server in trouble: a step that hangs, a crowd, half a request, a daemon that hangs or dies, kill -9."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import pytest
+from openai import InternalServerError
+from server_process import TIMEOUT_S, ServerProcess, wait_until
+
+pytestmark = pytest.mark.engine
+# A pool for one sequence of the longest kind and a little more: what others computed does not stay there.
+FLAGS = ("--pool-blocks", "144", "--block-size", "8", "--chunk-size", "32")
+PROMPT = "It was the best of times, it was the worst of times. " * 4
+GREEDY: dict[str, Any] = {"model": "tiny-chat", "temperature": 0}
+
+# Steps hang while the file is there. Connections are swept often, and the kernel keeps little of what is not read.
+HANGS = """
+import os, socket, time
+from tiercache.engine.model import HostedModel
+from tiercache.serve import bodies, server
+forward = HostedModel.forward
+def hanging(*arguments):
+    while os.path.exists({file!r}):
+        time.sleep(0.01)
+    return forward(*arguments)
+HostedModel.forward = hanging
+server.SWEEP_S = 1
+bodies.BODY_TIMEOUT_S = 5.0
+bind = server._bind
+def bind_small(settings):
+    listener = bind(settings)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    return listener
+server._bind = bind_small
+"""
+
+# The next load stops the process that the file names before it copies.
+STOPS_DAEMON = """
+import os, signal
+from tiercache.moves import Mover
+fetch = Mover.fetch
+def stopping(*arguments):
+    if os.path.exists({file!r}):
+        with open({file!r}) as pid:
+            os.kill(int(pid.read()), signal.SIGSTOP)
+        os.unlink({file!r})
+    return fetch(*arguments)
+Mover.fetch = stopping
+"""
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: str
+    body: str
+
+
+class RawClient:
+    """One request over a connection of its own, without a library that makes it better than it is."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        url = urlsplit(server.url)
+        self._address = (url.hostname, url.port)
+
+    async def send(
+        self, body: dict[str, Any], receive_bytes: int = 0
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """With `receive_bytes` the kernel keeps no more than about that, and we read no more than that."""
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection = socket.socket()
+        if receive_bytes:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        # Neither blocks, and a connection without a request would be swept away.
+        connection.connect(self._address)
+        connection.sendall(head.encode() + data)
+        return await asyncio.open_connection(sock=connection, limit=receive_bytes or 1 << 16)
+
+    async def ask(self, body: dict[str, Any]) -> Answer:
+        reader, writer = await self.send(body)
+        head, _, text = (await asyncio.wait_for(reader.read(), TIMEOUT_S)).decode().partition("\r\n\r\n")
+        writer.close()
+        return Answer(int(head.split()[1]), head.lower(), text)
+
+
+def test_a_step_that_hangs_is_said_and_survived(model_dir: Path, tmp_path: Path) -> None:
+    hangs = tmp_path / "hangs"
+    limits = ("--stall-timeout", "6", "--max-queued-requests", "300", "--max-num-seqs", "8", "--no-cache")
+    patch = HANGS.format(file=str(hangs))
+    with ServerProcess(model_dir, tmp_path / "log", *FLAGS, *limits, patch=patch) as server:
+        expected = server.client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=20).choices[0].text
+        _check_half_a_head(server)
+        _check_unread_body(server)
+        _check_unread_answer(server)
+        hangs.touch()
+        with pytest.raises(InternalServerError, match="the engine has not advanced for") as caught:
+            server.client.completions.create(**GREEDY, prompt=PROMPT)
+        assert (caught.value.status_code, caught.value.code) == (503, "engine_stalled")
+        assert caught.value.response.headers["retry-after"] == "10"
+        assert server.health() == (503, "engine_stalled")
+        with pytest.raises(InternalServerError, match="send the request again later"):
+            server.client.completions.create(**GREEDY, prompt=PROMPT)
+        hangs.unlink()
+        wait_until(lambda: server.health() == (200, None), "the engine is well again")
+        assert server.client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=20).choices[0].text == expected
+        server.wait_until_idle()
+        with _half_a_body(server) as connection:
+            _check_crowd(server)
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
+        assert "Traceback" not in server.log.read_text()
+
+
+def _connect(server: ServerProcess) -> socket.socket:
+    url = urlsplit(server.url)
+    return socket.create_connection((url.hostname, url.port), TIMEOUT_S)
+
+
+def _check_half_a_head(server: ServerProcess) -> None:
+    with _connect(server) as connection:
+        connection.sendall(b"POST /v1/comple")
+        assert connection.recv(1) == b""
+
+
+def _half_a_body(server: ServerProcess) -> socket.socket:
+    connection = _connect(server)
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    return connection
+
+
+def _check_unread_body(server: ServerProcess) -> None:
+    """A body without an end is refused, and nobody waits for the rest of it."""
+    with _connect(server) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(b"200000\r\n" + bytes(1 << 21) + b"\r\n")
+        answer = b""
+        while part := connection.recv(1 << 16):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"body_too_large" in answer
+
+
+def _check_unread_answer(server: ServerProcess) -> None:
+    """A client that reads nothing of its stream does not keep it."""
+    client, body = RawClient(server), {**GREEDY, "prompt": "x", "max_tokens": 1000, "logprobs": 20, "stream": True}
+
+    async def wait_for_the_end() -> None:
+        _, writer = await client.send(body, receive_bytes=4096)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, wait_until, lambda: server.metric("request_success_total{abort}"), "the end")
+        writer.close()
+
+    asyncio.run(wait_for_the_end())
+
+
+def _check_crowd(server: ServerProcess) -> None:
+    """Of a thousand at once some are served, and the others told; of fifty that hang up nothing stays."""
+    texts = [
+        server.client.completions.create(**GREEDY, prompt=str(number), max_tokens=4).choices[0].text
+        for number in range(5)
+    ]
+    before_bytes = server.rss_bytes()
+    client = RawClient(server)
+
+    async def leave() -> None:
+        _, writer = await client.send({**GREEDY, "prompt": PROMPT, "max_tokens": 700})
+        writer.close()
+
+    async def come() -> list[Answer]:
+        leaving = [leave() for _ in range(50)]
+        asking = [client.ask({**GREEDY, "prompt": str(number % 5), "max_tokens": 4}) for number in range(950)]
+        return (await asyncio.gather(*leaving, *asking))[50:]
+
+    answers = asyncio.run(come())
+    served = [(number, json.loads(answer.body)) for number, answer in enumerate(answers) if answer.status == 200]
+    assert [body["choices"][0]["text"] for _, body in served] == [texts[number % 5] for number, _ in served]
+    refused = [answer for answer in answers if answer.status != 200]
+    assert {answer.status for answer in refused} <= {429}
+    assert all("retry-after: 1\r\n" in answer.headers and "try again later" in answer.body for answer in refused)
+    assert len(served) >= 250
+    server.wait_until_idle()
+    assert server.metric("request_success_total{abort}") > 0
+    assert server.rss_bytes() - before_bytes < 128 << 20
+
+
+def test_a_private_daemon_may_die_and_hang_and_ends_with_its_server(model_dir: Path, tmp_path: Path) -> None:
+    stopping = tmp_path / "stopping"
+    flags = (*FLAGS, "--arena", "64MiB", "--load-timeout-s", "2")
+    patch = STOPS_DAEMON.format(file=str(stopping))
+    with ServerProcess(model_dir, tmp_path / "log", *flags, patch=patch) as server:
+        expected = _ask(server)
+        first_pid = server.daemon_pid()
+        stream = iter(server.client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=100, stream=True))
+        text = next(stream).choices[0].text
+        os.kill(first_pid, signal.SIGKILL)
+        assert text + "".join(part.choices[0].text for part in stream) == expected
+        _await_log(server, "the private daemon is back")
+        second_pid = server.daemon_pid()
+        assert second_pid != first_pid
+        _await_hits(server, expected)
+        _fill_pool(server)
+        stopping.write_text(str(second_pid))
+        assert _ask(server) == expected
+        assert not stopping.exists()
+        os.kill(second_pid, signal.SIGCONT)
+        _await_hits(server, expected)
+        server.wait_until_idle()
+        assert "Traceback" not in server.log.read_text()
+        daemon_dir = server.daemon_dir
+        server.process.kill()
+        wait_until(lambda: not daemon_dir.exists(), "the directory of the daemon is removed")
+        wait_until(lambda: not _runs(second_pid), "the daemon has ended")
+
+
+def _ask(server: ServerProcess) -> str:
+    answer = server.client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=100)
+    return answer.choices[0].text
+
+
+def _fill_pool(server: ServerProcess) -> None:
+    """With others' blocks, so that what comes is to be loaded."""
+    server.client.completions.create(**GREEDY, prompt=[letter * 500 for letter in "abc"], max_tokens=1)
+
+
+def _await_hits(server: ServerProcess, expected: str) -> None:
+    """The daemon's blocks are found again."""
+
+    def found() -> bool:
+        _fill_pool(server)
+        before = server.metric("external_prefix_cache_hits_total")
+        assert _ask(server) == expected
+        return server.metric("external_prefix_cache_hits_total") > before
+
+    wait_until(found, "the prompt is loaded")
+
+
+def _await_log(server: ServerProcess, words: str) -> None:
+    wait_until(lambda: words in server.log.read_text(), words)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

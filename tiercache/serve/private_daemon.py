@@ -1,0 +1,82 @@
+"""The daemon of a server that has one to itself: started with it, started again when it dies, ended with it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+from tiercache.errors import TierCacheError
+from tiercache.launch import launch
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.2
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 60.0
+# A daemon that lived so long died of something else than its settings.
+_LONG_LIFE_S = 60.0
+_MAX_RESTARTS = 10
+
+
+class PrivateDaemon:
+    """A launched daemon, and a thread that starts it again. Requests never wait for it, hits come back with it.
+
+    Pauses double from one short life to the next; after ten of them the server goes on without a cache.
+    Takes what `tiercache.launch` takes, and raises what that raises.
+    """
+
+    def __init__(self, arena: str, **config: Any) -> None:
+        self._daemon = launch(arena, **config)
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="private daemon", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """What `tiercache.connect` takes; the same for all its lives."""
+        return self._daemon.address
+
+    @property
+    def log(self) -> str:
+        return str(self._daemon.log)
+
+    def _watch(self) -> None:
+        started_s, short_lives = time.monotonic(), 0
+        while not self._ending.wait(_POLL_S):
+            if (status := self._daemon.poll()) is None:
+                continue
+            short_lives = short_lives + 1 if time.monotonic() - started_s < _LONG_LIFE_S else 1
+            if short_lives > _MAX_RESTARTS:
+                logger.error("the private daemon ended %d times in a row: no cache, see %s", short_lives, self.log)
+                return
+            pause_s = min(_FIRST_PAUSE_S * 2 ** (short_lives - 1), _LONGEST_PAUSE_S)
+            logger.warning("the private daemon ended with status %d: again in %g s, see %s", status, pause_s, self.log)
+            if self._ending.wait(pause_s):
+                return
+            started_s = time.monotonic()
+            self._restart()
+
+    def _restart(self) -> None:
+        try:
+            self._daemon.restart()
+        except (TierCacheError, OSError) as error:
+            if not self._ending.is_set():
+                logger.warning("the private daemon is not back: %s", error)
+        else:
+            logger.info("the private daemon is back")
+
+    def close(self) -> None:
+        """End it; waits for its last writes. Idempotent."""
+        self._ending.set()
+        self._daemon.close()
+        self._thread.join()
+
+    def __enter__(self) -> PrivateDaemon:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
