@@ -1,0 +1,321 @@
+"""tiercache below vLLM's own offloading, as one of its secondary tiers.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10000000000,
+            "secondary_tiers": [{"type": "TierCacheTier", "module_path": "tiercache.connectors.vllm_tier"}]}}'
+
+    GPU ◄─ vLLM's workers ─► rows of vLLM's CPU memory ◄─ this, in its scheduler ─► the daemon's DRAM, NVMe
+
+vLLM stores every chunk that it computes here too, and has chunks that its own memory lacks loaded into it
+again. It pins the rows of a transfer until that is reported as ended, which it is when its last copy is.
+Nothing here waits, and a failure is a miss. Settings, beside type and module_path, are those of
+`TierCacheConnector` but for `gds`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    ReqContext,
+    RequestOffloadingContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from tiercache.connector import Connector, connect
+from tiercache.connectors.vllm_names import Names
+from tiercache.connectors.vllm_tier_form import engine_of_caller, make_namespaces
+from tiercache.connectors.vllm_tier_lookups import Lookups
+from tiercache.connectors.vllm_v1 import Settings
+from tiercache.errors import ConfigError, DaemonUnavailable, DeadlineExceeded, TierCacheError
+from tiercache.jobs import Transfer
+from tiercache.layout import NamespaceSpec
+from tiercache.loading import Match
+from tiercache.messages import INSTANCE_BYTES, KEY_BYTES
+from tiercache.storing import StoreResult
+from tiercache.transfer import Pool, Segment
+
+DRAIN_TIMEOUT_S = 60.0
+MAX_ORPHANS = 16
+REPAIRED_PER_STEP = 64
+"""Chunks of a chain that one step of vLLM's offers again: as many as cost it some 100 us."""
+
+logger = logging.getLogger("tiercache.connectors.vllm")
+
+
+class _Run(NamedTuple):
+    """Chunks of a job that follow one another: the number of the first from the root on, and rows and keys of all."""
+
+    group: int
+    first: int
+    rows: list[int]
+    keys: list[bytes]
+
+
+class _Orphan(NamedTuple):
+    """A chain up to chunks that were stored and found no parent: vLLM's hashes, and as many of our keys."""
+
+    group: int
+    hashes: list[bytes]
+    keys: bytes
+    first: int = 0
+
+
+class _Load(NamedTuple):
+    match: Match
+    chunks: int
+    parts: list[tuple[_Run, Transfer[int]]]
+
+    def result(self, job_id: int) -> JobResult:
+        good = [key for run, transfer in self.parts for key in run.keys[: transfer.result(0)]]
+        whole = len(good) == self.chunks
+        return JobResult(job_id, whole, None if whole else good, _seconds(self.parts))
+
+
+class _Store(NamedTuple):
+    parts: list[tuple[_Orphan | None, Transfer[StoreResult]]]
+
+    def result(self, job_id: int) -> JobResult:
+        dropped = any(transfer.result(0).dropped for _, transfer in self.parts)
+        return JobResult(job_id, not dropped and bool(self.parts), None, _seconds(self.parts))
+
+    def orphans(self) -> Iterator[_Orphan]:
+        for orphan, transfer in self.parts:
+            if orphan is not None and transfer.result(0).parent_missing:
+                yield orphan
+
+
+def _seconds(parts: Iterable[tuple[Any, Transfer[Any]]]) -> float:
+    """How long transfers took that have ended."""
+    times = [(transfer.began_s, transfer.ended_s) for _, transfer in parts if transfer.ended_s]
+    return max(end for _, end in times) - min(begin for begin, _ in times) if times else 0.0
+
+
+class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
+    """See the module. Used by vLLM's scheduler thread only."""
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = Locality.LOCAL
+        self._groups: list[Connector] = []
+        self._lookups: Lookups | None = None
+        self._jobs: dict[int, _Load | _Store] = {}
+        self._results: list[JobResult] = []  # of jobs that never began
+        self._orphans: deque[_Orphan] = deque(maxlen=MAX_ORPHANS)
+        try:
+            self._begin(Settings.read(settings))
+        except TierCacheError as error:
+            self._close()
+            logger.error("vLLM's offloading is served without the cache: %s", error)
+
+    def _begin(self, settings: Settings) -> None:
+        """Raises TierCacheError for what cannot be served."""
+        if settings.gds != "off":
+            raise ConfigError("gds is for TierCacheConnector, this tier copies to the memory of a CPU: leave it out")
+        view, spec = self._primary_kv_view, self._offloading_spec
+        rows, row_bytes = len(view), self.block_size_bytes
+        vllm_config, kv_cache_config = engine_of_caller()
+        namespaces = make_namespaces(vllm_config, kv_cache_config, spec.config, row_bytes)
+        # No array is kept: vLLM gives its memory back when this has been shut down, and an array would forbid that.
+        segment = Segment(np.asarray(view).ctypes.data, row_bytes, row_bytes)
+        pool = Pool([segment], rows, "cpu", True, None)
+        instance = os.urandom(INSTANCE_BYTES)
+
+        def connected(name: str, namespace: NamespaceSpec, pool: Pool | None) -> Connector:
+            return connect(
+                settings.address or None,
+                namespace=namespace,
+                pool=pool,
+                name=f"vllm tier {name}",
+                instance=instance,
+                load_timeout_s=settings.load_timeout_s,
+                request_timeout_s=settings.request_timeout_s,
+            )
+
+        for namespace in namespaces:
+            self._groups.append(connected(namespace.group, namespace, pool))
+        matcher = connected("lookups", namespaces[0], None)
+        names = Names(vllm_config, settings.model_id, settings.salt, wait_s=0)
+        threading.Thread(target=self._read_names, args=(names,), name="tiercache-names", daemon=True).start()
+        self._lookups = Lookups(matcher, namespaces, names, settings.request_timeout_s)
+        try:
+            matcher.client.session()
+        except DaemonUnavailable as error:
+            logger.warning("vLLM's offloading is served without the cache until that changes: %s", error)
+
+    def _read_names(self, names: Names) -> None:
+        try:
+            names.read_model()
+        except (TierCacheError, OSError) as error:
+            logger.error("vLLM's offloading is served without the cache: %s", error)
+
+    # --- requests and lookups --------------------------------------------------------------------
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """A request has arrived. What vLLM's own memory has of it was stored here when it came there."""
+        if self._lookups is not None:
+            self._lookups.add(req_context.req_id)
+        return RequestOffloadingContext()
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """See `Lookups.lookup`."""
+        return LookupResult.MISS if self._lookups is None else self._lookups.lookup(key, req_context)
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """A request has ended."""
+        if self._lookups is not None:
+            self._lookups.remove(req_context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:
+        """A step has been scheduled, and its loads have been submitted."""
+        if self._lookups is not None:
+            self._lookups.end_step(context.preempted_req_ids)
+
+    # --- transfers -------------------------------------------------------------------------------
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Load chunks that lookups have found."""
+        job, context = job_metadata, job_metadata.req_context
+        match = None if self._lookups is None else self._lookups.take(context.req_id)
+        if self._lookups is None or match is None:
+            self._results.append(JobResult(job.job_id, False))
+            return
+        parts: dict[int, tuple[_Run, Transfer[int]]] = {}
+        for run in self._runs(job):
+            if run.group in parts:  # a hold on a match ends with one load: vLLM asks for the rest of a group again
+                self._lookups.ask_again(context.req_id, run.keys)
+            else:
+                load = self._groups[run.group].load_async(match.ticket(), run.rows, first=run.first)
+                parts[run.group] = run, load
+        self._jobs[job.job_id] = _Load(match, len(job.keys), list(parts.values()))
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Store chunks that have come to vLLM's memory."""
+        job, context, lookups = job_metadata, job_metadata.req_context, self._lookups
+        parts: list[tuple[_Orphan | None, Transfer[StoreResult]]] = []
+        if lookups is not None and lookups.may_store(context.req_id):
+            for run in self._runs(job):
+                keys = lookups.keys(context, run.first + len(run.rows))
+                orphan = _Orphan(run.group, lookups.hashes(context), keys)
+                parts.append((orphan, self._store(run.group, keys, run.first, run.rows)))
+        self._jobs[job.job_id] = _Store(parts)
+
+    def _runs(self, job: Any) -> list[_Run]:
+        """The chunks of a job by KV cache group, in the order of their chains."""
+        assert self._lookups is not None
+        placed = [self._lookups.place(key, job.req_context) for key in job.keys]
+        runs: list[_Run] = []
+        for (group, number), row, key in sorted(zip(placed, job.chunk_ids.tolist(), job.keys, strict=True)):
+            if not runs or runs[-1].group != group or runs[-1].first + len(runs[-1].rows) != number:
+                runs.append(_Run(group, number, [], []))
+            runs[-1].rows.append(row)
+            runs[-1].keys.append(key)
+        return runs
+
+    def _store(self, group: int, keys: bytes, first: int, rows: list[int]) -> Transfer[StoreResult]:
+        """Rows as chunks `first..` of a chain; the key of their parent is all that is needed of what is before them."""
+        base = max(0, first - 1)
+        part = keys[base * KEY_BYTES : (first + len(rows)) * KEY_BYTES]
+        return self._groups[group].store_async(part, rows, first=first - base)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Jobs whose last copy has ended since the last call."""
+        results, self._results = self._results, []
+        for job_id, job in list(self._jobs.items()):
+            if not all(transfer.done() for _, transfer in job.parts):
+                continue
+            del self._jobs[job_id]
+            results.append(job.result(job_id))
+            if isinstance(job, _Store):
+                self._orphans.extend(job.orphans())
+            elif self._lookups is not None:
+                self._lookups.release(job.match)
+        return results
+
+    def serve_external_requests(self, parent: Any) -> None:
+        """Store once more what has lost its parents, with these, as far as vLLM's memory has them.
+
+        A daemon that has forgotten a prefix would else get nothing that begins with it for as long as vLLM's
+        memory keeps it, and the most used prefixes it keeps for ever.
+        """
+        if not self._orphans or not self._groups[0].available:
+            return
+        orphan = self._orphans.popleft()
+        group, hashes, keys, first = orphan
+        end = len(keys) // KEY_BYTES
+        context = ReqContext(f"tiercache {group} {hashes[end - 1].hex()}")
+        parent.on_new_request(context)
+        held: list[bytes] = []
+        for of_chunk in hashes[first : min(end, first + REPAIRED_PER_STEP)]:
+            key = make_offload_key(of_chunk, group)
+            if parent.lookup(key, context) is not LookupResult.HIT:
+                break
+            held.append(key)
+        if held:
+            job = parent.create_store_job(held, context)
+            self._jobs[job.job_id] = _Store([(None, self._store(group, keys, first, job.chunk_ids.tolist()))])
+        parent.on_request_finished(context)
+        if len(held) == REPAIRED_PER_STEP and first + len(held) < end:
+            self._orphans.appendleft(orphan._replace(first=first + len(held)))
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def drain_jobs(self) -> None:
+        """End all transfers, because vLLM resets its memory, as it does when the weights are updated.
+
+        What has been found or stored so far is not used from here on. Blocks until no copy is under way.
+        Raises DeadlineExceeded if that cannot be known.
+        """
+        self._end_transfers(DRAIN_TIMEOUT_S)
+        self._results = list(self.get_finished_jobs())
+        self._orphans.clear()  # those of these jobs too: their keys are not those of what is computed from here on
+        if self._lookups is not None:
+            self._lookups.forget()
+
+    def _end_transfers(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        transfers = [transfer for job in self._jobs.values() for _, transfer in job.parts]
+        for transfer in transfers:
+            transfer.void()
+        for transfer in transfers:
+            if not transfer.wait(max(0.0, deadline_s - time.monotonic())):
+                raise DeadlineExceeded(f"a copy to or from vLLM's memory has not ended after {timeout_s:g} s")
+
+    def shutdown(self) -> None:
+        """End all transfers and say good-bye. Blocks for seconds; raises DeadlineExceeded as `drain_jobs` does."""
+        try:
+            self._end_transfers(DRAIN_TIMEOUT_S)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._lookups is not None:
+            self._lookups.close()
+        for connector in self._groups:
+            connector.close()
+        self._groups.clear()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the books contradict each other."""
+        if self._lookups is not None:
+            self._lookups.check_integrity()
