@@ -1,15 +1,15 @@
-"""Real vLLM with tiercache below it, beside vLLM alone and vLLM's own CPU tier.
+"""Real vLLM with tiercache below it, beside vLLM alone, vLLM's own CPU tier and LMCache.
 
     cold       a prompt that nobody knows, with storing and without a connector
     local      the same prompt again, from vLLM's own pool
-    dram       the same when the pool has been forgotten: from tiercache's DRAM, and from vLLM's CPU tier
+    dram       the same when the pool has been forgotten: from tiercache's DRAM, vLLM's CPU tier, LMCache's
     nvme       the same when DRAM has been emptied too (direct I/O: the page cache has no part in it)
     turns      conversations that do not fit into the pool: seconds for all of them
 
 All engines live in processes of their own throughout, one OpenMP thread each, and take turns. Seconds
 are those of `LLM.generate` for one token. A random Qwen3 of 161 M parameters in bfloat16, blocks of 32.
-Needs the environment of `make test-vllm`:
-`PYTHONPATH=. .venv-vllm/bin/python bench/bench_vllm.py [--tokens N ...] [--rounds N] [--dir DISK]`
+Needs the environment of `make test-vllm`, and for LMCache the one of `vllm_lmcache.py`; without, its figures are null:
+`PYTHONPATH=. .venv-vllm/bin/python bench/bench_vllm.py [--parts hits|turns] [--tokens N ...] [--rounds N] [--dir DISK]`
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import vllm_lmcache
 from common import SEED, Report
 
 import tiercache
@@ -35,7 +37,9 @@ median = statistics.median
 VOCABULARY = 16384
 BLOCK = 32
 POOL_BYTES = 160 << 20
+CACHE_GIB = 2
 CONVERSATIONS, TURNS, TURN_TOKENS = 6, 4, 1000
+PARTS = ("hits", "turns")
 
 
 def build_model(folder: Path) -> None:
@@ -67,7 +71,7 @@ class Candidate:
         self._log = log
         with log.open("wb") as errors:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
-        self._read()
+        self._ready = False
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -78,8 +82,10 @@ class Candidate:
         return answer
 
     def ask(self, op: str, **fields: Any) -> dict[str, Any]:
-        """One order and its answer."""
+        """One order and its answer. The first waits until the engine has started: several start at the same time."""
         assert self._process.stdin is not None
+        if not self._ready:
+            self._ready = bool(self._read())
         self._process.stdin.write(json.dumps({"op": op, **fields}).encode() + b"\n")
         self._process.stdin.flush()
         return self._read()
@@ -119,7 +125,7 @@ class Bench:
         model = folder / "model"
         build_model(model)
         self.daemon = stack.enter_context(
-            tiercache.launch("2GiB", nvme=str(disk), nvme_size="8GiB", nvme_segment="256MiB")
+            tiercache.launch(f"{CACHE_GIB}GiB", nvme=str(disk), nvme_size="8GiB", nvme_segment="256MiB")
         )
         self.client = stack.enter_context(tiercache.Client.connect(self.daemon.address, map_arena=False))
         ours = {
@@ -129,13 +135,19 @@ class Bench:
         native = {
             "kv_connector": "OffloadingConnector",
             "kv_connector_extra_config": {
-                "spec_name": "MemcpySpec", "spec_module_path": "vllm_native", "cpu_bytes_to_use": 2 << 30,
+                "spec_name": "MemcpySpec", "spec_module_path": "vllm_native", "cpu_bytes_to_use": CACHE_GIB << 30,
             },
         }  # fmt: skip
+        transfers: dict[str, dict[str, Any] | None] = {"plain": None, "ours": ours, "native": native}
+        if not vllm_lmcache.absence():
+            server = vllm_lmcache.LMCacheServer(CACHE_GIB, folder / "lmcache-server")
+            stack.callback(server.close)
+            transfers["lmcache"] = server.transfer()
         self.engines: dict[str, Candidate] = {}
-        for name, transfer in (("plain", None), ("ours", ours), ("native", native)):
+        for name, transfer in transfers.items():
             self.engines[name] = Candidate(model, transfer, folder / name)
             stack.callback(self.engines[name].close)
+        self.peers = [name for name in self.engines if name not in ("plain", "ours")]
         self.seconds: dict[tuple[str, int], list[float]] = {}
         self.tokens_identical = True
 
@@ -145,46 +157,83 @@ class Bench:
     def one_round(self, tokens: int, number: int) -> None:
         """Every case once, of a prompt of its own."""
         ids = prompt_of(tokens, f"{tokens} {number}")
-        plain, ours, native = self.engines["plain"], self.engines["ours"], self.engines["native"]
+        plain, ours = self.engines["plain"], self.engines["ours"]
         full = tokens // BLOCK * BLOCK
         self.client.flush()
-        order = [("cold_plain", plain), ("cold_ours", ours), ("cold_native", native)]
-        results = {case: engine.run(ids, forget=True) for case, engine in (order if number % 2 else order[::-1])}
+        order = list(self.engines) if number % 2 else list(self.engines)[::-1]
+        results = {f"cold_{name}": self.engines[name].run(ids, forget=True) for name in order}
         for tier in ("dram", "nvme"):
             wait_for(lambda tier=tier: self._blocks(tier) >= full // BLOCK, f"all blocks to be in {tier}")
         results["local"] = plain.run(ids, cached=full - BLOCK)
         results["dram"] = ours.run(ids, forget=True, cached=full - BLOCK)
-        results["native"] = native.run(ids, forget=True, cached=full - 2 * BLOCK)
+        for name in self.peers:
+            results[name] = self.engines[name].run(ids, forget=True, cached=full - 2 * BLOCK)
         self.client.flush(tier="dram")
         results["nvme"] = ours.run(ids, forget=True, cached=full - BLOCK)
         self.tokens_identical &= len({token for _, token in results.values()}) == 1
         for case, (seconds, _) in results.items():
             self.seconds.setdefault((case, tokens), []).append(seconds)
 
-    def turns(self, name: str) -> float:
-        """Seconds for conversations of several turns, one after another in rounds."""
-        engine = self.engines[name]
-        assert engine.ask("forget")["done"]
-        seconds = 0.0
-        texts = [prompt_of(TURN_TOKENS, f"turn {number}") for number in range(CONVERSATIONS)]
+    def turns(self) -> dict[str, float]:
+        """Seconds of each engine for conversations of several turns; the engines take turns too."""
+        texts = {}
+        for name, engine in self.engines.items():
+            assert engine.ask("forget")["done"]
+            texts[name] = [prompt_of(TURN_TOKENS, f"turn {number}") for number in range(CONVERSATIONS)]
+        seconds = dict.fromkeys(self.engines, 0.0)
         for turn in range(TURNS):
-            for number in range(CONVERSATIONS):
-                answer = engine.ask("run", prompts=[texts[number]], tokens=16)
-                seconds += answer["seconds"]
-                texts[number] += answer["tokens"][0] + prompt_of(TURN_TOKENS, f"turn {turn} {number}")
+            for name in list(self.engines)[:: 1 if turn % 2 else -1]:
+                for number in range(CONVERSATIONS):
+                    answer = self.engines[name].ask("run", prompts=[texts[name][number]], tokens=16)
+                    seconds[name] += answer["seconds"]
+                    texts[name][number] += answer["tokens"][0] + prompt_of(TURN_TOKENS, f"turn {turn} {number}")
         return seconds
 
     def ratios(self, case: str, base: str, tokens: int) -> list[float]:
         return [a / b for a, b in zip(self.seconds[case, tokens], self.seconds[base, tokens], strict=True)]
 
 
+def add_hits(report: Report, bench: Bench, lengths: list[int]) -> None:
+    """Seconds of every case, and the ratios at the greatest length."""
+    for tokens in lengths:
+        for case in (*(f"cold_{name}" for name in bench.engines), "local", "dram", "nvme", *bench.peers):
+            values = bench.seconds[case, tokens]
+            report.add(f"{case}_{tokens}_s", f"{case}, {tokens} tokens", median(values), "s", samples=values)
+    ratios = [
+        ("dram_hit_over_local_hit", "dram", "local", 1.0),
+        ("nvme_hit_over_local_hit", "nvme", "local", 1.5),
+        ("cold_over_no_connector", "cold_ours", "cold_plain", 1.03),
+    ]
+    for peer in bench.peers:
+        ratios += [
+            (f"{peer}_hit_over_local_hit", peer, "local", None),
+            (f"{peer}_cold_over_no_connector", f"cold_{peer}", "cold_plain", None),
+            (f"dram_hit_over_{peer}_hit", "dram", peer, 1.0),
+        ]
+    for key, case, base, limit in ratios:
+        values = bench.ratios(case, base, max(lengths))
+        label = f"{key.replace('_', ' ')}, {max(lengths)}"
+        report.add(key, label, median(values), at_most=limit, samples=values)
+
+
+def add_turns(report: Report, bench: Bench) -> None:
+    """Conversations: seconds of each engine, and ours over the peers'."""
+    times = bench.turns()
+    for name, seconds in times.items():
+        report.add(f"turns_{name}_s", f"conversations larger than the pool, {name}", seconds, "s")
+    for peer in bench.peers:
+        report.add(f"turns_over_{peer}", f"the same, ours / {peer}", times["ours"] / times[peer], at_most=1.0)
+
+
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, help="where the NVMe tier is; by default a temporary directory")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # all processes end with this one
     report = Report("bench_vllm")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -192,32 +241,20 @@ def main() -> None:
         bench = Bench(stack, folder, disk)
         bench.one_round(min(args.tokens), -1)  # a warm-up
         bench.seconds.clear()
-        for number in range(args.rounds):
-            for tokens in args.tokens:
-                bench.one_round(tokens, number)
-        for tokens in args.tokens:
-            for case in ("cold_plain", "cold_ours", "cold_native", "local", "dram", "nvme", "native"):
-                values = bench.seconds[case, tokens]
-                report.add(f"{case}_{tokens}_s", f"{case}, {tokens} tokens", median(values), "s", samples=values)
-        most = max(args.tokens)
-        for key, case, base, limit in (
-            ("dram_hit_over_local_hit", "dram", "local", 1.0),
-            ("nvme_hit_over_local_hit", "nvme", "local", 1.5),
-            ("native_hit_over_local_hit", "native", "local", None),
-            ("cold_over_no_connector", "cold_ours", "cold_plain", 1.03),
-            ("native_cold_over_no_connector", "cold_native", "cold_plain", None),
-            ("dram_hit_over_native_hit", "dram", "native", 1.0),
-        ):
-            values = bench.ratios(case, base, most)
-            report.add(key, f"{key.replace('_', ' ')}, {most}", median(values), at_most=limit, samples=values)
-        times = {name: bench.turns(name) for name in ("plain", "native", "ours")}
-        for name, seconds in times.items():
-            report.add(f"turns_{name}_s", f"conversations larger than the pool, {name}", seconds, "s")
-        report.add("turns_over_native", "the same, ours / native", times["ours"] / times["native"], at_most=1.0)
+        if "hits" in args.parts:
+            for number in range(args.rounds):
+                for tokens in args.tokens:
+                    bench.one_round(tokens, number)
+            add_hits(report, bench, args.tokens)
+        if "turns" in args.parts:
+            add_turns(report, bench)
         hooks = bench.engines["ours"].ask("hooks")
         for name, (middle, late) in hooks.items():
             report.add(f"hook_{name}_us_p99", f"{name}, p99 (p50 {middle:.1f})", late, "us", at_most=20)
         report.add("tokens_identical", "tokens identical in every case", float(bench.tokens_identical), at_least=1)
+    if vllm_lmcache.absence():
+        keys = ("lmcache_hit_over_local_hit", "dram_hit_over_lmcache_hit", "turns_lmcache_s", "turns_over_lmcache")
+        report.leave_out(keys, vllm_lmcache.absence())
     report.finish()
 
 

@@ -58,6 +58,7 @@ class Report:
     def __init__(self, name: str) -> None:
         self._name = name
         self._figures: list[Figure] = []
+        self._left_out: list[str] = []
         self._notes: list[str] = []
         self._start_s = time.perf_counter()
         self._load = os.getloadavg()[0]
@@ -76,6 +77,11 @@ class Report:
         """One figure. `samples`, of which it is the median, give the spread (quartiles)."""
         spread = quartiles(samples) if len(samples) > 1 else None
         self._figures.append(Figure(key, label, value, unit, at_least, at_most, spread))
+
+    def leave_out(self, keys: Sequence[str], reason: str) -> None:
+        """Figures that could not be measured: null in the JSON, and a note."""
+        self._left_out += keys
+        self.note(f"not measured: {', '.join(keys)}: {reason}")
 
     def note(self, text: str) -> None:
         """A line below the table, and in the JSON."""
@@ -101,6 +107,7 @@ class Report:
     def _as_json(self) -> dict[str, Any]:
         result: dict[str, Any] = {"bench": self._name}
         result.update((figure.key, _rounded(figure.value)) for figure in self._figures)
+        result.update(dict.fromkeys(self._left_out))
         result["targets"] = {
             figure.key: {
                 "at_least" if figure.at_least is not None else "at_most": figure.at_least or figure.at_most,

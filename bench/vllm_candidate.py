@@ -14,6 +14,8 @@ import time
 from collections import defaultdict
 from typing import Any
 
+import vllm_lmcache
+
 os.environ.update(
     HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_HOST_IP="127.0.0.1", VLLM_LOGGING_LEVEL="ERROR",
     OMP_NUM_THREADS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -48,7 +50,10 @@ def main() -> None:
     os.dup2(2, 1)
     from vllm import LLM, SamplingParams
 
-    llm = LLM(**json.loads(sys.argv[1]))
+    options = json.loads(sys.argv[1])
+    if options.get("kv_transfer_config", {}).get("kv_connector") == vllm_lmcache.CONNECTOR:
+        vllm_lmcache.mend_llvmlite()
+    llm = LLM(**options)
     core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
     took_us = watch(core.scheduler.connector) if core.scheduler.connector is not None else {}
 

@@ -1,26 +1,28 @@
 """vLLM's own CPU offloading, made to run where vLLM runs on a CPU: its scheduler and manager, and a copy by torch.
 
 vLLM's worker copies with CUDA and refuses a CPU. This one copies pages in a thread of its own, as fast as one
-thread of torch can, so that the native tier can be measured beside ours.
+thread of torch can, so that the native tier can be measured beside ours, and ours below it.
 """
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.base import OffloadingManager, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class MemcpyWorker(OffloadingWorker):
     """Copies pages between vLLM's KV tensors and tensors of as many pages as the tier has."""
 
-    def __init__(self, kv_caches: Any, chunks: int) -> None:
-        self._own = [cache.tensor for cache in kv_caches.tensors]
-        # Written once: else the first stores would pay for the page faults.
-        self._kept = [torch.zeros(chunks, tensor.shape[1], dtype=tensor.dtype) for tensor in self._own]
+    def __init__(self, own: list[torch.Tensor], kept: list[torch.Tensor]) -> None:
+        self._own = own
+        self._kept = kept
         self._thread = ThreadPoolExecutor(1)
         self._jobs: dict[int, Future[None]] = {}
 
@@ -57,5 +59,29 @@ class MemcpySpec(CPUOffloadingSpec):
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         if not self._worker:
-            self._worker = MemcpyWorker(kv_caches, self.num_chunks)
+            own = [cache.tensor for cache in kv_caches.tensors]
+            # Written once: else the first stores would pay for the page faults.
+            kept = [torch.zeros(self.num_chunks, tensor.shape[1], dtype=tensor.dtype) for tensor in own]
+            self._worker = MemcpyWorker(own, kept)
+        return self._worker
+
+
+class MemcpyTieringSpec(TieringOffloadingSpec):
+    """The native CPU tier with that worker, in memory that the scheduler has too, and with tiers below it."""
+
+    def get_manager(self) -> OffloadingManager:
+        if not self._manager:
+            super().get_manager()
+            # The worker has it open by now: without a name nobody must clean up after a kill.
+            os.unlink(self._scheduler_mmap.mmap_path)
+        return self._manager
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        if not self._worker:
+            region = SharedOffloadRegion(
+                self._engine_id, self.num_chunks, self.config.parallel.rank, self.kv_bytes_per_chunk,
+                self.cpu_page_size_per_worker,
+            )  # fmt: skip
+            own = [cache.tensor for cache in kv_caches.tensors]
+            self._worker = MemcpyWorker(own, [region.create_next_worker_view(tensor.shape[1]) for tensor in own])
         return self._worker

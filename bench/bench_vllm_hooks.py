@@ -1,0 +1,87 @@
+"""What the connector costs vLLM's scheduler: microseconds of its hooks, and steps per second of a decoding batch.
+
+    hooks   batches of requests that nobody knows, then the same from DRAM, so that every hook is called
+            hundreds of times, in the process in which worker and client threads run too
+    idle    a batch that only decodes, with and without the connector, in turns: nothing to find or store
+
+The model and the engines are those of bench_vllm.py. Needs the environment of `make test-vllm`:
+`PYTHONPATH=. .venv-vllm/bin/python bench/bench_vllm_hooks.py [--batches N] [--rounds N]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from bench_vllm import BLOCK, Candidate, build_model, prompt_of, wait_for
+from common import Report
+
+import tiercache
+
+BATCH = 8
+PROMPT_BLOCKS = 4
+DECODED_TOKENS = 129
+
+
+def call_hooks(engine: Candidate, client: tiercache.Client, batches: int) -> None:
+    """Every batch once unknown, and once from DRAM."""
+    prompts = [
+        [prompt_of(PROMPT_BLOCKS * BLOCK, f"hooks {batch} {number}") for number in range(BATCH)]
+        for batch in range(batches)
+    ]
+    for batch in prompts:
+        engine.ask("run", prompts=batch, tokens=2)
+    stored = batches * BATCH * PROMPT_BLOCKS
+    wait_for(lambda: int(client.stats()["tiers"]["dram"]["blocks"]) >= stored, "all blocks to be stored")
+    assert engine.ask("forget")["done"]
+    for batch in prompts:
+        assert min(engine.ask("run", prompts=batch, tokens=2)["cached"]) == PROMPT_BLOCKS * BLOCK
+
+
+def decode(engine: Candidate, number: int) -> float:
+    """Steps per second of a batch whose prompts are shorter than a block."""
+    prompts = [prompt_of(BLOCK // 2, f"decode {number} {place}") for place in range(BATCH)]
+    return DECODED_TOKENS / float(engine.ask("run", prompts=prompts, tokens=DECODED_TOKENS)["seconds"])
+
+
+def main() -> None:
+    """Print the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=40, help=f"of {BATCH} requests, each run twice")
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    report = Report("bench_vllm_hooks")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        build_model(folder / "model")
+        daemon = stack.enter_context(tiercache.launch("1GiB"))
+        client = stack.enter_context(tiercache.Client.connect(daemon.address, map_arena=False))
+        ours = {
+            "kv_connector": "TierCacheConnector", "kv_connector_module_path": "tiercache.connectors.vllm_v1",
+            "kv_connector_extra_config": {"address": daemon.address},
+        }  # fmt: skip
+        engines = {name: Candidate(folder / "model", transfer, folder / name)
+                   for name, transfer in (("plain", None), ("ours", ours))}  # fmt: skip
+        for engine in engines.values():
+            stack.callback(engine.close)
+        rates: dict[str, list[float]] = {name: [] for name in engines}
+        for number in range(-1, args.rounds):  # the first is a warm-up
+            for name in sorted(engines, reverse=bool(number % 2)):
+                rate = decode(engines[name], number)
+                rates[name] += [rate] if number >= 0 else []
+        ratios = [a / b for a, b in zip(rates["ours"], rates["plain"], strict=True)]
+        report.add("steps_per_s", "decoding steps, with the connector", statistics.median(rates["ours"]), "/s",
+                   samples=rates["ours"])  # fmt: skip
+        report.add("steps_over_no_connector", "the same, over those without", statistics.median(ratios),
+                   at_least=0.99, samples=ratios)  # fmt: skip
+        call_hooks(engines["ours"], client, args.batches)
+        for name, (middle, late) in engines["ours"].ask("hooks").items():
+            report.add(f"hook_{name}_us_p99", f"{name}, p99 (p50 {middle:.1f})", late, "us", at_most=20)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
