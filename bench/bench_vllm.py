@@ -251,7 +251,8 @@ def main() -> None:
         hooks = bench.engines["ours"].ask("hooks")
         for name, (middle, late) in hooks.items():
             report.add(f"hook_{name}_us_p99", f"{name}, p99 (p50 {middle:.1f})", late, "us", at_most=20)
-        report.add("tokens_identical", "tokens identical in every case", float(bench.tokens_identical), at_least=1)
+        if "hits" in args.parts:
+            report.add("tokens_identical", "tokens identical in every case", float(bench.tokens_identical), at_least=1)
     if vllm_lmcache.absence():
         keys = ("lmcache_hit_over_local_hit", "dram_hit_over_lmcache_hit", "turns_lmcache_s", "turns_over_lmcache")
         report.leave_out(keys, vllm_lmcache.absence())
