@@ -149,7 +149,9 @@ def _check_unread_body(server: ServerProcess) -> None:
 
 def _check_unread_answer(server: ServerProcess) -> None:
     """A client that reads nothing of its stream does not keep it."""
-    client, body = RawClient(server), {**GREEDY, "prompt": "x", "max_tokens": 1000, "logprobs": 20, "stream": True}
+    # So many that they are not all computed before the connection has stood still for long enough.
+    client = RawClient(server)
+    body = {**GREEDY, "prompt": ["x"] * 32, "max_tokens": 1000, "logprobs": 20, "stream": True}
 
     async def wait_for_the_end() -> None:
         _, writer = await client.send(body, receive_bytes=4096)
