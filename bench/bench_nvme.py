@@ -8,7 +8,8 @@ back into its pool: match, promotion, checksum, copy, release. Right before and 
 the disk itself is measured with a plain loop of as many threads (`disk_limit.py`), since shared disks drift;
 a pass is held against the mean of those two. Every block is compared at both ends.
 
-In a further phase the disk is kept busy while a process of its own pings the daemon.
+In a further phase the disk is kept busy while a process of its own pings the daemon, and in turn with it a second
+one that has nothing to do: what that one's pings take is the machine's, the rest is ours.
 
 Files lie in a directory of their own below --dir, $TMPDIR, or the checkout's parent, at most 4 GiB, and are
 removed at the end. Prints a table and one JSON object as the last line.
@@ -17,6 +18,7 @@ removed at the end. Prints a table and one JSON object as the last line.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -217,23 +219,29 @@ class Worker:
 
 
 class Pinger:
-    """Pings a daemon every millisecond or so until another line comes."""
+    """Pings the daemon that is measured and an idle one, every millisecond or so, until another line comes."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, idle: str) -> None:
         from tiercache.client import Client
 
-        self._client = Client.connect(address, name="ping", map_arena=False, request_timeout_s=10.0)
+        self._clients = {
+            name: Client.connect(where, name="ping", map_arena=False, request_timeout_s=10.0)
+            for name, where in (("busy", address), ("idle", idle))
+        }
 
     def ping(self) -> dict[str, Any]:
         """Round trips in ms."""
-        trips = []
+        trips: dict[str, list[float]] = {name: [] for name in self._clients}
+        turns = itertools.cycle(self._clients.items())
         while not select.select([sys.stdin], [], [], PING_PAUSE_S)[0]:
-            trips.append(self._client.ping() * 1000)
-        return {"trips_ms": trips}
+            name, client = next(turns)
+            trips[name].append(client.ping() * 1000)
+        return trips
 
     def close(self) -> None:
         """Say good-bye."""
-        self._client.close()
+        for client in self._clients.values():
+            client.close()
 
 
 def child_main(argument: str) -> None:
@@ -241,7 +249,7 @@ def child_main(argument: str) -> None:
     order = json.loads(argument)
     worker: Worker | Pinger
     if order["kind"] == "ping":
-        worker = Pinger(order["address"])
+        worker = Pinger(order["address"], order["idle"])
     else:
         worker = Worker(order["block_bytes"], order["blocks"], order["address"])
     print("{}", flush=True)
@@ -257,8 +265,10 @@ def child_main(argument: str) -> None:
 class Child:
     """A process that does as it is told. Its first answer is awaited."""
 
-    def __init__(self, kind: str, address: str, block_bytes: int = 0, blocks: int = 0) -> None:
-        order = json.dumps({"kind": kind, "address": address, "block_bytes": block_bytes, "blocks": blocks})
+    def __init__(self, kind: str, address: str, block_bytes: int = 0, blocks: int = 0, idle: str = "") -> None:
+        order = json.dumps(
+            {"kind": kind, "address": address, "block_bytes": block_bytes, "blocks": blocks, "idle": idle}
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-u", __file__, "--child", order],
             cwd=ROOT,
@@ -378,14 +388,19 @@ def run_case(case: Case, where: Path, disk: DiskLimit, end_s: float) -> tuple[li
     return writes, reads
 
 
-def run_pings(case: Case, where: Path, rounds: int) -> tuple[list[float], list[float]]:
-    """Round trips (ms) while the disk is busy: with nobody else about, and with a client that copies."""
-    alone: list[float] = []
-    beside: list[float] = []
-    with make_daemon(where, case) as daemon:
+Trips = dict[str, list[float]]
+"""Round trips in ms, of the `busy` daemon and the `idle` one."""
+
+
+def run_pings(case: Case, where: Path, rounds: int) -> tuple[Trips, Trips]:
+    """While the disk is busy: with nobody else about, and with a client that copies."""
+    alone: Trips = {"busy": [], "idle": []}
+    beside: Trips = {"busy": [], "idle": []}
+    with make_daemon(where, case) as daemon, Daemon("64MiB") as idle:
+        idle.connect().close()
         client = Child("client", daemon.directory, case.block_bytes, case.blocks)
         copier = Child("client", daemon.directory, case.block_bytes, COPY_BLOCKS)
-        pinger = Child("ping", daemon.directory)
+        pinger = Child("ping", daemon.directory, idle=idle.directory)
         try:
             for number in range(2 * rounds):
                 client.ask("renew")
@@ -398,7 +413,8 @@ def run_pings(case: Case, where: Path, rounds: int) -> tuple[list[float], list[f
                     pinger.say("ping")
                     client.ask(step)
                     pinger.say("stop")
-                    trips += pinger.hear()["trips_ms"]
+                    for name, more in pinger.hear().items():
+                        trips[name] += more
                 if number % 2:
                     copier.say("stop")
                     copier.hear()
@@ -406,6 +422,16 @@ def run_pings(case: Case, where: Path, rounds: int) -> tuple[list[float], list[f
             for child in (client, copier, pinger):
                 child.close()
     return alone, beside
+
+
+def report_pings(report: Report, key: str, label: str, trips: Trips, goal_ms: float) -> None:
+    """Add the figures of one load."""
+    busy, idle = (percentile(trips[name], 0.99) for name in ("busy", "idle"))
+    report.add(key, label, busy, "ms", at_most=goal_ms)
+    report.add(key.replace("p99", "p50"), f"  p50 of {len(trips['busy'])}", statistics.median(trips["busy"]), "ms")
+    report.add(key.replace("p99", "worst"), "  worst", max(trips["busy"]), "ms")
+    report.add(f"{key}_idle", "  p99 of a daemon that is idle meanwhile", idle, "ms")
+    report.add(f"{key}_over_idle", "  over that one's", busy / idle)
 
 
 def report_case(report: Report, case: Case, writes: list[Round], reads: list[Round]) -> None:
@@ -475,14 +501,9 @@ def main() -> None:
         disk.close()
         report_summary(report, by_case)
         if "pings" in wanted:
-            alone, beside = run_pings(CASES[0], where, 3)
-            for key, label, trips, goal in (
-                ("ping_p99_ms_disk_busy", "ping p99, disk busy", alone, 2.0),
-                ("ping_p99_ms_disk_busy_copying", "ping p99, disk busy, a client copies", beside, 5.0),
-            ):
-                report.add(key, label, percentile(trips, 0.99), "ms", at_most=goal)
-                report.add(key.replace("p99", "p50"), f"  p50 of {len(trips)}", statistics.median(trips), "ms")
-                report.add(key.replace("p99", "worst"), "  worst", max(trips), "ms")
+            alone, beside = run_pings(CASES[0], where, options.rounds or 3)
+            report_pings(report, "ping_p99_ms_disk_busy", "ping p99, disk busy", alone, 2.0)
+            report_pings(report, "ping_p99_ms_disk_busy_copying", "ping p99, disk busy, a client copies", beside, 5.0)
     finally:
         shutil.rmtree(where, ignore_errors=True)
     report.finish()

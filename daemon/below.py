@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from tiercache.messages import NO_LEASE, CommitState, Extent
+from tiercache.messages import NO_LEASE, BlockView, CommitState, Extent
 
 if TYPE_CHECKING:
     from tiercache.daemon.events import Named
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class HeldBelow(Protocol):
-    """A run that a lease keeps in the tier below; `blocks` is its length, from the root."""
+    """What a lease keeps in the tier below of a run of `blocks`, from the root: its end, behind what DRAM has."""
 
     blocks: int
 
@@ -76,7 +76,7 @@ class GrantsBelow(Protocol):
 
 
 class TierBelow(Protocol):
-    """What the DRAM tier asks and tells the tier below it. On the event loop; nothing blocks."""
+    """What the DRAM tier asks and tells the tier below it. On the event loop; nothing blocks. No tier has no name."""
 
     name: str
 
@@ -84,20 +84,26 @@ class TierBelow(Protocol):
     def grants(self) -> GrantsBelow | None:
         """Its places that clients write; None when there are none."""
 
-    def blocks_after(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> int:
-        """How many blocks of the run that goes on at key `first` all namespaces have in this tier."""
+    def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
+        """How many of the first `limit` keys of a chain are in this tier, as a leading run."""
+
+    def lookup(self, namespace: Namespace) -> Callable[[bytes], bool] | None:
+        """Whether a block of a windowed namespace is in this tier, to be asked at once; None without any."""
 
     def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int) -> None:
         """A client asked for `keys`; DRAM has the first `dram_blocks`."""
 
     def promote(self, lease: ReadLease) -> None:
-        """Bring blocks `lease.blocks ..< lease.target` up; they land as if a client stored them."""
+        """Bring up what `lease.runs` wait for; it lands as if a client stored it."""
 
-    def hold(self, namespaces: Sequence[Namespace], keys: bytes) -> HeldBelow | None:
-        """Keep the run `keys`, which is here as a whole, where it is for clients that read it there; or None."""
+    def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> HeldBelow | None:
+        """Keep what a cut at the end of `keys` needs from block `first` on where it is, for clients to read there.
 
-    def published(self, namespace: Namespace, key: bytes, entry: int) -> None:
-        """A block has become visible in DRAM, as that entry of its index."""
+        None where that is no use, or not all of it is in this tier.
+        """
+
+    def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
+        """A block has become visible in DRAM. `before`: of a windowed one the key of the block before it, or empty."""
 
     def flush(self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None]) -> None:
         """Forget blocks at once; `done(blocks, durable)` when a crash cannot bring them back, or may."""
@@ -119,6 +125,15 @@ class TierBelow(Protocol):
     def stats(self) -> dict[str, Any]:
         """What `stats` shows of this tier; empty without one."""
 
+    def places(self, namespace: Namespace, key: bytes) -> list[BlockView]:
+        """Where a block is in this tier, without a trace."""
+
+    def chain(self, namespace: Namespace, key: bytes) -> list[bytes]:
+        """The keys from the first block of a chain to this one; empty when it is not here."""
+
+    def blocks_of(self, number: int) -> int:
+        """Blocks of a namespace."""
+
 
 class NoTierBelow:
     """DRAM is the last tier: what is evicted is gone."""
@@ -126,8 +141,11 @@ class NoTierBelow:
     name = ""
     grants: GrantsBelow | None = None
 
-    def blocks_after(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> int:
+    def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
         return 0
+
+    def lookup(self, namespace: Namespace) -> Callable[[bytes], bool] | None:
+        return None
 
     def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int) -> None:
         return
@@ -135,10 +153,10 @@ class NoTierBelow:
     def promote(self, lease: ReadLease) -> None:
         return
 
-    def hold(self, namespaces: Sequence[Namespace], keys: bytes) -> HeldBelow | None:
+    def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> HeldBelow | None:
         return None
 
-    def published(self, namespace: Namespace, key: bytes, entry: int) -> None:
+    def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
         return
 
     def flush(self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None]) -> None:
@@ -158,3 +176,12 @@ class NoTierBelow:
 
     def stats(self) -> dict[str, Any]:
         return {}
+
+    def places(self, namespace: Namespace, key: bytes) -> list[BlockView]:
+        return []
+
+    def chain(self, namespace: Namespace, key: bytes) -> list[bytes]:
+        return []
+
+    def blocks_of(self, number: int) -> int:
+        return 0

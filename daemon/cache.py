@@ -3,6 +3,7 @@
     Space    where blocks live: namespaces, size classes, eviction
     Reads    match, resolve, hold, release, pin
     Writes   reserve, commit, abort, quarantine
+    WhatIf   what caches of other sizes would have had
     Cache    what concerns all three: flush, expiry, lost sessions, checks
 
 The clock is a parameter, so tests drive all of it with a fake one.
@@ -11,17 +12,21 @@ The clock is a parameter, so tests drive all of it with a fake one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
+from tiercache.daemon.ages import Ages
 from tiercache.daemon.below import GrantsBelow, NoTierBelow, TierBelow
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.events import Events, Named
 from tiercache.daemon.leases import Owner, ReadLease
 from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.quotas import Quotas
 from tiercache.daemon.reads import Found, Reads
+from tiercache.daemon.reuse import WhatIf
 from tiercache.daemon.space import Namespace, Space
+from tiercache.daemon.traffic import Traffic
 from tiercache.daemon.writes import Reservation, Writes
 
 _FLUSH_AT_ONCE = 2048
@@ -35,6 +40,7 @@ class CacheLimits:
     policy: str = "lru"
     pin_share: float = 0.5
     quarantine_bytes: int = 1 << 30
+    quota: Mapping[str, int] = field(default_factory=dict)
 
 
 class Cache:
@@ -42,16 +48,19 @@ class Cache:
 
     def __init__(
         self, clock_s: Callable[[], float], limits: CacheLimits | None = None, below: TierBelow | None = None,
-        events: Events | None = None,
+        events: Events | None = None, what_if: WhatIf | None = None,
     ) -> None:  # fmt: skip
         limits = limits or CacheLimits()
+        self.what_if = what_if
         self.below = below or NoTierBelow()
         self.clock_s = clock_s
         self.counters = Counters()
-        self.space = Space(limits.policy, self.counters)
+        self.traffic = Traffic()
+        self.space = Space(limits.policy, self.counters, Quotas(limits.quota))
         self.reads = Reads(self.space, self.below, clock_s, limits.pin_share)
         self.writes = Writes(self.space, self.below.published, clock_s, limits.quarantine_bytes, events)
         self.events = events
+        self.ages = Ages()
         if events is not None:
             self.space.index.on_left = partial(events.left, events.dram)
 
@@ -61,6 +70,8 @@ class Cache:
     ) -> Found:  # fmt: skip
         """See `Reads.match`. With `promote` it may evict, so leases are looked after as at `reserve`."""
         found = self.reads.match(owner, namespaces, keys, ttl_s, promote, extents)
+        if self.what_if is not None:
+            self.what_if.looked_up(namespaces, keys, found.dram, found.below)
         self._revoke_if_drained()
         return found
 
@@ -72,6 +83,8 @@ class Cache:
     def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Found:
         """See `Reads.prefetch`."""
         found = self.reads.prefetch(owner, namespaces, keys)
+        if self.what_if is not None:
+            self.what_if.looked_up(namespaces, keys, found.dram, found.below)
         self._revoke_if_drained()
         return found
 
@@ -84,6 +97,8 @@ class Cache:
     ) -> Reservation:
         """See `Writes.reserve`. May evict, so leases that lost something are revoked on the way."""
         reservation = self.writes.reserve(owner, namespace, parent, keys, ttl_s, named)
+        if self.what_if is not None and not owner.internal:
+            self.what_if.stored(namespace, parent, keys)
         self._revoke_if_drained()
         return reservation
 
@@ -97,6 +112,8 @@ class Cache:
         index = self.space.index
         tables = [index.tables[number] for number in numbers]
         before = sum(table.blocks for table in tables)
+        if self.what_if is not None and not key:
+            self.what_if.forget(numbers)
         if key:
             for table in tables:
                 self.writes.drop_key(table.number, key)
@@ -126,6 +143,7 @@ class Cache:
 
     def expire(self) -> None:
         """End what has run out of time."""
+        self.ages.note(self.space.index.columns.clock, self.clock_s())
         self.reads.expire()
         for writes in self._all_writes():
             writes.expire()
@@ -157,9 +175,10 @@ class Cache:
         owned = index.frames_in_use() + self.writes.owned_frames()
         findings = index.check_integrity() + space.allocator.check_integrity(owned)
         findings += [] if self.events is None else self.events.check_integrity()
+        findings += [] if self.what_if is None else self.what_if.stack.check_integrity()
         pins = [0] * len(index.key)
         for lease in self.reads.leases.values():
-            for entry in lease.pins:
+            for entry in lease.pinned():
                 pins[entry] += 1
         for block in self.writes.pending.values():
             if block.parent_entry != NO_ENTRY:

@@ -124,6 +124,20 @@ class Index:
             before = entry
         return limit
 
+    def lookup(self, table: Table) -> Callable[[bytes], bool] | None:
+        """Whether a block of a windowed table is here, to be asked at once; None if there is none at all."""
+        if not table.blocks:
+            return None
+        shards, parent, root = table.shards, self.parent, table.root
+        if not table.unlinking:
+            return lambda key: key in shards[key[0] & (_SHARDS - 1)]
+
+        def here(key: bytes) -> bool:
+            entry = shards[key[0] & (_SHARDS - 1)].get(key, NO_ENTRY)
+            return entry != NO_ENTRY and parent[entry] == root
+
+        return here
+
     def run_frames(self, table: Table, keys: bytes, first: int, count: int) -> list[int]:
         """Frames of keys `first ..< first + count`, a shorter list where the chain does not hold.
 

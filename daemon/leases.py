@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from tiercache.daemon.index import Table
 from tiercache.daemon.policy import NO_ENTRY
+from tiercache.messages import KEY_BYTES
 
 if TYPE_CHECKING:
     from tiercache.daemon.below import HeldBelow
     from tiercache.daemon.events import Named
+    from tiercache.daemon.growth import Run
     from tiercache.daemon.space import Namespace
 
 _SPARE_NOTES = 1024
@@ -45,7 +47,8 @@ class ReadLease:
     """Holds the first `blocks` of `keys` in each of `namespaces`, by pinning `pins`.
 
     While blocks are on their way up from the tier below, `target` is how many there will be and
-    `blocks` grows towards it. `over` once it has ended, for those who work for it. `held` is what it
+    `runs` hold what has come in each namespace. `blocks` grows with chains; with a window among them it is
+    `target` once that is whole. `over` once it has ended, for those who work for it. `held` is what it
     keeps in the tier below instead, for clients that read there; `rises` while that may still be
     brought up if somebody asks for it.
 
@@ -55,12 +58,13 @@ class ReadLease:
 
     __slots__ = (
         "blocks", "deadline_s", "held", "holders", "keys", "lease_id", "namespaces", "over", "pin_name",
-        "pin_regions", "pins", "rises", "target",
+        "pin_regions", "pins", "rises", "runs", "started_s", "target",
     )  # fmt: skip
 
     def __init__(
-        self, lease_id: int, namespaces: list[Namespace], keys: bytes, blocks: int, pins: list[int], deadline_s: float
-    ) -> None:
+        self, lease_id: int, namespaces: list[Namespace], keys: bytes, blocks: int, pins: list[int],
+        started_s: float, ttl_s: float,
+    ) -> None:  # fmt: skip
         self.lease_id = lease_id
         self.namespaces = namespaces
         self.keys = keys
@@ -70,10 +74,21 @@ class ReadLease:
         self.held: HeldBelow | None = None
         self.rises = False
         self.pins = pins
-        self.deadline_s = deadline_s
+        self.runs: list[Run] = []
+        self.started_s = started_s
+        self.deadline_s = started_s + ttl_s
         self.holders: set[Owner] = set()
         self.pin_name: tuple[tuple[int, ...], bytes] | None = None
         self.pin_regions: set[int] = set()  # of the arena, in which what it pins lies
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether any of its namespaces is windowed: then it holds whole cuts only."""
+        return any(namespace.table.windowed for namespace in self.namespaces)
+
+    def pinned(self) -> list[int]:
+        """Every entry that it pins, those of its runs too."""
+        return self.pins + [entry for run in self.runs for entry in run.pins]
 
 
 class BlockPhase(Enum):
@@ -119,19 +134,30 @@ class WriteLease:
 
     `over` once it expired or was given up without the word that its copies are finished: from then
     on nothing of it is published, and its frames are in quarantine. `named`: what events say of its blocks.
+    `chain`: of a windowed namespace the key before the run (empty: the root) and its keys, since such blocks
+    know of none before them.
     """
 
-    __slots__ = ("blocks", "deadline_s", "frame_bytes", "lease_id", "named", "over", "owner", "writing")
+    __slots__ = (
+        "blocks", "chain", "deadline_s", "frame_bytes", "lease_id", "named", "over", "owner", "started_s", "writing",
+    )  # fmt: skip
 
-    def __init__(self, lease_id: int, owner: Owner, deadline_s: float, frame_bytes: int) -> None:
+    def __init__(self, lease_id: int, owner: Owner, started_s: float, ttl_s: float, frame_bytes: int) -> None:
         self.lease_id = lease_id
         self.owner = owner
         self.frame_bytes = frame_bytes
-        self.deadline_s = deadline_s
+        self.started_s = started_s
+        self.deadline_s = started_s + ttl_s
         self.blocks: dict[int, PendingBlock] = {}
         self.writing = 0  # blocks whose frame the writer may still write to
         self.over = False
         self.named: Named | None = None
+        self.chain = (b"", b"")
+
+    def before(self, place: int) -> bytes:
+        """The key of the block before that one of the run, as its writer has named it; empty for none."""
+        parent, keys = self.chain
+        return keys[(place - 1) * KEY_BYTES : place * KEY_BYTES] if place else parent
 
 
 class Lease(Protocol):

@@ -10,10 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tiercache.daemon.below import TierBelow
+from tiercache.daemon.cuts import Cuts, first_of_window
+from tiercache.daemon.growth import Run
 from tiercache.daemon.leases import Deadlines, Owner, ReadLease, new_lease_id
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace, Space
 from tiercache.messages import KEY_BYTES, REGION_SHIFT
+from tiercache.metrics import LatencyHistogram
 
 PREFETCH_S = 30.0
 MAX_PREFETCHES = 256
@@ -40,8 +43,11 @@ class Reads:
         self.growing: dict[int, ReadLease] = {}
         self.pins: dict[tuple[tuple[int, ...], bytes], ReadLease] = {}
         self.pinned_bytes = 0
+        self.ages = LatencyHistogram()
+        """How long leases of clients were held."""
         self._space = space
         self._below = below
+        self._cuts = Cuts(space, below)
         self._clock_s = clock_s
         self._pin_share = pin_share
         self._deadlines = Deadlines(self.leases)
@@ -56,17 +62,23 @@ class Reads:
         """
         asked = len(keys) // KEY_BYTES
         blocks, ends = self._find(namespaces, keys, asked)
-        counters = self._space.counters
+        counters, now_s = self._space.counters, self._clock_s()
         counters.match_requests += 1
         counters.match_blocks_asked += asked
         counters.match_blocks_hit += blocks
-        below = self._below.blocks_after(namespaces, keys, blocks) if blocks < asked else 0
+        below = self._cuts.with_below(namespaces, keys, blocks) - blocks
         counters.match_blocks_below += below
+        for namespace in namespaces:
+            use = namespace.use
+            use.asked_blocks += asked
+            use.hit_blocks += blocks
+            use.below_blocks += below
+            use.used_s = now_s
         self._below.matched(namespaces, keys, blocks)
         for entry in ends:
             self._space.index.touch(entry)
         run = keys[: (blocks + below) * KEY_BYTES]
-        held = self._below.hold(namespaces, run) if extents and below > 0 and ttl_s > 0 else None
+        held = self._below.hold(namespaces, run, blocks) if extents and below > 0 and ttl_s > 0 else None
         growing = promote and below > 0 and held is None
         if ttl_s <= 0 or (blocks == 0 and not growing and held is None):
             return Found(blocks, below, None)
@@ -77,24 +89,20 @@ class Reads:
             lease.keys, lease.held, lease.rises = run, held, promote
             return Found(blocks, below, lease)
         if growing:
-            lease.keys, lease.target = run, blocks + below
-            self.growing[lease.lease_id] = lease
-            self._below.promote(lease)
+            lease.keys = run
+            self._rise(lease, blocks + below)
         return Found(lease.blocks, lease.target - lease.blocks, lease)
 
     def peek(self, namespaces: Sequence[Namespace], keys: bytes) -> tuple[int, int]:
         """Blocks in DRAM and below that `match` would find. Changes nothing, not even recency."""
-        asked = len(keys) // KEY_BYTES
-        blocks = self._longest(namespaces, keys, asked)
-        return blocks, self._below.blocks_after(namespaces, keys, blocks) if blocks < asked else 0
+        blocks = self._cuts.in_dram(namespaces, keys, len(keys) // KEY_BYTES)
+        return blocks, self._cuts.with_below(namespaces, keys, blocks) - blocks
 
     def bring_up(self, lease: ReadLease, end: int) -> None:
         """Somebody wants the frames of blocks up to `end`: what is held below comes up, once."""
         if lease.rises and lease.held is not None and end > lease.blocks and not lease.over:
             lease.rises = False
-            lease.target = lease.held.blocks
-            self.growing[lease.lease_id] = lease
-            self._below.promote(lease)
+            self._rise(lease, lease.held.blocks)
 
     def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Found:
         """As `match`, with what is below brought up for nobody in particular, in the background."""
@@ -102,15 +110,15 @@ class Reads:
         if found.below and len(self.growing) < MAX_PREFETCHES:
             blocks, ends = self._find(namespaces, keys, found.dram)
             lease = self._grant(namespaces, keys, blocks, ends, PREFETCH_S)
-            lease.keys, lease.target = keys[: (blocks + found.below) * KEY_BYTES], blocks + found.below
-            self.growing[lease.lease_id] = lease
-            self._below.promote(lease)
+            target = found.dram + found.below
+            lease.keys = keys[: target * KEY_BYTES]
+            self._rise(lease, target)
         return found
 
     def _find(self, namespaces: Sequence[Namespace], keys: bytes, limit: int) -> tuple[int, list[int]]:
         """The longest run of at most `limit` blocks, and the entries whose pins hold all of it."""
-        blocks = self._longest(namespaces, keys, limit)
-        ends = self._ends(namespaces, keys, blocks) if blocks else []
+        blocks = self._cuts.in_dram(namespaces, keys, limit)
+        ends = self._cuts.ends(namespaces, keys, blocks) if blocks else []
         if NO_ENTRY in ends:
             # The search of one namespace was cut shorter by another one's, at a key that the first
             # does not have although it has a later one: the list is no chain.
@@ -118,59 +126,15 @@ class Reads:
             return 0, []
         return blocks, ends
 
-    def _longest(self, namespaces: Sequence[Namespace], keys: bytes, asked: int) -> int:
-        index = self._space.index
-        cut = asked
-        windowed = []
-        for namespace in namespaces:
-            if namespace.table.windowed:
-                windowed.append(namespace)
-            else:
-                cut = index.prefix_length(namespace.table, keys, cut)
-        # A missing block m rules out every cut in m+1 ..= m+w, so m is the next one to try. What was
-        # seen of a window is not looked at again: each block is, at most once for each namespace.
-        seen_from = [cut] * len(windowed)
-        settled = False
-        while cut and not settled:
-            settled = True
-            for place, namespace in enumerate(windowed):
-                missing = self._missing_in_window(namespace, keys, cut, min(seen_from[place], cut))
-                seen_from[place] = max(0, cut - namespace.spec.window_blocks)
-                if missing < cut:
-                    cut = seen_from[place] = missing
-                    settled = False
-        return cut
-
-    def _missing_in_window(self, namespace: Namespace, keys: bytes, cut: int, seen_from: int) -> int:
-        """The last block that is missing of the window before `cut`, or `cut`.
-
-        Those from `seen_from` on are known to be here.
-        """
-        table, parent = namespace.table, self._space.index.parent
-        for number in range(seen_from - 1, max(0, cut - namespace.spec.window_blocks) - 1, -1):
-            entry = table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
-            if entry == NO_ENTRY or parent[entry] != table.root:
-                return number
-        return cut
-
-    def _ends(self, namespaces: Sequence[Namespace], keys: bytes, blocks: int) -> list[int]:
-        """The entries whose pins hold the whole match."""
-        entries = []
-        for namespace in namespaces:
-            first = max(0, blocks - namespace.spec.window_blocks) if namespace.table.windowed else blocks - 1
-            for number in range(first, blocks):
-                entries.append(namespace.table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]))
-        return entries
-
     def _grant(
         self, namespaces: Sequence[Namespace], keys: bytes, blocks: int, ends: list[int], ttl_s: float
     ) -> ReadLease:
         for entry in ends:
             self._space.index.pin(entry)
-        deadline_s = self._clock_s() + ttl_s
-        lease = ReadLease(new_lease_id(), list(namespaces), keys[: blocks * KEY_BYTES], blocks, ends, deadline_s)
+        run, now_s = keys[: blocks * KEY_BYTES], self._clock_s()
+        lease = ReadLease(new_lease_id(), list(namespaces), run, blocks, ends, now_s, ttl_s)
         self.leases[lease.lease_id] = lease
-        self._deadlines.add(deadline_s, lease.lease_id)
+        self._deadlines.add(lease.deadline_s, lease.lease_id)
         return lease
 
     def frames(self, lease: ReadLease, namespace: Namespace, first: int, count: int) -> list[int]:
@@ -179,36 +143,53 @@ class Reads:
         None at all when `first` lies before the window of a windowed namespace: such blocks may be
         here, but the lease does not hold them.
         """
-        count = min(count, lease.blocks - first)
+        count = min(count, self._held_end(lease, namespace, first) - first)
         if count <= 0 or namespace not in lease.namespaces:
-            return []
-        if namespace.table.windowed and first < lease.blocks - namespace.spec.window_blocks:
             return []
         return self._space.index.run_frames(namespace.table, lease.keys, first, count)
 
+    def _held_end(self, lease: ReadLease, namespace: Namespace, first: int) -> int:
+        """Up to where a lease holds the blocks of a namespace from `first` on; 0 where it does not hold that one."""
+        for run in lease.runs:
+            if run.namespace is namespace and run.first <= first < run.end:
+                return run.end
+        return lease.blocks if first >= first_of_window(namespace, lease.blocks) else 0
+
+    # --- leases that grow ------------------------------------------------------------------------
+
+    def _rise(self, lease: ReadLease, target: int) -> None:
+        """Have the lease grow to `target` blocks by what the tier below brings up."""
+        lease.target = target
+        lease.runs = [Run(self._space.index, one, lease.keys, target) for one in lease.namespaces]
+        self.growing[lease.lease_id] = lease
+        self._below.promote(lease)
+
     def grow(self, lease: ReadLease) -> None:
-        """Take in what has landed for a lease that is growing: pinned from here on."""
-        following = lease.keys[lease.blocks * KEY_BYTES : (lease.blocks + 1) * KEY_BYTES]
-        if any(namespace.table.get(following) == NO_ENTRY for namespace in lease.namespaces):
-            return
-        blocks, ends = self._find(lease.namespaces, lease.keys, lease.target)
-        if blocks <= lease.blocks:
-            return
-        for entry in ends:
-            self._space.index.touch(entry)
-            self._space.index.pin(entry)
-        for entry in lease.pins:
-            self._space.index.unpin(entry)
-        lease.blocks, lease.pins = blocks, ends
-        if blocks == lease.target:
+        """Take in what has landed for a lease that is growing."""
+        for run in lease.runs:
+            run.advance()
+        if all(run.complete for run in lease.runs):
             self.stop_growing(lease)
+        elif not lease.has_windows:
+            lease.blocks = min(run.end for run in lease.runs)
 
     def stop_growing(self, lease: ReadLease) -> None:
         """Nothing more will land for it. A prefetch ends with that."""
-        if self.growing.pop(lease.lease_id, None) is not None:
-            lease.target = lease.blocks
-            if not lease.holders:
-                self._end(lease)
+        if self.growing.pop(lease.lease_id, None) is None:
+            return
+        pins, former = [entry for run in lease.runs for entry in run.pins], lease.pins
+        lease.pins = former + pins
+        complete = all(run.complete for run in lease.runs)
+        if complete or not lease.has_windows:
+            # What is pinned now holds all that was held before: of chains the last block does, and of windows
+            # only those before this cut are the lease's.
+            lease.blocks = min(run.end for run in lease.runs)
+            lease.pins = pins
+            for entry in former:
+                self._space.index.unpin(entry)
+        lease.runs, lease.target = [], lease.blocks
+        if not lease.holders:
+            self._end(lease)
 
     def hold(self, owner: Owner, lease_id: int) -> bool:
         """Let another session of the same instance hold the lease too."""
@@ -242,7 +223,7 @@ class Reads:
         """Keep the present prefix until the time is up; blocks pinned, 0 when over the share."""
         self.unpin(namespaces, keys)
         block_bytes = sum(namespace.spec.frame_bytes for namespace in namespaces)
-        room = self._space.allocator.arena_bytes * self._pin_share - self.pinned_bytes
+        room = self.pin_limit_bytes - self.pinned_bytes
         limit = min(len(keys) // KEY_BYTES, max(0, int(room // block_bytes)))
         blocks, ends = self._find(namespaces, keys, limit)
         if blocks == 0:
@@ -254,6 +235,11 @@ class Reads:
         self.pins[lease.pin_name] = lease
         self.pinned_bytes += blocks * block_bytes
         return blocks
+
+    @property
+    def pin_limit_bytes(self) -> int:
+        """What all pins together may keep."""
+        return int(self._space.allocator.arena_bytes * self._pin_share)
 
     def _regions(self, lease: ReadLease) -> set[int]:
         """Where the blocks of a lease lie; a lease pins only the last one of each chain itself."""
@@ -294,19 +280,21 @@ class Reads:
         """After blocks were dropped: revoke each lease that has lost one, and end such pins."""
         index = self._space.index
         for lease in list(self.leases.values()):
-            if not all(index.attached(entry) for entry in lease.pins):
+            if not all(index.attached(entry) for entry in lease.pinned()):
                 # Its frames may have new owners already, so there is nothing left to hold them for.
                 self._end(lease)
 
     def _end(self, lease: ReadLease, good: bool = False) -> None:
         """Unpin, and take the lease from whoever still holds it: a release then finds none."""
         del self.leases[lease.lease_id]
+        if lease.pin_name is None:
+            self.ages.observe(int((self._clock_s() - lease.started_s) * 1e9))
         self.growing.pop(lease.lease_id, None)
         lease.over = True
         for holder in lease.holders:
             del holder.reads[lease.lease_id]
         lease.holders.clear()
-        for entry in lease.pins:
+        for entry in lease.pinned():
             self._space.index.unpin(entry)
         if lease.held is not None:
             lease.held.let_go(good)

@@ -21,6 +21,7 @@ from tiercache.daemon.leases import BlockPhase, Deadlines, Owner, PendingBlock, 
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace, Space
 from tiercache.messages import KEY_BYTES, MAX_RESERVE, NO_LEASE, BlockState, CommitState
+from tiercache.metrics import LatencyHistogram
 
 _COMMIT_STATE = {
     BlockPhase.VISIBLE: CommitState.VISIBLE,
@@ -47,7 +48,7 @@ class Writes:
     """All write leases, pending blocks and quarantined frames. Event loop only."""
 
     def __init__(
-        self, space: Space, published: Callable[[Namespace, bytes, int], None], clock_s: Callable[[], float],
+        self, space: Space, published: Callable[[Namespace, bytes, bytes], None], clock_s: Callable[[], float],
         quarantine_limit_bytes: int, events: Events | None = None,
     ) -> None:  # fmt: skip
         self.leases: dict[int, WriteLease] = {}
@@ -55,6 +56,8 @@ class Writes:
         self.quarantine_limit_bytes = quarantine_limit_bytes
         self.quarantine_bytes: dict[bytes, int] = {}  # by instance, so that a reconnect does not clear it
         self.pending: dict[tuple[int, bytes], PendingBlock] = {}
+        self.ages = LatencyHistogram()
+        """How long clients were at their stores, quarantine included."""
         self._space = space
         self._published = published
         self._clock_s = clock_s
@@ -74,8 +77,10 @@ class Writes:
             if entry == NO_ENTRY and block is None:
                 return Reservation(NO_LEASE, [], [], parent_missing=True)
         states, entry = self._present(namespace, keys, entry) if block is None else ([], NO_ENTRY)
-        lease = WriteLease(new_lease_id(), owner, self._clock_s() + ttl_s, namespace.size_class.frame_bytes)
+        lease = WriteLease(new_lease_id(), owner, self._clock_s(), ttl_s, namespace.size_class.frame_bytes)
         lease.named = named
+        if namespace.table.windowed:
+            lease.chain = parent, keys
         # Pinned before anything is evicted, so that room for a child is not made of its ancestors.
         if entry != NO_ENTRY:
             self._space.index.pin(entry)
@@ -83,7 +88,7 @@ class Writes:
         if entry != NO_ENTRY:
             self._space.index.unpin(entry)
         frames = [pending.frame for pending in lease.blocks.values()]
-        self._count(states)
+        self._count(states, namespace)
         if not frames:
             return Reservation(NO_LEASE, states, [], parent_missing=False)
         self.leases[lease.lease_id] = owner.writes[lease.lease_id] = lease
@@ -165,6 +170,7 @@ class Writes:
             if not table.windowed:
                 block = new
         lease.writing += len(frames)
+        namespace.use.pending_blocks += len(frames)
         return len(frames)
 
     def _most_frames(self, owner: Owner, frame_bytes: int) -> int:
@@ -178,11 +184,12 @@ class Writes:
         held = writing + self.quarantine_bytes.get(owner.instance, 0)
         return max(0 if held else 1, (self.quarantine_limit_bytes - held) // frame_bytes)
 
-    def _count(self, states: Sequence[BlockState]) -> None:
+    def _count(self, states: Sequence[BlockState], namespace: Namespace) -> None:
         counters = self._space.counters
         reserved, refused = states.count(_FRAME), states.count(_NONE)
         counters.reserved_blocks += reserved
         counters.refused_blocks += refused
+        namespace.use.refused_blocks += refused
         counters.dedup_blocks += len(states) - reserved - refused
 
     # --- commit and abort ------------------------------------------------------------------------
@@ -262,7 +269,9 @@ class Writes:
     def _publish(self, first: PendingBlock) -> None:
         """Make a complete block visible, then those that were held for it, as deep as they go."""
         index, counters = self._space.index, self._space.counters
-        block_bytes = self._space.namespaces[first.table.number].spec.block_bytes
+        namespace = self._space.namespaces[first.table.number]
+        block_bytes, use = namespace.spec.block_bytes, namespace.use
+        use.used_s = self._clock_s()
         ready = [first]
         while ready:
             block = ready.pop()
@@ -276,13 +285,16 @@ class Writes:
             if not block.lease.owner.internal:
                 counters.stored_blocks += 1
                 counters.stored_bytes += block_bytes
+                use.stored_blocks += 1
             if self._events is not None:
                 said = block.lease.named and block.lease.named(block.place)
                 self._events.arrived(self._events.dram, table.number, block.key, said)
-            self._published(self._space.namespaces[table.number], block.key, entry)
+            before = block.lease.before(block.place) if table.windowed else b""
+            self._published(self._space.namespaces[table.number], block.key, before)
             index.unpin(parent)
             block.frame, block.parent_entry, block.phase = NO_FRAME, NO_ENTRY, _PHASE_VISIBLE
             del self.pending[table.number, block.key]
+            use.pending_blocks -= 1
             for child in block.children:
                 child.parent_block, child.parent_entry = None, entry  # one of the pins is its
                 if child.phase is BlockPhase.HELD:
@@ -305,6 +317,7 @@ class Writes:
                 self._space.index.unpin(block.parent_entry)
                 block.parent_entry = NO_ENTRY
             del self.pending[block.table.number, block.key]
+            self._space.namespaces[block.table.number].use.pending_blocks -= 1
             self._space.counters.dropped_blocks += 1
             complete = block.phase is BlockPhase.HELD
             block.phase = BlockPhase.DROPPED
@@ -390,12 +403,15 @@ class Writes:
         block.frame = NO_FRAME
 
     def _end_if_done(self, lease: WriteLease) -> None:
-        if lease.writing == 0:
-            if lease.over:
-                self.quarantined.pop(lease.lease_id, None)
-            else:
-                self.leases.pop(lease.lease_id, None)
-                lease.owner.writes.pop(lease.lease_id, None)
+        if lease.writing:
+            return
+        if lease.over:
+            ended = self.quarantined.pop(lease.lease_id, None)
+        else:
+            ended = self.leases.pop(lease.lease_id, None)
+            lease.owner.writes.pop(lease.lease_id, None)
+        if ended is not None and not lease.owner.internal:
+            self.ages.observe(int((self._clock_s() - lease.started_s) * 1e9))
 
     def owned_frames(self) -> list[int]:
         """Frames of pending blocks, and of dropped ones whose writer may still write to them."""

@@ -3,8 +3,8 @@
     read:   preadv into the frame ─► checksum over the stored bytes ─► decode       ─► OK | CORRUPT
     write:  encode ─► zero the padding ─► checksum over the stored bytes ─► pwritev ─► OK
 
-Blocks stored as they are move straight between frame and disk; encoded ones pass through a bounce
-buffer of the worker's own.
+Blocks stored as they are move straight between frame and disk; encoded and encrypted ones pass through a bounce
+buffer of the worker's own. Encryption comes after encoding, and the checksum covers what it made.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import xxhash
 
 from tiercache.checksum import CHECKSUM_XXH3, KINDS, block_checksum, block_seed
 from tiercache.daemon.nvme import codecs
+from tiercache.daemon.nvme.cipher import OVERHEAD_BYTES, CipherError, whose
 from tiercache.daemon.nvme.directory import PAGE_BYTES, Directory, DiskIO
 from tiercache.messages import OFFSET_MASK, REGION_SHIFT
 from tiercache.units import round_up
@@ -67,6 +68,7 @@ class Op:
     submitted_ns: int = 0
     io_ns: int = 0  # in system calls; the whole run's, on the first op of a run, else 0
     calls: int = 0  # system calls of the run, on its first op
+    io_bytes: int = 0  # that they moved, likewise
     priority: int = 0
 
 
@@ -97,7 +99,7 @@ class ReadOp(Op):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WriteOp(Op):
-    """Put one block from its frame into a slot of at least `round_up(length, 4096)` bytes.
+    """Put one block from its frame into a slot of at least `round_up(length, 4096)` bytes (see `cipher.sealed_bytes`).
 
     codec is the one wished for; on OK `codec`, `stored_length` and `checksum` are what belongs in
     the row (raw when encoding does not save a page). The frame's bytes behind `length`, up to the
@@ -153,10 +155,11 @@ class BlockMover:
         self._bounce_address = _address_of(self._bounce)
         self._io_ns = 0
         self._calls = 0
+        self._io_bytes = 0
 
     def run(self, ops: Sequence[AnyOp]) -> None:
         """Carry out a run of adjoining operations; every one of them has an outcome afterwards."""
-        self._io_ns = self._calls = 0
+        self._io_ns = self._calls = self._io_bytes = 0
         try:
             self._attempt(ops)
         except OSError as error:
@@ -166,7 +169,7 @@ class BlockMover:
                     self._alone(op)
             else:
                 _fail(ops[0], error)
-        ops[0].io_ns, ops[0].calls = self._io_ns, self._calls
+        ops[0].io_ns, ops[0].calls, ops[0].io_bytes = self._io_ns, self._calls, self._io_bytes
 
     def _alone(self, op: AnyOp) -> None:
         try:
@@ -202,13 +205,27 @@ class BlockMover:
         seed = block_seed(op.key, op.fingerprint, op.length, op.codec, op.kind)
         if _checksum(stored, seed, op.kind) != op.checksum:
             return Outcome.CORRUPT
-        if op.codec != codecs.RAW:
-            try:
+        try:
+            if op.codec & codecs.SEALED:
+                self._open(op, stored)
+            elif op.codec != codecs.RAW:
                 codecs.decode(op.codec, stored, self._frame(op, op.length))
-            except codecs.CodecError as error:
-                log.error("a block with a good checksum could not be decoded: %s", error)
-                return Outcome.CORRUPT
+        except (codecs.CodecError, CipherError) as error:
+            log.error("a block with a good checksum could not be decoded: %s", error)
+            return Outcome.CORRUPT
         return Outcome.OK
+
+    def _open(self, op: ReadOp, stored: memoryview) -> None:
+        cipher, plain_codec, frame = self._directory.cipher, codecs.unsealed(op.codec), self._frame(op, op.length)
+        if cipher is None:
+            raise CipherError("it is encrypted, and this daemon has no nvme_key")
+        owner = whose(op.key, op.fingerprint, op.length, op.codec)
+        if plain_codec == codecs.RAW:
+            cipher.open(stored, owner, frame)
+            return
+        encoded = memoryview(bytearray(len(stored) - OVERHEAD_BYTES))
+        cipher.open(stored, owner, encoded)
+        codecs.decode(plain_codec, encoded, frame)
 
     def _write(self, ops: list[WriteOp]) -> None:
         views = [self._to_store(op) for op in ops]
@@ -221,8 +238,17 @@ class BlockMover:
 
     def _to_store(self, op: WriteOp) -> memoryview:
         """What goes to the disk, whole pages with zeroed padding; sets codec and stored length."""
-        encoded = codecs.encode(op.codec, self._frame(op, op.length)) if op.codec != codecs.RAW else None
-        if encoded is None:
+        sealed, plain_codec = op.codec & codecs.SEALED, codecs.unsealed(op.codec)
+        encoded = codecs.encode(plain_codec, self._frame(op, op.length)) if plain_codec != codecs.RAW else None
+        if sealed:
+            assert self._directory.cipher is not None
+            op.codec = codecs.SEALED if encoded is None else op.codec
+            plain = self._frame(op, op.length) if encoded is None else encoded
+            op.stored_length = len(plain) + OVERHEAD_BYTES
+            view = self._bounce_view(op.moved_bytes)
+            owner = whose(op.key, op.fingerprint, op.length, op.codec)
+            self._directory.cipher.seal(plain, owner, view[: op.stored_length])
+        elif encoded is None:
             op.codec, op.stored_length = codecs.RAW, op.length
             view = self._frame(op, op.moved_bytes)
         else:
@@ -259,6 +285,7 @@ class BlockMover:
             # O_DIRECT goes on at a page; a part of one is moved again.
             count -= (moved + count) % PAGE_BYTES if moved + count < total else 0
             moved += count
+            self._io_bytes += max(0, count)
             stuck = 0 if count > 0 else stuck + 1
             if stuck > RETRIES:
                 raise OSError(errno.EIO, "the transfer stands still: the segment is shorter than it was")
@@ -294,9 +321,13 @@ def _plausible(op: ReadOp) -> bool:
     """Whether a row may be acted upon: a stored length beyond the block's would write past its frame."""
     if op.kind not in KINDS or not codecs.known(op.codec):
         return False
-    if op.codec == codecs.RAW:
-        return op.stored_length == op.length
-    return 0 < op.stored_length <= op.length
+    return plausible_length(op.codec, op.stored_length, op.length)
+
+
+def plausible_length(codec: int, stored_length: int, length: int) -> bool:
+    """Whether a block of `length` can have become that long by a codec."""
+    plain_length = stored_length - OVERHEAD_BYTES if codec & codecs.SEALED else stored_length
+    return plain_length == length if codecs.unsealed(codec) == codecs.RAW else 0 < plain_length <= length
 
 
 def _rest(views: Sequence[memoryview], moved: int) -> list[memoryview]:

@@ -108,16 +108,20 @@ class Catalog:
     once; the good ones in the order of posting. `done(False)` means
     - for `insert`, `delete` and `remove_tombstone`: nothing was changed and nothing will be; ask again;
     - for all others: not written yet. It is kept, and tried again as long as the catalog is open.
-    Changes that wait are applied in the order of posting; a batch is all or nothing.
+    Changes that wait are applied in the order of posting; a batch is all or nothing. `alone`: opens on a
+    full disk too, and no other process may look into the database meanwhile (`connect_to_write`).
     """
 
-    def __init__(self, directory: Path, directory_id: bytes, post: Callable[..., object]) -> None:
+    def __init__(
+        self, directory: Path, directory_id: bytes, post: Callable[..., object], alone: bool = False
+    ) -> None:
         self.error = ""
         self.commits = 0
         self.failures = 0
         self._path = directory / NAME
         self._directory_id = directory_id
         self._post = post
+        self._alone = alone
         self._changes: queue.SimpleQueue[_Change | None] = queue.SimpleQueue()
         self._hurry = threading.Event()
         self._in_hand = 0
@@ -125,6 +129,7 @@ class Catalog:
         self._kept: dict[tuple[Any, ...], _TableChange] = {}
         self._retry_s = RETRY_FIRST_S
         self._retry_at_s = 0.0
+        self._began_s = 0.0  # when the transaction under way began; 0 between two
         self._answers: deque[tuple[Done, bool]] = deque()
         self._namespaces: set[int] = set()
         self._disk_bytes = 0
@@ -248,8 +253,9 @@ class Catalog:
         """
         assert self._loading is None, "rows are loaded once"
         self._loading = Loading(
-            self._path, self._last_place, batch_rows, lambda: self._call(on_ready), self._scrub, self._suspect
-        )
+            self._path, self._last_place, batch_rows, lambda: self._call(on_ready), self._scrub, self._suspect,
+            self._alone,
+        )  # fmt: skip
         return self._loading
 
     @property
@@ -261,6 +267,11 @@ class Catalog:
     def full(self) -> bool:
         """Too much waits: post no more rows until it does not. Nothing is refused, this is a request."""
         return self.pending >= MAX_PENDING
+
+    def age_s(self) -> float:
+        """How long the transaction under way has been with the disk; 0 between two."""
+        began_s = self._began_s
+        return time.monotonic() - began_s if began_s else 0.0
 
     def bytes_on_disk(self) -> int:
         """Size of the database, its log and its shared memory, as of the last commit. Does not block."""
@@ -348,7 +359,7 @@ class Catalog:
 
     def _run(self) -> None:
         try:
-            db, state, self._last_place = open_database(self._path, self._directory_id)
+            db, state, self._last_place = open_database(self._path, self._directory_id, self._alone)
         except (*SQLITE_ERRORS, OSError) as error:
             self._opened.set_exception(
                 CatalogUnavailable(f"{self._path} cannot be opened: {error}; see to the disk and its permissions")
@@ -415,6 +426,7 @@ class Catalog:
     def _commit(self, db: sqlite3.Connection, batch: Sequence[_Change]) -> str:
         """Apply all or nothing; what went wrong, or an empty text."""
         durable = any(isinstance(change, _Sync) or getattr(change, "durable", False) for change in batch)
+        self._began_s = time.monotonic()
         try:
             if durable:
                 db.execute("PRAGMA synchronous = FULL")
@@ -434,6 +446,7 @@ class Catalog:
                 db.execute("ROLLBACK")
             if durable:
                 db.execute("PRAGMA synchronous = NORMAL")
+        self._began_s = 0.0
         self._measure()
         return problem
 

@@ -25,6 +25,7 @@ import msgspec
 
 from tiercache.checksum import KINDS, block_checksum, block_seed
 from tiercache.daemon.nvme import codecs
+from tiercache.daemon.nvme.blockio import plausible_length
 from tiercache.daemon.nvme.catalog_check import (
     check_database,
     check_rows,
@@ -33,6 +34,7 @@ from tiercache.daemon.nvme.catalog_check import (
     read_state,
     set_aside,
 )
+from tiercache.daemon.nvme.cipher import sealed_bytes
 from tiercache.daemon.nvme.database import CatalogState
 from tiercache.daemon.nvme.directory import (
     DATABASE_NAME,
@@ -304,15 +306,17 @@ class _Check:
         if known is None:
             return "unknown namespaces", f"namespace {row.namespace} is not known"
         spec, _ = known
-        if spec.frame_bytes != slot_bytes:
-            wanted = f"blocks of its namespace need slots of {spec.frame_bytes} bytes, these have {slot_bytes}"
+        needed = sealed_bytes(spec.frame_bytes, spec.block_bytes) if row.codec & codecs.SEALED else spec.frame_bytes
+        if slot_bytes not in (needed, sealed_bytes(spec.frame_bytes, spec.block_bytes)):
+            wanted = f"blocks of its namespace need slots of {needed} bytes, these have {slot_bytes}"
             return "wrong slot sizes", wanted
         if row.length != spec.block_bytes:
             return "wrong lengths", f"{row.length} bytes, blocks of its namespace have {spec.block_bytes}"
+        if spec.window_blocks and row.parent != ROOT_KEY:
+            return "chains of windows", "a block of a windowed namespace names a block before it"
         if row.kind not in KINDS or not codecs.known(row.codec):
             return "unknown forms", f"codec {row.codec} or checksum kind {row.kind} is not known"
-        encoded = row.codec != codecs.RAW
-        if not (0 < row.stored_length <= row.length if encoded else row.stored_length == row.length):
+        if not plausible_length(row.codec, row.stored_length, row.length):
             return "wrong lengths", f"{row.stored_length} bytes are stored of a block of {row.length}"
         return None
 

@@ -6,8 +6,9 @@ a plane that does not get smaller is kept as it is:
 
     u32le length of each plane as stored │ the planes │ what is left of a length that does not divide
 
-A codec is one number in the row of a block: the algorithm in the low 4 bits, the bytes of an
-element in the 4 above. `RAW` is 0. The libraries are loaded when a codec is first used.
+A codec is one number in the row of a block: the algorithm in the low 3 bits, then one that says whether the result
+is encrypted too (see `tiercache.daemon.nvme.cipher`), and the bytes of an element in the 4 above. `RAW` is 0. The
+libraries are loaded when a codec is first used.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from tiercache.units import round_up
 
 RAW = 0
 _LZ4, _ZSTD = 1, 2
+_ALGORITHM = 7
+SEALED = 8
 _ALGORITHMS = {"lz4": _LZ4, "zstd": _ZSTD}
 _PAGE_BYTES = 4096
 _ZSTD_LEVEL = 1
@@ -54,12 +57,18 @@ def codec_number(name: str, element_bytes: int = 2) -> int:
 
 def codec_name(codec: int) -> str:
     """The name of a known number."""
-    return NAMES[codec & 15]
+    return NAMES[codec & _ALGORITHM]
+
+
+def unsealed(codec: int) -> int:
+    """The codec below the encryption, if there is one."""
+    return codec & ~SEALED
 
 
 def known(codec: int) -> bool:
     """Whether this version can decode blocks of that number (given its library)."""
-    return codec == RAW or (codec & 15 in (_LZ4, _ZSTD) and codec >> 4 in ELEMENT_BYTES)
+    plain = unsealed(codec)
+    return plain == RAW or (plain & _ALGORITHM in (_LZ4, _ZSTD) and plain >> 4 in ELEMENT_BYTES)
 
 
 def element_bytes(dtype: str) -> int:
@@ -76,7 +85,7 @@ def encode(codec: int, view: memoryview) -> bytes | None:
         return None
     import numpy
 
-    library, element = _library(codec & 15), codec >> 4
+    library, element = _library(codec & _ALGORITHM), codec >> 4
     whole = len(view) - len(view) % element
     elements = numpy.frombuffer(view, numpy.uint8, whole).reshape(-1, element)
     lengths, planes = [], []
@@ -96,7 +105,7 @@ def decode(codec: int, stored: memoryview, out: memoryview) -> None:
 
     Nothing outside `out` is written, and no more memory taken than a block's, whatever `stored` is.
     """
-    if not known(codec):
+    if not known(codec) or codec & SEALED:
         raise CodecError(f"codec {codec} is not known")
     if codec == RAW:
         if len(stored) != len(out):
@@ -106,7 +115,7 @@ def decode(codec: int, stored: memoryview, out: memoryview) -> None:
     import numpy
 
     try:
-        library, element = _library(codec & 15), codec >> 4
+        library, element = _library(codec & _ALGORITHM), codec >> 4
     except ConfigError as error:  # stored by an earlier life that had it
         raise CodecError(str(error)) from error
     rows, rest = divmod(len(out), element)

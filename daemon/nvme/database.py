@@ -35,6 +35,8 @@ ROWS_PER_STATEMENT = (128, 16, 1)
 """A statement lets go of the interpreter lock once however many rows it has; with one row each, a
 busy loop takes the lock away at every row and a batch of 2000 takes seconds."""
 
+_ALONE_VFS = "unix-excl"
+
 _TABLES = {
     "meta": "CREATE TABLE meta(key TEXT PRIMARY KEY, value)",
     "namespaces": "CREATE TABLE namespaces(number INTEGER PRIMARY KEY, fingerprint TEXT UNIQUE, spec BLOB, "
@@ -100,14 +102,18 @@ class CatalogState(NamedTuple):
 # --- opening ----------------------------------------------------------------------------------------
 
 
-def open_database(path: Path, directory_id: bytes) -> tuple[sqlite3.Connection, CatalogState, int]:
+def open_database(
+    path: Path, directory_id: bytes, alone: bool = False
+) -> tuple[sqlite3.Connection, CatalogState, int]:
     """The database as it is, or an empty one in its place; and the largest place of a row in it (-1: none).
+
+    `alone`: it needs no room on the disk (see `connect_to_write`).
 
     For the calling thread; blocks. Raises ConfigError for a newer schema, one of SQLITE_ERRORS or OSError
     when it cannot be reached now.
     """
     try:
-        return _open_as_it_is(path, directory_id)
+        return _open_as_it_is(path, directory_id, alone)
     except Damaged as error:
         problem = str(error)
     except SQLITE_ERRORS as error:
@@ -116,19 +122,22 @@ def open_database(path: Path, directory_id: bytes) -> tuple[sqlite3.Connection, 
         problem = str(error)
     kept = rename_aside(path)
     log.warning("%s: %s; the blocks of its directory are lost, it is kept as %s", path, problem, kept.name)
-    return _open_as_it_is(path, directory_id)
+    return _open_as_it_is(path, directory_id, alone)
 
 
-def _open_as_it_is(path: Path, directory_id: bytes) -> tuple[sqlite3.Connection, CatalogState, int]:
+def _open_as_it_is(path: Path, directory_id: bytes, alone: bool) -> tuple[sqlite3.Connection, CatalogState, int]:
     if marker_of(path).exists():
         raise Damaged("found damaged while it was in use")
     if size_of(path) > 0:
         check_header(path)
-        with closing(connect_to_read(path)) as reader:  # so that a newer one is not even touched
-            check_tables(reader, path, directory_id)
-    db = sqlite3.connect(path, isolation_level=None, timeout=1.0)
+        if not alone:
+            with closing(connect_to_read(path)) as reader:  # so that a newer one is not even touched
+                check_tables(reader, path, directory_id)
+    db = connect_to_write(path, alone)
     try:
         db.text_factory = decode
+        if alone:  # only one that may write can be the first of these
+            check_tables(db, path, directory_id)
         db.create_function("row_checksum", -1, row_checksum, deterministic=True)
         if db.execute("PRAGMA journal_mode = WAL").fetchone() != ("wal",):
             raise sqlite3.OperationalError("its file system cannot share memory between processes (WAL)")
@@ -285,9 +294,22 @@ def row_checksum(*values: Any) -> int:
     return xxh3_64_intdigest(repr(values).encode()) >> 1
 
 
-def connect_to_read(path: Path) -> sqlite3.Connection:
-    """A read-only connection for the calling thread. Raises sqlite3.Error."""
-    db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=1.0)
+def connect_to_write(path: Path, alone: bool = False) -> sqlite3.Connection:
+    """A connection for the calling thread. Raises sqlite3.Error.
+
+    `alone`: what connections share is in the memory of this process and not in a file beside the database, for
+    which a full disk has no room (https://www.sqlite.org/vfs.html, "unix-excl"). All of them must be of this
+    kind then, the first one for writing, and no other process may have the database open: the lock of the
+    directory sees to that.
+    """
+    mode = f"?vfs={_ALONE_VFS}" if alone else ""
+    return sqlite3.connect(f"{path.absolute().as_uri()}{mode}", uri=True, isolation_level=None, timeout=1.0)
+
+
+def connect_to_read(path: Path, alone: bool = False) -> sqlite3.Connection:
+    """A read-only connection for the calling thread. Raises sqlite3.Error. `alone`: see `connect_to_write`."""
+    mode = f"?mode=ro&vfs={_ALONE_VFS}" if alone else "?mode=ro"
+    db = sqlite3.connect(f"{path.absolute().as_uri()}{mode}", uri=True, isolation_level=None, timeout=1.0)
     db.text_factory = decode
     return db
 

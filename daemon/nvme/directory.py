@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiercache.daemon.nvme import superblock as superblocks
+from tiercache.daemon.nvme.cipher import Cipher
 from tiercache.daemon.nvme.superblock import ALIGNMENT_BYTES, DamagedSuperblock, NewerSuperblock, Superblock
 from tiercache.errors import ConfigError
 from tiercache.units import format_bytes
@@ -134,6 +135,8 @@ class Directory:
         self.segment_bytes = segment_bytes
         self.db_reserve_bytes = db_reserve_bytes
         self.disk = disk or DiskIO()
+        self.cipher: Cipher | None = None
+        """What new blocks are encrypted with, and those that are read."""
         self.direct = False
         """Whether I/O goes past the page cache."""
         self.direct_reason = "not open"

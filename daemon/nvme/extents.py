@@ -1,6 +1,6 @@
 """Blocks that stay on NVMe while a client reads them there itself, under a read lease.
 
-    match(extents) ─► Held: the deepest entry is pinned, so nothing of the run is evicted
+    match(extents) ─► Held: of a chain the deepest entry is pinned, so nothing of it is evicted; of a window each
     extents        ─► each slot that is named is held: it has no new owner before the lease ends
     release        ─► good unless the run was flushed in between
     bad_extent     ─► the block is read here, and dropped if it is bad: a client's word is not enough
@@ -14,8 +14,10 @@ import ctypes
 import logging
 import mmap
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tiercache.checksum import CHECKSUM_LANES
+from tiercache.daemon.cuts import first_of_window
 from tiercache.daemon.nvme import codecs
 from tiercache.daemon.nvme.blockio import Outcome, ReadOp
 from tiercache.daemon.nvme.io import Priority
@@ -41,21 +43,27 @@ class Extents:
         self._find_shelf = find_shelf
         self._doubts: dict[tuple[Shelf, int], mmap.mmap] = {}
 
-    def hold(self, namespaces: Sequence[Namespace], keys: bytes) -> Held | None:
-        """Keep the run `keys`, which all namespaces have here, where it is; None if that is no use."""
+    def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> Held | None:
+        """Keep what a cut at the end of `keys` needs from block `first` on; None if that is no use.
+
+        That is so too where not all of it is here, in one directory: then it comes up to DRAM.
+        """
         shelf = self._find_shelf(keys[:KEY_BYTES])
         path = str(shelf.directory.path)
         if shelf.offline or not shelf.directory.direct or not path.isprintable():
             return None
-        found = [shelf.find(namespace, keys[-KEY_BYTES:]) for namespace in namespaces]
-        ends = [stored.entry for stored in found if stored is not None]
-        if len(ends) < len(namespaces):
-            return None
-        for entry in ends:
-            shelf.index.touch(entry)
-            shelf.index.pin(entry)
+        parts = []
+        for namespace in namespaces:
+            part = _find_part(shelf, namespace, keys, first)
+            if part is None:
+                return None
+            parts.append(part)
+        for part in parts:
+            for entry in part.entries:
+                shelf.index.touch(entry)
+                shelf.index.pin(entry)
         self.held_leases += 1
-        return Held(self, shelf, namespaces, keys, ends)
+        return Held(self, shelf, keys, parts)
 
     def doubt(self, shelf: Shelf, namespace: Namespace, key: bytes) -> None:
         """Read a block of which a client says that it is bad."""
@@ -94,27 +102,43 @@ class Extents:
         return len(self._doubts)
 
 
+class _Part(NamedTuple):
+    """What is kept of one namespace: blocks from `first` on, by pins on `entries`, since a certain epoch."""
+
+    namespace: Namespace
+    first: int
+    entries: list[int]
+    epoch: int
+
+
+def _find_part(shelf: Shelf, namespace: Namespace, keys: bytes, first: int) -> _Part | None:
+    """What a cut at the end of `keys` needs of a namespace from block `first` on; None unless all of it is here."""
+    cut = len(keys) // KEY_BYTES
+    low = max(first, first_of_window(namespace, cut)) if namespace.table.windowed else 0
+    pinned = range(low, cut) if namespace.table.windowed else (cut - 1,)
+    found = [shelf.find(namespace, keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]) for number in pinned]
+    entries = [stored.entry for stored in found if stored is not None]
+    return _Part(namespace, low, entries, shelf.epoch(namespace)) if len(entries) == len(found) else None
+
+
 class Held:
-    """One run that a read lease keeps on NVMe; `blocks` is its length, from the root."""
+    """What a read lease keeps on NVMe of a run of `blocks`, counted from the root."""
 
-    __slots__ = ("_ends", "_epochs", "_extents", "_keys", "_named", "_namespaces", "_shelf", "blocks")
+    __slots__ = ("_extents", "_keys", "_named", "_parts", "_shelf", "blocks")
 
-    def __init__(
-        self, extents: Extents, shelf: Shelf, namespaces: Sequence[Namespace], keys: bytes, ends: list[int]
-    ) -> None:
+    def __init__(self, extents: Extents, shelf: Shelf, keys: bytes, parts: list[_Part]) -> None:
         self.blocks = len(keys) // KEY_BYTES
         self._extents = extents
         self._shelf = shelf
         self._keys = keys
-        self._namespaces = list(namespaces)
-        self._ends = ends  # the deepest entry in each namespace, pinned
-        self._epochs = [shelf.epoch(namespace) for namespace in namespaces]
+        self._parts = parts
         self._named: dict[tuple[int, int], Stored] = {}  # by namespace number and block
 
     def extents(self, namespace: Namespace, first: int, count: int) -> tuple[list[str], list[Extent]]:
         """Directories and places of blocks `first ..< first + count`; fewer where one cannot be named."""
         named = []
-        for number in range(first, min(first + count, self.blocks)):
+        low = next(part.first for part in self._parts if part.namespace is namespace)
+        for number in range(first, min(first + count, self.blocks) if first >= low else first):
             stored = self._name(namespace, number)
             if stored is None:
                 break
@@ -153,17 +177,18 @@ class Held:
         A block that was dropped because it is bad takes nothing from the others, whose slots are held
         and whose bytes their reader has verified.
         """
-        shelf, columns = self._shelf, zip(self._namespaces, self._epochs, self._ends, strict=True)
+        shelf, attached = self._shelf, self._shelf.index.attached
         return all(
-            shelf.epoch(namespace) == epoch or shelf.index.attached(entry) for namespace, epoch, entry in columns
+            shelf.epoch(part.namespace) == part.epoch or all(map(attached, part.entries)) for part in self._parts
         )
 
     def let_go(self, good: bool) -> None:
         """The lease ends; `good` if its last holder was told that what it copied is right."""
         for stored in self._named.values():
             self._shelf.allocator.unhold(stored.slot)
-        for entry in self._ends:
-            self._shelf.index.unpin(entry)
+        for part in self._parts:
+            for entry in part.entries:
+                self._shelf.index.unpin(entry)
         self._extents.held_leases -= 1
         if good:
             self._extents.direct_blocks += len(self._named)

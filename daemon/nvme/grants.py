@@ -138,13 +138,16 @@ class Grants:
     def _shelf_of(self, namespace: Namespace, parent: bytes, first_key: bytes) -> Shelf | None:
         """Where the run belongs, if a client can write there now."""
         spec = namespace.spec
-        if namespace.table.windowed or spec.block_bytes % PAGE_BYTES or not self._may_write():
+        # To windows of several directories `present` and one place for the rest would not do justice: DRAM does.
+        if namespace.table.windowed or spec.dram_only or spec.block_bytes % PAGE_BYTES or not self._may_write():
             return None
         shelf = self._placement.with_block(namespace, parent or first_key)
         if shelf is None and not parent:
             shelf = self._placement.home(first_key)
         if shelf is None or not shelf.may_write or spec.frame_bytes > shelf.directory.segment_bytes:
             return None
+        if shelf.directory.cipher is not None:
+            return None  # only we encrypt
         # Our own reads and writes must not go through the page cache while others' go past it.
         return shelf if shelf.directory.direct and str(shelf.directory.path).isprintable() else None
 

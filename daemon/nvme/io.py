@@ -22,7 +22,7 @@ from itertools import islice
 from tiercache.daemon.nvme.blockio import AnyOp, BlockMover, Outcome, ReadOp, TaskOp, WriteOp, adjoins
 from tiercache.daemon.nvme.codecs import RAW
 from tiercache.daemon.nvme.directory import PAGE_BYTES, Directory
-from tiercache.metrics import LatencyHistogram
+from tiercache.metrics import POWERS_OF_TWO, Histogram, LatencyHistogram
 
 __all__ = ["DiskQueue", "Outcome", "Priority", "ReadOp", "TaskOp", "WriteOp"]
 
@@ -84,6 +84,8 @@ class DiskQueue:
             name: LatencyHistogram() for name in ("load", "prefetch", "write", "read_call", "write_call")
         }
         """From submit to done by priority, and time inside the system calls of one run."""
+        self.call_bytes = {"read_call": Histogram(POWERS_OF_TWO), "write_call": Histogram(POWERS_OF_TWO)}
+        """Moved by the system calls of one run."""
         self._latency_of = [self.latency[priority.name.lower()] for priority in Priority]
         self._announce = announce
         self._again = again or announce
@@ -195,6 +197,7 @@ class DiskQueue:
         return {
             **{name: getattr(self, name) for name in names},
             "queued": self.queued(),
+            "waiting": {priority.name.lower(): self.queued(priority) for priority in Priority},
             "oldest_age_s": self.oldest_age_s(),
             "errors": {str(number): count for number, count in self.errors.items()},
             "latency": {name: histogram.snapshot() for name, histogram in self.latency.items()},
@@ -212,7 +215,7 @@ class DiskQueue:
             self.errors[op.errno] = self.errors.get(op.errno, 0) + 1
         if isinstance(op, TaskOp):
             return
-        self._latency_of[op.priority].observe_ns(time.monotonic_ns() - op.submitted_ns)
+        self._latency_of[op.priority].observe(time.monotonic_ns() - op.submitted_ns)
         # Raw blocks move what they hold; only an encoded one turns out smaller.
         moved_bytes = op.held_bytes if op.codec == RAW else op.moved_bytes
         if isinstance(op, ReadOp):
@@ -225,7 +228,9 @@ class DiskQueue:
             self.written_bytes += moved_bytes
             self.write_calls += op.calls
         if op.calls:
-            self.latency["read_call" if isinstance(op, ReadOp) else "write_call"].observe_ns(op.io_ns)
+            kind = "read_call" if isinstance(op, ReadOp) else "write_call"
+            self.latency[kind].observe(op.io_ns)
+            self.call_bytes[kind].observe(op.io_bytes)
 
     # --- stopping --------------------------------------------------------------------------------
 

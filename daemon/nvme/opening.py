@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from tiercache.daemon.nvme.catalog import Catalog, CatalogState
+from tiercache.daemon.nvme.cipher import Cipher
 from tiercache.daemon.nvme.directory import PAGE_BYTES, SPARE_BYTES, Directory, DiskIO
 from tiercache.errors import CatalogUnavailable, TierCacheError
 from tiercache.units import format_bytes
@@ -23,6 +25,8 @@ DB_RESERVE_SHARE = 64
 """One part in so many of the cap is left to the database: 2% is ample for blocks of 8 KiB and more."""
 _FEW_SEGMENTS = 4
 _SMALL_CAP_BYTES = 64 << 20
+_FOR_EVER_S = threading.TIMEOUT_MAX
+"""A disk that hangs is waited for on this thread, and used when it is back: that is no reason to end."""
 
 
 class OpenDirectory(NamedTuple):
@@ -41,11 +45,13 @@ def fitted_segment_bytes(cap_bytes: int, wanted_bytes: int) -> int:
 
 
 def open_directory(
-    path: Path, cap_bytes: int, segment_bytes: int, disk: DiskIO, post: Callable[..., object]
+    path: Path, cap_bytes: int, segment_bytes: int, disk: DiskIO, post: Callable[..., object],
+    cipher: Cipher | None = None,
 ) -> OpenDirectory:
     """Open one. Blocks as the disk does; raises ConfigError and CatalogUnavailable, in one line."""
     fitted = fitted_segment_bytes(cap_bytes, segment_bytes)
     directory = Directory(path, cap_bytes, fitted, cap_bytes // DB_RESERVE_SHARE, disk)
+    directory.cipher = cipher
     directory.open()
     try:
         catalog, state = _open_catalog(directory, post)
@@ -59,16 +65,21 @@ def open_directory(
 
 
 def _open_catalog(directory: Directory, post: Callable[..., object]) -> tuple[Catalog, CatalogState]:
-    """The directory's catalog; on a full disk with the room that was kept for this, so that reads go on."""
-    catalog = Catalog(directory.path, directory.superblock.directory_id, post)
+    """The directory's catalog; on a full disk with the room that was kept for this, or without any, so that reads
+    go on. What is wrong then is the catalog's `error`."""
+
+    def attempt(alone: bool = False) -> tuple[Catalog, CatalogState]:
+        catalog = Catalog(directory.path, directory.superblock.directory_id, post, alone)
+        return catalog, catalog.open(_FOR_EVER_S)
+
     try:
-        return catalog, catalog.open()
-    except CatalogUnavailable:
-        if directory.free_bytes() >= SPARE_BYTES or not directory.give_up_spare():
-            raise
-    log.warning("nvme directory %s: the disk is full; blocks are read, and written when there is room", directory.path)
-    catalog = Catalog(directory.path, directory.superblock.directory_id, post)
-    return catalog, catalog.open()
+        return attempt()
+    except CatalogUnavailable as error:
+        log.warning("%s; blocks are read, if that can be done, and written when it works again", error)
+    if directory.free_bytes() < SPARE_BYTES and directory.give_up_spare():
+        with contextlib.suppress(CatalogUnavailable):  # somebody else was faster
+            return attempt()
+    return attempt(alone=True)
 
 
 def _keep_to_cap(directory: Directory, catalog: Catalog, state: CatalogState) -> None:

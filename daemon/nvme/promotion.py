@@ -1,8 +1,9 @@
 """NVMe to DRAM: blocks are read into frames and published in order, as if a client had stored them.
 
-A promotion reserves frames like any writer, window by window, so blocks that somebody is bringing
+A promotion reserves frames like any writer, some at a time, so blocks that somebody is bringing
 up or storing already are shared, not read twice; it commits each block when its bytes have arrived
-and passed their checksum. Leases that wait for them grow as they land.
+and passed their checksum. Leases that wait for them grow as they land. What a lease waits for in one
+namespace is a job of the directory that has the chain; of a window each directory has a job for its part.
 """
 
 from __future__ import annotations
@@ -10,25 +11,26 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tiercache.arena import Region
 from tiercache.daemon.cache import Cache
+from tiercache.daemon.growth import Run
 from tiercache.daemon.leases import Owner, ReadLease
 from tiercache.daemon.nvme.blockio import Outcome, ReadOp
 from tiercache.daemon.nvme.io import Priority
 from tiercache.daemon.nvme.placement import Placement
 from tiercache.daemon.nvme.shelf import Shelf
-from tiercache.daemon.space import Namespace
 from tiercache.messages import INSTANCE_BYTES, KEY_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
 
 MAX_IN_FLIGHT_BYTES = 256 << 20
 """Of one directory, so that one hung disk is one disk."""
 MAX_IN_FLIGHT = 1536
 """Reads of one directory; below what its queue takes, since a read that is refused ends its job."""
-WINDOW = 32
-WINDOWS_AT_ONCE = 4
-"""Asked for in one directory before others are served: about a millisecond."""
+BATCH = 32
+BATCHES_AT_ONCE = 4
+"""Blocks, and how many times so many, that are asked for in one directory before others are served: about 1 ms."""
 LOOK_AGAIN_S = 0.1
 """How often jobs that wait for others' blocks are looked at if nothing has landed."""
 MAX_UNREADABLE = 4096
@@ -36,20 +38,35 @@ MAX_UNREADABLE = 4096
 
 
 class _Job:
-    """What one lease wants of one namespace; `next` is the first block that was not asked for yet."""
+    """Blocks `numbers` of one namespace, which a lease wants of one directory; those before `next` were asked for."""
 
-    __slots__ = ("asking", "lease", "namespace", "next", "over", "priority", "reading", "shelf", "writing")
+    __slots__ = (
+        "asking", "lease", "namespace", "next", "numbers", "over", "priority", "reading", "run", "shelf", "writing",
+    )  # fmt: skip
 
-    def __init__(self, lease: ReadLease, namespace: Namespace, shelf: Shelf) -> None:
+    def __init__(self, lease: ReadLease, run: Run, shelf: Shelf, numbers: Sequence[int]) -> None:
         self.lease = lease
-        self.namespace = namespace
+        self.run = run
+        self.namespace = run.namespace
         self.shelf = shelf
-        self.next = lease.blocks
+        self.numbers = numbers
+        self.next = 0
         self.reading = 0
         self.writing: list[int] = []  # its write leases, those that have ended too
         self.asking = True
         self.over = False
         self.priority = Priority.LOAD if lease.holders else Priority.PREFETCH
+
+    def give_up(self) -> None:
+        """Ask for nothing more: what follows cannot land, or is of no use alone."""
+        self.next = len(self.numbers)
+
+    def awaited(self) -> Iterator[bytes]:
+        """The keys of which one has to come next, whoever brings it."""
+        run = self.run
+        if self.namespace.table.windowed:
+            return map(run.key, self.numbers)
+        return iter(() if run.complete else (run.key(run.end),))
 
 
 class _Read(NamedTuple):
@@ -97,30 +114,46 @@ class Promotion:
 
     def start(self, lease: ReadLease) -> None:
         """Bring up what `lease` wants; a lease without holders is a prefetch, and comes last."""
-        self._of_lease[lease.lease_id] = len(lease.namespaces)
-        for namespace in lease.namespaces:
-            shelf, _ = self._placement.find(namespace, lease.keys, lease.target)
-            if shelf is None:
-                shelf = self._placement.home(lease.keys[:KEY_BYTES])  # it has gone offline: nothing is found there
-            queues = self._jobs.setdefault(shelf, (deque(), deque()))
-            queues[0 if lease.holders else 1].append(_Job(lease, namespace, shelf))
+        jobs = [job for run in lease.runs if not run.complete for job in self._jobs_for(lease, run)]
+        if not jobs:  # what was there is so no more
+            self._cache.reads.stop_growing(lease)
+            return
+        self._of_lease[lease.lease_id] = len(jobs)
+        for job in jobs:
+            queues = self._jobs.setdefault(job.shelf, (deque(), deque()))
+            queues[0 if lease.holders else 1].append(job)
         self.pump()
+
+    def _jobs_for(self, lease: ReadLease, run: Run) -> Iterator[_Job]:
+        """Who brings what of a run that is not in DRAM."""
+        if not run.namespace.table.windowed:
+            shelf, _ = self._placement.find(run.namespace, lease.keys, lease.target)
+            if shelf is not None:
+                yield _Job(lease, run, shelf, range(run.end, lease.target))
+            return
+        parts: dict[Shelf, list[int]] = {}
+        for number in run.missing:
+            shelf = self._placement.with_block(run.namespace, run.key(number), to_read=True)
+            if shelf is not None:
+                parts.setdefault(shelf, []).append(number)
+        for shelf, numbers in parts.items():
+            yield _Job(lease, run, shelf, numbers)
 
     def pump(self) -> bool:
         """Begin reads, those that somebody waits for first; True when it stopped for others' sake."""
         more = False
         for shelf, queues in self._jobs.items():
-            windows = 0
+            batches = 0
             for queue in queues:
-                while queue and windows < WINDOWS_AT_ONCE and self._has_room(shelf):
-                    windows += 1
+                while queue and batches < BATCHES_AT_ONCE and self._has_room(shelf):
+                    batches += 1
                     job = queue.popleft()
-                    if self._read_window(job):
+                    if self._read_batch(job):
                         queue.append(job)  # in turn with the others
                     else:
                         job.asking = False
                         self._settle(job)
-            more = more or windows == WINDOWS_AT_ONCE
+            more = more or batches == BATCHES_AT_ONCE
         return more
 
     def _has_room(self, shelf: Shelf) -> bool:
@@ -133,17 +166,17 @@ class Promotion:
         for job in {*queues[0], *queues[1], *self._reading.pop(shelf, ())}:
             for write_lease in job.writing:
                 self._cache.writes.abort(self._owner, write_lease, finished=False)
-            job.next, job.asking = job.lease.target, False
+            job.give_up()
+            job.asking = False
             self._end(job)
 
-    def _read_window(self, job: _Job) -> bool:
-        """Ask for the next window; False when that was the last, or nothing more can land."""
-        lease, first = job.lease, job.next
-        count = min(WINDOW, lease.target - first)
-        if lease.over or count <= 0:
+    def _read_batch(self, job: _Job) -> bool:
+        """Ask for the next blocks; False when those were the last, or nothing more can land."""
+        lease, numbers = job.lease, job.numbers[job.next : job.next + BATCH]
+        if lease.over or not numbers:
             return False
-        keys = lease.keys[first * KEY_BYTES : (first + count) * KEY_BYTES]
-        parent = lease.keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else b""
+        keys, count = b"".join(map(job.run.key, numbers)), len(numbers)
+        parent = job.run.key(numbers[0] - 1) if numbers[0] else b""
         events = self._cache.events
         named = None if events is None else events.known(job.namespace.number, keys).__getitem__
         got = self._cache.reserve(self._owner, job.namespace, parent, keys, math.inf, named)
@@ -167,7 +200,7 @@ class Promotion:
         return BlockState.NONE not in got.states and len(ops) == got.states.count(BlockState.FRAME)
 
     def _give_up(self, write_lease: int, numbers: range) -> None:
-        """Nothing will be read into these blocks of a window."""
+        """Nothing will be read into these blocks of a batch."""
         for number in numbers:
             self._cache.writes.fail(self._owner, write_lease, number)
 
@@ -218,7 +251,7 @@ class Promotion:
     def _failed(self, read: _Read, op: ReadOp) -> None:
         """A bad block is dropped, and what follows it; one that cannot be read gets a second chance."""
         self._cache.writes.fail(self._owner, read.write_lease, read.number)
-        read.job.next = read.job.lease.target  # what comes after it cannot land
+        read.job.give_up()
         name = read.job.namespace.number, read.key
         if op.outcome is Outcome.CORRUPT:
             self.bad_blocks += 1
@@ -240,8 +273,8 @@ class Promotion:
         lease = job.lease
         if not lease.over:
             self._cache.reads.grow(lease)
-            following = lease.keys[lease.blocks * KEY_BYTES : (lease.blocks + 1) * KEY_BYTES]
-            if (job.namespace.number, following) in self._cache.writes.pending:
+            pending = self._cache.writes.pending
+            if any((job.namespace.number, key) in pending for key in job.awaited()):
                 self._waiting.add(job)
                 return
         self._end(job)

@@ -1,6 +1,7 @@
 """What an earlier life has left: rows of the catalog that become entries while requests are answered already.
 
-A row is visible when its parent is; until that comes it waits, and what has none at the end is deleted.
+A row is visible when its parent is; until that comes it waits, and what has none at the end is deleted. Rows of a
+windowed namespace, as its spec says, have no parent and are visible at once.
 Rows of what was flushed, and rows that cannot be true, are deleted too.
 """
 
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from tiercache.daemon.index import Table
 from tiercache.daemon.nvme.rows import (
     PLACED_BYTES,
+    ROOT_KEY,
     SLOT_BITS,
     Batch,
     Loading,
@@ -107,7 +109,7 @@ class Recovery:
     def _sort_out(self, number: int, namespace: Namespace, rows: Batch, entries: list[int]) -> None:
         """What becomes of rows: taken in, refused, or kept until their parent comes."""
         orphans = self._orphans.setdefault(number, {})
-        pages_each = namespace.spec.frame_bytes >> PAGE_SHIFT
+        pages_each = self._shelf.slot_bytes(namespace) >> PAGE_SHIFT
         segment, owned = -1, bytearray()
         for at, (place, key, entry) in enumerate(zip(rows.places, rows.fields[0], entries, strict=True)):
             if entry >= 0:
@@ -147,12 +149,13 @@ class Recovery:
 
     def _wanted(self, namespace: Namespace, rows: Batch) -> list[bool]:
         """Whether each of `rows` is: not flushed, of the right length, where a slot of its size can be."""
-        frame_bytes, segments = namespace.spec.frame_bytes, {place >> SLOT_BITS for place in rows.places}
+        frame_bytes, segments = self._shelf.slot_bytes(namespace), {place >> SLOT_BITS for place in rows.places}
         pages_each = frame_bytes >> PAGE_SHIFT
         end = self._shelf.directory.segment_bytes // frame_bytes * pages_each
         offsets, sizes = [place & SLOT_MASK for place in rows.places], self._slots.slot_bytes
         if (
             not self._registry.tombstones
+            and (not namespace.table.windowed or set(rows.fields[1]) == {ROOT_KEY})
             and set(rows.fields[4]) == {namespace.spec.block_bytes}
             and min(rows.fields[3]) >= self._registry.oldest_epochs[namespace.number]
             and all(sizes.get(segment) == frame_bytes and segment in self._slots.owned for segment in segments)
@@ -164,8 +167,10 @@ class Recovery:
 
     def _is_wanted(self, namespace: Namespace, place: int, row: Row) -> bool:
         """Not flushed, of the right length, and at a place where a slot of its size can be."""
-        segment, frame_bytes = place >> SLOT_BITS, namespace.spec.frame_bytes
+        segment, frame_bytes = place >> SLOT_BITS, self._shelf.slot_bytes(namespace)
         if row.length != namespace.spec.block_bytes or self._slots.slot_bytes.get(segment) != frame_bytes:
+            return False
+        if namespace.table.windowed and row.parent != ROOT_KEY:
             return False
         if not self._slots.is_slot(place, frame_bytes):
             return False

@@ -185,7 +185,7 @@ class Loading:
     def __init__(
         self, path: Path, last_place: int, batch_rows: int,
         on_ready: Callable[[], None], on_damage: Callable[[int, bytes], None],
-        on_malformed: Callable[[Exception], None],
+        on_malformed: Callable[[Exception], None], alone: bool = False,
     ) -> None:  # fmt: skip
         self.rows = 0
         self.damaged = 0
@@ -196,6 +196,7 @@ class Loading:
         self._on_ready = on_ready
         self._on_damage = on_damage
         self._on_malformed = on_malformed
+        self._alone = alone
         self._ready: deque[Batch] = deque()
         self._room = threading.Semaphore(WAITING_BATCHES)
         self._cancelled = False
@@ -229,7 +230,7 @@ class Loading:
 
     def _run(self) -> None:
         try:
-            with closing(connect_to_read(self._path)) as db:
+            with closing(connect_to_read(self._path, self._alone)) as db:
                 self._read(db)
         except SQLITE_ERRORS as error:
             self.error = f"{type(error).__name__}: {error}"

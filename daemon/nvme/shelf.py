@@ -22,6 +22,7 @@ from tiercache.daemon.allocator import Allocator
 from tiercache.daemon.events import Block, Events
 from tiercache.daemon.index import Index, Table
 from tiercache.daemon.nvme.catalog import Catalog, CatalogState, Done
+from tiercache.daemon.nvme.cipher import sealed_bytes
 from tiercache.daemon.nvme.directory import Directory
 from tiercache.daemon.nvme.health import WriteHealth
 from tiercache.daemon.nvme.io import DiskQueue
@@ -87,8 +88,14 @@ class Shelf:
         if table is not None:
             return table
         self.registry.add(namespace)
-        policy = self.slots.policy(namespace.size_class.frame_bytes)
-        return self.index.add_table(namespace.number, policy, windowed=False)
+        policy = self.slots.policy(self.slot_bytes(namespace))
+        return self.index.add_table(namespace.number, policy, windowed=namespace.table.windowed)
+
+    def slot_bytes(self, namespace: Namespace) -> int:
+        """The size of a namespace's slots: its frames', or what encrypted blocks need."""
+        frame_bytes = namespace.size_class.frame_bytes
+        sealed = self.directory.cipher is not None
+        return sealed_bytes(frame_bytes, namespace.spec.block_bytes) if sealed else frame_bytes
 
     def epoch(self, namespace: Namespace) -> int:
         """Rows written now carry this; a flush raises it."""
@@ -98,20 +105,29 @@ class Shelf:
     # --- finding ---------------------------------------------------------------------------------
 
     def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
-        """How many of the first `limit` keys are here, as a leading run."""
+        """How many of the first `limit` keys of a chain are here, as a leading run."""
         table = self.index.tables.get(namespace.number)
         return 0 if table is None else self.index.prefix_length(table, keys, limit)
 
+    def lookup(self, namespace: Namespace) -> Callable[[bytes], bool] | None:
+        """See `Index.lookup`."""
+        table = self.index.tables.get(namespace.number)
+        return None if table is None else self.index.lookup(table)
+
     def has(self, namespace: Namespace, key: bytes) -> bool:
-        """Whether this block is here."""
+        """Whether this block is here, or was and is about to be unlinked: no other one can be added."""
         table = self.index.tables.get(namespace.number)
         return table is not None and table.get(key) != NO_ENTRY
+
+    def has_any(self, key: bytes) -> bool:
+        """Whether a block of that key is here, of whatever namespace."""
+        return any(table.get(key) != NO_ENTRY for table in self.index.tables.values())
 
     def find(self, namespace: Namespace, key: bytes) -> Stored | None:
         """Where a block is, if it is here."""
         table = self.index.tables.get(namespace.number)
         entry = NO_ENTRY if table is None else table.get(key)
-        if entry == NO_ENTRY:
+        if entry == NO_ENTRY or not self.index.attached(entry):
             return None
         columns = self._stored[entry], self._codec[entry], self._checksum[entry], self._kind[entry]
         return Stored(entry, self.index.frame[entry], *columns)
@@ -122,7 +138,7 @@ class Shelf:
         """A free slot for a block below `parent`, or NO_FRAME; then room is being made: ask again soon."""
         # Room for a child is not made of its ancestors.
         keep = self.table(namespace).get(parent) if parent else NO_ENTRY
-        return self.slots.take(namespace.size_class.frame_bytes, keep)
+        return self.slots.take(self.slot_bytes(namespace), keep)
 
     def tell(self, events: Events) -> None:
         """Publish what comes and goes from here on."""
@@ -244,9 +260,14 @@ class Shelf:
         return self.queue.oldest_age_s() > OFFLINE_AGE_S
 
     @property
+    def _catalog_hangs(self) -> bool:
+        """Whether rows wait for the disk while blocks, perhaps, do not: those that are there can be read."""
+        return self.catalog.age_s() > OFFLINE_AGE_S
+
+    @property
     def works(self) -> bool:
         """Whether the disk is in order, as far as is known."""
-        return not self.offline and not self.catalog.error and self.health.may_write
+        return not (self.offline or self._catalog_hangs or self.catalog.error) and self.health.may_write
 
     @property
     def may_write(self) -> bool:
@@ -258,6 +279,8 @@ class Shelf:
         found = [self.health.reason, self.slots.no_growth, self.catalog.error]
         if self.offline:
             found.append(f"an operation has been under way for {self.queue.oldest_age_s():.0f} s")
+        elif self._catalog_hangs:
+            found.append(f"its index has waited for the disk for {self.catalog.age_s():.0f} s: nothing is written")
         return [f"nvme directory {self.directory.path}: {reason}" for reason in found if reason]
 
     def stats(self) -> dict[str, Any]:
@@ -274,6 +297,7 @@ class Shelf:
             "loaded_rows": self.recovery.loaded_rows if self.recovery is not None else 0,
             "orphan_rows": self.recovery.orphan_rows if self.recovery is not None else 0,
             "lost_slots": self.slots.lost,
+            "evicted_blocks": self.slots.evicted_blocks,
             "writing": self.health.reason or "on",
             "write_failures": self.health.failures,
             **self.queue.stats(),

@@ -68,6 +68,7 @@ class Slots:
     ) -> None:  # fmt: skip
         self.allocator = Allocator()
         self.health = WriteHealth(str(directory.path))
+        self.evicted_blocks = 0
         self.no_growth = ""  # why no further segment could be made the last time
         size_bytes = directory.segment_bytes
         self.slot_bytes = {number: size for number, size in state.segments.items() if 0 < size <= size_bytes}
@@ -145,6 +146,7 @@ class Slots:
             if victim == NO_ENTRY:
                 return
             self._index.evict(victim)
+            self.evicted_blocks += 1
 
     @property
     def _may_grow(self) -> bool:
@@ -186,6 +188,7 @@ class Slots:
             slot = self._index.frame[entry]
             if slot >> REGION_SHIFT == segment and slot != NO_FRAME and self._index.state[entry] == LIVE:
                 self._index.drop(entry)
+                self.evicted_blocks += 1
         self._retiring = segment, 0 if last == len(self._index.frame) else last
 
     def _create_segment(self) -> None:

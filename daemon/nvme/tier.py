@@ -22,8 +22,11 @@ from typing import Any
 from tiercache.arena import Region
 from tiercache.config import DaemonConfig
 from tiercache.daemon.cache import Cache
+from tiercache.daemon.cuts import first_of_window
 from tiercache.daemon.leases import ReadLease
+from tiercache.daemon.nvme import viewing
 from tiercache.daemon.nvme.budget import WriteBudget
+from tiercache.daemon.nvme.cipher import load_cipher
 from tiercache.daemon.nvme.codecs import codec_number
 from tiercache.daemon.nvme.directory import DiskIO
 from tiercache.daemon.nvme.extents import Extents, Held
@@ -37,7 +40,7 @@ from tiercache.daemon.nvme.shelf import Shelf
 from tiercache.daemon.nvme.writebehind import WriteBehind
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace
-from tiercache.messages import KEY_BYTES
+from tiercache.messages import KEY_BYTES, BlockView
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -92,6 +95,7 @@ class NvmeTier:
         self._soon = soon
         self._shelves: list[Shelf] = []
         self._budget = WriteBudget(config.nvme_write_budget_bytes)
+        self._cipher = None if config.nvme_key is None else load_cipher(config.nvme_key)
         codec_number(config.nvme_codec)  # a missing library is told now, and not at the first write
         self._placement = Placement(self._shelves)
         self._hung: set[Shelf] = set()
@@ -108,7 +112,7 @@ class NvmeTier:
         self._cache = cache
         self._writes = WriteBehind(
             self._placement, cache.space, self._regions, self._budget, self._config.nvme_codec, self._soon,
-            cache.events,
+            cache.events, sealed=self._cipher is not None,
         )  # fmt: skip
         self._promotion = Promotion(cache, self._regions, self._placement)
         self._extents = Extents(self._placement.with_chain)
@@ -132,7 +136,7 @@ class NvmeTier:
         config, loop = self._config, asyncio.get_running_loop()
         post = loop.call_soon_threadsafe
         cap_bytes = config.nvme_bytes // len(config.nvme_dirs)
-        arguments = path, cap_bytes, config.nvme_segment_bytes, self._disk_of(path), post
+        arguments = path, cap_bytes, config.nvme_segment_bytes, self._disk_of(path), post, self._cipher
         directory, catalog, state = await in_thread(f"open {path}", lambda: open_directory(*arguments))
         shelf = Shelf(
             directory, catalog, DiskQueue(directory, post, again=loop.call_soon), state, self._cache.space,
@@ -159,42 +163,47 @@ class NvmeTier:
 
     # --- what DRAM asks and tells ----------------------------------------------------------------
 
-    def blocks_after(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> int:
-        """See `TierBelow`. Windowed namespaces are not kept here."""
-        if any(namespace.table.windowed for namespace in namespaces):
-            return 0
-        length = len(keys) // KEY_BYTES
-        for namespace in namespaces:
-            _, length = self._placement.find(namespace, keys, length)
-            if length <= first:
-                return 0
-        return length - first
+    def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
+        """See `TierBelow`."""
+        return self._placement.find(namespace, keys, limit)[1]
+
+    def lookup(self, namespace: Namespace) -> Callable[[bytes], bool] | None:
+        """See `TierBelow`."""
+        return self._placement.lookup(namespace)
 
     def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int) -> None:
         """What was asked for and is not here yet is worth a write, budget or not."""
         if dram_blocks == 0 or not self._may_write or self._writes.room < MATCHED_AT_ONCE:
             return
         for namespace in namespaces:
+            missing: Sequence[int]
             if namespace.table.windowed:
-                continue
-            _, here = self._placement.find(namespace, keys, dram_blocks)
-            for number in range(here, min(dram_blocks, here + MATCHED_AT_ONCE)):
-                self._writes.add(namespace, keys[number * KEY_BYTES : (number + 1) * KEY_BYTES], asked_again=True)
+                missing = self._missing_in_window(namespace, keys, dram_blocks)
+            else:
+                missing = range(self._placement.find(namespace, keys, dram_blocks)[1], dram_blocks)
+            if missing and not namespace.spec.dram_only:
+                for number in missing[:MATCHED_AT_ONCE]:
+                    self._writes.add(namespace, _key(keys, number), asked_again=True, before=_key(keys, number - 1))
+
+    def _missing_in_window(self, namespace: Namespace, keys: bytes, cut: int) -> list[int]:
+        """The blocks of the window before a cut that are not here."""
+        here, numbers = self.lookup(namespace), range(first_of_window(namespace, cut), cut)
+        return [number for number in numbers if here is None or not here(_key(keys, number))]
 
     def promote(self, lease: ReadLease) -> None:
         """See `TierBelow`."""
         self._promotion.start(lease)
         self._soon()  # a long run takes more than one go
 
-    def hold(self, namespaces: Sequence[Namespace], keys: bytes) -> Held | None:
+    def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> Held | None:
         """See `TierBelow`."""
-        return self._extents.hold(namespaces, keys)
+        return self._extents.hold(namespaces, keys, first)
 
-    def published(self, namespace: Namespace, key: bytes, entry: int) -> None:
+    def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
         """See `TierBelow`; what was promoted is here already and not written again."""
         self._promotion.note_published()
-        if not namespace.table.windowed:
-            self._writes.add(namespace, key, asked_again=False)
+        if not namespace.spec.dram_only:
+            self._writes.add(namespace, key, asked_again=False, before=before)
 
     def flush(self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None]) -> None:
         """See `TierBelow`. In memory at once; answered when every directory has it on disk."""
@@ -230,6 +239,8 @@ class NvmeTier:
     def _see_to_hung_disks(self) -> None:
         for shelf in self._shelves:
             if not shelf.offline:
+                if shelf in self._hung:
+                    log.info("nvme directory %s answers again", shelf.directory.path)
                 self._hung.discard(shelf)
             elif shelf not in self._hung:
                 log.error("nvme directory %s hangs: nothing is asked of it meanwhile", shelf.directory.path)
@@ -276,10 +287,10 @@ class NvmeTier:
         return left
 
     def _dirty(self) -> Iterator[tuple[Namespace, bytes]]:
-        """Blocks of DRAM that are not here, parents before children."""
+        """Blocks of DRAM that are not here: chains, parents before children, then windows, which go where those are."""
         index = self._cache.space.index
-        for namespace in self._cache.all_namespaces():
-            level = [] if namespace.table.windowed else [namespace.table.root]
+        for namespace in sorted(self._cache.all_namespaces(), key=lambda namespace: namespace.table.windowed):
+            level = [] if namespace.spec.dram_only else [namespace.table.root]
             while level:
                 below = []
                 for parent in level:
@@ -314,6 +325,20 @@ class NvmeTier:
         self._scan.pump()
         return True
 
+    # --- what operators ask ----------------------------------------------------------------------
+
+    def places(self, namespace: Namespace, key: bytes) -> list[BlockView]:
+        """See `TierBelow`."""
+        return viewing.places(self._shelves, namespace, key)
+
+    def chain(self, namespace: Namespace, key: bytes) -> list[bytes]:
+        """See `TierBelow`."""
+        return viewing.chain(self._shelves, namespace, key)
+
+    def blocks_of(self, number: int) -> int:
+        """See `TierBelow`."""
+        return viewing.blocks_of(self._shelves, number)
+
     # --- stats -----------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -341,6 +366,7 @@ class NvmeTier:
             "promoted_blocks": promotion.promoted_blocks,
             "promoted_bytes": promotion.promoted_bytes,
             "promotion_in_flight_bytes": promotion.in_flight_bytes,
+            "evicted_blocks": sum(shelf.slots.evicted_blocks for shelf in shelves),
             "direct_blocks": extents.direct_blocks,
             "direct_bytes": extents.direct_bytes,
             "direct_leases": extents.held_leases,
@@ -351,6 +377,10 @@ class NvmeTier:
             "directories": [shelf.stats() for shelf in shelves],
         }
 
+    def queues(self) -> dict[str, DiskQueue]:
+        """By directory: what histograms are taken from."""
+        return {str(shelf.directory.path): shelf.queue for shelf in self._shelves}
+
     def _write_amplification(self) -> float:
         """Bytes that went to the disks, padding, lost writes and databases included, for each byte kept there."""
         disks = sum(shelf.queue.written_bytes + shelf.catalog.written_bytes for shelf in self._shelves)
@@ -360,3 +390,8 @@ class NvmeTier:
         """What is not well, for `health`."""
         closed = [f"nvme directory {path}: it is not open yet" for path in self._unopened]
         return closed + [reason for shelf in self._shelves for reason in shelf.reasons()]
+
+
+def _key(keys: bytes, number: int) -> bytes:
+    """A key of a packed list; empty before the first one."""
+    return keys[number * KEY_BYTES : (number + 1) * KEY_BYTES] if number >= 0 else b""

@@ -7,7 +7,7 @@
 A block is written once: one that is here already is clean. Whatever cannot be written (no parent
 here, no budget, a full queue) stays in DRAM and has another chance when it is asked for. What only
 has to wait (for its disk, for a slot of its size) does so in a lane of its directory and size, in
-order and with what follows it, and stands in nobody else's way.
+order and with what follows it, and stands in nobody else's way. Blocks of windows have no parent and wait for none.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from tiercache.arena import Region
@@ -44,8 +45,14 @@ AT_ONCE = 64
 
 Name = tuple[int, bytes]
 """Namespace number and key."""
-Wanted = tuple[Namespace, bytes, bool]
-"""A block that is to be written; whether it was asked for again."""
+
+class Wanted(NamedTuple):
+    """A block that is to be written. `before`: of a windowed one the key of the block before it, if that is known."""
+
+    namespace: Namespace
+    key: bytes
+    asked_again: bool
+    before: bytes = b""
 
 
 class _Write(NamedTuple):
@@ -67,9 +74,11 @@ class WriteBehind:
     def __init__(
         self, placement: Placement, space: Space, regions: dict[int, Region], budget: WriteBudget,
         codec: str = "raw", soon: Callable[[], None] = lambda: None, events: Events | None = None,
+        sealed: bool = False,
     ) -> None:  # fmt: skip
         self.budget = budget
         self.codec = codec
+        self._sealed = codecs.SEALED if sealed else 0
         self.written_blocks = 0
         self.written_bytes = 0
         self.saved_bytes = 0  # that a codec has kept from the disk
@@ -98,8 +107,8 @@ class WriteBehind:
 
     # --- what is to be written -------------------------------------------------------------------
 
-    def add(self, namespace: Namespace, key: bytes, asked_again: bool) -> None:
-        """A block of DRAM that may be worth writing."""
+    def add(self, namespace: Namespace, key: bytes, asked_again: bool, before: bytes = b"") -> None:
+        """A block of DRAM that may be worth writing; see `Wanted`."""
         name = namespace.number, key
         if name in self._queued or name in self._flying or name in self._in_lane:
             return
@@ -107,7 +116,7 @@ class WriteBehind:
             self.skipped_queue_full += 1
             return
         self._queued.add(name)
-        self._queue.append((namespace, key, asked_again))
+        self._queue.append(Wanted(namespace, key, asked_again, before))
         self._soon()
 
     def slots_of(self, shelf: Shelf) -> list[int]:
@@ -143,12 +152,12 @@ class WriteBehind:
 
     def _next(self) -> Wanted | None:
         if self._queue:
-            namespace, key, asked_again = self._queue.popleft()
-            self._queued.discard((namespace.number, key))
-            return namespace, key, asked_again
+            wanted = self._queue.popleft()
+            self._queued.discard((wanted.namespace.number, wanted.key))
+            return wanted
         if self._rest is not None and len(self._in_lane) < MAX_LANE:
             for namespace, key in self._rest:
-                return namespace, key, True
+                return Wanted(namespace, key, True)
             self._rest = None
         return None
 
@@ -161,17 +170,17 @@ class WriteBehind:
         for (lanes_shelf, _), lane in self._lanes.items():
             while lane and done < AT_ONCE and not self._is_full(lanes_shelf):
                 done += 1
-                if self._begin(*lane[0]) is not None:
+                if self._begin(lane[0]) is not None:
                     break
-                namespace, key, _ = lane.popleft()
-                del self._in_lane[namespace.number, key]
+                gone = lane.popleft()
+                del self._in_lane[gone.namespace.number, gone.key]
         # What cannot begin on any shelf stays in the queue: to put it into a lane first costs as much again.
         while done < AT_ONCE and not all(map(self._is_full, self._placement.shelves)):
             following = self._next()
             if following is None:
                 break
             done += 1
-            shelf = self._begin(*following)
+            shelf = self._begin(following)
             if shelf is not None:
                 self._wait(shelf, following)
         self._submit()
@@ -191,37 +200,38 @@ class WriteBehind:
 
     def _wait(self, shelf: Shelf, wanted: Wanted) -> None:
         """Put a block that cannot be written now into its lane."""
-        namespace, key, _ = wanted
-        if (namespace.number, key) in self._in_lane:
+        name = wanted.namespace.number, wanted.key
+        if name in self._in_lane:
             return  # at the end a block that waits comes by again
         if shelf.offline or shelf.health.off_until_s > self._end_s:
             return  # the end comes first
-        lane = self._lanes.setdefault((shelf, namespace.size_class.frame_bytes), deque())
+        lane = self._lanes.setdefault((shelf, wanted.namespace.size_class.frame_bytes), deque())
         if len(lane) >= MAX_LANE:
             self.skipped_queue_full += 1
             return
         lane.append(wanted)
-        self._in_lane[namespace.number, key] = shelf
+        self._in_lane[name] = shelf
 
-    def _begin(self, namespace: Namespace, key: bytes, asked_again: bool) -> Shelf | None:
+    def _begin(self, wanted: Wanted) -> Shelf | None:
         """Begin one write, or pass over it; the shelf for which it should wait, if it should."""
+        namespace, key = wanted.namespace, wanted.key
         index, size, name = self._space.index, namespace.size_class.frame_bytes, (namespace.number, key)
         entry = namespace.table.get(key)
-        if entry == NO_ENTRY or namespace.table.windowed or not index.attached(entry):
+        if entry == NO_ENTRY or not index.attached(entry):
             return None  # gone from DRAM before its turn
         parent = index.key[index.parent[entry]]
         if name not in self._in_lane and (namespace.number, parent) in self._in_lane:
             return self._in_lane[namespace.number, parent]  # a lane keeps the order
-        shelf = self._shelf_of(namespace, key, parent)
+        shelf = self._shelf_of(wanted, parent)
         if shelf is None:
             self.skipped_without_parent += 1
             return None
         if shelf.has(namespace, key) or name in self._flying:
             return None
-        if size > shelf.directory.segment_bytes:
+        if shelf.slot_bytes(namespace) > shelf.directory.segment_bytes:
             self.skipped_too_large += 1
             return None
-        if not self.budget.admits(size, asked_again):
+        if not self.budget.admits(size, wanted.asked_again):
             self.skipped_by_budget += 1
             return None
         if self._is_full(shelf) or not self._may_write(shelf):
@@ -233,12 +243,26 @@ class WriteBehind:
         self._take(_Write(namespace, key, parent, shelf, slot, index.frame[entry], shelf.epoch(namespace), said))
         return None
 
-    def _shelf_of(self, namespace: Namespace, key: bytes, parent: bytes) -> Shelf | None:
+    def _shelf_of(self, wanted: Wanted, parent: bytes) -> Shelf | None:
         """Where the parent is or is going; a root's child goes where it is, or by its key. None: nowhere."""
-        if not parent:
-            return self._placement.with_block(namespace, key) or self._placement.home(key)
-        flying = self._flying.get((namespace.number, parent))
-        return flying.shelf if flying is not None else self._placement.with_block(namespace, parent)
+        namespace, key, placement = wanted.namespace, wanted.key, self._placement
+        if parent:
+            flying = self._flying.get((namespace.number, parent))
+            return flying.shelf if flying is not None else placement.with_block(namespace, parent)
+        found = placement.with_block(namespace, key)
+        if found is not None or not namespace.table.windowed:
+            return found or placement.home(key)
+        return placement.window(key, wanted.before, partial(self._going, namespace))
+
+    def _going(self, namespace: Namespace, key: bytes) -> Shelf | None:
+        """Where a block of that key is being written or waits for its disk: of this namespace, or else of another."""
+        for number in (namespace.number, *self._space.namespaces):
+            name = number, key
+            if name in self._flying:
+                return self._flying[name].shelf
+            if name in self._in_lane:
+                return self._in_lane[name]
+        return None
 
     def _take(self, write: _Write) -> None:
         """Put a write down for `_submit`, with both of its ends held.
@@ -265,9 +289,9 @@ class WriteBehind:
         form = self._forms.get(name)
         if form is None:
             spec = namespace.spec
-            form = codecs.codec_number(self.codec, codecs.element_bytes(spec.dtype)), CHECKSUM_XXH3
+            form = codecs.codec_number(self.codec, codecs.element_bytes(spec.dtype)) | self._sealed, CHECKSUM_XXH3
             # What clients read on the disk themselves is as it is, with a checksum that a GPU computes.
-            if namespace.direct and spec.block_bytes % PAGE_BYTES == 0:
+            if namespace.direct and not self._sealed and spec.block_bytes % PAGE_BYTES == 0:
                 form = codecs.RAW, CHECKSUM_LANES
             self._forms[name] = form
         return form
@@ -300,8 +324,8 @@ class WriteBehind:
             return
         write.shelf.slots.write_worked()
         if op.codec != codecs.RAW:
-            saved = frame_bytes - op.moved_bytes
-            self.saved_bytes += saved
+            saved = frame_bytes - op.moved_bytes  # less than nothing where encryption takes a page more
+            self.saved_bytes += max(0, saved)
             self.budget.charge(-saved)
         stored = Stored(NO_ENTRY, write.slot, op.stored_length, op.codec, op.checksum, op.kind)
         if write.parent and (write.namespace.number, write.parent) in self._flying:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,17 @@ def open_fds(pid: int) -> int:
 class Daemon:
     """A daemon on a run directory of its own, which lives through its deaths."""
 
-    def __init__(self, *flags: str, run_dir: str = "", preexec: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, *flags: str, run_dir: str = "", preexec: Callable[[], None] | None = None, patch: str = ""
+    ) -> None:
+        """`patch` is code that runs in the process before the daemon does."""
         self.own_dir = "" if run_dir else tempfile.mkdtemp(prefix="tcf-", dir="/tmp")
         self.run_dir = run_dir or self.own_dir
         self.flags = flags
         self.log_path = Path(tempfile.mkstemp(prefix="tcf-", suffix=".log", dir="/tmp")[1])
         self._preexec = preexec
+        start = f"{patch}\nimport sys\nfrom tiercache.daemon.__main__ import main\nsys.exit(main())"
+        self._program = ["-c", start] if patch else ["-m", "tiercache.daemon"]
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe = -1
 
@@ -82,7 +88,7 @@ class Daemon:
     def launch(self) -> subprocess.Popen[bytes]:
         """Start the process, which ends when this one does, and do not wait for it."""
         its, ours = os.pipe2(os.O_CLOEXEC)
-        command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", self.run_dir, *self.flags]
+        command = [sys.executable, *self._program, "--run-dir", self.run_dir, *self.flags]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, "--parent-fd", str(its)],
@@ -131,11 +137,15 @@ class Daemon:
         self.kill()
         return self.start()
 
-    def terminate(self) -> int:
-        """SIGTERM; the exit status."""
+    def tell_to_end(self) -> Callable[[], int]:
+        """SIGTERM; what waits for the end and gives the exit status."""
         assert self._process is not None
         self._process.terminate()
-        return self._process.wait(READY_S)
+        return partial(self._process.wait, READY_S)
+
+    def terminate(self) -> int:
+        """SIGTERM; the exit status."""
+        return self.tell_to_end()()
 
     def running(self) -> bool:
         """Whether it lives."""

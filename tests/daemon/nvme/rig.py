@@ -41,6 +41,8 @@ class ObedientDisk(DiskIO):
         self.calls: list[tuple[str, int, int]] = []  # name, views, offset
         self.hook: Callable[[str, int], int | None] = lambda name, size: None
         """Called with name and bytes of each call: raises, or returns how many bytes to move at most."""
+        self.call = threading.local()
+        """For the hook: `call.offset` of the call that it is asked about."""
         self.running = 0
         self.most_running = 0
         self._lock = threading.Lock()
@@ -74,6 +76,7 @@ class ObedientDisk(DiskIO):
             self.most_running = max(self.most_running, self.running)
         try:
             assert self.gate.wait(DEADLINE_S)
+            self.call.offset = offset
             most = self.hook(name, sum(map(len, views)))
             return call(fd, views, offset) if most is None else _shorter(call, fd, views, offset, most)
         finally:

@@ -152,7 +152,7 @@ def test_values_out_of_range_are_refused(cluster: Cluster) -> None:
 def test_a_large_cache_is_refused_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A real daemon whose limit is 5 blocks."""
     program = (
-        "import sys; from tiercache.daemon import service; service.MAX_CHECKED_BLOCKS = 5; "
+        "import sys; from tiercache.daemon import admin_requests; admin_requests.MAX_CHECKED_BLOCKS = 5; "
         "from tiercache.daemon.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     cluster = Cluster(tmp_path)

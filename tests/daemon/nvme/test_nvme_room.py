@@ -45,6 +45,36 @@ def test_a_daemon_that_starts_on_a_full_disk_reads(mount: Callable[[str], Path])
     cluster.stop()
 
 
+def test_a_daemon_that_starts_on_a_full_disk_without_the_spare_room_reads(mount: Callable[[str], Path]) -> None:
+    """Somebody else has taken what was kept for this: it reads, says why it does not write, and does when it can."""
+    disk = mount("20m")
+    cluster = Cluster(disk, nvme_size="16MiB", nvme_segment="2MiB")
+    kept, new = chain_of("kept", 40), chain_of("new", 40)
+    cluster.store(kept)
+    cluster.wait_written()
+    cluster.stop()
+    (cluster.directories[0] / "spare").unlink()
+    fillers = [fill(disk)]
+    with closing(sqlite3.connect(cluster.directories[0] / "index.db")) as db:
+        db.execute("SELECT count(*) FROM blocks")  # a tmpfs says that it is full some pages before it is
+    fillers.append(fill(cluster.directories[0]))
+    cluster.start()
+    cluster.wait_loaded()
+    assert cluster.load(kept) == 40
+    health = cluster.connector.client.stats()["health"]
+    assert f"nvme directory {cluster.directories[0]}: database or disk is full" in health["reasons"]
+    for filler in fillers:
+        filler.unlink()
+    wait_for("it writes again", lambda: cluster.connector.client.stats()["health"]["state"] == "ok")
+    cluster.store(new)
+    wait_for("both are there", lambda: cluster.nvme()["blocks"] == 80)
+    cluster.stop()
+    cluster.start()
+    cluster.wait_loaded()
+    assert (cluster.load(kept), cluster.load(new)) == (40, 40)
+    cluster.stop()
+
+
 def test_a_disk_that_fills_up_and_empties_again(mount: Callable[[str], Path]) -> None:
     """What was acknowledged before, meanwhile or afterwards is right or a miss, in the next life too."""
     disk = mount("24m")

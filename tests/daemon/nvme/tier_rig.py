@@ -15,6 +15,7 @@ from rig import ObedientDisk
 from tiercache.arena import Region, create_region
 from tiercache.config import DaemonConfig
 from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.cuts import first_of_window
 from tiercache.daemon.events import Events, Named
 from tiercache.daemon.leases import Owner, ReadLease
 from tiercache.daemon.nvme.shelf import Shelf
@@ -45,6 +46,12 @@ def content(key: bytes, length: int) -> bytes:
     """What is stored under a key: bytes that no other key has, and no two pages alike."""
     pages = range(length // 4096)
     return b"".join(hashlib.blake2b(key + page.to_bytes(4, "little"), digest_size=64).digest() * 64 for page in pages)
+
+
+def right(namespace: Namespace, key: bytes) -> bytes:
+    """What is stored under a key in a namespace; no two have the same."""
+    whose = namespace.fingerprint if namespace.spec.tp_rank or namespace.table.windowed else ""
+    return content(key + whose.encode(), namespace.spec.block_bytes)
 
 
 Scenario = Callable[[], Coroutine[Any, Any, None]]
@@ -164,12 +171,13 @@ class TierRig:
 
     # --- blocks ----------------------------------------------------------------------------------
 
-    def namespace(self, block_bytes: int = BLOCK_BYTES, rank: int = 0) -> Namespace:
+    def namespace(self, block_bytes: int = BLOCK_BYTES, rank: int = 0, window_blocks: int = 0) -> Namespace:
         return self.cache.space.open_namespace(
             NamespaceSpec(
-                engine="t", layout="l", dtype="uint8", block_size=1, block_bytes=block_bytes, tp_rank=rank, tp_size=8
+                engine="t", layout="l", dtype="uint8", block_size=1, block_bytes=block_bytes, tp_rank=rank, tp_size=8,
+                window_blocks=window_blocks,
             )
-        )
+        )  # fmt: skip
 
     def view(self, frame: int, length: int) -> memoryview:
         return self.regions[frame >> REGION_SHIFT].view(frame & OFFSET_MASK, length)
@@ -182,7 +190,7 @@ class TierRig:
         numbers = [number for number, state in enumerate(got.states) if state is BlockState.FRAME]
         length = namespace.spec.block_bytes
         for number, frame in zip(numbers, got.frames, strict=True):
-            self.view(frame, length)[:] = content(key_of(chain, first + number), length)
+            self.view(frame, length)[:] = right(namespace, key_of(chain, first + number))
         self.cache.writes.commit(self.owner, got.lease_id, numbers)
         return got.states
 
@@ -190,25 +198,37 @@ class TierRig:
         """A lease on what there is, with what is below on its way up."""
         return self.cache.match(self.owner, namespaces, chain, ttl_s, promote=True).lease
 
-    def read(self, lease: ReadLease, namespace: Namespace) -> int:
+    def read(self, lease: ReadLease, *namespaces: Namespace) -> int:
         """Compare every block under a lease, then release it; the blocks, 0 if it was revoked."""
-        length, blocks = namespace.spec.block_bytes, lease.blocks
-        frames = self.cache.reads.frames(lease, namespace, 0, blocks)
-        assert len(frames) == blocks or lease.over
-        right = [content(key_of(lease.keys, number), length) for number in range(len(frames))]
-        good = [bytes(self.view(frame, length)) == wanted for frame, wanted in zip(frames, right, strict=True)]
+        blocks, wrong = lease.blocks, list[str]()
+        for namespace in namespaces:
+            first, length = first_of_window(namespace, blocks), namespace.spec.block_bytes
+            frames = self.cache.reads.frames(lease, namespace, first, blocks - first)
+            assert len(frames) == blocks - first or lease.over
+            for number, frame in enumerate(frames, first):
+                if bytes(self.view(frame, length)) != right(namespace, key_of(lease.keys, number)):
+                    wrong.append(f"block {number} of namespace {namespace.number}")
         if not self.cache.reads.release(self.owner, lease.lease_id):
             return 0
-        assert all(good), f"wrong bytes: {[n for n, is_good in enumerate(good) if not is_good]}"
+        assert not wrong, f"wrong bytes: {wrong}"
         return blocks
 
     async def load(self, namespace: Namespace, chain: bytes) -> int:
         """Match, wait for what comes up, compare, release."""
-        lease = self.match([namespace], chain)
+        return await self.load_all([namespace], chain)
+
+    async def load_all(self, namespaces: list[Namespace], chain: bytes) -> int:
+        """As `load`, what all of the namespaces have."""
+        lease = self.match(namespaces, chain)
         if lease is None:
             return 0
         await self.until(lambda: lease.over or lease.lease_id not in self.cache.reads.growing)
-        return self.read(lease, namespace)
+        return self.read(lease, *namespaces)
+
+    def forget_blocks(self, namespace: Namespace, keys: bytes) -> None:
+        """Only DRAM forgets, and these blocks only (of a chain what follows too)."""
+        for at in range(0, len(keys), KEY_BYTES):
+            self.cache.flush([namespace.number], keys[at : at + KEY_BYTES])
 
     def forget_dram(self) -> None:
         """Only DRAM forgets."""

@@ -1,0 +1,116 @@
+"""Where a match may end: behind the longest leading run that all asked namespaces have.
+
+    chain    blocks 0 ..< cut. DRAM and the tier below are prefix-closed, each by itself, so the longer one counts
+    window   blocks cut - w ..< cut; each may be in DRAM or in the tier below
+
+    block         0  1  2  3  4  5  6      D: in DRAM, N: below
+    chain         D  D  D  N  N  N  .      DRAM alone: at 3 and before; with what is below: at 6 and before
+    window of 2   .  .  N  D  D  N  D      DRAM alone: at 5; with what is below: at 4, 5, 6 and 7
+                                           both of them: nothing in DRAM alone, at 6 with what is below
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tiercache.daemon.below import TierBelow
+from tiercache.daemon.index import Index
+from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.space import Namespace, Space
+from tiercache.messages import KEY_BYTES
+
+Lookup = Callable[[bytes], bool]
+"""Whether a block of a window is here."""
+
+
+class Cuts:
+    """Searches, without a trace. Event loop only."""
+
+    def __init__(self, space: Space, below: TierBelow) -> None:
+        self._index: Index = space.index
+        self._below = below
+
+    def in_dram(self, namespaces: Sequence[Namespace], keys: bytes, limit: int) -> int:
+        """The longest cut of at most `limit` blocks that DRAM has alone."""
+        cut, windowed = limit, []
+        for namespace in namespaces:
+            if namespace.table.windowed:
+                windowed.append(namespace)
+            else:
+                cut = self._index.prefix_length(namespace.table, keys, cut)
+        if not windowed or not cut:
+            return cut
+        return _behind_windows(windowed, [self._index.lookup(one.table) for one in windowed], keys, cut, 0)
+
+    def with_below(self, namespaces: Sequence[Namespace], keys: bytes, in_dram: int) -> int:
+        """The longest cut of both tiers together, where DRAM alone has `in_dram` blocks."""
+        cut = len(keys) // KEY_BYTES
+        if not self._below.name or in_dram == cut:
+            return in_dram
+        windowed = []
+        for namespace in namespaces:
+            if namespace.table.windowed:
+                windowed.append(namespace)
+            elif (cut := self._chain_length(namespace, keys, cut)) <= in_dram:
+                return in_dram
+        if not windowed:
+            return cut
+        return _behind_windows(windowed, [self._lookup(one) for one in windowed], keys, cut, in_dram)
+
+    def _chain_length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
+        length, table = self._below.length(namespace, keys, limit), namespace.table
+        if length < limit and table.get(keys[length * KEY_BYTES : (length + 1) * KEY_BYTES]) != NO_ENTRY:
+            return max(length, self._index.prefix_length(table, keys, limit))
+        return length
+
+    def _lookup(self, namespace: Namespace) -> Lookup | None:
+        """Whether a block is in DRAM or below; None if nothing is."""
+        here, there = self._index.lookup(namespace.table), self._below.lookup(namespace)
+        if here is None or there is None:
+            return here or there
+        return lambda key: here(key) or there(key)
+
+    def ends(self, namespaces: Sequence[Namespace], keys: bytes, blocks: int) -> list[int]:
+        """The entries whose pins hold the first `blocks` in DRAM: of a window each, of a chain the deepest."""
+        entries = []
+        for namespace in namespaces:
+            for number in range(first_of_window(namespace, blocks) if namespace.table.windowed else blocks - 1, blocks):
+                entries.append(namespace.table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]))
+        return entries
+
+
+def first_of_window(namespace: Namespace, cut: int) -> int:
+    """The first block that a cut needs: of a chain all before it."""
+    return max(0, cut - namespace.spec.window_blocks) if namespace.table.windowed else 0
+
+
+def _behind_windows(
+    namespaces: Sequence[Namespace], lookups: Sequence[Lookup | None], keys: bytes, cut: int, least: int
+) -> int:
+    """The longest cut, `cut` at most, whose windows are whole; `least` is known to be one."""
+    if None in lookups:
+        return least
+    # A missing block m rules out every cut in m+1 ..= m+w, so m is the next one to try: the first one that is
+    # missing of a window leads furthest, and a list of which nothing is here takes a look-up for each window. What
+    # was seen of one is not looked at again: each block is, at most once for each namespace.
+    seen_from = [cut] * len(namespaces)
+    settled = False
+    while cut > least and not settled:
+        settled = True
+        for place, (namespace, here) in enumerate(zip(namespaces, lookups, strict=True)):
+            assert here is not None
+            first = first_of_window(namespace, cut)
+            missing = _first_missing(here, keys, first, min(seen_from[place], cut))
+            seen_from[place] = first
+            if missing is not None:
+                cut = missing
+                settled = False
+    return max(cut, least)
+
+
+def _first_missing(here: Lookup, keys: bytes, first: int, end: int) -> int | None:
+    """The first block of `first ..< end` that is not here."""
+    for number in range(first, end):
+        if not here(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]):
+            return number
+    return None

@@ -1,0 +1,154 @@
+"""Blocks encrypted at rest: real daemons and directories, other keys, swapped and flipped bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+from pathlib import Path
+
+import pytest
+from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of
+
+import tiercache
+from tiercache.config import DaemonConfig
+from tiercache.daemon.nvme import codecs
+from tiercache.daemon.nvme.blockio import plausible_length
+from tiercache.daemon.nvme.cipher import OVERHEAD_BYTES, Cipher, CipherError, load_cipher, sealed_bytes, whose
+from tiercache.daemon.nvme.tier import NvmeTier
+from tiercache.errors import ConfigError
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(importlib.util.find_spec("cryptography") is None, reason="cryptography is not installed"),
+]
+BLOCKS = 40
+
+
+def write_key(path: Path) -> Path:
+    path.write_text(secrets.token_hex(32) + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def segments_of(cluster: Cluster) -> bytes:
+    return b"".join(path.read_bytes() for one in cluster.directories for path in sorted(one.glob("segments/*.seg")))
+
+
+@pytest.mark.parametrize("codec", ["raw", "lz4"])
+def test_nothing_on_the_disk_can_be_read_and_all_of_it_comes_back(tmp_path: Path, codec: str) -> None:
+    cluster = Cluster(tmp_path, nvme_key=str(write_key(tmp_path / "key")), nvme_codec=codec)
+    chain = chain_of("secret", BLOCKS)
+    assert cluster.store(chain).stored == BLOCKS
+    cluster.wait_written()
+    cluster.restart()
+    assert cluster.load(chain) == BLOCKS  # each byte compared
+    assert cluster.nvme()["promoted_blocks"] == BLOCKS
+    assert cluster.check_daemon(sample=-1).scanned_blocks == BLOCKS
+    cluster.stop()
+    stored = segments_of(cluster)
+    for number in range(BLOCKS):
+        assert content(key_of(chain, number))[:64].tobytes() not in stored
+
+
+def test_what_another_key_wrote_is_forgotten(tmp_path: Path) -> None:
+    first, second = write_key(tmp_path / "first"), write_key(tmp_path / "second")
+    chain = chain_of("chain", BLOCKS)
+    plain = Cluster(tmp_path)
+    plain.store(chain)
+    plain.wait_written()
+    plain.stop()
+    for key in (str(first), str(second), "", str(first)):
+        cluster = Cluster(tmp_path, **({"nvme_key": key} if key else {}))
+        cluster.wait_loaded()
+        assert cluster.load(chain) == 0
+        assert cluster.store(chain).stored == BLOCKS
+        cluster.wait_written()
+        cluster.restart()
+        assert cluster.load(chain) == BLOCKS
+        cluster.stop()
+
+
+def test_a_flipped_bit_is_a_miss_even_where_the_checksum_is_made_right(tmp_path: Path) -> None:
+    """The checksum is no secret; the tag is what an attacker cannot make."""
+    cipher = load_cipher(write_key(tmp_path / "key"))
+    plain = secrets.token_bytes(8192)
+    owner = whose(b"k" * 16, "fingerprint", 8192, codecs.SEALED)
+    stored = memoryview(bytearray(8192 + OVERHEAD_BYTES))
+    cipher.seal(plain, owner, stored)
+    out = memoryview(bytearray(8192))
+    cipher.open(stored, owner, out)
+    assert out == plain
+    others = [
+        whose(b"l" * 16, "fingerprint", 8192, codecs.SEALED), whose(b"k" * 16, "other", 8192, codecs.SEALED),
+        whose(b"k" * 16, "fingerprint", 8191, codecs.SEALED), whose(b"k" * 16, "fingerprint", 8192, codecs.SEALED | 1),
+    ]  # fmt: skip
+    for other in others:
+        with pytest.raises(CipherError):
+            cipher.open(stored, other, out)
+    for at in (0, 11, 12, 4000, 8192 + 12, 8192 + 27):
+        stored[at] ^= 1
+        with pytest.raises(CipherError):
+            cipher.open(stored, owner, out)
+        stored[at] ^= 1
+    for length in (0, 27, 28, 8192):
+        with pytest.raises(CipherError):
+            cipher.open(stored[:length], owner, out)
+    with pytest.raises(CipherError):
+        Cipher(secrets.token_bytes(32)).open(stored, owner, out)
+    again = memoryview(bytearray(len(stored)))
+    cipher.seal(plain, owner, again)
+    assert again != stored, "each block is sealed under a nonce of its own"
+
+
+def test_flipped_bits_on_the_disk(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, nvme_key=str(write_key(tmp_path / "key")))
+    chain = chain_of("chain", BLOCKS)
+    cluster.store(chain)
+    cluster.wait_written()
+    cluster.stop()
+    [segment] = cluster.directories[0].glob("segments/*.seg")
+    slot = sealed_bytes(BLOCK_BYTES, BLOCK_BYTES)
+    assert slot == BLOCK_BYTES + 4096
+    fd = os.open(segment, os.O_RDWR)
+    for number in range(8):
+        byte = os.pread(fd, 1, number * slot + 5000)
+        os.pwrite(fd, bytes([byte[0] ^ 4]), number * slot + 5000)
+    os.close(fd)
+    cluster.start()
+    cluster.wait_loaded()
+    assert cluster.load(chain) < BLOCKS  # and what it gives is right
+    assert cluster.nvme()["bad_blocks"] >= 1
+    cluster.connector.close()  # not `stop`, which has the bytes of all blocks compared
+    cluster.daemon.close()
+
+
+def test_lengths_that_a_row_may_have() -> None:
+    sealed = codecs.SEALED
+    assert plausible_length(codecs.RAW, 8192, 8192)
+    assert not plausible_length(codecs.RAW, 8220, 8192)
+    assert plausible_length(sealed, 8220, 8192)
+    assert not plausible_length(sealed, 8192, 8192)
+    assert plausible_length(sealed | 0x21, 100, 8192)
+    assert not plausible_length(sealed | 0x21, 28, 8192)
+    assert not plausible_length(sealed | 0x21, 8221, 8192)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "problem"),
+    [("ab" * 32, 0o644, "chmod 0600"), ("ab" * 31, 0o600, "64 hex digits"), ("\0" * 64, 0o600, "64 hex digits")],
+)
+def test_key_files_of_the_wrong_form(tmp_path: Path, text: str, mode: int, problem: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(text)
+    path.chmod(mode)
+    config = DaemonConfig(nvme_dirs=(tmp_path / "nvme",), nvme_key=path)
+    with pytest.raises(ConfigError, match=problem):
+        NvmeTier(config, {}, lambda: None)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_cipher(tmp_path / "none")
+
+
+def test_a_daemon_with_a_bad_key_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(tiercache.TierCacheError, match="cannot be read"):
+        tiercache.launch("16MiB", run_dir=tmp_path / "run", nvme=str(tmp_path / "n"), nvme_key=str(tmp_path / "none"))

@@ -1,0 +1,116 @@
+"""Windows that clients read on the disks themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tier_rig import TierRig, key_of, keys_of, play
+from window_rig import WINDOW, spaces_of, spread
+
+from tiercache.daemon.leases import ReadLease
+from tiercache.daemon.nvme import shelf as shelves
+from tiercache.daemon.space import Namespace
+from tiercache.messages import Extent
+
+Named = Callable[[Namespace, int], list[Extent]]
+
+
+def _extents(rig: TierRig, spaces: list[Namespace], chain: bytes) -> tuple[ReadLease, Named]:
+    """A lease on what is below, and what it names of a namespace from a block on."""
+    lease = rig.cache.match(rig.owner, spaces, chain, 60.0, promote=True, extents=True).lease
+    assert lease is not None
+    held = lease.held
+    assert held is not None
+    return lease, lambda space, first: held.extents(space, first, 99)[1]
+
+
+def test_a_window_can_be_held_where_it_is(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path, disks=2).open()
+        spaces, chain = spaces_of(rig), keys_of("a", 12)
+        for space in spaces:
+            space.direct = True
+            rig.store(space, chain)
+        await rig.settled()
+        rig.forget_dram()
+        lease, named = _extents(rig, spaces, chain)
+        assert [len(named(spaces[0], first)) for first in (0, 5)] == [12, 7]
+        assert [len(named(spaces[1], first)) for first in (0, 8, 9, 11, 12)] == [0, 0, 3, 1, 0]
+        one = next(one for one in rig.shelves if one.has(spaces[1], key_of(chain, 9)))
+        held = one.find(spaces[1], key_of(chain, 9))
+        assert held is not None
+        assert one.index.pins[held.entry] == 1
+        assert rig.cache.reads.release(rig.owner, lease.lease_id)
+        rig.check()
+        # A flush of one block of the window is known at the release, one of a block before it is not asked for.
+        for number, good in ((8, True), (10, False)):
+            lease, named = _extents(rig, spaces, chain)
+            assert len(named(spaces[1], 9)) == 3
+            rig.shelves[0].flush(spaces[1], key_of(chain, number), lambda ok: None)
+            rig.shelves[1].flush(spaces[1], key_of(chain, number), lambda ok: None)
+            assert rig.cache.reads.release(rig.owner, lease.lease_id) is good
+            await rig.settled()
+            rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_a_window_that_is_not_whole_in_one_directory_comes_up_instead(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path, disks=2).open()
+        window, chain = rig.namespace(window_blocks=WINDOW), keys_of("a", 12)
+        window.direct = True
+        await spread(rig, window, chain)
+        rig.forget_dram()
+        lease = rig.cache.match(rig.owner, [window], chain, 60.0, promote=True, extents=True).lease
+        assert lease is not None
+        assert lease.held is None
+        await rig.until(lambda: not rig.cache.reads.growing)
+        assert rig.read(lease, window) == 12
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_what_is_held_comes_up_when_somebody_asks_for_frames(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        spaces, chain = spaces_of(rig), keys_of("a", 12)
+        for space in spaces:
+            rig.store(space, chain)
+        await rig.settled()
+        rig.forget_dram()
+        rig.store(spaces[0], chain[: 16 * 4])
+        lease = rig.cache.match(rig.owner, spaces, chain, 60.0, promote=True, extents=True).lease
+        assert lease is not None
+        assert (lease.held is None, lease.blocks, lease.target) == (False, 0, 0)
+        rig.cache.bring_up(lease, 12)
+        await rig.until(lambda: not rig.cache.reads.growing)
+        assert rig.read(lease, *spaces) == 12
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_what_is_held_on_a_disk_that_hangs_does_not_come_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        window, chain = rig.namespace(window_blocks=WINDOW), keys_of("a", 12)
+        rig.store(window, chain)
+        await rig.settled()
+        rig.forget_dram()
+        lease, _ = _extents(rig, [window], chain)
+        with monkeypatch.context() as patch:
+            patch.setattr(shelves.Shelf, "offline", property(lambda shelf: True))
+            rig.cache.bring_up(lease, 12)
+            assert rig.cache.reads.growing == {}, "nobody waits for it"
+        assert rig.read(lease, window) == 0
+        rig.check()
+        await rig.close()
+
+    play(scenario)

@@ -1,0 +1,73 @@
+"""Whose turn it is: the loop goes first where the system lets it, and nothing that it starts does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tiercache
+from tiercache.daemon.priority import NICENESS
+
+ASK = """
+import os, subprocess, threading
+from tiercache.daemon.priority import go_first
+def niceness():
+    print(os.getpriority(os.PRIO_PROCESS, 0), flush=True)
+print(go_first(), flush=True)
+niceness()
+thread = threading.Thread(target=niceness); thread.start(); thread.join()
+subprocess.run(["nice"], check=True)
+"""
+
+
+def outcome(*before: str) -> list[str]:
+    """Whether it was granted; the niceness of who asked, of a thread and of a process that it started."""
+    command = [*before, sys.executable, "-c", ASK]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.split()
+
+
+@pytest.fixture
+def privileged() -> None:
+    """Only where niceness may be lowered."""
+    command = [sys.executable, "-c", f"import os; os.setpriority(os.PRIO_PROCESS, 0, {NICENESS})"]
+    usual = os.getpriority(os.PRIO_PROCESS, 0) == 0
+    if not usual or subprocess.run(command, capture_output=True, check=False, timeout=30).returncode != 0:
+        pytest.skip("may not lower its niceness here")
+
+
+@pytest.mark.usefixtures("privileged")
+def test_it_is_asked_for_and_not_inherited() -> None:
+    assert outcome() == ["True", str(NICENESS), "0", "0"]
+
+
+@pytest.mark.usefixtures("privileged")
+def test_where_it_is_refused_nothing_changes() -> None:
+    if shutil.which("setpriv") is None:
+        pytest.skip("no setpriv to give up the right with")
+    assert outcome("setpriv", "--bounding-set", "-sys_nice") == ["False", "0", "0", "0"]
+
+
+def test_a_niceness_that_was_chosen_stays() -> None:
+    if os.getpriority(os.PRIO_PROCESS, 0) != 0:
+        pytest.skip("these tests are nice already")
+    assert outcome("nice", "-n", "3") == ["False", "3", "3", "3"]
+
+
+@pytest.mark.usefixtures("privileged")
+def test_of_a_daemon_only_the_loop_goes_first(tmp_path: Path) -> None:
+    with tiercache.launch("16MiB", region="8MiB", nvme=str(tmp_path / "nvme"), nvme_size="64MiB") as daemon:
+        deadline_s = time.monotonic() + 30
+        with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=5.0) as client:
+            while not client.stats()["tiers"]["nvme"]["directories"]:
+                assert time.monotonic() < deadline_s
+        threads = map(int, os.listdir(f"/proc/{daemon.pid}/task"))
+        niceness = {thread: os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+        assert niceness.pop(daemon.pid) == NICENESS
+        assert len(niceness) > 8, "those of the directory among them"
+        assert min(niceness.values()) == 0

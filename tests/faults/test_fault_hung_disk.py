@@ -1,0 +1,345 @@
+"""Fault 54: one of two disks hangs under a real daemon; the other one, DRAM and the clients do not notice.
+
+The disk is a directory whose system calls wait for a lock of the test's (fault_hang.py), and a file system
+that the kernel has frozen, where writes wait in the kernel itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_blocks import chain, key_at, spec_of
+from fault_engine import Engine
+from fault_hang import FrozenDisk, Gate, patch
+from fault_processes import Daemon, wait_until
+
+from tiercache import messages as m
+from tiercache.daemon.nvme.checking import ALL, check_directory
+from tiercache.errors import RequestRefused
+
+SPEC = spec_of(64 << 10)
+BLOCKS = 6
+SOON_S = 30.0
+"""What must come to pass, however slow the machine."""
+
+
+class Disks:
+    """A daemon with two nvme directories, one engine, and chains whose directory is known."""
+
+    def __init__(self, daemon: Daemon, paths: list[Path], engine_of: Callable[..., Engine]) -> None:
+        self.daemon = daemon
+        self.paths = paths
+        self.chains: dict[Path, list[bytes]] = {path: [] for path in paths}
+        self._engine_of = engine_of
+        self._made = 0
+        self.start()
+
+    def start(self) -> None:
+        """A life of the daemon, and an engine for it."""
+        self.daemon.start()
+        self.engine = self._engine_of(self.daemon, SPEC, BLOCKS, request_timeout_s=5.0)
+
+    @property
+    def nvme(self) -> dict[str, Any]:
+        """The tier's statistics; so a request that is answered."""
+        tier: dict[str, Any] = self.daemon.stats()["tiers"]["nvme"]
+        return tier
+
+    def of(self, path: Path) -> dict[str, Any]:
+        """A directory's statistics; empty while it is not open."""
+        return next((one for one in self.nvme["directories"] if one["path"] == str(path)), {})
+
+    def blocks(self, path: Path) -> int:
+        return int(self.of(path).get("blocks", 0))
+
+    def new_chain(self) -> bytes:
+        self._made += 1
+        return chain(f"hung {self._made}", BLOCKS)
+
+    def store(self) -> bytes:
+        """A new chain, in DRAM."""
+        keys = self.new_chain()
+        assert self.engine.store(keys).stored == BLOCKS
+        return keys
+
+    def fill(self, each: int = 2) -> None:
+        """Store chains until so many are in each directory, whichever it chooses for them."""
+        while min(map(len, self.chains.values())) < each:
+            before = {path: self.blocks(path) for path in self.paths}
+            keys = self.store()
+            wait_until(partial(self._has_grown, before), "it is written", SOON_S)
+            home = next(path for path in self.paths if self.blocks(path) > before[path])
+            self.chains[home].append(keys)
+
+    def _has_grown(self, before: dict[Path, int]) -> bool:
+        return sum(map(self.blocks, self.paths)) == sum(before.values()) + BLOCKS
+
+    def forget_dram(self) -> None:
+        self.engine.connector.flush(tier="dram")
+
+    def length(self, keys: bytes) -> int:
+        """Blocks that a match finds, in DRAM and below."""
+        match = self.engine.connector.match(keys)
+        blocks = match.blocks
+        self.engine.connector.release(match)
+        return blocks
+
+    def load_all(self, path: Path) -> list[int]:
+        return [self.engine.load(keys) for keys in self.chains[path]]
+
+    def health(self) -> str:
+        return " ".join(self.daemon.stats()["health"]["reasons"])
+
+    def wait_all_well(self) -> None:
+        """Both directories are open, have loaded their rows, and nothing is wrong."""
+
+        def well() -> bool:
+            return [self.of(path).get("state") for path in self.paths] == ["ok", "ok"] and not self.health()
+
+        wait_until(well, "all is well", SOON_S)
+
+    def check(self) -> None:
+        """The running daemon's books and blocks are in order."""
+        reply = self.engine.connector.client.call(m.Check, timeout_s=SOON_S, sample=1 << 20, bytes_per_s=0)
+        assert reply.findings == []
+
+    def check_directories(self) -> None:
+        """What `tiercache check` says of them when the daemon has ended: every byte is right."""
+        for path in self.paths:
+            assert check_directory(path, sample=ALL, rate=0).findings == []
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.close()
+
+
+@pytest.fixture
+def frozen_disk(tmp_path: Path, closing: ExitStack) -> FrozenDisk:
+    try:
+        disk = FrozenDisk(tmp_path, 64)
+    except OSError as error:
+        pytest.skip(f"may not make and mount a file system here: {error}")
+    closing.callback(disk.close)
+    return disk
+
+
+@pytest.fixture
+def start_disks(
+    tmp_path: Path, gate: Gate, closing: ExitStack, engine_of: Callable[..., Engine]
+) -> Callable[..., Disks]:
+    """A daemon on directories `hung`, which hangs when the gate says so, and `well`."""
+
+    def start(*flags: str, hung: Path | None = None, only_database: bool = False, **constants: float) -> Disks:
+        paths = [hung or tmp_path / "hung", tmp_path / "well"]
+        code = patch(paths[0], gate, only_database, **{"shelf__OFFLINE_AGE_S": 1.0, "tier__CLOSE_S": 0.5, **constants})
+        settings = "--arena", "32MiB", "--region", "8MiB", "--nvme-size", "128MiB", "--nvme-segment", "8MiB"
+        nvme = "--nvme", ",".join(map(str, paths))
+        daemon = Daemon(*settings, *nvme, "--grace", "1s", *flags, patch=code)
+        closing.callback(daemon.close)
+        return Disks(daemon, paths, engine_of)
+
+    return start
+
+
+def get(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url, timeout=SOON_S) as answer:
+        return dict(json.loads(answer.read()))
+
+
+def stats_of(run_dir: str) -> str:
+    """What `tiercache stats` prints."""
+    command = [sys.executable, "-m", "tiercache.cli.main", "stats", "--address", run_dir]
+    return subprocess.run(command, capture_output=True, check=True, timeout=SOON_S, text=True).stdout
+
+
+def test_54_a_hung_disk_is_one_disk(start_disks: Callable[..., Disks], gate: Gate) -> None:
+    disks = start_disks("--http", "127.0.0.1:0")
+    hung, well = disks.paths
+    disks.fill()
+    disks.forget_dram()
+    in_dram = disks.chains[hung][0]
+    assert disks.engine.load(in_dram) == BLOCKS
+    gate.hang()
+    lost = disks.chains[hung][1]
+    assert disks.length(lost) == BLOCKS, "nobody knows yet"
+    match = disks.engine.connector.match(lost)
+    waiting = disks.engine.connector.load_async(match, list(range(BLOCKS)), timeout_s=SOON_S)
+    other = disks.engine.connector.match(lost)
+    assert disks.engine.connector.load(other, list(range(BLOCKS)), timeout_s=0.1) == 0, "the deadline of who loads"
+    assert waiting.result(SOON_S) == 0, "a miss when the disk is given up, before the deadline"
+    assert disks.of(hung)["state"] == "offline"
+    assert disks.of(well)["state"] == "ok"
+    assert disks.load_all(well) == [BLOCKS] * len(disks.chains[well])
+    assert disks.engine.load(in_dram) == BLOCKS, "DRAM has it, wherever else it is"
+    assert disks.length(lost) == 0, "a miss at once"
+    _is_told(disks, hung)
+    # What is computed again is kept in DRAM; what is new goes to the disk that works, whoever's turn it was.
+    assert disks.engine.store(lost).stored == BLOCKS
+    assert disks.engine.load(lost) == BLOCKS
+    before = disks.blocks(well)
+    new = [disks.store() for _ in range(4)]
+    wait_until(lambda: disks.blocks(well) == before + 4 * BLOCKS, "they are written to the other disk", SOON_S)
+    disks.check()
+    gate.go_on()
+    disks.wait_all_well()
+    disks.forget_dram()
+    assert disks.load_all(hung) == [BLOCKS] * len(disks.chains[hung]), "and so is all that it holds"
+    assert [disks.engine.load(keys) for keys in new] == [BLOCKS] * 4
+    disks.chains[hung].clear()
+    disks.fill(each=1)  # it is written to again
+    disks.check()
+    assert disks.daemon.terminate() == 0
+    disks.check_directories()
+
+
+def _is_told(disks: Disks, hung: Path) -> None:
+    """Statistics, their command and the HTTP port name the directory that hangs."""
+    told = f"nvme directory {hung}: an operation has been under way for"
+    assert told in disks.health()
+    assert f"nvme directory {hung} hangs" in disks.daemon.log()
+    assert told in re.sub(r"\s+", " ", stats_of(disks.daemon.run_dir))
+    (url,) = re.findall(r"serving (http://\S+) for", disks.daemon.log())
+    assert get(f"{url}/healthz")["status"] == "ok"
+    ready = get(f"{url}/readyz")
+    assert ready["status"] == "ready", "the other disk and DRAM serve"
+    assert told in ready["remark"]
+
+
+def test_54_a_database_that_hangs(start_disks: Callable[..., Disks], gate: Gate) -> None:
+    """Blocks there are read, and nothing is written that could not be found again."""
+    disks = start_disks(only_database=True, tier__FLUSH_S=0.5)
+    hung, well = disks.paths
+    disks.fill()
+    disks.forget_dram()
+    gate.hang()
+    flushed = disks.chains[hung].pop()
+    with pytest.raises(RequestRefused, match="disk"):  # gone, but not for good
+        disks.engine.connector.flush(key=key_at(flushed, 0))
+    told = f"nvme directory {hung}: its index has waited for the disk for"
+    wait_until(lambda: told in disks.health(), "it is told", SOON_S)
+    assert disks.load_all(hung) == [BLOCKS] * len(disks.chains[hung])
+    before = disks.blocks(well)
+    new = [disks.store() for _ in range(4)]
+    wait_until(lambda: disks.blocks(well) == before + 4 * BLOCKS, "they are written to the other disk", SOON_S)
+    gate.go_on()
+    disks.wait_all_well()
+    assert disks.daemon.terminate() == 0
+    disks.check_directories()
+    disks.start()
+    disks.wait_all_well()
+    assert disks.load_all(hung) == [BLOCKS] * len(disks.chains[hung])
+    assert disks.engine.load(flushed) == 0
+    assert [disks.engine.load(keys) for keys in new] == [BLOCKS] * 4
+
+
+@pytest.mark.parametrize("end", ["terminated", "killed"])
+def test_54_the_end_of_a_daemon_whose_disk_hangs(start_disks: Callable[..., Disks], gate: Gate, end: str) -> None:
+    """It does not wait for the disk, and what was half-way there is good or a miss."""
+    disks = start_disks()
+    hung, well = disks.paths
+    disks.fill()
+    disks.forget_dram()
+    gate.hang()
+    new = [disks.store() for _ in range(6)]
+    wait_until(lambda: disks.of(hung)["in_flight"] > 0, "something is under way there", SOON_S)
+    match = disks.engine.connector.match(disks.chains[hung][0])
+    assert disks.engine.connector.load(match, list(range(BLOCKS)), timeout_s=0.1) == 0
+    if end == "terminated":
+        assert disks.daemon.terminate() == 0, "within grace and closing time"
+    else:
+        disks.daemon.kill()
+    gate.go_on()
+    disks.start()
+    disks.wait_all_well()
+    assert disks.load_all(hung) == [BLOCKS] * len(disks.chains[hung])
+    assert disks.load_all(well) == [BLOCKS] * len(disks.chains[well])
+    assert all(disks.engine.load(keys) in range(BLOCKS + 1) for keys in new)
+    disks.check()
+    assert disks.daemon.terminate() == 0
+    disks.check_directories()
+
+
+@pytest.mark.parametrize("only_database", [False, True], ids=["all", "database"])
+def test_54_a_disk_that_hangs_at_the_start(
+    start_disks: Callable[..., Disks], gate: Gate, only_database: bool
+) -> None:
+    disks = start_disks(only_database=only_database, tier__PATIENCE_S=0.5)
+    hung, well = disks.paths
+    disks.fill()
+    assert disks.daemon.terminate() == 0
+    gate.hang()
+    disks.start()
+    wait_until(lambda: disks.of(well).get("state") == "ok", "the other one is open", SOON_S)
+    assert disks.load_all(well) == [BLOCKS] * len(disks.chains[well])
+    assert disks.load_all(hung) == [0] * len(disks.chains[hung])
+    assert f"nvme directory {hung}: it is not open yet" in disks.health()
+    before = disks.blocks(well)
+    new = [disks.store() for _ in range(4)]
+    wait_until(lambda: disks.blocks(well) == before + 4 * BLOCKS, "all are written to the other disk", SOON_S)
+    assert disks.daemon.terminate() == 0, "it ends while one is being opened"
+    disks.start()
+    assert not disks.of(hung)
+    gate.go_on()
+    disks.wait_all_well()
+    assert disks.load_all(hung) == [BLOCKS] * len(disks.chains[hung])
+    assert [disks.engine.load(keys) for keys in new] == [BLOCKS] * 4
+    disks.check()
+    assert disks.daemon.terminate() == 0
+    disks.check_directories()
+
+
+def test_54_a_disk_that_the_kernel_has_frozen(start_disks: Callable[..., Disks], frozen_disk: FrozenDisk) -> None:
+    """Threads of the daemon wait in the kernel, uninterruptibly; it serves, comes to its end, and uses it again."""
+    disks = start_disks(hung=frozen_disk.path / "nvme")
+    hung, well = disks.paths
+    disks.fill()
+    disks.forget_dram()
+    frozen_disk.freeze()
+    before, new = disks.blocks(well), []
+    while disks.of(hung)["in_flight"] == 0:
+        new.append(disks.store())
+    wait_until(lambda: "D" in _threads(disks.daemon.pid), "a thread waits in the kernel", SOON_S)
+    wait_until(lambda: disks.of(hung)["state"] == "offline", "it is told", SOON_S)
+    assert disks.load_all(well) == [BLOCKS] * len(disks.chains[well])
+    assert [disks.length(keys) for keys in disks.chains[hung]] == [0] * len(disks.chains[hung])
+    assert [disks.engine.load(keys) for keys in new] == [BLOCKS] * len(new), "DRAM has them"
+    elsewhere = [disks.store() for _ in range(4)]
+    wait_until(lambda: disks.blocks(well) >= before + 4 * BLOCKS, "they are written to the other disk", SOON_S)
+    frozen_disk.thaw()
+    disks.wait_all_well()
+    wait_until(lambda: disks.nvme["write_queue_blocks"] == disks.of(hung)["in_flight"] == 0, "it writes", SOON_S)
+    disks.forget_dram()
+    assert disks.load_all(hung) == [BLOCKS] * len(disks.chains[hung])
+    assert [disks.engine.load(keys) for keys in new + elsewhere] == [BLOCKS] * (len(new) + 4)
+    disks.check()
+    frozen_disk.freeze()
+    for _ in range(4):
+        disks.store()
+    ended = disks.daemon.tell_to_end()
+    wait_until(lambda: " stopped\n" in disks.daemon.log(), "it has come to its end", SOON_S)
+    # The kernel buries the process when the disk lets go of its threads, and no sooner.
+    frozen_disk.thaw()
+    assert ended() == 0
+    disks.check_directories()
+    disks.start()
+    disks.wait_all_well()
+    assert disks.load_all(hung) == [BLOCKS] * len(disks.chains[hung])
+
+
+def _threads(pid: int) -> str:
+    """The states of a process's threads, a letter each."""
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return "".join(stat.read_text().rpartition(")")[2].split()[0] for stat in stats)
