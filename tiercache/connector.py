@@ -93,12 +93,14 @@ def connect(
     name: str = "",
     instance: bytes | None = None,
     required: bool = False,
+    warn: bool = True,
     map_arena: bool = True,
     request_timeout_s: float = REQUEST_TIMEOUT_S,
     load_timeout_s: float = LOAD_TIMEOUT_S,
     connect_timeout_s: float = 5.0,
     gds: str | Backend = "off",
     gds_store: bool = False,
+    tenant: str = "",
 ) -> Connector:
     """A connector to the daemon at `address`.
 
@@ -110,6 +112,7 @@ def connect(
         instance: 16 random bytes that all processes of one engine share; see `Connector.adopt`.
         required: raise DaemonUnavailable when no daemon answers. By default the connector begins
             unavailable and finds the daemon when it comes: an engine must start without its cache.
+        warn: log that there is no daemon yet; False for callers that say so themselves.
         map_arena: False moves bytes through the control socket instead of shared memory.
         request_timeout_s: deadline of one request to the daemon.
         load_timeout_s: deadline of a load that names none.
@@ -121,11 +124,14 @@ def connect(
         gds_store: with `gds`, also write new blocks from the GPU straight to NVMe, past DRAM, where the
             probe finds that to work and to be faster. What NVMe does not take goes to DRAM as without.
             For caches whose DRAM is small beside their disks: such blocks are read from the disk each time.
+        tenant: whose blocks these are, for the daemon's quotas. They are found by the same tenant only.
 
     Raises:
         ConfigError: a namespace that cannot be served.
         LayoutError: a pool that does not fit the namespace, or a GPU that cannot be used.
     """
+    if tenant:
+        namespace = namespace.of_tenant(tenant)
     if problem := namespace.problem():
         raise ConfigError(f"this namespace cannot be served: {problem}")
     if pool is not None and pool.block_bytes != namespace.block_bytes:
@@ -146,7 +152,7 @@ def connect(
             client, namespace, pool, load_timeout_s=load_timeout_s, gds=gds, gds_store=gds_store
         )
         client.expect(namespace)
-        client.start(connect_timeout_s, required=required)
+        client.start(connect_timeout_s, required=required, warn=warn)
     except BaseException:
         client.close()
         raise
@@ -183,7 +189,35 @@ class Connector:
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._complained: set[str] = set()
         self.direct = DirectPath(client, namespace, pool, gds, gds_store)
-        client.counters = lambda: self.counters
+        self._siblings: list[Connector] = []
+        self._is_sibling = False
+        client.counters = self._all_counters
+
+    def sibling(self, namespace: NamespaceSpec, pool: Pool) -> Connector:
+        """A connector for other blocks of the same engine, e.g. of another group of layers, over the same client.
+
+        It ends with this one. Raises ConfigError and LayoutError as `connect`.
+        """
+        if pool.block_bytes != namespace.block_bytes:
+            raise LayoutError(
+                f"a block of the pool has {pool.block_bytes} bytes and the namespace says {namespace.block_bytes}: "
+                "one of them is wrong"
+            )
+        self._client.expect(namespace)
+        other = Connector(self._client, namespace, pool, load_timeout_s=self._load_timeout_s)
+        other._is_sibling = True
+        self._siblings.append(other)
+        self._client.counters = self._all_counters
+        return other
+
+    def _all_counters(self) -> dict[str, int]:
+        """Those of the siblings too, for the daemon; a client has gone up and down once for all of them."""
+        total = self.counters
+        for sibling in self._siblings:
+            counts = sibling.counters
+            for name in COUNTERS:
+                total[name] += counts[name]
+        return total
 
     @property
     def available(self) -> bool:
@@ -418,13 +452,16 @@ class Connector:
 
     # --- the rest --------------------------------------------------------------------------------
 
-    def prefetch(self, keys: bytes) -> int:
-        """Bring the stored run of `keys` up into DRAM; returns its blocks. 0 on failure."""
+    def prefetch(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> int:
+        """Bring up into DRAM what `match` would find of `keys` in `namespaces`; returns its blocks. 0 on failure."""
         _check_keys(keys)
-        return self._simple("prefetch", lambda number: self._prefetch(number, keys)) if keys else 0
+        specs = (self.namespace,) if namespaces is None else tuple(namespaces)
+        return self._simple("prefetch", lambda _: self._prefetch(specs, keys)) if keys else 0
 
-    def _prefetch(self, number: int, keys: bytes) -> int:
-        reply = self._client.session().call(Prefetch, Matched, namespaces=[number], keys=keys)
+    def _prefetch(self, specs: Sequence[NamespaceSpec], keys: bytes) -> int:
+        session = self._client.session()
+        numbers = [session.namespace_id(spec) for spec in specs]
+        reply = session.call(Prefetch, Matched, namespaces=numbers, keys=keys)
         return reply.dram_blocks + reply.below_blocks
 
     def pin(self, keys: bytes, ttl_s: float) -> int:
@@ -479,10 +516,13 @@ class Connector:
 
     def close(self) -> None:
         """End the transfers that have begun, drop the others, and say good-bye. Blocks for seconds."""
+        for sibling in self._siblings:
+            sibling.close()
         self._loads.close()
         self._stores.close()
         self.direct.close()
-        self._client.close()
+        if not self._is_sibling:
+            self._client.close()
 
     def __enter__(self) -> Connector:
         return self

@@ -1,8 +1,9 @@
-"""Transfers that run in the background: what the caller holds, and the queue behind it."""
+"""Work in the background: transfers with the queue behind them, and small things that only must not be waited for."""
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import deque
@@ -142,3 +143,51 @@ class JobQueue:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
+
+
+class Background:
+    """One thread that does small things in order, for one other thread.
+
+    Most of what one of them costs is to wake this thread, so it is woken once for many. An engine's scheduler
+    can so hand over work for some microseconds.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._batch: list[Callable[[], object]] = []
+        self._batches: queue.SimpleQueue[list[Callable[[], object]]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Have it done after the next `begin`."""
+        self._batch.append(work)
+
+    def begin(self) -> None:
+        """Begin with what has been handed over."""
+        if self._batch:
+            batch, self._batch = self._batch, []
+            self._batches.put(batch)
+
+    def finish(self, timeout_s: float) -> bool:
+        """Wait until all that has been handed over is done, for `timeout_s` at most; returns whether it is."""
+        if not self._thread.is_alive():  # closed
+            return not self._batch
+        done = threading.Event()
+        self.later(done.set)
+        self.begin()
+        return done.wait(timeout_s)
+
+    def _run(self) -> None:
+        while batch := self._batches.get():
+            for work in batch:
+                try:
+                    work()
+                except Exception:
+                    # The engine must go on whatever this is.
+                    logger.exception("work in the background failed in a way that nobody foresaw")
+
+    def close(self) -> None:
+        """Do what is left, for at most 5 s."""
+        self.begin()
+        self._batches.put([])
+        self._thread.join(CLOSE_TIMEOUT_S)

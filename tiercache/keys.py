@@ -108,6 +108,8 @@ class KeyChain:
         self._last = root
         self._tail = b""
         self._packed = bytearray()
+        self._tokens = bytearray()
+        self._extras: dict[int, bytes] = {}  # of blocks that have any
         self.extend(tokens)
 
     def __len__(self) -> int:
@@ -128,6 +130,9 @@ class KeyChain:
         for start in range(0, whole, step):
             last = blake2b(last + data[start : start + step] + extra, digest_size=KEY_BYTES).digest()
             new.append(last)
+        if extra:
+            self._extras.update(dict.fromkeys(range(len(self), len(self) + len(new)), extra))
+        self._tokens += data[:whole]
         self._last = last
         self._tail = data[whole:]
         self._packed += b"".join(new)
@@ -137,6 +142,14 @@ class KeyChain:
         """The keys of the first `blocks` full blocks (all by default), 16 bytes each."""
         end = len(self._packed) if blocks is None else blocks * KEY_BYTES
         return bytes(self._packed[:end])
+
+    def events(self, first: int, count: int) -> EventRun:
+        """What KV events say of blocks `first ..< first + count`: see `name_blocks`, and `extra` in hexadecimal."""
+        end, size = first + count, 4 * self.block_size
+        tokens = np.frombuffer(self._tokens[first * size : end * size], "<u4")
+        run = name_blocks(self.packed(end), first, tokens)
+        extras = [[self._extras[at].hex()] if at in self._extras else None for at in range(first, end)]
+        return msgspec.structs.replace(run, extra_keys=extras) if any(extras) else run
 
     def key(self, index: int) -> bytes:
         """The key of block `index`; the root for index -1."""

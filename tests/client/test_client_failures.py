@@ -6,7 +6,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -297,6 +297,40 @@ def test_a_daemon_that_comes_late_is_logged_too(run_dir: Path, caplog: pytest.Lo
         f"no daemon answers at {run_dir} yet",
         f"the cache at {run_dir} is there",
     ]
+
+
+def test_a_daemon_that_refuses_our_blocks_is_said_once(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All clients of the process stay down, and one of them says why, until the reason is another one."""
+
+    def refuse(text: str) -> Callable[[m.Request, m.Reply], list[bytes]]:
+        return lambda request, reply: [
+            msgspec.msgpack.encode(m.Error(request.request_id, reply.generation, "bad_value", text))
+        ]
+
+    def said() -> list[str]:
+        return [record.message.removeprefix(f"the cache at {run_dir} ") for record in caplog.records]
+
+    with FakeDaemon(run_dir) as daemon:
+        daemon.rules[m.RegisterNamespace] = refuse("no room")
+        with tiercache.connect(run_dir, namespace=SPEC) as one, tiercache.connect(run_dir, namespace=SPEC) as two:
+            wait_until(lambda: len(daemon.seen(m.RegisterNamespace)) > 4)
+            assert not one.available
+            assert two.match(KEYS).blocks == 0
+            assert said() == ["cannot be used: bad_value: no room; going on without it"]
+            daemon.rules[m.RegisterNamespace] = refuse("still no room")
+            wait_until(lambda: len(said()) > 1)
+            daemon.rules.clear()
+            wait_until(lambda: one.available and two.available)
+    assert said()[1:4] == ["cannot be used: bad_value: still no room; going on without it", "is there", "is there"]
+    with FakeDaemon(run_dir) as daemon:
+        daemon.rules[m.RegisterNamespace] = refuse("no room")
+        with pytest.raises(RequestRefused, match="no room"):
+            tiercache.connect(run_dir, namespace=SPEC, required=True)
+        caplog.clear()
+        quiet = tiercache.connect(run_dir, namespace=SPEC, warn=False)
+        with quiet, pytest.raises(DaemonUnavailable, match="no room"):
+            quiet.client.session()
+        assert caplog.records == []
 
 
 def test_a_forked_child_says_so_and_leaves_the_parent_alone(

@@ -57,3 +57,15 @@ def test_a_daemon_without_events_is_told_nothing(tmp_path: Path) -> None:
         requests = daemon.seen(m.Reserve)
         assert requests
         assert all(isinstance(request, m.Reserve) and request.events is None for request in requests)
+
+
+def test_a_chain_knows_what_its_blocks_are_of() -> None:
+    chain = tiercache.KeyChain(tiercache.root_key("events"), SIZE, range(6))
+    chain.extend(range(6, 11), extra=b"\x0f")
+    chain.extend(range(11, 17))
+    for first, extras in ((0, [None, ["0f"], None, None]), (2, None)):
+        run = chain.events(first, 4 - first)
+        assert run.hashes == [low(chain.key(number)) for number in range(first, 4)]
+        assert run.parent == (low(chain.key(first - 1)) if first else None)
+        assert m.unpack_indices(run.tokens).tolist() == list(range(first * SIZE, 16))
+        assert run.extra_keys == extras

@@ -20,6 +20,7 @@ from tiercache.engine import Engine, EngineSettings, SamplingParams
 from tiercache.engine.attention import Batch
 from tiercache.engine.cuda_attention import KernelPass
 from tiercache.engine.decode_graphs import DecodeGraphs, buckets
+from tiercache.engine.grouped_pass import GroupedPass
 from tiercache.engine.kv_pool import Segment
 from tiercache.engine.torch_attention import TorchPass
 
@@ -86,7 +87,8 @@ def work_of(engine: Engine, passes: list[object]) -> None:
     forward = engine._model.forward
 
     def noted(batch: Any, *arguments: Any) -> torch.Tensor:
-        passes.append(type(batch.work))
+        parts = batch.work.parts if isinstance(batch.work, GroupedPass) else [batch.work]
+        passes.extend(type(part) for part in parts)
         return forward(batch, *arguments)
 
     engine._model.forward = noted  # type: ignore[method-assign]
@@ -135,7 +137,8 @@ def test_blocks_that_have_left_the_window_are_not_read(
     with Engine(folder, settings) as engine:
         # In the tables a block of their place that spoils whatever it is weighed into.
         bad = torch.full_like(engine.pool.blocks[:1], 255 if kv_cache_dtype == "int8" else float("nan"))
-        monkeypatch.setattr("tiercache.engine.sequence.NO_BLOCK", len(engine.pool.blocks))
+        for module in ("block_table", "sequence"):
+            monkeypatch.setattr(f"tiercache.engine.{module}.NO_BLOCK", len(engine.pool.blocks))
         engine.pool.blocks = torch.cat([engine.pool.blocks, bad])
         assert generate(engine, PROMPTS[:1]) == expected
 
@@ -157,12 +160,20 @@ class Replayed(DecodeGraphs):
         return True
 
 
-@pytest.mark.parametrize("kv_cache_dtype", [pytest.param("auto", marks=pytest.mark.slow), "int8"])
+@pytest.mark.parametrize(
+    ("model", "kv_cache_dtype"),
+    [
+        pytest.param("small-llama", "auto", marks=pytest.mark.slow),
+        ("small-llama", "int8"),
+        ("gemma2-window-softcap", "auto"),
+        pytest.param("gemma2-window-softcap", "int8", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.usefixtures("unchecked")
 def test_tables_that_stay_in_place_serve_every_step(
-    kv_cache_dtype: str, save_model: SaveModel, monkeypatch: pytest.MonkeyPatch
+    model: str, kv_cache_dtype: str, save_model: SaveModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save_model(MODELS["small-llama"][0], **MODELS["small-llama"][1])
+    folder = save_model(MODELS[model][0], **MODELS[model][1])
     settings = EngineSettings(**SMALL, kv_cache_dtype=kv_cache_dtype)
     expected = torch_tokens(folder, settings, SHORT, monkeypatch)
     with Engine(folder, settings) as engine:
@@ -170,6 +181,8 @@ def test_tables_that_stay_in_place_serve_every_step(
         engine._model._graphs = graphs
         # Three sequences in a bucket of four, of other lengths in each step; blocks fill up meanwhile.
         assert generate(engine, SHORT) == expected
+        groups = len(engine._groups.groups)
+    assert len(graphs._recordings[4].tables) == groups == (1 if model == "small-llama" else 2)
     graph: Any = graphs._recordings[4].graph
     assert graph.replays >= 3
 

@@ -11,7 +11,8 @@ import torch
 
 from tiercache.errors import DaemonUnavailable
 from tiercache.layout import NamespaceSpec
-from tiercache.messages import ModelCard
+from tiercache.messages import EventRun, ModelCard
+from tiercache.transfer import Pool
 
 
 class StoreResult(NamedTuple):
@@ -63,6 +64,8 @@ class MemoryTransfer:
 class MemoryCache:
     """Blocks by key, prefix-closed unless the namespace has a window, with copies of the real bytes.
 
+    `groups` are this one and its siblings, one for each group of layers.
+
     Attributes:
         blocks: what is stored.
         hold_transfers: while true, transfers wait in `pending` for `finish_all`.
@@ -78,6 +81,7 @@ class MemoryCache:
         self.pool: torch.Tensor | None = None
         self.namespace: NamespaceSpec | None = None
         self.available = True
+        self.wants_events = False
         self.hold_transfers = False
         self.refuse = False
         self.good_blocks = 1 << 30
@@ -91,68 +95,82 @@ class MemoryCache:
         self.below_from = 1 << 30
         self.dram_block_s = self.below_block_s = 0.0
         self.closed = False
+        self.groups = [self]
+        self._root = self
         self._lease_numbers = itertools.count()
 
     def connect(self, namespace: NamespaceSpec, pool: torch.Tensor) -> MemoryCache:
         self.namespace, self.pool = namespace, pool
         return self
 
-    def match(self, keys: bytes) -> MemoryMatch:
-        self._check()
+    def sibling(self, namespace: NamespaceSpec, pool: Pool) -> MemoryCache:
+        """For another group of layers; what it had before it still has. All behave as the first one is told to."""
+        known = [one for one in self.groups[1:] if one.namespace == namespace]
+        other = known[0] if known else MemoryCache()
+        if not known:
+            self.groups.append(other)
+        other._root = self
+        return other.connect(namespace, pool._arrays[0])
+
+    def match(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> MemoryMatch:
+        self._root._check()
         chain = [keys[start : start + 16] for start in range(0, len(keys), 16)]
-        found = chain[: self._match_end([key in self.blocks for key in chain])]
-        match = MemoryMatch(tuple(found), next(self._lease_numbers), max(0, len(found) - self.below_from))
+        asked = [self] if namespaces is None else [one for one in self.groups if one.namespace in namespaces]
+        assert len(asked) == len(namespaces or [None])
+        ends = (cut for cut in range(len(chain), 0, -1) if all(one._has_all(chain[:cut]) for one in asked))
+        found = chain[: next(ends, 0)]
+        match = MemoryMatch(tuple(found), next(self._root._lease_numbers), max(0, len(found) - self._root.below_from))
         if found:
-            self.leases.add(match.number)
+            self._root.leases.add(match.number)
         return match
 
-    def _match_end(self, there: list[bool]) -> int:
-        """As the daemon: the longest leading run, or with a window the last place behind a whole one."""
+    def _has_all(self, chain: list[bytes]) -> bool:
+        """As the daemon: whether the cut behind this chain may be gone on from."""
         window = self.namespace.window_blocks if self.namespace is not None else 0
-        if not window:
-            return [*there, False].index(False)
-        return next((cut for cut in range(len(there), 0, -1) if all(there[max(0, cut - window) : cut])), 0)
+        return all(key in self.blocks for key in (chain[-window:] if window else chain))
 
-    def prefetch(self, keys: bytes) -> int:
-        self._check()
-        self.prefetches.append(len(keys) // 16)
+    def prefetch(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> int:
+        self._root._check()
+        self._root.prefetches.append(len(keys) // 16)
         return 0
 
     def announce(self, models: Sequence[ModelCard]) -> None:
         self.announced = list(models)
 
     def release(self, match: MemoryMatch) -> None:
-        self.leases.discard(match.number)
+        self._root.leases.discard(match.number)
 
     def load_async(
         self, match: MemoryMatch, block_ids: Sequence[int], *, first: int = 0, timeout_s: float | None = None
     ) -> MemoryTransfer:
-        self._check()
+        self._root._check()
         keys = match.keys[first : first + len(block_ids)]
         assert len(keys) == len(block_ids), "a load asks for what was matched"
         window = self.namespace.window_blocks if self.namespace is not None else 0
         assert not window or first >= match.blocks - window, "only the window is under the lease"
-        self.load_calls.append((first, len(block_ids)))
-        self.leases.discard(match.number)
+        self._root.load_calls.append((first, len(block_ids)))
+        self._root.leases.discard(match.number)
 
         def copy() -> int:
             assert self.pool is not None
             there = [key in self.blocks for key in keys]
-            good = min(there.index(False) if False in there else len(keys), self.good_blocks)
+            good = min(there.index(False) if False in there else len(keys), self._root.good_blocks)
             for number, (key, block_id) in enumerate(zip(keys, block_ids, strict=True)):
                 spoilt = float("nan") if self.pool.is_floating_point() else 255
                 self.pool[block_id] = self.blocks[key] if number < good else spoilt
             return good
 
         below = max(0, first + len(keys) - max(first, match.blocks - match.below_blocks))
-        seconds = (len(keys) - below) * self.dram_block_s + below * self.below_block_s
+        seconds = (len(keys) - below) * self._root.dram_block_s + below * self._root.below_block_s
         return self._begin(copy, 0, seconds)
 
-    def store_async(self, keys: bytes, block_ids: Sequence[int], *, first: int = 0) -> MemoryTransfer:
-        self._check()
+    def store_async(
+        self, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None
+    ) -> MemoryTransfer:
+        self._root._check()
         chain = [keys[start : start + 16] for start in range(0, len(keys), 16)]
         assert len(chain) >= first + len(block_ids)
-        self.store_calls.append((first, len(block_ids)))
+        self._root.store_calls.append((first, len(block_ids)))
 
         def copy() -> StoreResult:
             assert self.pool is not None
@@ -163,7 +181,7 @@ class MemoryCache:
             for key, block_id in zip(chain[first:], block_ids, strict=False):
                 if key in self.blocks:
                     present += 1
-                elif len(self.blocks) < self.capacity:
+                elif len(self.blocks) < self._root.capacity:
                     self.blocks[key] = self.pool[block_id].clone()
                     stored += 1
                 else:
@@ -174,18 +192,18 @@ class MemoryCache:
 
     def _begin(self, copy: Any, miss: Any, seconds: float = 0.0) -> MemoryTransfer:
         transfer = MemoryTransfer(copy, miss, seconds)
-        self.pending.append(transfer)
-        if not self.hold_transfers:
+        self._root.pending.append(transfer)
+        if not self._root.hold_transfers:
             self.finish_all()
         return transfer
 
     def finish_all(self) -> None:
-        for transfer in self.pending:
+        for transfer in self._root.pending:
             transfer.finish()
-        self.pending.clear()
+        self._root.pending.clear()
 
     def _check(self) -> None:
-        if self.refuse:
+        if self._root.refuse:
             raise DaemonUnavailable("the cache is away")
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ def model_of(token_s: float = 0.001, per_context_s: float = 0.0) -> CostModel:
 
 def choose_all(cost: CostModel, blocks: int, below: int = 0, queue_s: float = 0.0) -> LoadChoice:
     """The choice for a match of `blocks` blocks with nothing in the pool."""
-    return cost.choose(0, [Reach(blocks - below, 0), Reach(blocks, 0)], blocks - below, queue_s)
+    return cost.choose(0, [Reach(blocks - below, blocks - below), Reach(blocks, blocks - below, below)], queue_s)
 
 
 def note(cost: CostModel, choice: LoadChoice, seconds: float) -> None:
@@ -80,9 +80,9 @@ def test_steps_that_did_not_wait_for_the_device_count_with_the_one_that_did() ->
 def test_everything_is_loaded_until_computing_has_been_measured() -> None:
     cost = CostModel(16, BLOCK_BYTES)
     for _ in range(50):
-        note(cost, LoadChoice(0, 100), 1000.0)
+        note(cost, LoadChoice(100, 100), 1000.0)
     choice = choose_all(cost, 100)
-    assert (choice.first, choice.end, choice.saved_s) == (0, 100, math.inf)
+    assert (choice.blocks, choice.end, choice.saved_s) == (100, 100, math.inf)
     assert cost.loads_avoided == 0
 
 
@@ -148,8 +148,8 @@ def test_a_load_that_came_short_is_no_proof_of_speed() -> None:
 def test_one_stall_does_not_turn_a_fast_tier_off() -> None:
     cost = model_of()
     for blocks in (8, 64, 256) * 5:
-        note(cost, LoadChoice(0, blocks), 0.001 + blocks * 1e-5)
-    note(cost, LoadChoice(0, 32), 60.0)
+        note(cost, LoadChoice(blocks, blocks), 0.001 + blocks * 1e-5)
+    note(cost, LoadChoice(32, 32), 60.0)
     for blocks in (32, 64, 512):
         assert choose_all(cost, blocks).end == blocks
 
@@ -159,7 +159,7 @@ def test_a_fast_load_is_never_left_out_or_cut() -> None:
     for number in range(300):
         blocks = 32 + 32 * (number % 16)
         choice = choose_all(cost, blocks)
-        assert (choice.first, choice.end) == (0, blocks)
+        assert (choice.blocks, choice.end) == (blocks, blocks)
         note(cost, choice, 0.0005 + blocks * 2e-5)
     assert cost.loads_avoided == 0
 
@@ -167,10 +167,10 @@ def test_a_fast_load_is_never_left_out_or_cut() -> None:
 def test_what_lies_in_dram_is_loaded_and_what_lies_on_a_slow_disk_computed() -> None:
     cost = model_of()
     for _ in range(10):
-        note(cost, LoadChoice(0, 64, below_blocks=32), 32 * 1e-5 + 32 * 1.0)
-        note(cost, LoadChoice(0, 64), 64 * 1e-5)
+        note(cost, LoadChoice(64, 32, below_blocks=32), 32 * 1e-5 + 32 * 1.0)
+        note(cost, LoadChoice(64, 64), 64 * 1e-5)
     choice = choose_all(cost, 64, below=32)
-    assert (choice.first, choice.end, choice.below_blocks) == (0, 32, 0)
+    assert (choice.dram_blocks, choice.end, choice.below_blocks) == (32, 32, 0)
     assert cost.loads_avoided == 1
     assert choose_all(cost, 64).end == 64
     for _ in range(400):
@@ -180,12 +180,12 @@ def test_what_lies_in_dram_is_loaded_and_what_lies_on_a_slow_disk_computed() -> 
     assert choose_all(cost, 64, below=32).end == 64  # the disk is fast again
 
 
-def test_a_load_begins_behind_what_the_pool_has() -> None:
+def test_only_what_reaches_further_than_the_pool_is_loaded() -> None:
     cost = model_of()
-    choice = cost.choose(kept=32, reaches=[Reach(64, 40), Reach(96, 40)], dram_end=70, queue_s=0.0)
-    assert (choice.first, choice.end, choice.below_blocks, choice.dram_blocks) == (40, 96, 26, 30)
-    nothing = cost.choose(kept=32, reaches=[Reach(32, 32)], dram_end=35, queue_s=0.0)
-    assert nothing.first == nothing.end == 32
+    choice = cost.choose(kept=32, reaches=[Reach(64, 24), Reach(96, 30, 26)], queue_s=0.0)
+    assert (choice.blocks, choice.end, choice.below_blocks, choice.dram_blocks) == (56, 96, 26, 30)
+    nothing = cost.choose(kept=32, reaches=[Reach(32, 0)], queue_s=0.0)
+    assert (nothing.blocks, nothing.end) == (0, 32)
     assert cost.loads_avoided == 0
 
 
@@ -197,6 +197,6 @@ def test_loads_that_queue_behind_others_count_those_too() -> None:
 
 def test_patience_is_what_computing_would_take() -> None:
     cost = model_of()
-    assert cost.patience_s(LoadChoice(0, 64, load_s=0.01, saved_s=1.0)) == 1.0
-    assert cost.patience_s(LoadChoice(0, 1, load_s=0.001, saved_s=0.01)) == 0.25
-    assert cost.patience_s(LoadChoice(0, 64, saved_s=math.inf)) == math.inf
+    assert cost.patience_s(LoadChoice(64, 64, load_s=0.01, saved_s=1.0)) == 1.0
+    assert cost.patience_s(LoadChoice(1, 1, load_s=0.001, saved_s=0.01)) == 0.25
+    assert cost.patience_s(LoadChoice(64, 64, saved_s=math.inf)) == math.inf

@@ -67,7 +67,7 @@ def test_what_is_in_the_pool_does_not_depend_on_what_else_runs(llama: Path) -> N
     prompts = [prompt_of(100), prompt_of(100)[:77] + prompt_of(9, seed=5), prompt_of(41, seed=6), prompt_of(100)[:50]]
 
     def blocks_by_key(engine: Engine) -> dict[bytes, torch.Tensor]:
-        return {key: engine.pool.blocks[block_id].clone() for key, block_id in engine._blocks._cached.items()}
+        return {key: engine.pool.blocks[block_id].clone() for key, block_id in engine._blocks._cached[0].items()}
 
     alone: dict[bytes, torch.Tensor] = {}
     for prompt in prompts:
@@ -104,7 +104,7 @@ def test_shared_prefixes_share_blocks(llama: Path) -> None:
             engine.step()
         second = engine.add_request(prompt_of(64) + prompt_of(6, seed=9), GREEDY)
         engine.step()
-        tables = [engine._sequences[one][0].block_table for one in (first, second)]
+        tables = [engine._sequences[one][0].tables[0].ids for one in (first, second)]
         assert tables[0][:8] == tables[1][:8]
         assert set(tables[0][8:]).isdisjoint(tables[1][8:])
         outputs = run_checked(engine)
@@ -147,7 +147,7 @@ def test_scattered_blocks_are_read_in_their_order(llama: Path) -> None:
         while engine.unfinished:
             outputs |= {one.request_id: one.output for one in engine.step() if one.output is not None}
             if request_id in engine._sequences:
-                table = engine._sequences[request_id][0].block_table
+                table = engine._sequences[request_id][0].tables[0].ids
                 scattered |= table != list(range(table[0], table[0] + len(table))) if table else False
         assert scattered
         assert outputs[request_id].tokens == expected.tokens

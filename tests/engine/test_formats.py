@@ -200,10 +200,10 @@ def test_the_same_memory_holds_more_tokens(name: str, least: float, save_model: 
 
 def test_each_format_is_a_namespace_of_its_own(llama: Path) -> None:
     names = ["auto", "fp8", "fp8_e5m2", "int8", "int4"]
-    spaces = [describe_model(llama, EngineSettings(kv_cache_dtype=name))[0] for name in names]
+    spaces = [describe_model(llama, EngineSettings(kv_cache_dtype=name))[0][0] for name in names]
     assert len({space.fingerprint() for space in spaces}) == 5
     assert [space.quantization for space in spaces] == ["none", "fp8_e4m3", "fp8_e5m2", "int8", "int4"]
-    assert describe_model(llama, EngineSettings(tier_dtype="int8"))[0] == spaces[3]  # the same bytes, too
+    assert describe_model(llama, EngineSettings(tier_dtype="int8"))[0] == [spaces[3]]  # the same bytes, too
 
 
 def test_a_model_that_a_format_cannot_keep_is_refused_with_a_remedy(save_model: SaveModel) -> None:
@@ -227,26 +227,31 @@ def test_a_raw_pool_stores_small_blocks_and_loads_them(
     monkeypatch.setattr("tiercache.engine.tier_format._LEAST_STAGE_BLOCKS", stage_blocks)
     cache, prompt = MemoryCache(), prompt_of(150)
     with engine_of(llama, cache.connect, tier_dtype=name, load_timeout_s=30.0) as engine:
-        staged = engine._cache
-        assert isinstance(staged, StagedCache)
         [cold] = engine.generate([prompt], GREEDY)
         engine.drain()
-        key_blocks = {key: engine.pool.blocks[block].clone() for key, block in engine._blocks._cached.items()}
+        key_blocks = {key: engine.pool.blocks[block].clone() for key, block in engine._blocks._cached[0].items()}
         sizes = {block.numel() * block.itemsize for block in cache.blocks.values()}
-        assert sizes == {engine.namespace.block_bytes}
-        assert engine.namespace.block_bytes < engine.pool.layout.block_bytes / 2
+        assert sizes == {engine.namespaces[0].block_bytes}
+        assert engine.namespaces[0].block_bytes < engine.pool.layout.block_bytes / 2
         engine.reset_pool()
         [warm] = engine.generate([prompt], GREEDY)
         assert (cold.external_hit_tokens, warm.external_hit_tokens) == (0, 144)
         bound = {"fp8": 0.04, "int8": 0.01, "int4": 0.12}[name]
-        for key in key_blocks.keys() & engine._blocks._cached.keys():
-            loaded, computed = engine.pool.blocks[engine._blocks._cached[key]], key_blocks[key]
+        for key in key_blocks.keys() & engine._blocks._cached[0].keys():
+            loaded, computed = engine.pool.blocks[engine._blocks._cached[0][key]], key_blocks[key]
             assert not torch.equal(loaded, computed)
             assert (loaded - computed).norm() < bound * computed.norm()
         engine.drain()
-        staged.check_integrity()
+        check_stage(engine)
         assert engine.stats()["loaded"] == 18
         assert cache.leases == set()
+
+
+def check_stage(engine: Engine) -> None:
+    assert engine._cache is not None
+    [staged] = engine._cache._caches
+    assert isinstance(staged, StagedCache)
+    staged.check_integrity()
 
 
 def test_a_load_that_comes_short_is_computed(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +271,7 @@ def test_a_load_that_comes_short_is_computed(llama: Path, monkeypatch: pytest.Mo
         assert without.external_hit_tokens == 0
         assert without.tokens == cold.tokens
         engine.drain()
-        engine._cache.check_integrity()  # type: ignore[union-attr]
+        check_stage(engine)
         assert cache.leases == set()
 
 
@@ -298,7 +303,7 @@ def test_a_cache_that_fails_between_two_pieces_costs_the_rest(
         assert 0 < results[0].external_hit_tokens < cold.prompt_tokens - 8
         engine.drain()
         engine.check_integrity()
-        engine._cache.check_integrity()  # type: ignore[union-attr]
+        check_stage(engine)
         assert cache.leases == set()
 
 
@@ -318,7 +323,7 @@ def test_an_aborted_load_ends_and_frees_its_stage(llama: Path, monkeypatch: pyte
         cache.hold_transfers = False
         engine.drain()
         engine.check_integrity()
-        engine._cache.check_integrity()  # type: ignore[union-attr]
+        check_stage(engine)
         assert cache.leases == set()
 
 
@@ -333,10 +338,10 @@ def test_small_blocks_survive_their_engine_in_a_real_daemon(forms: dict[str, str
         with engine_of(llama, connect, **settings) as engine:
             [cold] = engine.generate([prompt], GREEDY)
             assert engine.drain()
-            blocks = {key: engine.pool.blocks[block].clone() for key, block in engine._blocks._cached.items()}
+            blocks = {key: engine.pool.blocks[block].clone() for key, block in engine._blocks._cached[0].items()}
         with engine_of(llama, connect, **settings) as engine:
             [warm] = engine.generate([prompt], GREEDY)
-            loaded = {key: engine.pool.blocks[block].clone() for key, block in engine._blocks._cached.items()}
+            loaded = {key: engine.pool.blocks[block].clone() for key, block in engine._blocks._cached[0].items()}
     assert (cold.external_hit_tokens, warm.external_hit_tokens) == (0, 112)
     assert loaded.keys() == blocks.keys()
     if "kv_cache_dtype" in forms:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_cache import MemoryCache
-from plain_model import choices, plain_engine, seen
+from plain_model import choices, context_of, plain_engine
 
 from tiercache.engine import Engine, RequestOutput, SamplingParams
 
@@ -16,7 +16,8 @@ pytestmark = pytest.mark.engine
 # Prompts with common beginnings: a system prompt, two conversations on it, and a stranger.
 ROOTS = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9, 9, 9], [11, 12, 13])
 ACTIONS = {
-    "add": 5, "step": 12, "abort": 1, "hold": 1, "finish": 2, "spoil": 1, "refuse": 0.2, "lose": 0.3, "work": 2
+    "add": 5, "step": 12, "abort": 1, "hold": 1, "finish": 2, "spoil": 1, "refuse": 0.2, "lose": 0.3, "work": 2,
+    "evict": 0.5,
 }  # fmt: skip
 MAX_STEPS = 2000
 
@@ -24,8 +25,8 @@ MAX_STEPS = 2000
 class History:
     """One engine, what was asked of it, and what came back."""
 
-    def __init__(self, engine: Engine, cache: MemoryCache, choose: random.Random, window: int, sinks: int) -> None:
-        self.engine, self.cache, self.choose, self.sees = engine, cache, choose, (window, sinks)
+    def __init__(self, engine: Engine, cache: MemoryCache, choose: random.Random) -> None:
+        self.engine, self.cache, self.choose, self.sees = engine, cache, choose, engine._model.sees
         self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
         self.aborted: set[int] = set()
         self.outputs: list[RequestOutput] = []
@@ -49,7 +50,11 @@ class History:
         elif action == "refuse":
             self.cache.refuse = True
         elif action == "lose":
-            self.cache.blocks.clear()
+            self.choose.choice(self.cache.groups).blocks.clear()
+        elif action == "evict":
+            blocks = self.choose.choice(self.cache.groups).blocks
+            for key in self.choose.sample(sorted(blocks), min(2, len(blocks))):
+                del blocks[key]
         elif action == "work":
             self.cache.good_blocks, self.cache.refuse = 1 << 30, False
         self.engine.check_integrity()
@@ -71,7 +76,7 @@ class History:
         for output in self.outputs:
             prompt, params = self.asked[output.request_id]
             for position, token in enumerate(output.tokens):
-                assert token in choices(seen(prompt + output.tokens[:position], *self.sees))
+                assert token in choices(context_of(prompt + output.tokens[:position], self.sees))
             assert len(output.tokens) == params.max_tokens or output.request_id in self.aborted
         ended = sorted((output.request_id, output.index) for output in self.outputs)
         assert len(set(ended)) == len(ended)
@@ -87,15 +92,20 @@ class History:
     write=st.sampled_from(("through", "back")),
     caching=st.sampled_from((True, True, False)),
     chunked=st.booleans(),
-    pool_blocks=st.integers(16, 24),
+    spare_blocks=st.integers(0, 8),
     always_load=st.booleans(),
     sees=st.sampled_from(((0, 0), (0, 0), (1, 0), (4, 0), (7, 0), (4, 2), (3, 4))),
+    windows=st.sampled_from(((), (), (0, 1), (0, 4), (7, 0), (3, 0, 3, 3), (4, 4, 0, 4, 0))),
 )
 def test_any_history_gives_the_right_tokens_and_everything_back(
-    seed: int, exact: bool, write: str, caching: bool, chunked: bool, pool_blocks: int, always_load: bool,
-    sees: tuple[int, int],
+    seed: int, exact: bool, write: str, caching: bool, chunked: bool, spare_blocks: int, always_load: bool,
+    sees: tuple[int, int], windows: tuple[int, ...],
 ) -> None:  # fmt: skip
     cache = MemoryCache()
+    sees = (0, 0) if windows else sees
+    # What the longest request needs alone, in as many groups of layers as there are, and little more.
+    groups = {0: 1, 2: 2, 4: 4, 5: 3}[len(windows)]
+    pool_blocks = 16 + (8 if chunked else 16) * (groups - 1) + spare_blocks
     with plain_engine(
         cache.connect,
         exact=exact,
@@ -108,9 +118,11 @@ def test_any_history_gives_the_right_tokens_and_everything_back(
         always_load=always_load,
         window=sees[0],
         sinks=sees[1],
+        windows=windows,
     ) as engine:
         choose = random.Random(seed)
-        history = History(engine, cache, choose, *sees)
+        assert len(engine._model.sees) == groups
+        history = History(engine, cache, choose)
         for action in choose.choices(list(ACTIONS), list(ACTIONS.values()), k=120):
             history.act(action)
         history.act("finish")

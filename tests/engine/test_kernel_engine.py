@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.kernels]
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize(("marks", "count"), [("not slow", 11), pytest.param("slow", 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("marks", "count"), [("not slow", 12), pytest.param("slow", 6, marks=pytest.mark.slow)])
 def test_the_engine_in_the_interpreter(marks: str, count: int) -> None:
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -40,8 +40,11 @@ def test_a_cpu_pool_has_a_size_of_its_own() -> None:
 
 
 def test_the_longest_sequence_is_what_model_and_pool_allow() -> None:
-    assert fit_model_len(EngineSettings(), 4096, 1 << 20, 100) == 1600
-    assert fit_model_len(EngineSettings(), 1024, 1 << 20, 100) == 1024
-    assert fit_model_len(EngineSettings(max_model_len=1600), 1600, 1 << 20, 100) == 1600
+    def blocks_of(tokens: int) -> int:
+        return -(-tokens // 16)
+
+    assert fit_model_len(EngineSettings(), 4096, 1 << 20, 100, blocks_of) == 1600
+    assert fit_model_len(EngineSettings(), 1024, 1 << 20, 100, blocks_of) == 1024
+    assert fit_model_len(EngineSettings(max_model_len=1600), 1600, 1 << 20, 100, blocks_of) == 1600
     with pytest.raises(ConfigError, match="set max_model_len to 1600 at most, or raise kv_cache_memory to 101MiB"):
-        fit_model_len(EngineSettings(max_model_len=1601), 4096, 1 << 20, 100)
+        fit_model_len(EngineSettings(max_model_len=1601), 1601, 1 << 20, 100, blocks_of)

@@ -33,7 +33,7 @@ def test_write_through_stores_a_chunk_in_one_call_after_its_step(llama: Path) ->
         engine.generate([PROMPT], GREEDY)
         assert len(cache.store_calls) == 4
     assert cache.closed
-    assert cache.namespace == engine.namespace
+    assert [cache.namespace] == engine.namespaces
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -141,7 +141,7 @@ def test_a_load_that_is_late_is_computed_and_keeps_its_blocks(llama: Path) -> No
         request_id = second.add_request(PROMPT, GREEDY)
         second.step()
         [late] = cache.pending
-        lent = second._sequences[request_id][0].block_table[:14]
+        lent = second._sequences[request_id][0].tables[0].ids[:14]
         outputs = run_checked(second)
         assert second.stats()["loads_given_up_count"] == 1
         assert outputs[request_id].external_hit_tokens == 0
@@ -182,7 +182,7 @@ def test_aborting_a_load_keeps_its_blocks_until_the_copies_end(llama: Path) -> N
         assert not second.unfinished
         waiting = second.add_request(prompt_of(60, seed=2), GREEDY)
         second.step()
-        assert second._sequences[waiting][0].block_table == []  # no room while the copies may still run
+        assert second._sequences[waiting][0].tables[0].ids == []  # no room while the copies may still run
         cache.hold_transfers = False
         cache.finish_all()
         outputs = run_checked(second)
@@ -198,7 +198,7 @@ def test_a_store_holds_its_blocks_beyond_the_end_of_the_request(llama: Path) -> 
         assert engine.stats()["idle_blocks"] == 20 - 14
         request_id = engine.add_request(prompt_of(60, seed=2), GREEDY)
         engine.step()
-        assert engine._sequences[request_id][0].block_table == []
+        assert engine._sequences[request_id][0].tables[0].ids == []
         cache.hold_transfers = False
         cache.finish_all()
         run_checked(engine)
@@ -249,7 +249,7 @@ def test_write_back_over_a_slow_cache_waits_instead_of_losing(llama: Path) -> No
         for _ in range(3):
             engine.step()
             engine.check_integrity()
-        assert engine._sequences[request_id][0].block_table == []
+        assert engine._sequences[request_id][0].tables[0].ids == []
         assert cache.store_calls == [(0, 14)]
         cache.hold_transfers = False
         cache.finish_all()

@@ -116,7 +116,7 @@ def test_system_prompt_examples_and_conversations_share_blocks_at_every_level() 
         while any(sequence_of(engine, one).prefilling or not sequence_of(engine, one).output for one in ids.values()):
             engine.step()
             engine.check_integrity()
-        tables = {name: sequence_of(engine, request_id).block_table for name, request_id in ids.items()}
+        tables = {name: sequence_of(engine, request_id).tables[0].ids for name, request_id in ids.items()}
         root = tables["other task"][:4]
         assert all(table[:4] == root for table in tables.values())
         shot = tables["chat one"][4:8]
@@ -138,10 +138,10 @@ def test_forks_share_the_prompt_and_copy_its_last_block_before_they_write() -> N
         while len(engine._sequences[request_id]) == 1:
             engine.step()
         assert engine._model.passes == [[(0, 4)], [(4, 6)], [(6, 7)]]  # one prefill for all
-        tables = [list(sequence_of(engine, request_id, index).block_table) for index in range(3)]
+        tables = [list(sequence_of(engine, request_id, index).tables[0].ids) for index in range(3)]
         assert tables == [[0, 1, 2, 3]] * 3
         engine.step()
-        tables = [sequence_of(engine, request_id, index).block_table for index in range(3)]
+        tables = [sequence_of(engine, request_id, index).tables[0].ids for index in range(3)]
         assert tables == [[0, 1, 2, 4], [0, 1, 2, 5], [0, 1, 2, 3]]  # the last one keeps the original
         outputs = run(engine)
         assert engine.stats()["idle_blocks"] == 16
@@ -181,7 +181,7 @@ def test_a_request_takes_the_seats_of_all_its_forks() -> None:
         forked = engine.add_request(prompt_of(5), greedy(4, n=2))
         pair = engine.add_request(prompt_of(5, 1), greedy(4, n=2))
         engine.step()
-        assert sequence_of(engine, pair).block_table == []
+        assert sequence_of(engine, pair).tables[0].ids == []
         assert len(run(engine)) == 4
         assert forked not in engine._sequences
 
@@ -273,7 +273,7 @@ def test_a_load_under_way_gives_way_too() -> None:
         while not engine.stats()["preemptions"]:
             engine.step()
             engine.check_integrity()
-        assert sequence_of(engine, loading).block_table == []
+        assert sequence_of(engine, loading).tables[0].ids == []
         cache.hold_transfers = False
         cache.finish_all()
         outputs = run(engine)

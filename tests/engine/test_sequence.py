@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tiercache.engine.block_table import NO_BLOCK
 from tiercache.engine.sampling import SamplingParams
 from tiercache.engine.sequence import Sequence
 from tiercache.engine.settings import EngineSettings
+from tiercache.engine.window import Window
 from tiercache.errors import ConfigError
 from tiercache.keys import KeyChain, root_key
 
@@ -157,9 +159,21 @@ def test_without_prefix_caching_no_two_sequences_share_a_key() -> None:
 
 def test_blocks_are_taken_from_the_end() -> None:
     sequence = sequence_of(6, EXACT)
-    sequence.block_table = [3, 4, 5, 7]
-    assert sequence.take_blocks(keep=2) == [5, 7]
-    assert sequence.block_table == [3, 4]
+    sequence.tables[0].ids = [3, 4, 5, 7]
+    assert sequence.tables[0].take(keep=2) == [5, 7]
+    assert sequence.tables[0].ids == [3, 4]
+    assert sequence.take_blocks() == [3, 4]
+
+
+def test_blocks_of_the_same_tokens_are_given_back_together() -> None:
+    windows = (Window(4), Window(4, 4), Window(4))
+    sequence = Sequence(0, list(range(1, 12)), SamplingParams(), ROOT, EXACT, windows=windows)
+    ids = ([1, 2, 3], [NO_BLOCK, 8, 9], [4, 5, 6])
+    for table, own in zip(sequence.tables, ids, strict=True):
+        table.ids = own
+    assert sequence.held_blocks == [1, 2, 3, 8, 9, 4, 5, 6]
+    assert sequence.take_blocks() == [1, 4, 2, 8, 5, 3, 9, 6]  # who goes first of them is at the end
+    assert sequence.held_blocks == []
 
 
 @pytest.mark.parametrize(

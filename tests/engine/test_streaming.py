@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_watch import generated, greedy
 from memory_cache import MemoryCache
 from random_models import SaveModel, prompt_of
-from test_windows import generated, greedy
 from transformers import AutoModelForCausalLM
 
 from tiercache.engine import Engine, EngineSettings, RequestOutput, describe_model
@@ -166,8 +166,8 @@ def test_blocks_have_names_of_their_own(llama: Path) -> None:
     options = ({}, {"attention_window": 20}, {"attention_window": 28}, {"attention_window": 20, "attention_sinks": 9})
     described = {describe_model(llama, EngineSettings(**SMALL, **changes))[1] for changes in options}
     assert len(described) == 4
-    namespace, root = describe_model(llama, EngineSettings(**SMALL, attention_window=20, attention_sinks=5))
-    assert (namespace, root) == describe_model(llama, EngineSettings(**SMALL, attention_window=20, attention_sinks=8))
+    [namespace], root = describe_model(llama, EngineSettings(**SMALL, attention_window=20, attention_sinks=5))
+    assert ([namespace], root) == describe_model(llama, EngineSettings(**SMALL, attention_window=20, attention_sinks=8))
     assert (namespace.group, namespace.window_blocks) == ("window", 1 + 3)
 
 

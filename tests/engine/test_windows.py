@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from engine_watch import Watch, generated, greedy, plain_prompt
 from memory_cache import MemoryCache
 from plain_model import continuation, plain_engine
 from random_models import SaveModel, prompt_of
-from transformers import AutoModelForCausalLM
 
 import tiercache
-from tiercache.engine import Engine, EngineSettings, RequestOutput, SamplingParams, connect_to
+from tiercache.engine import Engine, EngineSettings, connect_to
 from tiercache.engine.memory import fit_model_len
 from tiercache.engine.window import Window
 from tiercache.errors import ConfigError
@@ -23,39 +22,6 @@ from tiercache.errors import ConfigError
 pytestmark = pytest.mark.engine
 WINDOW = 24
 SMALL: dict[str, Any] = {"block_size": 8, "chunk_size": 32, "pool_blocks": 16, "max_num_seqs": 4}
-
-
-def plain_prompt(length: int, seed: int = 0) -> list[int]:
-    return [1 + (seed * 17 + position * position) % 48 for position in range(length)]
-
-
-def greedy(count: int, n: int = 1) -> SamplingParams:
-    return SamplingParams(max_tokens=count, n=n, ignore_eos=True)
-
-
-class Watch:
-    """Runs requests to their end, checking the books after each step, and notes the most blocks in use."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.most_in_use = 0
-
-    def run(self) -> dict[int, list[RequestOutput]]:
-        outputs: dict[int, list[RequestOutput]] = {}
-        for _ in range(5000):
-            if not self.engine.unfinished:
-                return outputs
-            for step in self.engine.step():
-                if step.output is not None:
-                    outputs.setdefault(step.request_id, []).append(step.output)
-            self.engine.check_integrity()  # that no sequence holds more than it may, among others
-            in_use = self.engine.stats()["pool_blocks"] - self.engine.stats()["idle_blocks"]
-            self.most_in_use = max(self.most_in_use, int(in_use))
-        raise AssertionError("the engine does not come to an end")
-
-    def serve(self, prompt: list[int], count: int) -> RequestOutput:
-        request_id = self.engine.add_request(prompt, greedy(count))
-        return self.run()[request_id][0]
 
 
 # --- what a window needs
@@ -83,13 +49,17 @@ def test_no_block_leaves_before_its_last_token_is_out_of_sight(size: int) -> Non
 def test_a_pool_that_holds_a_window_and_a_step_serves_any_length() -> None:
     settings = EngineSettings(**SMALL)
     most = Window(8, WINDOW).most_blocks(settings)
+
+    def blocks_of(tokens: int) -> int:
+        return Window(8, WINDOW).most_blocks_of(tokens, settings)
+
     assert most == 3 + 5 + 1  # 24 tokens, 32 of a chunk and 4 who decode, and what does not begin with a block
-    assert fit_model_len(settings, 32_000, 1 << 20, most, most) == 32_000
-    assert fit_model_len(settings, 32_000, 1 << 20, most - 1, most) == (most - 1) * 8
+    assert fit_model_len(settings, 32_000, 1 << 20, most, blocks_of) == 32_000
+    assert fit_model_len(settings, 32_000, 1 << 20, most - 1, blocks_of) == (most - 1) * 8
     whole = EngineSettings(**SMALL, enable_chunked_prefill=False)
     assert Window(8, WINDOW).most_blocks(whole) is None
     with pytest.raises(ConfigError, match=r"max_model_len is 500 and the KV pool holds 64 tokens.*pool_blocks to 9"):
-        fit_model_len(EngineSettings(**SMALL, max_model_len=500), 500, 1 << 20, 8, 9)
+        fit_model_len(EngineSettings(**SMALL, max_model_len=500), 500, 1 << 20, 8, blocks_of)
 
 
 # --- with a model that can be checked in the head: blocks of 2 tokens, a window of 7
@@ -104,8 +74,8 @@ def test_a_long_generation_holds_a_window(window: int, sinks: int, exact: bool) 
     with plain_engine(window=window, sinks=sinks, exact=exact, max_num_seqs=1) as engine:
         watch = Watch(engine)
         output = watch.serve(prompt, 300)
-        assert output.tokens == continuation(prompt, 300, window, engine._window.sinks)
-        assert watch.most_in_use <= engine._window.blocks + 2
+        assert output.tokens == continuation(prompt, 300, window, engine._groups.windows[0].sinks)
+        assert watch.most_in_use <= engine._groups.windows[0].blocks + 2
         assert engine.stats()["idle_blocks"] == 16
 
 
@@ -116,8 +86,8 @@ def test_a_prompt_larger_than_the_pool_is_computed(window: int, sinks: int, writ
     with plain_engine(cache.connect, window=window, sinks=sinks, write=write, max_num_seqs=1) as engine:
         watch = Watch(engine)
         output = watch.serve(prompt, 9)
-        assert output.tokens == continuation(prompt, 9, window, engine._window.sinks)
-        assert watch.most_in_use <= engine._window.most_blocks(engine.settings) < 16
+        assert output.tokens == continuation(prompt, 9, window, engine._groups.windows[0].sinks)
+        assert watch.most_in_use <= engine._groups.windows[0].most_blocks(engine.settings) < 16
 
 
 def test_a_prompt_that_may_not_be_cut_needs_room_for_all_of_it() -> None:
@@ -129,7 +99,7 @@ def test_a_prompt_that_may_not_be_cut_needs_room_for_all_of_it() -> None:
 
 @pytest.mark.parametrize(("window", "sinks"), SEES)
 def test_a_prefix_is_found_by_its_last_window(window: int, sinks: int) -> None:
-    prompt = plain_prompt(41)
+    prompt, more = plain_prompt(41), plain_prompt(8, seed=3)
     with plain_engine(window=window, sinks=sinks) as engine:
         first = Watch(engine).serve(prompt, 1)
         lost = engine._blocks.allocate(3)  # who comes next takes the oldest, which are not needed
@@ -137,9 +107,9 @@ def test_a_prefix_is_found_by_its_last_window(window: int, sinks: int) -> None:
         engine._blocks.release(lost)
         again = Watch(engine).serve(prompt, 1)
         assert (first.pool_hit_tokens, again.pool_hit_tokens) == (0, 40)
-        longer = Watch(engine).serve(prompt + plain_prompt(8, seed=3), 5)
+        longer = Watch(engine).serve(prompt + more, 5)
         assert longer.pool_hit_tokens == 40
-        assert longer.tokens == continuation(prompt + plain_prompt(8, seed=3), 5, window, engine._window.sinks)
+        assert longer.tokens == continuation(prompt + more, 5, window, engine._groups.windows[0].sinks)
 
 
 @pytest.mark.parametrize(("window", "sinks"), SEES)
@@ -151,17 +121,17 @@ def test_only_the_window_is_loaded(window: int, sinks: int) -> None:
     with plain_engine(cache.connect, window=window, sinks=sinks) as engine:
         watch = Watch(engine)
         output = watch.serve(prompt, 20)
-        blocks = engine._window.blocks
-        assert engine.stats()["loaded"] == len(engine._window.needed(40)) <= blocks
+        blocks = engine._groups.windows[0].blocks
+        assert engine.stats()["loaded"] == len(engine._groups.windows[0].needed(40)) <= blocks
         assert output.external_hit_tokens == 80
         assert engine._model.passes[0] == [(80, 81)]
-        assert output.tokens == continuation(prompt, 20, window, engine._window.sinks)
+        assert output.tokens == continuation(prompt, 20, window, engine._groups.windows[0].sinks)
         # A turn further: the answer is not in the cache (in exact mode), the prompt is, up to a whole chunk.
         engine.reset_pool()
         more = prompt + output.tokens + plain_prompt(6, seed=5)
         turn = watch.serve(more, 3)
         assert turn.external_hit_tokens == 80
-        assert turn.tokens == continuation(more, 3, window, engine._window.sinks)
+        assert turn.tokens == continuation(more, 3, window, engine._groups.windows[0].sinks)
     assert not cache.leases
 
 
@@ -171,7 +141,7 @@ def test_a_window_with_a_hole_is_a_miss_and_an_older_one_is_found(number: int) -
     with plain_engine(cache.connect, window=6, sinks=2) as engine:
         engine.generate([prompt], greedy(1))
         chain = chain_of(engine, prompt)
-        lost = engine._window.needed(20)[number]
+        lost = engine._groups.windows[0].needed(20)[number]
     del cache.blocks[chain.key(lost)]
     with plain_engine(cache.connect, window=6, sinks=2) as engine:
         output = Watch(engine).serve(prompt, 4)
@@ -216,8 +186,8 @@ def test_a_victim_is_swapped_by_its_window(window: int, sinks: int, exact: bool)
         assert engine.stats()["loaded"] > 0
         again = [end - start for chunks in engine._model.passes[computed:] for start, end in chunks if start > 8]
         assert max(again) <= 2  # nothing is computed again but what was in a block that was not full
-        expected = [continuation(plain_prompt(5, 1), 90, window, engine._window.sinks)]
-        expected += [continuation(plain_prompt(5, 2), 30, window, engine._window.sinks)] * 3
+        expected = [continuation(plain_prompt(5, 1), 90, window, engine._groups.windows[0].sinks)]
+        expected += [continuation(plain_prompt(5, 2), 30, window, engine._groups.windows[0].sinks)] * 3
     assert [one.tokens for one in outputs[late] + outputs[early]] == expected
 
 
@@ -228,8 +198,9 @@ def test_forks_leave_the_prompt_behind_each_for_itself(window: int, sinks: int) 
         request_id = engine.add_request(prompt, greedy(40, n=3))
         watch = Watch(engine)
         outputs = watch.run()[request_id]
-        assert [one.tokens for one in outputs] == [continuation(prompt, 40, window, engine._window.sinks)] * 3
-        assert watch.most_in_use <= 3 * (engine._window.blocks + 2)
+        expected = continuation(prompt, 40, window, engine._groups.windows[0].sinks)
+        assert [one.tokens for one in outputs] == [expected] * 3
+        assert watch.most_in_use <= 3 * (engine._groups.windows[0].blocks + 2)
         assert engine.stats()["idle_blocks"] == 32
 
 
@@ -241,18 +212,6 @@ def mistral(save_model: SaveModel, connect: Any = None, **settings: Any) -> Iter
     folder = save_model("MistralConfig", sliding_window=WINDOW)
     with Engine(folder, EngineSettings(**{**SMALL, **settings}), connect=connect) as engine:
         yield engine
-
-
-def generated(folder: Path, prompt: list[int], count: int) -> list[int]:
-    """What transformers says."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    model.generation_config.eos_token_id = None
-    out = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=count,
-        do_sample=False,
-    )  # fmt: skip
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
 
 
 LONG = prompt_of(150, seed=1)

@@ -19,7 +19,7 @@ pytest.importorskip("zmq")
 pytest.importorskip("xxhash")
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import tiercache
 from tiercache.engine import Engine, EngineSettings, SamplingParams, connect_to
@@ -38,16 +38,30 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 PROMPT = prompt_of(120)  # chunks end at 32, 64, 96, 112, 120: 14 blocks of 8 can be reused
 
 
+COMMON = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.3,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small Llama of random weights, large enough that greedy text varies."""
     torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, initializer_range=0.3,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
     folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(num_hidden_layers=3, head_dim=16, **COMMON)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of a Qwen whose last two layers have a window: two groups of layers."""
+    torch.manual_seed(5)
+    folder = tmp_path_factory.mktemp("mixed")
+    windows = {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 20}
+    config = Qwen2Config(num_hidden_layers=4, **windows, **COMMON)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder, safe_serialization=True)
     return folder
 
@@ -77,12 +91,14 @@ def record_logits(engine: Engine) -> list[torch.Tensor]:
     return recorded
 
 
-def test_greedy_text_is_that_of_generate(llama: Path, device: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "mixed"])
+def test_greedy_text_is_that_of_generate(name: str, device: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(name)
     prompts = [PROMPT, prompt_of(45, seed=1), prompt_of(7, seed=2)]
-    with Engine(llama, settings_for(device)) as engine:
+    with Engine(folder, settings_for(device, pool_blocks=128)) as engine:
         assert engine.pool.blocks.device == torch.device(device)
         outputs = engine.generate(prompts, GREEDY)
-    model = AutoModelForCausalLM.from_pretrained(llama).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
     model.generation_config.eos_token_id = None
     for prompt, output in zip(prompts, outputs, strict=True):
         inputs = torch.tensor([prompt], device=device)
@@ -91,9 +107,12 @@ def test_greedy_text_is_that_of_generate(llama: Path, device: str) -> None:
         assert output.tokens == expected[0, len(prompt) :].tolist()
 
 
-def test_steps_of_decoding_are_replayed_as_graphs(llama: Path, device: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", ["llama", "mixed"])
+def test_steps_of_decoding_are_replayed_as_graphs(
+    name: str, device: str, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
     prompts = [prompt_of(length, seed=length) for length in (120, 45, 7, 60, 31)]
-    with Engine(llama, settings_for(device)) as engine:
+    with Engine(request.getfixturevalue(name), settings_for(device, pool_blocks=128)) as engine:
         graphs = engine._model._graphs
         assert graphs is not None
         recorded = [output.tokens for output in engine.generate(prompts, GREEDY)]

@@ -9,9 +9,10 @@ Needs the `engine` extra (torch, transformers).
 from __future__ import annotations
 
 from tiercache.engine.cache import CacheLike
-from tiercache.engine.engine import Connect, Engine, connect_to
+from tiercache.engine.connect import Connect, connect_to
+from tiercache.engine.engine import Engine
+from tiercache.engine.identity import describe_model
 from tiercache.engine.llm import LLM
-from tiercache.engine.model import describe_model
 from tiercache.engine.outputs import RequestOutput, StepOutput
 from tiercache.engine.sampling import SamplingParams
 from tiercache.engine.settings import EngineSettings

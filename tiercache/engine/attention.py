@@ -11,38 +11,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
+from tiercache.engine.grouped_pass import GroupedPass, PassLike
 from tiercache.engine.kv_pool import KVPool, Segment
 from tiercache.engine.streaming import Streaming
 from tiercache.engine.torch_attention import TorchPass
 from tiercache.errors import ModelRefused
 
 NAME = "tiercache"
-
-
-class PassLike(Protocol):
-    """What writes K and V of one forward pass and attends (see `TorchPass`, and `KernelPass` for CUDA)."""
-
-    @property
-    def positions(self) -> torch.Tensor: ...
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int = ...,
-        softcap: float | None = ...,
-        sinks: torch.Tensor | None = ...,
-    ) -> torch.Tensor: ...
 
 
 class Batch:
@@ -53,6 +35,7 @@ class Batch:
         segments: in the order of their tokens in the batch, without gaps.
         work: what to attend with, by default what fits the pool's device.
         streaming: what layers without a window do instead of seeing everything, if anything.
+        others: the same segments with the block tables of the pool's other groups of layers.
 
     Attributes:
         windows: sliding window of each layer that was called so far (0 for none).
@@ -65,13 +48,15 @@ class Batch:
         segments: Sequence[Segment],
         work: PassLike | None = None,
         streaming: Streaming | None = None,
+        others: Sequence[Sequence[Segment]] = (),
     ) -> None:
         self.pool = pool
         self.segments = segments
+        self.others = others
         self.token_count = sum(segment.end - segment.start for segment in segments)
         self.windows: dict[int, int] = {}
         self.plain = True
-        self.work: PassLike = work or _pass_over(pool, segments, streaming)
+        self.work: PassLike = work or _pass_over(pool, [segments, *others], streaming)
 
     @property
     def positions(self) -> torch.Tensor:
@@ -79,15 +64,24 @@ class Batch:
         return self.work.positions
 
 
-def _pass_over(pool: KVPool, segments: Sequence[Segment], streaming: Streaming | None) -> PassLike:
+def _pass_over(pool: KVPool, groups: Sequence[Sequence[Segment]], streaming: Streaming | None) -> PassLike:
     if streaming is not None:
-        return TorchPass(pool, segments, streaming)  # the kernels have one query for all keys
+        return TorchPass(pool, groups[0], streaming)  # the kernels have one query for all keys
+    make: Callable[..., PassLike] = TorchPass
     # Triton's interpreter takes tensors anywhere: so the kernels' way is tested without a GPU.
     if pool.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         from tiercache.engine.cuda_attention import KernelPass
 
-        return KernelPass(pool, segments)
-    return TorchPass(pool, segments)
+        make = KernelPass
+    if len(groups) == 1:
+        return make(pool, groups[0])
+    count = len(groups[0])
+    tails = pool.tails_of([segment for segments in groups for segment in segments])
+    parts = [
+        make(pool, segments, tails=tails[number * count : (number + 1) * count])
+        for number, segments in enumerate(groups)
+    ]
+    return GroupedPass(parts, pool.places)
 
 
 class _Current(threading.local):
@@ -144,9 +138,9 @@ def _checked_layer(
     attention_mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> int:
-    """The layer's place in the pool; raises ModelRefused where the call asks for something we have not."""
+    """The layer's number in the model; raises ModelRefused where the call asks for something we have not."""
     layout = batch.pool.layout
-    layers, kv_heads, head_dim = layout.layers, layout.kv_heads, layout.head_dim
+    layers, kv_heads, head_dim = len(batch.pool.places), layout.kv_heads, layout.head_dim
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or not 0 <= layer < layers:
         raise ModelRefused(f"an attention layer calls itself number {layer} of {layers}: not a plain decoder")

@@ -9,10 +9,14 @@ A block is in exactly one place:
 
 A block with a key is in the prefix cache, wherever it is. Blocks of a sequence are given back
 deepest first, so that a tail goes before the blocks that it needs.
+
+A block holds the layers of one group (see `tiercache.engine.layer_groups`), and any block may be of any. Keys name
+tokens. So in the prefix cache a block is found by its group and its key.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -21,10 +25,11 @@ from tiercache.keys import KeyChain
 
 
 class Origin(NamedTuple):
-    """Which block of which chain a pool block holds: block `number`, counted from 0."""
+    """What a pool block holds: the layers of `group` of block `number` of a chain, both counted from 0."""
 
     chain: KeyChain
     number: int
+    group: int = 0
 
 
 class BlockManager:
@@ -35,7 +40,12 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, *, write_back: bool = False, on_blank: Callable[[int], None] | None = None
+        self,
+        num_blocks: int,
+        *,
+        groups: int = 1,
+        write_back: bool = False,
+        on_blank: Callable[[int], None] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.evictions = 0
@@ -45,7 +55,7 @@ class BlockManager:
         self._keys: list[bytes | None] = [None] * num_blocks
         self._origins: list[Origin | None] = [None] * num_blocks
         self._stored = [False] * num_blocks
-        self._cached: dict[bytes, int] = {}
+        self._cached: list[dict[bytes, int]] = [{} for _ in range(groups)]
         self._clean: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._dirty: OrderedDict[int, None] = OrderedDict()
 
@@ -74,15 +84,16 @@ class BlockManager:
             count += 1
         return count
 
-    def block_of(self, key: bytes) -> int | None:
+    def block_of(self, key: bytes, group: int = 0) -> int | None:
         """The pool block that holds `key`, or None."""
-        return self._cached.get(key)
+        return self._cached[group].get(key)
 
-    def find(self, chain: KeyChain, numbers: Iterable[int]) -> list[int]:
+    def find(self, chain: KeyChain, numbers: Iterable[int], group: int = 0) -> list[int]:
         """The pool blocks of the leading ones of the blocks `numbers` of `chain`, up to one that is not there."""
         found: list[int] = []
+        cached = self._cached[group]
         for number in numbers:
-            block_id = self._cached.get(chain.key(number))
+            block_id = cached.get(chain.key(number))
             if block_id is None:
                 break
             found.append(block_id)
@@ -110,6 +121,17 @@ class BlockManager:
             after = block_id
         return taken
 
+    def allocate_each(self, counts: Sequence[int], after: Sequence[int | None]) -> list[list[int]] | None:
+        """Several runs as by `allocate`, or None (and no change) if fewer are clean than all of them have."""
+        if sum(counts) > len(self._clean):
+            return None
+        runs: list[list[int]] = []
+        for count, before in zip(counts, after, strict=True):
+            run = self.allocate(count, before)
+            assert run is not None
+            runs.append(run)
+        return runs
+
     def hold(self, block_ids: Iterable[int]) -> None:
         """One more reference on each block, idle or used."""
         for block_id in block_ids:
@@ -136,18 +158,18 @@ class BlockManager:
             if self._on_blank is not None:
                 self._on_blank(block_id)
 
-    def register(self, block_id: int, chain: KeyChain, index: int, *, stored: bool = False) -> bool:
+    def register(self, block_id: int, chain: KeyChain, index: int, group: int = 0, *, stored: bool = False) -> bool:
         """Put a used, full block into the prefix cache; False if its key is there already.
 
         The block must not change from here on. One that forks share keeps the key of the first.
         """
         key = chain.key(index)
-        if key in self._cached or self._keys[block_id] is not None:
+        if key in self._cached[group] or self._keys[block_id] is not None:
             return False
         assert self._references[block_id] > 0, f"block {block_id} is registered but not held"
-        self._cached[key] = block_id
+        self._cached[group][key] = block_id
         self._keys[block_id] = key
-        self._origins[block_id] = Origin(chain, index)
+        self._origins[block_id] = Origin(chain, index, group)
         self._stored[block_id] = stored
         return True
 
@@ -157,20 +179,20 @@ class BlockManager:
             # A block without a key holds a copy of one that has it.
             self._stored[block_id] = self._keys[block_id] is not None
 
-    def mark_lost(self, chain: KeyChain, count: int) -> None:
-        """The cache no longer has the first `count` blocks of a chain: they may be stored again.
+    def mark_lost(self, chain: KeyChain, count: int, group: int = 0) -> None:
+        """The cache no longer has the first `count` blocks of a chain and group: they may be stored again.
 
         Idle ones are not made dirty: what was evicted from the cache once is not worth a wait.
         """
         for index in range(min(count, len(chain))):
-            block_id = self._cached.get(chain.key(index))
+            block_id = self._cached[group].get(chain.key(index))
             if block_id is not None and self._references[block_id] > 0:
                 self._stored[block_id] = False
 
     def dirty_blocks(self, count: int) -> list[tuple[Origin, list[int]]]:
         """What to store so that at least `count` dirty blocks (or all) become clean.
 
-        Runs of one chain, parents first: a cache keeps no block without its parents, so a run
+        Runs of one chain and group, parents first: a cache keeps no block without its parents, so a run
         begins at the first block of its chain that was not stored. The blocks stay dirty until
         they are held, marked as stored and released.
         """
@@ -184,18 +206,18 @@ class BlockManager:
                 continue
             run: list[int] = []
             for index in range(origin.number, -1, -1):
-                parent = self._cached.get(origin.chain.key(index))
+                parent = self._cached[origin.group].get(origin.chain.key(index))
                 if parent is None or self._stored[parent] or parent in chosen:
                     break
                 run.append(parent)
             chosen.update(run)
-            runs.append((Origin(origin.chain, origin.number - len(run) + 1), run[::-1]))
+            runs.append((origin._replace(number=origin.number - len(run) + 1), run[::-1]))
         return runs
 
     def forget(self, chain: KeyChain, first: int) -> None:
         """Take blocks `first..` of a chain that nobody will ask for again out of the prefix cache."""
-        for index in range(first, len(chain)):
-            block_id = self._cached.get(chain.key(index))
+        for index, cached in itertools.product(range(first, len(chain)), self._cached):
+            block_id = cached.get(chain.key(index))
             if block_id is None:
                 continue
             self._forget(block_id)
@@ -206,15 +228,16 @@ class BlockManager:
 
     def forget_all(self) -> None:
         """Empty the prefix cache. Used blocks stay with their owners."""
-        for block_id in list(self._cached.values()):
+        for block_id in [block_id for cached in self._cached for block_id in cached.values()]:
             self._forget(block_id)
         self._clean.update(self._dirty)
         self._dirty.clear()
 
     def _forget(self, block_id: int) -> None:
-        key = self._keys[block_id]
+        key, origin = self._keys[block_id], self._origins[block_id]
         assert key is not None
-        del self._cached[key]
+        assert origin is not None
+        del self._cached[origin.group][key]
         self._keys[block_id] = None
         self._origins[block_id] = None
         self._stored[block_id] = False
@@ -231,12 +254,14 @@ class BlockManager:
             places = (count > 0) + (block_id in self._clean) + (block_id in self._dirty)
             assert places == 1, f"block {block_id} is in {places} places"
             if key is not None:
-                assert self._cached.get(key) == block_id, f"block {block_id} has a key that leads elsewhere"
                 origin = self._origins[block_id]
                 assert origin is not None, f"block {block_id} has a key and no chain"
+                found = self._cached[origin.group].get(key)
+                assert found == block_id, f"block {block_id} has a key that leads elsewhere"
                 assert origin.chain.key(origin.number) == key, f"block {block_id} has lost its chain"
             if block_id in self._dirty:
                 needs_store = self._write_back and key is not None and not self._stored[block_id]
                 assert needs_store, f"block {block_id} is dirty without reason"
         keyed = sum(key is not None for key in self._keys)
-        assert keyed == len(self._cached), f"{len(self._cached)} keys for {keyed} blocks"
+        keys = sum(map(len, self._cached))
+        assert keyed == keys, f"{keys} keys for {keyed} blocks"

@@ -1,6 +1,7 @@
 """What the engine asks of a cache, and how it takes its failures.
 
-`tiercache.connector.Connector` has all of it, tests bring their own.
+`tiercache.connector.Connector` has all of it, tests bring their own. For a model with several groups of layers it is
+asked for a sibling for each (see `tiercache.engine.grouped_cache`).
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tiercache.errors import TierCacheError
-from tiercache.messages import ModelCard
+from tiercache.layout import NamespaceSpec
+from tiercache.messages import EventRun, ModelCard
+from tiercache.transfer import Pool
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,25 +47,36 @@ class TransferLike(Protocol):
     def cancel(self) -> None: ...
 
 
-class CacheLike(Protocol):
-    """A connector.
+class GroupLike(Protocol):
+    """A cache for the blocks of one namespace.
 
     `keys` is a chain from its root, 16 bytes a key; blocks `first..` of it are those of `block_ids`.
     A load's result is the number of leading `block_ids` proven good; a store's tells
-    `stored`, `present`, `dropped` and `parent_missing` blocks.
+    `stored`, `present`, `dropped` and `parent_missing` blocks. `namespaces` must all have what is matched, or is
+    brought up.
     """
 
     @property
     def available(self) -> bool: ...
-    def match(self, keys: bytes) -> MatchLike: ...
+    @property
+    def wants_events(self) -> bool: ...
+    def match(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> MatchLike: ...
     def release(self, match: Any) -> None: ...
-    def prefetch(self, keys: bytes) -> int: ...
+    def prefetch(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> int: ...
     def announce(self, models: Sequence[ModelCard]) -> None: ...
     def load_async(
         self, match: Any, block_ids: Sequence[int], *, first: int = 0, timeout_s: float | None = None
     ) -> TransferLike: ...
-    def store_async(self, keys: bytes, block_ids: Sequence[int], *, first: int = 0) -> TransferLike: ...
+    def store_async(
+        self, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None
+    ) -> TransferLike: ...
     def close(self) -> None: ...
+
+
+class CacheLike(GroupLike, Protocol):
+    """A connector, which has siblings for the other namespaces of its engine."""
+
+    def sibling(self, namespace: NamespaceSpec, pool: Pool) -> GroupLike: ...
 
 
 @dataclass(slots=True)
@@ -78,10 +92,33 @@ class OffloadCounters:
     errors_count: int = 0
 
 
+class GroupsLike(Protocol):
+    """A cache for each group of layers, asked together. See `tiercache.engine.grouped_cache.GroupedCache`."""
+
+    @property
+    def available(self) -> bool: ...
+    @property
+    def wants_events(self) -> bool: ...
+    def match(self, keys: bytes) -> MatchLike: ...
+    def release(self, match: Any) -> None: ...
+    def prefetch(self, keys: bytes) -> int: ...
+    def load_async(self, match: Any, keys: bytes, parts: Sequence[Part], *, timeout_s: float) -> TransferLike: ...
+    def store_async(
+        self, group: int, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None
+    ) -> TransferLike: ...
+
+
+class Part(NamedTuple):
+    """Of the blocks of a match, those from `first` on are to be loaded into `block_ids`."""
+
+    first: int
+    block_ids: list[int]
+
+
 class GuardedCache:
     """A cache, or none at all, that fails no request: what goes wrong is counted, logged once, and a miss."""
 
-    def __init__(self, cache: CacheLike | None) -> None:
+    def __init__(self, cache: GroupsLike | None) -> None:
         self.counters = OffloadCounters()
         self._cache = cache
         self._error_logged = False
@@ -94,7 +131,12 @@ class GuardedCache:
     def available(self) -> bool:
         return self._cache is not None and self._cache.available
 
-    def ask(self, question: Callable[[CacheLike], T]) -> T | None:
+    @property
+    def wants_events(self) -> bool:
+        """Whether stores should say which tokens their blocks are of, for KV events."""
+        return self._cache is not None and self._cache.wants_events
+
+    def ask(self, question: Callable[[GroupsLike], T]) -> T | None:
         """The answer of the cache to `question(cache)`, or None where it fails or is none."""
         if self._cache is None:
             return None

@@ -81,29 +81,28 @@ class Line:
 
 
 class Reach(NamedTuple):
-    """A load may end at block `end` of the chain, and would begin at `first`."""
+    """A load may end at block `end` of the chain, and takes so many blocks, of all groups, from DRAM and from below."""
 
     end: int
-    first: int
+    dram_blocks: int
+    below_blocks: int = 0
 
 
 class LoadChoice(NamedTuple):
-    """Blocks `[first, end)` are to be loaded, `below_blocks` of them from below DRAM; none if first is end.
-
-    Of a sequence with sinks they are the last `end - first` that it needs to go on from `end`.
+    """What a sequence needs to go on from block `end` is to be loaded: so many blocks, none where the pool has all.
 
     `load_s` is what that should take and `saved_s` what it saves in computing, infinite while unknown.
     """
 
-    first: int
     end: int
+    dram_blocks: int = 0
     below_blocks: int = 0
     load_s: float = 0.0
     saved_s: float = 0.0
 
     @property
-    def dram_blocks(self) -> int:
-        return self.end - self.first - self.below_blocks
+    def blocks(self) -> int:
+        return self.dram_blocks + self.below_blocks
 
 
 class CostModel:
@@ -139,17 +138,16 @@ class CostModel:
         dram_s = self._dram.at(dram_blocks) if dram_blocks else 0.0
         return dram_s + (self._below.at(below_blocks) if below_blocks else 0.0)
 
-    def choose(self, kept: int, reaches: Iterable[Reach], dram_end: int, queue_s: float) -> LoadChoice:
+    def choose(self, kept: int, reaches: Iterable[Reach], queue_s: float) -> LoadChoice:
         """The best load for a sequence, in blocks of its chain.
 
         Args:
             kept: blocks that need not be computed if nothing is loaded.
             reaches: what may be loaded.
-            dram_end: up to where blocks are in DRAM; those after it come from below.
             queue_s: what the loads before this one still take.
         """
-        none = LoadChoice(kept, kept)
-        choices = [self._choice(kept, reach, dram_end, queue_s) for reach in sorted(set(reaches)) if reach.end > kept]
+        none = LoadChoice(kept)
+        choices = [self._choice(kept, reach, queue_s) for reach in sorted(set(reaches)) if reach.end > kept]
         if not choices:
             return none
         best = max([none, *choices], key=lambda choice: (choice.saved_s - choice.load_s, choice.end))
@@ -162,11 +160,9 @@ class CostModel:
                 self._below.shrink(_KEPT_DOUBT)
         return best
 
-    def _choice(self, kept: int, reach: Reach, dram_end: int, queue_s: float) -> LoadChoice:
-        end, first = reach
-        below = min(end - first, max(0, end - dram_end))
-        saved_s = self.prefill_s(kept * self._block_size, end * self._block_size)
-        return LoadChoice(first, end, below, queue_s + self.load_s(end - first - below, below), saved_s)
+    def _choice(self, kept: int, reach: Reach, queue_s: float) -> LoadChoice:
+        saved_s = self.prefill_s(kept * self._block_size, reach.end * self._block_size)
+        return LoadChoice(*reach, queue_s + self.load_s(reach.dram_blocks, reach.below_blocks), saved_s)
 
     def patience_s(self, choice: LoadChoice) -> float:
         """After how many seconds a load is given up; infinite while computing has not been measured."""

@@ -1,7 +1,8 @@
 """Attention by the Triton kernels: the tables of a forward pass, and what each layer launches.
 
 All tables of a pass are made on the host as one array of words and go to the device in one copy, before the
-first layer. The layers then only launch kernels: nothing waits for the device until tokens are sampled.
+first layer (one for each group of layers). The layers then only launch kernels: nothing waits for the device until
+tokens are sampled.
 
     positions [token] | slots [token] | segments [segment, 5] | items [block, 2] | block tables, one after the other
 
@@ -36,14 +37,22 @@ class KernelPass:
     """One forward pass over `segments`, which are in the order of their tokens in the batch, without gaps.
 
     The pool is on CUDA (or anywhere in Triton's interpreter). Nothing is uploaded before it is used. With
-    `every_kernel`, layers also launch the kernels that other passes need, so that these are compiled.
+    `every_kernel`, layers also launch the kernels that other passes need, so that these are compiled. `tails` are
+    those of the segments, where they have been asked for together with those of other passes.
     """
 
-    def __init__(self, pool: KVPool, segments: Sequence[Segment], *, every_kernel: bool = False) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        segments: Sequence[Segment],
+        *,
+        every_kernel: bool = False,
+        tails: Sequence[int] | None = None,
+    ) -> None:
         self.pool = pool
         self.every_kernel = every_kernel
         self.segments = segments
-        self.tails = pool.tails_of(segments)
+        self.tails = pool.tails_of(segments) if tails is None else tails
 
     @cached_property
     def tables(self) -> Tables:

@@ -15,6 +15,7 @@ import torch
 
 from tiercache.engine.attention import Batch
 from tiercache.engine.cuda_attention import KernelPass, Tables
+from tiercache.engine.grouped_pass import GroupedPass
 from tiercache.engine.kv_pool import Segment
 
 _LOG = logging.getLogger(__name__)
@@ -29,21 +30,31 @@ def buckets(largest: int) -> list[int]:
 
 
 class _Recording:
-    """A bucket: its tables and tokens, and the graph once there is one."""
+    """A bucket: its tables, for each group of layers, and tokens, and the graph once there is one."""
 
-    def __init__(self, work: KernelPass, rows: int, longest: int) -> None:
-        self.tables = Tables(work.pool, work.segments, work.tails, rows=rows, longest=longest)
+    def __init__(self, parts: Sequence[KernelPass], rows: int, longest: int) -> None:
+        pool = parts[0].pool
+        self.tables = [Tables(pool, part.segments, part.tails, rows=rows, longest=longest) for part in parts]
         empty = [Segment(row, 0, 1, ()) for row in range(rows)]
-        self.batch = Batch(work.pool, empty, self.tables)
-        self.tokens = torch.zeros((1, rows), dtype=torch.int64, device=work.pool.device)
-        self.kept = torch.arange(rows, device=work.pool.device)
+        work = self.tables[0] if len(parts) == 1 else GroupedPass(self.tables, pool.places)
+        self.batch = Batch(pool, empty, work)
+        self.tokens = torch.zeros((1, rows), dtype=torch.int64, device=pool.device)
+        self.kept = torch.arange(rows, device=pool.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: torch.Tensor | None = None
 
-    def fill(self, work: KernelPass, tokens: Sequence[int]) -> None:
-        self.tables.refill(work.segments, work.tails)
+    def fill(self, parts: Sequence[KernelPass], tokens: Sequence[int]) -> None:
+        for tables, part in zip(self.tables, parts, strict=True):
+            tables.refill(part.segments, part.tails)
         padded = torch.tensor([[*tokens, *[0] * (self.tokens.shape[1] - len(tokens))]])
         self.tokens.copy_(padded.pin_memory() if self.tokens.is_cuda else padded, non_blocking=True)
+
+
+def _kernel_passes(batch: Batch) -> list[KernelPass]:
+    """The pass of each group of layers, none where they are not all by the kernels."""
+    parts = batch.work.parts if isinstance(batch.work, GroupedPass) else [batch.work]
+    passes = [part for part in parts if isinstance(part, KernelPass)]
+    return passes if len(passes) == len(parts) else []
 
 
 class DecodeGraphs:
@@ -68,18 +79,18 @@ class DecodeGraphs:
         They are good until the next pass. The first pass of a bucket runs as it is, so that all kernels are
         there when the second one is recorded.
         """
-        work = batch.work
-        if self._given_up or not isinstance(work, KernelPass) or len(work.segments) != len(tokens):
+        parts = _kernel_passes(batch)
+        if self._given_up or not parts or len(parts[0].segments) != len(tokens):
             return None
         rows = next((size for size in self._buckets if size >= len(tokens)), 0)
         if not rows:
             return None
         recording = self._recordings.get(rows)
         if recording is None:
-            recording = self._recordings[rows] = _Recording(work, rows, self._longest)
-            recording.fill(work, tokens)
+            recording = self._recordings[rows] = _Recording(parts, rows, self._longest)
+            recording.fill(parts, tokens)
             return self._run(recording.batch, recording.tokens, recording.kept)[: len(tokens)]
-        recording.fill(work, tokens)
+        recording.fill(parts, tokens)
         if recording.graph is None and not self._record(recording):
             return None
         assert recording.graph is not None

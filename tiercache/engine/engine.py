@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
 from pathlib import Path
@@ -20,15 +20,16 @@ from types import TracebackType
 
 import torch
 
-import tiercache
 from tiercache.engine.attention import Batch
 from tiercache.engine.blocks import BlockManager
-from tiercache.engine.cache import CacheLike
+from tiercache.engine.connect import Connect, connect_groups
 from tiercache.engine.cost import CostModel
+from tiercache.engine.grouped_cache import GroupedCache
+from tiercache.engine.identity import identify_model, tier_layout
 from tiercache.engine.kv_pool import Segment
 from tiercache.engine.loads import LoadResult
 from tiercache.engine.memory import count_pool_blocks, fit_model_len, pool_setting
-from tiercache.engine.model import HostedModel, choose_device, identify_model, read_shape, tier_layout
+from tiercache.engine.model import HostedModel, choose_device, read_shape
 from tiercache.engine.offload import Offload
 from tiercache.engine.outputs import RequestOutput, StepOutput, output_of
 from tiercache.engine.probe import check_model
@@ -38,36 +39,13 @@ from tiercache.engine.sequence import Sequence, SequenceState
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.step_plan import Chunk
 from tiercache.engine.stream_probe import find_streaming
-from tiercache.engine.tier_format import StagedCache
 from tiercache.errors import ConfigError, DeadlineExceeded
 from tiercache.keys import salted_root
-from tiercache.layout import NamespaceSpec
 from tiercache.messages import ModelCard
 
-Connect = Callable[[NamespaceSpec, torch.Tensor], CacheLike]
-"""Makes a connector for the blocks of a namespace in a pool `[block, ...]`, each contiguous (see `KVLayout.empty`)."""
 # How long a step waits for a transfer when there is nothing to compute.
 _IDLE_WAIT_S = 0.02
 _CLOSE_TIMEOUT_S = 10.0
-
-
-def connect_to(
-    address: str | Path | None = None, *, name: str = "engine", required: bool = False, gds: str = "off",
-    gds_store: bool = False,
-) -> Connect:  # fmt: skip
-    """Connects an engine to the daemon at `address` (by default where a daemon runs by default).
-
-    With `required`, the engine raises DaemonUnavailable when no daemon answers; else it starts without
-    its cache and finds the daemon when it comes. `gds` and `gds_store` as for `tiercache.connect`.
-    """
-
-    def connect(namespace: NamespaceSpec, pool: torch.Tensor) -> CacheLike:
-        blocks = tiercache.Pool.from_blocks(pool)
-        return tiercache.connect(
-            address, namespace=namespace, pool=blocks, name=name, required=required, gds=gds, gds_store=gds_store
-        )
-
-    return connect
 
 
 def _n(params: SamplingParams | None) -> int:
@@ -91,44 +69,53 @@ class Engine:
     ) -> None:
         self.settings = settings = settings or EngineSettings()
         self.shape = read_shape(model_dir, settings)
-        self.namespace, self._content = identify_model(model_dir, settings)
+        self.namespaces, self._content = identify_model(model_dir, settings)
         self.root = salted_root(self._content, settings.salt)
         self.device = choose_device(settings.device)
         self._model = HostedModel(model_dir, self.shape, self.device)
         check_model(self._model)
         self._streaming = find_streaming(self._model, settings)
-        self._window = self.shape.window(settings)
-        layout = self.shape.kv_layout(settings.block_size, settings.kv_cache_dtype)
-        block_bytes = layout.block_bytes
-        num_blocks = count_pool_blocks(settings, block_bytes, self.device, layout.tail_bytes(settings.max_num_seqs))
-        self.max_model_len = fit_model_len(
-            settings, self.shape.max_context, block_bytes, num_blocks, self._window.most_blocks(settings)
-        )
+        self._groups = groups = self.shape.groups(settings)
+        num_blocks = self._count_blocks()
         self.pool = self._model.new_pool(
-            num_blocks, settings.block_size, settings.kv_cache_dtype, settings.max_num_seqs
+            num_blocks, settings.block_size, settings.kv_cache_dtype, settings.max_num_seqs, groups
         )
         if self._streaming is None:
             self._model.prepare(self.pool, settings.max_num_seqs, self.max_model_len)
         write_back = connect is not None and settings.write == "back"
-        self._blocks = BlockManager(num_blocks, write_back=write_back, on_blank=self.pool.retire)
+        self._blocks = BlockManager(
+            num_blocks, groups=len(groups.groups), write_back=write_back, on_blank=self.pool.retire
+        )
         self._cache = self._connect(connect) if connect is not None else None
         self.announce([Path(model_dir).resolve().name, str(Path(model_dir).resolve())])
-        self._cost = CostModel(settings.block_size, self.namespace.block_bytes)
+        self._cost = CostModel(settings.block_size, self.namespaces[0].block_bytes)
         self._offload = Offload(self._blocks, self._cache, self._cost, settings)
         self._scheduler = Scheduler(self._blocks, self._offload, settings)
         self._sequences: dict[int, list[Sequence]] = {}
         self._next_request_id = 0
         self._prompt_tokens = self._generation_tokens = 0
 
-    def _connect(self, connect: Connect) -> CacheLike:
-        if self.settings.tier_dtype == "auto":
-            return connect(self.namespace, self.pool.blocks)
-        return StagedCache.connect(connect, self.namespace, self.pool, tier_layout(self.shape, self.settings))
+    def _count_blocks(self) -> int:
+        """Blocks of the pool; sets `max_model_len`, which depends on them. Raises ConfigError."""
+        settings, groups = self.settings, self._groups
+        layout = self.shape.kv_layout(settings.block_size, settings.kv_cache_dtype, groups.block_layers)
+        tail_bytes = layout.tail_bytes(settings.max_num_seqs * len(groups.groups))
+        num_blocks = count_pool_blocks(settings, layout.block_bytes, self.device, tail_bytes)
+        self.max_model_len = fit_model_len(
+            settings, self.shape.max_context, layout.block_bytes, num_blocks,
+            lambda tokens: groups.most_blocks(tokens, settings),
+        )  # fmt: skip
+        return num_blocks
+
+    def _connect(self, connect: Connect) -> GroupedCache:
+        layouts = [tier_layout(self.shape, group, self.settings) for group in self._groups.groups]
+        staged = self.settings.tier_dtype != "auto"
+        return connect_groups(connect, self.pool, self.namespaces, layouts, staged=staged)
 
     def announce(self, names: list[str]) -> None:
         """Have the daemon's affinity query know this model by these names."""
         if self._cache is not None:
-            namespaces = [self.namespace.fingerprint()]
+            namespaces = [namespace.fingerprint() for namespace in self.namespaces]
             self._cache.announce([ModelCard(names, self._content, namespaces, self.settings.block_size)])
 
     def add_request(self, prompt: Iterable[int], params: SamplingParams | None = None, priority: int = 0) -> int:
@@ -142,7 +129,7 @@ class Engine:
         request_id = self._next_request_id
         self._next_request_id += 1
         sequence = Sequence(
-            request_id, tokens, params, self.root, self.settings, priority=priority, window=self._window
+            request_id, tokens, params, self.root, self.settings, priority=priority, windows=self._groups.windows
         )
         self._sequences[request_id] = [sequence]
         self._scheduler.add(sequence)
@@ -197,7 +184,7 @@ class Engine:
             self.pool.copy(source, target)
         for order in plan.loads:
             if not self._offload.loads.start(order):
-                self._scheduler.settle_load(LoadResult(order, 0, ended=True))
+                self._scheduler.settle_load(LoadResult.nothing(order, ended=True))
         began_s = time.perf_counter()
         outputs = [output for chunks in plan.passes for output in self._settle(chunks, self._run(chunks))]
         waited = bool(outputs) or self.device.type == "cpu"
@@ -217,15 +204,17 @@ class Engine:
 
     def _run(self, chunks: list[Chunk]) -> torch.Tensor:
         """One forward pass; the logits after each chunk that ends its sequence, `[row, vocabulary]`."""
-        segments: list[Segment] = []
+        segments: list[list[Segment]] = [[] for _ in self._groups.groups]
         tokens: list[int] = []
         rows: list[int] = []
         for sequence, start, end in chunks:
-            segments.append(Segment(len(tokens), start, end, sequence.block_table))
+            for own, table in zip(segments, sequence.tables, strict=True):
+                own.append(Segment(len(tokens), start, end, table.ids))
             tokens += sequence.tokens[start:end]
             if end == len(sequence.tokens):
                 rows.append(len(tokens) - 1)
-        return self._model.forward(Batch(self.pool, segments, streaming=self._streaming), tokens, rows)
+        batch = Batch(self.pool, segments[0], streaming=self._streaming, others=segments[1:])
+        return self._model.forward(batch, tokens, rows)
 
     def _settle(self, chunks: list[Chunk], logits: torch.Tensor) -> list[StepOutput]:
         """Make what a pass computed available: to other sequences, to the cache, to the caller."""
@@ -359,8 +348,9 @@ class Engine:
         for sequence in self._alive:
             owners.update(sequence.held_blocks)
             in_use = sequence.state in (SequenceState.RUNNING, SequenceState.LOADING)
-            assert in_use or not sequence.block_table, f"request {sequence.request_id} waits and holds blocks"
-            assert sequence.computed <= len(sequence.block_table) * self.settings.block_size
+            for table in sequence.tables:
+                assert in_use or not table.ids, f"request {sequence.request_id} waits and holds blocks"
+                assert sequence.computed <= len(table.ids) * self.settings.block_size
         self._scheduler.check_integrity()
         self._blocks.check_integrity(owners)
         self.pool.check_integrity(set(owners))
@@ -369,9 +359,10 @@ class Engine:
         """What goes on now, and counters since the start.
 
         Requests count by their sequences: `running`, `waiting`, `loading`. `kv_cache_usage` is the share of the pool's
-        blocks that are in use. Tokens: `prompt_tokens` and `generation_tokens` served, `prefix_cache_queries` of
-        prompts that entered and `prefix_cache_hits` of them found in the pool, `external_...` the same of the cache
-        for those not found there. Blocks: see `OffloadCounters`. Loads: see `CostModel`.
+        blocks that are in use, whichever groups of layers these hold. Tokens: `prompt_tokens` and `generation_tokens`
+        served, `prefix_cache_queries` of prompts that entered and `prefix_cache_hits` of them found in the pool,
+        `external_...` the same of the cache for those not found there. Blocks: see `OffloadCounters`. Loads: see
+        `CostModel`.
         """
         scheduler, blocks = self._scheduler, self._blocks
         return {

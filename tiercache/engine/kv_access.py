@@ -1,7 +1,7 @@
 """How one forward pass writes K and V into the pool and gathers them for attention, in plain torch.
 
-All index tables are of layer 0: a layer's rows begin at a fixed distance, so that the tables of a pass serve
-every layer. Sequences are read in groups (see `Group`); what is gathered is `[sequence, kv_head, place,
+All index tables are of layer 0 of the blocks: a layer's rows begin at a fixed distance, so that the tables of a pass
+serve every layer in them. Sequences are read in groups (see `Group`); what is gathered is `[sequence, kv_head, place,
 head_dim]`, and `Places.numbers` says which token stands at each place.
 """
 

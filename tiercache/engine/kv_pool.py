@@ -1,7 +1,7 @@
 """The KV pool: the memory that holds K and V, block by block.
 
-One block of all layers is one run of memory, so that moving it is one copy. What is in it depends on the
-layout's format:
+A block has all layers, or all those of one group (see `tiercache.engine.layer_groups`). It is one run of memory, so
+that moving it is one copy. What is in it depends on the layout's format:
 
     raw                 [layer, 2, slot, kv_head, head_dim] in the model's dtype
     fp8_*, int8, int4   a record for each layer (see `tiercache.kernels.kv_formats`)
@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from tiercache.engine.layer_groups import Place
 from tiercache.kernels.kv_formats import BlockFormat
 
 RAW = "raw"
@@ -37,7 +38,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What decides how many bytes a block has and what they mean. `dtype` is the model's.
+    """What decides how many bytes a block has and what they mean. `layers` are those in a block, `dtype` the model's.
 
     Raises ValueError where the format cannot hold such a shape.
     """
@@ -95,18 +96,22 @@ class KVLayout:
 
 
 class KVPool:
-    """Memory for `num_blocks` blocks, and for the tails of `max_tails` sequences where these are not in it.
+    """Memory for `num_blocks` blocks, and for `max_tails` tails where these are not in it: one for each block table.
 
-    To be made outside of inference mode: tensors that are made inside cannot be written from outside.
+    `places` says where each layer of the model is, by default that all of them are in every block. To be made outside
+    of inference mode: tensors that are made inside cannot be written from outside.
 
     Attributes:
         blocks: see `KVLayout.empty`.
         tails: raw `[tail, layer, 2, slot, kv_head, head_dim]`; none with a raw pool. Tail 0 is nobody's, and zero.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, max_tails: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, max_tails: int, device: torch.device, places: Sequence[Place] = ()
+    ) -> None:
         assert not torch.is_inference_mode_enabled()
         self.layout = layout
+        self.places = tuple(places) or tuple(Place(0, layer) for layer in range(layout.layers))
         self.device = device
         self.blocks = layout.empty(num_blocks, device)
         count = 0 if layout.format == RAW else max_tails + 1
@@ -117,7 +122,7 @@ class KVPool:
         self._ended_tails: list[int] = []
 
     def tails_of(self, segments: Sequence[Segment]) -> list[int]:
-        """For one pass, the tail of each segment, 0 where it needs none; to be asked once a pass.
+        """For one pass, the tail of each segment, 0 where it needs none; to be asked once a pass, for all groups.
 
         It holds what is before the segment of a block that was begun, and is to take in what the segment
         leaves in a block that is not full.

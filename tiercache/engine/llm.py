@@ -18,7 +18,8 @@ from typing import Any, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tiercache.engine.engine import Engine, connect_to
+from tiercache.engine.connect import connect_to
+from tiercache.engine.engine import Engine
 from tiercache.engine.prompts import Message, Prompts, load_tokenizer
 from tiercache.engine.sampling import SamplingParams, TokenLogprobs
 from tiercache.engine.settings import EngineSettings

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiercache.engine.blocks import BlockManager
-from tiercache.engine.cache import GuardedCache, MatchLike, TransferLike
+from tiercache.engine.cache import GuardedCache, MatchLike, Part, TransferLike
 from tiercache.engine.cost import CostModel, LoadChoice, Reach
 from tiercache.engine.sequence import Sequence
 from tiercache.engine.settings import EngineSettings
@@ -25,7 +25,7 @@ _MAX_CUTS = 3
 class CacheHit(NamedTuple):
     """What the cache has that a sequence needs, up to block `end` of its chain.
 
-    The match is over the blocks that a sequence needs to go on from there: all but `skipped` of those before it.
+    The match is over the blocks before that, or with sinks those of them that are needed: all but `skipped`.
     """
 
     match: MatchLike
@@ -34,31 +34,47 @@ class CacheHit(NamedTuple):
 
 
 class LoadOrder(NamedTuple):
-    """The blocks of `choice` are to be loaded for a sequence, from what was found."""
+    """The blocks `numbers` of each group are to be loaded for a sequence, from what was found."""
 
     sequence: Sequence
     hit: CacheHit
     choice: LoadChoice
+    numbers: list[list[int]]
 
     @property
-    def numbers(self) -> list[int]:
-        """Which blocks of the chain these are."""
-        return self.sequence.window.needed(self.choice.end)[self.choice.first - self.choice.end :]
+    def in_pool(self) -> int:
+        """Blocks that every group had in the pool."""
+        needed = (len(table.window.needed(self.choice.end)) for table in self.sequence.tables)
+        return min(count - len(numbers) for count, numbers in zip(needed, self.numbers, strict=True))
+
+    def is_own(self, cut: int) -> bool:
+        """Whether no block from block `cut` on is another sequence's too: what was found in the pool is."""
+        return all([*numbers, self.choice.end][0] <= cut for numbers in self.numbers)
+
+    def end_of(self, good_blocks: list[int]) -> int:
+        """Up to where all groups have what they need, if of each so many leading blocks came."""
+        end = self.choice.end
+        return min([*numbers, end][good] for numbers, good in zip(self.numbers, good_blocks, strict=True))
 
 
 class LoadResult(NamedTuple):
-    """`good_blocks` leading blocks of the order are proven good. Unless `ended`, the copies may still run."""
+    """Of each group so many leading blocks of the order are proven good. Unless `ended`, the copies may still run."""
 
     order: LoadOrder
-    good_blocks: int
+    good_blocks: list[int]
     ended: bool
+
+    @classmethod
+    def nothing(cls, order: LoadOrder, *, ended: bool) -> LoadResult:
+        """No block is good."""
+        return cls(order, [0] * len(order.numbers), ended)
 
 
 @dataclass(slots=True)
 class _Load:
     order: LoadOrder
     transfer: TransferLike
-    block_ids: list[int]
+    block_ids: list[int]  # of all groups
     started_s: float
     deadline_s: float
     wanted: bool = True
@@ -80,20 +96,40 @@ class Loads:
         """What the cache has of a sequence, or None. Blocks for one exchange with the daemon, a few with a window."""
         if not self._may_have(sequence):
             return None
-        if sequence.window.size:
-            return self._match_window(sequence)
+        if sequence.has_sinks:
+            return self._match_sinks(sequence)
+        if sequence.windowed:
+            return self._match_windows(sequence)
         match = self._match(sequence.chain.packed(sequence.max_hit_blocks))
         return None if match is None else CacheHit(match, match.blocks)
 
-    def _match_window(self, sequence: Sequence) -> CacheHit | None:
+    def _match_windows(self, sequence: Sequence) -> CacheHit | None:
         """The last cut that may be gone on from of which the cache has all that is needed.
 
-        It keeps such blocks without those before them. Of a list of keys it finds the last place behind a whole
-        window; whether the blocks for a cut are there, it is asked with these alone: sinks and window.
+        It answers the last cut of all before which each group has what it needs. Where that may not be gone on from,
+        what windows need at the edge before it are other blocks, and it is asked again.
         """
+        cut = sequence.usable_hit_blocks(sequence.max_hit_blocks)
+        for _ in range(_MAX_CUTS):
+            match = self._match(sequence.chain.packed(cut)) if cut else None
+            if match is None:
+                return None
+            cut = sequence.usable_hit_blocks(match.blocks)
+            if cut == match.blocks:
+                return CacheHit(match, cut)
+            self._release(match)
+        return None
+
+    def _match_sinks(self, sequence: Sequence) -> CacheHit | None:
+        """As with windows, where the cache is to have sinks too.
+
+        Of a list of keys it finds the last place behind a whole window; whether the blocks for a cut are there, it is
+        asked with these alone: sinks and window.
+        """
+        [table] = sequence.tables
         chain, cut = sequence.chain, sequence.usable_hit_blocks(sequence.max_hit_blocks)
         for _ in range(_MAX_CUTS):
-            numbers = sequence.window.needed(cut)
+            numbers = table.window.needed(cut)
             match = self._match(b"".join(map(chain.key, numbers))) if numbers else None
             if match is None:
                 return None
@@ -124,35 +160,65 @@ class Loads:
 
     def prefetch(self, sequence: Sequence) -> None:
         """Bring what the cache has of a sequence up to DRAM. Blocks for one exchange with the daemon."""
-        # What windows need is never below it.
-        if self._may_have(sequence) and not sequence.window.size:
-            self._cache.ask(lambda cache: cache.prefetch(sequence.chain.packed(sequence.max_hit_blocks)))
+        if not self._may_have(sequence):
+            return
+        chain, cut = sequence.chain, sequence.max_hit_blocks
+        if not sequence.windowed:
+            keys = chain.packed(cut)
+        elif not sequence.has_sinks:
+            keys = chain.packed(sequence.usable_hit_blocks(cut))
+        else:
+            keys = b"".join(map(chain.key, sequence.tables[0].window.needed(sequence.usable_hit_blocks(cut))))
+        self._cache.ask(lambda cache: cache.prefetch(keys))
 
-    def choose(self, sequence: Sequence, hit: CacheHit, kept: int) -> LoadChoice:
-        """What of a hit to load, where a sequence can begin at block `kept` without a load."""
+    def choose(self, sequence: Sequence, hit: CacheHit, kept: int) -> tuple[CacheHit | None, LoadChoice]:
+        """What of a hit to load, where a sequence can begin at block `kept` without a load; and the hit for that."""
         dram_end = hit.end - hit.match.below_blocks
-        ends = {sequence.usable_hit_blocks(end) for end in (dram_end, hit.end)}
+        # With sinks the match is over what is needed before its end, and of no use for another cut.
+        ends = {hit.end} if sequence.has_sinks else {dram_end, hit.end}
         queue_s = sum(load.order.choice.load_s for load in self._loads)
-        return self._cost.choose(kept, [self._reach(sequence, end) for end in ends], dram_end, queue_s)
+        reaches = [self._reach(sequence, sequence.usable_hit_blocks(end), dram_end) for end in ends]
+        choice = self._cost.choose(kept, reaches, queue_s)
+        if not (sequence.windowed and choice.blocks and choice.end < hit.end):
+            return hit, choice
+        # Before the shorter cut windows need other blocks, which are not under the lease.
+        self._release(hit.match)
+        match = self._match(sequence.chain.packed(choice.end))
+        if match is None or match.blocks < choice.end or match.below_blocks:
+            choice = LoadChoice(kept)
+        return None if match is None else CacheHit(match, match.blocks), choice
 
-    def _reach(self, sequence: Sequence, end: int) -> Reach:
-        """The load that ends at block `end`: it begins behind what the pool has of what is needed."""
-        numbers = sequence.window.needed(end)
-        return Reach(end, end - len(numbers) + len(self._blocks.find(sequence.chain, numbers)))
+    def _reach(self, sequence: Sequence, end: int, dram_end: int) -> Reach:
+        """The load that ends at block `end`: what the pool lacks of what is needed there."""
+        missing = [number for numbers in self.missing(sequence, end) for number in numbers]
+        below = sum(number >= dram_end for number in missing)
+        return Reach(end, len(missing) - below, below)
+
+    def missing(self, sequence: Sequence, end: int) -> list[list[int]]:
+        """What a load that ends at block `end` brings to each group: what is needed behind what the pool has of it."""
+        missing = []
+        for group, table in enumerate(sequence.tables):
+            numbers = table.window.needed(end)
+            missing.append(numbers[len(self._blocks.find(sequence.chain, numbers, group)) :])
+        return missing
 
     # --- loading
 
     def start(self, order: LoadOrder) -> bool:
         """Begin a load into the sequence's blocks; False (and no load) if the cache refused it."""
-        match, first = order.hit.match, order.choice.first - order.hit.skipped
-        block_ids = [order.sequence.block_table[number] for number in order.numbers]
-        patience_s = min(self._cost.patience_s(order.choice), self._settings.load_timeout_s)
-        transfer = self._cache.ask(
-            lambda cache: cache.load_async(match, block_ids, first=first, timeout_s=patience_s)
-        )
+        sequence, hit, choice, each = order
+        begin = choice.end - hit.skipped
+        parts = [
+            Part(begin - len(numbers), [table.ids[number] for number in numbers])
+            for table, numbers in zip(sequence.tables, each, strict=True)
+        ]
+        patience_s = min(self._cost.patience_s(choice), self._settings.load_timeout_s)
+        keys = sequence.chain.packed(choice.end)
+        transfer = self._cache.ask(lambda cache: cache.load_async(hit.match, keys, parts, timeout_s=patience_s))
         if transfer is None:
-            self._release(match)
+            self._release(hit.match)
             return False
+        block_ids = [block_id for part in parts for block_id in part.block_ids]
         self._blocks.hold(block_ids)
         now_s = time.monotonic()
         self._loads.append(_Load(order, transfer, block_ids, now_s, now_s + patience_s))
@@ -180,17 +246,18 @@ class Loads:
                 load.transfer.cancel()
                 self._cache.counters.loads_given_up_count += 1
                 self._cost.note_given_up(load.order.choice, now_s - load.started_s)
-                results.append(LoadResult(load.order, 0, ended=False))
+                results.append(LoadResult.nothing(load.order, ended=False))
         return results
 
-    def _finish(self, load: _Load) -> int:
-        choice, transfer, count = load.order.choice, load.transfer, len(load.block_ids)
-        good = min(self._cache.ask(lambda _: int(transfer.result(0))) or 0, count)
-        note = self._cost.note_load if good == count else self._cost.note_miss
+    def _finish(self, load: _Load) -> list[int]:
+        choice, transfer, counts = load.order.choice, load.transfer, [len(numbers) for numbers in load.order.numbers]
+        answer: list[int] = self._cache.ask(lambda _: transfer.result(0)) or [0] * len(counts)
+        good_blocks = [min(good, count) for good, count in zip(answer, counts, strict=True)]
+        note = self._cost.note_load if good_blocks == counts else self._cost.note_miss
         note(choice, transfer.ended_s - transfer.began_s, transfer.ended_s - load.started_s)
-        self._cache.counters.loaded += good
-        self._cache.counters.load_misses += count - good
-        return good
+        self._cache.counters.loaded += sum(good_blocks)
+        self._cache.counters.load_misses += sum(counts) - sum(good_blocks)
+        return good_blocks
 
     @property
     def transfers(self) -> list[TransferLike]:

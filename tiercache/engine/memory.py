@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
+
 import torch
 
 from tiercache.arena import available_bytes
@@ -46,24 +49,31 @@ def count_pool_blocks(
 
 
 def fit_model_len(
-    settings: EngineSettings, allowed: int, block_bytes: int, num_blocks: int, most_blocks: int | None = None
+    settings: EngineSettings, allowed: int, block_bytes: int, num_blocks: int, most_blocks: Callable[[int], int]
 ) -> int:
     """The longest sequence that is served: what the model allows, or less if the pool holds less.
 
-    `most_blocks` are what a sequence of any length holds, if there is such a limit. Raises ConfigError when the pool
-    does not hold `max_model_len`, which the settings ask for.
+    `most_blocks` tells how many blocks a sequence of so many tokens holds at most. Raises ConfigError when the pool
+    does not hold `max_model_len`, which the settings ask for, or no sequence at all.
     """
-    capacity = num_blocks * settings.block_size
-    if most_blocks is not None and most_blocks <= num_blocks:
+    if most_blocks(allowed) <= num_blocks:
         return allowed
-    if settings.max_model_len <= capacity:
-        return min(allowed, capacity)
-    needed = -(-settings.max_model_len // settings.block_size)
-    needed = needed if most_blocks is None else min(needed, most_blocks)
-    size = str(needed) if settings.pool_blocks else f"{-(-needed * block_bytes // _MIB)}MiB"
+    size = settings.block_size
+    lengths = range(size, allowed + size, size)
+    capacity = bisect_right(lengths, num_blocks, key=most_blocks) * size
+    if 0 < capacity >= settings.max_model_len:
+        return capacity
+    needed = most_blocks(max(settings.max_model_len, 1))
+    wanted = str(needed) if settings.pool_blocks else f"{-(-needed * block_bytes // _MIB)}MiB"
+    raising = f"raise {pool_setting(settings)} to {wanted}"
+    if not capacity:
+        raise ConfigError(
+            f"the KV pool has {num_blocks} blocks, and a sequence of one token takes {most_blocks(1)}, one for each "
+            f"group of layers: {raising}"
+        )
     raise ConfigError(
         f"max_model_len is {settings.max_model_len} and the KV pool holds {capacity} tokens: set max_model_len to "
-        f"{capacity} at most, or raise {pool_setting(settings)} to {size}"
+        f"{capacity} at most, or {raising}"
     )
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face decoder folder: what it is, what its KV is called, and how it is run."""
+"""A Hugging Face decoder folder: what it is, and how it is run."""
 
 from __future__ import annotations
 
@@ -12,21 +12,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from tiercache.engine import attention
-from tiercache.engine.kv_pool import ALIASES, RAW, KVLayout, KVPool, Segment
+from tiercache.engine.grouped_pass import GroupedPass
+from tiercache.engine.kv_pool import ALIASES, KVLayout, KVPool, Segment
+from tiercache.engine.layer_groups import LayerGroups, group_layers
 from tiercache.engine.packed_linear import can_pack, pack_linears
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.streaming import longest_sequence
-from tiercache.engine.window import Window
 from tiercache.errors import ConfigError, ModelRefused
-from tiercache.keys import content_id, fingerprint_files, salted_root
-from tiercache.layout import NamespaceSpec
 
 if TYPE_CHECKING:
     from tiercache.engine.decode_graphs import DecodeGraphs
 
-ENGINE_NAME = "tiercache/1"
-BLOCK_LAYOUT = "layer,2,slot,kv_head,head_dim"
-RECORD_LAYOUT = "layer,record"
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 # These compute the angles of a token from how long its sequence has become, so that its K has
 # no fixed value. Below the length they were trained for they are constant.
@@ -46,18 +42,15 @@ class ModelShape:
     windows: tuple[int, ...]
     eos_token_ids: frozenset[int]
 
-    def window(self, settings: EngineSettings) -> Window:
-        """What sequences must keep: all, unless every layer has a window that is shorter than they may be."""
-        windows = [window or settings.attention_window for window in self.windows]
-        if not all(windows) or max(windows) >= self.max_context:
-            return Window(settings.block_size)
-        return Window(settings.block_size, max(windows), settings.sink_tokens)
+    def groups(self, settings: EngineSettings) -> LayerGroups:
+        """Which layers share blocks, and what sequences must keep of each group."""
+        return group_layers(self.windows, self.max_context, settings)
 
-    def kv_layout(self, block_size: int, name: str = "auto") -> KVLayout:
-        """How blocks are kept, by a name as in `kv_cache_dtype`. Raises ConfigError."""
+    def kv_layout(self, block_size: int, name: str = "auto", layers: int = 0) -> KVLayout:
+        """How blocks of so many layers (0: all) are kept, by a name as in `kv_cache_dtype`. Raises ConfigError."""
         name = ALIASES.get(name, name)
         try:
-            return KVLayout(self.layers, block_size, self.kv_heads, self.head_dim, self.dtype, name)
+            return KVLayout(layers or self.layers, block_size, self.kv_heads, self.head_dim, self.dtype, name)
         except ValueError as error:
             raise ConfigError(f"this model's KV cannot be kept as {name}: {error}") from error
 
@@ -158,65 +151,6 @@ def _eos_token_ids(model_dir: str | Path, config: Any) -> frozenset[int]:
     return frozenset([eos] if isinstance(eos, int) else eos)
 
 
-def describe_model(
-    model_dir: str | Path, settings: EngineSettings | None = None, *, epoch: int = 0
-) -> tuple[NamespaceSpec, bytes]:
-    """The namespace of a model's blocks and the root key of its chains: `identify_model`, and the salt."""
-    settings = settings or EngineSettings()
-    namespace, content = identify_model(model_dir, settings, epoch=epoch)
-    return namespace, salted_root(content, settings.salt)
-
-
-def identify_model(
-    model_dir: str | Path, settings: EngineSettings, *, epoch: int = 0
-) -> tuple[NamespaceSpec, bytes]:
-    """The namespace of a model's blocks and the `content_id` of what computes them.
-
-    Reads config.json and every byte of the weights, at the speed of the disk. With `exact`, what computes is
-    part of the namespace: torch's version and the device. Raises ModelRefused and ConfigError.
-    """
-    shape = read_shape(model_dir, settings)
-    layout, window = tier_layout(shape, settings), shape.window(settings)
-    namespace = NamespaceSpec(
-        engine=ENGINE_NAME,
-        layout=BLOCK_LAYOUT if layout.format == RAW else RECORD_LAYOUT,
-        dtype=str(shape.dtype).removeprefix("torch."),
-        block_size=settings.block_size,
-        block_bytes=layout.block_bytes,
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        group="window" if window.size else "full",
-        quantization="none" if layout.format == RAW else layout.format,
-        window_blocks=window.blocks,
-        extra=_arithmetic(settings, shape.dtype) if settings.exact else {},
-    )
-    if problem := namespace.problem():
-        raise ConfigError(f"{problem}; change block_size")
-    content = fingerprint_files([*weight_files(model_dir), Path(model_dir) / "config.json"])
-    # Exact reuse needs an equal split of the prefill, which the chunk size decides.
-    split = f"{settings.chunk_size}" if settings.exact else "any"
-    parts = [("split", split)]
-    if settings.attention_window:
-        # What a token sees decides its K and V in all layers but the first.
-        parts.append(("attention", f"{settings.attention_window} after {settings.sink_tokens}"))
-    return namespace, content_id(content, epoch=epoch, extra=parts)
-
-
-def tier_layout(shape: ModelShape, settings: EngineSettings) -> KVLayout:
-    """How the cache's tiers keep blocks. Raises ConfigError."""
-    name = settings.kv_cache_dtype if settings.tier_dtype == "auto" else settings.tier_dtype
-    return shape.kv_layout(settings.block_size, name)
-
-
-def _arithmetic(settings: EngineSettings, dtype: torch.dtype) -> dict[str, str]:
-    """What decides the last bits of a result: blocks computed by something else are not equal to ours."""
-    device = choose_device(settings.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    linear = "packed" if can_pack(dtype, device) else "plain"
-    return {"torch": str(torch.__version__), "device": f"{device.type} {name}", "linear": linear}
-
-
 def choose_device(wanted: str) -> torch.device:
     """`auto`, `cpu` or `cuda` as a device. Raises ConfigError for CUDA where there is none."""
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -253,10 +187,20 @@ class HostedModel:
         self._graphs: DecodeGraphs | None = None
 
     def new_pool(
-        self, num_blocks: int, block_size: int, kv_cache_dtype: str = "auto", max_sequences: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        kv_cache_dtype: str = "auto",
+        max_sequences: int = 0,
+        groups: LayerGroups | None = None,
     ) -> KVPool:
-        """Zeroed KV memory; with tails for `max_sequences`, where blocks are quantised. See `KVPool`."""
-        return KVPool(self.shape.kv_layout(block_size, kv_cache_dtype), num_blocks, max_sequences, self.device)
+        """Zeroed KV memory; with tails for `max_sequences`, where blocks are quantised. See `KVPool`.
+
+        Blocks have all layers, or those of one of `groups`.
+        """
+        layers, count, places = (groups.block_layers, len(groups.groups), groups.places) if groups else (0, 1, ())
+        layout = self.shape.kv_layout(block_size, kv_cache_dtype, layers)
+        return KVPool(layout, num_blocks, max_sequences * count, self.device, places)
 
     def forward(self, batch: attention.Batch, tokens: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
         """Run `tokens` of `batch`; returns the logits after the tokens at `rows`, `[row, vocabulary]`.
@@ -292,6 +236,8 @@ class HostedModel:
 
             size = pool.layout.block_size
             segments = [Segment(0, 0, size, [0])]
-            work = KernelPass(pool, segments, every_kernel=True)
+            # All groups write into one block: what is in it, nobody reads.
+            parts = [KernelPass(pool, segments, every_kernel=True) for _ in {place.group for place in pool.places}]
+            work = parts[0] if len(parts) == 1 else GroupedPass(parts, pool.places)
             self.forward(attention.Batch(pool, segments, work), [0] * size, [])
             self._graphs = DecodeGraphs(self._run, max_sequences, longest)

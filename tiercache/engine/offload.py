@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict
 
 from tiercache.engine.blocks import BlockManager
-from tiercache.engine.cache import CacheLike, GuardedCache
+from tiercache.engine.cache import GroupsLike, GuardedCache
 from tiercache.engine.cost import CostModel
 from tiercache.engine.loads import LoadResult, Loads
 from tiercache.engine.settings import EngineSettings
@@ -20,7 +20,7 @@ class Offload:
     """Loads and stores of one engine. Without a `cache` everything is a miss and nothing is stored."""
 
     def __init__(
-        self, blocks: BlockManager, cache: CacheLike | None, cost: CostModel, settings: EngineSettings
+        self, blocks: BlockManager, cache: GroupsLike | None, cost: CostModel, settings: EngineSettings
     ) -> None:
         self._blocks = blocks
         self._cache = GuardedCache(cache)

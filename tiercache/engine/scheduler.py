@@ -13,10 +13,12 @@ import time
 from bisect import insort
 from dataclasses import dataclass
 
+from tiercache.engine.block_table import BlockTable
 from tiercache.engine.blocks import BlockManager
 from tiercache.engine.cost import LoadChoice
 from tiercache.engine.loads import LoadOrder, LoadResult
 from tiercache.engine.offload import Offload
+from tiercache.engine.placement import Placement
 from tiercache.engine.sequence import Rank, Sequence, SequenceState
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.step_plan import BlockCopy, Chunk, StepPlan, next_chunks, pack
@@ -54,6 +56,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.counters = SchedulerCounters()
         self._blocks = blocks
+        self._placement = Placement(blocks, settings)
         self._offload = offload
         self._settings = settings
 
@@ -88,13 +91,14 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Make room for the next step; False if the sequence sits that out (or was preempted)."""
-        table, tail = sequence.block_table, sequence.full_blocks
-        shared = not sequence.prefilling and tail < len(table) and self._blocks.references(table[tail]) > 1
-        keep = tail if shared else len(table)
-        count = sequence.blocks_due - keep
-        if count <= 0:
+        tables = sequence.tables
+        keeps = [self._own_blocks(sequence, table) for table in tables]
+        counts = [max(0, sequence.blocks_due(table) - keep) for table, keep in zip(tables, keeps, strict=True)]
+        count = sum(counts)
+        if not count:
             return True
-        while (taken := self._blocks.allocate(count, after=table[keep - 1] if keep else None)) is None:
+        ends = [table.ids[keep - 1] if keep else None for table, keep in zip(tables, keeps, strict=True)]
+        while (taken := self._blocks.allocate_each(counts, ends)) is None:
             if self._waits_for_room(sequence, count):
                 return False
             victim = max((*self.running, *self.loading), key=_rank)
@@ -102,13 +106,21 @@ class Scheduler:
             if victim is sequence:
                 return False
         sequence.short_since_s = None
-        if shared:
-            # Forks write their own tokens behind a prompt that ends within a block: each into a copy.
-            [old] = sequence.take_blocks(keep=tail)
-            self._blocks.release([old])
-            plan.copies.append(BlockCopy(old, taken[0]))
-        sequence.block_table += taken
+        for table, keep, new in zip(tables, keeps, taken, strict=True):
+            for old in table.take(keep):
+                self._blocks.release([old])
+                plan.copies.append(BlockCopy(old, new[0]))
+            table.ids += new
         return True
+
+    def _own_blocks(self, sequence: Sequence, table: BlockTable) -> int:
+        """The leading blocks of a table that stay: all, unless what is written next is in a block of others too.
+
+        Forks write their own tokens behind a prompt that ends within a block: each into a copy.
+        """
+        tail = sequence.full_blocks
+        shared = not sequence.prefilling and tail < len(table.ids) and self._blocks.references(table.ids[tail]) > 1
+        return tail if shared else len(table.ids)
 
     def _waits_for_room(self, sequence: Sequence, count: int) -> bool:
         """Whether transfers are about to free blocks, of which `count` are wanted. Not for ever: a copy may hang."""
@@ -135,7 +147,8 @@ class Scheduler:
         """Whether loading what is not stored yet should take less than computing it again."""
         first, end = victim.stored_blocks, victim.keyed_full_blocks()
         size, cost = self._settings.block_size, self._offload.cost
-        count = sum(len(block_ids) for _, block_ids in victim.held_runs(first, end))
+        runs = (run for table in victim.tables for run in table.held_runs(first, end))
+        count = sum(len(block_ids) for _, block_ids in runs)
         return cost.load_s(count, 0) < cost.prefill_s(first * size, end * size)
 
     def _give_back(self, sequence: Sequence) -> None:
@@ -148,7 +161,7 @@ class Scheduler:
         """Chunks that fit into the budget, for each sequence that gets any."""
         planned: list[list[Chunk]] = []
         for sequence in sorted(self.running, key=_rank):
-            if not sequence.prefilling or len(sequence.block_table) < sequence.blocks_due:
+            if not sequence.prefilling or not sequence.has_room:
                 continue
             left = len(sequence.tokens) - sequence.computed
             if self._settings.enable_chunked_prefill:
@@ -163,13 +176,14 @@ class Scheduler:
     def register_full_blocks(self, sequence: Sequence) -> None:
         """Put what was computed into the prefix cache of the pool."""
         full = sequence.keyed_full_blocks()
-        for first, block_ids in sequence.held_runs(sequence.registered_blocks, full):
-            for index, block_id in enumerate(block_ids, first):
-                self._blocks.register(block_id, sequence.chain, index)
+        for group, table in enumerate(sequence.tables):
+            for first, block_ids in table.held_runs(sequence.registered_blocks, full):
+                for index, block_id in enumerate(block_ids, first):
+                    self._blocks.register(block_id, sequence.chain, index, group)
         sequence.registered_blocks = max(sequence.registered_blocks, full)
 
     def release_unseen(self, sequence: Sequence) -> None:
-        """Give back the blocks that have left the window of a sequence."""
+        """Give back the blocks that have left a window of a sequence."""
         self._blocks.release(sequence.take_unseen())
 
     def fork(self, sequence: Sequence) -> list[Sequence]:
@@ -192,25 +206,12 @@ class Scheduler:
             )
             if 1 + sequence.forks_due > room or ahead >= budget:
                 return
-            found = self._find(sequence)
+            found = self._placement.find(sequence)
             if found < sequence.max_hit_blocks and self._is_coming(sequence.chain.key(found), found):
                 continue
             if not self._place(sequence, found, plan):
                 return
             room -= 1 + sequence.forks_due
-
-    def _find(self, sequence: Sequence) -> int:
-        """At which block of its chain a sequence can begin with what the pool has, not yet rounded to an edge."""
-        chain, cut = sequence.chain, sequence.max_hit_blocks
-        if not sequence.window.size:
-            return len(self._blocks.find(chain, range(cut)))
-        while cut := sequence.usable_hit_blocks(cut):
-            numbers = sequence.window.needed(cut)
-            missing = next((one for one in reversed(numbers) if self._blocks.block_of(chain.key(one)) is None), None)
-            if missing is None:
-                break
-            cut = missing  # all cuts between need it too
-        return cut
 
     def _is_coming(self, key: bytes, index: int) -> bool:
         """Whether another sequence is loading or computing block `index` of the same chain."""
@@ -226,39 +227,28 @@ class Scheduler:
         # First whether there is room at all: a match asks the cache and takes a lease there.
         if not self._has_room(sequence, kept):
             return False
-        hit, choice = None, LoadChoice(kept, kept)
+        hit, choice = None, LoadChoice(kept)
         if found < sequence.max_hit_blocks and not sequence.skip_external:
             hit = self._offload.loads.match(sequence)
         if hit is not None:
-            choice = self._offload.loads.choose(sequence, hit, kept)
-        numbers = sequence.window.needed(choice.end)
-        held = self._blocks.find(sequence.chain, numbers[: len(numbers) - (choice.end - choice.first)])
-        self._blocks.hold(held)
-        new = self._blocks.allocate(sequence.blocks_to_begin(choice.end) - len(held), after=held[-1] if held else None)
-        assert new is not None, "there was room for whatever is loaded"
+            hit, choice = self._offload.loads.choose(sequence, hit, kept)
+        missing = self._offload.loads.missing(sequence, choice.end)
         self.waiting.remove(sequence)
-        sequence.begin(choice.end, [*held, *new])
+        self._placement.take_blocks(sequence, choice.end)
         sequence.registered_blocks = min(found, choice.end)
-        # What is in the pool may not be in the cache: the cache was away, or has lost it.
-        sequence.stored_blocks = [*numbers, choice.end][self._blocks.stored_run(held)]
-        if hit is not None and choice.end > choice.first:
+        if hit is not None and choice.blocks:
             sequence.state = SequenceState.LOADING
             self.loading.append(sequence)
-            plan.loads.append(LoadOrder(sequence, hit, choice))
+            plan.loads.append(LoadOrder(sequence, hit, choice, missing))
         else:
             self._offload.loads.give_up(hit)
             self._enter(sequence, kept, kept)
         return True
 
     def _has_room(self, sequence: Sequence, kept: int) -> bool:
-        if sequence.window.first_block(sequence.max_hit_blocks * self._settings.block_size):
-            needed = sequence.most_blocks  # a load that goes further than the pool may need other blocks
-        else:
-            # One that goes further needs the same and more, and so takes fewer new ones, never more.
-            held = self._blocks.find(sequence.chain, range(kept))
-            needed = sequence.blocks_to_begin(kept) - len(held) + sum(map(self._blocks.is_clean, held))
-        # One block for the growth of each running sequence, else admission would only cause preemption.
-        needed += len(self.running)
+        needed = self._placement.new_blocks(sequence, kept)
+        # One block for the growth of each table of each running sequence, else admission would only cause preemption.
+        needed += len(self.running) * len(sequence.tables)
         if needed <= self._blocks.clean_count:
             return True
         self._offload.stores.ask_for(needed)
@@ -285,21 +275,21 @@ class Scheduler:
     def settle_load(self, result: LoadResult) -> None:
         """A load has ended, well or not, or was given up: what is missing is computed."""
         order, good_blocks, ended = result
-        sequence, choice = order.sequence, order.choice
+        sequence = order.sequence
         self.loading.remove(sequence)
-        numbers = order.numbers
-        usable = sequence.usable_hit_blocks([*numbers, choice.end][good_blocks])
-        if not ended or usable < choice.first or not sequence.can_go_on_from(usable):
+        usable = sequence.usable_hit_blocks(order.end_of(good_blocks))
+        if not ended or not order.is_own(usable) or not sequence.can_go_on_from(usable):
             # Its blocks are not its own to compute into: the copies still run, or others read them.
             self._give_back(sequence)
             sequence.skip_external = True
             return
-        for number in numbers[:good_blocks]:
-            if number < usable:
-                self._blocks.register(sequence.block_table[number], sequence.chain, number, stored=True)
+        for group, (numbers, good) in enumerate(zip(order.numbers, good_blocks, strict=True)):
+            for number in numbers[:good]:
+                if number < usable:
+                    block_id = sequence.tables[group].ids[number]
+                    self._blocks.register(block_id, sequence.chain, number, group, stored=True)
         sequence.registered_blocks = sequence.stored_blocks = usable
-        in_pool = len(sequence.window.needed(choice.end)) - len(numbers)
-        self._enter(sequence, in_pool, usable)
+        self._enter(sequence, order.in_pool, usable)
 
     def _prefetch(self) -> None:
         """Bring prefixes up to DRAM while their sequences wait for room."""
@@ -328,8 +318,9 @@ class Scheduler:
         for state, queue in queues.items():
             for sequence in queue:
                 assert sequence.state is state, f"request {sequence.request_id} is {sequence.state} and queued {state}"
-                held, most = len(sequence.held_blocks), sequence.window.most_blocks(self._settings)
-                assert most is None or held <= most, f"request {sequence.request_id} holds {held} of {most} blocks"
+                for table in sequence.tables:
+                    held, most = len(table.held), table.window.most_blocks(self._settings)
+                    assert most is None or held <= most, f"request {sequence.request_id} holds {held} of {most} blocks"
         assert sorted(self.waiting, key=_rank) == self.waiting, "the queue is out of order"
         seats = sum(1 + sequence.forks_due for sequence in (*self.loading, *self.running))
         assert seats <= self._settings.max_num_seqs, f"{seats} sequences hold blocks"

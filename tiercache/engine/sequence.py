@@ -21,25 +21,25 @@ not found again is computed in the same chunks, and its keys are thrown away: th
 quantised pool what a token sees of its own block depends on the split: raw, or as that is once it is full. So
 generated tokens are computed again in chunks in which each sees what it saw when it was decoded.
 
-With a window (see `tiercache.engine.window`) a sequence gives back the blocks that no later token sees, and has
-`NO_BLOCK` in their places.
+It has a block table for each group of layers (see `tiercache.engine.layer_groups`). With a window (see
+`tiercache.engine.window`) it gives back the blocks that no later token sees.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import secrets
 import time
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
+from tiercache.engine.block_table import NO_BLOCK, BlockTable
 from tiercache.engine.sampling import Sampler, SamplingParams
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.window import Window
 from tiercache.keys import KeyChain
-
-NO_BLOCK = -1
-"""In a block table: the block has left the window. Whoever read it would read no other's block."""
 
 
 class SequenceState(enum.Enum):
@@ -67,8 +67,8 @@ class _Span(NamedTuple):
 class Sequence:
     """Tokens, blocks and progress of one of the `n` sequences of a request. It owns its derived counts.
 
-    Block i of `block_table` holds tokens `[i * block_size, (i + 1) * block_size)`; the sequence has
-    one reference on each. `window` is everything unless given.
+    It has a table of blocks for each group of layers, whose windows are `windows`: one that sees everything unless
+    given.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Sequence:
         *,
         priority: int = 0,
         index: int = 0,
-        window: Window | None = None,
+        windows: SequenceOf[Window] = (),
     ) -> None:
         if index and params.seed is not None:
             params = dataclasses.replace(params, seed=params.seed + index)
@@ -89,7 +89,9 @@ class Sequence:
         self.tokens = prompt
         self.prompt_count = len(prompt)
         self.params = params
-        self.window = window or Window(settings.block_size)
+        self.tables = [BlockTable(window) for window in windows or [Window(settings.block_size)]]
+        self.windowed = any(table.window.size for table in self.tables)
+        self.has_sinks = any(table.window.sinks for table in self.tables)
         self.sampler = Sampler(params, prompt)
         self.state = SequenceState.WAITING
         self.forks_due = params.n - 1 if index == 0 else 0
@@ -114,8 +116,8 @@ class Sequence:
 
         The blocks must have been given back before.
         """
-        self.block_table: list[int] = []
-        self._left_blocks = 0
+        for table in self.tables:
+            table.clear()
         self.computed = 0
         self.registered_blocks = 0
         self.stored_blocks = 0
@@ -129,13 +131,13 @@ class Sequence:
         rank, prompt = self.rank, list(self.tokens)
         other = Sequence(
             rank.request_id, prompt, self.params, self._root, self._settings, priority=rank.priority, index=index,
-            window=self.window,
+            windows=[table.window for table in self.tables],
         )  # fmt: skip
         other.state, other.entered = self.state, True
         other.arrived_s = self.arrived_s
         other.pool_hit_tokens, other.external_hit_tokens = self.pool_hit_tokens, self.external_hit_tokens
-        other.block_table = list(self.block_table)
-        other._left_blocks, other.computed = self._left_blocks, self.computed
+        other.tables = [table.fork() for table in self.tables]
+        other.computed = self.computed
         other.registered_blocks, other.stored_blocks = self.registered_blocks, self.stored_blocks
         return other
 
@@ -246,68 +248,50 @@ class Sequence:
 
     @property
     def full_blocks(self) -> int:
-        """Blocks of `block_table` whose every slot has been computed or loaded."""
+        """Blocks of each table whose every slot has been computed or loaded."""
         return self.computed // self._settings.block_size
 
     @property
     def held_blocks(self) -> list[int]:
-        """The blocks of `block_table` that have not left the window."""
-        return [block_id for block_id in self.block_table if block_id != NO_BLOCK]
-
-    def held_runs(self, first: int, end: int) -> list[tuple[int, list[int]]]:
-        """What is held of the blocks `[first, end)`: runs of them, each with the number of its first block."""
-        runs: list[tuple[int, list[int]]] = []
-        for number in range(first, end):
-            if self.block_table[number] == NO_BLOCK:
-                continue
-            if not runs or self.block_table[number - 1] == NO_BLOCK:
-                runs.append((number, []))
-            runs[-1][1].append(self.block_table[number])
-        return runs
+        """The blocks of all tables that have not left a window."""
+        return [block_id for table in self.tables for block_id in table.held]
 
     @property
     def most_blocks(self) -> int:
         """The most blocks that it holds before it decodes: for all its tokens, or a window and what a step computes."""
-        whole, most = self._blocks_for(len(self.tokens)), self.window.most_blocks(self._settings)
-        return whole if most is None else min(whole, most)
+        return sum(table.window.most_blocks_of(len(self.tokens), self._settings) for table in self.tables)
 
-    @property
-    def blocks_due(self) -> int:
-        """Blocks that its table must reach for the next step."""
+    def blocks_due(self, table: BlockTable) -> int:
+        """Blocks that a table of it must reach for the next step."""
         if not self.prefilling:
             return self.full_blocks + 1
-        bounded = self.window.most_blocks(self._settings) is not None
+        bounded = table.window.most_blocks(self._settings) is not None
         ahead = self.computed + self._settings.step_tokens if bounded else len(self.tokens)
         return self._blocks_for(min(ahead, len(self.tokens)))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether all tables reach as far as the next step goes."""
+        return all(len(table.ids) >= self.blocks_due(table) for table in self.tables)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._settings.block_size)
 
-    def blocks_to_begin(self, cut: int) -> int:
-        """Blocks to have when it begins at block `cut`, those that it needs from before the cut among them."""
-        gone = cut - len(self.window.needed(cut))
-        return min(self.most_blocks, self._blocks_for(len(self.tokens)) - gone)
-
-    def begin(self, cut: int, block_ids: list[int]) -> None:
-        """Take `blocks_to_begin(cut)` blocks as the table."""
-        self._left_blocks = self.window.first_block(cut * self._settings.block_size)
-        kept = min(self.window.sink_blocks, self._left_blocks)
-        self.block_table = [*block_ids[:kept], *[NO_BLOCK] * (self._left_blocks - kept), *block_ids[kept:]]
+    def blocks_to_begin(self, window: Window, cut: int) -> int:
+        """Blocks to have in a table when it begins at block `cut`, those that it needs from before that among them."""
+        gone = cut - len(window.needed(cut))
+        whole = self._blocks_for(len(self.tokens))
+        return min(window.most_blocks_of(len(self.tokens), self._settings), whole - gone)
 
     def can_go_on_from(self, cut: int) -> bool:
-        """Whether its table has all blocks that are needed to go on from block `cut`."""
-        return self.window.first_block(cut * self._settings.block_size) >= self._left_blocks
+        """Whether its tables have all blocks that are needed to go on from block `cut`."""
+        return all(table.can_go_on_from(cut) for table in self.tables)
 
-    def take_blocks(self, keep: int = 0) -> list[int]:
-        """Remove and return the blocks from `keep` on, for the caller to give back."""
-        taken = [block_id for block_id in self.block_table[keep:] if block_id != NO_BLOCK]
-        del self.block_table[keep:]
-        return taken
+    def take_blocks(self) -> list[int]:
+        """Remove and return all blocks, for the caller to give back: those of the same tokens together."""
+        columns = itertools.zip_longest(*(table.take(0) for table in self.tables), fillvalue=NO_BLOCK)
+        return [block_id for column in columns for block_id in column if block_id != NO_BLOCK]
 
     def take_unseen(self) -> list[int]:
-        """Remove and return the blocks that have left the window, for the caller to give back."""
-        first = max(self._left_blocks, self.window.sink_blocks)
-        self._left_blocks = self.window.first_block(self.computed)
-        taken = self.block_table[first : self._left_blocks]
-        self.block_table[first : first + len(taken)] = [NO_BLOCK] * len(taken)
-        return taken
+        """Remove and return the blocks that have left a window, for the caller to give back."""
+        return [block_id for table in self.tables for block_id in table.take_unseen(self.computed)]

@@ -53,7 +53,8 @@ class EngineSettings:
             their own keep it.
         attention_sinks: with `attention_window`, first tokens that stay visible; rounded up to whole blocks.
         chunk_size: tokens of a prefill chunk; chunk edges are its absolute multiples.
-        pool_blocks: size of the KV pool in blocks; not 0, it stands in for `kv_cache_memory`.
+        pool_blocks: size of the KV pool in blocks; not 0, it stands in for `kv_cache_memory`. Of a model that mixes
+            windowed and full attention a block has the layers of one group (see `tiercache.engine.layer_groups`).
         device: `auto` takes CUDA where there is one.
         exact: blocks are reused only where the reuse cannot change one bit of the result (see
             `tiercache.engine.sequence`). Off: every full block with equal tokens is reused, those

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from tiercache.engine.blocks import BlockManager
+from tiercache.engine.blocks import BlockManager, Origin
 from tiercache.engine.cache import GuardedCache, TransferLike
 from tiercache.engine.sequence import Sequence
 from tiercache.engine.settings import EngineSettings
-from tiercache.keys import KeyChain
 
 
 @dataclass(slots=True)
 class _Store:
     transfer: TransferLike
-    chain: KeyChain
-    first: int
+    origin: Origin  # of the first block
     block_ids: list[int]
     sequence: Sequence | None = None
 
@@ -46,8 +44,9 @@ class Stores:
         if len(self._stores) >= self._settings.max_stores or not self._cache.available:
             return
         sequence.stored_blocks = end
-        for number, block_ids in sequence.held_runs(first, end):
-            self._start(sequence.chain, number, block_ids, sequence)
+        for group, table in enumerate(sequence.tables):
+            for number, block_ids in table.held_runs(first, end):
+                self._start(Origin(sequence.chain, number, group), block_ids, sequence)
 
     # --- write-back
 
@@ -63,7 +62,7 @@ class Stores:
             for origin, block_ids in self._blocks.dirty_blocks(short):
                 if len(self._stores) >= self._settings.max_stores:
                     break
-                self._start(origin.chain, origin.number, block_ids, None)
+                self._start(origin, block_ids, None)
 
     def ask_for(self, count: int) -> None:
         """`count` clean blocks are wanted at one time: the next `clean` sees to it."""
@@ -71,15 +70,17 @@ class Stores:
 
     # --- storing
 
-    def _start(self, chain: KeyChain, first: int, block_ids: list[int], sequence: Sequence | None) -> None:
+    def _start(self, origin: Origin, block_ids: list[int], sequence: Sequence | None) -> None:
+        chain, first, group = origin
         keys = chain.packed(first + len(block_ids))
-        transfer = self._cache.ask(lambda cache: cache.store_async(keys, block_ids, first=first))
+        events = chain.events(first, len(block_ids)) if self._cache.wants_events else None
+        transfer = self._cache.ask(lambda cache: cache.store_async(group, keys, block_ids, first=first, events=events))
         self._blocks.hold(block_ids)
         if transfer is None:
             self._blocks.mark_stored(block_ids)
             self._blocks.release(block_ids)
             return
-        self._stores.append(_Store(transfer, chain, first, block_ids, sequence))
+        self._stores.append(_Store(transfer, origin, block_ids, sequence))
 
     def poll(self) -> None:
         """Take note of all stores that have ended. Never blocks."""
@@ -101,10 +102,11 @@ class Stores:
         sequence = store.sequence
         if result is None or not result.parent_missing or sequence is None:
             return
-        if sequence.chain is store.chain and not sequence.store_retried:
+        chain, first, group = store.origin
+        if sequence.chain is chain and not sequence.store_retried:
             # The cache has lost the blocks before (a restart, an eviction): offer the chain once more.
             sequence.store_retried = True
-            self._blocks.mark_lost(store.chain, store.first)
+            self._blocks.mark_lost(chain, first, group)
             sequence.stored_blocks = 0
 
     @property

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from tiercache.engine.cache import CacheLike, MatchLike, TransferLike
+from tiercache.engine.cache import GroupLike, MatchLike, TransferLike
 from tiercache.engine.kv_pool import KVLayout, KVPool
 from tiercache.errors import TierCacheError
 from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES, ModelCard
+from tiercache.messages import KEY_BYTES, EventRun, ModelCard
 
 _STAGE_BYTES = 64 << 20
 _LEAST_STAGE_BLOCKS = 16
@@ -120,9 +120,12 @@ class _Staged(ABC):
 class StagedStore(_Staged):
     """See the module. Blocks are encoded in order, so that no piece comes before its parents."""
 
-    def __init__(self, cache: StagedCache, keys: bytes, block_ids: Sequence[int], first: int) -> None:
+    def __init__(
+        self, cache: StagedCache, keys: bytes, block_ids: Sequence[int], first: int, events: EventRun | None = None
+    ) -> None:
         super().__init__(cache, block_ids, first)
         self._keys = keys
+        self._events = events
         self._result = StagedStoreResult()
         self.done()
 
@@ -136,7 +139,8 @@ class StagedStore(_Staged):
         self._cache.encode(block_ids, self._places)
         first = self._first + self._moved
         keys = self._keys[: (first + len(block_ids)) * KEY_BYTES]
-        self._piece = self._cache.inner.store_async(keys, self._places, first=first)
+        events = self._events and self._events.part(self._moved, len(block_ids))
+        self._piece = self._cache.inner.store_async(keys, self._places, first=first, events=events)
         return True
 
     def _finish(self, piece: TransferLike) -> bool:
@@ -200,9 +204,12 @@ class StagedLoad(_Staged):
 
 
 class StagedCache:
-    """A connector whose blocks have another layout than the pool's; the engine does not see that."""
+    """A connector whose blocks have another layout than the pool's; the engine does not see that.
 
-    def __init__(self, inner: CacheLike, pool: KVPool, stage: torch.Tensor, layout: KVLayout) -> None:
+    Those of a group of layers are the leading ones of a block.
+    """
+
+    def __init__(self, inner: GroupLike, pool: KVPool, stage: torch.Tensor, layout: KVLayout) -> None:
         block_format = layout.block_format
         assert block_format is not None
         assert pool.layout.block_format is None, "only a raw pool is made smaller on its way"
@@ -210,35 +217,36 @@ class StagedCache:
         self._pool = pool
         self._stage = stage
         self._format = block_format
+        self._layers = layout.layers
         self._free = list(range(len(stage)))
 
     @classmethod
-    def connect(
-        cls,
-        connect: Callable[[NamespaceSpec, torch.Tensor], CacheLike],
-        namespace: NamespaceSpec,
-        pool: KVPool,
-        layout: KVLayout,
+    def over(
+        cls, connect: Callable[[torch.Tensor], GroupLike], pool: KVPool, layout: KVLayout, count: int
     ) -> StagedCache:
-        """Connect a stage in the pool's place. `namespace` is that of `layout`."""
-        count = max(_STAGE_BYTES // layout.block_bytes, _LEAST_STAGE_BLOCKS)
-        stage = layout.empty(min(count, len(pool.blocks)), pool.device)
-        return cls(connect(namespace, stage), pool, stage, layout)
+        """Connect a stage in the pool's place, one of `count` that have their memory together."""
+        blocks = max(_STAGE_BYTES // count // layout.block_bytes, _LEAST_STAGE_BLOCKS)
+        stage = layout.empty(min(blocks, len(pool.blocks)), pool.device)
+        return cls(connect(stage), pool, stage, layout)
 
-    # --- what the engine asks (see CacheLike)
+    # --- what the engine asks (see GroupLike)
 
     @property
     def available(self) -> bool:
         return self.inner.available
 
-    def match(self, keys: bytes) -> StagedMatch:
-        return StagedMatch(self.inner.match(keys), keys)
+    @property
+    def wants_events(self) -> bool:
+        return self.inner.wants_events
+
+    def match(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> StagedMatch:
+        return StagedMatch(self.inner.match(keys, namespaces=namespaces), keys)
 
     def release(self, match: StagedMatch) -> None:
         self.inner.release(match.inner)
 
-    def prefetch(self, keys: bytes) -> int:
-        return self.inner.prefetch(keys)
+    def prefetch(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> int:
+        return self.inner.prefetch(keys, namespaces=namespaces)
 
     def announce(self, models: Sequence[ModelCard]) -> None:
         self.inner.announce(models)
@@ -248,8 +256,10 @@ class StagedCache:
     ) -> StagedLoad:
         return StagedLoad(self, match, block_ids, first, timeout_s)
 
-    def store_async(self, keys: bytes, block_ids: Sequence[int], *, first: int = 0) -> StagedStore:
-        return StagedStore(self, keys, block_ids, first)
+    def store_async(
+        self, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None
+    ) -> StagedStore:
+        return StagedStore(self, keys, block_ids, first, events)
 
     def close(self) -> None:
         self.inner.close()
@@ -271,14 +281,14 @@ class StagedCache:
 
     def encode(self, block_ids: Sequence[int], places: Sequence[int]) -> None:
         """Pool blocks into the stage. On a GPU it is ordered before what is queued next."""
-        blocks = self._pool.blocks[self._ids(block_ids)]
+        blocks = self._pool.blocks[self._ids(block_ids), : self._layers]
         self._stage[self._ids(places)] = self._format.encode(blocks[:, :, 0], blocks[:, :, 1])
 
     def decode(self, places: Sequence[int], block_ids: Sequence[int]) -> None:
         """Blocks of the stage into the pool."""
         parts = self._format.decode(self._stage[self._ids(places)], self._pool.layout.dtype)
         for part, values in enumerate(parts):
-            self._pool.blocks[self._ids(block_ids), :, part] = values.transpose(2, 3)
+            self._pool.blocks[self._ids(block_ids), : self._layers, part] = values.transpose(2, 3)
 
     def _ids(self, numbers: Sequence[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._pool.device)

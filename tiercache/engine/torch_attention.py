@@ -38,15 +38,23 @@ class _Reading(NamedTuple):
 class TorchPass:
     """One forward pass over `segments`, which are in the order of their tokens in the batch, without gaps.
 
-    With `streaming`, layers that have no window attend as it says.
+    With `streaming`, layers that have no window attend as it says. `tails` are those of the segments, where they
+    have been asked for together with those of other passes.
 
     Attributes:
         positions: int64 `[token]`.
     """
 
-    def __init__(self, pool: KVPool, segments: Sequence[Segment], streaming: Streaming | None = None) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        segments: Sequence[Segment],
+        streaming: Streaming | None = None,
+        *,
+        tails: Sequence[int] | None = None,
+    ) -> None:
         self._streaming = streaming
-        self._tails = pool.tails_of(segments)
+        self._tails = pool.tails_of(segments) if tails is None else tails
         self._access = access_to(pool, segments, self._tails)
         self._device = pool.device
         positions = [token for one in segments for token in range(one.start, one.end)]

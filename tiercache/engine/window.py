@@ -41,6 +41,11 @@ class Window(NamedTuple):
             return None
         return self.blocks + -(-settings.step_tokens // self.block_size) + 1
 
+    def most_blocks_of(self, tokens: int, settings: EngineSettings) -> int:
+        """The most blocks that a sequence of so many tokens holds."""
+        whole, most = -(-tokens // self.block_size), self.most_blocks(settings)
+        return whole if most is None else min(whole, most)
+
     def first_block(self, computed: int) -> int:
         """The first block that tokens from `computed` on see, but for sinks."""
         return max(0, computed + 1 - self.size) // self.block_size if self.size else 0

@@ -1,0 +1,131 @@
+"""A cache for each group of layers, asked together.
+
+    match   one question: the longest cut of which all namespaces have what they need, under one lease
+    load    each group by a match of its own, made under that lease
+    store   each group for itself: what of it is lost makes a match shorter, never wrong
+
+With one group it is that group's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tiercache.engine.cache import GroupLike, MatchLike, Part, TransferLike
+from tiercache.errors import TierCacheError
+from tiercache.layout import NamespaceSpec
+from tiercache.messages import KEY_BYTES, EventRun, ModelCard
+
+
+class GroupLoad:
+    """A load of several groups; its result is what came of each. See TransferLike.
+
+    `transfers` has None for a group of which nothing is loaded; `error` is why nothing of it counts.
+    """
+
+    def __init__(self, transfers: Sequence[TransferLike | None], error: TierCacheError | None = None) -> None:
+        self._transfers = transfers
+        self._error = error
+
+    @property
+    def _under_way(self) -> list[TransferLike]:
+        return [transfer for transfer in self._transfers if transfer is not None]
+
+    @property
+    def began_s(self) -> float:
+        return min((transfer.began_s for transfer in self._under_way if transfer.began_s), default=0.0)
+
+    @property
+    def ended_s(self) -> float:
+        return max((transfer.ended_s for transfer in self._under_way), default=0.0)
+
+    def done(self) -> bool:
+        """Whether no copy runs and none will."""
+        # All are asked, since a staged one takes its next step by that.
+        return sum(not transfer.done() for transfer in self._under_way) == 0
+
+    def result(self, timeout_s: float = 0.0) -> list[int]:
+        """The leading blocks of each group that are proven good. Raises TierCacheError where one group fails."""
+        if self._error is not None:
+            raise self._error
+        return [0 if transfer is None else int(transfer.result(timeout_s)) for transfer in self._transfers]
+
+    def cancel(self) -> None:
+        for transfer in self._under_way:
+            transfer.cancel()
+
+
+class GroupedCache:
+    """See the module. `caches` are those of `namespaces`, one for each group, in their order."""
+
+    def __init__(self, caches: Sequence[GroupLike], namespaces: Sequence[NamespaceSpec]) -> None:
+        self._caches = list(caches)
+        self._namespaces = list(namespaces)
+
+    @property
+    def available(self) -> bool:
+        return self._caches[0].available
+
+    @property
+    def wants_events(self) -> bool:
+        return self._caches[0].wants_events
+
+    def match(self, keys: bytes) -> MatchLike:
+        """What all groups have. Blocks for one exchange with the daemon."""
+        return self._caches[0].match(keys, namespaces=self._namespaces if len(self._caches) > 1 else None)
+
+    def release(self, match: Any) -> None:
+        self._caches[0].release(match)
+
+    def prefetch(self, keys: bytes) -> int:
+        """Bring up what `match` would find. Blocks for one exchange with the daemon."""
+        return self._caches[0].prefetch(keys, namespaces=self._namespaces if len(self._caches) > 1 else None)
+
+    def announce(self, models: Sequence[ModelCard]) -> None:
+        self._caches[0].announce(models)
+
+    def load_async(self, match: Any, keys: bytes, parts: Sequence[Part], *, timeout_s: float) -> GroupLoad:
+        """Load a part of each group of what was matched, whose keys are `keys`; one without blocks is nothing to do.
+
+        Blocks for an exchange with the daemon for each of several groups. Ends the match.
+        """
+        if len(self._caches) == 1:
+            [(first, block_ids)] = parts
+            return GroupLoad([self._caches[0].load_async(match, block_ids, first=first, timeout_s=timeout_s)])
+        transfers: list[TransferLike | None] = [None] * len(parts)
+        error = None
+        for group, (first, block_ids) in enumerate(parts):
+            try:
+                if block_ids:
+                    transfers[group] = self._load(self._caches[group], keys, first, block_ids, timeout_s)
+            except TierCacheError as failed:
+                error = failed  # what has begun goes on, and is waited for
+                break
+        self.release(match)
+        return GroupLoad(transfers, error)
+
+    def _load(
+        self, cache: GroupLike, keys: bytes, first: int, block_ids: list[int], timeout_s: float
+    ) -> TransferLike | None:
+        match = cache.match(keys)
+        if match.blocks * KEY_BYTES == len(keys):
+            return cache.load_async(match, block_ids, first=first, timeout_s=timeout_s)
+        cache.release(match)  # flushed since it was found
+        return None
+
+    def store_async(
+        self, group: int, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None
+    ) -> TransferLike:
+        if events is not None and len(self._caches) > 1:
+            # The same keys name the blocks of every group, and listeners tell them apart by this.
+            blocks, size = self._namespaces[group].window_blocks, self._namespaces[group].block_size
+            kind = "sliding_window" if blocks else "full_attention"
+            events = msgspec.structs.replace(events, group=group, kind=kind, window=blocks * size or None)
+        return self._caches[group].store_async(keys, block_ids, first=first, events=events)
+
+    def close(self) -> None:
+        """The others are siblings of the first one, and end with it."""
+        self._caches[0].close()
