@@ -2,12 +2,13 @@
 
     cold       a prompt that nobody knows, with storing and without a connector
     local      the same prompt again, from vLLM's own pool
-    dram       the same when the pool has been forgotten: from tiercache's DRAM, vLLM's CPU tier, LMCache's
+    dram       the same when the pool has been forgotten: from tiercache's DRAM, vLLM's CPU tier, LMCache's, and
+               from tiercache's below vLLM's CPU tier ("tiered") when that has been forgotten too
     nvme       the same when DRAM has been emptied too (direct I/O: the page cache has no part in it)
     turns      conversations that do not fit into the pool: seconds for all of them
 
 All engines live in processes of their own throughout, one OpenMP thread each, and take turns. Seconds
-are those of `LLM.generate` for one token. A random Qwen3 of 161 M parameters in bfloat16, blocks of 32.
+are those of `LLM.generate` for one token. A random Qwen3 of 161 M parameters, blocks of 32.
 Needs the environment of `make test-vllm`, and for LMCache the one of `vllm_lmcache.py`; without, its figures are null:
 `PYTHONPATH=. .venv-vllm/bin/python bench/bench_vllm.py [--parts hits|turns] [--tokens N ...] [--rounds N] [--dir DISK]`
 """
@@ -36,14 +37,23 @@ import tiercache
 median = statistics.median
 VOCABULARY = 16384
 BLOCK = 32
-POOL_BYTES = 160 << 20
+POOL_TOKENS = 13 << 10
+TOKEN_NUMBERS = 6 << 10
+NUMBER_BYTES = {"bfloat16": 2, "float32": 4}
 CACHE_GIB = 2
 CONVERSATIONS, TURNS, TURN_TOKENS = 6, 4, 1000
 PARTS = ("hits", "turns")
 
 
-def build_model(folder: Path) -> None:
-    """A random Qwen3 of 161 M parameters, 12 KiB of KV a token."""
+def fastest_dtype() -> str:
+    """bfloat16 where the processor multiplies its matrices at a good speed; elsewhere it takes six times as long."""
+    import torch
+
+    return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+
+
+def build_model(folder: Path, dtype: str) -> None:
+    """A random Qwen3 of 161 M parameters, 6 Ki numbers of KV a token."""
     import torch
     import transformers
 
@@ -53,17 +63,17 @@ def build_model(folder: Path) -> None:
         num_key_value_heads=2, head_dim=128, max_position_embeddings=16384, tie_word_embeddings=True,
         bos_token_id=1, eos_token_id=2, initializer_range=0.05,
     )  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).save_pretrained(folder)
 
 
 class Candidate:
     """One engine; see `vllm_candidate.py`."""
 
-    def __init__(self, model: Path, transfer: dict[str, Any] | None, log: Path) -> None:
+    def __init__(self, model: Path, dtype: str, transfer: dict[str, Any] | None, log: Path) -> None:
         options = {
-            "model": str(model), "skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True,
+            "model": str(model), "skip_tokenizer_init": True, "dtype": dtype, "enforce_eager": True,
             "max_model_len": 9216, "max_num_batched_tokens": 2048, "max_num_seqs": 8, "block_size": BLOCK,
-            "kv_cache_memory_bytes": POOL_BYTES, "seed": 0,
+            "kv_cache_memory_bytes": POOL_TOKENS * TOKEN_NUMBERS * NUMBER_BYTES[dtype], "seed": 0,
         }  # fmt: skip
         if transfer is not None:
             options["kv_transfer_config"] = {"kv_role": "kv_both", **transfer}
@@ -90,10 +100,13 @@ class Candidate:
         self._process.stdin.flush()
         return self._read()
 
-    def run(self, ids: list[int], *, forget: bool = False, cached: int | None = None) -> tuple[float, int]:
-        """Seconds to the first token, and that token. `cached` tokens at least must not have been computed."""
-        if forget:
-            assert self.ask("forget")["done"]
+    def run(self, ids: list[int], *forget: str, cached: int | None = None) -> tuple[float, int]:
+        """Seconds to the first token, and that token, after these orders.
+
+        `cached` tokens at least must not have been computed.
+        """
+        for order in forget:
+            assert self.ask(order)["done"]
         answer = self.ask("run", prompts=[ids], tokens=1)
         found = answer["cached"][0]
         if (cached is None and found) or (cached is not None and found < cached):
@@ -110,6 +123,12 @@ def prompt_of(tokens: int, name: str) -> list[int]:
     return random.Random(f"{SEED}/{name}").choices(range(3, VOCABULARY), k=tokens)
 
 
+def offloading(spec: str, **settings: Any) -> dict[str, Any]:
+    """vLLM's own offloading to a CPU, with a worker that runs on one; see `vllm_native.py`."""
+    where = {"spec_name": spec, "spec_module_path": "vllm_native", "cpu_bytes_to_use": CACHE_GIB << 30}
+    return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {**where, **settings}}
+
+
 def wait_for(condition: Any, what: str) -> None:
     deadline_s = time.monotonic() + 60
     while not condition():
@@ -121,9 +140,9 @@ def wait_for(condition: Any, what: str) -> None:
 class Bench:
     """The engines and the daemon, and what was measured: seconds by (case, tokens)."""
 
-    def __init__(self, stack: ExitStack, folder: Path, disk: Path) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, disk: Path, dtype: str) -> None:
         model = folder / "model"
-        build_model(model)
+        build_model(model, dtype)
         self.daemon = stack.enter_context(
             tiercache.launch(f"{CACHE_GIB}GiB", nvme=str(disk), nvme_size="8GiB", nvme_segment="256MiB")
         )
@@ -132,20 +151,20 @@ class Bench:
             "kv_connector": "TierCacheConnector", "kv_connector_module_path": "tiercache.connectors.vllm_v1",
             "kv_connector_extra_config": {"address": self.daemon.address},
         }  # fmt: skip
-        native = {
-            "kv_connector": "OffloadingConnector",
-            "kv_connector_extra_config": {
-                "spec_name": "MemcpySpec", "spec_module_path": "vllm_native", "cpu_bytes_to_use": CACHE_GIB << 30,
-            },
+        tier = {
+            "type": "TierCacheTier", "module_path": "tiercache.connectors.vllm_tier", "address": self.daemon.address,
         }  # fmt: skip
-        transfers: dict[str, dict[str, Any] | None] = {"plain": None, "ours": ours, "native": native}
+        transfers: dict[str, dict[str, Any] | None] = {
+            "plain": None, "ours": ours, "native": offloading("MemcpySpec"),
+            "tiered": offloading("MemcpyTieringSpec", secondary_tiers=[tier]),
+        }  # fmt: skip
         if not vllm_lmcache.absence():
             server = vllm_lmcache.LMCacheServer(CACHE_GIB, folder / "lmcache-server")
             stack.callback(server.close)
             transfers["lmcache"] = server.transfer()
         self.engines: dict[str, Candidate] = {}
         for name, transfer in transfers.items():
-            self.engines[name] = Candidate(model, transfer, folder / name)
+            self.engines[name] = Candidate(model, dtype, transfer, folder / name)
             stack.callback(self.engines[name].close)
         self.peers = [name for name in self.engines if name not in ("plain", "ours")]
         self.seconds: dict[tuple[str, int], list[float]] = {}
@@ -161,15 +180,16 @@ class Bench:
         full = tokens // BLOCK * BLOCK
         self.client.flush()
         order = list(self.engines) if number % 2 else list(self.engines)[::-1]
-        results = {f"cold_{name}": self.engines[name].run(ids, forget=True) for name in order}
-        for tier in ("dram", "nvme"):
-            wait_for(lambda tier=tier: self._blocks(tier) >= full // BLOCK, f"all blocks to be in {tier}")
+        results = {f"cold_{name}": self.engines[name].run(ids, "forget") for name in order}
+        for tier in ("dram", "nvme"):  # those of two engines, with names of their own
+            wait_for(lambda tier=tier: self._blocks(tier) >= 2 * full // BLOCK, f"all blocks to be in {tier}")
         results["local"] = plain.run(ids, cached=full - BLOCK)
-        results["dram"] = ours.run(ids, forget=True, cached=full - BLOCK)
+        results["dram"] = ours.run(ids, "forget", cached=full - BLOCK)
         for name in self.peers:
-            results[name] = self.engines[name].run(ids, forget=True, cached=full - 2 * BLOCK)
+            forget = ("forget", "offloaded") if name == "tiered" else ("forget",)
+            results[name] = self.engines[name].run(ids, *forget, cached=full - 2 * BLOCK)
         self.client.flush(tier="dram")
-        results["nvme"] = ours.run(ids, forget=True, cached=full - BLOCK)
+        results["nvme"] = ours.run(ids, "forget", cached=full - BLOCK)
         self.tokens_identical &= len({token for _, token in results.values()}) == 1
         for case, (seconds, _) in results.items():
             self.seconds.setdefault((case, tokens), []).append(seconds)
@@ -216,6 +236,13 @@ def add_hits(report: Report, bench: Bench, lengths: list[int]) -> None:
         report.add(key, label, median(values), at_most=limit, samples=values)
 
 
+def add_hooks(report: Report, hooks: dict[str, list[float]], prefix: str, limit_us: float | None = 20) -> None:
+    """What each hook costs vLLM's scheduler thread."""
+    for name, (middle, late, last, _) in hooks.items():
+        label = f"{prefix.replace('_', ' ')} {name}, p99 (p50 {middle:.1f}, max {last:.0f})"
+        report.add(f"{prefix}_{name}_us_p99", label, late, "us", at_most=limit_us)
+
+
 def add_turns(report: Report, bench: Bench) -> None:
     """Conversations: seconds of each engine, and ours over the peers'."""
     times = bench.turns()
@@ -231,6 +258,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8000])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", choices=NUMBER_BYTES, default=fastest_dtype())
     parser.add_argument("--dir", type=Path, help="where the NVMe tier is; by default a temporary directory")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # all processes end with this one
@@ -238,7 +266,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         disk = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=args.dir)))
-        bench = Bench(stack, folder, disk)
+        bench = Bench(stack, folder, disk, args.dtype)
         bench.one_round(min(args.tokens), -1)  # a warm-up
         bench.seconds.clear()
         if "hits" in args.parts:
@@ -248,9 +276,9 @@ def main() -> None:
             add_hits(report, bench, args.tokens)
         if "turns" in args.parts:
             add_turns(report, bench)
-        hooks = bench.engines["ours"].ask("hooks")
-        for name, (middle, late) in hooks.items():
-            report.add(f"hook_{name}_us_p99", f"{name}, p99 (p50 {middle:.1f})", late, "us", at_most=20)
+        add_hooks(report, bench.engines["ours"].ask("hooks"), "hook")
+        add_hooks(report, bench.engines["tiered"].ask("hooks"), "tier_hook", limit_us=None)
+        report.note(f"numbers of {args.dtype}")
         if "hits" in args.parts:
             report.add("tokens_identical", "tokens identical in every case", float(bench.tokens_identical), at_least=1)
     if vllm_lmcache.absence():

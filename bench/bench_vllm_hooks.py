@@ -16,7 +16,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench_vllm import BLOCK, Candidate, build_model, prompt_of, wait_for
+from bench_vllm import BLOCK, NUMBER_BYTES, Candidate, add_hooks, build_model, fastest_dtype, prompt_of, wait_for
 from common import Report
 
 import tiercache
@@ -52,18 +52,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=40, help=f"of {BATCH} requests, each run twice")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--dtype", choices=NUMBER_BYTES, default=fastest_dtype())
     args = parser.parse_args()
     report = Report("bench_vllm_hooks")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        build_model(folder / "model")
+        build_model(folder / "model", args.dtype)
         daemon = stack.enter_context(tiercache.launch("1GiB"))
         client = stack.enter_context(tiercache.Client.connect(daemon.address, map_arena=False))
         ours = {
             "kv_connector": "TierCacheConnector", "kv_connector_module_path": "tiercache.connectors.vllm_v1",
             "kv_connector_extra_config": {"address": daemon.address},
         }  # fmt: skip
-        engines = {name: Candidate(folder / "model", transfer, folder / name)
+        engines = {name: Candidate(folder / "model", args.dtype, transfer, folder / name)
                    for name, transfer in (("plain", None), ("ours", ours))}  # fmt: skip
         for engine in engines.values():
             stack.callback(engine.close)
@@ -78,8 +79,10 @@ def main() -> None:
         report.add("steps_over_no_connector", "the same, over those without", statistics.median(ratios),
                    at_least=0.99, samples=ratios)  # fmt: skip
         call_hooks(engines["ours"], client, args.batches)
-        for name, (middle, late) in engines["ours"].ask("hooks").items():
-            report.add(f"hook_{name}_us_p99", f"{name}, p99 (p50 {middle:.1f})", late, "us", at_most=20)
+        hooks = engines["ours"].ask("hooks")
+        add_hooks(report, hooks, "hook")
+        report.add("hooks_ms", "all hooks together", sum(all_us for *_, all_us in hooks.values()) / 1000, "ms")
+        report.note(f"numbers of {args.dtype}")
     report.finish()
 
 

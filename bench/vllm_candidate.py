@@ -1,8 +1,9 @@
 """One vLLM engine of bench_vllm.py, in a process of its own: lines of JSON in, lines of JSON out.
 
-    {"op": "run", "prompts": [[...]], "tokens": 1} -> {"seconds": ..., "tokens": [[...]], "cached": [...]}
+    {"op": "run", "prompts": [[...]], "tokens": 1} -> {"seconds": ..., "cpu_s": ..., "tokens": [[...]], "cached": [...]}
     {"op": "forget"}      vLLM forgets its own prefix cache
-    {"op": "hooks"}       microseconds of the connector's hooks in the scheduler, by name: p50 and p99
+    {"op": "offloaded"}   vLLM forgets what it has offloaded itself
+    {"op": "hooks"}       microseconds of our hooks in the scheduler, by name: p50, p99, max, and all together
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import vllm_lmcache
@@ -24,9 +26,10 @@ HOOKS = (
     "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
     "update_connector_output", "request_finished_all_groups",
 )  # fmt: skip
+TIER_HOOKS = ("submit_store", "submit_load", "lookup", "get_finished_jobs", "on_schedule_end")
 
 
-def watch(connector: Any) -> dict[str, list[float]]:
+def watch(connector: Any, hooks: Sequence[str]) -> dict[str, list[float]]:
     """Time every call of the scheduler's hooks."""
     took_us: dict[str, list[float]] = defaultdict(list)
 
@@ -40,7 +43,7 @@ def watch(connector: Any) -> dict[str, list[float]]:
 
         return call
 
-    for name in HOOKS:
+    for name in hooks:
         setattr(connector, name, timed(name, getattr(connector, name)))
     return took_us
 
@@ -55,17 +58,21 @@ def main() -> None:
         vllm_lmcache.mend_llvmlite()
     llm = LLM(**options)
     core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
-    took_us = watch(core.scheduler.connector) if core.scheduler.connector is not None else {}
+    connector = core.scheduler.connector
+    offloading = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
+    tiers = getattr(offloading, "secondary_tiers", [])
+    took_us = watch(tiers[0], TIER_HOOKS) if tiers else watch(connector, HOOKS) if connector is not None else {}
 
     def run(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=tokens)
-        start_s = time.perf_counter()
+        start_s, cpu_s = time.perf_counter(), time.process_time()
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         seconds = time.perf_counter() - start_s
         while core.scheduler.has_requests():  # as an engine process goes on after the last token
             llm.llm_engine.step()
         return {
             "seconds": seconds,
+            "cpu_s": time.process_time() - cpu_s,
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
         }
@@ -77,11 +84,15 @@ def main() -> None:
             answer: dict[str, Any] = run(order["prompts"], order["tokens"])
         elif order["op"] == "forget":
             answer = {"done": llm.reset_prefix_cache()}
+        elif order["op"] == "offloaded":
+            assert offloading is not None
+            offloading.primary_tier.reset_cache()
+            answer = {"done": True}
         else:
             answer = {}
             for name, values in took_us.items():
                 values.sort()
-                answer[name] = [values[len(values) // 2], values[len(values) * 99 // 100]]
+                answer[name] = [values[len(values) // 2], values[len(values) * 99 // 100], values[-1], sum(values)]
         print(json.dumps(answer), file=answers, flush=True)
 
 

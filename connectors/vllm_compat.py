@@ -1,12 +1,14 @@
 """All that the connector uses of vLLM, and the versions in which it is what it was written for.
 
-vLLM calls its connector interface experimental and changes it with nearly every minor version, so a
-version that was not tried is refused, before anything else can go wrong.
+vLLM calls its connector interface experimental and changes it with nearly every minor version, so with a
+version that was not tried the connectors do nothing: they say so, and vLLM is served without a cache.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import vllm
 
@@ -16,7 +18,7 @@ SERVED = ((0, 32), (0, 33))
 """From the first, below the second."""
 
 
-def check_version(version: str) -> None:
+def check_version(version: str = vllm.__version__) -> None:
     """Raise VersionError outside the range."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     first, below = SERVED
@@ -25,17 +27,28 @@ def check_version(version: str) -> None:
         raise VersionError(f"tiercache's connector serves vllm{served}, and this is {version}: install one of those")
 
 
-check_version(vllm.__version__)
-
-from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats  # noqa: E402
-from vllm.v1 import kv_cache_interface  # noqa: E402
-from vllm.v1.core import kv_cache_utils  # noqa: E402
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes  # noqa: E402
-from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
-from vllm.v1.metrics.utils import create_metric_per_engine  # noqa: E402
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.v1 import kv_cache_interface
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.metrics.utils import create_metric_per_engine
+except ImportError:
+    check_version()  # which has the better words for it; such a vLLM does not start
+    raise
 
 VERSION: str = vllm.__version__
+
+
+def block_tables(kv_cache_manager: Any) -> list[Mapping[str, Sequence[Any]]]:
+    """Of each KV cache group, the blocks of each request, as they are at any time.
+
+    `KVConnectorBlockState` puts together all blocks of a request anew for every few that are wanted.
+    """
+    return [manager.req_to_blocks for manager in kv_cache_manager.coordinator.single_type_managers]
+
 
 __all__ = [
     "VERSION",
@@ -43,6 +56,7 @@ __all__ = [
     "KVConnectorPromMetrics",
     "KVConnectorStats",
     "base",
+    "block_tables",
     "check_version",
     "create_metric_per_engine",
     "kv_cache_interface",

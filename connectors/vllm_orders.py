@@ -73,7 +73,11 @@ class Report(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass
 class RankForm(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """The form of one rank's blocks, a namespace for each KV cache group, or why it has none."""
+    """The form of one rank's blocks, a namespace for each KV cache group, or why it has none.
+
+    `absence` is why it has no daemon at its start: that may change.
+    """
 
     specs: list[NamespaceSpec]
     problem: str = ""
+    absence: str = ""

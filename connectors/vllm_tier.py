@@ -8,8 +8,8 @@
 
 vLLM stores every chunk that it computes here too, and has chunks that its own memory lacks loaded into it
 again. It pins the rows of a transfer until that is reported as ended, which it is when its last copy is.
-Nothing here waits, and a failure is a miss. Settings, beside type and module_path, are those of
-`TierCacheConnector` but for `gds`.
+Nothing here waits: what takes long is done in the background, and a failure is a miss. Settings, beside type and
+module_path, are those of `TierCacheConnector` but for `gds`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -34,14 +35,16 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from tiercache.connector import Connector, connect
+from tiercache.connectors.vllm_compat import check_version, resolve_kv_cache_block_sizes
+from tiercache.connectors.vllm_events import event_groups, name_blocks, of_group
 from tiercache.connectors.vllm_names import Names
 from tiercache.connectors.vllm_tier_form import engine_of_caller, make_namespaces
-from tiercache.connectors.vllm_tier_lookups import Lookups
+from tiercache.connectors.vllm_tier_jobs import LoadJob, Orphan, Run, StoreJob, has_ended, runs_of
+from tiercache.connectors.vllm_tier_lookups import Chain, Lookups, place
 from tiercache.connectors.vllm_v1 import Settings
 from tiercache.errors import ConfigError, DaemonUnavailable, DeadlineExceeded, TierCacheError
-from tiercache.jobs import Transfer
+from tiercache.jobs import Background, Transfer
 from tiercache.layout import NamespaceSpec
-from tiercache.loading import Match
 from tiercache.messages import INSTANCE_BYTES, KEY_BYTES
 from tiercache.storing import StoreResult
 from tiercache.transfer import Pool, Segment
@@ -52,54 +55,6 @@ REPAIRED_PER_STEP = 64
 """Chunks of a chain that one step of vLLM's offers again: as many as cost it some 100 us."""
 
 logger = logging.getLogger("tiercache.connectors.vllm")
-
-
-class _Run(NamedTuple):
-    """Chunks of a job that follow one another: the number of the first from the root on, and rows and keys of all."""
-
-    group: int
-    first: int
-    rows: list[int]
-    keys: list[bytes]
-
-
-class _Orphan(NamedTuple):
-    """A chain up to chunks that were stored and found no parent: vLLM's hashes, and as many of our keys."""
-
-    group: int
-    hashes: list[bytes]
-    keys: bytes
-    first: int = 0
-
-
-class _Load(NamedTuple):
-    match: Match
-    chunks: int
-    parts: list[tuple[_Run, Transfer[int]]]
-
-    def result(self, job_id: int) -> JobResult:
-        good = [key for run, transfer in self.parts for key in run.keys[: transfer.result(0)]]
-        whole = len(good) == self.chunks
-        return JobResult(job_id, whole, None if whole else good, _seconds(self.parts))
-
-
-class _Store(NamedTuple):
-    parts: list[tuple[_Orphan | None, Transfer[StoreResult]]]
-
-    def result(self, job_id: int) -> JobResult:
-        dropped = any(transfer.result(0).dropped for _, transfer in self.parts)
-        return JobResult(job_id, not dropped and bool(self.parts), None, _seconds(self.parts))
-
-    def orphans(self) -> Iterator[_Orphan]:
-        for orphan, transfer in self.parts:
-            if orphan is not None and transfer.result(0).parent_missing:
-                yield orphan
-
-
-def _seconds(parts: Iterable[tuple[Any, Transfer[Any]]]) -> float:
-    """How long transfers took that have ended."""
-    times = [(transfer.began_s, transfer.ended_s) for _, transfer in parts if transfer.ended_s]
-    return max(end for _, end in times) - min(begin for begin, _ in times) if times else 0.0
 
 
 class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
@@ -119,9 +74,10 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self.locality = Locality.LOCAL
         self._groups: list[Connector] = []
         self._lookups: Lookups | None = None
-        self._jobs: dict[int, _Load | _Store] = {}
+        self._jobs: dict[int, LoadJob | StoreJob] = {}
         self._results: list[JobResult] = []  # of jobs that never began
-        self._orphans: deque[_Orphan] = deque(maxlen=MAX_ORPHANS)
+        self._orphans: deque[Orphan] = deque(maxlen=MAX_ORPHANS)
+        self._background = Background("tiercache-jobs")
         try:
             self._begin(Settings.read(settings))
         except TierCacheError as error:
@@ -130,11 +86,13 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _begin(self, settings: Settings) -> None:
         """Raises TierCacheError for what cannot be served."""
+        check_version()
         if settings.gds != "off":
             raise ConfigError("gds is for TierCacheConnector, this tier copies to the memory of a CPU: leave it out")
         view, spec = self._primary_kv_view, self._offloading_spec
         rows, row_bytes = len(view), self.block_size_bytes
-        vllm_config, kv_cache_config = engine_of_caller()
+        self._caller = engine_of_caller()
+        vllm_config, kv_cache_config, _ = self._caller
         namespaces = make_namespaces(vllm_config, kv_cache_config, spec.config, row_bytes)
         # No array is kept: vLLM gives its memory back when this has been shut down, and an array would forbid that.
         segment = Segment(np.asarray(view).ctypes.data, row_bytes, row_bytes)
@@ -150,8 +108,12 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
                 instance=instance,
                 load_timeout_s=settings.load_timeout_s,
                 request_timeout_s=settings.request_timeout_s,
+                warn=False,  # see below
             )
 
+        self._chunk_tokens = namespaces[0].block_size
+        self._hashes_per_chunk = self._chunk_tokens // resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
+        self._names = event_groups(kv_cache_config)
         for namespace in namespaces:
             self._groups.append(connected(namespace.group, namespace, pool))
         matcher = connected("lookups", namespaces[0], None)
@@ -195,60 +157,79 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_load(self, job_metadata: Any) -> None:
         """Load chunks that lookups have found."""
-        job, context = job_metadata, job_metadata.req_context
-        match = None if self._lookups is None else self._lookups.take(context.req_id)
-        if self._lookups is None or match is None:
-            self._results.append(JobResult(job.job_id, False))
+        match = None if self._lookups is None else self._lookups.take(job_metadata.req_context.req_id)
+        if match is None:
+            self._results.append(JobResult(job_metadata.job_id, False))
             return
-        parts: dict[int, tuple[_Run, Transfer[int]]] = {}
-        for run in self._runs(job):
-            if run.group in parts:  # a hold on a match ends with one load: vLLM asks for the rest of a group again
-                self._lookups.ask_again(context.req_id, run.keys)
-            else:
-                load = self._groups[run.group].load_async(match.ticket(), run.rows, first=run.first)
-                parts[run.group] = run, load
-        self._jobs[job.job_id] = _Load(match, len(job.keys), list(parts.values()))
+        job = self._jobs[job_metadata.job_id] = LoadJob(job_metadata.req_context.req_id, match, len(job_metadata.keys))
+        self._later(partial(self._begin_load, job, job_metadata))
 
     def submit_store(self, job_metadata: Any) -> None:
         """Store chunks that have come to vLLM's memory."""
-        job, context, lookups = job_metadata, job_metadata.req_context, self._lookups
-        parts: list[tuple[_Orphan | None, Transfer[StoreResult]]] = []
-        if lookups is not None and lookups.may_store(context.req_id):
-            for run in self._runs(job):
-                keys = lookups.keys(context, run.first + len(run.rows))
-                orphan = _Orphan(run.group, lookups.hashes(context), keys)
-                parts.append((orphan, self._store(run.group, keys, run.first, run.rows)))
-        self._jobs[job.job_id] = _Store(parts)
+        chain = None if self._lookups is None else self._lookups.chain(job_metadata.req_context)
+        job = self._jobs[job_metadata.job_id] = StoreJob()
+        if chain is None:
+            job.begun = True
+            return
+        request = self._caller.request(job_metadata.req_context.req_id) if self._groups[0].wants_events else None
+        self._later(partial(self._begin_store, job, job_metadata, chain, request))
 
-    def _runs(self, job: Any) -> list[_Run]:
-        """The chunks of a job by KV cache group, in the order of their chains."""
-        assert self._lookups is not None
-        placed = [self._lookups.place(key, job.req_context) for key in job.keys]
-        runs: list[_Run] = []
-        for (group, number), row, key in sorted(zip(placed, job.chunk_ids.tolist(), job.keys, strict=True)):
-            if not runs or runs[-1].group != group or runs[-1].first + len(runs[-1].rows) != number:
-                runs.append(_Run(group, number, [], []))
-            runs[-1].rows.append(row)
-            runs[-1].keys.append(key)
-        return runs
+    def _later(self, work: Callable[[], None]) -> None:
+        """Have it done in the background, at once."""
+        self._background.later(work)
+        self._background.begin()
 
-    def _store(self, group: int, keys: bytes, first: int, rows: list[int]) -> Transfer[StoreResult]:
+    # --- in the background, some microseconds for each chunk
+
+    def _begin_load(self, job: LoadJob, metadata: Any) -> None:
+        parts: dict[int, tuple[Run, Transfer[int]]] = {}
+        try:
+            for run in self._runs(metadata):
+                if run.group in parts:  # a hold on a match ends with one load: vLLM asks for the rest of a group again
+                    job.left_out += run.keys
+                else:
+                    load = self._groups[run.group].load_async(job.match.ticket(), run.rows, first=run.first)
+                    parts[run.group] = run, load
+        finally:
+            job.parts, job.begun = list(parts.values()), True
+
+    def _begin_store(self, job: StoreJob, metadata: Any, chain: Chain, request: Any) -> None:
+        try:
+            for run in self._runs(metadata):
+                orphan = Orphan(run.group, chain, run.end)
+                job.parts.append((orphan, self._store(run.group, chain, run.first, run.rows, request)))
+        finally:
+            job.begun = True
+
+    def _runs(self, metadata: Any) -> list[Run]:
+        places = [place(key, metadata.req_context, self._chunk_tokens) for key in metadata.keys]
+        return runs_of(places, metadata.chunk_ids.tolist(), metadata.keys)
+
+    def _store(
+        self, group: int, chain: Chain, first: int, rows: list[int], request: Any = None
+    ) -> Transfer[StoreResult]:
         """Rows as chunks `first..` of a chain; the key of their parent is all that is needed of what is before them."""
-        base = max(0, first - 1)
-        part = keys[base * KEY_BYTES : (first + len(rows)) * KEY_BYTES]
-        return self._groups[group].store_async(part, rows, first=first - base)
+        base, end, events = max(0, first - 1), first + len(rows), None
+        if request is not None:
+            named = name_blocks(request, first, end, self._hashes_per_chunk, self._chunk_tokens)
+            events = of_group(named, self._names[group], 0, len(rows))
+        keys = chain.keys(end)[base * KEY_BYTES :]
+        return self._groups[group].store_async(keys, rows, first=first - base, events=events)
+
+    # --- the end of transfers
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs whose last copy has ended since the last call."""
         results, self._results = self._results, []
         for job_id, job in list(self._jobs.items()):
-            if not all(transfer.done() for _, transfer in job.parts):
+            if not has_ended(job):
                 continue
             del self._jobs[job_id]
             results.append(job.result(job_id))
-            if isinstance(job, _Store):
+            if isinstance(job, StoreJob):
                 self._orphans.extend(job.orphans())
             elif self._lookups is not None:
+                self._lookups.ask_again(job.request_id, job.left_out)
                 self._lookups.release(job.match)
         return results
 
@@ -261,8 +242,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         if not self._orphans or not self._groups[0].available:
             return
         orphan = self._orphans.popleft()
-        group, hashes, keys, first = orphan
-        end = len(keys) // KEY_BYTES
+        group, chain, end, first = orphan
+        hashes = chain.hashes
         context = ReqContext(f"tiercache {group} {hashes[end - 1].hex()}")
         parent.on_new_request(context)
         held: list[bytes] = []
@@ -272,11 +253,19 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
                 break
             held.append(key)
         if held:
-            job = parent.create_store_job(held, context)
-            self._jobs[job.job_id] = _Store([(None, self._store(group, keys, first, job.chunk_ids.tolist()))])
+            metadata = parent.create_store_job(held, context)
+            job = self._jobs[metadata.job_id] = StoreJob()
+            self._later(partial(self._begin_repair, job, orphan, metadata.chunk_ids.tolist()))
         parent.on_request_finished(context)
         if len(held) == REPAIRED_PER_STEP and first + len(held) < end:
             self._orphans.appendleft(orphan._replace(first=first + len(held)))
+
+    def _begin_repair(self, job: StoreJob, orphan: Orphan, rows: list[int]) -> None:
+        """In the background. Which tokens these chunks have, nobody knows any more: KV events do not name them."""
+        try:
+            job.parts.append((None, self._store(orphan.group, orphan.chain, orphan.first, rows)))
+        finally:
+            job.begun = True
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -294,9 +283,12 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _end_transfers(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
+        begun = self._background.finish(timeout_s)
         transfers = [transfer for job in self._jobs.values() for _, transfer in job.parts]
         for transfer in transfers:
             transfer.void()
+        if not begun:
+            raise DeadlineExceeded(f"a job of vLLM's has not begun after {timeout_s:g} s")
         for transfer in transfers:
             if not transfer.wait(max(0.0, deadline_s - time.monotonic())):
                 raise DeadlineExceeded(f"a copy to or from vLLM's memory has not ended after {timeout_s:g} s")
@@ -309,6 +301,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
             self._close()
 
     def _close(self) -> None:
+        self._background.close()
         if self._lookups is not None:
             self._lookups.close()
         for connector in self._groups:

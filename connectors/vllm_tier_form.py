@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import platform
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -25,18 +25,31 @@ from tiercache.errors import ModelRefused
 from tiercache.layout import NamespaceSpec
 
 
-def engine_of_caller() -> tuple[Any, Any]:
-    """The configuration of the engine that is making a tier, and that of its KV caches.
+class Caller(NamedTuple):
+    """Who makes a tier: the configuration of the engine, that of its KV caches, and the scheduler of its offloading."""
+
+    vllm_config: Any
+    kv_cache_config: Any
+    scheduler: Any
+
+    def request(self, request_id: str) -> Any:
+        """vLLM's request of this id, or None: a tier is given no more than the id."""
+        status = getattr(self.scheduler, "_req_status", {}).get(request_id)
+        return getattr(status, "req", None)
+
+
+def engine_of_caller() -> Caller:
+    """Who is making a tier.
 
     vLLM gives a tier neither: what it gives is the model's name, which says nothing of weights, revision or
     overrides. But it makes a tier from the constructor of a scheduler that has been given both, so they are
-    on the stack. Raises ModelRefused where they are not.
+    on the stack, and so is that. Raises ModelRefused where they are not.
     """
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("vllm_config"), frame.f_locals.get("kv_cache_config")
         if isinstance(found[0], VllmConfig) and isinstance(found[1], KVCacheConfig):
-            return found
+            return Caller(*found, frame.f_locals.get("self"))
         frame = frame.f_back
     raise ModelRefused("this vLLM does not show which model a tier is for: use TierCacheConnector")
 

@@ -6,6 +6,8 @@
 
 An answer does not change within a step, where vLLM goes over the chunks of a request once or more. And it is
 given once for each chunk of a request, or a memory that is too small for a prompt would never stop to load it.
+Lookups are done in order: while the daemon is slow with each, a request waits for its turn no longer than for
+one answer, and then goes without the cache.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from vllm.v1.kv_offload.base import LookupResult, get_offload_block_hash, get_of
 
 from tiercache.connector import Connector
 from tiercache.connectors.vllm_names import Names, keys_of
+from tiercache.connectors.vllm_scheduler import SLOW_LOOKUP_S
 from tiercache.jobs import JobQueue, Transfer
 from tiercache.layout import NamespaceSpec
 from tiercache.loading import Match
@@ -31,27 +34,48 @@ FIRST_GROUP = bytes(4)
 """How vLLM's keys of the first KV cache group end. Those of the others differ in nothing but that end."""
 
 
-class _Found(NamedTuple):
-    keys: bytes = b""
-    match: Match = Match()
+class Place(NamedTuple):
+    """Which chunk: its KV cache group, and its number from the root on."""
+
+    group: int
+    number: int
+
+
+class Chain:
+    """The chunks of a request by name: vLLM's hashes, which grow, under a root. Names are made in any thread."""
+
+    __slots__ = ("_keys", "hashes", "root", "seen")
+
+    def __init__(self) -> None:
+        self.root = b""  # it has none yet
+        self.hashes: list[bytes] = []
+        self.seen = 0  # hashes of all KV cache groups that have been looked at
+        self._keys = b""  # as far as they have been needed
+
+    def keys(self, end: int) -> bytes:
+        """Of chunks `0 ..< end`. Cheap for those that there were before."""
+        keys, have = self._keys, len(self._keys) // KEY_BYTES
+        if have < end:
+            # Whoever comes at the same time makes the same, and what is kept is the one or the other.
+            keys = self._keys = keys + keys_of(self.root, self.hashes, 1, have, end)
+        return keys[: end * KEY_BYTES]
 
 
 class _Request:
     """A request of vLLM: its chunks as far as it has hashes for them, and what was found of them."""
 
-    __slots__ = ("answered", "closed", "finding", "hashes", "keys", "match", "seen")
+    __slots__ = ("answered", "chain", "closed", "finding", "match", "until_s")
 
     def __init__(self) -> None:
-        self.seen = 0  # hashes of all KV cache groups that have been looked at
-        self.hashes: list[bytes] = []
-        self.keys = bytearray()  # of the first chunks, as far as they have been needed
+        self.chain = Chain()
         self.closed = False  # everything is a miss from here on
+        self.until_s = 0.0  # what is being found is waited for so long, if lookups are slow
         self.answered: set[bytes] = set()
         self.open()
 
     def open(self) -> None:
         """Nothing is being asked."""
-        self.finding: Transfer[_Found] | None = None
+        self.finding: Transfer[Match] | None = None
         self.match: Match | None = None  # from the end of the step that found it, until it is loaded or released
 
 
@@ -74,6 +98,7 @@ class Lookups:
         self._named_by_s = time.monotonic() + name_timeout_s
         self._root = b""
         self._chunk_tokens = specs[0].block_size
+        self._slow = False  # the last lookup was; set by their thread
         self._queue = JobQueue("tiercache-lookup", MAX_QUEUED_LOOKUPS)
         self._requests: dict[str, _Request] = {}
         self._finding: list[_Request] = []
@@ -91,62 +116,55 @@ class Lookups:
         if state.match is None:
             if state.finding is None:
                 self._ask(state, context)
+            elif self._slow and time.monotonic() > state.until_s and not state.finding.done():
+                state.closed = True
+                self._let_go(state)
             return LookupResult.MISS if state.closed else LookupResult.RETRY
         if not self._answering or self._answering[-1] is not state:
             self._answering.append(state)
         state.answered.add(key)
-        (group, number), blocks = self.place(key, context), state.match.blocks
+        (group, number), blocks = place(key, context, self._chunk_tokens), state.match.blocks
         window = self._specs[group].window_blocks
         first = max(0, blocks - window) if window else 0
         return LookupResult.HIT if first <= number < blocks else LookupResult.MISS
 
-    def place(self, key: bytes, context: Any) -> tuple[int, int]:
-        """The KV cache group of a chunk of this request, and its number from the root on."""
-        return get_offload_group_idx(key), context._offload_key_positions[key] // self._chunk_tokens - 1
-
     def _ask(self, state: _Request, context: Any) -> None:
-        if not self._named():
+        chain = self.chain(context)
+        if chain is None:
             state.closed = time.monotonic() >= self._named_by_s
         elif not self._connector.available:
             state.closed = True
         else:
-            hashes = self.hashes(context)[:MAX_KEYS]
-            state.closed = not hashes  # of another tier's making
-            finding = Transfer(partial(self._find, self._root, hashes), _Found, _Found(), Limit())
+            state.closed = not chain.hashes  # of another tier's making
+            finding = Transfer(partial(self._find, chain, min(len(chain.hashes), MAX_KEYS)), Match, Match(), Limit())
             if self._queue.submit(finding):  # else the next step tries again
                 state.finding = finding
+                state.until_s = time.monotonic() + self._connector.client.request_timeout_s
                 self._finding.append(state)
 
     def _named(self) -> bool:
         self._root = self._root or self._names.root()
         return bool(self._root)
 
-    def _find(self, root: bytes, hashes: list[bytes]) -> _Found:
+    def _find(self, chain: Chain, end: int) -> Match:
         """In the thread of the queue."""
-        keys = keys_of(root, hashes, 1, 0, len(hashes))
-        return _Found(keys, self._connector.match(keys, namespaces=self._specs))
+        keys, began_s = chain.keys(end), time.monotonic()
+        match = self._connector.match(keys, namespaces=self._specs)
+        self._slow = time.monotonic() - began_s > SLOW_LOOKUP_S
+        return match
 
-    def hashes(self, context: Any) -> list[bytes]:
-        """The hashes of a request's chunks from the root on. Cheap for those that were there before."""
-        state = self._requests[context.req_id]
-        known = context._offload_key_positions  # in order within a group; there is no other way to list them
-        if len(known) > state.seen:
-            new = islice(known, state.seen, None)
-            state.hashes += [get_offload_block_hash(key) for key in new if key.endswith(FIRST_GROUP)]
-            state.seen = len(known)
-        return state.hashes
-
-    def may_store(self, request_id: str) -> bool:
-        """Whether the chunks of a request have names."""
-        return request_id in self._requests and self._named()
-
-    def keys(self, context: Any, end: int) -> bytes:
-        """The keys of a request's chunks `0 ..< end`. Cheap for those that there were before."""
-        state = self._requests[context.req_id]
-        hashes, have = self.hashes(context), len(state.keys) // KEY_BYTES
-        if have < end:
-            state.keys += keys_of(self._root, hashes, 1, have, end)
-        return bytes(state.keys[: end * KEY_BYTES])
+    def chain(self, context: Any) -> Chain | None:
+        """The chunks of a request that vLLM has named so far; None where we have no names for them."""
+        state = self._requests.get(context.req_id)
+        if state is None or not self._named():
+            return None
+        chain, known = state.chain, context._offload_key_positions  # in order within a group; the only list there is
+        chain.root = self._root
+        if len(known) > chain.seen:
+            new = islice(known, chain.seen, None)
+            chain.hashes += [get_offload_block_hash(key) for key in new if key.endswith(FIRST_GROUP)]
+            chain.seen = len(known)
+        return chain
 
     def take(self, request_id: str) -> Match | None:
         """What was found for a request, for whoever loads it and releases it; None the second time."""
@@ -159,7 +177,8 @@ class Lookups:
 
     def ask_again(self, request_id: str, keys: Iterable[bytes]) -> None:
         """These chunks have been answered, but not loaded."""
-        self._requests[request_id].answered.difference_update(keys)
+        if request_id in self._requests:
+            self._requests[request_id].answered.difference_update(keys)
 
     def end_step(self, preempted: Iterable[str]) -> None:
         """All lookups and loads of a step have been made. What is preempted may ask once more."""
@@ -174,8 +193,7 @@ class Lookups:
             if state.finding is not None and not state.finding.done():
                 self._finding.append(state)
             elif state.finding is not None:
-                keys, state.match = state.finding.result(0)
-                state.keys = max(state.keys, bytearray(keys), key=len)
+                state.match = state.finding.result(0)
 
     def remove(self, request_id: str) -> None:
         """A request has ended."""
@@ -211,7 +229,7 @@ class Lookups:
         """Raise AssertionError where the books contradict each other."""
         for state in self._requests.values():
             assert state.match is None or state.finding is not None
-            assert len(state.keys) <= len(state.hashes) * KEY_BYTES
+            assert len(state.chain.hashes) <= state.chain.seen
 
     def close(self) -> None:
         """Blocks for seconds at most."""
@@ -219,10 +237,15 @@ class Lookups:
         self._connector.close()
 
 
+def place(key: bytes, context: Any, chunk_tokens: int) -> Place:
+    """Which chunk of a request has this key of vLLM's. In any thread."""
+    return Place(get_offload_group_idx(key), context._offload_key_positions[key] // chunk_tokens - 1)
+
+
 def _nothing() -> None:
     """A release that is not made: the lease runs out."""
 
 
-def _release_found(connector: Connector, finding: Transfer[_Found]) -> None:
+def _release_found(connector: Connector, finding: Transfer[Match]) -> None:
     if finding.done():
-        connector.release(finding.result(0).match)
+        connector.release(finding.result(0))

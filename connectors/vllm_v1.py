@@ -20,7 +20,7 @@ import msgspec
 from tiercache.client import REQUEST_TIMEOUT_S
 from tiercache.connector import LOAD_TIMEOUT_S, Connector, connect
 from tiercache.connectors.vllm_cards import Cards
-from tiercache.connectors.vllm_compat import CacheHitSource, base, resolve_kv_cache_block_sizes
+from tiercache.connectors.vllm_compat import CacheHitSource, base, check_version, resolve_kv_cache_block_sizes
 from tiercache.connectors.vllm_events import event_groups
 from tiercache.connectors.vllm_names import Names, check_hashes
 from tiercache.connectors.vllm_orders import Orders, RankForm
@@ -28,7 +28,7 @@ from tiercache.connectors.vllm_pool import check_groups, make_pools, replicated
 from tiercache.connectors.vllm_scheduler import Scheduler
 from tiercache.connectors.vllm_stats import PromMetrics, Stats
 from tiercache.connectors.vllm_worker import Worker
-from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError
+from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError, VersionError
 from tiercache.messages import INSTANCE_BYTES
 
 logger = logging.getLogger("tiercache.connectors.vllm")
@@ -68,6 +68,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(f"kv_connector_extra_config: {error}") from error
 
 
+def _absence(connector: Connector) -> str:
+    """Why there is no daemon that can be used; empty when there is."""
+    try:
+        connector.client.session()
+    except DaemonUnavailable as error:
+        return str(error)
+    return ""
+
+
 class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
     """See the module."""
 
@@ -76,10 +85,10 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._form = RankForm([])
-        self._null_block = 0
         # A load that fails is computed instead: no request may fail because its cache did.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         try:
+            check_version()
             self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
             check_hashes(vllm_config)
             check_groups(vllm_config, kv_cache_config)
@@ -100,6 +109,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             instance=hashlib.blake2b(engine, digest_size=INSTANCE_BYTES).digest(),
             load_timeout_s=settings.load_timeout_s,
             request_timeout_s=settings.request_timeout_s,
+            warn=False,  # the scheduler's half does, once for all ranks
             **options,
         )
 
@@ -124,7 +134,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         writers = [first or not replicated(self._vllm_config, group) for group in self._kv_cache_config.kv_cache_groups]
         names = event_groups(self._kv_cache_config) if self._vllm_config.parallel_config.rank == 0 else None
         self._worker = Worker(groups, writers, names)
-        self._form = RankForm([spec for spec, _ in pools])
+        self._form = RankForm([spec for spec, _ in pools], absence=next(filter(None, map(_absence, groups)), ""))
 
     def get_handshake_metadata(self) -> Any:
         """For the scheduler's half: the form of this rank's blocks."""
@@ -170,10 +180,6 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
 
     # --- the scheduler's half --------------------------------------------------------------------
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """vLLM's blocks: we only want to know the one that stands for none."""
-        self._null_block = gpu_block_pool.null_block.block_id
-
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """The forms of all ranks' blocks: from here on there is a cache."""
         ranks = [metadata[rank] for rank in sorted(metadata)]
@@ -192,12 +198,11 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         names.on_use = Cards(self._vllm_config, connector, specs, hash_size).add
         windowed = any(spec.window_blocks for spec in ranks[0].specs)
         per_block = connector.namespace.block_size // hash_size
-        self._scheduler = Scheduler(connector, [form.specs for form in ranks], names, per_block, windowed)
-        self._scheduler.null_block = self._null_block
-        try:
-            connector.client.session()
-        except DaemonUnavailable as error:
-            logger.warning("vLLM is served without the cache until that changes: %s", error)
+        self._scheduler = Scheduler(
+            connector, [form.specs for form in ranks], names, per_block, windowed, self._kv_cache_manager
+        )
+        for absence in dict.fromkeys(filter(None, (_absence(connector), *(form.absence for form in ranks)))):
+            logger.warning("vLLM is served without the cache until that changes: %s", absence)
 
     def on_new_request(self, request: Any) -> None:
         """A request has arrived."""
@@ -231,7 +236,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         if self._scheduler is None:
             return
         if connector_output.kv_connector_worker_meta is not None:
-            self._scheduler.reported(connector_output.kv_connector_worker_meta)
+            self._scheduler.stores.reported(connector_output.kv_connector_worker_meta)
         if connector_output.finished_recving:
             bad = bool(connector_output.invalid_block_ids or connector_output.failed_recving)
             self._scheduler.loads_ended(connector_output.finished_recving, bad)
@@ -243,9 +248,9 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended. Its blocks are never held back: see `vllm_scheduler`."""
+        """A request has ended. Its blocks are never held back: see `vllm_stores`."""
         if self._scheduler is not None:
-            self._scheduler.finished(request, block_ids)
+            self._scheduler.finished(request)
         return False, None
 
     def reset_cache(self) -> bool:
@@ -269,3 +274,10 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
     def build_prom_metrics(cls, *args: Any) -> Any:
         """For vLLM's Prometheus page."""
         return PromMetrics(*args)
+
+
+try:
+    check_version()
+except VersionError:
+    # What another vLLM wants of connectors besides is nothing to one that does nothing.
+    TierCacheConnector.__abstractmethods__ = frozenset()

@@ -17,7 +17,7 @@ found = importlib.util.find_spec("vllm")
 collect_ignore_glob = [] if found is not None and found.origin else ["test_*.py"]
 
 if not collect_ignore_glob:
-    from vllm_engines import Engine, save_model
+    from vllm_engines import Engine, flush, offloading_config, save_model
 
     @pytest.fixture(scope="session")
     def model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -46,10 +46,30 @@ if not collect_ignore_glob:
     @pytest.fixture
     def engine(shared: Engine, daemon: tiercache.LaunchedDaemon) -> Engine:
         """An engine with the connector; it and the daemon have forgotten everything."""
-        assert shared.ask("forget")["done"]
-        with tiercache.Client.connect(daemon.address) as client:
-            client.flush()
+        shared.forget()
+        flush(daemon)
         return shared
+
+    @pytest.fixture(scope="session")
+    def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """Where the daemons of many tests live, one after another."""
+        return tmp_path_factory.mktemp("run") / "d"
+
+    @pytest.fixture(scope="session")
+    def enduring(model: str, run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+        """An engine that lives through all daemons at `run_dir`. There is none at its start."""
+        settings = {"request_timeout_s": 0.5}
+        engine = Engine(model, tmp_path_factory.mktemp("enduring") / "log", str(run_dir), settings)
+        yield engine
+        engine.close()
+
+    @pytest.fixture(scope="session")
+    def offloading(model: str, run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+        """The same, with vLLM's own offloading between it and the daemons."""
+        config = offloading_config({"address": str(run_dir), "request_timeout_s": 2.0})
+        engine = Engine(model, tmp_path_factory.mktemp("offloading") / "log", kv_transfer_config=config)
+        yield engine
+        engine.close()
 
     @pytest.fixture
     def start(model: str, tmp_path: Path) -> Iterator[Callable[..., Engine]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from vllm_engines import BLOCK, Engine, prompt, save_model, wait_until
+from vllm_engines import BLOCK, Engine, flush, prompt, save_model, save_window_model, stored_blocks, wait_until
 
 import tiercache
 from tiercache.connectors.vllm_compat import check_version
@@ -13,11 +13,6 @@ from tiercache.errors import VersionError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 Start = Callable[..., Engine]
-
-
-def stored_blocks(daemon: tiercache.LaunchedDaemon) -> int:
-    with tiercache.Client.connect(daemon.address) as client:
-        return int(sum(space["blocks"] for space in client.stats()["namespaces"]))
 
 
 def test_what_was_stored_is_a_hit_with_the_same_tokens(
@@ -45,13 +40,12 @@ def test_the_answer_is_part_of_the_next_prompt(engine: Engine, plain: Engine, da
         assert engine.regenerate([turn], 1)[1] == [stored * BLOCK]
 
 
-def test_another_process_finds_it(
+def test_what_one_vllm_was_told_is_stored_another_one_finds(
     engine: Engine, plain: Engine, daemon: tiercache.LaunchedDaemon, start: Start
 ) -> None:
-    long = prompt(700, "process")
+    long, other, before = prompt(700, "process"), start(daemon.address), engine.counts()["stored_blocks"]
     expected = engine.generate([long])[0]
-    wait_until(lambda: stored_blocks(daemon) == 22)
-    other = start(daemon.address)
+    wait_until(lambda: engine.counts()["stored_blocks"] - before == 22)  # so many has the daemon acknowledged
     assert other.generate([long]) == (expected, [672])
     assert plain.generate([long])[0] == expected
 
@@ -62,8 +56,7 @@ def test_what_is_loaded_is_used(engine: Engine, daemon: tiercache.LaunchedDaemon
     expected, _ = engine.generate([long])
     wait_until(lambda: stored_blocks(daemon) == 20)
     assert engine.ask("negate")["done"]
-    with tiercache.Client.connect(daemon.address) as client:
-        client.flush()
+    flush(daemon)
     damaged, cached = engine.generate([long])  # from vLLM's own cache, and stored from there
     assert cached == [608]
     assert damaged != expected
@@ -71,8 +64,7 @@ def test_what_is_loaded_is_used(engine: Engine, daemon: tiercache.LaunchedDaemon
     again, cached = engine.regenerate([long])
     assert cached[0] >= 608
     assert again != expected
-    with tiercache.Client.connect(daemon.address) as client:
-        client.flush()
+    flush(daemon)
     assert engine.regenerate([long]) == (expected, [0])
 
 
@@ -106,19 +98,24 @@ def test_preempted_requests_get_their_blocks_back(
 
 
 def test_a_sliding_window_is_matched_by_its_end(start: Start, tmp_path_factory: pytest.TempPathFactory) -> None:
-    layers = ["sliding_attention", "full_attention"] * 2
-    model = save_model(
-        tmp_path_factory.mktemp("window"), "Gemma3TextConfig", sliding_window=100, layer_types=layers,
-        query_pre_attn_scalar=32,
-    )  # fmt: skip
+    model = save_window_model(tmp_path_factory.mktemp("window"))
     long = prompt(1000, "window")
-    with tiercache.launch("64MiB", region="16MiB") as own:
+    disk = {"nvme": str(tmp_path_factory.mktemp("disk")), "nvme_size": "64MiB", "nvme_segment": "16MiB"}
+    with tiercache.launch("64MiB", region="16MiB", **disk) as own:
         expected = start(model=model).generate([long, long[:500]], 40)[0]
         engine = start(own.address, model=model)
         assert engine.generate([long], 40)[0] == expected[:1]
         wait_until(lambda: stored_blocks(own) >= 2 * 31)
         assert engine.regenerate([long], 40) == (expected[:1], [992])
         assert engine.regenerate([long[:500]], 40) == (expected[1:], [480])
+        # From NVMe alone: the blocks without a window, and the last ones of that with one.
+        with tiercache.Client.connect(own.address, map_arena=False) as client:
+            wait_until(lambda: client.stats()["tiers"]["nvme"]["blocks"] == stored_blocks(own))
+            client.flush(tier="dram")
+            assert engine.regenerate([long], 40) == (expected[:1], [992])
+            assert 31 < client.stats()["tiers"]["nvme"]["promoted_blocks"] < 2 * 31
+            client.flush(tier="dram")
+            assert engine.regenerate([long[:500]], 40) == (expected[1:], [480])
         engine.close()
 
 
@@ -152,6 +149,7 @@ def test_other_weights_under_the_same_name_are_another_model(
         ({"load_timeout_s": "soon"}, {}, "kv_connector_extra_config: Expected `float`"),
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "set it to sha256"),
         ({"address": "/nowhere/at/all"}, {}, "the cache at /nowhere/at/all is unavailable"),
+        ({}, {"patch": "import vllm; vllm.__version__ = '0.33.0'"}, "serves vllm>=0.32,<0.33, and this is 0.33.0"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_said_in_a_line(
@@ -160,9 +158,10 @@ def test_what_cannot_be_served_is_said_in_a_line(
     engine = start(settings.pop("address", "/nowhere"), settings=settings, **options)
     ids = prompt(100, "refused")
     assert engine.generate([ids]) == (plain.generate([ids])[0], [0])
-    said = [line for line in engine.log.read_text().splitlines() if words in line]
-    assert len(said) == 1
+    said = engine.lines("without")
+    assert len(said) == 1, said
     assert "vLLM is served without the cache" in said[0]
+    assert words in said[0]
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0"])

@@ -17,7 +17,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
-from vllm_engines import BLOCK, Engine, prompt, wait_until
+from vllm_engines import BLOCK, Engine, offloading_config, prompt, wait_until
 
 import tiercache
 from tiercache.connectors.vllm_events import Group, name_blocks, of_group
@@ -51,6 +51,69 @@ def replays(endpoint: str) -> Iterator[Callable[[], list[Event]]]:
     finally:
         dealer.close(0)
         context.term()
+
+
+class Subscriber:
+    """One that listens, as vLLM documents it: a SUB, and a replay of what it sees by the numbers that it has missed.
+
+    vLLM itself has publishers only.
+
+    Attributes:
+        batches: numbers and events, in the order in which it has handed them on.
+        replayed: how many of them it had missed at first.
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str, topic: str = "") -> None:
+        self._context = zmq.Context()
+        self._sub = self._context.socket(zmq.SUB)
+        self._sub.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._sub.connect(endpoint)
+        self._replay_endpoint = replay_endpoint
+        self._topic = topic.encode()
+        self.batches: list[tuple[int, KVEventBatch]] = []
+        self.replayed = 0
+
+    def _receive(self) -> tuple[int, bytes]:
+        assert self._sub.poll(30_000), "nothing comes"
+        topic, number, payload = self._sub.recv_multipart()
+        assert topic == self._topic
+        return int.from_bytes(number, "big"), payload
+
+    def lose(self) -> None:
+        """Have the next batch lost on its way."""
+        self._receive()
+
+    def listen(self, until: Callable[[list[Event]], object]) -> None:
+        """Take what comes until what has come is enough."""
+        while not until(self.events()):
+            number, payload = self._receive()
+            if number > self._next():
+                self._fill(number)
+            if number == self._next():
+                self.batches.append((number, decode(payload)))
+
+    def events(self) -> list[Event]:
+        return [event for _, batch in self.batches for event in batch.events]
+
+    def _next(self) -> int:
+        return self.batches[-1][0] + 1 if self.batches else 0
+
+    def _fill(self, end: int) -> None:
+        """Ask for what is missing before `end`."""
+        with self._context.socket(zmq.DEALER) as dealer:
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.connect(self._replay_endpoint)
+            dealer.send_multipart([b"", self._next().to_bytes(8, "big")])
+            while self._next() < end:
+                assert dealer.poll(30_000), "no replay"
+                _, topic, number, payload = dealer.recv_multipart()
+                assert (topic, number) == (self._topic, self._next().to_bytes(8, "big"))
+                self.batches.append((self._next(), decode(payload)))
+                self.replayed += 1
+
+    def close(self) -> None:
+        self._sub.close(0)
+        self._context.term()
 
 
 def stored(events: list[Event], medium: str) -> dict[int, tuple[object, ...]]:
@@ -105,6 +168,23 @@ def test_what_is_below_the_gpu_has_vllms_names(start: Callable[..., Engine], tmp
         wait_until(lambda: isinstance(below()[-1], AllBlocksCleared))
 
 
+def test_chunks_of_vllms_own_offloading_have_its_names(start: Callable[..., Engine], tmp_path: Path) -> None:
+    ours, theirs = f"ipc://{tmp_path}/ours", f"ipc://{tmp_path}/theirs"
+    with tiercache.launch(
+        "64MiB", region="16MiB", kv_events=f"{ours}-pub", kv_events_replay=ours
+    ) as daemon, replays(ours) as below, replays(theirs) as above:  # fmt: skip
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"{theirs}-pub"}
+        config = offloading_config({"address": str(daemon.address), "request_timeout_s": 5.0})
+        engine = start(kv_transfer_config=config, kv_events_config={**events, "replay_endpoint": theirs})
+        long = prompt(600, "offloaded")
+        engine.generate([long], 40)
+        engine.generate([long[:300] + prompt(100, "other")], 40)
+        blocks = 639 // BLOCK + 439 // BLOCK - 300 // BLOCK
+        assert len(stored(above(), "GPU")) == blocks
+        wait_until(lambda: len(stored(below(), "CPU")) == blocks)
+        assert stored(below(), "CPU") == stored(above(), "GPU")
+
+
 @pytest.mark.parametrize("per_block", [1, 2])
 @pytest.mark.parametrize("kind", ["text", "salted", "adapter", "images"])
 def test_blocks_have_the_names_of_vllms_own_events(kind: str, per_block: int) -> None:
@@ -135,3 +215,40 @@ def test_blocks_have_the_names_of_vllms_own_events(kind: str, per_block: int) ->
     for name, said in stored(named, "GPU").items():
         assert said[:7] == stored(vllms, "GPU")[name][:7]  # vLLM's event here has no kind
     assert (named[0].extra_keys is None) == (kind == "text")
+
+
+def test_a_subscriber_keeps_up_while_vllm_stores(start: Callable[..., Engine], tmp_path: Path) -> None:
+    """From vLLM and from the daemon: every batch once and in order, also those that were lost on their way."""
+    ours, theirs = f"ipc://{tmp_path}/ours", f"ipc://{tmp_path}/theirs"
+    with tiercache.launch(
+        "64MiB", region="16MiB", kv_events=f"{ours}-pub", kv_events_replay=ours, kv_events_topic="kv"
+    ) as daemon:
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"{theirs}-pub"}
+        engine = start(daemon.address, kv_events_config={**events, "replay_endpoint": theirs, "topic": "kv"})
+        below, above = Subscriber(f"{ours}-pub", ours, "kv"), Subscriber(f"{theirs}-pub", theirs, "kv")
+        try:
+            prompts = [prompt(200, f"live {number}") for number in range(12)]
+            blocks = 0
+            for number, ids in enumerate(prompts):
+                engine.order_generate([ids], 30)
+                engine.outputs()
+                blocks += 229 // BLOCK
+                for listener, medium in ((above, "GPU"), (below, "CPU")):
+                    if number % 3 == 1:
+                        listener.lose()
+                    else:
+                        listener.listen(lambda events: len(stored(events, medium)) == blocks)  # noqa: B023
+                if number % 3 != 1:
+                    assert stored(below.events(), "CPU") == stored(above.events(), "GPU")
+            for listener in (below, above):
+                numbers = [number for number, _ in listener.batches]
+                assert numbers == list(range(len(numbers)))
+                assert listener.replayed > 0
+            with tiercache.Client.connect(daemon.address) as client:
+                client.flush()
+            below.listen(lambda events: isinstance(events[-1], AllBlocksCleared))
+            with replays(ours) as all_of_it:
+                assert below.events() == all_of_it()
+        finally:
+            below.close()
+            above.close()

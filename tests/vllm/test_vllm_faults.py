@@ -1,36 +1,97 @@
-"""Daemons that die, hang, lose blocks and come back under vLLM, which must not mind."""
+"""Daemons that die, hang, are slow, lose blocks, come back or cannot be used, under real vLLM, which must not mind.
+
+Which test shows what of `facts/faults.md` holds with real vLLM and a real daemon (numbers as there):
+
+| fault | |
+|---|---|
+| 1 ranks and namespaces with equal hashes | `test_vllm_ranks`: `each_rank_stores_its_shard`; `test_vllm_connector`: `other_weights...`; `test_vllm_requests`: adapters, salts |
+| 15 the daemon dies, or hangs | here: `killed_in_mid_run_and_back`, `hangs_dies_and_comes_back` |
+| 26 acknowledged, so visible | `test_vllm_connector`: `what_one_vllm_was_told_is_stored_another_one_finds` |
+| 28 a request answered by another life | here: `a_request_that_the_next_daemon_reads` |
+| 30 restarts without restarting vLLM | here: all tests share an engine for each connector, which lives through all daemons |
+| 33 a slow daemon | here: `a_slow_daemon_is_not_waited_for_in_turn`, `replies_that_do_not_come`, `a_daemon_that_runs_now_and_then` |
+| 35 convoys | `test_vllm_copies`: `a_convoy_loads_its_prefix_once` |
+| 36 a load that is given up | `test_vllm_copies`: `blocks_of_an_aborted_load_belong_to_it`; cancelling before a copy begins: `test_fault_copies` |
+| 37 blocks given away while they are stored | `test_vllm_copies`: `blocks_that_are_overwritten_while_they_are_stored`; past DRAM: `test_vllm_worker` |
+| 38 used before known to be good | `test_vllm_copies`: `a_load_that_the_daemon_does_not_confirm_is_computed` |
+| 39 vLLM stopped or killed in mid copy | `test_vllm_copies`: `stopped_and_killed_while_it_copies`; `test_vllm_ranks`: the end of `each_rank_stores_its_shard` |
+"""  # noqa: E501
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from vllm_engines import Engine, prompt, wait_until
+from vllm_engines import (
+    Engine,
+    damage_segments,
+    launch_patched,
+    offloading_config,
+    prompt,
+    statistics,
+    stored_blocks,
+    wait_until,
+)
 
 import tiercache
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 Start = Callable[..., Engine]
 PROMPTS = [prompt(600, f"fault {number}") for number in range(8)]
+FOUND = 576
 SMALL = {"arena": "32MiB", "region": "8MiB"}
+FLAGS = ("--arena", "32MiB", "--region", "8MiB")
+OTHER_PROTOCOL = "import tiercache.messages as m; m.PROTOCOL = m.OLDEST_PROTOCOL = {}"
+SLOW_MATCHES = """
+import time
+from tiercache.daemon.reads import Reads
+match = Reads.match
+def slow(*arguments, **options):
+    time.sleep(0.2)
+    return match(*arguments, **options)
+Reads.match = slow
+"""
+LEFT_BEHIND = """
+import os, signal, socket, sys
+from pathlib import Path
+def is_session(fd):
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError:
+        return False
+    try:
+        return sock.type == socket.SOCK_SEQPACKET and sock.getpeername() is not None
+    except OSError:
+        return False
+    finally:
+        sock.detach()
+def leave_behind(*_):
+    # A child with nothing but the session sockets: those who listen there do not see its parent die.
+    if os.fork() == 0:
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            if not is_session(fd):
+                try:
+                    os.close(fd)
+                except OSError:
+                    continue
+        Path(sys.argv[2], "left").write_text(str(os.getpid()))
+        signal.alarm(60)
+        signal.pause()
+signal.signal(signal.SIGUSR1, leave_behind)
+"""
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("run") / "d"
-
-
-@pytest.fixture(scope="module")
-def enduring(model: str, run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """One engine that lives through the daemons of all these tests. The first of them is not there yet."""
-    settings = {"request_timeout_s": 0.5}
-    engine = Engine(model, tmp_path_factory.mktemp("enduring") / "log", str(run_dir), settings)
-    yield engine
-    engine.close()
+@pytest.fixture(params=["connector", "tier"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """One engine for each connector. It has lived through the daemons of all tests before."""
+    found: Engine = request.getfixturevalue({"connector": "enduring", "tier": "offloading"}[request.param])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -38,90 +99,214 @@ def expected(plain: Engine) -> list[list[int]]:
     return plain.generate(PROMPTS, 48)[0]
 
 
-def hits_come(engine: Engine, ids: list[int]) -> None:
-    """Wait until what is stored is also found again."""
-    wait_until(lambda: engine.regenerate([ids], 4)[1][0] >= len(ids) // 32 * 32 - 32)
+@contextmanager
+def stopping(pid: int) -> Iterator[None]:
+    """The process stands still meanwhile. It may be killed then."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
-def test_hits_come_with_the_daemon(enduring: Engine, run_dir: Path, expected: list[list[int]]) -> None:
-    assert enduring.generate(PROMPTS[:2], 48)[0] == expected[:2]
+def kill(daemon: tiercache.LaunchedDaemon) -> None:
+    os.kill(daemon.pid, signal.SIGKILL)
+    daemon.close()
+
+
+def test_hits_come_with_the_daemon(engine: Engine, run_dir: Path, expected: list[list[int]]) -> None:
+    assert engine.generate(PROMPTS[:2], 48)[0] == expected[:2]
+    assert len(engine.lines("without the cache until that changes: ")) == 1
     with tiercache.launch(run_dir=run_dir, **SMALL):
-        hits_come(enduring, PROMPTS[0])
-        assert enduring.regenerate(PROMPTS[:1], 48)[0] == expected[:1]
+        engine.await_hits(PROMPTS[0])
+        assert engine.regenerate(PROMPTS[:1], 48) == (expected[:1], [FOUND])
+        assert engine.ask("check")["idle"]
 
 
-def test_killed_in_mid_run_and_back(enduring: Engine, run_dir: Path, expected: list[list[int]]) -> None:
+def test_killed_in_mid_run_and_back(engine: Engine, run_dir: Path, expected: list[list[int]]) -> None:
+    daemon = tiercache.launch(run_dir=run_dir, **SMALL)
+    engine.await_hits(PROMPTS[0])
+    for number in range(4):  # at one time while it stores, at another while it loads
+        engine.forget()
+        engine.order_generate(PROMPTS, 48)
+        time.sleep(0.05 * number)
+        kill(daemon)
+        assert engine.outputs()[0] == expected
+        daemon = tiercache.launch(run_dir=run_dir, **SMALL)
+        engine.await_hits(PROMPTS[number])
+    daemon.close()
+    assert engine.ask("check")["idle"]
+
+
+def test_hangs_dies_and_comes_back(engine: Engine, run_dir: Path, expected: list[list[int]]) -> None:
+    daemon = tiercache.launch(run_dir=run_dir, **SMALL)
+    engine.await_hits(PROMPTS[0])
+    engine.forget()
+    with stopping(daemon.pid):  # before anything is scheduled
+        assert engine.generate(PROMPTS, 48)[0] == expected
+        assert not engine.ask("check")["available"]
+    engine.await_hits(PROMPTS[1])
+    engine.forget()
+    engine.order_generate(PROMPTS, 48)
+    with stopping(daemon.pid):  # while it is
+        assert engine.outputs()[0] == expected
+        kill(daemon)
+    with tiercache.launch(run_dir=run_dir, **SMALL):
+        engine.await_hits(PROMPTS[2])
+        assert engine.ask("check")["idle"]
+
+
+def test_a_request_that_the_next_daemon_reads(engine: Engine, run_dir: Path, expected: list[list[int]]) -> None:
+    """vLLM does not see the daemon die, asks it, and what it has asked comes to its successor."""
+    daemon = launch_patched(run_dir, LEFT_BEHIND, *FLAGS)
+    engine.await_hits(PROMPTS[0])
+    os.kill(daemon.pid, signal.SIGUSR1)
+    left = run_dir / "left"
+    wait_until(lambda: left.exists() and left.read_text())
+    engine.forget()
+    kill(daemon)
+    try:
+        assert engine.generate(PROMPTS, 48)[0] == expected
+        assert not engine.ask("check")["available"]
+        with tiercache.launch(run_dir=run_dir, **SMALL) as daemon:
+            wait_until(lambda: statistics(daemon)["counters"]["requests_refused"])
+            engine.await_hits(PROMPTS[0])
+            assert engine.regenerate(PROMPTS, 48)[0] == expected
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)
+        left.unlink()
+    assert engine.ask("check")["idle"]
+
+
+def test_a_slow_daemon_is_not_waited_for_in_turn(engine: Engine, plain: Engine, run_dir: Path) -> None:
+    """Each answer comes in time, and 40 requests do not wait for 40 of them."""
+    prompts = [prompt(70, f"slow {number}") for number in range(40)]
+    expected = plain.generate(prompts)[0]
+    with launch_patched(run_dir, SLOW_MATCHES, *FLAGS) as daemon:
+        engine.await_hits(PROMPTS[0])
+        before = statistics(daemon)["counters"]["match_requests"]
+        assert engine.generate(prompts)[0] == expected
+        assert 0 < statistics(daemon)["counters"]["match_requests"] - before < 20
+        assert engine.ask("check")["idle"]
+        assert engine.regenerate(PROMPTS[:1], 1)[1] == [FOUND]
+
+
+def test_replies_that_do_not_come(engine: Engine, run_dir: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """The daemon lives, and what it is asked for a load it answers when vLLM has long ended the request."""
+    go = tmp_path / "go"
+    patch = f"""
+import time
+from pathlib import Path
+from tiercache.daemon.reads import Reads
+hold = Reads.hold
+def late(*arguments):
+    while not Path({str(go)!r}).exists():
+        time.sleep(0.01)
+    return hold(*arguments)
+Reads.hold = late
+"""
+    go.touch()
+    with launch_patched(run_dir, patch, *FLAGS):
+        engine.await_hits(PROMPTS[0])
+        before = len(engine.lines("is down: no answer from the daemon in"))
+        go.unlink()
+        assert engine.regenerate(PROMPTS[:1], 48)[0] == expected[:1]
+        wait_until(lambda: len(engine.lines("is down: no answer from the daemon in")) > before)
+        go.touch()
+        engine.await_hits(PROMPTS[1])
+        assert engine.ask("check")["idle"]
+
+
+def test_a_daemon_that_runs_now_and_then(engine: Engine, run_dir: Path, expected: list[list[int]]) -> None:
     with tiercache.launch(run_dir=run_dir, **SMALL) as daemon:
-        hits_come(enduring, PROMPTS[0])
-        for number in range(4):  # at one time while it stores, at another while it loads
-            assert enduring.ask("forget")["done"]
-            enduring.order_generate(PROMPTS, 48)
-            time.sleep(0.05 * number)
-            os.kill(daemon.pid, signal.SIGKILL)
-            assert enduring.outputs()[0] == expected
-            daemon.close()
-            daemon = tiercache.launch(run_dir=run_dir, **SMALL)
-            hits_come(enduring, PROMPTS[number])
-        daemon.close()
-    assert enduring.ask("check")["idle"]
+        engine.await_hits(PROMPTS[0])
+        over = threading.Event()
 
+        def pulse() -> None:
+            while not over.is_set():
+                with stopping(daemon.pid):
+                    time.sleep(0.1)
+                time.sleep(0.02)
 
-def test_a_daemon_that_hangs_costs_one_deadline(enduring: Engine, run_dir: Path, expected: list[list[int]]) -> None:
-    with tiercache.launch(run_dir=run_dir, **SMALL) as daemon:
-        hits_come(enduring, PROMPTS[0])
-        assert enduring.ask("forget")["done"]
-        os.kill(daemon.pid, signal.SIGSTOP)
+        pulses = threading.Thread(target=pulse)
+        pulses.start()
         try:
-            assert enduring.generate(PROMPTS, 48)[0] == expected
-            assert not enduring.ask("check")["available"]
+            for _ in range(3):
+                assert engine.regenerate(PROMPTS, 48)[0] == expected
         finally:
-            os.kill(daemon.pid, signal.SIGCONT)
-        hits_come(enduring, PROMPTS[1])
+            over.set()
+            pulses.join()
+        engine.await_hits(PROMPTS[0])
+        assert engine.ask("check")["idle"]
 
 
-def test_a_request_that_is_aborted_while_it_loads(enduring: Engine, run_dir: Path, expected: list[list[int]]) -> None:
-    long = prompt(2000, "aborted")
+def test_a_request_that_is_aborted_while_it_loads(engine: Engine, run_dir: Path, expected: list[list[int]]) -> None:
+    long = prompt(1200, "aborted")
     with tiercache.launch(run_dir=run_dir, **SMALL):
-        hits_come(enduring, long)
+        engine.await_hits(long)
 
         def aborted() -> bool:
-            assert enduring.ask("forget")["done"]
-            return bool(enduring.ask("abort", prompt=long)["loading"])
+            engine.forget()
+            return bool(engine.ask("abort", prompt=long)["loading"])
 
         wait_until(aborted)
-        assert enduring.ask("check")["idle"]
-        assert enduring.generate(PROMPTS, 48)[0] == expected
+        assert engine.ask("check")["idle"]
+        assert engine.generate(PROMPTS, 48)[0] == expected
 
 
 def test_an_arena_for_a_few_blocks(enduring: Engine, run_dir: Path, expected: list[list[int]]) -> None:
     with tiercache.launch("2MiB", region="2MiB", run_dir=run_dir) as daemon:  # 32 blocks, and 8 x 20 are wanted
-        hits_come(enduring, PROMPTS[0][:320])
+        enduring.await_hits(PROMPTS[0][:320])
         for _ in range(3):
             assert enduring.regenerate(PROMPTS, 48)[0] == expected
-        with tiercache.Client.connect(daemon.address) as client:
-            assert 0 < sum(space["blocks"] for space in client.stats()["namespaces"]) <= 32
+        assert 0 < stored_blocks(daemon) <= 32
     assert enduring.ask("check")["idle"]
 
 
-def test_damage_on_the_disk_is_a_miss(
-    enduring: Engine, run_dir: Path, expected: list[list[int]], tmp_path: Path
+def test_restarts_of_both_and_damage_on_the_disk(
+    engine: Engine, start: Start, run_dir: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
     disk = {"nvme": str(tmp_path / "disk"), "nvme_size": "256MiB", "nvme_segment": "16MiB"}
     (tmp_path / "disk").mkdir()
     with tiercache.launch(run_dir=run_dir, **SMALL, **disk):
-        hits_come(enduring, PROMPTS[0])
+        engine.await_hits(PROMPTS[0])
+    with tiercache.launch(run_dir=run_dir, **SMALL, **disk):  # the one before wrote it on its way out
+        engine.await_hits(PROMPTS[0])
+        assert engine.regenerate(PROMPTS[:1], 48) == (expected[:1], [FOUND])
+        if engine.offloads:
+            config = offloading_config({"address": str(run_dir), "request_timeout_s": 5.0})
+            other = start(kv_transfer_config=config)
+            assert other.generate(PROMPTS[:1], 48) == (expected[:1], [FOUND])
+            other.close()
+    damage_segments(tmp_path / "disk")
     with tiercache.launch(run_dir=run_dir, **SMALL, **disk):
-        hits_come(enduring, PROMPTS[0])  # from the disk: the daemon has written it on its way out
-        assert enduring.regenerate(PROMPTS[:1], 48)[0] == expected[:1]
-    damaged = 0
-    for segment in (tmp_path / "disk").rglob("*.seg*"):
-        with segment.open("r+b") as file:
-            for place in range(4096 + 100, segment.stat().st_size, 4096):
-                file.seek(place)
-                file.write(b"\xff\x00\xff")
-                damaged += 1
-    assert damaged
-    with tiercache.launch(run_dir=run_dir, **SMALL, **disk):
-        wait_until(lambda: enduring.ask("check")["available"])
-        outputs, cached = enduring.regenerate(PROMPTS[:1], 48)
-        assert (outputs, cached[0] < 600 // 2) == (expected[:1], True)
+        wait_until(lambda: engine.ask("check")["available"])
+        assert engine.regenerate(PROMPTS[:1], 48) == (expected[:1], [0])
+        assert engine.ask("check")["idle"]
+
+
+def test_a_daemon_that_cannot_be_used_is_said_in_a_line(start: Start, plain: Engine, tmp_path: Path) -> None:
+    """Another protocol, newer or older, and an arena in which no block fits; then the right one comes."""
+    long, run_dir = prompt(1400, "useless"), tmp_path / "run"
+    expected = plain.generate([long])[0]
+    daemon = launch_patched(run_dir, OTHER_PROTOCOL.format(2), *FLAGS)
+    engine = start(str(run_dir), block_size=1280)  # of 2.5 MiB each
+    assert engine.generate([long]) == (expected, [0])
+    said = "speaks protocol 2 and its client 1: use the same release of tiercache on both sides"
+    assert len(engine.lines(said)) == len(engine.lines("vLLM is served without the cache until that changes")) == 1
+    daemon.close()
+    with launch_patched(run_dir, OTHER_PROTOCOL.format(0), *FLAGS):
+        said = "speaks protocol 0 and its client 1: use the same release of tiercache on both sides"
+        wait_until(lambda: engine.lines(said))
+        assert engine.regenerate([long]) == (expected, [0])
+        assert len(engine.lines(said)) == 1
+    with tiercache.launch("2MiB", region="2MiB", run_dir=run_dir):
+        said = "start the daemon with a larger --region, and an --arena that is no smaller; going on without it"
+        wait_until(lambda: engine.lines(said))
+        for _ in range(2):
+            assert engine.regenerate([long]) == (expected, [0])
+        assert len(engine.lines(said)) == 1
+    assert not engine.lines("failed, and counts as a miss")
+    with tiercache.launch(run_dir=run_dir, **SMALL):
+        wait_until(lambda: engine.regenerate([long]) == (expected, [1280]))

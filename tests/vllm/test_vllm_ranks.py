@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_engines import BLOCK, Engine, prompt, save_model, wait_until
+from vllm_engines import BLOCK, Engine, prompt, save_model, statistics, wait_until
 
 import tiercache
 from tiercache.connectors import vllm_pool
@@ -23,8 +26,7 @@ STORED = (600 + 15) // BLOCK + (530 + 15) // BLOCK - 330 // BLOCK + (70 + 15) //
 
 
 def blocks_by_rank(daemon: tiercache.LaunchedDaemon) -> dict[str, int]:
-    with tiercache.Client.connect(daemon.address) as client:
-        return {str(space["rank"]): int(space["blocks"]) for space in client.stats()["namespaces"]}
+    return {str(space["rank"]): int(space["blocks"]) for space in statistics(daemon)["namespaces"]}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,9 @@ def blocks_by_rank(daemon: tiercache.LaunchedDaemon) -> dict[str, int]:
         ({"pipeline_parallel_size": 2}, {"tp 0/1 pp 0/2", "tp 0/1 pp 1/2"}),
     ],
 )
-def test_each_rank_stores_its_shard(start: Start, plain: Engine, sizes: dict[str, int], ranks: set[str]) -> None:
+def test_each_rank_stores_its_shard(
+    start: Start, plain: Engine, sizes: dict[str, int], ranks: set[str], tmp_path: Path
+) -> None:
     expected = plain.generate(PROMPTS, 16)[0]
     with tiercache.launch("64MiB", region="16MiB") as own:
         engine = start(own.address, **sizes)
@@ -52,7 +56,26 @@ def test_each_rank_stores_its_shard(start: Start, plain: Engine, sizes: dict[str
         wait_until(lambda: engine.regenerate(PROMPTS[:1], 16) == (expected[:1], [576]))
         wait_until(lambda: engine.generate([[5, 6, 7]]) and engine.ask("check")["jobs"] == 0)  # all ranks have reported
         assert engine.ask("check")["idle"]
-        engine.close()
+
+        # And then a rank is killed while both of them store.
+        held = tmp_path / "held"
+        held.mkdir()
+        pids = engine.ask("count")["pids"]
+        assert engine.ask("hold", way="out", folder=str(held))["done"]
+        engine.order_generate([prompt(600, "killed")])
+        wait_until(lambda: len(list(held.iterdir())) == 2)
+        assert statistics(own)["leases"]["write"] == 2
+        before = blocks_by_rank(own)
+        os.kill(pids[1], signal.SIGKILL)
+        wait_until(lambda: statistics(own)["leases"]["write"] < 2)
+        assert pids[1] not in {session["pid"] for session in statistics(own)["sessions"]}
+        for pid in (engine.process.pid, pids[0]):  # vLLM has no use for the other rank, which it ends or waits for
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not any(session["name"].startswith("vllm") for session in statistics(own)["sessions"]))
+        leases = statistics(own)["leases"]
+        assert (leases["write"], leases["quarantined"], leases["pending_blocks"]) == (0, 0, 0)
+        assert blocks_by_rank(own) == before, "nothing of what was half stored"
 
 
 def test_mla_is_stored_once_for_all_ranks() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from vllm_engines import BLOCK, COMMON, Engine, prompt, save_model, wait_until
+from vllm_engines import BLOCK, COMMON, Engine, flush, prompt, save_model, stored_blocks, wait_until
 
 import tiercache
 
@@ -47,20 +47,10 @@ def adapting(
     engine.close()
 
 
-def stored_blocks(daemon: tiercache.LaunchedDaemon) -> int:
-    with tiercache.Client.connect(daemon.address) as client:
-        return int(sum(space["blocks"] for space in client.stats()["namespaces"]))
-
-
-def empty(daemon: tiercache.LaunchedDaemon) -> None:
-    with tiercache.Client.connect(daemon.address) as client:
-        client.flush()
-
-
 def test_an_adapter_is_what_is_in_its_files(
     adapting: Engine, plain: Engine, daemon: tiercache.LaunchedDaemon, tmp_path: Path
 ) -> None:
-    empty(daemon)
+    flush(daemon)
     one, other = save_adapter(tmp_path / "one", 1), save_adapter(tmp_path / "other", 2)
     base = adapting.regenerate([LONG])[0]
     assert base == plain.generate([LONG])[0]
@@ -80,7 +70,7 @@ def test_an_adapter_whose_files_change_under_it_is_not_cached(
     adapting: Engine, daemon: tiercache.LaunchedDaemon, tmp_path: Path
 ) -> None:
     """vLLM goes on with what it has loaded, and what it will load when it does so again, nobody knows."""
-    empty(daemon)
+    flush(daemon)
     folder = save_adapter(tmp_path / "changing", 3)
     before = adapting.regenerate([LONG], lora=["changing", 4, folder])
     assert before[1] == [0]
@@ -94,7 +84,7 @@ def test_an_adapter_whose_files_change_under_it_is_not_cached(
 
 
 def test_salts_keep_requests_apart(adapting: Engine, daemon: tiercache.LaunchedDaemon) -> None:
-    empty(daemon)
+    flush(daemon)
     expected = adapting.regenerate([LONG], salt="one")[0]
     wait_until(lambda: stored_blocks(daemon) == 10)
     assert adapting.regenerate([LONG], salt="two") == (expected, [0])
@@ -103,7 +93,7 @@ def test_salts_keep_requests_apart(adapting: Engine, daemon: tiercache.LaunchedD
 
 
 def test_embeddings_are_named_by_their_content(adapting: Engine, daemon: tiercache.LaunchedDaemon) -> None:
-    empty(daemon)
+    flush(daemon)
     first, cached = adapting.regenerate([LONG], embeds=1)
     assert cached == [0]
     wait_until(lambda: stored_blocks(daemon) == 10)

@@ -1,12 +1,13 @@
-"""A process with one vLLM engine in it, that does what lines of JSON on its stdin say.
+"""A process with one vLLM engine in it, that does what lines of JSON on its stdin say; see ORDERS, at the end.
 
 {"op": "generate", "prompts": [[...]], "max_tokens": 8} -> {"tokens": [[...]], "cached": [...]}
     "lora": [name, number, folder], "salt": "..."; "embeds": seed, for noise in place of the prompts' tokens
-{"op": "forget"}      vLLM forgets its own prefix cache
-{"op": "offloaded"}   vLLM forgets what it has offloaded itself
-{"op": "reset"}       as after an update of the weights: the connector's cache too
-{"op": "negate"}      all KV in the pool, as damage that changes what is computed from it
-{"op": "check"}       the scheduler's books, and its counts
+    with "pending" it does not wait for loads of requests that have gone
+{"op": "abort", "prompt": [...]} -> {"loading": true}, if that request was being loaded when it was aborted
+    with "held" its copy, which waits in that folder, has begun by then, and goes on
+{"op": "hold", "way": "in", "folder": "..."}
+    the next copy from the cache (`out`: to it) says so with a file `held...` there, and goes on when there is a file
+    `go`; with "damage" the blocks that it has filled are then spoilt
 """
 
 from __future__ import annotations
@@ -14,93 +15,169 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ.update(
     HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_HOST_IP="127.0.0.1", VLLM_LOGGING_LEVEL="WARNING",
     OMP_NUM_THREADS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # functions go to the processes of ranks
 )  # fmt: skip
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed
-    import torch
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
+def worker_groups(worker: Any) -> list[Any]:
+    """In the process of a rank: its connectors to the cache."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    llm = LLM(**json.loads(sys.argv[1]))
-    if llm.llm_engine.vllm_config.parallel_config.pipeline_parallel_size > 1:
-        llm.collective_rpc("execute_dummy_batch")  # else later stages of an eager engine on a CPU have no buffers
-    model = llm.llm_engine.vllm_config.model_config
-    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
-    scheduler = getattr(core.scheduler.connector, "_scheduler", None)
-    offloading = getattr(core.scheduler.connector, "connector_scheduler", None)
-    tier = offloading.manager.secondary_tiers[0] if offloading is not None else None
-    happened = {"preemptions": 0, "flushes": 0, "drafts": 0}
-    preempt, step = core.scheduler._preempt_request, getattr(scheduler, "step", None)
+    connector: Any = get_kv_transfer_group()
+    return list(connector._worker._groups) if connector._worker is not None else []
 
-    def count_preemption(*arguments: Any, **options: Any) -> None:
-        happened["preemptions"] += 1
-        preempt(*arguments, **options)
 
-    def count_flush(output: Any) -> Any:
-        orders = step(output)
-        happened["flushes"] += len(orders.flush)
-        happened["drafts"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
-        return orders
+def count(worker: Any) -> tuple[int, dict[str, int]]:
+    """In the process of a rank: its number for the kernel, and what it has moved."""
+    totals: dict[str, int] = {}
+    for connector in worker_groups(worker):
+        for name, value in connector.counters.items():
+            totals[name] = totals.get(name, 0) + value
+    return os.getpid(), totals
 
-    core.scheduler._preempt_request = count_preemption
-    if scheduler is not None:
-        scheduler.step = count_flush
 
-    def abort(ids: list[int]) -> bool:
+def hold(worker: Any, way: str, folder: str, damage: bool) -> None:
+    """In the process of a rank: see above. The copy is done where it would have been, by the thread that does it."""
+    import time
+
+    connector = worker_groups(worker)[0]
+    copier = connector._own_mover().copier
+    name = f"copy_{way}"
+    copy: Callable[..., int] = getattr(copier, name)
+
+    def held(*arguments: Any) -> int:
+        setattr(copier, name, copy)
+        (Path(folder) / f"held {os.getpid()}").touch()
+        deadline_s = time.monotonic() + 60
+        while not (Path(folder) / "go").exists() and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+        copied = copy(*arguments)
+        if damage:
+            for cache in worker.model_runner.kv_caches:
+                cache[arguments[1]] *= -1
+        return copied
+
+    setattr(copier, name, held)
+
+
+class Child:
+    """The engine, with the orders that it takes as methods."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**options)
+        if self.llm.llm_engine.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            # Else later stages of an eager engine on a CPU have no buffers.
+            self.llm.collective_rpc("execute_dummy_batch")
+        self.core: Any = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        connector = self.core.scheduler.connector
+        self.scheduler = getattr(connector, "_scheduler", None)
+        self.offloading = getattr(connector, "connector_scheduler", None)
+        self.tier = self.offloading.manager.secondary_tiers[0] if self.offloading is not None else None
+        self.happened = {"preemptions": 0, "flushes": 0, "drafts": 0}
+        self._count_what_happens()
+
+    def _count_what_happens(self) -> None:
+        preempt, step = self.core.scheduler._preempt_request, getattr(self.scheduler, "step", None)
+
+        def count_preemption(*arguments: Any, **options: Any) -> None:
+            self.happened["preemptions"] += 1
+            preempt(*arguments, **options)
+
+        def count_flush(output: Any) -> Any:
+            assert step is not None
+            orders = step(output)
+            self.happened["flushes"] += len(orders.flush)
+            self.happened["drafts"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+            return orders
+
+        self.core.scheduler._preempt_request = count_preemption
+        if self.scheduler is not None:
+            self.scheduler.step = count_flush
+
+    def _run_dry(self) -> None:
+        """As the loop of an engine process goes on after the last token."""
+        while self.core.scheduler.has_requests():
+            self.llm.llm_engine.step()
+
+    def generate(self, order: dict[str, Any]) -> dict[str, Any]:
+        import torch
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=order["max_tokens"])
+        prompts: list[Any] = [{"prompt_token_ids": ids} for ids in order["prompts"]]
+        if "embeds" in order:
+            noise = torch.Generator().manual_seed(order["embeds"])
+            size = self.llm.llm_engine.vllm_config.model_config.get_hidden_size()
+            prompts = [{"prompt_embeds": torch.randn(len(ids), size, generator=noise)} for ids in order["prompts"]]
+        if "salt" in order:
+            prompts = [{**one, "cache_salt": order["salt"]} for one in prompts]
+        adapter = LoRARequest(*order["lora"]) if "lora" in order else None
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
+        if not order.get("pending"):
+            self._run_dry()
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "reasons": [output.outputs[0].finish_reason for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+        }
+
+    def forget(self, order: dict[str, Any]) -> dict[str, Any]:
+        return {"done": self.llm.reset_prefix_cache()}
+
+    def offloaded(self, order: dict[str, Any]) -> dict[str, Any]:
+        assert self.offloading is not None
+        self.offloading.manager.primary_tier.reset_cache()
+        return {"done": True}
+
+    def reset(self, order: dict[str, Any]) -> dict[str, Any]:
+        return {"done": self.llm.reset_prefix_cache(reset_connector=True)}
+
+    def negate(self, order: dict[str, Any]) -> dict[str, Any]:
+        for cache in self.core.model_executor.driver_worker.worker.model_runner.kv_caches:
+            cache.neg_()
+        return {"done": True}
+
+    def _loads(self) -> bool:
+        if self.tier is not None:
+            return any(hasattr(job, "match") for job in self.tier._jobs.values())
+        assert self.scheduler is not None
+        return bool(self.scheduler._loads)
+
+    def abort(self, order: dict[str, Any]) -> dict[str, Any]:
+        from vllm import SamplingParams
+
         sampling = SamplingParams(temperature=0, detokenize=False, max_tokens=4)
-        llm.llm_engine.add_request("aborted", {"prompt_token_ids": ids}, sampling)
+        self.llm.llm_engine.add_request("aborted", {"prompt_token_ids": order["prompt"]}, sampling)
+        held = Path(order["held"]) if "held" in order else None
+        while self.core.scheduler.has_requests() and not (self._loads() and (held is None or any(held.iterdir()))):
+            self.llm.llm_engine.step()
+        loading = self._loads()
+        self.llm.llm_engine.abort_request(["aborted"])
+        if held is None:
+            self._run_dry()
+        return {"loading": loading}
 
-        def loads() -> bool:
-            return any(hasattr(job, "match") for job in tier._jobs.values()) if tier else bool(scheduler._loads)
+    def hold(self, order: dict[str, Any]) -> dict[str, Any]:
+        self.llm.collective_rpc(hold, args=(order["way"], order["folder"], order.get("damage", False)))
+        return {"done": True}
 
-        while core.scheduler.has_requests() and not loads():
-            llm.llm_engine.step()
-        loading = loads()
-        llm.llm_engine.abort_request(["aborted"])
-        while core.scheduler.has_requests():
-            llm.llm_engine.step()
-        return loading
+    def count(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Of each rank its process, and what it has moved."""
+        pids, counters = zip(*self.llm.collective_rpc(count), strict=True)
+        return {"pids": pids, "counters": counters}
 
-    def perform(order: dict[str, Any]) -> dict[str, Any]:
-        if order["op"] == "generate":
-            sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=order["max_tokens"])
-            prompts: list[dict[str, Any]] = [{"prompt_token_ids": ids} for ids in order["prompts"]]
-            if "embeds" in order:
-                noise, size = torch.Generator().manual_seed(order["embeds"]), model.get_hidden_size()
-                prompts = [{"prompt_embeds": torch.randn(len(ids), size, generator=noise)} for ids in order["prompts"]]
-            if "salt" in order:
-                prompts = [{**one, "cache_salt": order["salt"]} for one in prompts]
-            adapter = LoRARequest(*order["lora"]) if "lora" in order else None
-            outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
-            while core.scheduler.has_requests():  # as the loop of an engine process goes on after the last token
-                llm.llm_engine.step()
-            return {
-                "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-                "reasons": [output.outputs[0].finish_reason for output in outputs],
-                "cached": [output.num_cached_tokens for output in outputs],
-            }
-        if order["op"] == "forget":
-            return {"done": llm.reset_prefix_cache()}
-        if order["op"] == "offloaded":
-            offloading.manager.primary_tier.reset_cache()
-            return {"done": True}
-        if order["op"] == "reset":
-            return {"done": llm.reset_prefix_cache(reset_connector=True)}
-        if order["op"] == "negate":
-            for cache in core.model_executor.driver_worker.worker.model_runner.kv_caches:
-                cache.neg_()
-            return {"done": True}
-        if order["op"] == "abort":
-            return {"loading": abort(order["prompt"])}
-        assert order["op"] == "check"
+    def check(self, order: dict[str, Any]) -> dict[str, Any]:
+        tier, scheduler = self.tier, self.scheduler
         if tier is not None and tier._lookups is not None:
             tier.check_integrity()
             idle = not (tier._jobs or tier._orphans or tier._lookups._requests or tier._lookups._finding)
@@ -109,13 +186,34 @@ def main() -> None:
         if scheduler is None:
             return {"served": False}
         scheduler.check_integrity()
-        idle = not (scheduler._requests or scheduler._loads or scheduler._leased)
-        jobs = len(scheduler._jobs)
-        return {"served": True, "idle": idle, "jobs": jobs, "available": scheduler.connector.available, **happened}
+        idle, jobs = not (scheduler._requests or scheduler._loads or scheduler._leased), len(scheduler.stores._jobs)
+        available = scheduler.connector.available
+        return {"served": True, "idle": idle, "jobs": jobs, "available": available, **self.happened}
 
+
+ORDERS: dict[str, Callable[[Child, dict[str, Any]], dict[str, Any]]] = {
+    "generate": Child.generate,
+    "forget": Child.forget,  # vLLM its own prefix cache
+    "offloaded": Child.offloaded,  # vLLM forgets what it has offloaded itself
+    "reset": Child.reset,  # as after an update of the weights: the connector's cache too
+    "negate": Child.negate,  # all KV in the pool, as damage that changes what is computed from it
+    "abort": Child.abort,
+    "hold": Child.hold,
+    "count": Child.count,
+    "check": Child.check,  # the scheduler's books, and its counts
+}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed
+    options = json.loads(sys.argv[1])
+    exec(options.pop("patch", ""))  # before there is an engine
+    child = Child(options)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(perform(json.loads(line))), file=answers, flush=True)
+        order = json.loads(line)
+        print(json.dumps(ORDERS[order["op"]](child, order)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

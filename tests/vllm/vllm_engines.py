@@ -1,9 +1,10 @@
-"""vLLM engines in child processes, and tiny models for them."""
+"""vLLM engines in child processes, tiny models for them, and daemons that are not as they should be."""
 
 from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import tiercache
+from tiercache.config import session_socket_path
+from tiercache.launch import LaunchedDaemon
 
 VOCABULARY = 512
 BLOCK = 32
@@ -42,6 +47,12 @@ def save_model(folder: Path, config_class: str = "Qwen3Config", seed: int = 0, *
     return str(folder)
 
 
+def save_window_model(folder: Path) -> str:
+    """One whose first and third layer see the last 100 tokens only."""
+    layers = ["sliding_attention", "full_attention"] * 2
+    return save_model(folder, "Gemma3TextConfig", sliding_window=100, layer_types=layers, query_pre_attn_scalar=32)
+
+
 def transfer_config(address: str, **settings: Any) -> dict[str, Any]:
     """What `--kv-transfer-config` would be given."""
     return {
@@ -50,6 +61,61 @@ def transfer_config(address: str, **settings: Any) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"address": address, **settings},
     }
+
+
+def offloading_config(*tiers: dict[str, Any], rows: int = 40, row: int = 64 << 10) -> dict[str, Any]:
+    """vLLM's own offloading, into `rows` of `row` bytes, with these tiers of ours below.
+
+    What `--kv-transfer-config` would be given, but for the worker, which vLLM has for GPUs only.
+    """
+    named = [{"type": "TierCacheTier", "module_path": "tiercache.connectors.vllm_tier", **tier} for tier in tiers]
+    extra = {
+        "spec_name": "MemcpyTieringSpec",
+        "spec_module_path": "bench.vllm_native",
+        "cpu_bytes_to_use": rows * row,
+        "secondary_tiers": named,
+    }
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def launch_patched(run_dir: Path, patch: str, *flags: str) -> LaunchedDaemon:
+    """A daemon for which the code `patch` is run before anything else. Only waits for its socket."""
+    run_dir.mkdir(mode=0o700, exist_ok=True)
+    code = f"{patch}\nimport sys\nfrom tiercache.daemon.__main__ import main\nsys.exit(main())"
+    command = [sys.executable, "-c", code, "--run-dir", str(run_dir), *flags]
+    daemon = LaunchedDaemon(run_dir, False, run_dir / "daemon.log", command)
+    wait_until(lambda: daemon.poll() is not None or session_socket_path(run_dir).exists())
+    assert daemon.poll() is None, daemon.log.read_text()
+    return daemon
+
+
+def statistics(daemon: LaunchedDaemon) -> dict[str, Any]:
+    """What the daemon says of itself."""
+    with tiercache.Client.connect(daemon.address, map_arena=False) as client:
+        return client.stats()
+
+
+def stored_blocks(daemon: LaunchedDaemon) -> int:
+    """Blocks that the daemon has, of all namespaces."""
+    return int(sum(space["blocks"] for space in statistics(daemon)["namespaces"]))
+
+
+def flush(daemon: LaunchedDaemon) -> None:
+    """Have the daemon forget everything."""
+    with tiercache.Client.connect(daemon.address, map_arena=False) as client:
+        client.flush()
+
+
+def damage_segments(folder: Path) -> None:
+    """Change bytes of every block on a disk of the cache."""
+    damaged = 0
+    for segment in folder.rglob("*.seg*"):
+        with segment.open("r+b") as file:
+            for place in range(4096 + 100, segment.stat().st_size, 4096):
+                file.seek(place)
+                file.write(b"\xff\x00\xff")
+                damaged += 1
+    assert damaged
 
 
 def prompt(tokens: int, name: str = "") -> list[int]:
@@ -72,6 +138,7 @@ class Engine:
         self, model: str, log: Path, address: str = "", settings: dict[str, Any] | None = None, **options: Any
     ):
         self.log = log
+        self.offloads = "kv_transfer_config" in options
         arguments = {**ENGINE, "model": model, **options}
         if address:
             # A busy machine is not a hung daemon: no store may be lost to a deadline where it is waited for.
@@ -80,7 +147,7 @@ class Engine:
         child = [sys.executable, str(Path(__file__).with_name("vllm_child.py")), json.dumps(arguments)]
         with log.open("wb") as errors:
             self.process = subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
-        self._answer()
+        self.answer()
 
     def order(self, op: str, **fields: Any) -> None:
         """Send an order, whose answer is fetched with `answer`."""
@@ -88,7 +155,7 @@ class Engine:
         self.process.stdin.write(json.dumps({"op": op, **fields}).encode() + b"\n")
         self.process.stdin.flush()
 
-    def _answer(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the engine has ended:\n{self.log.read_text()[-4000:]}"
@@ -98,7 +165,7 @@ class Engine:
     def ask(self, op: str, **fields: Any) -> dict[str, Any]:
         """Send an order and wait for its answer."""
         self.order(op, **fields)
-        return self._answer()
+        return self.answer()
 
     def order_generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **fields: Any) -> None:
         """Begin to generate; `outputs` waits for it. Further fields as the child has them."""
@@ -106,7 +173,7 @@ class Engine:
 
     def outputs(self) -> tuple[list[list[int]], list[int]]:
         """Tokens and cached prompt tokens of each prompt."""
-        answer = self._answer()
+        answer = self.answer()
         assert set(answer["reasons"]) == {"length"}, answer
         return answer["tokens"], answer["cached"]
 
@@ -117,17 +184,37 @@ class Engine:
         self.order_generate(prompts, max_tokens, **fields)
         return self.outputs()
 
+    def forget(self) -> None:
+        """Leave nothing in vLLM, neither in its pool nor in its own offload memory."""
+        assert self.ask("forget")["done"]
+        if self.offloads:
+            assert self.ask("offloaded")["done"]
+
     def regenerate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **fields: Any
     ) -> tuple[list[list[int]], list[int]]:
-        """As `generate`, when vLLM has forgotten its own prefix cache."""
-        assert self.ask("forget")["done"]
+        """As `generate`, when only the cache can have the prompts."""
+        self.forget()
         return self.generate(prompts, max_tokens, **fields)
+
+    def await_hits(self, ids: Sequence[int]) -> None:
+        """Ask until all full blocks of a prompt, of more than one, are stored and found."""
+        wait_until(lambda: self.regenerate([ids], 1)[1] == [len(ids) // BLOCK * BLOCK])
+
+    def counts(self, rank: int = 0) -> dict[str, int]:
+        """What the connector of a rank has moved."""
+        counters: dict[str, int] = self.ask("count")["counters"][rank]
+        return counters
+
+    def lines(self, words: str) -> list[str]:
+        """Those of its log with `words`."""
+        return [line for line in self.log.read_text().splitlines() if words in line]
 
     def close(self) -> None:
         """End it, and see that its books were in order."""
         assert self.process.stdin is not None
         self.process.stdin.close()
+        self.process.send_signal(signal.SIGCONT)
         try:
             self.process.wait(30)
         finally:

@@ -1,0 +1,166 @@
+"""The books of stores by themselves: which blocks are offered with which step, and which stores a step must end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiercache.connectors.vllm_orders import Orders, Report, Run
+from tiercache.connectors.vllm_stores import MAX_JOBS, TURN_STEPS, Stores
+from tiercache.messages import KEY_BYTES
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(60)]
+SIZE = 4
+ROOT = b"r" * KEY_BYTES
+
+
+class Request:
+    """What stores need of vLLM's."""
+
+    def __init__(self, name: str, prompt: int) -> None:
+        self.request_id = name
+        self.num_prompt_tokens = prompt
+        self.num_computed_tokens = 0
+        self.num_preemptions = 0
+        self.finished = False
+        self.block_hashes = [f"{name} {number}".encode() for number in range(prompt // SIZE)]
+
+    def is_finished(self) -> bool:
+        return self.finished
+
+
+class Engine:
+    """A scheduler of vLLM's, as far as stores see it: requests with blocks `100 * n ..`."""
+
+    def __init__(self, *, groups: int = 1, windowed: bool = False) -> None:
+        self.connector: Any = SimpleNamespace(
+            namespace=SimpleNamespace(block_size=SIZE), available=True, wants_events=False
+        )
+        self.tables: list[dict[str, list[Any]]] = [{} for _ in range(groups)]
+        self.stores = Stores(self.connector, self.tables, 1, 1, windowed)
+        self.requests: dict[str, Request] = {}
+
+    def add(self, name: str, blocks: list[int], *, found: int = 0) -> Request:
+        request = self.requests[name] = Request(name, len(blocks) * SIZE)
+        for table in self.tables:
+            table[name] = [SimpleNamespace(block_id=block, is_null=block == 0) for block in blocks]
+        self.stores.begin(request, ROOT, b"", found)
+        return request
+
+    def step(self, tokens: dict[str, int], **new: list[int]) -> Orders:
+        """Schedules `tokens` of each request, and gives new blocks to some."""
+        orders = Orders()
+        cached = SimpleNamespace(
+            req_ids=list(new), num_computed_tokens=[0] * len(new), resumed_req_ids=set(),
+            new_block_ids=[(blocks,) for blocks in new.values()],
+        )  # fmt: skip
+        output = SimpleNamespace(num_scheduled_tokens=tokens, scheduled_new_reqs=[], scheduled_cached_reqs=cached)
+        self.stores.step(output, orders)
+        for name, count in tokens.items():
+            self.requests[name].num_computed_tokens += count
+        self.stores.check_integrity()
+        return orders
+
+    def finish(self, name: str) -> None:
+        request = self.requests[name]
+        request.finished = True
+        self.stores.end(request, request.num_computed_tokens)
+
+
+def test_blocks_are_offered_when_they_are_computed_and_each_once() -> None:
+    engine = Engine()
+    engine.add("a", list(range(10, 20)), found=2)
+    assert engine.step({"a": 15}).fresh == []
+    [store] = engine.step({"a": 25}).fresh
+    assert store.runs == (Run(1, list(range(12, 20))),)
+    assert len(store.keys) == 9 * KEY_BYTES  # and the parent's
+    assert engine.step({"a": 1}).fresh == []
+    engine.finish("a")
+    assert engine.step({}).ready == []
+
+
+def test_what_is_left_is_offered_at_the_end() -> None:
+    engine = Engine()
+    engine.add("a", [1, 2, 3])
+    engine.step({"a": 9})
+    engine.finish("a")
+    [store] = engine.step({}).ready
+    assert store.runs == (Run(0, [1, 2]),)
+
+
+def test_requests_take_turns() -> None:
+    engine = Engine()
+    names = [f"r{number}" for number in range(2 * TURN_STEPS)]
+    for place, name in enumerate(names):
+        engine.add(name, [100 + place])
+    counts = [len(engine.step(dict.fromkeys(names, SIZE)).fresh)]
+    counts += [len(engine.step(dict.fromkeys(names, 0)).fresh) for _ in range(TURN_STEPS)]
+    assert counts == [2] * TURN_STEPS + [0]
+
+
+def test_a_window_takes_its_blocks_along() -> None:
+    engine = Engine(groups=2, windowed=True)
+    engine.add("a", [0, 0, 7, 8])
+    [store] = engine.step({"a": 16}).fresh
+    assert store.runs == (Run(2, [7, 8]), Run(2, [7, 8]))
+    assert engine.step({"a": 1}, a=[7]).flush == [store.job]  # it has left the window, and comes back as a new one
+
+
+@pytest.mark.parametrize("why", ["finished", "preempted"])
+def test_a_step_ends_stores_whose_blocks_it_writes_to(why: str) -> None:
+    engine = Engine()
+    request = engine.add("a", [1, 2, 3])
+    engine.add("b", [4])
+    [store] = engine.step({"a": 12}).fresh
+    assert engine.step({"b": 1}, b=[5]).flush == []
+    if why == "finished":
+        engine.finish("a")
+    else:
+        request.num_preemptions += 1
+    assert engine.step({"b": 1}, b=[6]).flush == []
+    assert engine.step({"b": 1}, b=[2]).flush == [store.job]
+    engine.stores.reported(Report({store.job: 1}))
+    assert engine.step({"b": 1}, b=[2]).flush == []
+
+
+def test_all_stores_that_read_a_block_are_ended() -> None:
+    """Two requests with the same beginning, both of which vLLM has computed before either was stored."""
+    engine = Engine()
+    engine.add("a", [1, 2])
+    engine.add("b", [1, 2, 3])
+    engine.add("c", [9])
+    [first] = engine.step({"a": 8}).fresh
+    [second] = engine.step({"b": 12}).fresh
+    engine.finish("a")
+    engine.finish("b")
+    assert engine.step({"c": 1}, c=[1]).flush == [first.job, second.job]
+
+
+def test_a_store_that_was_cut_short_is_offered_once_more() -> None:
+    engine = Engine()
+    engine.add("a", [1, 2])
+    jobs = []
+    for _ in range(2):
+        [store] = engine.step({"a": 8 * (not jobs)}).fresh
+        jobs.append(store.job)
+        engine.stores.reported(Report({store.job: 1}, {store.job}))
+    assert (len(set(jobs)), engine.step({"a": 0}).fresh) == (2, [])
+
+
+def test_nothing_is_offered_in_vain() -> None:
+    engine = Engine()
+    engine.add("a", [1, 2])
+    engine.connector.available = False
+    assert engine.step({"a": 8}).fresh == []
+    engine.connector.available = True
+    engine.stores.forget()
+    assert engine.step({"a": 0}).fresh == []
+    for number in range(MAX_JOBS + 1):
+        engine.add(f"r{number}", [number])
+        engine.step({f"r{number}": SIZE})
+    assert len(engine.stores._jobs) == MAX_JOBS
+    engine.finish("r0")
+    engine.stores.forget()
+    assert engine.step({}).ready == []
