@@ -10,28 +10,37 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from tiercache.arguments import HelpFormatter
 from tiercache.config import add_config_flags, flags_from_args, load_config
 from tiercache.errors import TierCacheError
 
-EXAMPLES = """examples:
+EXAMPLES = """\
+Exit status: 0 stopped by a signal, 1 it failed, 2 a wrong setting.
+
+Examples:
   tiercache daemon --arena 16GiB
   tiercache daemon --config /etc/tiercache.toml --log-level debug
   TIERCACHE_ARENA=64GiB tiercache daemon --run-dir /run/tiercache
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a daemon; exit status 0 after a clean stop, 1 when it failed, 2 for a wrong setting."""
+def make_parser() -> argparse.ArgumentParser:
+    """The daemon's command line."""
     parser = argparse.ArgumentParser(
         prog="tiercache daemon",
         description="Keep KV blocks in page-locked memory and give them back to engines on this host.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add_config_flags(parser)
     parser.add_argument("--parent-fd", type=int, help="end when this inherited pipe reaches its end of file")
     parser.add_argument("--remove-run-dir", action="store_true", help="remove the run directory if the parent has gone")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a daemon; exit status 0 after a clean stop, 1 when it failed, 2 for a wrong setting."""
+    args = make_parser().parse_args(argv)
     try:
         config = load_config(args.config, flags=flags_from_args(args))
     except TierCacheError as error:
@@ -39,21 +48,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     _raise_file_limit()
 
-    from tiercache.daemon.logs import start_logging
+    from tiercache.daemon.logs import last_words, start_logging
     from tiercache.daemon.server import Server
 
-    listener = start_logging(config.log_level, config.log_format)
+    log = start_logging(config.log_level, config.log_format)
 
     async def serve() -> int:
-        return await Server(config).run(args.parent_fd)
+        return await Server(config, log.figures).run(args.parent_fd)
 
     try:
         return asyncio.run(serve())
     except TierCacheError as error:
-        print(f"tiercache daemon: {error}", file=sys.stderr)
+        last_words(f"tiercache daemon: {error}")
         return 2
     finally:
-        listener.stop()
+        log.stop()
         if args.remove_run_dir and _has_ended(args.parent_fd):
             shutil.rmtree(config.run_dir, ignore_errors=True)
 

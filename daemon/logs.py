@@ -1,16 +1,38 @@
-"""Logging that never blocks the loop: records go through a queue to a thread that writes stderr."""
+"""Logging that never blocks the loop: records go through a bounded queue to a thread that writes stderr.
+
+What cannot be written is lost, counted, and told as soon as writing works again: a full disk, a pipe that nobody
+reads or a terminal that was stopped costs lines of the log and nothing else, not even the end of the process. The
+same line again and again is cut to `MAX_ALIKE` in `ALIKE_S`, with the number of those that were left out.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-import logging.handlers
 import os
 import queue
-import sys
+import select
+import threading
+import time
+from typing import Any, NamedTuple
 
 _SYSTEMD_LEVELS = {"CRITICAL": 2, "ERROR": 3, "WARNING": 4, "INFO": 6, "DEBUG": 7}
-_QUEUE_RECORDS = 10_000
+STDERR = 2
+MAX_QUEUED = 10_000
+MAX_ALIKE = 20
+ALIKE_S = 10.0
+MAX_KINDS = 256
+"""Kinds of lines that are counted apart; beyond that all others are one kind."""
+STOP_S = 2.0
+"""What is queued has so long to be written at the end."""
+_LOOK_S = 0.5
+_ATOMIC_BYTES = 4096
+"""A pipe that poll calls writable takes so much without waiting (pipe(7), PIPE_BUF)."""
+
+
+def fields(**values: Any) -> dict[str, Any]:
+    """What a JSON line says beside its message: `log.info("...", **fields(event="slow_request", work_ms=3))`."""
+    return {"extra": {"fields": values}}
 
 
 class _Text(logging.Formatter):
@@ -26,30 +48,183 @@ class _Text(logging.Formatter):
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        fields = {"time_s": record.created, "level": record.levelname, "message": record.getMessage()}
-        if record.exc_info:
-            fields["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(fields)
+        line = {"time_s": record.created, "level": record.levelname, "message": record.getMessage()}
+        line |= getattr(record, "fields", {})
+        if record.exc_text:
+            line["traceback"] = record.exc_text
+        return json.dumps(line, default=str)
 
 
-class _Queue(logging.handlers.QueueHandler):
-    """Drops records that find the queue full, rather than wait for a stuck stderr."""
+class _Kind(NamedTuple):
+    """How many lines of one kind came since `since_s`, and the last one that was left out."""
 
-    def enqueue(self, record: logging.LogRecord) -> None:
+    since_s: float
+    lines: int
+    left_out: logging.LogRecord | None
+
+
+class Repetitions:
+    """Which lines are more of the same. Any thread."""
+
+    def __init__(self) -> None:
+        self.left_out_lines = 0
+        self._lock = threading.Lock()
+        self._kinds: dict[tuple[int, str], _Kind] = {}
+
+    def admit(self, record: logging.LogRecord, now_s: float) -> bool:
+        """Whether the line is to be written. Its kind is the text before anything is filled in."""
+        name = (record.levelno, str(record.msg))
+        with self._lock:
+            if name not in self._kinds and len(self._kinds) >= MAX_KINDS:
+                name = (record.levelno, "")
+            kind = self._kinds.get(name, _Kind(now_s, 0, None))
+            if now_s - kind.since_s >= ALIKE_S and kind.left_out is None:
+                kind = _Kind(now_s, 0, None)
+            admitted = kind.lines < MAX_ALIKE
+            self.left_out_lines += not admitted
+            self._kinds[name] = _Kind(kind.since_s, kind.lines + 1, None if admitted else record)
+            return admitted
+
+    def ended(self, now_s: float) -> list[logging.LogRecord]:
+        """For each kind of which lines were left out, when its time is up: one that says how many."""
+        told = []
+        with self._lock:
+            for name, kind in list(self._kinds.items()):
+                if now_s - kind.since_s < ALIKE_S:
+                    continue
+                del self._kinds[name]
+                if (last := kind.left_out) is not None:
+                    text = f"{kind.lines - MAX_ALIKE} more lines like this one were left out: {last.getMessage()}"
+                    told.append(_line(last.levelno, text))
+        return told
+
+
+def _line(level: int, text: str) -> logging.LogRecord:
+    return logging.LogRecord("tiercache.daemon", level, __file__, 0, text, None, None)
+
+
+class Log(logging.Handler):
+    """Takes records from any thread without waiting, and writes them on one of its own. `stop` it at the end."""
+
+    def __init__(self, formatter: logging.Formatter, fd: int = STDERR) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self.repetitions = Repetitions()
+        self.lost_lines = 0
+        self.problem = ""
+        self._fd = fd
+        self._untold = 0  # lost lines of which the log does not speak yet
+        self._records: queue.Queue[logging.LogRecord] = queue.Queue(MAX_QUEUED)
+        self._stop_at_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    # --- on the threads that log -------------------------------------------------------------------
+
+    def emit(self, record: logging.LogRecord) -> None:
         try:
-            self.queue.put_nowait(record)
+            if not self.repetitions.admit(record, time.monotonic()):
+                return
+            # Filled in here: what the arguments stand for may be another thing when the thread comes to it.
+            record.msg, record.args = record.getMessage(), None
+            if record.exc_info:
+                # As text, since a traceback keeps alive whatever its frames know.
+                record.exc_text = logging.Formatter().formatException(record.exc_info)
+                record.exc_info = None
+            self._records.put_nowait(record)
         except queue.Full:
-            return
+            self._lose("they came faster than they could be written")
+        except Exception as error:  # noqa: BLE001 - a line that cannot be made must not fail who logs it
+            self._lose(f"{type(error).__name__}: {error}")
+
+    def _lose(self, why: str) -> None:
+        self.lost_lines += 1
+        self._untold += 1
+        self.problem = why
+
+    # --- on the log's own thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                wait_s = _LOOK_S if self._stop_at_s is None else 0
+                record: logging.LogRecord | None = self._records.get(wait_s > 0, wait_s)
+            except queue.Empty:
+                record = None
+            if record is not None:
+                self._say(record)
+            stopping = self._stop_at_s is not None
+            for line in self.repetitions.ended(time.monotonic() + (ALIKE_S if stopping and record is None else 0)):
+                self._say(line)
+            if stopping and (record is None or time.monotonic() >= (self._stop_at_s or 0)):
+                return
+
+    def _say(self, record: logging.LogRecord) -> None:
+        assert self.formatter is not None
+        text = self.formatter.format(record)
+        if self._untold:
+            untold, self._untold = self._untold, 0
+            lost = _line(logging.WARNING, f"lines of the log that were lost: {untold} ({self.problem})")
+            text = f"{self.formatter.format(lost)}\n{text}"
+        else:
+            untold = 0
+        problem = _write(self._fd, f"{text}\n".encode(errors="backslashreplace"), self._may_wait)
+        if problem:
+            self._untold += untold
+            self._lose(problem)
+        elif not self._untold:  # else some more were lost meanwhile
+            self.problem = ""
+
+    def _may_wait(self) -> bool:
+        return self._stop_at_s is None or time.monotonic() < self._stop_at_s
+
+    def stop(self, within_s: float = STOP_S) -> None:
+        """Write what is queued, for as long as that may take; then no more. Blocks no longer than a little more."""
+        self._stop_at_s = time.monotonic() + within_s
+        self._thread.join(within_s + 2 * _LOOK_S)
+
+    def figures(self) -> dict[str, Any]:
+        """For the stats: what the log does not show."""
+        return {
+            "log_lost_lines": self.lost_lines,
+            "log_left_out_lines": self.repetitions.left_out_lines,
+            "log_problem": self.problem,
+        }
 
 
-def start_logging(level: str, log_format: str) -> logging.handlers.QueueListener:
+def _write(fd: int, data: bytes, may_wait: Any) -> str:
+    """Write all of it, waiting for as long as `may_wait()`; returns what went wrong, or an empty text.
+
+    Writes only what a reader has room for, so that the thread can always be stopped.
+    """
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    while data:
+        try:
+            if not poll.poll(_LOOK_S * 1000 if may_wait() else 0):
+                if may_wait():
+                    continue
+                return "nobody read them"
+            data = data[os.write(fd, data[:_ATOMIC_BYTES]) :]
+        except BlockingIOError:  # somebody has made it non-blocking, and others write to it too
+            time.sleep(_LOOK_S / 10)
+            if not may_wait():
+                return "nobody read them"
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+def last_words(text: str) -> None:
+    """A line on stderr from a process that ends; not written if that takes too long or fails."""
+    until_s = time.monotonic() + STOP_S
+    _write(STDERR, f"{text}\n".encode(errors="backslashreplace"), lambda: time.monotonic() < until_s)
+
+
+def start_logging(level: str, log_format: str) -> Log:
     """Send this process's log to stderr from a thread; `stop()` what is returned to flush it."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if log_format == "json" else _Text("JOURNAL_STREAM" in os.environ))
-    records: queue.Queue[logging.LogRecord] = queue.Queue(_QUEUE_RECORDS)
+    log = Log(_Json() if log_format == "json" else _Text("JOURNAL_STREAM" in os.environ))
     root = logging.getLogger()
-    root.handlers[:] = [_Queue(records)]
+    root.handlers[:] = [log]
     root.setLevel(level.upper())
-    listener = logging.handlers.QueueListener(records, handler)
-    listener.start()
-    return listener
+    return log

@@ -1,4 +1,4 @@
-"""Latency histograms against a sorted list of the same observations."""
+"""Histograms against a sorted list of the same observations."""
 
 from __future__ import annotations
 
@@ -9,51 +9,81 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercache import metrics
-from tiercache.metrics import LatencyHistogram
+from tiercache.metrics import (
+    NANOSECONDS,
+    NO_END,
+    POWERS_OF_TWO,
+    Histogram,
+    LatencyHistogram,
+    cumulative,
+    percentiles_of,
+    since,
+)
 
-DURATIONS = st.lists(st.integers(0, 1 << 48) | st.integers(0, 300) | st.integers(0, 10**7), min_size=1)
+DURATIONS = st.lists(st.integers(0, 10**13) | st.integers(0, 300) | st.integers(0, 10**7), min_size=1)
+
+
+def seen(values: list[int]) -> LatencyHistogram:
+    latency = LatencyHistogram()
+    for ns in values:
+        latency.observe(ns)
+    return latency
 
 
 @given(durations=DURATIONS, quantile=st.floats(0, 1))
 def test_percentiles_are_at_most_an_eighth_too_high(durations: list[int], quantile: float) -> None:
-    latency = LatencyHistogram()
-    for ns in durations:
-        latency.observe_ns(ns)
+    latency = seen(durations)
     rank = next(n for n in range(1, len(durations) + 1) if n >= quantile * len(durations))
     exact = sorted(durations)[rank - 1]
-    assert exact <= latency.percentile(quantile) <= exact + max(exact / 8, 15)
-    assert (latency.count, latency.sum_ns, latency.max_ns) == (len(durations), sum(durations), max(durations))
+    assert exact <= latency.percentile(quantile) <= exact + max(exact / 8, 10)
+    assert (latency.count, latency.sum, latency.max) == (len(durations), sum(durations), max(durations))
 
 
-def test_buckets_join_without_gap_or_overlap() -> None:
-    start = 0
-    for index in range(metrics._BUCKETS):
-        end = metrics._bucket_end(index)
-        assert metrics._bucket(start) == metrics._bucket(end) == index
-        start = end + 1
-    assert start == 1 << 48
+@given(durations=DURATIONS, power=st.integers(1, 12), digit=st.sampled_from([1, 2, 5]))
+def test_what_prometheus_reads_is_exact_at_every_1_2_and_5(durations: list[int], power: int, digit: int) -> None:
+    ends = [10**power, digit * 10**power]
+    assert set(ends) <= set(NANOSECONDS)
+    durations += ends  # an end belongs to its bucket
+    assert cumulative(seen(durations).buckets(), ends) == [sum(ns <= end for ns in durations) for end in ends]
+
+
+@given(first=DURATIONS, second=DURATIONS)
+def test_a_window_is_the_difference_of_two_looks(first: list[int], second: list[int]) -> None:
+    window = since(seen(first + second).buckets(), seen(first).buckets())
+    assert window == seen(second).buckets()
+    assert percentiles_of(window, [0.5, 1]) >= [0, max(second)]
+
+
+def test_ends_ascend_and_sizes_are_exact() -> None:
+    for ends in (NANOSECONDS, POWERS_OF_TWO):
+        assert list(ends) == sorted(set(ends))
+        assert ends[-1] == NO_END
+    sizes = Histogram(POWERS_OF_TWO)
+    for size in (4096, 4097, 1 << 21, 1 << 50):
+        sizes.observe(size)
+    assert sizes.buckets() == [(4096, 1), (8192, 1), (1 << 21, 1), (NO_END, 1)]
+    assert sizes.percentile(1) == 1 << 50
 
 
 def test_nothing_seen_and_clocks_that_step() -> None:
     latency = LatencyHistogram()
     assert latency.snapshot() == {"count": 0, "p50_us": 0, "p90_us": 0, "p99_us": 0, "max_us": 0, "sum_s": 0}
-    latency.observe_ns(-5)
-    latency.observe_ns(1 << 60)
-    assert (latency.count, latency.sum_ns, latency.percentile(0.5)) == (2, 1 << 60, 15)
+    latency.observe(-5)
+    latency.observe(1 << 60)
+    assert (latency.count, latency.sum, latency.percentile(0.5)) == (2, 1 << 60, 10)
     assert latency.percentile(1) == 1 << 60
     with pytest.raises(ValueError, match="0 to 1"):
         latency.percentile(99)
 
 
-def test_the_snapshot_is_in_microseconds_and_seconds() -> None:
-    latency = LatencyHistogram()
-    for _ in range(10):
-        latency.observe_ns(2_000_000)
-    snapshot = latency.snapshot()
-    assert snapshot == {
+def test_the_snapshot_is_in_microseconds_and_seconds_and_of_now() -> None:
+    latency = seen([2_000_000] * 9)
+    assert latency.snapshot()["count"] == 9
+    latency.observe(2_000_000)
+    assert latency.snapshot() == {
         "count": 10, "p50_us": 2000, "p90_us": 2000, "p99_us": 2000, "max_us": 2000, "sum_s": 0.02,
     }  # fmt: skip
 
 
-def test_the_example_in_the_docstring_holds() -> None:
+def test_the_examples_in_the_docstrings_hold() -> None:
     assert doctest.testmod(metrics).failed == 0

@@ -26,7 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORT_NAMES = {"pyzmq": "zmq", "prometheus-client": "prometheus_client"}
 OPTIONAL = (
     "connectors/", "kernels/", "tiercache/engine/", "tiercache/cuda", "tiercache/gds.py", "tiercache/cli/demo",
-    "tiercache/serve/", "tiercache/cli/serve", "tiercache/http/", "tiercache/cli/affinity",
+    "tiercache/serve/", "tiercache/cli/serve", "tiercache/http/", "tiercache/cli/affinity", "daemon/nvme/cipher.py",
 )  # fmt: skip
 """Modules that need an extra; everything else works with the base install."""
 
@@ -81,7 +81,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_module_once_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     code = sorted(name for name in names if ".dist-info/" not in name)
-    assert code == sorted([*map(installed_name, python_files()), "tiercache/py.typed"])
+    page = [f"tiercache/http/static/{path.name}" for path in (ROOT / "tiercache" / "http" / "static").iterdir()]
+    assert code == sorted([*map(installed_name, python_files()), "tiercache/py.typed", *page])
     assert len(names) == len(set(names))
     tops = {name.split("/")[0] for name in names}
     assert tops == {"tiercache", f"tiercache-{PROJECT['version']}.dist-info"}

@@ -179,7 +179,7 @@ class Client:
         self._dealer.send_multipart(parts)
         assert self._dealer.poll(int(WAIT_S * 1000)), "no answer"
         answer = self._dealer.recv_multipart()
-        return msgpack.unpackb(answer[0]), answer[1:]
+        return msgpack.unpackb(answer[0], strict_map_key=False), answer[1:]
 
     def send(self, tag: str, *fields: Any) -> None:
         """One request whose answer is left lying."""

@@ -94,7 +94,7 @@ def test_a_daemon_that_hangs_is_unhealthy(launched: Launch) -> None:
         answers = [request(f"{url}/{path}") for path in ("healthz", "readyz", "v1/stats")]
         assert [one.status for one in answers] == [503, 503, 503]
         assert answers[0].code == "daemon_unavailable"
-        assert "tiercache_up 0.0" in request(f"{url}/metrics").text
+        assert "tiercache_up 0\n" in request(f"{url}/metrics").text
     finally:
         os.kill(daemon.pid, signal.SIGCONT)
     wait_until(lambda: request(f"{url}/readyz").status == 200, "it is ready again")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
@@ -13,14 +17,16 @@ from urllib.parse import urlsplit
 
 import pytest
 from http_helpers import TIMEOUT_S, affinity, connect, request, spec, tokens_of, url_in, wait_until
-from prometheus_client.parser import text_string_to_metric_families
 
 import tiercache
 from tiercache.http.__main__ import main
+from tiercache.http.app import HttpError
 from tiercache.http.limits import MAX_CONNECTIONS
+from tiercache.http.page import FOLDER
 from tiercache.http.probe import FULL, Probe
+from tiercache.http.trees import Trees
 
-HEAD = b"POST /v1/affinity HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /v1/affinity HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -89,23 +95,65 @@ def test_a_full_cache_is_ready() -> None:
         connector.release(match)
 
 
-def test_metrics_are_what_stats_say(url: str, client: tiercache.Client) -> None:
-    with connect(client.address, spec()) as connector:
-        connector.store(bytes(range(16)), [0])
-        answer = request(f"{url}/metrics")
-        tree = client.stats()
-    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
-    assert all(family.documentation for family in families.values())
-    samples = [sample for family in families.values() for sample in family.samples]
-    values = {(sample.name, *sorted(sample.labels.values())): sample.value for sample in samples}
-    assert values["tiercache_up",] == 1
-    assert values["tiercache_tier_blocks", "dram"] == 1
-    assert values["tiercache_arena_bytes",] == tree["arena"]["bytes"]
-    assert values["tiercache_stored_blocks_total",] == tree["counters"]["stored_blocks"]
-    assert values["tiercache_request_seconds_count", "Reserve"] == tree["latency"]["Reserve"]["count"]
-    assert 0 < values["tiercache_request_seconds", "0.99", "Reserve"] < 10
-    space = ("tiercache_namespace_blocks", *sorted([spec().fingerprint(), "test/1", "tp 0/1 pp 0/1"]))
-    assert values[space] == 1
+def test_the_page_is_of_this_port_alone(url: str) -> None:
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+        page, headers = answer.read().decode(), answer.headers
+    assert request(f"{url}/dashboard").text == page
+    policy = headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+    assert "unsafe" not in policy
+    named = re.findall(r'(?:src|href)="(/static/[^"]+)"', page)
+    assert len(named) >= 4
+    assert {request(url + path).status for path in named} == {200}
+    assert request(f"{url}/static/../app.py").status == request(f"{url}/static/dashboard.html").status == 404
+
+
+def test_files_have_what_the_policy_allows() -> None:
+    for path in FOLDER.iterdir():
+        text = path.read_text()
+        assert not re.search(r"https?://(?!www\.w3\.org/)", text), path
+        assert "innerHTML" not in text, path
+        if path.suffix == ".html":
+            assert not re.search(r"<script(?![^>]* src=)|<style|\sstyle=|\son\w+=", text), path
+
+
+def test_who_asks_most_does_not_ask_the_daemon_most() -> None:
+    """Everybody gets an answer that is newer than the question, from few of them to the daemon."""
+    asked = []
+
+    async def ask() -> dict[str, Any]:
+        asked.append(time.monotonic())
+        await asyncio.sleep(0)
+        return {"number": len(asked)}
+
+    async def many() -> tuple[float, list[int]]:
+        trees = Trees(ask)
+        first = await trees.get()
+        came_s = time.monotonic()
+        answers = await asyncio.gather(*(trees.get() for _ in range(100)))
+        return came_s, [first["number"], *(answer["number"] for answer in answers)]
+
+    came_s, numbers = asyncio.run(many())
+    assert numbers == [1] + [2] * 100
+    assert len(asked) == 2
+    assert asked[1] >= came_s
+
+
+def test_a_question_that_failed_is_no_answer_to_the_next() -> None:
+    async def ask() -> dict[str, Any]:
+        asked.append(1)
+        if len(asked) == 1:
+            raise HttpError(503, "daemon_unavailable", "gone")
+        return {"back": True}
+
+    async def twice() -> list[Any]:
+        trees = Trees(ask)
+        return [await asyncio.gather(trees.get(), trees.get(), return_exceptions=True), await trees.get()]
+
+    asked: list[int] = []
+    failed, answer = asyncio.run(twice())
+    assert [isinstance(one, HttpError) for one in failed] == [True, True]
+    assert answer == {"back": True}
 
 
 @pytest.mark.parametrize(
@@ -173,10 +221,22 @@ def test_a_body_that_is_too_large(url: str, connected: Callable[[str], socket.so
 
 def test_who_is_slow_is_cut(hasty: str, connected: Callable[[str], socket.socket]) -> None:
     """All at once, so that they wait together."""
-    silent, head, body = connected(hasty), connected(hasty), connected(hasty)
+    silent, head, body, drip, deaf = (connected(hasty) for _ in range(5))
     head.sendall(HEAD)
     body.sendall(HEAD + b"Content-Length: 10\r\n\r\n{")
+    drip.sendall(HEAD)
+    deaf.sendall(b"GET /static/dashboard.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000)  # 30 MB of answers
     assert body.recv(65536).startswith(b"HTTP/1.1 408")
+    for slow in (drip, deaf):  # a byte now and then gives nobody more time
+
+        def is_cut(slow: socket.socket = slow) -> bool:
+            try:
+                slow.sendall(b"X")
+            except (BrokenPipeError, ConnectionResetError):
+                return True
+            return False
+
+        wait_until(is_cut, "it is cut")
     assert (read_all(silent), read_all(head)) == ((0, {}), (0, {}))
     assert request(f"{hasty}/healthz").status == 200
 

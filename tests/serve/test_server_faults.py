@@ -25,6 +25,7 @@ GREEDY: dict[str, Any] = {"model": "tiny-chat", "temperature": 0}
 HANGS = """
 import os, socket, time
 from tiercache.engine.model import HostedModel
+from tiercache import listening
 from tiercache.serve import bodies, server
 forward = HostedModel.forward
 def hanging(*arguments):
@@ -34,12 +35,12 @@ def hanging(*arguments):
 HostedModel.forward = hanging
 server.SWEEP_S = 1
 bodies.BODY_TIMEOUT_S = 5.0
-bind = server._bind
-def bind_small(settings):
-    listener = bind(settings)
+bind = listening.bind
+def bind_small(*arguments):
+    listener = bind(*arguments)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     return listener
-server._bind = bind_small
+listening.bind = bind_small
 """
 
 # The next load stops the process that the file names before it copies.

@@ -26,7 +26,7 @@ def ask(
         raise ConfigError("give either --text or --tokens")
     if salt is None:
         raise ConfigError("--salt is missing: give that of the tenant, or --salt '' where the engines have none")
-    ids = _read_tokens(tokens) if tokens is not None else _tokenise(model, text or "")
+    ids = _read_tokens(tokens) if tokens is not None else tokenise(model, text or "")
     fields: dict[str, Any] = {"model": model, "tokens": ids, "salt": salt, "lora": lora, "cache_salt": cache_salt}
     if Path(model).is_dir():
         fields["model"] = Path(model).resolve().name
@@ -50,7 +50,7 @@ def _read_tokens(path: str) -> list[int]:
         raise ConfigError(f"--tokens {path} is no list of token ids: write them as [1, 2, 3]") from None
 
 
-def _tokenise(model: str, text: str) -> list[int]:
+def tokenise(model: str, text: str) -> list[int]:
     """As engines do it, with the tokens that the model wants at the beginning of a text."""
     try:
         from transformers import AutoTokenizer

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tiercache.config import default_address, session_socket_path
+from tiercache.curve import is_remote
 from tiercache.errors import DaemonUnavailable
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def connected(address: str | None) -> Iterator[Client]:
 
     where = address or default_address()
     # A client would wait for the socket to appear. People will not.
-    if not os.path.exists(session_socket_path(where)):
+    if not is_remote(where) and not os.path.exists(session_socket_path(where)):
         raise DaemonUnavailable(f"no daemon at {where}: {_REMEDY}")
     try:
         client = Client.connect(where, name="tiercache-cli", map_arena=False, timeout_s=CONNECT_DEADLINE_S)

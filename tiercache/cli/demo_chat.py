@@ -187,11 +187,11 @@ class ChatDemo:
             template = folder / "template.jinja"
             template.write_text(CHAT_TEMPLATE)
             self.flags += ["--chat-template", str(template)]
-        namespace, _ = describe_model(model, EngineSettings(chunk_size=CHUNK_SIZE))
+        namespaces, _ = describe_model(model, EngineSettings(chunk_size=CHUNK_SIZE))
         longest = max(len(tokenizer(message)["input_ids"]) for message in messages)
-        blocks = -(-TURNS * (longest + ANSWER_TOKENS + TEMPLATE_TOKENS) // namespace.block_size)
-        self.pool_blocks = CONVERSATIONS * blocks // POOL_SHARE
-        self.kv_bytes = CONVERSATIONS * blocks * namespace.block_bytes
+        blocks = -(-TURNS * (longest + ANSWER_TOKENS + TEMPLATE_TOKENS) // namespaces[0].block_size)
+        self.pool_blocks = CONVERSATIONS * blocks * len(namespaces) // POOL_SHARE
+        self.kv_bytes = CONVERSATIONS * blocks * sum(namespace.block_bytes for namespace in namespaces)
 
     def play(self) -> tuple[Chats, Chats]:
         """The same conversations twice: without tiers, and with them. Raises ChildFailed."""

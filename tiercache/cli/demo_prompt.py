@@ -91,9 +91,9 @@ class LongPrompt:
         self._run_dir = run_dir
         self._nvme_dir = run_dir.parent / "nvme"
         self._console = console
-        namespace, _ = describe_model(model, EngineSettings())
-        blocks = len(tokens) // namespace.block_size + 8
-        self.kv_bytes = blocks * namespace.block_bytes
+        namespaces, _ = describe_model(model, EngineSettings())
+        blocks = len(tokens) // namespaces[0].block_size + 8
+        self.kv_bytes = blocks * sum(namespace.block_bytes for namespace in namespaces)
         self.arena_bytes = round_up(self.kv_bytes + self.kv_bytes // 4 + 64 * _MIB, 2 * _MIB)
 
     def play(self) -> None:

@@ -1,13 +1,22 @@
-"""`tiercache doctor`: what this machine can do. Today that is one question: GPUDirect on a directory."""
+"""`tiercache doctor`: the host, its disks and the daemon, with a remedy for whatever is not as it should be."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from tiercache.cli import doctor_cuda, doctor_daemon, doctor_disk, doctor_hits, doctor_host
+from tiercache.cli.control import connected
+from tiercache.cli.findings import Finding, Host, Needs, State, as_tree, failure, ok, warning
+from tiercache.cli.live import Tree, at, quiet_client
 from tiercache.cli.main import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.report import Section, print_json, print_sections
+from tiercache.config import DaemonConfig, resolve_config, session_socket_path
+from tiercache.errors import TierCacheError
 from tiercache.gds_probe import GdsProbe, Mode, probe_gds
+from tiercache.layout import NamespaceSpec
 from tiercache.units import format_bytes
 
 _WAYS = {
@@ -15,18 +24,114 @@ _WAYS = {
     Mode.COMPAT: "through cuFile's own bounce buffer (cufile-compat)",
     Mode.POSIX: "through host memory only (posix)",
 }
+_COLOURS = {State.OK: "green", State.WARNING: "yellow", State.FAILURE: "bold red", State.NOT_APPLICABLE: "dim"}
+_OWN_FDS = 64
+"""Descriptors of a daemon besides those that its limits name."""
+CONNECTIONS_PER_SESSION = 4
+"""As in the daemon's server."""
 
 
-def gds(directory: Path, *, as_json: bool) -> int:
-    """Probe GPUDirect on a directory and print what was found; 1 if the directory cannot be used at all."""
-    probe = probe_gds(directory)
-    usable = probe.host_bytes_per_s > 0
-    if as_json:
-        uses = {"use_direct": probe.use_direct, "use_direct_store": probe.use_direct_store}
-        print_json({"gds": {**asdict(probe), "mode": probe.mode.value, **uses}})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command line, as it was given."""
+
+    gds: Path | None
+    directories: tuple[Path, ...]
+    quick: bool
+    config: Path | None
+    address: str | None
+    as_json: bool
+
+
+def run(options: Options) -> int:
+    """Examine and print. Exit status 1: something does not work. Raises ConfigError for wrong settings."""
+    config, _ = resolve_config(options.config)
+    run_dir = Path(options.address) if options.address else config.run_dir
+    tree, specs, problem = _ask(run_dir)
+    needs = _needs(config, tree)
+    found = doctor_host.examine(Host(), needs)
+    found += doctor_disk.examine(needs, options.directories or needs.nvme_dirs, measure=not options.quick)
+    found += [] if options.quick else doctor_cuda.examine()
+    found += doctor_daemon.examine(run_dir, tree, problem) + doctor_hits.examine(tree, specs)
+    probe = None if options.gds is None else probe_gds(options.gds)
+    found += [] if probe is None else [_gds(probe)]
+    failed = any(one.state is State.FAILURE for one in found)
+    if options.as_json:
+        print_json({"ok": not failed, "findings": as_tree(found), **({} if probe is None else {"gds": _tree(probe)})})
     else:
-        print_sections([Section(f"GPUDirect on {probe.directory}", ("", ""), _rows(probe))])
-    return EXIT_OK if usable else EXIT_UNWELL
+        _print(found)
+        if probe is not None:
+            print_sections([Section(f"GPUDirect on {probe.directory}", ("", ""), _rows(probe))])
+    return EXIT_UNWELL if failed else EXIT_OK
+
+
+def _ask(run_dir: Path) -> tuple[Tree, dict[int, NamespaceSpec], str]:
+    """A running daemon's statistics and specs, and why there are none."""
+    from tiercache.messages import MAX_NAMESPACES_PER_REQUEST, SpecList, Specs
+
+    if not session_socket_path(run_dir).exists():
+        return {}, {}, ""
+    try:
+        with quiet_client(), connected(str(run_dir)) as client:
+            tree = client.stats()
+            numbers = [int(one["id"]) for one in tree.get("namespaces", [])][-MAX_NAMESPACES_PER_REQUEST:]
+            specs = client.session().call(Specs, SpecList, namespaces=numbers).specs if numbers else {}
+            return tree, specs, ""
+    except TierCacheError as error:
+        return {}, {}, str(error)
+
+
+def _needs(config: DaemonConfig, tree: Tree) -> Needs:
+    directories = config.nvme_dirs
+    if tree:
+        directories = tuple(Path(one["path"]) for one in tree.get("tiers", {}).get("nvme", {}).get("directories", []))
+    nvme_bytes = int(at(tree, "tiers.nvme.capacity_bytes")) or config.nvme_bytes
+    segments = nvme_bytes // config.nvme_segment_bytes if directories else 0
+    arena_bytes = int(at(tree, "arena.bytes")) or config.arena_bytes
+    regions = -(-arena_bytes // config.region_bytes)
+    fds = _OWN_FDS + 2 * regions + config.max_sessions * (2 + CONNECTIONS_PER_SESSION) + segments
+    pid = int(at(tree, "daemon.pid"))
+    return Needs(arena_bytes, config.lock_memory, fds, directories, nvme_bytes, pid)
+
+
+def _print(found: list[Finding]) -> None:
+    """A line for each finding, aligned; its remedy on a line of its own, which pipes and eyes both find."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True) if sys.stdout.isatty() else None
+    width = max(len(one.name) for one in found)
+    topic = ""
+    for one in found:
+        if one.topic != topic:
+            print(f"{'' if not topic else chr(10)}# {one.topic}")
+            topic = one.topic
+        figure = "".join(char if char.isprintable() else "?" for char in one.figure)
+        lines = [(f"{one.state.value:<14}", f"  {one.name:<{width}}  {figure}")]
+        lines += [(" " * 14, f"  {'':<{width}}  -> {one.remedy}")] if one.remedy else []
+        for state, rest in lines:
+            if console is None:
+                print((state + rest).rstrip())
+            else:
+                console.print(Text.assemble((state, _COLOURS[one.state]), rest))
+
+
+# --- GPUDirect ---------------------------------------------------------------------------------------
+
+
+def _gds(probe: GdsProbe) -> Finding:
+    name = f"GPUDirect on {probe.directory}"
+    figure = _WAYS[probe.mode] + (f": {probe.reason}" if probe.reason else "")
+    if probe.host_bytes_per_s <= 0:
+        return failure("gpu", name, figure, "name a directory that exists and can be written to")
+    if probe.mode is Mode.POSIX:
+        return warning("gpu", name, figure, "nothing is lost but speed: blocks go by way of the daemon's memory")
+    return ok("gpu", name, figure)
+
+
+def _tree(probe: GdsProbe) -> dict[str, Any]:
+    uses = {"use_direct": probe.use_direct, "use_direct_store": probe.use_direct_store}
+    return {**asdict(probe), "mode": probe.mode.value, **uses}
 
 
 def _rows(probe: GdsProbe) -> list[tuple[str, ...]]:

@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tiercache.arguments import HelpFormatter
 from tiercache.engine.settings import EngineSettings
 from tiercache.errors import ConfigError
 from tiercache.serve.server import ServeSettings, serve
 
 _EXAMPLES = """\
+Exit status: 0 stopped by a signal, 1 the engine failed, 2 a wrong setting.
+
 Examples:
   tiercache serve ./Qwen3-0.6B --kv-cache-memory 4GiB
   tiercache serve ./Qwen3-0.6B --arena 32GiB --nvme /mnt/nvme0/kv --nvme-size 1TiB
@@ -31,12 +34,13 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}: see `tiercache serve --help`")
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = _Parser(
         prog="tiercache serve",
         description="Serve a Hugging Face model over HTTP, with an interface like OpenAI's.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", type=Path, help="Hugging Face decoder folder")
@@ -109,7 +113,7 @@ def _attributes(settings: type) -> dict[str, str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Serve as the command line says; returns the exit status. Raises the errors of `tiercache.errors`."""
-    values = vars(_parser().parse_args(list(arguments)))
+    values = vars(make_parser().parse_args(list(arguments)))
     logging.basicConfig(
         level=values.pop("log_level").upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

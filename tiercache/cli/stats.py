@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from itertools import count
 from typing import Any
 
 from tiercache.cli.control import connected
+from tiercache.cli.live import Look, Looker, quiet_client
 from tiercache.cli.main import EXIT_OK
 from tiercache.cli.report import Section, human, print_json, print_sections, sections, with_human
+from tiercache.cli.what_if import sentence, table
 from tiercache.units import format_bytes
 
 HEADER_EVERY = 20
@@ -37,7 +38,8 @@ def show(address: str | None, *, as_json: bool) -> int:
     if as_json:
         print_json(with_human(tree))
     else:
-        print_sections([summary(tree), *sections(tree)])
+        rest = {name: branch for name, branch in tree.items() if name != "what_if"}
+        print_sections([summary(tree), *table(tree), *sections(rest)])
     return EXIT_OK
 
 
@@ -56,6 +58,7 @@ def summary(tree: dict[str, Any]) -> Section:
         ("blocks", human("blocks", total_blocks(tree))),
         ("sessions", human("sessions", len(tree.get("sessions", [])))),
         ("up for", human("uptime_s", tree.get("daemon", {}).get("uptime_s", 0))),
+        ("what if", sentence(tree)),
     ]
     return Section("summary", ("", ""), rows)
 
@@ -72,28 +75,58 @@ def match_latency(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def watch(address: str | None, *, interval_s: float, as_json: bool) -> int:
-    """Print a line per interval with what changed, until Ctrl-C or the daemon goes away."""
+    """Print a line per interval with what changed, until Ctrl-C or SIGTERM.
+
+    While the daemon is gone one line says so, and one when it is back; the numbers go on from there.
+    """
     stop = threading.Event()
     # Not KeyboardInterrupt: one that comes up while an object is being freed is dropped without a word.
-    earlier = signal.signal(signal.SIGINT, lambda *_: stop.set())
+    earlier = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with connected(address) as client:
-            before, before_s = client.stats(), time.monotonic()
-            for line in count():
-                if stop.wait(max(0.0, before_s + interval_s - time.monotonic())):
-                    break
-                now, now_s = client.stats(), time.monotonic()
-                row = changes(before, now, now_s - before_s)
-                if as_json:
-                    print_json(with_human(row), indent=None)
-                else:
-                    if line % HEADER_EVERY == 0:
-                        print(_line(_COLUMNS))
-                    print(_line(cells(row)), flush=True)
-                before, before_s = now, now_s
+        with quiet_client(), connected(address) as client:
+            lines = _Lines(as_json)
+            looker, before = Looker(client), Look(time.monotonic(), client.stats())
+            looked_s = before.time_s
+            while not stop.wait(max(0.0, looked_s + interval_s - time.monotonic())):
+                now = looker.look()
+                lines.print(before, now)
+                looked_s, before = now.time_s, before._replace(problem=now.problem) if now.problem else now
     finally:
-        signal.signal(signal.SIGINT, earlier)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
     return EXIT_OK
+
+
+class _Lines:
+    """What --watch prints, one line for each look."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._printed = 0
+
+    def print(self, before: Look, now: Look) -> None:
+        """The changes between two looks; of a daemon that is gone one line, however long that lasts."""
+        if now.problem:
+            if not before.problem:
+                self._say("gone", f"the daemon is gone, and waited for: {now.problem}")
+            return
+        if before.problem:
+            state = "restarted" if now.generation != before.generation else "answers again"
+            self._say("back", f"the daemon is back ({state})")
+        row = changes(before.tree, now.tree, now.time_s - before.time_s)
+        if self._as_json:
+            print_json(with_human(row), indent=None)
+            return
+        if self._printed % HEADER_EVERY == 0:
+            print(_line(_COLUMNS))
+        self._printed += 1
+        print(_line(cells(row)), flush=True)
+
+    def _say(self, event: str, text: str) -> None:
+        if self._as_json:
+            print_json({"unix_s": round(time.time(), 3), "event": event, "text": text}, indent=None)
+        else:
+            print(f"# {time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 def changes(before: dict[str, Any], now: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -7,25 +7,30 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tiercache.arguments import HelpFormatter
 from tiercache.config import default_run_dir
 from tiercache.daemon.logs import start_logging
 from tiercache.errors import ConfigError, TierCacheError
 from tiercache.units import parse_duration_s
 
-EXAMPLES = """examples:
+EXAMPLES = """\
+Exit status: 0 stopped by a signal, 2 a wrong setting or a missing package.
+
+Examples:
   tiercache http                                  for the daemon of this user, at 127.0.0.1:8181
   tiercache http /run/tiercache --listen 127.0.0.1:9000
   curl -s 127.0.0.1:8181/metrics
 """
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="tiercache http",
         description="Serve /healthz, /readyz, /metrics, /v1/stats and /v1/affinity for a daemon of this host. "
         "`tiercache daemon --http` starts the same beside the daemon.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "run_dir", nargs="?", type=Path, default=None, metavar="RUN_DIR", help="of the daemon ($TIERCACHE_RUN_DIR)"
@@ -35,6 +40,10 @@ def _parser() -> argparse.ArgumentParser:
         "--allow-remote", action="store_true",
         help="listen where other hosts can connect. There is no password: they can read the statistics (names of "
         "models and clients, no tokens, no KV) and ask how much is stored of prompts whose salt they know",
+    )  # fmt: skip
+    parser.add_argument(
+        "--hosts", default="", metavar="HOST,...", help="further names that requests may be for, such as a proxy's. "
+        "Without any, an address of this host is only asked as localhost, 127.0.0.1, [::1] or itself",
     )  # fmt: skip
     parser.add_argument(
         "--request-timeout", default="30s", metavar="DURATION", help="for a request to come (default: %(default)s)"
@@ -47,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve as the command line says; exit status 0 after a clean stop, 2 for a wrong setting or a missing package."""
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
         from tiercache.http.server import HttpSettings, serve
     except ImportError as error:
@@ -61,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"request_timeout: {error}") from None
         settings = HttpSettings(
             run_dir=args.run_dir or default_run_dir(), listen=args.listen, allow_remote=args.allow_remote,
-            request_s=request_s, parent_fd=args.parent_fd,
+            hosts=args.hosts, request_s=request_s, parent_fd=args.parent_fd,
         )  # fmt: skip
         return serve(settings)
     except TierCacheError as error:

@@ -74,10 +74,10 @@ class Affinity:
         DaemonUnavailable, RequestRefused.
         """
         listed = self._listed(LIST_S)
-        cards = [card for card in listed.models if _is_meant(card, query)]
+        cards = [card for card in listed.models if is_meant(card, query)]
         if not cards:
             listed = self._listed(NEW_LIST_S)
-            cards = [card for card in listed.models if _is_meant(card, query)]
+            cards = [card for card in listed.models if is_meant(card, query)]
         if not cards:
             names = sorted({name for card in listed.models for name in card.names})
             known = f"there are {', '.join(names[:8])}" if names else "none has announced one"
@@ -100,7 +100,7 @@ class Affinity:
         return listed
 
 
-def _is_meant(card: ModelCard, query: Query) -> bool:
+def is_meant(card: ModelCard, query: Query) -> bool:
     """Whether the model is called so. An adapter is asked for with `lora`, or as a model, as engines have it."""
     if query.model == card.content.hex() or (card.adapter and query.model == card.adapter and not query.lora):
         return True

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -19,9 +18,12 @@ from starlette.routing import Route
 from tiercache.client import Client
 from tiercache.errors import DaemonUnavailable, TierCacheError
 from tiercache.http.affinity import Affinity, Query, UnknownModel
+from tiercache.http.history import History
 from tiercache.http.limits import error_body
-from tiercache.http.metrics import metrics_text
+from tiercache.http.metrics import CONTENT_TYPE, metrics_text
+from tiercache.http.page import page_routes
 from tiercache.http.probe import Probe
+from tiercache.http.trees import Trees
 
 MAX_BODY_BYTES = 2 << 20
 """A prompt of about 300 000 tokens."""
@@ -57,6 +59,9 @@ class Routes:
         self._client = client
         self._affinity = Affinity(client)
         self._probe = Probe(client)
+        self._trees = Trees(lambda: self._ask(lambda: client.stats(histograms=True)))
+        self._history = History(lambda hot: client.stats(histograms=True, hot_prefixes=hot))
+        self._history.start()
         self._request_s = request_s
         self._queries = 0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="http")
@@ -83,14 +88,21 @@ class Routes:
         return _json({"status": "ready", **({"remark": remark} if remark else {})})
 
     async def stats(self, request: Request) -> Response:
-        return _json(await self._ask(self._client.stats))
+        tree = await self._trees.get()
+        return _json({name: branch for name, branch in tree.items() if name != "histograms"})
 
     async def metrics(self, request: Request) -> Response:
         try:
-            tree = await self._ask(self._client.stats)
+            tree = await self._trees.get()
         except HttpError:
             tree = {}
-        return Response(metrics_text(tree), media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics_text(tree), headers={"Content-Type": CONTENT_TYPE})
+
+    async def history(self, request: Request) -> Response:
+        after = request.query_params.get("after", "0")
+        if not after.isdecimal() or len(after) > 15:
+            raise HttpError(400, "bad_query", "after must be the number of a sample")
+        return Response(self._history.encode(int(after), request.query_params.get("life", "")), media_type=_JSON)
 
     async def affinity(self, request: Request) -> Response:
         if self._queries >= MAX_QUERIES:
@@ -142,7 +154,9 @@ def build_app(client: Client, request_s: float) -> Starlette:
             Route("/readyz", routes.readyz),
             Route("/metrics", routes.metrics),
             Route("/v1/stats", routes.stats),
+            Route("/v1/history", routes.history),
             Route("/v1/affinity", routes.affinity, methods=["POST"]),
+            *page_routes(),
         ],
         exception_handlers={
             HttpError: _on_error, HTTPException: _on_http_error, ClientDisconnect: _on_hang_up, Exception: _on_defect,

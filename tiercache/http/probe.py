@@ -1,7 +1,7 @@
 """Is the data path whole? One block stored, found, loaded and compared, as an engine would.
 
-In a namespace of its own, and forgotten afterwards. It has the smallest size of frame that is in use, so that no
-memory is re-split for it, and is windowed, so that it never goes to NVMe.
+In a namespace of its own that never goes to NVMe, and forgotten afterwards. It has the smallest size of frame that is
+in use, so that no memory is re-split for it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 from tiercache.client import Client
+from tiercache.daemon.traffic import PROBE_ENGINE
 from tiercache.errors import TierCacheError
 from tiercache.layout import FRAME_ALIGNMENT_BYTES, NamespaceSpec
 from tiercache.loading import load_blocks, match_blocks
@@ -40,7 +41,7 @@ class Probe:
         self._specs: dict[int, NamespaceSpec] = {}
 
     def ask(self) -> tuple[str, str]:
-        """What is wrong, if anything, and a remark otherwise. Blocks for seconds at most."""
+        """What is wrong, if anything, and remarks otherwise. Blocks for seconds at most."""
         with self._lock:
             if time.monotonic() >= self._due_s:
                 try:
@@ -51,7 +52,10 @@ class Probe:
             return self._found
 
     def _round_trip(self) -> tuple[str, str]:
-        spec = self._spec()
+        stats = self._client.stats()
+        spec = self._spec(stats["arena"]["classes"])
+        # A disk that hangs, say: DRAM and the other disks serve.
+        remarks = [str(reason) for reason in stats["health"]["reasons"]]
         stored, loaded = np.array([0]), np.array([1])
         blocks = np.zeros((2, spec.block_bytes), np.uint8)
         blocks[0] = np.resize(np.frombuffer(os.urandom(FRAME_ALIGNMENT_BYTES), np.uint8), spec.block_bytes)
@@ -59,21 +63,20 @@ class Probe:
         key, limit = os.urandom(KEY_BYTES), Limit(time.monotonic() + LIMIT_S)
         try:
             if not store_blocks(self._client, mover, spec, key, stored, 0, limit).stored:
-                return "", FULL
+                return "", "; ".join([FULL, *remarks])
             match = match_blocks(self._client, key, (spec,), with_frames=True)
             if load_blocks(self._client, mover, spec, match, loaded, 0, limit) != 1:
                 return "a block that was just stored could not be loaded", ""
         finally:
             self._client.flush(tier="dram", namespaces=[spec], key=key)
         same = bool((blocks[0] == blocks[1]).all())
-        return "" if same else "a block came back with other bytes than were stored", ""
+        return ("", "; ".join(remarks)) if same else ("a block came back with other bytes than were stored", "")
 
-    def _spec(self) -> NamespaceSpec:
-        classes = self._client.stats()["arena"]["classes"]
+    def _spec(self, classes: list[dict[str, int]]) -> NamespaceSpec:
         size = min((one["frame_bytes"] for one in classes if one["frames"]), default=FRAME_ALIGNMENT_BYTES)
         if size not in self._specs:
             self._specs[size] = NamespaceSpec(
-                engine="tiercache/probe", layout="bytes", dtype="uint8", block_size=1, block_bytes=size,
-                window_blocks=1,
+                engine=PROBE_ENGINE, layout="bytes", dtype="uint8", block_size=1, block_bytes=size,
+                extra={"tiers": "dram"},
             )  # fmt: skip
         return self._specs[size]

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import uvicorn
 
+from tiercache import listening
 from tiercache.client import Client
-from tiercache.config import http_problem, split_http
+from tiercache.config import hosts_problem, http_problem, split_http
 from tiercache.errors import ConfigError
 from tiercache.http.app import build_app
+from tiercache.http.hosts import HostCheck, allowed_hosts
 from tiercache.http.limits import MAX_CONNECTIONS, MAX_HEADER_BYTES, LimitedConnection
 
 REQUEST_TIMEOUT_S = 2.0
@@ -35,6 +37,7 @@ class HttpSettings:
         run_dir: of the daemon.
         listen: host and port; port 0 is any that is free.
         allow_remote: listen also where other hosts can connect.
+        hosts: further names that requests may be for, with commas between them; see `hosts.allowed_hosts`.
         request_s: how long a request may take to come.
         parent_fd: end when this pipe reads end of file.
     """
@@ -42,12 +45,15 @@ class HttpSettings:
     run_dir: Path
     listen: str = "127.0.0.1:8181"
     allow_remote: bool = False
+    hosts: str = ""
     request_s: float = 30.0
     parent_fd: int | None = None
 
     def __post_init__(self) -> None:
         if problem := http_problem(self.listen, self.allow_remote):
             raise ConfigError(f"listen = {self.listen}: {problem}")
+        if problem := hosts_problem(self.hosts):
+            raise ConfigError(f"hosts = {self.hosts}: {problem}")
         if not 0 < self.request_s <= 3600:
             raise ConfigError(f"request_timeout = {self.request_s}: must be more than 0 and at most 3600 seconds")
 
@@ -57,7 +63,7 @@ def serve(settings: HttpSettings) -> int:
     if settings.parent_fd is not None:
         # Should our loop hang when the daemon is killed. The thread that started us lives as long as the daemon.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    with _bind(settings.listen) as listener:
+    with listening.bind(*split_http(settings.listen), settings.listen) as listener:
         client = Client(settings.run_dir, name="http", map_arena=False, request_timeout_s=REQUEST_TIMEOUT_S)
         with client:
             client.start(0, required=False)
@@ -65,26 +71,12 @@ def serve(settings: HttpSettings) -> int:
     return 0
 
 
-def _bind(listen: str) -> socket.socket:
-    host, port = split_http(listen)
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ConfigError(f"{listen} cannot be listened on: {error.strerror}: choose another address") from None
-    return listener
-
-
 async def _run(settings: HttpSettings, client: Client, listener: socket.socket) -> None:
     connection = type("Connection", (LimitedConnection,), {"request_s": settings.request_s})
+    allowed = allowed_hosts(split_http(settings.listen)[0], settings.hosts)
+    app = build_app(client, settings.request_s)
     config = uvicorn.Config(
-        build_app(client, settings.request_s), http=connection, ws="none", lifespan="off", log_config=None,
+        HostCheck(app, allowed) if allowed else app, http=connection, ws="none", lifespan="off", log_config=None,
         log_level="error", access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WORDS_S, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )  # fmt: skip
@@ -102,7 +94,7 @@ async def _run(settings: HttpSettings, client: Client, listener: socket.socket) 
         signal.signal(number, lambda *_: stop())
     if settings.parent_fd is not None:
         asyncio.get_running_loop().add_reader(settings.parent_fd, orphaned, settings.parent_fd)
-    listener.listen(MAX_CONNECTIONS)
+    listening.listen(listener, MAX_CONNECTIONS, settings.listen)
     host, port = listener.getsockname()[:2]
     logger.info("serving http://%s:%d for %s", f"[{host}]" if ":" in host else host, port, settings.run_dir)
     await server.serve(sockets=[listener])

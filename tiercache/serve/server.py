@@ -21,8 +21,9 @@ from typing import Any
 
 import uvicorn
 
+from tiercache import listening
+from tiercache.engine import Connect, Engine, connect_to
 from tiercache.engine.async_engine import MAX_WAITING, STALL_TIMEOUT_S, AsyncEngine, Stopping
-from tiercache.engine.engine import Connect, Engine, connect_to
 from tiercache.engine.prompts import Prompts, load_tokenizer
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.text_engine import TextEngine
@@ -96,6 +97,11 @@ class ServeSettings:
     def name(self) -> str:
         return self.served_model_name or self.model.resolve().name
 
+    @property
+    def where(self) -> str:
+        """Where it listens, for people."""
+        return f"host {self.host}, port {self.port}"
+
     def read_chat_template(self) -> str | None:
         if self.chat_template is None:
             return None
@@ -113,14 +119,15 @@ def serve(settings: ServeSettings, engine_settings: EngineSettings) -> int:
     _allow_many_files()
     with ExitStack() as resources:
         # Taken before the model is loaded: that may take minutes, and the port may not be free.
-        listener = resources.enter_context(_bind(settings))
+        listener = resources.enter_context(listening.bind(settings.host, settings.port, settings.where))
         tokenizer, template = load_tokenizer(settings.model), settings.read_chat_template()
         defaults = sampling_defaults(settings.model)
         engine = Engine(settings.model, engine_settings, _cache(settings, resources))
         engine.announce([settings.name, str(settings.model.resolve())])
         server = _Server(settings, engine, Prompts(tokenizer, template, engine.max_model_len), defaults)
         try:
-            _listen(listener, settings)
+            # Only now: who comes while the model is loaded is to be refused and not to wait.
+            listening.listen(listener, _BACKLOG, settings.where)
         except ConfigError:
             engine.close()
             raise
@@ -137,37 +144,6 @@ def _allow_many_files() -> None:
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _bind(settings: ServeSettings) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise _not_free(settings, error) from None
-    return listener
-
-
-def _listen(listener: socket.socket, settings: ServeSettings) -> None:
-    """Only now: who comes while the model is loaded is to be refused and not to wait."""
-    try:
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        # Two that start at one time may both bind.
-        raise _not_free(settings, error) from None
-
-
-def _not_free(settings: ServeSettings, error: OSError) -> ConfigError:
-    where = f"host {settings.host}, port {settings.port}"
-    return ConfigError(f"{where} cannot be listened on: {error.strerror}: choose another")
 
 
 def _cache(settings: ServeSettings, resources: ExitStack) -> Connect | None:

@@ -1,0 +1,181 @@
+"""Requests of operators and watchers: pins, prefetches, flushes, reports, models, checks, looks."""
+
+from __future__ import annotations
+
+import logging
+
+from tiercache import messages as m
+from tiercache.daemon.desk import Desk, Method, check_keys, encoder, positive
+from tiercache.daemon.inspect import chain_of, pins_of, places_of
+from tiercache.daemon.sessions import Session
+from tiercache.errors import RequestRefused
+from tiercache.messages import NO_LEASE, ErrorCode
+
+log = logging.getLogger("tiercache.daemon")
+
+MAX_CLIENT_COUNTERS = 64
+MAX_COUNTER_NAME_BYTES = 32
+MAX_MODELS_BYTES = 32 << 10
+"""Of one session, encoded: room for about a hundred LoRA adapters."""
+MAX_LISTED_MODELS_BYTES = 1 << 20
+"""Of all sessions, in one reply."""
+MAX_LISTED_SPECS_BYTES = 1 << 20
+MAX_CHECKED_BLOCKS = 200_000
+"""Blocks whose books are compared without `force`: about a fifth of a second in which nobody is served."""
+MAX_FINDINGS = 1000
+
+
+class AdminRequests:
+    """One method for each kind of request. Event loop only."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._cache = desk.cache
+        self._generation = desk.generation
+
+    def methods(self) -> dict[type, Method]:
+        """What answers each kind of request."""
+        return {
+            m.Pin: self._pin,
+            m.Unpin: self._unpin,
+            m.Prefetch: self._prefetch,
+            m.Flush: self._flush,
+            m.Report: self._report,
+            m.Models: self._models,
+            m.Check: self._check,
+            m.Inspect: self._inspect,
+            m.Pins: self._pins,
+            m.Specs: self._specs,
+        }
+
+    def _pin(self, session: Session, request: m.Pin) -> m.Reply:
+        check_keys(request.keys, m.MAX_KEYS)
+        ttl_s = min(positive(request.ttl_ms, "ttl_ms"), m.MAX_PIN_TTL_MS) / 1000
+        blocks = self._cache.reads.pin(self._desk.namespaces(request.namespaces), request.keys, ttl_s)
+        return m.Pinned(request.request_id, self._generation, blocks)
+
+    def _unpin(self, session: Session, request: m.Unpin) -> m.Reply:
+        check_keys(request.keys, m.MAX_KEYS)
+        blocks = self._cache.reads.unpin(self._desk.namespaces(request.namespaces), request.keys)
+        return m.Pinned(request.request_id, self._generation, blocks)
+
+    def _prefetch(self, session: Session, request: m.Prefetch) -> m.Reply:
+        check_keys(request.keys, m.MAX_KEYS)
+        found = self._cache.prefetch(session.owner, self._desk.namespaces(request.namespaces), request.keys)
+        return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
+
+    def _flush(self, session: Session, request: m.Flush) -> m.Reply | None:
+        tiers = ["all", "dram", *filter(None, [self._cache.below.name])]
+        if request.tier not in tiers:
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, f"there is no tier {request.tier!r}: {', '.join(tiers)}")
+        if request.key:
+            check_keys(request.key, 1)
+        if self._desk.tenant and not request.namespaces:
+            raise RequestRefused(ErrorCode.FORBIDDEN.value, "a tenant flushes its own namespaces: name them")
+        namespaces = self._desk.namespaces(request.namespaces) if request.namespaces else self._cache.all_namespaces()
+        blocks, more = 0, False
+        if self._cache.events is not None and not (request.namespaces or request.key) and request.tier == "all":
+            self._cache.events.cleared()
+        if request.tier != self._cache.below.name:
+            blocks, more = self._cache.flush([namespace.number for namespace in namespaces], request.key)
+        if request.tier == "dram" or not self._cache.below.name:
+            # A single prefix, as probes of the data path do it every few seconds, is nothing for the log.
+            level = logging.DEBUG if request.key else logging.INFO
+            log.log(level, "session %s flushed %d blocks", session.name, blocks)
+            return m.Flushed(request.request_id, self._generation, blocks, more)
+        identity = self._desk.identity
+
+        def done(below_blocks: int, durable: bool) -> None:
+            log.info("session %s flushed %d blocks, %d of them below DRAM", session.name, blocks, below_blocks)
+            reply: m.Reply = m.Flushed(request.request_id, self._generation, blocks + below_blocks, more)
+            if not durable:
+                text = "flushed, but a disk did not take note of it: a restart may bring blocks back; flush again"
+                reply = m.Error(request.request_id, self._generation, ErrorCode.INTERNAL.value, text)
+            self._desk.answer(identity, session, reply)
+
+        self._cache.below.flush(namespaces, request.key, done)
+        return None
+
+    def _report(self, session: Session, request: m.Report) -> m.Reply:
+        if request.registration not in ("cuda", "mlock", "none") or len(request.counters) > MAX_CLIENT_COUNTERS:
+            text = f"registration is cuda, mlock or none, with at most {MAX_CLIENT_COUNTERS} counters"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        if any(len(name.encode()) > MAX_COUNTER_NAME_BYTES for name in request.counters):
+            text = f"a counter's name is longer than {MAX_COUNTER_NAME_BYTES} bytes"  # all go into one `stats` reply
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        if problem := next(filter(None, (card.problem() for card in request.models)), None):
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, f"a model card: {problem}")
+        models = {encoder.encode(card): card for card in request.models}
+        if sum(map(len, models)) > MAX_MODELS_BYTES:
+            text = f"the models are described in more than {MAX_MODELS_BYTES} bytes: name fewer"
+            raise RequestRefused(ErrorCode.TOO_LARGE.value, text)
+        session.registration, session.counters, session.models = request.registration, request.counters, models
+        return m.Done(request.request_id, self._generation)
+
+    def _models(self, session: Session, request: m.Models) -> m.Reply:
+        models: dict[bytes, m.ModelCard] = {}
+        left_bytes = MAX_LISTED_MODELS_BYTES
+        for one in self._desk.sessions.values():
+            left_bytes -= sum(map(len, one.models.keys() - models.keys()))
+            if left_bytes < 0:
+                break
+            models |= one.models
+        known = self._cache.space.numbers({name for card in models.values() for name in card.namespaces})
+        return m.ModelList(request.request_id, self._generation, list(models.values()), known)
+
+    def _check(self, session: Session, request: m.Check) -> m.Reply | None:
+        if request.sample < -1 or request.bytes_per_s < 0:
+            text = f"sample {request.sample}, bytes_per_s {request.bytes_per_s}: from 0, or sample -1 for all blocks"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        cache = self._cache
+        blocks = sum(table.blocks for table in cache.space.index.tables.values())
+        blocks += int(cache.below.stats().get("blocks", 0))
+        if blocks > MAX_CHECKED_BLOCKS and not request.force:
+            text = (
+                f"{blocks} blocks: looking at them all would hold up requests for about {blocks * 1e-6:.1f} s; "
+                "force it, or check the nvme directories while no daemon runs"
+            )
+            raise RequestRefused(ErrorCode.LIMIT.value, text)
+        findings = cache.check_integrity() + cache.below.check_integrity()
+        if not request.sample:
+            return self._checked(request, findings, blocks, 0)
+        identity = self._desk.identity
+
+        def done(bad: list[str], scanned: int) -> None:
+            reply = self._checked(request, findings + bad, blocks, scanned)
+            self._desk.answer(identity, session, reply)
+
+        if not cache.below.scan(request.sample, request.bytes_per_s, lambda: session.open, done):
+            raise RequestRefused(ErrorCode.LIMIT.value, "another check reads blocks: wait until it has ended")
+        return None
+
+    def _checked(self, request: m.Check, findings: list[str], blocks: int, scanned: int) -> m.CheckReply:
+        for finding in findings[:MAX_FINDINGS]:
+            log.error("check: %s", finding)
+        if len(findings) > MAX_FINDINGS:
+            findings = [*findings[:MAX_FINDINGS], f"{len(findings) - MAX_FINDINGS} more"]
+        return m.CheckReply(request.request_id, self._generation, findings, blocks, scanned)
+
+    def _inspect(self, session: Session, request: m.Inspect) -> m.Reply:
+        check_keys(request.key, 1)
+        cache = self._cache
+        namespaces = self._desk.namespaces(request.namespaces) if request.namespaces else cache.all_namespaces()
+        blocks = places_of(cache, namespaces, request.key)
+        chain = chain_of(cache, namespaces, request.key) if blocks else []
+        packed = b"".join(chain) if request.chain else b""
+        return m.Inspected(request.request_id, self._generation, blocks, len(chain), packed)
+
+    def _pins(self, session: Session, request: m.Pins) -> m.Reply:
+        return m.PinList(
+            request.request_id, self._generation, pins_of(self._cache), len(self._cache.reads.pins),
+            self._cache.reads.pin_limit_bytes,
+        )  # fmt: skip
+
+    def _specs(self, session: Session, request: m.Specs) -> m.Reply:
+        specs, left_bytes = {}, MAX_LISTED_SPECS_BYTES
+        for namespace in self._desk.namespaces(request.namespaces):
+            left_bytes -= len(self._cache.space.save(namespace))
+            if left_bytes < 0:
+                break
+            specs[namespace.number] = namespace.spec
+        return m.SpecList(request.request_id, self._generation, specs)

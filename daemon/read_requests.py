@@ -1,0 +1,213 @@
+"""Requests that find blocks and read them: match, peek, resolve, read, extents, and the leases of reads."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from tiercache import messages as m
+from tiercache.daemon.below import HeldBelow
+from tiercache.daemon.desk import Desk, Method, check_keys, check_range, encoder, positive
+from tiercache.daemon.leases import ReadLease
+from tiercache.daemon.router import Answer
+from tiercache.daemon.sessions import Session
+from tiercache.daemon.slow import SlowRequests
+from tiercache.daemon.space import Namespace
+from tiercache.errors import RequestRefused
+from tiercache.messages import KEY_BYTES, NO_LEASE, OFFSET_MASK, REGION_SHIFT, ErrorCode
+
+MAX_UNSENT_BYTES = 64 << 20
+"""Payload on its way to one session: what a peer that does not read can hold of the arena."""
+MAX_PARKED = 64
+"""Requests of one session that may wait for the tier below."""
+PARK_S = 0.2
+"""How long at most, and at most half of the time that the client gives the request."""
+
+
+class _Parked(NamedTuple):
+    """A `Resolve` that waits for blocks on their way up."""
+
+    identity: bytes
+    session: Session
+    lease: ReadLease
+    namespace: Namespace
+    request: m.Resolve
+    since_s: float
+    until_s: float
+
+
+class ReadRequests:
+    """One method for each kind of request. Event loop only."""
+
+    def __init__(self, desk: Desk, slow: SlowRequests) -> None:
+        self._slow = slow
+        self._desk = desk
+        self._cache = desk.cache
+        self._generation = desk.generation
+        self._parked: list[_Parked] = []
+
+    def methods(self) -> dict[type, Method]:
+        """What answers each kind of request."""
+        return {
+            m.Match: self._match,
+            m.Peek: self._peek,
+            m.Resolve: self._resolve,
+            m.Hold: self._hold,
+            m.Release: self._release,
+            m.Renew: self._renew,
+            m.Extents: self._extents,
+            m.BadExtent: self._bad_extent,
+        }
+
+    def _match(self, session: Session, request: m.Match) -> m.Reply:
+        check_keys(request.keys, m.MAX_KEYS)
+        namespaces = self._desk.namespaces(request.namespaces)
+        ttl_s = self._desk.lease_ttl_s(session, request.ttl_ms) if request.ttl_ms else 0.0
+        wants = request.promote, request.extents
+        found = self._cache.match(session.owner, namespaces, request.keys, ttl_s, *wants)
+        self._cache.traffic.matched(namespaces, request.keys, len(request.keys) // KEY_BYTES, found)
+        if found.lease is None:
+            return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
+        named = min(request.resolve, m.MAX_RESOLVE)
+        frames = []
+        if named > 0:
+            for namespace in namespaces:
+                its = self._cache.reads.frames(found.lease, namespace, 0, named)
+                self._cache.traffic.read(namespace, len(its) * namespace.spec.block_bytes)
+                frames.append(m.pack_frames(its))
+        lease_id = found.lease.lease_id
+        held = found.lease.held is not None
+        return m.Matched(request.request_id, self._generation, found.dram, found.below, lease_id, frames, held)
+
+    def _peek(self, session: Session, request: m.Peek) -> m.Reply:
+        check_keys(request.keys, m.MAX_KEYS)
+        namespaces = self._desk.namespaces(request.namespaces)
+        together = self._cache.reads.peek(namespaces, request.keys)
+        each = [self._cache.reads.peek([namespace], request.keys) for namespace in namespaces]
+        return m.Peeked(request.request_id, self._generation, *together, each)
+
+    def _resolve(self, session: Session, request: m.Resolve) -> m.Reply | None:
+        if not request.first >= 0 or not 0 < request.count <= m.MAX_RESOLVE:
+            text = f"blocks {request.first} + {request.count}: at most {m.MAX_RESOLVE} in one request, from 0 on"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        lease = session.owner.reads.get(request.lease)
+        if lease is None:
+            raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
+        namespace = self._desk.namespace(request.namespace)
+        self._cache.bring_up(lease, request.first + request.count)
+        reply = self._resolved(lease, namespace, request)
+        mine = sum(parked.session is session for parked in self._parked)
+        if reply.frames or not reply.more or mine >= MAX_PARKED:
+            return reply
+        left_us = request.deadline_us + session.clock_offset_us - time.monotonic_ns() // 1000
+        since_s = time.monotonic()
+        until_s = since_s + min(PARK_S, left_us / 2e6)
+        self._parked.append(_Parked(self._desk.identity, session, lease, namespace, request, since_s, until_s))
+        return None
+
+    def _resolved(self, lease: ReadLease, namespace: Namespace, request: m.Resolve) -> m.Frames:
+        frames = self._cache.reads.frames(lease, namespace, request.first, request.count)
+        growing = lease.blocks < lease.target and not lease.over
+        self._cache.traffic.read(namespace, len(frames) * namespace.spec.block_bytes)
+        more = growing and request.first + len(frames) < min(request.first + request.count, lease.target)
+        packed = m.pack_frames(frames)
+        return m.Frames(request.request_id, self._generation, request.first, packed, more=more)
+
+    @property
+    def parked(self) -> int:
+        """Requests that wait for blocks on their way up."""
+        return len(self._parked)
+
+    def answer_parked(self) -> None:
+        """Answer what waited for blocks that have landed, or has waited long enough."""
+        if not self._parked:
+            return
+        now_s, still = time.monotonic(), []
+        for parked in self._parked:
+            reply = self._resolved(parked.lease, parked.namespace, parked.request)
+            if not parked.session.open:
+                continue
+            if reply.frames or not reply.more or now_s >= parked.until_s:
+                self._desk.answer(parked.identity, parked.session, reply)
+                self._slow.answered_late(parked.session, parked.request, now_s - parked.since_s)
+            else:
+                still.append(parked)
+        self._parked = still
+
+    def _extents(self, session: Session, request: m.Extents) -> m.Reply:
+        if not request.first >= 0 or not 0 < request.count <= m.MAX_RESOLVE:
+            text = f"blocks {request.first} + {request.count}: at most {m.MAX_RESOLVE} in one request, from 0 on"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        held, namespace = self._held(session, request.lease, request.namespace)
+        directories, extents = held.extents(namespace, request.first, request.count)
+        packed = m.pack_extents(extents)
+        return m.ExtentList(request.request_id, self._generation, request.first, directories, packed)
+
+    def _bad_extent(self, session: Session, request: m.BadExtent) -> m.Reply:
+        held, namespace = self._held(session, request.lease, request.namespace)
+        held.doubt(namespace, request.index)
+        return m.Done(request.request_id, self._generation)
+
+    def _held(self, session: Session, lease_id: int, number: int) -> tuple[HeldBelow, Namespace]:
+        """What a lease keeps in the tier below for one of its namespaces."""
+        lease = session.owner.reads.get(lease_id)
+        if lease is None:
+            raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
+        namespace = self._desk.namespace(number)
+        if lease.held is None or namespace not in lease.namespaces:
+            text = "this lease keeps no extents of that namespace: ask for its frames"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        return lease.held, namespace
+
+    def _hold(self, session: Session, request: m.Hold) -> m.Reply:
+        self._desk.lease_ttl_s(session, 1)
+        if not self._cache.reads.hold(session.owner, request.lease):
+            raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
+        return m.Done(request.request_id, self._generation)
+
+    def _release(self, session: Session, request: m.Release) -> m.Reply:
+        good = self._cache.reads.release(session.owner, request.lease)
+        return m.Released(request.request_id, self._generation, good)
+
+    def _renew(self, session: Session, request: m.Renew) -> m.Reply:
+        ttl_s = min(positive(request.ttl_ms, "ttl_ms") / 1000, self._desk.lease_ttl_max_s)
+        alive = bytearray()
+        owner, grants = session.owner, self._cache.below.grants
+        for lease_id in request.leases[: self._desk.max_leases]:
+            read, write = owner.reads.get(lease_id), owner.writes.get(lease_id)
+            granted = grants is not None and lease_id in owner.grants
+            if read is not None:
+                self._cache.reads.renew(read, ttl_s)
+            elif write is not None:
+                self._cache.writes.renew(write, ttl_s)
+            elif grants is not None and granted:
+                grants.renew(lease_id, ttl_s)
+            alive.append(read is not None or write is not None or granted)
+        return m.Renewed(request.request_id, self._generation, bytes(alive))
+
+    def read(self, session: Session, request: m.Read) -> Answer:
+        lease = session.owner.reads.get(request.lease)
+        if lease is None:
+            raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
+        namespace = self._desk.namespace(request.namespace)
+        check_range(request.offset, request.length, namespace.spec.block_bytes)
+        frames = self._cache.reads.frames(lease, namespace, request.index, 1) if request.index >= 0 else []
+        if not frames:
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, f"block {request.index} is not under this lease")
+        if session.unsent_bytes + request.length > MAX_UNSENT_BYTES:
+            text = f"{session.unsent_bytes} payload bytes wait to be read: read them first"
+            raise RequestRefused(ErrorCode.LIMIT.value, text)
+        frame, allocator = frames[0], self._cache.space.allocator
+        allocator.hold(frame)
+        session.unsent_bytes += request.length
+        self._cache.counters.payload_bytes_read += request.length
+        self._cache.traffic.read(namespace, request.length)
+        region = self._desk.regions[frame >> REGION_SHIFT]
+        view = region.view((frame & OFFSET_MASK) + request.offset, request.length)
+        header = encoder.encode(m.Payload(request.request_id, self._generation, request.length))
+
+        def sent() -> None:
+            session.unsent_bytes -= request.length
+            allocator.unhold(frame)
+
+        return Answer(header, session, view, sent)

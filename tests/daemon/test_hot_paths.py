@@ -1,0 +1,140 @@
+"""Hot paths of the prefix tree against a plain count of every block of every match."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercache.daemon import hotpaths
+from tiercache.daemon.counters import Counters
+from tiercache.daemon.hotpaths import HALF_LIFE_S, HotPaths
+from tiercache.daemon.space import Space
+from tiercache.layout import NamespaceSpec
+
+Steps = tuple[int, ...]
+
+
+class Tree:
+    """Chains by the steps that lead to their ends, matched in a cache of one or two namespaces; time stands still."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.space = Space("lru", Counters())
+        self.paths = HotPaths(lambda: self.now_s)
+        self.spaces = [self.space.open_namespace(_spec(name)) for name in ("a", "b")]
+
+    def match(self, steps: Steps, space: int = 0) -> None:
+        self.paths.matched(self.spaces[space], chain(steps), len(steps))
+
+    def shown(self, limit: int = hotpaths.MAX_SHOWN) -> list[dict[str, Any]]:
+        return self.paths.snapshot(limit, self.space.index)
+
+
+def _spec(engine: str) -> NamespaceSpec:
+    return NamespaceSpec(engine=engine, layout="x", dtype="uint8", block_size=16, block_bytes=4096)
+
+
+def key(steps: Steps) -> bytes:
+    """A key that names all steps that lead to it."""
+    return hash(steps).to_bytes(8, "little", signed=True) * 2
+
+
+def chain(steps: Steps) -> bytes:
+    return b"".join(key(steps[: depth + 1]) for depth in range(len(steps)))
+
+
+def name(steps: Steps) -> str:
+    return key(steps)[:4].hex()
+
+
+PATHS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), min_size=1, max_size=60)
+
+
+@given(paths=PATHS)
+def test_places_and_hits_are_those_of_a_plain_count(paths: list[Steps]) -> None:
+    tree = Tree()
+    for steps in paths:
+        tree.match(steps)
+    through = Counter(steps[:depth] for steps in paths for depth in range(1, len(steps) + 1))
+    shown = {one["name"]: one for one in tree.shown()}
+    for steps, hits in through.items():
+        below = {other for other in through if other[:-1] == steps}
+        is_place = steps in paths or len(below) > 1  # somebody's end, or where paths part
+        assert (name(steps) in shown) == is_place, steps
+        if is_place:
+            assert (shown[name(steps)]["hits"], shown[name(steps)]["blocks"]) == (hits, len(steps))
+
+
+@given(paths=PATHS, limit=st.integers(1, 5))
+def test_parents_come_before_their_children(paths: list[Steps], limit: int) -> None:
+    tree = Tree()
+    for number, steps in enumerate(paths):
+        tree.match(steps, number % 2)
+    shown = tree.shown(limit)
+    assert len(shown) <= limit
+    assert [one["hits"] for one in shown] == sorted((one["hits"] for one in shown), reverse=True)
+    for place, one in enumerate(shown):
+        if one["parent"] is not None:
+            above = shown[one["parent"]]
+            assert one["parent"] < place
+            assert (above["namespace"], above["blocks"] < one["blocks"]) == (one["namespace"], True)
+
+
+def test_what_only_one_asked_for_counts_for_what_it_shares() -> None:
+    tree = Tree()
+    for user in range(5000):
+        tree.now_s += 1.0
+        tree.match((0, 1, 2, user))  # one system prompt of three blocks, and a question of each user's own
+        if user % 5 == 0:
+            tree.match((0, 1, 7))
+    assert len(tree.paths._paths) <= hotpaths.MAX_PATHS
+    first, second, third, *_ = tree.shown()
+    assert [one["name"] for one in (first, second, third)] == [name((0, 1)), name((0, 1, 2)), name((0, 1, 7))]
+    assert (first["blocks"], first["tokens"], first["bytes"], first["parent"]) == (2, 32, 8192, None)
+    assert second["parent"] == third["parent"] == 0
+    assert 3 < second["hits"] / third["hits"] < 7  # five of these, nearly: hits fade
+
+
+def test_under_load_only_some_matches_are_counted_for_all() -> None:
+    tree = Tree()
+    for user in range(40_000):  # all at once, on this clock
+        tree.match((0, 1, 2, user))
+    assert tree.paths._stride > 1
+    assert 20_000 < tree.shown(1)[0]["hits"] < 80_000
+    for user in range(20_000):
+        tree.now_s += 60.0
+        tree.match((0, 1, 2, -user))
+    assert tree.paths._stride == 1
+
+
+def test_hits_fade() -> None:
+    tree = Tree()
+    for _ in range(100):
+        tree.match((1, 2))
+    tree.now_s += 2 * HALF_LIFE_S
+    tree.match((3,))
+    assert [(one["name"], one["hits"]) for one in tree.shown()] == [(name((1, 2)), 25.0), (name((3,)), 1.0)]
+    tree.now_s += 100 * HALF_LIFE_S
+    assert tree.shown() == []
+
+
+def test_a_path_is_as_deep_as_may_be_and_says_what_is_still_here() -> None:
+    tree = Tree()
+    deep = tuple(range(hotpaths.MAX_DEPTH + 10))
+    tree.match(deep)
+    index, table = tree.space.index, tree.spaces[0].table
+    entry = index.insert(table, key(deep[:1]), table.root, 0)
+    index.insert(table, key(deep[:2]), entry, 4096)
+    (shown,) = tree.shown()
+    assert (shown["blocks"], shown["dram_blocks"]) == (hotpaths.MAX_DEPTH, 2)
+
+
+def test_nobody_is_shown_a_key() -> None:
+    tree = Tree()
+    tree.match((1, 2, 3))
+    text = repr(tree.shown())
+    assert name((1, 2, 3)) in text
+    assert all(key((1, 2, 3)[:depth]).hex()[:16] not in text for depth in (1, 2, 3))

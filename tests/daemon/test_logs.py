@@ -1,0 +1,286 @@
+"""The daemon's log: never in the way of the loop, whatever becomes of stderr; one line for each change."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from raw_client import ROOT, WAIT_S, Client, new_chain, until
+
+from tiercache.daemon import logs
+from tiercache.daemon.changes import HealthLog
+from tiercache.daemon.counters import Counters
+from tiercache.daemon.slow import SlowRequests
+from tiercache.messages import Hello, Match
+
+TEXT = logging.Formatter("%(levelname)s %(message)s")
+
+
+def record(text: str, *arguments: object, level: int = logging.INFO) -> logging.LogRecord:
+    return logging.LogRecord("tiercache.daemon", level, __file__, 1, text, arguments, None)
+
+
+def read_lines(fd: int, count: int) -> list[str]:
+    """So many lines of a pipe."""
+    text = b""
+    while text.count(b"\n") < count:
+        assert select.select([fd], [], [], WAIT_S)[0], f"{text.decode()}: more was expected"
+        text += os.read(fd, 65536)
+    return text.decode().splitlines()
+
+
+def fill(fd: int) -> int:
+    """Write until a pipe takes no more; returns how many bytes it took."""
+    os.set_blocking(fd, False)
+    size = 0
+    try:
+        while True:
+            size += os.write(fd, b"#" * 4096)
+    except BlockingIOError:
+        os.set_blocking(fd, True)
+        return size
+
+
+@contextmanager
+def pipe() -> Iterator[tuple[int, int]]:
+    reader, writer = os.pipe()
+    try:
+        yield reader, writer
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+# --- the writer --------------------------------------------------------------------------------------
+
+
+def test_lines_come_out_in_order_and_with_their_fields() -> None:
+    with pipe() as (reader, writer):
+        log = logs.Log(logs._Json(), writer)
+        one = record("%d blocks of %s", 3, "engine")
+        one.fields = {"event": "stored", "blocks": 3}
+        log.handle(one)
+        try:
+            raise ValueError("a bug")
+        except ValueError:
+            failed = logging.LogRecord("x", logging.ERROR, __file__, 1, "it failed", None, sys.exc_info())
+        log.handle(failed)
+        log.stop()
+        first, second = map(json.loads, read_lines(reader, 2))
+    assert first | {"time_s": 0} == {
+        "time_s": 0, "level": "INFO", "message": "3 blocks of engine", "event": "stored", "blocks": 3,
+    }  # fmt: skip
+    assert (second["message"], second["traceback"].splitlines()[-1]) == ("it failed", "ValueError: a bug")
+
+
+def test_a_pipe_that_nobody_reads_costs_lines_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_QUEUED", 4)
+    with pipe() as (reader, writer):
+        filled = fill(writer)
+        log = logs.Log(TEXT, writer)
+        done = threading.Event()
+
+        def flood() -> None:
+            for number in range(100):
+                log.handle(record(f"line {number}"))  # each of a kind of its own
+            done.set()
+
+        threading.Thread(target=flood, daemon=True).start()
+        assert done.wait(WAIT_S), "who logs never waits"
+        assert 95 <= log.lost_lines <= 96, "four wait, one may be with the writer"
+        lost = log.lost_lines
+        while filled:
+            filled -= len(os.read(reader, filled))
+        log.stop()
+        pattern = r"WARNING lines of the log that were lost: (\d+) \(they came faster than they could be written\)"
+        told = re.findall(pattern, os.read(reader, 65536).decode())
+        assert sum(map(int, told)) == lost
+    assert log.figures() == {"log_lost_lines": lost, "log_left_out_lines": 0, "log_problem": ""}
+
+
+def test_a_writer_that_is_stuck_can_be_stopped() -> None:
+    with pipe() as (_, writer):
+        fill(writer)
+        log = logs.Log(TEXT, writer)
+        log.handle(record("one"))
+        log.handle(record("two"))
+        log.stop(within_s=0.05)
+        assert not log._thread.is_alive()
+        assert log.figures()["log_problem"] == "nobody read them"
+
+
+def test_a_full_disk_costs_lines_and_the_log_says_so_when_it_has_room() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    with pipe() as (reader, writer):
+        log = logs.Log(TEXT, full)
+        log.handle(record("lost"))
+        until(lambda: log.lost_lines == 1)
+        assert log.problem == "No space left on device"
+        os.dup2(writer, full)  # now there is room
+        log.handle(record("kept"))
+        lost = "WARNING lines of the log that were lost: 1 (No space left on device)"
+        assert read_lines(reader, 2) == [lost, "INFO kept"]
+        log.stop()
+        assert log.figures() == {"log_lost_lines": 1, "log_left_out_lines": 0, "log_problem": ""}
+    os.close(full)
+
+
+def test_a_line_that_cannot_be_made_fails_nobody() -> None:
+    with pipe() as (reader, writer):
+        log = logs.Log(TEXT, writer)
+        log.handle(record("%d blocks", "many"))
+        log.handle(record("another"))
+        log.stop()
+        assert read_lines(reader, 2)[1] == "INFO another"
+        assert log.lost_lines == 1
+
+
+def test_more_of_the_same_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    alike = logs.Repetitions()
+    admitted = [alike.admit(record("block %d is bad", number), 5.0) for number in range(logs.MAX_ALIKE + 7)]
+    assert admitted == [True] * logs.MAX_ALIKE + [False] * 7
+    assert alike.admit(record("another"), 5.0), "a kind is what is the same before anything is filled in"
+    assert alike.ended(6.0) == []
+    [told] = alike.ended(5.0 + logs.ALIKE_S)
+    assert told.getMessage() == f"7 more lines like this one were left out: block {logs.MAX_ALIKE + 6} is bad"
+    assert (alike.left_out_lines, alike.admit(record("block %d is bad", 1), 16.0)) == (7, True)
+    monkeypatch.setattr(logs, "MAX_KINDS", 4)
+    for number in range(3 * logs.MAX_ALIKE):
+        alike.admit(record(f"line {number}"), 20.0)
+    assert len(alike._kinds) <= 5, "what is made up anew each time takes no more memory"
+
+
+def test_what_was_left_out_is_told_at_the_end_too() -> None:
+    with pipe() as (reader, writer):
+        log = logs.Log(TEXT, writer)
+        for number in range(logs.MAX_ALIKE + 3):
+            log.handle(record("number %d", number))
+        log.stop()
+        said = read_lines(reader, logs.MAX_ALIKE + 1)
+    assert said[-1] == f"INFO 3 more lines like this one were left out: number {logs.MAX_ALIKE + 2}"
+
+
+# --- what is said ------------------------------------------------------------------------------------
+
+
+def test_each_change_of_health_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    health = HealthLog()
+    with caplog.at_level(logging.INFO, "tiercache.daemon"):
+        health.look([], 0.0)
+        health.look(["/kv: an operation has been under way for 11 s"], 1.0)
+        health.look(["/kv: an operation has been under way for 12 s"], 2.0)
+        health.look(["/kv: an operation has been under way for 13 s", "no memory"], 3.0)
+        health.look(["/kv: an operation has been under way for 14 s"], 4.0)
+        health.look([], 5.0)
+        health.look([], 6.0)
+    assert caplog.messages == [
+        "health: degraded: /kv: an operation has been under way for 11 s", "health: degraded: no memory",
+        "health: ok again, after 4 s",
+    ]  # fmt: skip
+    assert caplog.records[0].fields["event"] == "health"  # type: ignore[attr-defined]
+
+
+def test_slow_requests_say_what_took_the_time(caplog: pytest.LogCaptureFixture) -> None:
+    from tiercache.daemon.sessions import Session
+
+    counters = Counters()
+    slow = SlowRequests(0.1, counters)
+    session = Session(Hello(1, 1, bytes(16), "engine", 0, False), pid=7)
+    request = Match(1, b"", 1, 0, [1], bytes(48))
+    slow.queue_empty_ns = lambda: 0
+    with caplog.at_level(logging.INFO, "tiercache.daemon"):
+        slow.served(session, request, 90_000_000, 99_000_000)
+        assert (caplog.messages, counters.requests_slow) == ([], 0)
+        slow.served(session, request, 90_000_000, 110_000_000)
+        slow.answered_late(session, request, 0.1)
+        slow.answered_late(session, request, 0.15)
+    assert caplog.messages == [
+        "slow request: Match of 3 keys for engine took 20.0 ms of work after up to 90.0 ms in the queue",
+        "slow request: Match of 3 keys for engine took 150.0 ms for blocks on their way up",
+    ]
+    assert caplog.records[0].fields == {  # type: ignore[attr-defined]
+        "event": "slow_request", "request": "Match", "client": "engine", "pid": 7, "keys": 3,
+        "work_ms": 20.0, "queue_ms": 90.0,
+    }  # fmt: skip
+    assert counters.requests_slow == 2
+    off = SlowRequests(0, counters)
+    off.queue_empty_ns = lambda: 0
+    off.served(session, request, 0, 10**15)
+    assert counters.requests_slow == 2
+
+
+# --- with a real daemon ------------------------------------------------------------------------------
+
+
+@contextmanager
+def daemon_with(stderr: int, run_dir: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", str(run_dir), "--arena", "4MiB", *flags]
+    child = subprocess.Popen(command, cwd=ROOT, stderr=stderr)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def ends_well(child: subprocess.Popen[bytes]) -> None:
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(WAIT_S) == 0
+
+
+def make_noise(client: Client, times: int) -> None:
+    """Several lines of the log for each time, all of kinds of their own."""
+    number = client.namespace()
+    for _ in range(times):
+        assert client.ask("flush", "all", [number], b"")[0] == "flushed"
+
+
+@pytest.mark.parametrize("full", [fill, None])
+def test_a_daemon_serves_and_stops_when_nobody_reads_its_log(
+    full: Callable[[int], int] | None, tmp_path: Path
+) -> None:
+    with pipe() as (reader, writer):
+        if full is not None:
+            full(writer)
+        else:
+            os.dup2(os.open("/dev/full", os.O_WRONLY), writer)
+        flags = ["--log-level", "debug", "--slow-request", "1us"]
+        with daemon_with(writer, tmp_path / "run", *flags) as child, Client(tmp_path / "run") as client:
+            make_noise(client, 200)
+            until(lambda: client.stats()["daemon"]["log_left_out_lines"] > 0)
+            if full is None:
+                until(lambda: client.stats()["daemon"]["log_problem"] == "No space left on device")
+            assert client.ask("ping") == ["done"]
+            ends_well(child)
+        assert reader > 0
+
+
+def test_the_log_of_a_daemon_as_json(tmp_path: Path) -> None:
+    with pipe() as (reader, writer):
+        flags = ["--log-format", "json", "--log-level", "debug", "--slow-request", "1us"]
+        with daemon_with(writer, tmp_path / "run", *flags) as child:
+            with Client(tmp_path / "run", name="who") as client:
+                client.length(client.namespace(), new_chain(3))
+            lines: list[dict[str, Any]] = []
+            with open(reader, closefd=False) as file:
+                while not lines or "has ended" not in lines[-1]["message"]:
+                    lines.append(json.loads(file.readline()))
+            ends_well(child)
+    messages = [line["message"] for line in lines]
+    assert any(" serves " in message for message in messages)
+    assert f"session who (pid {os.getpid()}) has begun" in messages
+    slow = next(line for line in lines if line.get("event") == "slow_request" and line["request"] == "Match")
+    assert (slow["client"], slow["pid"], slow["keys"]) == ("who", os.getpid(), 3)
+    assert slow["work_ms"] > 0

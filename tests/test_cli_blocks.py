@@ -1,0 +1,142 @@
+"""`tiercache ls`, `inspect`, `pin` and `unpin` against a real daemon with a disk."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiercache
+from tiercache.cli.main import main
+from tiercache.client import Client
+from tiercache.messages import ModelCard, Peek
+
+BLOCKS = 12
+SPEC = tiercache.NamespaceSpec(engine="test/1", layout="bytes", dtype="uint8", block_size=4, block_bytes=4096)
+Ask = Callable[..., tuple[int, str, str]]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+
+
+def keys(first: int = 0) -> bytes:
+    chain = tiercache.KeyChain(tiercache.root_key("model"), 4, range(first, first + 4 * BLOCKS))
+    return bytes(chain.packed())
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, tiercache.Connector]]:
+    """A daemon with one stored prompt, of a model that was announced, and its engine."""
+    folder = tmp_path_factory.mktemp("cli")
+    settings: dict[str, Any] = {"nvme": str(folder / "kv"), "nvme_size": "64MiB", "nvme_segment": "8MiB"}
+    pool = tiercache.Pool.from_blocks(np.zeros((16, 4096), np.uint8))
+    with (
+        tiercache.launch("4MiB", pin_share=0.01, **settings) as running,
+        tiercache.connect(running.address, namespace=SPEC, pool=pool, name="engine", required=True) as connector,
+    ):
+        card = ModelCard(["demo"], bytes(16), [SPEC.fingerprint()], 4)
+        connector.client.announce([card])
+        assert connector.store(keys(), list(range(BLOCKS))).stored == BLOCKS
+        until(lambda: connector.client.stats()["tiers"]["nvme"]["blocks"] == BLOCKS)
+        yield running.address, connector
+
+
+@pytest.fixture
+def ask(daemon: tuple[str, tiercache.Connector], capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Runs one command line in this process: (exit status, stdout, stderr)."""
+
+    def one(*arguments: str) -> tuple[int, str, str]:
+        status = main([*arguments, "--address", daemon[0]])
+        return (status, *capsys.readouterr())
+
+    return one
+
+
+def key(number: int) -> str:
+    return keys()[16 * number : 16 * (number + 1)].hex()
+
+
+def test_ls_shows_whose_blocks_are_where(ask: Ask) -> None:
+    until(lambda: "demo" in ask("ls")[1])  # the card comes with the engine's next report
+    status, out, _ = ask("ls")
+    assert (status, SPEC.fingerprint()[:12] in out, "12 (48.0 KiB)" in out) == (0, True, True)
+    [row] = json.loads(ask("ls", "--json")[1])
+    assert (row["models"], row["blocks"], row["below_blocks"], row["pinned_blocks"]) == (["demo"], 12, 12, 0)
+
+
+def test_inspect_finds_a_block_in_every_tier(ask: Ask, daemon: tuple[str, tiercache.Connector]) -> None:
+    found = json.loads(ask("inspect", key(3), "--json")[1])
+    assert (found["found"], found["depth"]) == (True, 4)
+    assert [(one["tier"], one["checksum"], one["children"]) for one in found["places"]] == [
+        ("dram", "", 1), ("nvme", "xxh3", 1),
+    ]  # fmt: skip
+    status, out, _ = ask("inspect", key(3))
+    assert (status, "block 4 of its chain" in out, "# copies" in out) == (0, True, True)
+    assert ask("inspect", "ff" * 16)[:2] == (1, f"block {'ff' * 16} is in no tier, of no namespace\n")
+    status, _, err = ask("inspect", "a prompt")
+    assert (status, err) == (2, "tiercache: a prompt: is no key (32 hex digits), and a prompt needs --model\n")
+
+
+def test_a_prefix_is_pinned_by_its_last_key(ask: Ask, daemon: tuple[str, tiercache.Connector]) -> None:
+    connector = daemon[1]
+    connector.client.flush(tier="dram")
+    # A hundredth of the arena: 10 blocks. They are on the disk only, and come up for the pin.
+    status, out, _ = ask("pin", key(5), "--ttl", "1h")
+    assert (status, out) == (0, "6 of 6 blocks pinned for 60.0 min\n")
+    number = connector.client.stats()["namespaces"][0]["id"]
+    assert connector.client.call(Peek, namespaces=[number], keys=keys()[:96]).dram_blocks == 6  # type: ignore[union-attr]
+    listed = json.loads(ask("ls", "--pins", "--json")[1])
+    assert [(pin["key"], pin["blocks"]) for pin in listed["pins"]] == [(key(5), 6)]
+    assert "24.0 KiB of 41.0 KiB that pins may keep (--pin-share)" in ask("ls", "--pins")[1]
+    status, out, _ = ask("pin", key(11))
+    assert status == 1, "what is beyond the share is not kept"
+    assert out.startswith("4 of 12 blocks pinned for 60.0 min\nthe rest is beyond what pins may keep")
+    assert ask("unpin", key(5))[:2] == (0, "1 pin ended, 6 blocks may be evicted again\n")
+    assert json.loads(ask("unpin", "--all", "--json")[1]) == {"ended_pins": 1, "unpinned_blocks": 4}
+    assert ask("unpin", "--all")[:2] == (1, "nothing is pinned so\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["unpin"], "give either the KEY"),
+        (["unpin", "00" * 16, "--all"], "give either the KEY"),
+        (["pin", "0011"], "must be the key of a block, 32 hex digits"),
+        (["pin", "00" * 16], "is in no tier"),
+        (["pin", "00" * 16, "--ttl", "8d"], "--ttl = 8d: must be more than 0, and at most 7d"),
+        (["pin", "00" * 16, "--namespace", "zz"], "--namespace = zz: no such namespace"),
+        (["pin", "some words", "--model", "demo"], "--salt is missing"),
+    ],
+)
+def test_wrong_ones_are_one_line(ask: Ask, arguments: list[str], words: str) -> None:
+    status, out, err = ask(*arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+
+
+def test_a_prompt_is_pinned_as_the_engine_names_it(
+    daemon: tuple[str, tiercache.Connector], monkeypatch: pytest.MonkeyPatch, ask: Ask
+) -> None:
+    from tiercache.cli import affinity
+    from tiercache.keys import salted_root
+
+    connector = daemon[1]
+    tokens = list(range(100, 122))
+    chain = tiercache.KeyChain(salted_root(bytes(16), "s3"), 4, tokens)
+    assert connector.store(chain.packed(), list(range(5))).stored == 5
+    # Only the words' numbers are made up here: what a tokeniser gives is tested with `affinity`.
+    monkeypatch.setattr(affinity, "tokenise", lambda model, text: tokens)
+    status, out, _ = ask("pin", "some words", "--model", "demo", "--salt", "s3")
+    assert (status, out) == (0, "5 of 5 blocks pinned for 60.0 min\n")
+    assert ask("unpin", chain.packed()[-16:].hex())[0] == 0
+    status, _, err = ask("pin", "some words", "--model", "demo", "--salt", "other")
+    assert (status, "nothing is stored of this prompt for demo" in err) == (2, True)
+    with Client.connect(daemon[0], map_arena=False) as client:
+        assert client.stats()["pins"]["count"] == 0

@@ -1,0 +1,141 @@
+"""Help and completion of every command: sentences, defaults, an exit status, examples; words for three shells."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import typer.main
+
+from tiercache.cli import app, completion
+from tiercache.cli.command_line import PURPOSES
+from tiercache.cli.main import main
+
+MOST_COLUMNS = 100
+HEAVY = ("serve",)
+"""Commands whose help loads torch: asked for in the tests of serving."""
+
+
+def names() -> Iterator[str]:
+    """All commands, and those in groups."""
+    group = typer.main.get_command(app.app)
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        yield name
+        yield from (f"{name} {inner}" for inner in getattr(command, "commands", {}))
+
+
+COMMANDS = list(names())
+
+
+Help = Callable[[str], str]
+
+
+@pytest.fixture
+def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Help:
+    """What a command says of itself, on a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def one(command: str) -> str:
+        try:
+            status = main([*command.split(), "--help"])
+        except SystemExit as end:
+            status = int(end.code or 0)
+        out, err = capsys.readouterr()
+        assert (status, err) == (0, "")
+        return out
+
+    return one
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[completion.Command]:
+    """All commands, as on a machine without torch: it takes seconds to load."""
+
+    def without_torch() -> NoReturn:
+        raise ImportError("torch")
+
+    monkeypatch.setattr(completion, "_serve", without_torch)
+    return completion.commands()
+
+
+def test_the_list_of_commands_goes_by_purpose(help_of: Help) -> None:
+    text = help_of("")
+    places = [text.index(f"\n{purpose}:\n") for purpose in PURPOSES]
+    assert places == sorted(places)
+    for name in COMMANDS:
+        if " " not in name:
+            assert re.search(rf"^  {name} +[A-Z][a-z]+ ", text, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("command", ["", *(name for name in COMMANDS if name not in HEAVY)])
+def test_every_help_says_what_one_needs(command: str, help_of: Help) -> None:
+    text = help_of(command)
+    assert [line for line in text.splitlines() if len(line) > MOST_COLUMNS] == []
+    assert re.search(r"[A-Z][^\n]+[a-z].*[.:]\n", text), "a sentence"
+    examples = text[text.lower().index("examples:") :].strip().splitlines()[1:]
+    assert f"tiercache {command}".strip() in examples[0]
+    if command != "bench":
+        status = " ".join(text.lower()[text.lower().index("exit status:") :].partition("examples:")[0].split())
+        assert re.match(r"exit status: 0 \w+", status), status
+    for option in re.findall(r"^  (--[a-z-]+) +(?:<\w+>|[A-Z|a-z]+)\n? +([^\n]*)", text, re.MULTILINE):
+        assert option[1], f"{option[0]} is not explained"
+
+
+def test_every_completion_has_every_command_and_option(commands: list[completion.Command]) -> None:
+    found = commands
+    assert {one.name for one in found} == set(COMMANDS)
+    daemon = next(one for one in found if one.name == "daemon")
+    log_format = next(one for one in daemon.options if "--log-format" in one.names)
+    assert log_format.values == ("auto", "text", "json")
+    for script in (completion.bash(found), completion.fish(found)):
+        for one in found:
+            for option in one.options:
+                assert option.names[0].lstrip("-") in script
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["ins"], ["inspect"]),
+        (["flush", "--ti"], ["--tier"]),
+        (["flush", "--tier", ""], ["all", "dram"]),
+        (["stats", "--watch", "--j"], ["--json"]),
+        (["bench", ""], ["codec"]),
+        (["bench", "codec", "--bl"], ["--block-bytes"]),
+        (["daemon", "--log-format", "j"], ["json"]),
+        (["check", "--config", "/etc/hostnam"], ["/etc/hostname"]),
+        (["pin", "--ttl", ""], []),
+        (["completion", "z"], ["zsh"]),
+    ],
+)
+def test_bash_completes(
+    typed: list[str], offered: list[str], tmp_path: Path, commands: list[completion.Command]
+) -> None:
+    script = tmp_path / "completion.bash"
+    script.write_text(completion.bash(commands))
+    ask = 'source "$1"; shift; COMP_WORDS=(tiercache "$@"); COMP_CWORD=$#; _tiercache; printf "%s\\n" "${COMPREPLY[@]}"'
+    done = subprocess.run(
+        ["bash", "-c", ask, "bash", str(script), *typed], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout.split() == offered
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+@pytest.mark.usefixtures("commands")
+def test_scripts_are_printed_for_each_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "tiercache" in script
+    if (program := shutil.which(shell)) is not None:
+        subprocess.run([program, "-n"], input=script, text=True, timeout=20, check=True)
+
+
+def test_another_shell_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "tcsh"]) == 2
+    assert capsys.readouterr().err == "tiercache: tcsh: there is completion for bash, zsh, fish\n"

@@ -1,0 +1,155 @@
+"""The files for deployment name settings and metrics that exist, and pass the validators that are installed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiercache.config import SETTINGS
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "daemon" / "deploy"
+CHART = DEPLOY / "helm" / "tiercache"
+MANIFESTS = sorted(DEPLOY.glob("kubernetes/*.yaml"))
+
+
+def documented_metrics() -> dict[str, str]:
+    """Name and kind of each metric, as the daemon's README has them; another test holds that to the code."""
+    text = (ROOT / "daemon" / "README.md").read_text()
+    return dict(re.findall(r"^\| `(tiercache_\w+)` \| (\w+) \|", text, re.MULTILINE))
+
+
+def used_metrics(text: str) -> set[str]:
+    return set(re.findall(r"\btiercache_[a-z0-9_]+", text))
+
+
+@pytest.mark.parametrize("path", [CHART / "alerts.yaml", CHART / "dashboard.json"], ids=lambda path: path.name)
+def test_metrics_in_rules_and_panels_exist(path: Path) -> None:
+    known = documented_metrics()
+    assert len(known) > 50
+    text = path.read_text()
+    if path.suffix == ".json":
+        panels = json.loads(text)["panels"]
+        text = " ".join(target["expr"] for panel in panels for target in panel.get("targets", []))
+    used = used_metrics(text)
+    assert used
+    for name in used:
+        base = re.sub(r"_(bucket|count|sum)$", "", name)
+        assert name in known or known.get(base) == "histogram", name
+
+
+def test_settings_in_manifests_and_chart_exist() -> None:
+    texts = [path.read_text() for path in [*MANIFESTS, *CHART.rglob("*.tpl"), DEPLOY / "Dockerfile"]]
+    named = {name for text in texts for name in re.findall(r"TIERCACHE_([A-Z_]+)(?:, value|=)", text)}
+    assert {"ARENA", "NVME", "HTTP"} <= named
+    assert {name.lower() for name in named} - {"config"} <= set(SETTINGS)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_memory_counts_the_arena(path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    [document] = yaml.safe_load_all(path.read_text())
+    spec = document["spec"]["template"]["spec"]
+    [container] = [one for one in [*spec["initContainers"], *spec["containers"]] if one["name"] == "tiercache"]
+    env = {one["name"]: one["value"] for one in container["env"]}
+    arena_gib = int(env["TIERCACHE_ARENA"].removesuffix("GiB"))
+    assert int(container["resources"]["limits"]["memory"].removesuffix("Gi")) > arena_gib
+    assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert env.get("TIERCACHE_RUN_DIR", "/run/tiercache") in mounts
+
+
+def test_the_image_takes_what_the_package_is_made_of() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    allowed = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"}
+    copied = {word for words in re.findall(r"^COPY (?!--)(.+) \S+$", text, re.MULTILINE) for word in words.split()}
+    assert copied == allowed
+    assert copied >= {"tiercache", "daemon", "connectors", "kernels", "pyproject.toml", "constraints.txt"}
+    assert all((ROOT / name).exists() for name in copied)
+
+
+# --- the real validators, where they are installed --------------------------------------------------
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def needs(program: str) -> str:
+    found = shutil.which(program)
+    if found is None:
+        pytest.skip(f"{program} is not installed")
+    return found
+
+
+def test_promtool_takes_the_rules_and_their_tests() -> None:
+    promtool = needs("promtool")
+    run(promtool, "check", "rules", str(CHART / "alerts.yaml"))
+    run(promtool, "test", "rules", str(CHART / "alerts_test.yaml"))
+
+
+def test_promtool_takes_the_queries_of_the_dashboard(tmp_path: Path) -> None:
+    promtool = needs("promtool")
+    panels = json.loads((CHART / "dashboard.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    plain = [query.replace("$__rate_interval", "5m").replace("$instance", ".*") for query in queries]
+    rules = [{"record": f"q{number}", "expr": query} for number, query in enumerate(plain)]
+    path = tmp_path / "queries.yaml"
+    path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))  # JSON is YAML
+    assert f"{len(queries)} rules found" in run(promtool, "check", "rules", str(path))
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_manifests_fit_the_schema_of_kubernetes(path: Path) -> None:
+    validate(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (),
+        ("nvme.type=emptyDir",),
+        ("http.enabled=false",),
+        ("nvme.enabled=false", "settings.lock_memory=require"),
+        ("nvme.paths={/mnt/a,/mnt/b}", "podMonitor.enabled=true", "prometheusRule.enabled=true"),
+        ("grafanaDashboard.enabled=true",),
+    ],
+)
+def test_the_chart_renders_to_what_kubernetes_takes(values: tuple[str, ...]) -> None:
+    helm = needs("helm")
+    validate(run(helm, "template", "name", str(CHART), *(word for value in values for word in ("--set", value))))
+
+
+def test_the_chart_refuses_wrong_values() -> None:
+    helm = needs("helm")
+    for value in ("arena=5", "nvme.type=disk", "unknown=1"):
+        done = subprocess.run([helm, "template", "name", str(CHART), "--set", value], capture_output=True, timeout=60)
+        assert done.returncode != 0, value
+
+
+def validate(text: str) -> None:
+    validator: Any = pytest.importorskip("kubernetes_validate")
+    yaml: Any = pytest.importorskip("yaml")
+    kinds = 0
+    for document in yaml.safe_load_all(text):
+        if document and not document["apiVersion"].startswith("monitoring.coreos.com"):
+            validator.validate(document, "1.30", strict=True)
+            kinds += 1
+    assert kinds
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    analyze = needs("systemd-analyze")
+    unit = tmp_path / "tiercache.service"
+    text = (DEPLOY / "systemd" / "tiercache.service").read_text()
+    unit.write_text(text.replace("/opt/tiercache/bin/tiercache", "/bin/true"))
+    done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True, timeout=60, check=False)
+    assert str(unit.name) not in done.stderr, done.stderr

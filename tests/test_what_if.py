@@ -1,0 +1,77 @@
+"""The estimate for other sizes of cache as operators see it: from a real daemon, and as a table and a sentence."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiercache
+from tiercache.cli.main import main
+from tiercache.cli.what_if import points, sentence, table
+from tiercache.layout import NamespaceSpec
+
+BLOCKS = 40
+SPEC = NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=1, block_bytes=65536)
+
+
+def curve(*rates: tuple[int, float]) -> dict[str, Any]:
+    return {
+        "arena": {"bytes": 1 << 30},
+        "tiers": {"dram": {}, "nvme": {"capacity_bytes": 6 << 30}},
+        "what_if": {
+            "window_s": 7200.0,
+            "curve": [{"capacity_bytes": size, "hit_rate": rate} for size, rate in rates],
+        },
+    }
+
+
+def test_a_real_daemon_says_what_more_memory_would_bring(capsys: pytest.CaptureFixture[str]) -> None:
+    pool = tiercache.Pool.from_blocks(np.zeros((BLOCKS, SPEC.block_bytes), np.uint8))
+    with tiercache.launch("64MiB") as daemon:
+        with tiercache.connect(daemon.address, namespace=SPEC, pool=pool, required=True) as connector:
+            assert connector.stats()["daemon"]["what_if"]["curve"] == []
+            for number in range(200):  # 40 chains in turn are 1600 blocks, and there is room for 1024
+                chain = tiercache.KeyChain(tiercache.root_key(f"{number % 40}"), 1, range(BLOCKS))
+                connector.match(chain.packed())
+                connector.store(chain.packed(), range(BLOCKS))
+            what_if = connector.stats()["daemon"]["what_if"]
+        assert (what_if["accessed_blocks"], what_if["hit_rate"]) == (200 * BLOCKS, 0)
+        assert what_if["sampled_blocks"] == pytest.approx(1600 * what_if["sample_rate"], rel=0.2)
+        found = {one["capacity_bytes"] >> 20: one["hit_rate"] for one in what_if["curve"]}
+        assert list(found) == [8, 16, 32, 64, 128, 256, 512]
+        assert found[64] == pytest.approx(0, abs=0.05)  # a loop that is larger than an LRU cache
+        assert found[128] == found[512] == pytest.approx(0.8, abs=0.05)
+        assert main(["stats", "--address", str(daemon.address)]) == 0
+        text = capsys.readouterr().out
+        assert re.search(r"what if +twice the DRAM \(128.0 MiB\) would have had [78]\d\.\d% of the blocks", text)
+        assert "# what if (LRU caches of other sizes)" in text
+
+
+def test_it_can_be_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+    with tiercache.launch("64MiB", what_if="no") as daemon:
+        assert main(["stats", "--address", str(daemon.address)]) == 0
+    assert "what if   off (--what-if no)" in capsys.readouterr().out
+
+
+def test_the_sizes_have_names() -> None:
+    gib = 1 << 30
+    tree = curve(*((int(gib * times), 0.5) for times in (1 / 8, 1 / 2, 1, 2, 4, 7, 8, 13)))
+    labels = [point.label for point in points(tree)]
+    assert labels[:5] == ["1/8 DRAM", "1/2 DRAM", "DRAM", "2 DRAM", "DRAM + 1/2 NVMe"]
+    assert labels[5:] == ["DRAM + NVMe", "8 DRAM", "DRAM + 2 NVMe"]
+    assert [row[1] for row in table(tree)[0].rows] == labels
+
+
+def test_the_sentence() -> None:
+    gib = 1 << 30
+    tree = curve((gib, 0.25), (2 * gib, 0.375), (7 * gib, 0.5), (13 * gib, 0.625))
+    assert sentence(tree) == (
+        "twice the DRAM (2.0 GiB) would have had 37.5% of the blocks looked up in the last 120.0 min, and this much "
+        "25.0%; with the NVMe 50.0%, with twice the NVMe 62.5%"
+    )
+    assert "not enough" in sentence(curve())
+    assert table(curve()) == []
+    assert "off" in sentence({})

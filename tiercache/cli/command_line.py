@@ -1,0 +1,66 @@
+"""What all commands share: the application, groups in its help, common options, how help ends."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+RUN, LOOK, CHANGE, MEASURE, SERVE = "Run", "Look", "Change", "Measure", "Serve"
+PURPOSES = (RUN, LOOK, CHANGE, MEASURE, SERVE)
+"""What commands are for, in the order of the help."""
+
+STATUS = "0 done, 1 no daemon answers or what was asked about is not so, 2 a wrong command line or setting"
+HELP_COLUMNS = 100
+
+
+class _Group(TyperGroup):
+    """Lists the commands by what they are for."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        by_purpose: dict[str, list[tuple[str, str]]] = {purpose: [] for purpose in PURPOSES}
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                purpose = getattr(command, "rich_help_panel", None) or LOOK
+                by_purpose.setdefault(purpose, []).append((name, command.get_short_help_str(HELP_COLUMNS)))
+        for purpose, rows in by_purpose.items():
+            if rows:
+                with formatter.section(purpose):
+                    formatter.write_dl(rows)
+
+
+def ending(examples: str, status: str = STATUS) -> str:
+    """How every help ends: what the exit status says, then examples, line by line."""
+    return f"Exit status: {status}.\n\n\b\nExamples:\n{examples.rstrip()}\n"
+
+
+app = typer.Typer(
+    name="tiercache",
+    cls=_Group,
+    help="KV cache offloading for LLM serving: the daemon, and commands that look at it.",
+    epilog=ending("""\
+  tiercache daemon --arena 16GiB      run the daemon in the foreground
+  tiercache top                       what it does, live
+  tiercache doctor                    what is wrong, and what to do
+  tiercache COMMAND --help            more about a command
+"""),
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_COLUMNS},
+)
+
+Address = Annotated[
+    str | None,
+    typer.Option("--address", metavar="DIR", help="Run directory of the daemon (default: $TIERCACHE_RUN_DIR)."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, with raw numbers.")]
+"""`--address` and `--json` mean the same everywhere."""
+
+OWN_HELP: dict[str, Any] = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+    "add_help_option": False,
+}
+"""Of commands that read their own command line."""

@@ -1,0 +1,215 @@
+"""`tiercache completion`: scripts that complete commands and options, made from the command line as it is.
+
+They hold all words themselves. Asking the program at each Tab would cost its start, a fifth of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from tiercache.cli.main import EXIT_OK
+from tiercache.errors import ConfigError
+
+SHELLS = ("bash", "zsh", "fish")
+_FILES = re.compile(r"FILE|DIR|RUN_DIR")
+_CHOICES = re.compile(r"[a-z0-9]+(\|[a-z0-9]+)+")
+
+
+class Option(NamedTuple):
+    """One option of a command. `values`: what it may be followed by, `files` whether that is a path."""
+
+    names: tuple[str, ...]
+    help: str
+    takes_value: bool
+    values: tuple[str, ...] = ()
+    files: bool = False
+
+
+class Command(NamedTuple):
+    """One command, or a command in a group (`bench codec`). `words`: what may follow it that is no option."""
+
+    name: str
+    help: str
+    options: tuple[Option, ...]
+    words: tuple[str, ...] = ()
+    files: bool = False
+
+
+def show(shell: str) -> int:
+    """Print the script for a shell. Raises ConfigError for an unknown one."""
+    if shell not in SHELLS:
+        raise ConfigError(f"{shell}: there is completion for {', '.join(SHELLS)}")
+    print({"bash": bash, "zsh": zsh, "fish": fish}[shell](commands()))
+    return EXIT_OK
+
+
+# --- what there is to complete -----------------------------------------------------------------------
+
+
+def commands() -> list[Command]:
+    """All commands with their options; those of `serve` only where its packages are installed."""
+    import typer.main
+
+    from tiercache.cli import app
+
+    group: Any = typer.main.get_command(app.app)
+    found = []
+    for name, command in group.commands.items():
+        parser = _parser_of(name)
+        if parser is not None:
+            found.append(_of_parser(name, command.get_short_help_str(), parser))
+        elif hasattr(command, "commands"):
+            found.append(Command(name, command.get_short_help_str(), (), tuple(command.commands)))
+            found += [_of_click(f"{name} {inner}", its) for inner, its in command.commands.items()]
+        else:
+            found.append(_of_click(name, command))
+    return found
+
+
+def _parser_of(name: str) -> argparse.ArgumentParser | None:
+    """The parser of a command that reads its own command line."""
+    parsers: dict[str, Callable[[], argparse.ArgumentParser]] = {"daemon": _daemon, "http": _http, "serve": _serve}
+    try:
+        return parsers[name]() if name in parsers else None
+    except ImportError:
+        return argparse.ArgumentParser(name)
+
+
+def _daemon() -> argparse.ArgumentParser:
+    from tiercache.daemon.__main__ import make_parser
+
+    return make_parser()
+
+
+def _http() -> argparse.ArgumentParser:
+    from tiercache.http.__main__ import make_parser
+
+    return make_parser()
+
+
+def _serve() -> argparse.ArgumentParser:
+    from tiercache.cli.serve import make_parser
+
+    return make_parser()
+
+
+def _of_click(name: str, command: Any) -> Command:
+    options: list[Option] = []
+    files, words = False, tuple[str, ...]()
+    for one in command.params:
+        metavar, takes_value = str(one.metavar or ""), not getattr(one, "is_flag", False)
+        values = tuple(metavar.split("|")) if _CHOICES.fullmatch(metavar) else ()
+        is_path = takes_value and bool(_FILES.search(metavar))
+        if one.param_type_name == "argument":
+            files, words = files or is_path, values
+        else:
+            text = one.help or ""
+            options.append(Option((*one.opts, *one.secondary_opts), text, takes_value, values, is_path))
+    return Command(name, command.get_short_help_str(), (*options, _HELP), words, files)
+
+
+def _of_parser(name: str, text: str, parser: argparse.ArgumentParser) -> Command:
+    options, files = [], False
+    for one in parser._actions:
+        metavar, takes_value = str(one.metavar or ""), one.nargs != 0
+        values = tuple(map(str, one.choices or ())) or (
+            tuple(metavar.split("|")) if _CHOICES.fullmatch(metavar) else ()
+        )
+        is_path = takes_value and bool(_FILES.search(metavar))
+        if not one.option_strings:
+            files = files or is_path or metavar == "MODEL"
+        elif one.help is not argparse.SUPPRESS:
+            options.append(Option(tuple(one.option_strings), str(one.help or ""), takes_value, values, is_path))
+    return Command(name, text, tuple(options), (), files)
+
+
+_HELP = Option(("-h", "--help"), "Show this help.", takes_value=False)
+
+
+# --- scripts -----------------------------------------------------------------------------------------
+
+
+def bash(found: list[Command]) -> str:
+    """For bash 4 or later; also what zsh runs."""
+    top = " ".join(sorted(command.name for command in found if " " not in command.name))
+    cases = "\n".join(line for command in found for line in _bash_case(command))
+    groups = "|".join(command.name for command in found if command.words and not command.options)
+    return f"""\
+# Completion of tiercache, made by `tiercache completion`.
+_tiercache() {{
+    local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}} words= paths=
+    COMPREPLY=()
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words="{top} --help"
+    else
+        case "$command" in
+            {groups or 'nothing'}) [ "$COMP_CWORD" -gt 2 ] && command="$command ${{COMP_WORDS[2]}}" ;;
+        esac
+        case "$command:$prev" in
+{cases}
+        esac
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$cur"))
+    if [ -n "$paths" ] && [ "${{cur:0:1}}" != - ]; then
+        COMPREPLY+=($(compgen -f -- "$cur"))
+    fi
+}}
+complete -o filenames -F _tiercache tiercache"""
+
+
+def _bash_case(command: Command) -> Iterator[str]:
+    """The lines of one command: after options that take a value, then everywhere else."""
+    for one in command.options:
+        if one.takes_value:
+            names = "|".join(shlex.quote(f"{command.name}:{name}") for name in one.names)
+            does = f'words="{" ".join(one.values)}"' if one.values else "paths=1" if one.files else "return"
+            yield f"            {names}) {does} ;;"
+    words = " ".join([*command.words, *(name for one in command.options for name in one.names)])
+    paths = "; paths=1" if command.files else ""
+    yield f'            {shlex.quote(command.name + ":")}*) words="{words}"{paths} ;;'
+
+
+def zsh(found: list[Command]) -> str:
+    """The same function, by way of zsh's own support for those of bash."""
+    return f"autoload -Uz compinit bashcompinit\ncompinit\nbashcompinit\n{bash(found)}"
+
+
+def fish(found: list[Command]) -> str:
+    """With the help of each option beside it."""
+    lines = ["# Completion of tiercache, made by `tiercache completion`.", "complete -c tiercache -f"]
+    for command in found:
+        outer, _, inner = command.name.partition(" ")
+        if inner:
+            seen = f"__fish_seen_subcommand_from {outer}; and __fish_seen_subcommand_from {inner}"
+            first = f"__fish_seen_subcommand_from {outer}; and not __fish_seen_subcommand_from {inner}"
+            lines.append(f"complete -c tiercache -n '{first}' -a {inner} -d {_fish_text(command.help)}")
+        else:
+            seen = f"__fish_seen_subcommand_from {outer}"
+            lines.append(f"complete -c tiercache -n __fish_use_subcommand -a {outer} -d {_fish_text(command.help)}")
+            words = "" if not command.options else " ".join(command.words)
+            if words or command.files:
+                what = f"-a '{words}'" if words else "-F"
+                lines.append(f"complete -c tiercache -n '{seen}' {what}")
+        lines += [_fish_option(seen, one) for one in command.options]
+    return "\n".join(lines)
+
+
+def _fish_option(seen: str, one: Option) -> str:
+    names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in one.names)
+    value = " -r" if one.takes_value else ""
+    if one.values:
+        value = f" -x -a '{' '.join(one.values)}'"
+    elif one.files:
+        value = " -r -F"
+    return f"complete -c tiercache -n '{seen}' {names}{value} -d {_fish_text(one.help)}"
+
+
+def _fish_text(text: str) -> str:
+    """The first sentence, quoted."""
+    short = " ".join(text.replace("%%", "%").split()).split(". ")[0][:80]
+    quoted = short.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{quoted}'"

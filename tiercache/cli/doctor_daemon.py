@@ -1,0 +1,120 @@
+"""The daemon: does one run here and is it well, who may reach it, do all speak the same protocol."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tiercache.cli.doctor_host import _version
+from tiercache.cli.findings import Finding, collect, failure, ok, skipped, warning
+from tiercache.cli.live import Tree, at
+from tiercache.units import format_duration
+
+TOPIC = "daemon"
+
+
+def examine(run_dir: Path, tree: Tree, problem: str) -> list[Finding]:
+    """What is to be said of the daemon at a run directory; `tree`: its statistics, empty where it does not answer."""
+    checks = (partial(_running, run_dir, tree, problem), partial(_permissions, run_dir))
+    if not tree:
+        return collect(TOPIC, checks)
+    return collect(TOPIC, (*checks, partial(_health, tree), partial(_versions, tree), partial(_clients, tree),
+                           partial(_loop, tree), partial(_log, tree)))  # fmt: skip
+
+
+def _running(run_dir: Path, tree: Tree, problem: str) -> Iterator[Finding]:
+    if tree:
+        daemon = tree["daemon"]
+        figure = f"pid {daemon['pid']} at {run_dir}, up for {format_duration(daemon['uptime_s'])}"
+        yield ok(TOPIC, "running", figure)
+    elif (run_dir / "session.sock").exists():
+        remedy = "see its log; a socket that a killed daemon left goes at the next start"
+        yield failure(TOPIC, "running", f"there is a socket at {run_dir}, but nobody answers: {problem}", remedy)
+    else:
+        yield skipped(TOPIC, "running", f"no daemon at {run_dir}: tiercache daemon")
+
+
+def _permissions(run_dir: Path) -> Iterator[Finding]:
+    wanted = {run_dir: 0o750, run_dir / "session.sock": 0o660, run_dir / "control.sock": 0o660}
+    looked = []
+    for path, most in wanted.items():
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            continue
+        mode = stat.S_IMODE(found.st_mode)
+        looked.append(f"{path.name} {mode:04o}")
+        if mode & ~most:
+            remedy = f"chmod {most & ~0o070:04o} {path}: who may open it can read and write all KV"
+            yield failure(TOPIC, f"mode of {path.name}", f"{mode:04o}", remedy)
+        elif found.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
+            remedy = "run engines as the daemon's user, or share it with a group (--group)"
+            yield warning(TOPIC, f"owner of {path.name}", f"uid {found.st_uid}, you are {os.geteuid()}", remedy)
+    if looked:
+        yield ok(TOPIC, "modes", ", ".join(looked))
+    else:
+        yield skipped(TOPIC, "modes", f"{run_dir} is not there yet")
+
+
+def _health(tree: Tree) -> Iterator[Finding]:
+    reasons = tree["health"].get("reasons", [])
+    for reason in reasons:
+        yield warning(TOPIC, "health", str(reason), "see its log; reads go on, and what failed is tried again")
+    if not reasons:
+        yield ok(TOPIC, "health", str(tree["health"].get("state")))
+
+
+def _versions(tree: Tree) -> Iterator[Finding]:
+    from tiercache.messages import OLDEST_PROTOCOL, PROTOCOL
+
+    own, its = _version("tiercache"), str(tree["daemon"].get("version"))
+    spoken = {int(one.get("protocol", PROTOCOL)) for one in tree.get("sessions", [])}
+    figure = f"protocol {', '.join(map(str, sorted(spoken)))}; daemon {its}, this command {own or 'a checkout'}"
+    if any(not OLDEST_PROTOCOL <= one <= PROTOCOL for one in spoken):
+        yield warning(TOPIC, "versions", figure, "use one release on both sides")
+    elif own and its != own:
+        yield warning(TOPIC, "versions", figure, "restart the daemon to run what is installed here")
+    else:
+        yield ok(TOPIC, "versions", figure)
+
+
+def _clients(tree: Tree) -> Iterator[Finding]:
+    clients = [one for one in tree.get("sessions", []) if one.get("name") not in ("tiercache-cli", "http")]
+    if not clients:
+        remedy = "name this run directory to the engine, and see the engine's log"
+        yield warning(TOPIC, "clients", "no engine is connected", remedy)
+        return
+    unlocked = [one["name"] for one in clients if one.get("mapped") and one.get("registration") == "none"]
+    if unlocked:
+        names = ", ".join(sorted(set(unlocked))[:4])
+        remedy = "raise ulimit -l of these processes: memory that is not locked may be slower to copy from"
+        yield warning(TOPIC, "clients", f"{len(clients)} connected; neither cuda nor mlock: {names}", remedy)
+    else:
+        yield ok(TOPIC, "clients", f"{len(clients)} connected")
+
+
+def _loop(tree: Tree) -> Iterator[Finding]:
+    stalls, slow = int(at(tree, "counters.loop_stalls")), int(at(tree, "counters.requests_slow"))
+    failed, expired = int(at(tree, "counters.requests_failed")), int(at(tree, "counters.requests_expired"))
+    figure = f"{stalls} stalls, {slow} slow requests, {expired} read too late, {failed} failed"
+    if failed:
+        yield failure(TOPIC, "requests", figure, "a failed request is a defect: report it with the daemon's log")
+    elif slow or expired or stalls > 1:  # one at the start is usual
+        remedy = "the log names slow requests (--slow-request); give the daemon a core of its own"
+        yield warning(TOPIC, "requests", figure, remedy)
+    else:
+        yield ok(TOPIC, "requests", figure)
+
+
+def _log(tree: Tree) -> Iterator[Finding]:
+    daemon: dict[str, Any] = tree["daemon"]
+    lost = int(daemon.get("log_lost_lines", 0))
+    if lost:
+        why = daemon.get("log_problem") or "it goes on again"
+        yield warning(TOPIC, "log", f"{lost} lines were lost: {why}", "read the daemon's stderr, or give it room")
+    else:
+        yield ok(TOPIC, "log", "no line was lost")

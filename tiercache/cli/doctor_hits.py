@@ -1,0 +1,131 @@
+"""Why there are no hits: what was asked, what was stored, and where the two pass each other by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from tiercache.cli.findings import Finding, ok, skipped, warning
+from tiercache.cli.live import Tree, at
+from tiercache.layout import NamespaceSpec
+from tiercache.units import format_duration
+
+TOPIC = "hits"
+TOO_SOON_S = 60.0
+"""What is evicted sooner than this after it was stored is seldom asked for again."""
+ENOUGH_BLOCKS = 64
+_PROBE = "tiercache/probe"
+
+Specs = Mapping[int, NamespaceSpec]
+
+
+def examine(tree: Tree, specs: Specs) -> list[Finding]:
+    """What the figures of a running daemon say; `specs` are those of its namespaces."""
+    if not tree:
+        return [skipped(TOPIC, "hit rate", "no daemon to ask")]
+    spaces = [one for one in tree.get("namespaces", []) if one.get("engine") != _PROBE]
+    asked, found = _sum(spaces, "asked_blocks"), _sum(spaces, "hit_blocks", "hit_below_blocks")
+    # In namespaces of ranks and groups the same blocks are counted more than once, which leaves the share as it is.
+    if not asked:
+        return [_nobody_asks(tree, spaces)]
+    figure = f"{found / asked:.1%} of {asked:,} blocks asked for"
+    if found:
+        return [ok(TOPIC, "hit rate", figure), *_losses(tree)]
+    return [warning(TOPIC, "hit rate", figure, "see the lines below"), *_why(tree, spaces, specs), *_losses(tree)]
+
+
+def _sum(rows: Iterable[dict[str, Any]], *names: str) -> int:
+    return int(sum(at(row, name) for row in rows for name in names))
+
+
+def _nobody_asks(tree: Tree, spaces: list[dict[str, Any]]) -> Finding:
+    if not spaces:
+        remedy = "no engine has registered: is the connector in its settings, with this run directory?"
+        return warning(TOPIC, "hit rate", "nobody has asked for a block", remedy)
+    stored = _sum(spaces, "stored_blocks")
+    remedy = "the engine only stores: does its own prefix cache find all, or is it told to load nothing?"
+    if not stored:
+        remedy = "engines are connected, but no prompt of a full block has come since the daemon was started"
+    return warning(TOPIC, "hit rate", f"nobody has asked for a block; {stored:,} were stored", remedy)
+
+
+def _why(tree: Tree, spaces: list[dict[str, Any]], specs: Specs) -> Iterator[Finding]:
+    """No hit at all, although blocks were asked for."""
+    asked = [one for one in spaces if at(one, "asked_blocks")]
+    holding = [one for one in spaces if at(one, "blocks") or at(one, "below_blocks") or at(one, "stored_blocks")]
+    if not holding:
+        refused = int(at(tree, "counters.refused_blocks"))
+        if refused:
+            remedy = "make the arena larger (--arena), or end pins (`tiercache ls --pins`)"
+            yield warning(TOPIC, "stores", f"nothing stored; {refused:,} blocks found no room", remedy)
+        else:
+            remedy = "the engine stores nothing: is it a producer (kv_role), are prompts longer than a block?"
+            yield warning(TOPIC, "stores", "nothing stored", remedy)
+        return
+    names = {one["id"] for one in holding}
+    apart = [one for one in asked if one["id"] not in names]
+    for one in apart:
+        other = _nearest(one, holding, specs)
+        differs = _differences(specs.get(one["id"]), specs.get(other["id"]))
+        figure = f"namespace {one['id']} is asked for, {other['id']} holds the blocks: they differ in {differs}"
+        remedy = "give both engines the same settings, if they are to share; else this is as it should be"
+        yield warning(TOPIC, "namespaces", figure, remedy)
+    if len(apart) < len(asked):
+        remedy = (
+            "prompts that begin alike have equal keys only with the same weights, salt and adapter: "
+            "`tiercache affinity` shows what of a prompt is stored"
+        )
+        yield warning(TOPIC, "keys", "blocks are stored where they are asked for, under other keys", remedy)
+
+
+def _nearest(one: dict[str, Any], others: list[dict[str, Any]], specs: Specs) -> dict[str, Any]:
+    """Of the others, the one whose form differs least."""
+    return min(others, key=lambda other: len(_fields(specs.get(one["id"]), specs.get(other["id"]))))
+
+
+def _fields(one: NamespaceSpec | None, other: NamespaceSpec | None) -> list[str]:
+    """Names of the fields in which two specs differ; those of `extra` by themselves."""
+    if one is None or other is None:
+        return ["a spec that is not known"]
+    names = [name for name in NamespaceSpec.__struct_fields__ if name != "extra"]
+    found = [name for name in names if getattr(one, name) != getattr(other, name)]
+    extra = one.extra.keys() | other.extra.keys()
+    return found + sorted(f"extra.{name}" for name in extra if one.extra.get(name) != other.extra.get(name))
+
+
+def _differences(one: NamespaceSpec | None, other: NamespaceSpec | None) -> str:
+    """The differing fields with both values, as far as they fit into a line."""
+    if one is None or other is None:
+        return "specs that are no longer known"
+    shown = []
+    for name in _fields(one, other):
+        plain, _, key = name.partition("extra.")
+        values = (getattr(one, plain), getattr(other, plain)) if plain else (one.extra.get(key), other.extra.get(key))
+        shown.append(f"{name} ({str(values[0])[:32]} and {str(values[1])[:32]})")
+    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "") or "nothing"
+
+
+def _losses(tree: Tree) -> Iterator[Finding]:
+    """Where blocks are lost that may have been hits."""
+    stored_bytes, uptime_s = at(tree, "counters.stored_bytes"), at(tree, "daemon.uptime_s")
+    evicted, stored = at(tree, "counters.evicted_blocks"), at(tree, "counters.stored_blocks")
+    if evicted >= ENOUGH_BLOCKS and stored_bytes:
+        kept_s = at(tree, "arena.bytes") / (stored_bytes / max(1.0, uptime_s))
+        figure = f"{int(evicted):,} of {int(stored):,} stored; DRAM holds the last {format_duration(kept_s)} of stores"
+        if kept_s < TOO_SOON_S and not tree.get("tiers", {}).get("nvme"):
+            remedy = "make the arena larger (--arena), or give it a tier below (--nvme)"
+            yield warning(TOPIC, "evictions", figure, remedy)
+        else:
+            yield ok(TOPIC, "evictions", figure)
+    refused = at(tree, "counters.refused_blocks")
+    if refused:
+        remedy = "all frames are pinned, leased or in quarantine: a larger --arena, or --quarantine-per-client"
+        yield warning(TOPIC, "refused stores", f"{int(refused):,} blocks found no room", remedy)
+    skipped_blocks = at(tree, "tiers.nvme.skipped_by_budget")
+    if skipped_blocks:
+        remedy = "raise --nvme-write-budget, if the disk's endurance allows it"
+        yield warning(TOPIC, "write budget", f"{int(skipped_blocks):,} blocks did not go to NVMe", remedy)
+    revoked, good = at(tree, "counters.loads_revoked"), at(tree, "counters.loads_good")
+    if revoked > max(ENOUGH_BLOCKS, good / 10):
+        remedy = "loads take longer than their leases (--lease-ttl-max), or prefixes are flushed: see the engine's log"
+        yield warning(TOPIC, "loads", f"{int(revoked):,} were lost under way, {int(good):,} were good", remedy)

@@ -1,0 +1,66 @@
+"""`tiercache inspect`: where one block is, and what keeps it there; or how much of a prompt is stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiercache.cli.control import connected
+from tiercache.cli.flush import find_namespace
+from tiercache.cli.main import EXIT_OK, EXIT_UNWELL
+from tiercache.cli.report import Section, print_json, print_sections, with_human
+from tiercache.messages import KEY_BYTES
+from tiercache.units import format_bytes, format_duration
+
+COLUMNS = ("namespace", "engine", "rank", "tier", "bytes", "used", "children", "kept by", "codec", "checksum", "place")
+
+
+def as_key(text: str) -> bytes | None:
+    """The key that a text of 32 hex digits is; None for any other text."""
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        return None
+    return key if len(key) == KEY_BYTES and len(text) == 2 * KEY_BYTES else None
+
+
+def block(address: str | None, key: bytes, *, namespace: str | None, as_json: bool) -> int:
+    """Print every place of a block. Exit status 1: it is nowhere."""
+    from tiercache.messages import Inspect, Inspected
+
+    with connected(address) as client:
+        tree = client.stats()
+        numbers = [] if namespace is None else [find_namespace(tree, namespace)]
+        reply = client.session().call(Inspect, Inspected, namespaces=numbers, key=key)
+    spaces = {one["id"]: one for one in tree.get("namespaces", [])}
+    places = [
+        {
+            "namespace": view.namespace, "fingerprint": spaces.get(view.namespace, {}).get("fingerprint", ""),
+            "engine": spaces.get(view.namespace, {}).get("engine", ""),
+            "rank": spaces.get(view.namespace, {}).get("rank", ""),
+            "tier": view.tier, "place": view.place, "stored_bytes": view.stored_bytes, "idle_s": view.idle_s,
+            "children": view.children, "pins": view.pins, "codec": view.codec, "checksum": view.checksum,
+        }
+        for view in reply.blocks
+    ]  # fmt: skip
+    found = {"key": key.hex(), "found": bool(places), "depth": reply.depth, "places": places}
+    if as_json:
+        print_json(with_human(found))
+    elif not places:
+        whose = "of no namespace" if namespace is None else f"not of namespace {namespace}"
+        print(f"block {key.hex()} is in no tier, {whose}")
+    else:
+        where = f"block {reply.depth} of its chain" if reply.depth else "of a window, which has no chain"
+        print_sections([
+            Section("block", ("", ""), [("key", key.hex()), ("place", where)]),
+            Section("copies", COLUMNS, list(map(_row, places))),
+        ])  # fmt: skip
+    return EXIT_OK if places else EXIT_UNWELL
+
+
+def _row(one: dict[str, Any]) -> tuple[str, ...]:
+    used = "-" if one["idle_s"] is None else f"{format_duration(one['idle_s'])} ago"
+    kept = "nobody" if not one["pins"] else f"{one['pins']} leases or pins"
+    return (
+        str(one["namespace"]), str(one["engine"]), str(one["rank"]), one["tier"], format_bytes(one["stored_bytes"]),
+        used, str(one["children"]), kept, one["codec"] or "-", one["checksum"] or "-", one["place"] or "-",
+    )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Looking at a daemon again and again: what changed between two looks, and what to say while it is gone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tiercache.errors import TierCacheError
+
+if TYPE_CHECKING:
+    from tiercache.client import Client
+
+Tree = dict[str, Any]
+
+
+class Look(NamedTuple):
+    """One look: the tree of statistics when it was taken, or why there is none."""
+
+    time_s: float
+    tree: Tree
+    problem: str = ""
+
+    @property
+    def generation(self) -> object:
+        """Which life of the daemon it is of."""
+        return self.tree.get("daemon", {}).get("generation")
+
+
+class Looker:
+    """Takes looks at one daemon, through its ends and restarts; the client finds it again by itself."""
+
+    def __init__(self, client: Client, hot_prefixes: int = 0) -> None:
+        self._client = client
+        self._hot_prefixes = hot_prefixes
+
+    def look(self) -> Look:
+        """One look now. Blocks for a round trip, at most the client's request deadline."""
+        from tiercache.messages import Stats, StatsReply
+
+        try:
+            reply = self._client.session().call(Stats, StatsReply, hot_prefixes=self._hot_prefixes)
+        except TierCacheError as error:
+            return Look(time.monotonic(), {}, str(error))
+        return Look(time.monotonic(), reply.stats)
+
+
+@contextmanager
+def quiet_client() -> Iterator[None]:
+    """Keep the client's own words off the terminal: whoever watches says the same in its own place."""
+    log = logging.getLogger("tiercache.client")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def at(tree: Tree, path: str) -> float:
+    """The number at `a.b.c` of a tree; 0 where there is none, as in a daemon of another release."""
+    value: Any = tree
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+class Change:
+    """What happened between two looks. One at another life of the daemon counts from zero, like its counters."""
+
+    def __init__(self, before: Look, now: Look) -> None:
+        self.restarted = before.generation != now.generation
+        self.seconds = max(1e-6, now.time_s - before.time_s)
+        self._before: Tree = {} if self.restarted else before.tree
+        self._now = now.tree
+
+    def grown(self, path: str) -> float:
+        """By how much a counter has grown."""
+        return max(0.0, at(self._now, path) - at(self._before, path))
+
+    def rate(self, *paths: str) -> float:
+        """How much some counters together have grown each second."""
+        return sum(map(self.grown, paths)) / self.seconds

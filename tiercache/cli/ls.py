@@ -1,0 +1,99 @@
+"""`tiercache ls`: the namespaces of a daemon, and what is pinned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tiercache.cli.control import connected
+from tiercache.cli.main import EXIT_OK
+from tiercache.cli.report import Section, print_json, print_sections, with_human
+from tiercache.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from tiercache.client import Client
+
+COLUMNS = ("id", "fingerprint", "engine", "model", "rank", "block", "DRAM", "NVMe", "hit%", "last used", "pinned")
+
+
+def namespaces(address: str | None, *, as_json: bool) -> int:
+    """Print every namespace: whose blocks, of what form, how many, and of what use."""
+    from tiercache.messages import ModelList, Models
+
+    with connected(address) as client:
+        tree = client.stats()
+        models = client.session().call(Models, ModelList).models
+    named: dict[str, list[str]] = {}
+    for card in models:
+        for fingerprint in card.namespaces:
+            label = f"{card.names[0] if card.names else '?'}+{card.adapter}" if card.adapter else None
+            named.setdefault(fingerprint, []).append(label or (card.names[0] if card.names else card.content.hex()[:8]))
+    rows = [{**row, "models": sorted(set(named.get(row["fingerprint"], [])))} for row in tree.get("namespaces", [])]
+    if as_json:
+        print_json(with_human(rows))
+    elif not rows:
+        print("no namespaces yet: no engine has connected since the daemon was started")
+    else:
+        print_sections([Section("namespaces", COLUMNS, list(map(_row, rows)))])
+    return EXIT_OK
+
+
+def _row(one: dict[str, Any]) -> tuple[str, ...]:
+    asked = one.get("asked_blocks", 0)
+    found = one.get("hit_blocks", 0) + one.get("hit_below_blocks", 0)
+    size = int(one.get("block_bytes", 0))
+    idle_s = one.get("idle_s")
+    return (
+        str(one["id"]), str(one["fingerprint"])[:12], _clean(one["engine"]), _clean(", ".join(one["models"]) or "-"),
+        _clean(one["rank"]), f"{one['block_size']} tok {format_bytes(size)}", _held(one.get("blocks", 0), size),
+        _held(one.get("below_blocks", 0), size), f"{found / asked:.0%}" if asked else "-",
+        "not yet" if idle_s is None else f"{format_duration(idle_s)} ago", f"{one.get('pinned_blocks', 0):,}",
+    )  # fmt: skip
+
+
+def _held(blocks: int, block_bytes: int) -> str:
+    return f"{blocks:,} ({format_bytes(blocks * block_bytes)})" if blocks else "0"
+
+
+def _clean(text: object) -> str:
+    return "".join(char if char.isprintable() else "?" for char in str(text))
+
+
+def pins(address: str | None, *, as_json: bool) -> int:
+    """Print the pins of the daemon, those that end first before others, and what they may keep together."""
+    with connected(address) as client:
+        listed = pins_of(client)
+    if as_json:
+        print_json(listed)
+        return EXIT_OK
+    kept = sum(one["bytes"] for one in listed["pins"])
+    limit = f"{format_bytes(kept)} of {format_bytes(listed['limit_bytes'])} that pins may keep (--pin-share)"
+    rows = [
+        (
+            one["key"], ", ".join(map(str, one["namespaces"])), f"{one['blocks']:,}", format_bytes(one["bytes"]),
+            format_duration(one["left_s"]),
+        )
+        for one in listed["pins"]
+    ]  # fmt: skip
+    sections = [Section("pins", ("", ""), [("count", f"{listed['count']:,}"), ("memory", limit)])]
+    if rows:
+        sections.append(Section("by key", ("last key", "namespaces", "blocks", "bytes", "ends in"), list(rows)))
+    print_sections(sections)
+    return EXIT_OK
+
+
+def pins_of(client: Client) -> dict[str, Any]:
+    """The pins as a tree."""
+    from tiercache.messages import PinList, Pins
+
+    reply = client.session().call(Pins, PinList)
+    return {
+        "count": reply.count,
+        "limit_bytes": reply.limit_bytes,
+        "pins": [
+            {
+                "key": pin.key.hex(), "namespaces": pin.namespaces, "blocks": pin.blocks, "bytes": pin.held_bytes,
+                "left_s": round(pin.left_ms / 1000, 1),
+            }
+            for pin in reply.pins
+        ],
+    }  # fmt: skip

@@ -1,0 +1,167 @@
+"""`tiercache pin` and `unpin`: keep a prefix from eviction, by the key of its last block."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tiercache.cli.control import connected
+from tiercache.cli.flush import find_namespace
+from tiercache.cli.inspect import as_key
+from tiercache.cli.ls import pins_of
+from tiercache.cli.main import EXIT_OK, EXIT_UNWELL
+from tiercache.cli.report import print_json
+from tiercache.errors import ConfigError
+from tiercache.messages import KEY_BYTES, MAX_PIN_TTL_MS
+from tiercache.units import format_duration, parse_duration_s
+
+if TYPE_CHECKING:
+    from tiercache.client import Client
+
+LOAD_S = 30.0
+"""How long blocks that are on disks only may take to come up."""
+_POLL_S = 0.02
+
+
+class _Prefix(NamedTuple):
+    """A prefix and the namespaces that have its last block."""
+
+    keys: bytes
+    namespaces: list[int]
+
+    @property
+    def blocks(self) -> int:
+        return len(self.keys) // KEY_BYTES
+
+
+def pin(
+    address: str | None, *, what: str, model: str | None, salt: str | None, namespace: str | None, ttl: str,
+    as_json: bool,
+) -> int:  # fmt: skip
+    """Pin a prefix in DRAM, bringing up what is on disks only. Exit status 1: not all of it could be kept.
+
+    Raises ConfigError for a key that is nowhere, or a prompt of which nothing is stored.
+    """
+    ttl_s = _parse_ttl(ttl)
+    with connected(address) as client:
+        if model is not None:
+            prefix = _of_prompt(client, what, model, salt)
+        else:
+            prefix = _find(client, _parse_key(what), namespace)
+        loaded = _load(client, prefix)
+        reply = _pin(client, prefix, ttl_s)
+        limit = pins_of(client)["limit_bytes"]
+    whole = reply == prefix.blocks
+    if as_json:
+        print_json({
+            "key": prefix.keys[-KEY_BYTES:].hex(), "namespaces": prefix.namespaces, "pinned_blocks": reply,
+            "blocks": prefix.blocks, "ttl_s": ttl_s, "limit_bytes": limit,
+        })  # fmt: skip
+        return EXIT_OK if whole else EXIT_UNWELL
+    print(f"{reply:,} of {prefix.blocks:,} blocks pinned for {format_duration(ttl_s)}")
+    if not whole and loaded < prefix.blocks:
+        print(f"{prefix.blocks - loaded:,} blocks did not come up from disk within {LOAD_S:.0f} s: try again")
+    elif not whole:
+        print("the rest is beyond what pins may keep: `tiercache ls --pins`, and --pin-share of the daemon")
+    return EXIT_OK if whole else EXIT_UNWELL
+
+
+def unpin(address: str | None, *, key: str | None, everything: bool, as_json: bool) -> int:
+    """End the pins with this last key, or all. Exit status 1: there was none.
+
+    Raises ConfigError unless one of the two is given.
+    """
+    from tiercache.messages import Pinned, Unpin
+
+    if (key is None) == (not everything):
+        raise ConfigError("give either the KEY that a pin was set with (`tiercache ls --pins`), or --all")
+    wanted = None if key is None else _parse_key(key).hex()
+    with connected(address) as client:
+        ended = [one for one in pins_of(client)["pins"] if wanted in (None, one["key"])]
+        blocks = 0
+        for one in ended:
+            keys = bytes.fromhex(one["key"])
+            blocks += client.session().call(Unpin, Pinned, namespaces=one["namespaces"], keys=keys).blocks
+    if as_json:
+        print_json({"ended_pins": len(ended), "unpinned_blocks": blocks})
+    else:
+        what = "1 pin" if len(ended) == 1 else f"{len(ended):,} pins"
+        print(f"{what} ended, {blocks:,} blocks may be evicted again" if ended else "nothing is pinned so")
+    return EXIT_OK if ended else EXIT_UNWELL
+
+
+def _parse_key(text: str) -> bytes:
+    key = as_key(text)
+    if key is None:
+        raise ConfigError(f"{text}: must be the key of a block, {2 * KEY_BYTES} hex digits")
+    return key
+
+
+def _parse_ttl(text: str) -> float:
+    try:
+        ttl_s = parse_duration_s(text)
+    except ValueError as error:
+        raise ConfigError(f"--ttl = {text}: {error}") from None
+    if not 0 < ttl_s <= MAX_PIN_TTL_MS / 1000:
+        raise ConfigError(f"--ttl = {text}: must be more than 0, and at most 7d")
+    return ttl_s
+
+
+def _find(client: Client, key: bytes, namespace: str | None) -> _Prefix:
+    """The chain that ends with the key, in the namespaces that have its last block."""
+    from tiercache.messages import Inspect, Inspected
+
+    numbers = [] if namespace is None else [find_namespace(client.stats(), namespace)]
+    reply = client.session().call(Inspect, Inspected, namespaces=numbers, key=key, chain=True)
+    if not reply.chain:
+        raise ConfigError(f"block {key.hex()} is in no tier, or part of no chain: `tiercache inspect` says where it is")
+    return _Prefix(reply.chain, sorted({view.namespace for view in reply.blocks}))
+
+
+def _of_prompt(client: Client, text: str, model: str, salt: str | None) -> _Prefix:
+    """What is stored of a prompt, in all ranks and groups of the model that has most of it."""
+    from tiercache.cli.affinity import tokenise
+    from tiercache.http.affinity import Query, is_meant, keys_of_card
+    from tiercache.messages import ModelList, Models, Peek, Peeked
+
+    if salt is None:
+        raise ConfigError("--salt is missing: give that of the tenant, or --salt '' where the engines have none")
+    name = Path(model).resolve().name if Path(model).is_dir() else model
+    query = Query(model=name, tokens=tokenise(model, text), salt=salt)
+    listed, best = client.session().call(Models, ModelList), _Prefix(b"", [])
+    for card in listed.models:
+        keys = keys_of_card(card, query) if is_meant(card, query) else b""
+        numbers = [listed.namespaces[one] for one in card.namespaces if one in listed.namespaces]
+        if keys and len(numbers) == len(card.namespaces):
+            peeked = client.session().call(Peek, Peeked, namespaces=numbers, keys=keys)
+            found = _Prefix(keys[: (peeked.dram_blocks + peeked.below_blocks) * KEY_BYTES], numbers)
+            best = max(best, found, key=lambda prefix: prefix.blocks)
+    if not best.blocks:
+        text = f"nothing is stored of this prompt for {name}: `tiercache affinity` shows what is asked for"
+        raise ConfigError(text)
+    return best
+
+
+def _load(client: Client, prefix: _Prefix) -> int:
+    """Bring the prefix up into DRAM, as far as that goes within LOAD_S; returns the blocks that are there."""
+    from tiercache.messages import Matched, Peek, Peeked, Prefetch
+
+    def here() -> Any:
+        return client.session().call(Peek, Peeked, namespaces=prefix.namespaces, keys=prefix.keys)
+
+    until_s, peeked = time.monotonic() + LOAD_S, here()
+    if peeked.below_blocks:
+        client.session().call(Prefetch, Matched, namespaces=prefix.namespaces, keys=prefix.keys)
+    while peeked.below_blocks and time.monotonic() < until_s:
+        time.sleep(_POLL_S)
+        peeked = here()
+    return int(peeked.dram_blocks)
+
+
+def _pin(client: Client, prefix: _Prefix, ttl_s: float) -> int:
+    from tiercache.messages import Pin, Pinned
+
+    ttl_ms = max(1, int(ttl_s * 1000))
+    reply = client.session().call(Pin, Pinned, namespaces=prefix.namespaces, keys=prefix.keys, ttl_ms=ttl_ms)
+    return reply.blocks

@@ -1,0 +1,212 @@
+"""`tiercache plan`: what a model's KV takes, what the tiers hold of it, and when loading pays. No GPU, no network."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tiercache.cli.main import EXIT_OK
+from tiercache.cli.plan_known import GPUS, Gpu, find, unknown
+from tiercache.cli.plan_model import KV_DTYPES, Model, load_model
+from tiercache.cli.plan_sizes import Form, Plant, plan
+from tiercache.cli.report import Section, print_json, print_sections, with_human
+from tiercache.errors import ConfigError
+from tiercache.units import format_bytes, format_duration, parse_bytes
+
+DEFAULT_LENGTHS = (2048, 8192, 32768, 131072)
+DEFAULT_TFLOPS = 312.0
+DEFAULT_BUS = "25GB"
+MAX_BLOCK_SIZE = 4096
+_NAMES = {"gpu": "GPU", "dram": "DRAM", "nvme": "NVMe"}
+_SAME = {"bfloat16": "bf16", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}
+
+
+class Options(NamedTuple):
+    """The command line: sizes and bandwidths as text, None where a flag was not given."""
+
+    model: str
+    gpu: str
+    utilization: float
+    gpus: int
+    overhead: str
+    weights: str | None
+    kv_dtype: str
+    block_size: int
+    lengths: tuple[int, ...]
+    dram: str
+    nvme: str
+    tokens_per_s: float | None
+    requests_per_s: float | None
+    tflops: float | None
+    mfu: float
+    bus: str | None
+    dram_bandwidth: str
+    nvme_bandwidth: str
+    as_json: bool
+
+
+def run(options: Options) -> int:
+    """Print the plan. Raises ConfigError, one line with a remedy."""
+    model = load_model(options.model)
+    dtype = _SAME.get(options.kv_dtype, options.kv_dtype)
+    if dtype not in KV_DTYPES:
+        raise ConfigError(f"--kv-cache-dtype {options.kv_dtype}: is none of {', '.join((*KV_DTYPES, *_SAME))}")
+    if model.heads % options.gpus:
+        text = f"{model.name} has {model.heads} attention heads: give a number that divides them"
+        raise ConfigError(f"--tensor-parallel-size {options.gpus}: {text}")
+    form = Form(model, dtype, options.block_size, options.gpus)
+    lengths = _lengths(options, model)
+    tree = plan(model, form, _plant(options, model), lengths, _tokens_per_s(options, lengths))
+    if options.as_json:
+        print_json(with_human(tree))
+    else:
+        print_sections(_sections(tree, options))
+        for line in _sentences(tree):
+            print(f"\n{line}")
+    return EXIT_OK
+
+
+def _lengths(options: Options, model: Model) -> list[int]:
+    if any(length < 1 for length in options.lengths):
+        raise ConfigError("--length is a number of tokens, from 1 on")
+    most = model.max_tokens or DEFAULT_LENGTHS[-1]
+    return list(options.lengths) or [length for length in DEFAULT_LENGTHS if length <= most] or [most]
+
+
+def _tokens_per_s(options: Options, lengths: list[int]) -> float:
+    if options.tokens_per_s is not None and options.requests_per_s is not None:
+        raise ConfigError("give either --tokens-per-s or --requests-per-s")
+    if options.requests_per_s is not None and len(options.lengths) != 1:
+        raise ConfigError("--requests-per-s needs the mean length of a request: one --length")
+    rate = options.tokens_per_s if options.requests_per_s is None else options.requests_per_s * lengths[0]
+    if rate is not None and not rate > 0:
+        raise ConfigError("--tokens-per-s and --requests-per-s are more than 0")
+    return rate or 0.0
+
+
+def _plant(options: Options, model: Model) -> Plant:
+    gpu = _gpu(options)
+    if not 0 < options.utilization <= 1:
+        raise ConfigError(f"--gpu-memory-utilization {options.utilization:g}: must be above 0, at most 1")
+    if not 0 < options.mfu <= 1:
+        raise ConfigError(f"--mfu {options.mfu:g}: must be above 0, at most 1; 0.5 is common for prefill")
+    weights = model.weights_bytes() if options.weights is None else _bytes("--weights", options.weights)
+    return Plant(
+        gpu=gpu, gpus=options.gpus, utilization=options.utilization,
+        overhead_bytes=_bytes("--overhead", options.overhead), weights_bytes=weights, mfu=options.mfu,
+        dram_bytes=_bytes("--dram", options.dram), nvme_bytes=_bytes("--nvme", options.nvme),
+        dram_bytes_per_s=_bytes("--dram-bandwidth", options.dram_bandwidth, least=1),
+        nvme_bytes_per_s=_bytes("--nvme-bandwidth", options.nvme_bandwidth, least=1),
+    )  # fmt: skip
+
+
+def _gpu(options: Options) -> Gpu:
+    """A GPU by its name or the size of its memory, with what else was said of it."""
+    name = find(options.gpu, GPUS)
+    if name is not None:
+        gpu = GPUS[name]
+    elif options.gpu[:1].isdigit():
+        gpu = Gpu(_bytes("--gpu", options.gpu, least=1), DEFAULT_TFLOPS * 1e12, parse_bytes(DEFAULT_BUS))
+    else:
+        raise unknown("GPU", options.gpu, GPUS, "or give the size of its memory, --gpu 80GiB, and --tflops")
+    if options.tflops is not None:
+        if not options.tflops > 0:
+            raise ConfigError(f"--tflops {options.tflops:g}: must be more than 0, for example 989 for an H100")
+        gpu = gpu._replace(flops=options.tflops * 1e12)
+    return gpu if options.bus is None else gpu._replace(bus_bytes_per_s=_bytes("--bus", options.bus, least=1))
+
+
+def _bytes(flag: str, text: str, least: int = 0) -> int:
+    try:
+        value = parse_bytes(text.removesuffix("/s"))
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+    if value < least:
+        raise ConfigError(f"{flag} {text}: must be more than 0")
+    return value
+
+
+# --- what it looks like --------------------------------------------------------------------------
+
+
+def _sections(tree: dict[str, Any], options: Options) -> list[Section]:
+    model, kv, gpu = tree["model"], tree["kv"], tree["gpu"]
+    heads = f"{model['kv_heads']} KV heads of {model['head_dim']}"
+    attention = f"a latent of {model['latent']}" if model["latent"] else heads
+    if model["windowed_layers"]:
+        attention += f"; {model['windowed_layers']} layers look back {model['window_tokens']:,} tokens"
+    parameters = f"{model['parameters'] / 1e9:.1f}B parameters"
+    if model["active_parameters"] < model["parameters"] / 2:
+        parameters += f", {model['active_parameters'] / 1e9:.1f}B active"
+    rows: list[tuple[str, ...]] = [
+        ("model", f"{model['name']}: {parameters}, {model['layers']} layers, {attention}"),
+        ("KV of a token", f"{_exact(kv['token_bytes'])} in {kv['dtype']}, all layers"),
+        ("a block", f"{kv['block_size']} tokens: {format_bytes(kv['gpu_block_bytes'])} on each GPU, "
+                    f"{format_bytes(kv['tier_block_bytes'])} in a tier"),
+        ("KV pool", f"{format_bytes(gpu['pool_bytes'])} on each of {gpu['gpus']} GPU(s) beside weights of "
+                    f"{format_bytes(model['weights_bytes'] / gpu['gpus'])}: {gpu['pool_blocks']:,} blocks, "
+                    f"{gpu['pool_tokens']:,} tokens"),
+    ]  # fmt: skip
+    formats: list[tuple[str, ...]] = [
+        (one["dtype"], _exact(one["token_bytes"]), f"{one['times_the_tokens']:.2f}x") for one in kv["formats"]
+    ]
+    tiers = [
+        (_NAMES[one["tier"]], f"{one['blocks']:,}", f"{one['tokens']:,}",
+         *(["-"] if one["holds_s"] is None else [_long(one["holds_s"])]))
+        for one in tree["tiers"]
+    ]  # fmt: skip
+    sequences = [
+        (f"{one['tokens']:,}", format_bytes(one["bytes"]), *(f"{one[place]:,}" for place in _places(tree)))
+        for one in tree["sequences"]
+    ]
+    loads = [
+        (f"{one['tokens']:,}", format_duration(one["compute_s"]), *(_load_cell(one, tier) for tier in _below(tree)),
+         f"{one['break_even_bytes_per_s'] / 1e9:.2f} GB/s")
+        for one in tree["loads"]
+    ]  # fmt: skip
+    names = [_NAMES[one["tier"]] for one in tree["tiers"]]
+    return [
+        Section("plan", ("", ""), rows),
+        Section("formats", ("KV format", "a token", "tokens"), formats),
+        Section("what a tier holds", ("tier", "blocks", "tokens", "of this traffic"), tiers),
+        Section("sequences at once", ("tokens", "KV", *names), sequences),
+        Section("compute or load", ("tokens", "compute", *map("from {}".format, names[1:]), "load pays above"), loads),
+    ]
+
+
+def _places(tree: dict[str, Any]) -> list[str]:
+    return [f"in_{one['tier']}" for one in tree["tiers"]]
+
+
+def _below(tree: dict[str, Any]) -> list[str]:
+    """The tiers below the GPU that there are."""
+    return [one["tier"] for one in tree["tiers"][1:]]
+
+
+def _load_cell(one: dict[str, Any], tier: str) -> str:
+    load_s = one[f"{tier}_s"]
+    return f"{format_duration(load_s)} ({one['compute_s'] / load_s:.3g}x)"
+
+
+def _exact(token_bytes: float) -> str:
+    return f"{token_bytes / 1024:,.3f}".rstrip("0").rstrip(".") + " KiB"
+
+
+def _long(seconds: float) -> str:
+    return format_duration(seconds) if seconds < 3 * 3600 else f"{seconds / 3600:,.1f} h"
+
+
+def _sentences(tree: dict[str, Any]) -> list[str]:
+    """What the tables come to."""
+    one = tree["loads"][-1]
+    text = f"A prefix of {one['tokens']:,} tokens is computed in {format_duration(one['compute_s'])}"
+    for tier in _below(tree):
+        verdict = "faster" if one[f"{tier}_s"] < one["compute_s"] else "slower"
+        text += f"; loading it from {_NAMES[tier]} is {verdict}"
+    lines = [f"{text}. Below {one['break_even_bytes_per_s'] / 1e9:.2f} GB/s computing wins."]
+    model = tree["model"]
+    if model["windowed_layers"]:
+        lines.append(
+            "Sequences are counted as engines hold them that free what has left a window; tiers keep all blocks."
+        )
+    return lines
+

@@ -1,0 +1,181 @@
+"""`tiercache top`: a daemon, live, on a terminal."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from types import FrameType, TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from tiercache.cli.control import connected
+from tiercache.cli.live import Looker, quiet_client
+from tiercache.cli.main import EXIT_OK
+from tiercache.cli.top_history import History
+from tiercache.cli.top_view import SORTS, Settings, frame
+from tiercache.config import default_address
+from tiercache.errors import ConfigError
+
+HOT_PREFIXES = 8
+_ONCE_LINES = 60
+_ONCE_COLUMNS = 100
+_REMEDY = "top needs a terminal: use `tiercache stats --watch`, or `tiercache top --once` for one frame"
+
+
+def run(address: str | None, *, interval_s: float, once: bool, sort: str) -> int:
+    """Show the daemon until `q`, or print one frame. Raises ConfigError where there is no terminal to show it on."""
+    if sort not in SORTS:
+        raise ConfigError(f"--sort {sort}: must be one of: {', '.join(SORTS)}")
+    # Without highlighting: what has a colour here was given it.
+    console = Console(highlight=False, emoji=False, markup=False)
+    if not once and (not console.is_terminal or console.is_dumb_terminal):
+        raise ConfigError(_REMEDY)
+    settings = Settings(address or default_address(), interval_s, sort)
+    with quiet_client(), connected(address) as client:
+        looker = Looker(client, HOT_PREFIXES)
+        if once:
+            return _print_once(looker, console, settings)
+        with Keyboard() as keyboard:
+            return _Top(looker, console, keyboard, settings).run()
+
+
+def _print_once(looker: Looker, console: Console, settings: Settings) -> int:
+    """Rates need two looks, an interval apart."""
+    history = History()
+    history.take(looker.look())
+    time.sleep(settings.interval_s)
+    history.take(looker.look())
+    width = console.width if console.is_terminal else _ONCE_COLUMNS
+    for line in frame(history, settings, width, _ONCE_LINES):
+        if console.is_terminal:
+            console.print(line, no_wrap=True)
+        else:
+            print(line.plain.rstrip())
+    return EXIT_OK
+
+
+class Keyboard:
+    """Keys as they are struck, without echo, and the news that a signal has come. The main thread only."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self.suspended = False
+        self._fd = sys.stdin.fileno() if sys.stdin.isatty() else -1
+        self._before: list[Any] = []
+        self._handlers: dict[int, Any] = {}
+        self._wake, self._woken = os.pipe()
+        for fd in (self._wake, self._woken):
+            os.set_blocking(fd, False)
+
+    def __enter__(self) -> Keyboard:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGWINCH):
+            self._handlers[number] = signal.signal(number, self._on_signal)
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        if self._fd >= 0:
+            self._before = termios.tcgetattr(self._fd)
+        self.listen()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        os.close(self._wake)
+        os.close(self._woken)
+
+    def listen(self) -> None:
+        """Take keys one by one, unseen; Ctrl-C and Ctrl-Z stay what they are."""
+        if self._fd >= 0:
+            tty.setcbreak(self._fd, termios.TCSADRAIN)
+
+    def leave(self) -> None:
+        """Give the terminal back as it was."""
+        if self._before:
+            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self.suspended = self.suspended or number == signal.SIGTSTP
+        self.stopped = self.stopped or number not in (signal.SIGTSTP, signal.SIGWINCH)
+
+    def wait(self, seconds: float) -> str:
+        """Keys that were struck, as soon as there are any or a signal came; at most so long."""
+        fds = [self._wake] + ([self._fd] if self._fd >= 0 else [])
+        ready, _, _ = select.select(fds, [], [], max(0.0, seconds))
+        if self._wake in ready:
+            os.read(self._wake, 64)
+        if self._fd not in ready:
+            return ""
+        struck = os.read(self._fd, 64)
+        self.stopped = self.stopped or not struck  # the terminal has gone
+        return struck.decode(errors="ignore")
+
+
+class _Top:
+    """The loop: look, draw, wait for a key."""
+
+    def __init__(self, looker: Looker, console: Console, keyboard: Keyboard, settings: Settings) -> None:
+        self._looker = looker
+        self._console = console
+        self._keyboard = keyboard
+        self._settings = settings
+        self._history = History()
+
+    def run(self) -> int:
+        live = Live(
+            console=self._console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )  # fmt: skip
+        next_s = time.monotonic()
+        try:
+            with live:
+                while not self._keyboard.stopped:
+                    if not self._settings.paused and time.monotonic() >= next_s:
+                        self._history.take(self._looker.look())
+                        next_s = max(next_s + self._settings.interval_s, time.monotonic())
+                    live.update(self._draw(), refresh=True)
+                    wait_s = 3600.0 if self._settings.paused else next_s - time.monotonic()
+                    for key in self._keyboard.wait(wait_s):
+                        self._press(key)
+                    if self._keyboard.suspended:
+                        self._suspend(live)
+        except OSError as error:
+            # The terminal was closed while it was written to.
+            print(f"tiercache: the terminal is gone: {error.strerror}", file=sys.stderr)
+        return EXIT_OK
+
+    def _draw(self) -> Group:
+        width, height = self._console.size
+        lines = frame(self._history, self._settings, width, height)
+        return Group(*(Text(" ") if not line.plain else line for line in lines))
+
+    def _press(self, key: str) -> None:
+        settings = self._settings
+        if settings.help:
+            self._settings = settings._replace(help=False)
+        elif key in "qQ":
+            self._keyboard.stopped = True
+        elif key in "pP ":
+            self._settings = settings._replace(paused=not settings.paused)
+        elif key in "sS":
+            self._settings = settings._replace(sort=SORTS[(SORTS.index(settings.sort) + 1) % len(SORTS)])
+        elif key in "?hH":
+            self._settings = settings._replace(help=True)
+
+    def _suspend(self, live: Live) -> None:
+        """Ctrl-Z: give the terminal back, stop, and take it again when the shell says so."""
+        live.stop()
+        self._keyboard.leave()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._keyboard.suspended = False
+        self._keyboard.listen()
+        live.start()

@@ -1,0 +1,99 @@
+"""What `tiercache top` remembers: the last look, hit rates over time, what clients and namespaces did lately."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tiercache.cli.live import Change, Look, at
+
+MAX_POINTS = 240
+MAX_LOOKS = 10
+"""Rates of clients and namespaces are over so many: clients tell their counters every 5 s only."""
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class Point(NamedTuple):
+    """Tokens asked for in one interval, and those found in DRAM and in the tier below it."""
+
+    asked: float
+    dram: float
+    below: float
+
+    def share(self, tier: str) -> float | None:
+        """Found in `dram` or `below`, of what was asked for; None when nothing was."""
+        return float(getattr(self, tier)) / self.asked if self.asked else None
+
+
+@dataclass
+class History:
+    """Takes looks in, in order. `last` is the last good one; `problem` why there is none now."""
+
+    last: Look | None = None
+    change: Change | None = None
+    problem: str = ""
+    gone_since_s: float = 0.0
+    restarts: int = 0
+    points: deque[Point] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
+    _looks: deque[Look] = field(default_factory=lambda: deque(maxlen=MAX_LOOKS))
+
+    def take(self, look: Look) -> None:
+        """One more look."""
+        if look.problem:
+            if not self.problem:
+                self.gone_since_s = look.time_s
+            self.problem = look.problem
+            return
+        self.problem = ""
+        if self.last is not None:
+            self.change = Change(self.last, look)
+            self.restarts += self.change.restarted
+            grown = self.change.grown
+            self.points.append(
+                Point(
+                    grown("traffic.asked_tokens"), grown("traffic.dram_hit_tokens"), grown("traffic.below_hit_tokens")
+                )
+            )
+            self._looks.append(self.last)
+        self.last = look
+
+    def rates(
+        self, section: str, keys: tuple[str, ...], names: tuple[str, ...], least_s: float = 0.0
+    ) -> list[dict[str, float] | None]:
+        """For each row of a list in the tree: how fast some of its counters have grown over the last looks, per second.
+
+        None before the first two looks, and before there are some over `least_s`.
+
+        A row is the one of the last look that has the same `keys`, in the order in which they came.
+        """
+        rows = [] if self.last is None else self.last.tree.get(section, [])
+        last = self.last
+        earliest = next((one for one in self._looks if last is not None and one.generation == last.generation), None)
+        if last is None or earliest is None or last.time_s - earliest.time_s < least_s:
+            return [None] * len(rows)
+        seconds = max(1e-6, last.time_s - earliest.time_s)
+        before = dict(_named(earliest.tree.get(section, []), keys))
+        found: list[dict[str, float] | None] = []
+        for name, row in _named(rows, keys):
+            earlier = before.get(name, {})
+            grown = {path: max(0.0, at(row, path) - at(earlier, path)) for path in names}
+            found.append({path: value / seconds for path, value in grown.items()})
+        return found
+
+
+def _named(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Rows with a name each; of several with equal keys (sessions of one process) the first, the second and so on."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+    for row in rows:
+        name = tuple(row.get(key) for key in keys)
+        seen[name] += 1
+        yield (*name, seen[name]), row
+
+
+def sparkline(values: list[float | None], width: int) -> str:
+    """Shares from 0 to 1 as bars, the last `width` of them, the newest on the right; a dot where there is none."""
+    shown = values[-width:] if width > 0 else []
+    bars = ["·" if value is None else _BARS[min(7, int(value * 8))] for value in shown]
+    return "".join(bars).rjust(max(0, width))

@@ -1,0 +1,276 @@
+"""The last half hour in figures, for a page that was opened just now.
+
+A thread asks the daemon every 2 s while somebody looks and every 10 s otherwise, and keeps what charts show: at most
+900 samples of some thirty numbers, about 1 MB. That costs the daemon's loop one `stats` request each time, a
+millisecond or two, however many pages are open.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tiercache.errors import TierCacheError
+from tiercache.http.readings import namespaces_of
+from tiercache.metrics import percentiles_of, since
+
+WATCHED_S = 2.0
+IDLE_S = 10.0
+LOOKED_AT_S = 15.0
+"""How long after the last look somebody is still taken to be looking."""
+KEEP_S = 1800.0
+MAX_SAMPLES = int(KEEP_S / WATCHED_S)
+HOT_PREFIXES = 32
+HOT_EVERY_S = 10.0
+"""They change slowly, and cost the daemon as much as all the rest."""
+MAX_SESSIONS = 32
+
+logger = logging.getLogger("tiercache.http")
+
+Tree = Mapping[str, Any]
+Value = float | None
+
+
+class _Step(NamedTuple):
+    """Two looks at one life of the daemon, and the seconds between them."""
+
+    before: Tree
+    now: Tree
+    seconds: float
+
+    def grown(self, *path: str) -> float:
+        """By how much a counter has risen."""
+        return float(_number(self.now, path) - _number(self.before, path))
+
+    def rate(self, *path: str) -> float:
+        """The same per second."""
+        return self.grown(*path) / self.seconds
+
+    def share(self, *path: str) -> Value:
+        """Of the tokens that were looked up meanwhile; None when nothing was."""
+        asked = self.grown("traffic", "asked_tokens")
+        return self.grown(*path) / asked if asked else None
+
+    def percentiles_s(self, name: str, **labels: str) -> tuple[Value, Value]:
+        """p50 and p99 in seconds of what was observed meanwhile, over all histograms of that name and labels."""
+        found: Counter[int] = Counter()
+        earlier = {_labels(one): one["buckets"] for one in _histograms(self.before, name)}
+        for one in _histograms(self.now, name):
+            if labels.items() <= one["labels"].items():
+                found.update(dict(since(one["buckets"], earlier.get(_labels(one), ()))))
+        if not found:
+            return None, None
+        p50, p99 = percentiles_of(sorted(found.items()), (0.5, 0.99))
+        return p50 / 1e9, p99 / 1e9
+
+
+def _histograms(tree: Tree, name: str) -> list[Any]:
+    return list(tree.get("histograms", {}).get(name, ()))
+
+
+def _labels(histogram: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple(histogram["labels"].items())
+
+
+def _number(tree: Tree, path: tuple[str, ...]) -> Any:
+    """0 where there is no such thing, as of a tier that the daemon does not have."""
+    value: Any = tree
+    for name in path:
+        value = value.get(name, {})
+    return value or 0
+
+
+def _figures(step: _Step) -> dict[str, Value]:
+    """One sample. Rates are per second; what nothing can be said of is None."""
+    now, nvme = step.now, "nvme"
+    match_p50, match_p99 = step.percentiles_s("request_ns", request="Match")
+    _, reserve_p99 = step.percentiles_s("request_ns", request="Reserve")
+    read_p50, read_p99 = step.percentiles_s("promotion_ns")
+    _, write_p99 = step.percentiles_s("demotion_ns")
+    disks = now["tiers"].get(nvme, {}).get("directories", ())
+    return {
+        "asked_tokens": step.rate("traffic", "asked_tokens"),
+        "requests": step.rate("counters", "requests"),
+        "hit_dram": step.share("traffic", "dram_hit_tokens"),
+        "hit_nvme": step.share("traffic", "below_hit_tokens"),
+        "dram_in_bytes": step.rate("counters", "stored_bytes"),
+        "dram_out_bytes": step.rate("traffic", "read_bytes"),
+        "nvme_in_bytes": step.rate("tiers", nvme, "written_bytes") + step.rate("tiers", nvme, "direct_stored_bytes"),
+        "nvme_out_bytes": step.rate("tiers", nvme, "promoted_bytes") + step.rate("tiers", nvme, "direct_bytes"),
+        "match_p50_s": match_p50,
+        "match_p99_s": match_p99,
+        "reserve_p99_s": reserve_p99,
+        "disk_read_p50_s": read_p50,
+        "disk_read_p99_s": read_p99,
+        "disk_write_p99_s": write_p99,
+        "dram_bytes": _number(now, ("tiers", "dram", "bytes")),
+        "dram_capacity_bytes": _number(now, ("tiers", "dram", "capacity_bytes")),
+        "nvme_bytes": _number(now, ("tiers", nvme, "bytes")),
+        "nvme_capacity_bytes": _number(now, ("tiers", nvme, "capacity_bytes")),
+        "dram_evicted": step.rate("counters", "evicted_blocks"),
+        "nvme_evicted": step.rate("tiers", nvme, "evicted_blocks"),
+        "queue_write": _number(now, ("tiers", nvme, "write_queue_blocks")),
+        "queue_disk": sum(disk["in_flight"] for disk in disks),
+        "queue_requests": _number(now, ("leases", "parked_requests")),
+    }
+
+
+COLUMNS = (
+    "asked_tokens", "requests", "hit_dram", "hit_nvme", "dram_in_bytes", "dram_out_bytes", "nvme_in_bytes",
+    "nvme_out_bytes", "match_p50_s", "match_p99_s", "reserve_p99_s", "disk_read_p50_s", "disk_read_p99_s",
+    "disk_write_p99_s", "dram_bytes", "dram_capacity_bytes", "nvme_bytes", "nvme_capacity_bytes", "dram_evicted",
+    "nvme_evicted", "queue_write", "queue_disk", "queue_requests",
+)  # fmt: skip
+
+
+class Sample(msgspec.Struct, array_like=True, frozen=True):
+    """What charts show of one moment. Numbers count up; `values` are those of `COLUMNS`."""
+
+    number: int
+    unix_s: float
+    values: list[Value]
+
+
+class Recorder:
+    """Makes samples of trees and keeps those of the last half hour. Thread-safe.
+
+    Args:
+        unix_s: the time of day; `clock_s`: monotonic seconds.
+    """
+
+    def __init__(
+        self, unix_s: Callable[[], float] = time.time, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._unix_s = unix_s
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self._number = 0
+        self._tree: Tree | None = None
+        self._tree_s = 0.0
+        self._shown = msgspec.Raw(b"null")
+        self._problem: str | None = "it has not been asked yet"
+        self._problem_since_s = unix_s()
+        self._life = os.urandom(6).hex()
+
+    def note(self, tree: Tree) -> None:
+        """What the daemon says now."""
+        now_s = self._clock_s()
+        with self._lock:
+            before, seconds = self._tree, now_s - self._tree_s
+            same_life = before is not None and before["daemon"]["generation"] == tree["daemon"]["generation"]
+            if before is not None and same_life and seconds > 0:
+                figures = _figures(_Step(before, tree, seconds))
+                self._add([_rounded(figures[name]) for name in COLUMNS])
+            else:
+                self._add([None] * len(COLUMNS))
+            self._tree, self._tree_s, self._problem = tree, now_s, None
+            self._shown = msgspec.Raw(msgspec.json.encode(_shown(tree)))
+
+    def miss(self, problem: str) -> None:
+        """The daemon does not answer."""
+        with self._lock:
+            if self._problem is None:
+                self._problem_since_s = self._unix_s()
+                self._add([None] * len(COLUMNS))  # lines end here
+            self._problem = problem
+            self._tree = None
+
+    def _add(self, values: list[Value]) -> None:
+        self._number += 1
+        unix_s = round(self._unix_s(), 1)
+        self._samples.append(Sample(self._number, unix_s, values))
+        while self._samples[0].unix_s < unix_s - KEEP_S:
+            self._samples.popleft()
+
+    def encode(self, after: int, life: str) -> bytes:
+        """As JSON: the samples after that one of this life of ours, and what the daemon said last."""
+        with self._lock:
+            known = after if life == self._life else 0
+            return msgspec.json.encode({
+                "life": self._life,
+                "now_unix_s": round(self._unix_s(), 1),
+                "interval_s": WATCHED_S,
+                "keep_s": KEEP_S,
+                "reachable": self._problem is None,
+                "problem": self._problem,
+                "problem_since_unix_s": round(self._problem_since_s, 1),
+                "columns": COLUMNS,
+                "samples": [sample for sample in self._samples if sample.number > known],
+                "stats": self._shown,
+            })  # fmt: skip
+
+
+def _rounded(value: Value) -> Value:
+    return None if value is None else float(f"{value:.5g}")
+
+
+def _shown(tree: Tree) -> dict[str, Any]:
+    """What a page shows of a tree: no histograms, and lists that are not too long."""
+    left_out = {"histograms", "namespaces", "sessions"}
+    return {
+        **{name: branch for name, branch in tree.items() if name not in left_out},
+        "namespaces": namespaces_of(tree),
+        "namespace_count": len(tree["namespaces"]),
+        "sessions": [
+            {name: value for name, value in session.items() if name != "counters"}
+            for session in tree["sessions"][:MAX_SESSIONS]
+        ],
+        "session_count": len(tree["sessions"]),
+    }
+
+
+class History:
+    """Asks again and again, in a thread of its own, until the process ends.
+
+    `ask(hot_prefixes)` gives the daemon's stats with histograms and so many prefixes.
+    """
+
+    def __init__(self, ask: Callable[[int], Tree]) -> None:
+        self._ask = ask
+        self._hot: list[Any] = []
+        self._hot_s = float("-inf")
+        self._recorder = Recorder()
+        self._looked = threading.Event()
+        self._looked_s = -LOOKED_AT_S
+
+    def start(self) -> None:
+        """Begin. Does not block."""
+        threading.Thread(target=self._run, name="history", daemon=True).start()
+
+    def encode(self, after: int, life: str) -> bytes:
+        """See `Recorder.encode`. From now on somebody is looking."""
+        was_idle = time.monotonic() - self._looked_s > LOOKED_AT_S
+        self._looked_s = time.monotonic()
+        if was_idle:
+            self._looked.set()
+        return self._recorder.encode(after, life)
+
+    def _tree(self, now_s: float) -> Tree:
+        if now_s - self._hot_s < HOT_EVERY_S:
+            return {**self._ask(0), "hot_prefixes": self._hot}
+        tree = self._ask(HOT_PREFIXES)
+        self._hot, self._hot_s = list(tree.get("hot_prefixes", [])), now_s
+        return tree
+
+    def _run(self) -> None:
+        while True:
+            started_s = time.monotonic()
+            try:
+                self._recorder.note(self._tree(started_s))
+            except TierCacheError as error:
+                self._recorder.miss(str(error))
+            except Exception:
+                # A tree that we do not understand: a daemon of another release, or a bug. The thread goes on.
+                logger.exception("what the daemon says could not be taken in")
+                self._recorder.miss("what it says is not understood; the log says why")
+            pause_s = WATCHED_S if started_s - self._looked_s < LOOKED_AT_S else IDLE_S
+            self._looked.wait(max(0.1, started_s + pause_s - time.monotonic()))
+            self._looked.clear()

@@ -1,0 +1,185 @@
+"""How each metric is read from a tree of `Client.stats(histograms=True)`.
+
+A reading yields `(values of the labels, value)`, and nothing where the daemon has no such thing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from tiercache.daemon.traffic import PROBE_ENGINE
+
+MAX_NAMESPACES = 32
+"""Those with the most blocks asked for and stored have metrics of their own."""
+MAX_REASONS = 16
+MAX_REASON_CHARS = 200
+NS = 1_000_000_000
+
+Tree = Mapping[str, Any]
+Samples = Iterable[tuple[tuple[str, ...], Any]]
+"""Values of the labels, in their order, and the value: a number, or a histogram of the stats."""
+
+
+class Steps(NamedTuple):
+    """Buckets of a histogram: their upper ends as the daemon counts, and how many of its units are one of ours."""
+
+    ends: tuple[int, ...]
+    divisor: int
+
+
+def seconds(first_ns: int, last_ns: int) -> Steps:
+    """1, 2 and 5 of every power of ten between two durations."""
+    ends = (digit * 10**power for power in range(13) for digit in (1, 2, 5))
+    return Steps(tuple(end for end in ends if first_ns <= end <= last_ns), NS)
+
+
+def powers(first: int, last: int) -> Steps:
+    """Every power of two from `2 ** first` to `2 ** last`."""
+    return Steps(tuple(1 << power for power in range(first, last + 1)), 1)
+
+
+def at(*path: str) -> Callable[[Tree], Samples]:
+    """One number of the tree, if it is there."""
+
+    def samples(tree: Tree) -> Samples:
+        value: Any = tree
+        for name in path:
+            if not isinstance(value, Mapping) or name not in value:
+                return
+            value = value[name]
+        yield (), value
+
+    return samples
+
+
+def each_tier(name: str) -> Callable[[Tree], Samples]:
+    """A number of each tier that has it, by tier."""
+    return lambda tree: (((tier,), its[name]) for tier, its in tree["tiers"].items() if name in its)
+
+
+def each_directory(name: str) -> Callable[[Tree], Samples]:
+    """A number of each NVMe directory, by its path."""
+    return lambda tree: (((its["path"],), its[name]) for its in _directories(tree))
+
+
+def histogram(name: str, *labels: str) -> Callable[[Tree], Samples]:
+    """The daemon's histograms of that name."""
+
+    def samples(tree: Tree) -> Samples:
+        for one in tree.get("histograms", {}).get(name, ()):
+            yield tuple(one["labels"][label] for label in labels), one
+
+    return samples
+
+
+def _nvme(tree: Tree) -> Mapping[str, Any]:
+    return dict(tree["tiers"].get("nvme", {}))
+
+
+def _directories(tree: Tree) -> list[Any]:
+    return list(_nvme(tree).get("directories", []))
+
+
+def reasons(tree: Tree) -> Samples:
+    """Why the daemon is not well. Durations are left out: a reason that lasts is one series."""
+    reasons = (re.sub(r"\b\d+(\.\d+)? s\b", "N s", reason) for reason in tree["health"]["reasons"])
+    for reason in list(dict.fromkeys(reasons))[:MAX_REASONS]:
+        yield (reason[:MAX_REASON_CHARS],), 1
+
+
+def hit_blocks(tree: Tree) -> Samples:
+    """By tier."""
+    yield ("dram",), tree["counters"]["match_blocks_hit"]
+    yield ("nvme",), tree["counters"]["match_blocks_below"]
+
+
+def hit_tokens(tree: Tree) -> Samples:
+    """By tier."""
+    yield ("dram",), tree["traffic"]["dram_hit_tokens"]
+    yield ("nvme",), tree["traffic"]["below_hit_tokens"]
+
+
+def moved(tree: Tree) -> Samples:
+    """Bytes by tier and direction."""
+    yield ("dram", "in"), tree["counters"]["stored_bytes"]
+    yield ("dram", "out"), tree["traffic"]["read_bytes"]
+    if nvme := _nvme(tree):
+        yield ("nvme", "in"), nvme["written_bytes"] + nvme.get("direct_stored_bytes", 0)
+        yield ("nvme", "out"), nvme["promoted_bytes"] + nvme["direct_bytes"]
+
+
+def evicted(tree: Tree) -> Samples:
+    """Blocks by tier."""
+    yield ("dram",), tree["counters"]["evicted_blocks"]
+    if nvme := _nvme(tree):
+        yield ("nvme",), nvme["evicted_blocks"]
+
+
+def queues(tree: Tree) -> Samples:
+    """By queue, and directory where it is a disk's."""
+    yield ("parked_requests", ""), tree["leases"]["parked_requests"]
+    yield ("pending_blocks", ""), tree["leases"]["pending_blocks"]
+    if nvme := _nvme(tree):
+        yield ("write_behind", ""), nvme["write_queue_blocks"]
+    for its in _directories(tree):
+        for priority, count in its["waiting"].items():
+            yield (f"disk_{priority}", its["path"]), count
+        yield ("disk_running", its["path"]), its["in_flight"] - its["queued"]
+
+
+def skipped(tree: Tree) -> Samples:
+    """Blocks not written, by reason."""
+    for name, value in _nvme(tree).items():
+        if name.startswith("skipped_"):
+            yield (name.removeprefix("skipped_"),), value
+
+
+def errors(tree: Tree) -> Samples:
+    """By directory and errno."""
+    for its in _directories(tree):
+        for number, count in its["errors"].items():
+            yield (its["path"], str(number)), count
+
+
+def namespaces_of(tree: Tree) -> list[Any]:
+    """Those that have metrics of their own: in use, and not that of health checks."""
+    listed = [one for one in tree["namespaces"] if one["asked_blocks"] or one["blocks"] or one["below_blocks"]]
+    listed = [one for one in listed if one["engine"] != PROBE_ENGINE]
+    listed.sort(key=lambda one: (-one["asked_blocks"] - one["blocks"] - one["below_blocks"], one["id"]))
+    return listed[:MAX_NAMESPACES]
+
+
+def namespaces(values: Callable[[Any], Samples]) -> Callable[[Tree], Samples]:
+    """What `values` reads of one namespace, for those that have metrics of their own."""
+
+    def samples(tree: Tree) -> Samples:
+        for one in namespaces_of(tree):
+            for labels, value in values(one):
+                yield (one["fingerprint"], one["engine"], one["rank"], *labels), value
+
+    return samples
+
+
+def blocks_by_tier(one: Any) -> Samples:
+    """Blocks of one namespace by tier."""
+    yield ("dram",), one["blocks"]
+    yield ("nvme",), one["below_blocks"]
+
+
+def bytes_by_tier(one: Any) -> Samples:
+    """Their bytes."""
+    yield ("dram",), one["blocks"] * one["block_bytes"]
+    yield ("nvme",), one["below_blocks"] * one["block_bytes"]
+
+
+def asked_blocks(one: Any) -> Samples:
+    """Blocks that were looked up."""
+    yield (), one["asked_blocks"]
+
+
+def hits_by_tier(one: Any) -> Samples:
+    """Those found, by tier."""
+    yield ("dram",), one["hit_blocks"]
+    yield ("nvme",), one["hit_below_blocks"]

@@ -1,0 +1,40 @@
+"""A TCP socket that listens, or one line that says why there is none."""
+
+from __future__ import annotations
+
+import socket
+
+from tiercache.errors import ConfigError
+
+
+def bind(host: str, port: int, where: str) -> socket.socket:
+    """A socket at an address, which nobody can connect to yet; port 0 is any that is free.
+
+    `where` is what the user called it. Raises ConfigError.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise _refusal(where, error) from None
+    return listener
+
+
+def listen(listener: socket.socket, backlog: int, where: str) -> None:
+    """Let others connect. Of two that start at one time both may bind: one gets its ConfigError here."""
+    try:
+        listener.listen(backlog)
+    except OSError as error:
+        raise _refusal(where, error) from None
+
+
+def _refusal(where: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{where} cannot be listened on: {error.strerror}: choose another")
