@@ -18,6 +18,7 @@ class Counters:
     reserved_blocks: int = 0
     dedup_blocks: int = 0
     refused_blocks: int = 0
+    refused_by_quota_blocks: int = 0
     stored_blocks: int = 0
     stored_bytes: int = 0
     dropped_blocks: int = 0
@@ -35,7 +36,9 @@ class Counters:
     requests_refused: int = 0
     requests_expired: int = 0
     requests_failed: int = 0
+    requests_slow: int = 0
     sessions_opened: int = 0
     sessions_refused: int = 0
     sessions_cut: int = 0
+    handshakes_refused: int = 0
     loop_stalls: int = 0

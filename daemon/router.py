@@ -15,6 +15,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,9 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from tiercache.daemon.rundir import guard
 from tiercache.daemon.sessions import Session
+from tiercache.errors import ConfigError
 from tiercache.messages import MAX_MESSAGE_BYTES
 
 log = logging.getLogger("tiercache.daemon")
@@ -30,6 +33,7 @@ log = logging.getLogger("tiercache.daemon")
 BATCH = 64
 MAX_OUTSTANDING = 1024
 """Replies that may wait for one peer; one more ends its session."""
+DRAIN_REQUESTS = 4 * MAX_OUTSTANDING
 _HANDSHAKE_MS = 3000
 
 
@@ -48,13 +52,19 @@ Handler = Callable[[bytes, bytes, "list[zmq.Frame]"], "Answer | None"]
 class Router:
     """Owns the ROUTER socket; calls `handle(identity, header, further parts)` for each request in turn.
 
-    What is answered later (`handle` returned None) is given to `reply` with the same identity.
+    What is answered later (`handle` returned None) is given to `reply` with the same identity. `prepare`
+    is called with the socket before it is bound, to ask who connects; `peer` then names whom `handle` serves.
+    Raises ConfigError where the endpoint cannot be bound.
     """
 
     def __init__(
-        self, endpoint: str, handle: Handler, cut: Callable[[Session, str], None], max_connections: int
-    ) -> None:
+        self, endpoint: str, handle: Handler, cut: Callable[[Session, str], None], max_connections: int,
+        prepare: Callable[[zmq.Socket[bytes]], None] | None = None, group: int | None = None,
+    ) -> None:  # fmt: skip
         self.connections: set[int] = set()
+        self.peer = ""
+        self.empty_ns = time.perf_counter_ns()  # when no request was waiting, the last time that anybody looked
+        self._asks_who = prepare is not None
         self.refused_connections = 0
         self._handle = handle
         self._cut = cut
@@ -75,8 +85,17 @@ class Router:
             socket_.setsockopt(option, value)
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
         self._monitor = socket_.get_monitor_socket(events)
-        socket_.bind(endpoint)
-        Path(endpoint.removeprefix("ipc://")).chmod(0o600)
+        if prepare is not None:
+            prepare(socket_)
+        try:
+            socket_.bind(endpoint)
+        except zmq.ZMQError as error:
+            socket_.disable_monitor()
+            self._monitor.close(0)
+            socket_.close()
+            raise ConfigError(f"nothing can be served at {endpoint}: {error.strerror}") from error
+        if endpoint.startswith("ipc://"):
+            guard(Path(endpoint.removeprefix("ipc://")), group)
         self._fd = int(socket_.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._on_readable)
 
@@ -92,7 +111,7 @@ class Router:
             self._scheduled = True
             self._loop.call_soon(self._on_readable)
 
-    def drain(self, limit: int = 4 * MAX_OUTSTANDING) -> bool:
+    def drain(self, limit: int = DRAIN_REQUESTS) -> bool:
         """Serve what is here now, at most `limit` requests; True when nothing is left."""
         return any(not self._serve_one() for _ in range(limit))
 
@@ -101,16 +120,24 @@ class Router:
         try:
             identity = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
+            self.empty_ns = time.perf_counter_ns()
             return False
         header, parts = b"", []
         if self._socket.getsockopt(zmq.RCVMORE):
-            header = self._socket.recv()
+            header = self._receive_header()
         while self._socket.getsockopt(zmq.RCVMORE):
             parts.append(self._socket.recv(copy=False))
         answer = self._handle(identity, header, parts)
         if answer is not None:
             self.reply(identity, answer)
         return True
+
+    def _receive_header(self) -> bytes:
+        if not self._asks_who:
+            return self._socket.recv()
+        frame = self._socket.recv(copy=False)
+        self.peer = str(frame.get("User-Id"))
+        return frame.bytes
 
     def reply(self, identity: bytes, answer: Answer) -> None:
         """Send an answer, or drop it when its peer has gone or does not read."""

@@ -1,8 +1,9 @@
-"""The daemon's run dir: 0700, one daemon at a time, no stale sockets."""
+"""The daemon's run dir: 0700 (0750 where it is shared with a group), one daemon at a time, no stale sockets."""
 
 from __future__ import annotations
 
 import fcntl
+import grp
 import os
 from pathlib import Path
 
@@ -10,13 +11,35 @@ from tiercache.config import control_endpoint, session_socket_path
 from tiercache.errors import ConfigError
 
 
+def find_group(name: str) -> int | None:
+    """The gid of a group by its name or number, None for "". Raises ConfigError where we may not use it."""
+    if not name:
+        return None
+    try:
+        group = int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ConfigError(f"group = {name!r}: there is no such group: make it with groupadd, or name another") from None
+    if os.geteuid() != 0 and group not in {os.getegid(), *os.getgroups()}:
+        raise ConfigError(f"group = {name!r}: the daemon's user is not in it: add it with usermod -aG {name} USER")
+    return group
+
+
+def guard(path: Path, group: int | None) -> None:
+    """Who may open a socket: its owner, and the members of `group`. To be called in a run dir of ours."""
+    if group is None:
+        path.chmod(0o600)
+    else:
+        os.chown(path, -1, group)
+        path.chmod(0o660)
+
+
 class RunDir:
     """Holds the lock of a run dir as long as it is open.
 
-    Raises ConfigError when another daemon has it, or when it is not a folder of ours.
+    Members of `group` may connect. Raises ConfigError when another daemon has it, or when it is not a folder of ours.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, group: int | None = None) -> None:
         self.path = path
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -25,6 +48,9 @@ class RunDir:
                 raise ConfigError(f"run_dir {path} belongs to another user: choose one with --run-dir")
             if stat.st_mode & 0o022:
                 raise ConfigError(f"run_dir {path} can be written by others: chmod 0700 it, or choose another one")
+            if group is not None:
+                os.chown(path, -1, group)
+                path.chmod(0o750)
             self._fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             text = f"run_dir {path} cannot be used ({error.strerror}): choose one with --run-dir"

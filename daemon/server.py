@@ -17,28 +17,35 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from tiercache.arena import Region
 from tiercache.config import DaemonConfig, control_endpoint, session_socket_path
 from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.changes import HealthLog
 from tiercache.daemon.clock import LeaseClock
+from tiercache.daemon.desk import Desk
 from tiercache.daemon.events import Events
 from tiercache.daemon.http_process import HttpProcess
+from tiercache.daemon.priority import go_first
 from tiercache.daemon.publisher import Publisher
 from tiercache.daemon.regions import RegionMaker
-from tiercache.daemon.router import Router
-from tiercache.daemon.rundir import RunDir
+from tiercache.daemon.reuse import WhatIf
+from tiercache.daemon.router import DRAIN_REQUESTS, Answer, Router
+from tiercache.daemon.rundir import RunDir, find_group
 from tiercache.daemon.service import Service
 from tiercache.daemon.sessions import Session, SessionGate
-from tiercache.daemon.stats import build_stats
+from tiercache.daemon.slow import SlowRequests
+from tiercache.daemon.stats import build_stats, health_of
 from tiercache.errors import TierCacheError
 from tiercache.messages import Welcome
 from tiercache.units import format_bytes
 
 if TYPE_CHECKING:
     from tiercache.daemon.nvme.tier import NvmeTier
+    from tiercache.daemon.remote import RemoteGate
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -57,16 +64,22 @@ except PackageNotFoundError:  # run from a checkout that was never installed
 class Server:
     """One daemon. `run` returns its exit status."""
 
-    def __init__(self, config: DaemonConfig) -> None:
+    def __init__(self, config: DaemonConfig, log_figures: Callable[[], dict[str, Any]] = dict) -> None:
         self.config = config
+        self.log_figures = log_figures
+        self._health_log = HealthLog()
         self.started_s = time.monotonic()
         self.generation = secrets.randbits(63) | 1
         self.clock = LeaseClock()
         self.regions: dict[int, Region] = {}
         self.nvme = self._make_nvme() if config.nvme_dirs else None
-        limits = CacheLimits(config.policy, config.pin_share, config.quarantine_per_client_bytes)
+        limits = CacheLimits(
+            config.policy, config.pin_share, config.quarantine_per_client_bytes, dict(config.quota)
+        )  # fmt: skip
         self.events = _make_events(config) if config.kv_events else None
-        self.cache = Cache(self.clock, limits, self.nvme, self.events)
+        below_bytes = config.nvme_bytes if config.nvme_dirs else 0
+        what_if = WhatIf(self.clock, config.arena_bytes, below_bytes) if config.what_if == "yes" else None
+        self.cache = Cache(self.clock, limits, self.nvme, self.events, what_if)
         if self.nvme is not None:
             self.nvme.attach(self.cache)
         self.http = HttpProcess(config) if config.http else None
@@ -78,9 +91,10 @@ class Server:
     async def run(self, parent_fd: int | None = None) -> int:
         """Serve until SIGTERM, SIGINT, or the end of file on `parent_fd`. Raises ConfigError."""
         self.loop = asyncio.get_running_loop()
-        run_dir = RunDir(self.config.run_dir)
+        run_dir = RunDir(self.config.run_dir, find_group(self.config.group))
         try:
             self._open()
+            go_first()  # now that ZeroMQ's threads are there: those that follow do not inherit it
             self._watch(parent_fd)
             log.info(
                 "tiercache %s serves %s: arena %s, pid %d",
@@ -120,22 +134,47 @@ class Server:
             )
 
         socket_path = session_socket_path(config.run_dir)
-        self.gate = SessionGate(socket_path, welcome, self, config.max_sessions, self.cache.counters)
+        group = find_group(config.group)
+        self.gate = SessionGate(socket_path, welcome, self, config.max_sessions, self.cache.counters, group)
+        desk = Desk(
+            self.cache, self.generation, self.gate.sessions, self.regions, lease_ttl_max_s=config.lease_ttl_max_s,
+            max_leases=config.max_leases_per_session, region_bytes=min(config.region_bytes, config.arena_bytes),
+        )  # fmt: skip
+        slow = SlowRequests(config.slow_request_s, self.cache.counters)
         self.service = Service(
-            self.cache, self.clock, self.generation, self.gate.sessions, self.regions,
-            end=lambda session: self._later(self.gate.end, session), stats=lambda: build_stats(self),
-            lease_ttl_max_s=config.lease_ttl_max_s, max_leases=config.max_leases_per_session,
-            region_bytes=min(config.region_bytes, config.arena_bytes),
+            desk, self.clock, end=lambda session: self._later(self.gate.end, session),
+            stats=lambda request: build_stats(self, request), slow=slow,
         )  # fmt: skip
         connections = config.max_sessions * CONNECTIONS_PER_SESSION
-        self.router = Router(endpoint, self.service.handle, self.gate.cut, connections)
-        self.service.send = self.router.reply
+        self.router = Router(endpoint, self.service.handle, self.gate.cut, connections, group=group)
+        self.remote = self._make_remote(welcome, connections) if config.listen else None
+        desk.send = self._reply
+        slow.queue_empty_ns = self._queue_empty_ns
         self.maker = RegionMaker(
             config.arena_bytes, config.region_bytes, config.lock_memory,
             hand_over=lambda region, fd: self._from_thread(self._add_region, region, fd),
             give_up=lambda text: self._from_thread(self._fail, text),
         )  # fmt: skip
         self.maker.start()
+
+    def _make_remote(self, welcome: Callable[[Session, int], Welcome], connections: int) -> RemoteGate:
+        # Imported here: most daemons serve their own host alone.
+        from tiercache.daemon.remote import RemoteGate
+
+        counters = self.cache.counters
+        return RemoteGate(
+            self.config, self.gate, self.service.handle, welcome, counters, connections, self.generation
+        )  # fmt: skip
+
+    def _reply(self, identity: bytes, answer: Answer) -> None:
+        """An answer that had to wait goes the way that its request came."""
+        remote = self.remote is not None and answer.session is not None and answer.session.tenant
+        (self.remote.router if self.remote is not None and remote else self.router).reply(identity, answer)
+
+    def _queue_empty_ns(self) -> int:
+        """When no request was waiting, as `perf_counter_ns`."""
+        empty_ns = self.router.empty_ns
+        return empty_ns if self.remote is None else min(empty_ns, self.remote.router.empty_ns)
 
     def _watch(self, parent_fd: int | None) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -188,7 +227,7 @@ class Server:
 
     def _landed(self) -> None:
         """Blocks have come up: those who wait for them are answered."""
-        self.service.answer_parked()
+        self.service.reads.answer_parked()
 
     # --- the tick --------------------------------------------------------------------------------
 
@@ -199,15 +238,19 @@ class Server:
         self.loop.call_later(TICK_S, self._tick)
         self.clock.observe()
         self.cache.counters.loop_stalls = self.clock.stalls
-        self._undrained_ticks = 0 if self.router.drain(_TICK_REQUESTS) else self._undrained_ticks + 1
+        self._undrained_ticks = 0 if self._drain(_TICK_REQUESTS) else self._undrained_ticks + 1
         self.router.tick()
+        if self.remote is not None:
+            self.remote.tick()
         # A queue that never runs empty must not keep every lease alive.
         if self._undrained_ticks in (0, _MAX_UNDRAINED_TICKS):
             self._undrained_ticks = 0
             self.cache.expire()
-        self.service.answer_parked()
+        self.service.reads.answer_parked()
         if self.events is not None:
             self.events.tick()
+        if time.monotonic() >= self._health_log.next_s:
+            self._health_log.look(health_of(self)["reasons"])
         if not self._working:
             self._work()
 
@@ -226,9 +269,13 @@ class Server:
 
     # --- what the gate tells ---------------------------------------------------------------------
 
+    def _drain(self, limit: int = DRAIN_REQUESTS) -> bool:
+        drained = self.router.drain(limit)
+        return drained if self.remote is None else self.remote.router.drain(limit) and drained
+
     def session_ended(self, session: Session) -> None:
         """Its last requests may still be in the queue: a release there is worth hearing first."""
-        self.router.drain()
+        self._drain()
         self.cache.session_lost(session.owner)
 
     def process_ended(self, session: Session) -> None:
@@ -241,6 +288,8 @@ class Server:
         self.maker.stop()
         self.gate.close()
         self.router.close()
+        if self.remote is not None:
+            self.remote.close()
 
 
 def _make_events(config: DaemonConfig) -> Events:

@@ -1,5 +1,7 @@
 """Who is connected: the session socket, tokens, and what is known of each client's process.
 
+Clients on other hosts (see `tiercache.daemon.remote`) have sessions here too, without socket and process.
+
 A session is named by a random token, given over the session socket to whom may open it. The end
 of the socket ends the session; only the pidfd, readable once the process has exited, proves that
 nobody writes to its frames any more.
@@ -23,6 +25,7 @@ import msgspec
 from tiercache.arena import Region
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.leases import Owner
+from tiercache.daemon.rundir import guard
 from tiercache.errors import ProtocolError
 from tiercache.messages import (
     INSTANCE_BYTES,
@@ -65,14 +68,18 @@ class Ends(Protocol):
 
 
 class Session:
-    """One connected client."""
+    """One connected client. `pid` is 0 where that is not known.
 
-    def __init__(self, sock: socket.socket, pidfd: int, pid: int, hello: Hello) -> None:
-        self.sock = sock
-        self.pidfd = pidfd
+    `tenant`: what its keys say that it is, and all it may touch; empty for clients on this host, which are trusted.
+    """
+
+    def __init__(self, hello: Hello, pid: int = 0, tenant: str = "") -> None:
         self.pid = pid
+        self.tenant = tenant
         self.name = "".join(char if char.isprintable() else "?" for char in hello.name[:64])  # it goes into logs
         self.map_arena = hello.map_arena
+        self.protocol = min(PROTOCOL, hello.protocol_max)
+        self.since_s = time.monotonic()
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.owner = Owner(hello.instance)
         # From the client's monotonic clock to ours; late by the hello's way here, never early.
@@ -83,13 +90,39 @@ class Session:
         self.unsent_bytes = 0
         self.open = True
 
+    @property
+    def age_s(self) -> float:
+        """How long it has been connected, or was."""
+        return time.monotonic() - self.since_s
+
+
+class LocalSession(Session):
+    """A client on this host, with its session socket and the pidfd of its process."""
+
+    def __init__(self, sock: socket.socket, pidfd: int, pid: int, hello: Hello) -> None:
+        super().__init__(hello, pid)
+        self.sock = sock
+        self.pidfd = pidfd
+        self.map_arena = hello.map_arena
+
+
+def refusal(hello: Hello) -> Refused | None:
+    """Why this daemon does not talk to a client, whichever way it came; or None."""
+    if hello.protocol_max < OLDEST_PROTOCOL or hello.protocol_min > PROTOCOL:
+        ours, theirs = _span(OLDEST_PROTOCOL, PROTOCOL), _span(hello.protocol_min, hello.protocol_max)
+        text = f"this daemon speaks protocol {ours} and its client {theirs}: use the same release of tiercache"
+        return Refused(ErrorCode.VERSION.value, f"{text} on both sides")
+    if len(hello.instance) != INSTANCE_BYTES:
+        return Refused(ErrorCode.MALFORMED.value, f"instance must be {INSTANCE_BYTES} random bytes")
+    return None
+
 
 class SessionGate:
     """The listening socket and all sessions behind it. Event loop only; sockets never block."""
 
     def __init__(
         self, path: Path, welcome: Callable[[Session, int], Welcome], ends: Ends, max_sessions: int,
-        counters: Counters,
+        counters: Counters, group: int | None = None,
     ) -> None:  # fmt: skip
         self.sessions: dict[bytes, Session] = {}
         self._welcome = welcome
@@ -98,11 +131,11 @@ class SessionGate:
         self._counters = counters
         self._regions: list[tuple[Region, int]] = []
         self._greeting: dict[socket.socket, asyncio.TimerHandle] = {}
-        self._ghosts: set[Session] = set()
+        self._ghosts: set[LocalSession] = set()
         self._loop = asyncio.get_running_loop()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind(str(path))
-        path.chmod(0o600)
+        guard(path, group)
         self._listener.listen(_BACKLOG)
         self._listen()
 
@@ -168,19 +201,17 @@ class SessionGate:
         if len(data) > MAX_HELLO_BYTES:
             raise ValueError(f"hello is {len(data)} bytes: at most {MAX_HELLO_BYTES}")
         hello = _decode_hello(data)
-        if hello.protocol_max < OLDEST_PROTOCOL or hello.protocol_min > PROTOCOL:
+        if (refused := refusal(hello)) is not None:
             close_fds(fds)
-            text = f"this daemon speaks protocol {OLDEST_PROTOCOL} to {PROTOCOL}: use the same release on both sides"
-            self._refuse(sock, ErrorCode.VERSION, text)
+            self._refuse(sock, ErrorCode(refused.code), refused.text)
             return
-        if len(hello.instance) != INSTANCE_BYTES:
-            raise ValueError(f"instance must be {INSTANCE_BYTES} random bytes")
         if len(fds) != 1:
             raise ValueError("hello must carry one descriptor: the sender's own pidfd")
-        session = Session(sock, fds[0], _checked_pid(sock, fds[0]), hello)
-        send_packet(sock, _encode(self._welcome(session, min(PROTOCOL, hello.protocol_max))))
+        session = LocalSession(sock, fds[0], _checked_pid(sock, fds[0]), hello)
+        send_packet(sock, _encode(self._welcome(session, session.protocol)))
         self.sessions[session.token] = session
         self._counters.sessions_opened += 1
+        log.debug("session %s (pid %d) has begun", session.name, session.pid)
         self._loop.add_reader(sock, self._on_packet, session)
         self._loop.add_reader(session.pidfd, self._on_process_exit, session)
         if session.map_arena:
@@ -201,10 +232,10 @@ class SessionGate:
         """Send a new region to all who map the arena; from here on its frames may be named."""
         self._regions.append((region, fd))
         for session in list(self.sessions.values()):
-            if session.map_arena:
+            if isinstance(session, LocalSession) and session.map_arena:
                 self._send_regions(session, [(region, fd)])
 
-    def _send_regions(self, session: Session, regions: list[tuple[Region, int]]) -> None:
+    def _send_regions(self, session: LocalSession, regions: list[tuple[Region, int]]) -> None:
         if not session.open:
             return
         message = Regions([(region.region_id, region.size_bytes) for region, _ in regions])
@@ -216,7 +247,7 @@ class SessionGate:
 
     # --- going -----------------------------------------------------------------------------------
 
-    def _on_packet(self, session: Session) -> None:
+    def _on_packet(self, session: LocalSession) -> None:
         try:
             data, fds = receive_packet(session.sock)
         except BlockingIOError:
@@ -232,7 +263,8 @@ class SessionGate:
     def cut(self, session: Session, why: str) -> None:
         """End a session that misbehaves or does not keep up."""
         if session.open:
-            log.warning("session %s (pid %d) is cut: %s", session.name, session.pid, why)
+            whose = f"pid {session.pid}" if isinstance(session, LocalSession) else f"tenant {session.tenant}"
+            log.warning("session %s (%s) is cut: %s", session.name, whose, why)
             self._counters.sessions_cut += 1
             self.end(session)
 
@@ -241,28 +273,32 @@ class SessionGate:
         if not session.open:
             return
         session.open = False
+        log.debug("session %s (pid %d) has ended, after %.1f s", session.name, session.pid, session.age_s)
         try:
             self._ends.session_ended(session)
         finally:
             self.sessions.pop(session.token, None)
-            self._loop.remove_reader(session.sock)
-            session.sock.close()
+            if isinstance(session, LocalSession):
+                self._loop.remove_reader(session.sock)
+                session.sock.close()
         for ghost in [ghost for ghost in self._ghosts if not self._ends.has_quarantine(ghost)]:
             self._ghosts.remove(ghost)  # another session of its instance has said that its copies are finished
             self._forget_process(ghost)
-        if self._ends.has_quarantine(session):
+        if not isinstance(session, LocalSession):
+            self._ends.process_ended(session)  # what it writes comes as messages: none is half done
+        elif self._ends.has_quarantine(session):
             self._ghosts.add(session)
         else:
             self._forget_process(session)
 
-    def _on_process_exit(self, session: Session) -> None:
+    def _on_process_exit(self, session: LocalSession) -> None:
         self.end(session)
         if session in self._ghosts:
             self._ghosts.remove(session)
             self._ends.process_ended(session)
             self._forget_process(session)
 
-    def _forget_process(self, session: Session) -> None:
+    def _forget_process(self, session: LocalSession) -> None:
         self._loop.remove_reader(session.pidfd)
         os.close(session.pidfd)
 
@@ -274,6 +310,11 @@ class SessionGate:
             self._stop_greeting(sock, close=True)
         for session in list(self.sessions.values()):
             self.end(session)
+
+
+def _span(oldest: int, newest: int) -> str:
+    """Protocol versions, for people."""
+    return str(newest) if oldest == newest else f"{oldest} to {newest}"
 
 
 def _checked_pid(sock: socket.socket, fd: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -12,6 +12,7 @@ from tiercache.daemon.allocator import NO_FRAME, Allocator, SizeClass
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.index import LIVE, Index, Table
 from tiercache.daemon.policy import NO_ENTRY, POLICIES, Policy
+from tiercache.daemon.quotas import Quotas
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import REGION_SHIFT
 
@@ -20,6 +21,24 @@ SLICE = 512
 """Entries unlinked, or frames drained, in one go: about a millisecond of the loop."""
 
 _DRAIN_REST = 256
+_TURN = 16
+
+
+@dataclass(slots=True)
+class Use:
+    """What a namespace has been asked for and given, in blocks, in this life of the daemon.
+
+    `used_s`: when it was asked or stored last, on the lease clock; None before the first time.
+    """
+
+    asked_blocks: int = 0
+    hit_blocks: int = 0
+    below_blocks: int = 0
+    stored_blocks: int = 0
+    refused_blocks: int = 0
+    used_s: float | None = None
+    pending_blocks: int = 0
+    """Being stored now."""
 
 
 @dataclass(slots=True)
@@ -35,6 +54,7 @@ class Namespace:
     table: Table
     size_class: SizeClass
     direct: bool = False
+    use: Use = field(default_factory=Use)
 
 
 class NoRoom(Exception):
@@ -44,14 +64,15 @@ class NoRoom(Exception):
 class Space:
     """The DRAM tier's places and what is in them. Event loop only; nothing here blocks."""
 
-    def __init__(self, policy: str, counters: Counters) -> None:
+    def __init__(self, policy: str, counters: Counters, quotas: Quotas | None = None) -> None:
         self.allocator = Allocator()
         self.index = Index(self.allocator.give_back)
         self.counters = counters
         self.namespaces: dict[int, Namespace] = {}
         self._by_fingerprint: dict[str, Namespace] = {}
         self._policy_name = policy
-        self._policies: dict[int, Policy] = {}
+        self._policies: dict[int, dict[str, Policy]] = {}  # of a size of frames, by account
+        self.quotas = quotas or Quotas({})
         self._draining: tuple[int, int] | None = None  # region id, next frame to look at
         self._drain_rest = 0  # times that no drain is considered
         self._drain_turn = 0
@@ -68,9 +89,11 @@ class Space:
             raise NoRoom(f"{MAX_NAMESPACES} namespaces are registered: restart the daemon to forget the empty ones")
         number = len(self.namespaces) + 1
         size_class = self.allocator.size_class(spec.frame_bytes)
-        policy = self._policies.get(spec.frame_bytes)
+        its = self._policies.setdefault(spec.frame_bytes, {})
+        account = self.quotas.account(spec.tenant)
+        policy = its.get(account)
         if policy is None:
-            policy = self._policies[spec.frame_bytes] = POLICIES[self._policy_name](self.index.columns)
+            policy = its[account] = POLICIES[self._policy_name](self.index.columns)
         table = self.index.add_table(number, policy, windowed=spec.window_blocks > 0)
         namespace = Namespace(number, spec, fingerprint, table, size_class)
         self.namespaces[number] = self._by_fingerprint[fingerprint] = namespace
@@ -99,6 +122,9 @@ class Space:
         Whatever must survive this (the new blocks' ancestors) has to be pinned by the caller.
         """
         allocator, size_class = self.allocator, namespace.size_class
+        limit_bytes = self.quotas.limit(namespace.spec.tenant)
+        if limit_bytes is not None:
+            count = self._within_quota(namespace, count, limit_bytes)
         frames: list[int] = []
         while len(frames) < count:
             frame = allocator.take(size_class)
@@ -108,6 +134,30 @@ class Space:
                 break
         return frames
 
+    def used_bytes(self, tenant: str) -> int:
+        """What a tenant has of the arena. O(namespaces)."""
+        return sum(
+            (one.table.blocks + one.use.pending_blocks) * one.size_class.frame_bytes
+            for one in self.namespaces.values()
+            if one.spec.tenant == tenant
+        )
+
+    def _within_quota(self, namespace: Namespace, count: int, limit_bytes: int) -> int:
+        """How many of `count` frames the tenant may have, once it has given up blocks of its own for them."""
+        tenant, frame_bytes = namespace.spec.tenant, namespace.size_class.frame_bytes
+        over = self.used_bytes(tenant) + count * frame_bytes - limit_bytes
+        accounts = [its[tenant] for its in self._policies.values() if tenant in its]
+        while over > 0 and (policy := _coldest(accounts)) is not None:
+            victim = policy.victim()
+            size = self.namespaces[self.index.table[victim]].size_class.frame_bytes
+            evicted = self.index.evict_run(victim, -(-over // size))
+            self.counters.evicted_blocks += evicted
+            over -= evicted * size
+        if over <= 0:
+            return count
+        self.counters.refused_by_quota_blocks += min(count, -(-over // frame_bytes))
+        return max(0, count - -(-over // frame_bytes))
+
     def _make_room(self, namespace: Namespace, count: int) -> bool:
         """Evict `count` blocks, or fewer where that is all there is; False when nothing was gained.
 
@@ -116,11 +166,13 @@ class Space:
         """
         if self.index.unlink_slice(SLICE):
             return True
-        policy = namespace.table.policy
-        self._consider_drain(namespace.size_class, policy)
+        accounts = list(self._policies[namespace.size_class.frame_bytes].values())
+        self._consider_drain(namespace.size_class, _coldest(accounts))
         evicted = 0
-        while evicted < count and (victim := policy.victim()) != NO_ENTRY:
-            evicted += self.index.evict_run(victim, count - evicted)
+        while evicted < count and (policy := _coldest(accounts)) is not None:
+            # With several accounts in turn, so that the coldest goes whoever has it.
+            most = count - evicted if len(accounts) == 1 else min(count - evicted, _TURN)
+            evicted += self.index.evict_run(policy.victim(), most)
         self.counters.evicted_blocks += evicted
         return evicted > 0
 
@@ -132,19 +184,18 @@ class Space:
     # A class that is out of frames gets a region of another one whose coldest block is colder than
     # its own. The region is emptied in slices and cannot be used before its last frame is back.
 
-    def _consider_drain(self, size_class: SizeClass, policy: Policy) -> None:
+    def _consider_drain(self, size_class: SizeClass, policy: Policy | None) -> None:
         if self._draining is not None or len(self._policies) < 2:
             return
         if self._drain_rest:
             self._drain_rest -= 1
             return
-        own = policy.coldest_stamp()
+        own = None if policy is None else policy.coldest_stamp()
         coldest: tuple[int, Policy] | None = None
-        for frame_bytes, other in self._policies.items():
-            stamp = other.coldest_stamp()
-            if frame_bytes == size_class.frame_bytes or stamp is None:
-                continue
-            if coldest is None or stamp < coldest[0]:
+        for frame_bytes, accounts in self._policies.items():
+            other = None if frame_bytes == size_class.frame_bytes else _coldest(list(accounts.values()))
+            stamp = None if other is None else other.coldest_stamp()
+            if other is not None and stamp is not None and (coldest is None or stamp < coldest[0]):
                 coldest = stamp, other
         if coldest is None or (own is not None and own <= coldest[0]):
             return
@@ -193,3 +244,11 @@ class Space:
                 self.drained_something = True
         done = first + SLICE >= len(entries)
         self._draining = None if done else (region_id, first + SLICE)
+
+
+def _coldest(accounts: list[Policy]) -> Policy | None:
+    """The one whose next victim has waited longest; None where none has a victim."""
+    if len(accounts) == 1:
+        return None if accounts[0].victim() == NO_ENTRY else accounts[0]
+    stamps = [(stamp, number) for number, one in enumerate(accounts) if (stamp := one.coldest_stamp()) is not None]
+    return accounts[min(stamps)[1]] if stamps else None

@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from tiercache import messages
+from tiercache.curve import ClientKeys
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, RequestRefused
 from tiercache.messages import AnyReply, Error, ErrorCode, Reply, Request
 from tiercache.wire import UNREADABLE
@@ -62,6 +63,9 @@ ANSWERS: Mapping[type[Request], type[Reply]] = {
     messages.CommitExtents: messages.Committed,
     messages.Peek: messages.Peeked,
     messages.Models: messages.ModelList,
+    messages.Inspect: messages.Inspected,
+    messages.Pins: messages.PinList,
+    messages.Specs: messages.SpecList,
 }
 """The reply that each request is answered with, when it is not an `Error`."""
 
@@ -79,7 +83,7 @@ _context_lock = threading.Lock()
 _context: tuple[int, zmq.Context[zmq.Socket[bytes]]] | None = None
 
 
-def _process_context() -> zmq.Context[zmq.Socket[bytes]]:
+def process_context() -> zmq.Context[zmq.Socket[bytes]]:
     """The ZeroMQ context of this process; a forked child gets its own."""
     global _context
     with _context_lock:
@@ -102,12 +106,14 @@ class Channel:
 
     __slots__ = ("_receive_timeout_ms", "_socket", "late_until_s", "owed")
 
-    def __init__(self, endpoint: str) -> None:
-        socket = _process_context().socket(zmq.DEALER)
+    def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
+        socket = process_context().socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, HIGH_WATER_MESSAGES)
         socket.set(zmq.RCVHWM, HIGH_WATER_MESSAGES)
         socket.set(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+        if keys is not None:
+            keys.secure(socket)
         socket.connect(endpoint)
         self._socket = socket
         self._receive_timeout_ms = -1
@@ -167,6 +173,7 @@ class Channels:
 
     Args:
         endpoint, session, generation: from the daemon's `Welcome`.
+        keys: for a daemon on another host.
         timeout_s: deadline of a request whose caller names none.
         on_late: gets every reply of this generation that came after its caller had gone. Called
             in the thread that finds it; must not block.
@@ -179,12 +186,14 @@ class Channels:
         generation: int,
         timeout_s: float,
         on_late: Callable[[AnyReply], None],
+        keys: ClientKeys | None = None,
     ) -> None:
         self.generation = generation
         self.timeout_s = timeout_s
         self._endpoint = endpoint
         self._session = session
         self._on_late = on_late
+        self._keys = keys
         self._lock = threading.Lock()
         self._idle: list[Channel] = []
         self._late: deque[Channel] = deque()
@@ -377,7 +386,7 @@ class Channels:
             if self._idle:
                 return self._idle.pop()
         try:
-            return Channel(self._endpoint)
+            return Channel(self._endpoint, self._keys)
         except zmq.ZMQError as error:
             raise DaemonUnavailable(f"no connection to {self._endpoint}: {error}") from error
 

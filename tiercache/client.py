@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, cast
 from tiercache import messages
 from tiercache.channel import ANSWERS
 from tiercache.config import session_socket_path
+from tiercache.curve import find_remote, is_remote, public_part
 from tiercache.errors import (
     ArenaError,
     ConfigError,
@@ -100,7 +101,9 @@ class Client:
             raise ValueError(f"an instance is {messages.INSTANCE_BYTES} random bytes, not {len(instance)}")
         if request_timeout_s <= 0:
             raise ValueError(f"request_timeout_s is {request_timeout_s}: must be more than 0")
-        self.address = str(session_socket_path(address).parent)
+        find_remote(address)  # what is wrong with an address is said here, and not tried again and again
+        self.address = public_part(address) if is_remote(address) else str(session_socket_path(address).parent)
+        self._where = str(address)
         self.name = name
         self.instance = instance or os.urandom(messages.INSTANCE_BYTES)
         self.request_timeout_s = request_timeout_s
@@ -142,7 +145,7 @@ class Client:
         """A client that is UP. Blocks for at most about `timeout_s`.
 
         Args:
-            address: the daemon's run directory.
+            address: the daemon's run directory, or `tcp://HOST:PORT?key=FILE` of one on another host.
             name: how the daemon calls this client in its statistics.
             instance: 16 random bytes shared by all sessions of one engine; random by default.
             map_arena: False moves bytes through the control socket, 2 MiB at a time.
@@ -169,20 +172,24 @@ class Client:
             raise
         return client
 
-    def start(self, timeout_s: float, *, required: bool) -> None:
-        """Try for `timeout_s` to come UP (once, if not `required`), then leave it to the background."""
+    def start(self, timeout_s: float, *, required: bool, warn: bool = True) -> None:
+        """Try for `timeout_s` to come UP (once, if not `required`), then leave it to the background.
+
+        Without `warn` the caller is the one who says that there is no daemon yet; `session` tells it why.
+        """
         deadline_s = time.monotonic() + timeout_s
         while (error := self._try_to_come_up()) is not None and required:
             if isinstance(error, RequestRefused):
                 raise error
             if time.monotonic() + self._back_off_s > deadline_s:
+                start = "" if is_remote(self.address) else f" --run-dir {self.address}"
                 raise DaemonUnavailable(
                     f"no tiercache daemon answers at {self.address}: {self._reason}; "
-                    f"start one with `tiercache daemon --run-dir {self.address}`"
+                    f"start one with `tiercache daemon{start or ' --listen'}`"
                 )
             self._pause(self._next_back_off_s())
         if error is not None:
-            logger.warning("no daemon answers at %s yet: %s; going on without it", self.address, error)
+            self._complain(error, warn)
         self._thread = threading.Thread(target=self._watch, name="tiercache-client", daemon=True)
         self._thread.start()
 
@@ -220,9 +227,9 @@ class Client:
         self.session().call(Ping, Done)
         return time.perf_counter() - start_s
 
-    def stats(self) -> dict[str, Any]:
-        """The daemon's statistics."""
-        return self.session().call(Stats, StatsReply).stats
+    def stats(self, *, histograms: bool = False, hot_prefixes: int = 0) -> dict[str, Any]:
+        """The daemon's statistics; `daemon/README.md` says what is in them, and what each argument adds."""
+        return self.session().call(Stats, StatsReply, histograms=histograms, hot_prefixes=hot_prefixes).stats
 
     def flush(
         self, *, tier: str = "all", namespaces: Sequence[NamespaceSpec] = (), key: bytes = b""
@@ -365,14 +372,23 @@ class Client:
             session.resume()
             self._up = session
             self._up_since_s = time.monotonic()
+        for said in [said for said in list(_complaints) if said[0] == self.address]:
+            _complaints.pop(said, None)
         if self.times_up or self._thread is not None:
             logger.warning("the cache at %s is %s", self.address, "back" if self.times_up else "there")
         self.times_up += 1
         return None
 
+    def _complain(self, error: Exception, warn: bool = True) -> None:
+        """Log why there is no coming up, unless a client of this process has said so already."""
+        told = object()
+        if _complaints.setdefault((self.address, str(error)), told) is told and warn:
+            what = "no daemon answers at %s yet" if _is_absence(error) else "the cache at %s cannot be used"
+            logger.warning(what + ": %s; going on without it", self.address, error)
+
     def _open_session(self) -> Session:
         session = Session(
-            self.address,
+            self._where,
             self.name,
             self.instance,
             map_arena=self._map_arena,
@@ -391,17 +407,17 @@ class Client:
         return session
 
     def _prove(self, session: Session) -> None:
-        """Three good pings, and all that must be in order before calls go through."""
+        """Three good pings, and all that must be in order before calls go through.
+
+        Raises RequestRefused when the daemon will not have our blocks: then it is of no use as it is.
+        """
         half_s = self.request_timeout_s / 2
         for _ in range(GOOD_PINGS):
             session.call(Ping, Done, half_s)
         if not session.receive():
             raise DaemonUnavailable("the daemon closed the session")
         for fingerprint, spec in list(self._specs.items()):
-            try:
-                session.namespace_id(spec, direct=fingerprint in self._direct)
-            except RequestRefused as error:
-                logger.warning("the daemon refuses a namespace of this client: %s", error)
+            session.namespace_id(spec, direct=fingerprint in self._direct)
         session.tidy()
 
     def _next_back_off_s(self) -> float:
@@ -417,8 +433,9 @@ class Client:
             session = self._up
             if session is None:
                 self._pause(self._next_back_off_s())
-                if not self._closed:
-                    self._try_to_come_up()
+                error = None if self._closed else self._try_to_come_up()
+                if error is not None and not _is_absence(error):
+                    self._complain(error)
                 continue
             if time.monotonic() - self._up_since_s > STEADY_S:
                 self._back_off_s = BACK_OFF_FIRST_S
@@ -503,6 +520,13 @@ class Client:
             self._wakeup = -1
 
 
+def _is_absence(error: Exception) -> bool:
+    """Whether nobody answers; else there is a daemon, which cannot be used as it is."""
+    return isinstance(error, (DaemonUnavailable, OSError))
+
+
+_complaints: dict[tuple[str, str], object] = {}
+"""Addresses and what has been logged of them in this process, until a client comes up there."""
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 # Sessions of the parent, in a forked child: never touched, and never collected either.
 _left_behind: list[Session] = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -51,6 +52,10 @@ class DaemonConfig:
     region_bytes: int = 256 << 20
     lock_memory: str = "auto"
     policy: str = "lru"
+    group: str = ""
+    quota: tuple[tuple[str, int], ...] = ()
+    listen: str = ""
+    curve_keys: Path | None = None
     max_sessions: int = 256
     max_leases_per_session: int = 1024
     lease_ttl_max_s: float = 60.0
@@ -60,8 +65,10 @@ class DaemonConfig:
     nvme_bytes: int = 64 << 30
     nvme_segment_bytes: int = 1 << 30
     nvme_codec: str = "raw"
+    nvme_key: Path | None = None
     nvme_write_budget_bytes: int = 0
     grace_s: float = 20.0
+    what_if: str = "yes"
     kv_events: str = ""
     kv_events_replay: str = ""
     kv_events_topic: str = ""
@@ -69,8 +76,10 @@ class DaemonConfig:
     kv_events_allow_remote: str = "no"
     http: str = ""
     http_allow_remote: str = "no"
+    http_hosts: str = ""
     log_level: str = "info"
     log_format: str = "auto"
+    slow_request_s: float = 0.25
 
     def __post_init__(self) -> None:
         for setting in SETTINGS.values():
@@ -84,6 +93,9 @@ class DaemonConfig:
             raise ConfigError(f"kv_events_replay = {self.kv_events_replay}: is that of kv_events: choose another one")
         if not self.kv_events and (self.kv_events_replay or self.kv_events_topic):
             raise ConfigError("kv_events_replay and kv_events_topic mean nothing without kv_events: set that too")
+        if bool(self.listen) != (self.curve_keys is not None):
+            text = "TCP is served with keys only: set both, and make the keys with `tiercache keygen DIR`"
+            raise ConfigError(f"listen = {self.listen}, curve_keys = {self.curve_keys or ''}: {text}")
         if self.http and (problem := http_problem(self.http, self.http_allow_remote == "yes")):
             raise ConfigError(f"http = {self.http}: {problem}")
         set_field = object.__setattr__  # the one place where a frozen object may be written
@@ -175,6 +187,20 @@ def _parse_directories(value: object) -> tuple[Path, ...]:
     return tuple(_parse_directory(part.strip()) for part in parts if part.strip())
 
 
+def _parse_quota(value: object) -> tuple[tuple[str, int], ...]:
+    """A table of TOML or `team-a=16GiB,*=1GiB`."""
+    if isinstance(value, Mapping):
+        pairs = [(str(tenant), size) for tenant, size in value.items()]
+    else:
+        parts = [part.strip() for part in str(value).split(",") if part.strip()]
+        pairs = [(tenant.strip(), size) for tenant, _, size in (part.partition("=") for part in parts)]
+    if any(not tenant or size == "" for tenant, size in pairs):
+        raise ValueError("is no list of quotas: write for example team-a=16GiB,*=1GiB")
+    if len({tenant for tenant, _ in pairs}) != len(pairs):
+        raise ValueError("names a tenant twice: write each once")
+    return tuple((tenant, parse_bytes(size)) for tenant, size in pairs)
+
+
 def _check_directories(value: tuple[Path, ...]) -> str | None:
     return "names a directory twice: write each once" if len(set(value)) != len(value) else None
 
@@ -188,22 +214,45 @@ def split_http(value: str) -> tuple[str, int]:
     return bare, int(port)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches it."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def hosts_problem(value: str) -> str | None:
+    """What is wrong with names that requests may be for, and what to do; or None."""
+    for name in value.split(","):
+        if value and not re.fullmatch(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]", name.strip()):
+            return f"{name.strip()!r} is no host: write names without port, and commas between them"
+    return None
+
+
 def http_problem(value: str, allow_remote: bool) -> str | None:
     """What is wrong with an address to serve HTTP at, and what to do; or None."""
     try:
         host, _ = split_http(value)
     except ValueError as error:
         return str(error)
-    try:
-        here = ip_address(host).is_loopback
-    except ValueError:
-        here = host == "localhost"
-    if here or allow_remote:
+    if is_loopback(host) or allow_remote:
         return None
     return (
         "other hosts could read the statistics there, and ask how much is stored of prompts whose salt they know "
         "(never tokens or KV): use 127.0.0.1, or allow it with --http-allow-remote yes"
     )
+
+
+def _listen_problem(value: str) -> str | None:
+    scheme, _, rest = value.partition("://")
+    try:
+        _, port = split_http(rest)
+    except ValueError:
+        port = 0
+    if scheme == "tcp" and port > 0:
+        return None
+    return "is no address to serve at: write for example tcp://0.0.0.0:7411, or tcp://10.0.0.5:7411 for one interface"
 
 
 def events_problem(value: str, allow_remote: bool) -> str | None:
@@ -236,8 +285,20 @@ def _check_region(value: int) -> str | None:
 
 _ENDPOINT = _Kind("ENDPOINT", str, lambda value: events_problem(value, True) if value else None, _toml_string)
 _HTTP = _Kind("HOST:PORT", str, lambda value: http_problem(value, True) if value else None, _toml_string)
+_HOSTS = _Kind("HOST,...", str, hosts_problem, _toml_string)
 _TOPIC = _Kind("TEXT", str, lambda value: None if len(value) <= 256 else "is longer than 256 letters", _toml_string)
 _DIRECTORY = _Kind("DIR", _parse_directory, lambda value: None, _toml_string)
+_OPTIONAL_DIRECTORY = _Kind(
+    "DIR", lambda value: _parse_directory(value) if value else None, lambda value: None,
+    lambda value: _toml_string("" if value is None else value),
+)  # fmt: skip
+_OPTIONAL_FILE = _OPTIONAL_DIRECTORY._replace(metavar="FILE")
+_GROUP = _Kind("NAME", lambda value: str(value), lambda value: None, _toml_string)
+_QUOTA = _Kind(
+    "TENANT=SIZE[,..]", _parse_quota, lambda value: None,
+    lambda value: _toml_string(",".join(f"{tenant}={_toml_bytes(size)}" for tenant, size in value)),
+)  # fmt: skip
+_LISTEN = _Kind("ENDPOINT", str, lambda value: _listen_problem(value) if value else None, _toml_string)
 _DIRECTORIES = _Kind(
     "DIR[,DIR]", _parse_directories, _check_directories, lambda value: _toml_string(",".join(map(str, value)))
 )
@@ -252,6 +313,7 @@ def _seconds(value: float) -> str:
 
 _GRACE = _Kind("DURATION", parse_duration_s, _within(0, 3600, _seconds), lambda value: f'"{_seconds(value)}"')
 _TTL = _Kind("DURATION", parse_duration_s, _within(0.1, 600, _seconds), lambda value: f'"{_seconds(value)}"')
+_SLOW = _Kind("DURATION", parse_duration_s, _within(0, 60, _seconds), lambda value: f'"{_seconds(value)}"')
 _SHARE = _Kind("SHARE", _parse_share, _within(0, 1), lambda value: repr(float(value)))
 
 _TABLE = (
@@ -299,6 +361,27 @@ _TABLE = (
         "Beyond it the client's stores are refused; its loads go on. 0: a quarter of the arena, at least 64MiB.",
     ),
     _Setting(
+        "group", "group", _GROUP,
+        "Group whose members may connect too, by name or number: the run directory is 0750 then and its sockets 0660, "
+        "not 0700 and 0600. Whoever connects can read and write the whole arena. Empty: the daemon's user alone.",
+    ),
+    _Setting(
+        "quota", "quota", _QUOTA,
+        "How much of the arena tenants may have: team-a=16GiB,team-b=4GiB,*=1GiB, * for each other one. A tenant at "
+        "its limit makes room among its own blocks, and nobody else loses one for it. Clients on this host say their "
+        "tenant, for others their key does; those of none have no limit. Empty: no quotas.",
+    ),
+    _Setting(
+        "listen", "listen", _LISTEN,
+        "Serve clients on other hosts at this address (tcp://0.0.0.0:7411), encrypted, and with the keys of curve_keys "
+        "only. Their blocks go through messages, and each sees its own tenant's alone. Empty: this host only.",
+    ),
+    _Setting(
+        "curve_keys", "curve_keys", _OPTIONAL_DIRECTORY,
+        "Directory with the daemon's keys and those of the clients that may connect to listen; `tiercache keygen DIR` "
+        "makes it.",
+    ),
+    _Setting(
         "pin_share", "pin_share", _SHARE,
         "Part of the arena that pins may hold, 0 to 1. A pin beyond it keeps fewer blocks.",
     ),
@@ -323,6 +406,13 @@ _TABLE = (
         "stay readable whatever this says. zstd needs the extra: pip install 'tiercache[zstd]'.",
     ),
     _Setting(
+        "nvme_key", "nvme_key", _OPTIONAL_FILE,
+        "File with a key (64 hex digits, readable by its owner alone) that blocks in nvme directories are encrypted "
+        "with: AES-256-GCM, about half a millisecond of CPU for 2 MiB. What was stored without it, or with another "
+        "one, is forgotten. GPUDirect does not go with it. Needs the extra: pip install 'tiercache[encryption]'. "
+        "Empty: not encrypted.",
+    ),
+    _Setting(
         "nvme_write_budget", "nvme_write_budget_bytes", _BUDGET,
         "Bytes a day that may be written to nvme directories, to spare SSDs: blocks that were asked for twice "
         "come first. 0: no limit.",
@@ -330,6 +420,11 @@ _TABLE = (
     _Setting(
         "grace", "grace_s", _GRACE,
         "On SIGTERM, how long to go on writing blocks that are only in DRAM to the nvme directories.",
+    ),
+    _Setting(
+        "what_if", "what_if", _choice("yes", "no"),
+        "Estimate the hit rate that caches of other sizes would have, from a sample of at most 16,384 blocks (about "
+        "2.5 MB, and about 1 ms of CPU time a second); shown by `tiercache stats`.",
     ),
     _Setting(
         "kv_events", "kv_events", _ENDPOINT,
@@ -362,12 +457,23 @@ _TABLE = (
         "(names of models and clients, no tokens, no KV) and ask how much is stored of prompts whose salt they know.",
     ),
     _Setting(
+        "http_hosts", "http_hosts", _HOSTS,
+        "Further names that requests over HTTP may be for, with commas between them, such as those of a proxy. Without "
+        "any, an address of this host is only asked as localhost, 127.0.0.1, [::1] or itself, so that no web page that "
+        "was given its address can read it in somebody's browser.",
+    ),
+    _Setting(
         "log_level", "log_level", _choice("debug", "info", "warning", "error"),
         "Least important lines that are logged, to stderr.",
     ),
     _Setting(
         "log_format", "log_format", _choice("auto", "text", "json"),
         "auto: text; under systemd without the time and with the journal's level. json: one object a line.",
+    ),
+    _Setting(
+        "slow_request", "slow_request_s", _SLOW,
+        "Log requests for which the daemon took longer, with the time at work and in the queue: half of what clients "
+        "give a request (500ms) is where they are about to lose patience. 0: none.",
     ),
 )  # fmt: skip
 

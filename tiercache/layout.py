@@ -15,6 +15,8 @@ from tiercache.units import round_up
 
 FRAME_ALIGNMENT_BYTES = 4096
 MAX_BLOCK_BYTES = 256 << 20
+TENANT = "tenant"
+"""In `NamespaceSpec.extra`: whose blocks these are. Each tenant has namespaces of its own, and perhaps a quota."""
 
 
 class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +35,8 @@ class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         window_blocks: 0 for groups that need the whole prefix. Otherwise blocks may be present
             without their parents, and a match at a cut means that the last `window_blocks`
             blocks before it are present (sliding windows, recurrent state).
-        extra: anything else that changes the bytes.
+        extra: anything else that changes the bytes. `tiers` = `dram` is for the daemon: it keeps such blocks
+            in DRAM only.
 
     A field that a daemon does not know is refused: it would merge what the sender tells apart.
     """
@@ -61,9 +64,25 @@ class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return hashlib.blake2b(msgspec.json.encode(fields, order="sorted"), digest_size=16).hexdigest()
 
     @property
+    def tenant(self) -> str:
+        """Whose blocks these are; empty where nobody is named."""
+        return self.extra.get(TENANT, "")
+
+    def of_tenant(self, tenant: str) -> NamespaceSpec:
+        """The same form, for blocks of a tenant."""
+        if tenant == self.tenant:
+            return self
+        return msgspec.structs.replace(self, extra={**self.extra, TENANT: tenant})
+
+    @property
     def frame_bytes(self) -> int:
         """Size of the arena frame that holds one block (the size class)."""
         return round_up(self.block_bytes, FRAME_ALIGNMENT_BYTES)
+
+    @property
+    def dram_only(self) -> bool:
+        """Whether blocks are kept out of the tiers below DRAM."""
+        return self.extra.get("tiers") == "dram"
 
     def problem(self) -> str | None:
         """Why this spec cannot be served, or None. One line for the sender."""

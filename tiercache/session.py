@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import zmq
 
 from tiercache import messages
-from tiercache.channel import ANSWERS, SESSION_OVER_CODES, Channels, Order, Pending
+from tiercache.channel import ANSWERS, SESSION_OVER_CODES, Channels, Order, Pending, process_context
 from tiercache.config import session_socket_path
+from tiercache.curve import Remote, find_remote
 from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused, TierCacheError
 from tiercache.layout import NamespaceSpec
 from tiercache.mapping import ArenaMapping
@@ -35,6 +37,7 @@ from tiercache.messages import (
     Matched,
     ModelCard,
     Namespace,
+    Ping,
     Refused,
     Regions,
     RegisterNamespace,
@@ -50,6 +53,8 @@ from tiercache.wire import UNREADABLE, close_fds, receive_packet, send_packet
 
 MAX_GIVE_BACK = 4096
 MAX_NAME_CHARS = 200
+KEEP_ALIVE_S = 5.0
+"""Of a session with a daemon on another host: it is told this often that we live, and we see whether it does."""
 REPORT_S = 5.0
 """How often counters are reported to the daemon, if they have changed."""
 
@@ -81,12 +86,28 @@ class Session:
 
         Raises DaemonUnavailable, RequestRefused (version, limits), ProtocolError, ArenaError.
         """
-        self.arena = ArenaMapping(self._arena_is_ready, cuda=cuda) if map_arena else None
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        remote = find_remote(address)
+        self.arena = ArenaMapping(self._arena_is_ready, cuda=cuda) if map_arena and remote is None else None
+        hello = Hello(
+            protocol_min=messages.OLDEST_PROTOCOL,
+            protocol_max=messages.PROTOCOL,
+            instance=instance,
+            name=name[:MAX_NAME_CHARS],
+            clock_us=time.monotonic_ns() // 1000,
+            map_arena=self.arena is not None,
+        )
+        self._far: socket.socket | None = None
+        if remote is None:
+            self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        else:
+            # Nothing will come by it: the end of a daemon on another host is that it answers no more.
+            self._sock, self._far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self.welcome = self._say_hello(address, name, instance, map_arena, timeout_s)
+            self.welcome = (
+                self._say_hello(address, hello, timeout_s) if remote is None else greet(remote, hello, timeout_s)
+            )
         except (OSError, TierCacheError) as error:
-            self._sock.close()
+            self._close_sockets()
             if self.arena is not None:
                 self.arena.end()
             if isinstance(error, OSError):
@@ -110,23 +131,14 @@ class Session:
         self._reported: tuple[str, list[ModelCard], dict[str, int]] = ("none", [], {})
         self._report_due_s = 0.0
         self._to_give_back: deque[tuple[type[Request], dict[str, Any]]] = deque()
-        self._channels = Channels(
-            self.welcome.control, self.welcome.session, self.generation, timeout_s, self._on_late
-        )
+        self._remote = remote is not None
+        self._asked_s = time.monotonic()
+        endpoint, keys = (self.welcome.control, None) if remote is None else remote
+        self._channels = Channels(endpoint, self.welcome.session, self.generation, timeout_s, self._on_late, keys)
 
-    def _say_hello(
-        self, address: str | Path, name: str, instance: bytes, map_arena: bool, timeout_s: float
-    ) -> Welcome:
+    def _say_hello(self, address: str | Path, hello: Hello, timeout_s: float) -> Welcome:
         self._sock.settimeout(timeout_s)
         self._sock.connect(str(session_socket_path(address)))
-        hello = Hello(
-            protocol_min=messages.OLDEST_PROTOCOL,
-            protocol_max=messages.PROTOCOL,
-            instance=instance,
-            name=name[:MAX_NAME_CHARS],
-            clock_us=time.monotonic_ns() // 1000,
-            map_arena=map_arena,
-        )
         # The daemon watches the pidfd: frames that we may still be writing to stay ours until we have exited.
         pidfd = os.pidfd_open(os.getpid())
         try:
@@ -289,7 +301,14 @@ class Session:
                 logger.debug("the daemon would not take back %s: %s", fields, error)
             self._to_give_back.popleft()
         self._report()
+        self._keep_alive()
         return waiting
+
+    def _keep_alive(self) -> None:
+        """Ask something now and then: a daemon on another host has no other way to know that we live."""
+        if self._remote and time.monotonic() > self._asked_s + KEEP_ALIVE_S:
+            self.call(Ping, Done)
+            self._asked_s = time.monotonic()
 
     def _report(self) -> None:
         """Tell the daemon how the arena is held here and of which models; now and then the counters."""
@@ -318,7 +337,7 @@ class Session:
     def end(self) -> None:
         """Close the sockets; the arena is unmapped after the last copy. Idempotent."""
         self._channels.close()
-        self._sock.close()
+        self._close_sockets()
         if self.arena is not None:
             self.arena.end()
 
@@ -328,10 +347,40 @@ class Session:
         The descriptor of the session socket is closed, else the daemon would not see the parent
         die; the ZeroMQ sockets belong to threads that do not exist here and stay untouched.
         """
-        self._sock.close()
+        self._close_sockets()
         self._channels.forget_in_child()
         if self.arena is not None:
             self.arena.forget_in_child()
+
+    def _close_sockets(self) -> None:
+        self._sock.close()
+        if self._far is not None:
+            self._far.close()
+
+
+def greet(remote: Remote, hello: Hello, timeout_s: float) -> Welcome:
+    """Say hello to a daemon on another host. Raises DaemonUnavailable, RequestRefused, ProtocolError."""
+    text = f"nothing answers at {remote.endpoint}, or it has other keys, or it does not let ours in"
+    context = process_context()
+    with context.socket(zmq.DEALER) as sock:
+        sock.set(zmq.LINGER, 0)
+        sock.set(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+        remote.keys.secure(sock)
+        try:
+            sock.connect(remote.endpoint)
+            sock.send(_encode(hello))
+            if not sock.poll(max(1, int(timeout_s * 1000))):
+                raise DaemonUnavailable(text)
+            message = _decode(sock.recv())
+        except zmq.ZMQError as error:
+            raise DaemonUnavailable(f"{remote.endpoint}: {error}") from error
+        except UNREADABLE as error:
+            raise ProtocolError(f"the daemon answered the hello with something else: {error}") from error
+    if isinstance(message, Refused):
+        raise RequestRefused(message.code, message.text)
+    if not isinstance(message, Welcome):
+        raise ProtocolError("the daemon did not answer the hello with a welcome")
+    return message
 
 
 def _explain(error: OSError) -> str:

@@ -1,0 +1,207 @@
+"""Clients on other hosts: a second ROUTER, on TCP, that speaks CURVE and nothing else.
+
+They use the same protocol, with the bytes of blocks in messages, and have no session socket: the hello is
+their first request, and a session is over when nothing has come from it for `REMOTE_SILENCE_S`. Who a client is,
+its keys say; that is its tenant, and the only one whose namespaces it can name (see `Desk`). Which keys may connect
+is read again with each handshake, so that a client is let in or locked out by a file, without a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from tiercache.config import DaemonConfig
+from tiercache.curve import CLIENTS_DIR, load_allowed, load_server
+from tiercache.daemon.counters import Counters
+from tiercache.daemon.router import Answer, Handler, Router
+from tiercache.daemon.sessions import Session, SessionGate, refusal
+from tiercache.errors import ConfigError
+from tiercache.messages import INSTANCE_BYTES, MAX_HELLO_BYTES, PROTOCOL, Error, ErrorCode, Hello, Refused, Welcome
+from tiercache.wire import UNREADABLE
+
+log = logging.getLogger("tiercache.daemon")
+
+REMOTE_SILENCE_S = 30.0
+"""Without a request for so long a session is over. Clients ask at least every `tiercache.session.KEEP_ALIVE_S`."""
+LOOK_S = 1.0
+_DOMAIN = "tiercache"
+_encode = msgspec.msgpack.Encoder().encode
+_decode_hello = msgspec.msgpack.Decoder(Hello).decode
+
+
+class _Start(msgspec.Struct, array_like=True):
+    """How a request starts; what comes after is skipped."""
+
+    tag: str
+    request_id: int
+    session: bytes
+
+
+_decode_start = msgspec.msgpack.Decoder(_Start).decode
+
+
+class RemoteSession(Session):
+    """A client on another host."""
+
+    def __init__(self, hello: Hello, tenant: str, now_s: float) -> None:
+        # Tenants share nothing by saying that they are one engine.
+        own = hashlib.blake2b(hello.instance, digest_size=INSTANCE_BYTES, key=tenant.encode()).digest()
+        super().__init__(msgspec.structs.replace(hello, instance=own), tenant=tenant)
+        self.heard_s = now_s
+
+
+class AllowedClients:
+    """The clients whose keys lie in a folder. `name_of` may be called in any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._names: dict[bytes, str] = {}
+        self._seen: tuple[int, ...] = ()
+        self._told: list[str] = []
+
+    def read(self) -> Collection[str]:
+        """The names, read again if files have come or gone. Costs a `stat` otherwise."""
+        folder = self._directory / CLIENTS_DIR
+        try:
+            seen: tuple[int, ...] = (folder.stat().st_mtime_ns,)
+        except OSError:
+            seen = ()
+        if seen != self._seen or not seen:
+            self._names, problems = load_allowed(self._directory) if seen else ({}, [f"{folder} cannot be read"])
+            self._seen = seen
+            if problems != self._told:
+                for problem in problems:
+                    log.warning("%s", problem)
+            self._told = problems
+        return self._names.values()
+
+    def name_of(self, public_key: bytes) -> str | None:
+        """Whose key (Z85) this is; None for nobody's."""
+        self.read()
+        return self._names.get(public_key)
+
+
+class _Authenticator(ThreadAuthenticator):
+    """Answers ZeroMQ's question who may connect, in a thread of its own (https://rfc.zeromq.org/spec/27/)."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: AllowedClients, counters: Counters) -> None:
+        super().__init__(context, log=logging.getLogger("tiercache.daemon.zap"))
+        self._clients = allowed
+        self._counters = counters
+        self.configure_curve_callback(_DOMAIN, credentials_provider=self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether the owner of a key may connect."""
+        known = self._clients.name_of(key) is not None
+        if not known:
+            self._counters.handshakes_refused += 1
+        return known
+
+    def curve_user_id(self, client_public_key: bytes) -> str:
+        """The tenant of a key that was let in."""
+        return self._clients.name_of(z85.encode(client_public_key)) or ""
+
+
+class RemoteGate:
+    """The TCP side of a daemon. Event loop only, but for the authenticator. Raises ConfigError."""
+
+    def __init__(
+        self, config: DaemonConfig, gate: SessionGate, handle: Handler, welcome: Callable[[Session, int], Welcome],
+        counters: Counters, connections: int, generation: int,
+    ) -> None:  # fmt: skip
+        assert config.curve_keys is not None
+        self._gate = gate
+        self._handle = handle
+        self._welcome = welcome
+        self._counters = counters
+        self._generation = generation
+        self._max_sessions = config.max_sessions
+        self._allowed = AllowedClients(config.curve_keys)
+        self._allowed.read()
+        self._loop = asyncio.get_running_loop()
+        self._looked_s = 0.0
+        keys = load_server(config.curve_keys)
+        try:
+            self.router = Router(
+                config.listen, self._serve, gate.cut, connections, lambda socket: self._guard(socket, keys.secure)
+            )
+        except ConfigError:
+            self._authenticator.stop()
+            raise
+
+    def _guard(self, socket: zmq.Socket[bytes], secure: Callable[[zmq.Socket[bytes], str], None]) -> None:
+        # The authenticator is there before anybody can knock.
+        self._authenticator = _Authenticator(socket.context, self._allowed, self._counters)
+        self._authenticator.start()
+        secure(socket, _DOMAIN)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
+
+    def _serve(self, identity: bytes, header: bytes, parts: list[zmq.Frame]) -> Answer | None:
+        tenant = self.router.peer
+        try:
+            start = _decode_start(header)
+        except UNREADABLE:
+            greeted = self._greet(tenant, header)
+            return self._handle(identity, header, parts) if greeted is None else greeted  # it says what is wrong
+        session = self._gate.sessions.get(start.session)
+        if isinstance(session, RemoteSession) and session.tenant == tenant:
+            session.heard_s = self._loop.time()
+        elif session is not None:
+            text = "this session is another client's: connect again"
+            error = Error(start.request_id, self._generation, ErrorCode.UNKNOWN_SESSION.value, text)
+            return Answer(_encode(error), None)
+        return self._handle(identity, header, parts)
+
+    def _greet(self, tenant: str, header: bytes) -> Answer | None:
+        """The answer to a hello; None where it is none."""
+        if len(header) > MAX_HELLO_BYTES:
+            return None
+        try:
+            hello = _decode_hello(header)
+        except UNREADABLE:
+            return None
+        refused = refusal(hello)
+        if not tenant or tenant not in self._allowed.read():
+            refused = Refused(ErrorCode.FORBIDDEN.value, "this key may connect no more")
+        elif len(self._gate.sessions) >= self._max_sessions:
+            refused = Refused(ErrorCode.LIMIT.value, f"{self._max_sessions} sessions are open: raise max_sessions")
+        if refused is not None:
+            self._counters.sessions_refused += 1
+            return Answer(_encode(refused), None)
+        session = RemoteSession(hello, tenant, self._loop.time())
+        self._gate.sessions[session.token] = session
+        self._counters.sessions_opened += 1
+        log.info("session %s of tenant %s has begun", session.name, tenant)
+        return Answer(_encode(self._welcome(session, min(PROTOCOL, hello.protocol_max))), session)
+
+    def tick(self) -> None:
+        """Finished payloads and connections; now and then those that are silent, or no longer allowed."""
+        self.router.tick()
+        now_s = self._loop.time()
+        if now_s < self._looked_s + LOOK_S:
+            return
+        self._looked_s = now_s
+        allowed = self._allowed.read()
+        for session in list(self._gate.sessions.values()):
+            if not isinstance(session, RemoteSession):
+                continue
+            if session.tenant not in allowed:
+                self._gate.cut(session, "its key may connect no more")
+            elif now_s > session.heard_s + REMOTE_SILENCE_S:
+                log.info("session %s of tenant %s is over: nothing heard of it", session.name, session.tenant)
+                self._gate.end(session)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._authenticator.stop()
+        self.router.close()

@@ -1,0 +1,116 @@
+"""A tenant at its quota makes room among its own blocks, and nobody else loses one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiercache.config import load_config
+from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.leases import Owner
+from tiercache.daemon.space import Namespace
+from tiercache.errors import ConfigError
+from tiercache.keys import KeyChain, root_key
+from tiercache.layout import NamespaceSpec
+from tiercache.messages import BlockState
+
+FRAME = 4096
+REGION = 16 * FRAME
+
+
+def make_cache(frames: int, **quota: int) -> Cache:
+    """An arena of so many frames; quotas in frames."""
+    cache = Cache(lambda: 0.0, CacheLimits(quota={name: count * FRAME for name, count in quota.items()}))
+    cache.space.allocator.add_region(0, frames * FRAME)
+    return cache
+
+
+def open_for(cache: Cache, tenant: str, block_bytes: int = FRAME, engine: str = "e") -> Namespace:
+    spec = NamespaceSpec(engine=engine, layout="x", dtype="uint8", block_size=1, block_bytes=block_bytes)
+    return cache.space.open_namespace(spec.of_tenant(tenant) if tenant else spec)
+
+
+def chain(name: str, blocks: int) -> bytes:
+    return KeyChain(root_key(name), 1, range(blocks)).packed()
+
+
+def store(cache: Cache, namespace: Namespace, keys: bytes, *, commit: bool = True) -> int:
+    """Store a chain; how many of its blocks got a frame or were there."""
+    owner = Owner(bytes(16))
+    got = cache.reserve(owner, namespace, b"", keys, 60.0)
+    places = [place for place, state in enumerate(got.states) if state is BlockState.FRAME]
+    if places and commit:
+        cache.writes.commit(owner, got.lease_id, places)
+    assert cache.check_integrity() == []
+    return sum(state is not BlockState.NONE for state in got.states)
+
+
+def found(cache: Cache, namespace: Namespace, keys: bytes) -> int:
+    return cache.match(Owner(bytes(16)), [namespace], keys, 0.0).dram
+
+
+def test_a_tenant_at_its_quota_evicts_its_own_oldest() -> None:
+    cache = make_cache(64, a=8)
+    a, b = open_for(cache, "a"), open_for(cache, "b")
+    old, new, other = chain("old", 6), chain("new", 6), chain("other", 20)
+    assert store(cache, b, other) == 20
+    assert store(cache, a, old) == 6
+    assert store(cache, a, new) == 6
+    assert found(cache, a, new) == 6
+    assert found(cache, a, old) == 2  # its tail went first
+    assert found(cache, b, other) == 20
+    assert cache.space.used_bytes("a") == 8 * FRAME
+    assert cache.counters.evicted_blocks == 4
+
+
+def test_what_does_not_fit_is_refused_like_by_a_full_arena() -> None:
+    cache = make_cache(64, a=8)
+    a = open_for(cache, "a")
+    assert store(cache, a, chain("long", 12)) == 8
+    assert cache.counters.refused_by_quota_blocks == 4
+    assert found(cache, a, chain("long", 12)) == 8
+
+
+def test_blocks_being_stored_count() -> None:
+    cache = make_cache(64, a=8)
+    a = open_for(cache, "a")
+    assert store(cache, a, chain("first", 5), commit=False) == 5
+    assert store(cache, a, chain("second", 5)) == 3
+    assert cache.space.used_bytes("a") == 8 * FRAME
+
+
+def test_all_namespaces_of_a_tenant_share_its_quota() -> None:
+    cache = make_cache(64, a=8)
+    one, two = open_for(cache, "a", engine="1"), open_for(cache, "a", engine="2")
+    assert store(cache, one, chain("x", 6)) == 6
+    assert store(cache, two, chain("x", 6)) == 6
+    assert (found(cache, one, chain("x", 6)), found(cache, two, chain("x", 6))) == (2, 6)
+
+
+def test_a_full_arena_takes_the_oldest_whoever_has_it() -> None:
+    cache = make_cache(16, a=12)
+    a, b = open_for(cache, "a"), open_for(cache, "")
+    assert store(cache, a, chain("a", 8)) == 8
+    assert store(cache, b, chain("b", 8)) == 8
+    assert store(cache, b, chain("b2", 4)) == 4
+    assert (found(cache, a, chain("a", 8)), found(cache, b, chain("b", 8))) == (4, 8)
+    # And below its quota a tenant takes from others what is older than its own.
+    assert found(cache, a, chain("a", 8)) == 4
+    assert store(cache, a, chain("a2", 6)) == 6
+    assert found(cache, a, chain("a2", 6)) == 6
+    assert (found(cache, b, chain("b2", 4)), found(cache, b, chain("b", 8))) == (0, 6)
+
+
+def test_the_star_is_for_all_others_and_nobody_is_limited_without_a_name() -> None:
+    cache = make_cache(64, a=8, **{"*": 4})
+    assert store(cache, open_for(cache, "a"), chain("x", 20)) == 8
+    assert store(cache, open_for(cache, "z"), chain("x", 20)) == 4
+    assert store(cache, open_for(cache, ""), chain("x", 20)) == 20
+
+
+def test_quotas_as_they_are_written() -> None:
+    config = load_config(flags={"quota": "team-a=16MiB, *=1MiB"}, env={})
+    assert config.quota == (("team-a", 16 << 20), ("*", 1 << 20))
+    wrong = {"team-a": "is no list", "=1MiB": "is no list", "a=1MiB,a=2MiB": "twice", "a=x": "a=x"}
+    for text, problem in wrong.items():
+        with pytest.raises(ConfigError, match=problem):
+            load_config(flags={"quota": text}, env={})
