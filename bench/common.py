@@ -186,9 +186,11 @@ class Daemon:
     It ends with this process, or with `close`.
     """
 
+    program: tuple[str, ...] = ("-m", "tiercache.daemon")
+
     def __init__(self, arena: str, **settings: str) -> None:
         self.directory = tempfile.mkdtemp(prefix="tiercache-bench-")
-        command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", self.directory, "--arena", arena]
+        command = [sys.executable, *self.program, "--run-dir", self.directory, "--arena", arena]
         for key, value in settings.items():
             command += [f"--{key.replace('_', '-')}", value]
         its, self._pipe = os.pipe2(os.O_CLOEXEC)

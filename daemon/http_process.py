@@ -39,6 +39,8 @@ class HttpProcess:
         ]  # fmt: skip
         if config.http_allow_remote == "yes":
             self._command.append("--allow-remote")
+        if config.http_hosts:
+            self._command += ["--hosts", config.http_hosts]
         self._ending = threading.Event()
         self._lock = threading.Lock()  # no child is started after `stop` has begun
         self._child: subprocess.Popen[bytes] | None = None

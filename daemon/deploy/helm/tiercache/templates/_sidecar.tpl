@@ -1,0 +1,25 @@
+{{/*
+For charts of engines, with this one as a dependency (and `tiercache.daemonSet.enabled: false` in their values):
+
+    initContainers:
+      - {{- include "tiercache.sidecar" .Subcharts.tiercache | nindent 8 }}
+    containers:
+      - name: engine
+        env: [{name: TIERCACHE_RUN_DIR, value: /run/tiercache}]
+        volumeMounts: [{name: tiercache-run, mountPath: /run/tiercache}]
+    volumes:
+      {{- include "tiercache.sidecarVolumes" .Subcharts.tiercache | nindent 6 }}
+
+The engine runs as the same user. Needs Kubernetes 1.29 (a container that is started before the engine, and ended after it).
+*/}}
+{{- define "tiercache.sidecar" -}}
+name: tiercache
+restartPolicy: Always
+{{ include "tiercache.container" . }}
+{{- end }}
+
+{{- define "tiercache.sidecarVolumes" -}}
+- name: tiercache-run
+  emptyDir: {medium: Memory, sizeLimit: 16Mi}
+{{ include "tiercache.nvmeVolumes" . }}
+{{- end }}
