@@ -39,7 +39,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, tier
     pool = tiercache.Pool.from_blocks(np.zeros((16, 4096), np.uint8))
     with (
         tiercache.launch("4MiB", pin_share=0.01, **settings) as running,
-        tiercache.connect(running.address, namespace=SPEC, pool=pool, name="engine", required=True) as connector,
+        tiercache.connect(
+            running.address, namespace=SPEC, pool=pool, name="engine", required=True, request_timeout_s=10.0
+        ) as connector,
     ):
         card = ModelCard(["demo"], bytes(16), [SPEC.fingerprint()], 4)
         connector.client.announce([card])

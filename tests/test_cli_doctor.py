@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -277,7 +278,13 @@ def test_with_a_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     settings: dict[str, Any] = {"nvme": str(tmp_path / "kv"), "nvme_size": "64MiB", "nvme_segment": "8MiB"}
     with tiercache.launch("4MiB", **settings) as daemon:
         for one, does in ((spec(), "match"), (spec(dtype="float16"), "store")):
-            with tiercache.connect(daemon.address, namespace=one, pool=pool, name="e", required=True) as connector:
+            with tiercache.connect(
+                daemon.address, namespace=one, pool=pool, name="e", required=True, request_timeout_s=10.0
+            ) as connector:
+                deadline_s = time.monotonic() + 20
+                while not connector.client.stats()["tiers"]["nvme"]["directories"]:
+                    assert time.monotonic() < deadline_s, "the directory is open"
+                    time.sleep(0.01)
                 if does == "store":
                     connector.store(chain, list(range(8)))
                 else:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tiercache.client import Client
 
 CONNECT_DEADLINE_S = 3.0
+REQUEST_S = 2.0
+"""People are more patient than engines: a busy machine is no daemon that has gone."""
 _REMEDY = "start a daemon with `tiercache daemon`, or name its run directory with --address"
 
 
@@ -31,7 +33,9 @@ def connected(address: str | None) -> Iterator[Client]:
     if not is_remote(where) and not os.path.exists(session_socket_path(where)):
         raise DaemonUnavailable(f"no daemon at {where}: {_REMEDY}")
     try:
-        client = Client.connect(where, name="tiercache-cli", map_arena=False, timeout_s=CONNECT_DEADLINE_S)
+        client = Client.connect(
+            where, name="tiercache-cli", map_arena=False, request_timeout_s=REQUEST_S, timeout_s=CONNECT_DEADLINE_S
+        )
     except DaemonUnavailable as error:
         raise DaemonUnavailable(f"{error}: {_REMEDY}") from None
     try:
