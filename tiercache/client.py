@@ -66,6 +66,8 @@ HOLD_AT_MOST_S = 600.0
 """A lease that nobody ended is renewed for this long."""
 TIDY_S = 0.02
 RAMP_S = 1.0
+_CHANCE = random.Random()
+"""Our own: who has seeded the process's numbers counts on nobody else drawing some."""
 
 logger = logging.getLogger("tiercache.client")
 
@@ -422,7 +424,7 @@ class Client:
 
     def _next_back_off_s(self) -> float:
         """The pause before the next probe: doubling, with jitter so that clients do not come in step."""
-        pause_s = self._back_off_s * random.uniform(0.75, 1.25)
+        pause_s = self._back_off_s * _CHANCE.uniform(0.75, 1.25)
         self._back_off_s = min(self._back_off_s * 2, BACK_OFF_LAST_S)
         return pause_s
 

@@ -156,10 +156,11 @@ def _in_random_order(shelves: Sequence[Shelf]) -> Iterator[tuple[Shelf, int]]:
     count = sum(bounds)
     if count == 0:
         return
-    stride = random.randrange(1, count + 1)
+    chance = random.Random()
+    stride = chance.randrange(1, count + 1)
     while math.gcd(stride, count) != 1:
         stride += 1
-    start = random.randrange(count)
+    start = chance.randrange(count)
     for step in range(count):
         number = (start + step * stride) % count
         for shelf, bound in zip(shelves, bounds, strict=True):

@@ -293,6 +293,7 @@ class Shelf:
             "used_bytes": self.allocator.used_bytes,
             "segments": len(self.directory.segments),
             "database_bytes": self.catalog.bytes_on_disk(),
+            "database_queue": self.catalog.pending,
             "database_written_bytes": self.catalog.written_bytes,
             "loaded_rows": self.recovery.loaded_rows if self.recovery is not None else 0,
             "orphan_rows": self.recovery.orphan_rows if self.recovery is not None else 0,

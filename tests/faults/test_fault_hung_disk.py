@@ -78,11 +78,16 @@ class Disks:
             before = {path: self.blocks(path) for path in self.paths}
             keys = self.store()
             wait_until(partial(self._has_grown, before), "it is written", SOON_S)
+            wait_until(self._is_durable, "it is recorded", SOON_S)
             home = next(path for path in self.paths if self.blocks(path) > before[path])
             self.chains[home].append(keys)
 
     def _has_grown(self, before: dict[Path, int]) -> bool:
         return sum(map(self.blocks, self.paths)) == sum(before.values()) + BLOCKS
+
+    def _is_durable(self) -> bool:
+        """Every row is committed: blocks are found some milliseconds before that."""
+        return not any(one["database_queue"] for one in self.nvme["directories"])
 
     def forget_dram(self) -> None:
         self.engine.connector.flush(tier="dram")
