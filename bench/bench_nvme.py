@@ -1,6 +1,6 @@
 """How close the NVMe tier comes to its disk, and what that costs.
 
-    python bench/bench_nvme.py [--dir DIR] [--rounds N] [case ...]
+    python bench/bench_nvme.py [--dir DIR] [--rounds N] [--sealed] [case ...]
 
 A client process stores blocks through the public API; the clock stops when the daemon says that all
 of them are on the disk. Then DRAM is flushed, and the clock runs again while the client loads them
@@ -10,6 +10,9 @@ a pass is held against the mean of those two. Every block is compared at both en
 
 In a further phase the disk is kept busy while a process of its own pings the daemon, and in turn with it a second
 one that has nothing to do: what that one's pings take is the machine's, the rest is ours.
+
+With --sealed a second daemon, whose blocks are encrypted (`nvme_key`), takes turns with the first: the ratios say what
+that costs.
 
 Files lie in a directory of their own below --dir, $TMPDIR, or the checkout's parent, at most 4 GiB, and are
 removed at the end. Prints a table and one JSON object as the last line.
@@ -30,6 +33,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -343,13 +347,14 @@ def measured(step: str, client: Child, daemon: Daemon, disk: DiskLimit, block_by
     return Round(DATA_BYTES / answer["seconds"] / 1e9, limit, cpu / (DATA_BYTES / 1e9), answer)
 
 
-def make_daemon(where: Path, case: Case) -> Daemon:
+def make_daemon(where: Path, case: Case, name: str = "nvme", **settings: str) -> Daemon:
     """A daemon with one directory that is empty."""
-    shutil.rmtree(where / "nvme", ignore_errors=True)
+    shutil.rmtree(where / name, ignore_errors=True)
     arena = (DATA_BYTES + 2 * COPY_BLOCKS * case.block_bytes) // MIB + 2
     daemon = Daemon(
-        f"{arena}MiB", nvme=str(where / "nvme"), nvme_size=f"{case.nvme_bytes // MIB}MiB", nvme_segment="512MiB"
-    )
+        f"{arena}MiB", nvme=str(where / name), nvme_size=f"{case.nvme_bytes // MIB}MiB", nvme_segment="512MiB",
+        **settings,
+    )  # fmt: skip
     with daemon.connect() as client:
         wait_populated(client)
         deadline = time.perf_counter() + DEADLINE_S
@@ -386,6 +391,39 @@ def run_case(case: Case, where: Path, disk: DiskLimit, end_s: float) -> tuple[li
         finally:
             client.close()
     return writes, reads
+
+
+def run_sealed(report: Report, case: Case, where: Path, disk: DiskLimit) -> None:
+    """Rounds of a daemon that writes blocks as they are, and of one that encrypts them, in turn."""
+    key = where / "key"
+    key.touch(mode=0o600)
+    key.write_text(os.urandom(32).hex())
+    passes: dict[str, tuple[list[Round], list[Round]]] = {"plain": ([], []), "sealed": ([], [])}
+    with ExitStack() as stack:
+        clients = {}
+        for name, settings in (("plain", {}), ("sealed", {"nvme_key": str(key)})):
+            daemon = stack.enter_context(make_daemon(where, case, f"nvme-{name}", **settings))
+            client = stack.enter_context(closing(Child("client", daemon.directory, case.block_bytes, case.blocks)))
+            for word in ("renew", "write", "read"):
+                client.ask(word)
+            clients[name] = daemon, client, min(client.ask("copy")["cpu_s"] for _ in range(2))
+        for number in range(case.rounds):
+            for name in ("plain", "sealed") if number % 2 else ("sealed", "plain"):
+                daemon, client, copy = clients[name]
+                client.ask("forget")
+                client.ask("renew")
+                for step, rounds in zip(("write", "read"), passes[name], strict=True):
+                    rounds.append(measured(step, client, daemon, disk, case.block_bytes, copy))
+    for at, step in enumerate(("write", "read")):
+        plain, sealed = passes["plain"][at], passes["sealed"][at]
+        ratios = [other.gb_s / one.gb_s for one, other in zip(plain, sealed, strict=True)]
+        label = f"{step}, encrypted over plain, {case.label}"
+        report.add(f"{step}_sealed_over_plain_{case.name}", label, statistics.median(ratios), samples=ratios)
+        for name, rounds in (("plain", plain), ("sealed", sealed)):
+            speeds, costs = [one.gb_s for one in rounds], [one.cpu_s_per_gb for one in rounds]
+            key_of = f"{step}_{name}_{case.name}"
+            report.add(f"gb_s_{key_of}", f"  {name}", statistics.median(speeds), "GB/s", samples=speeds)
+            report.add(f"cpu_s_per_gb_{key_of}", "    CPU", statistics.median(costs), "s/GB", samples=costs)
 
 
 Trips = dict[str, list[float]]
@@ -478,6 +516,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, help="a directory on the disk to measure")
     parser.add_argument("--rounds", type=int, help="rounds of each case")
+    parser.add_argument("--sealed", action="store_true", help="compare with encrypted blocks, and nothing else")
     parser.add_argument("cases", nargs="*", help=f"{', '.join(case.name for case in CASES)}, pings; default: all")
     options = parser.parse_args()
     start_s = time.perf_counter()
@@ -492,15 +531,18 @@ def main() -> None:
         disk = DiskLimit(where / "plain", DATA_BYTES)
         for case in (case for case in CASES if case.name in wanted):
             case = case._replace(rounds=options.rounds or case.rounds)
+            if options.sealed:
+                run_sealed(report, case._replace(keep=False), where, disk)
+                continue
             by_case[case.name] = run_case(case, where, disk, start_s + TOTAL_BUDGET_S)
             report_case(report, case, *by_case[case.name])
-        for direction in ("write", "read"):
+        for direction in () if options.sealed else ("write", "read"):
             fio = fio_gb_s(where / "plain", DATA_BYTES, 2 * MIB, direction)
             if fio is not None:
                 report.add(f"fio_{direction}_gb_s_2m", f"fio, {direction}, 2 MiB", fio, "GB/s")
         disk.close()
         report_summary(report, by_case)
-        if "pings" in wanted:
+        if "pings" in wanted and not options.sealed:
             alone, beside = run_pings(CASES[0], where, options.rounds or 3)
             report_pings(report, "ping_p99_ms_disk_busy", "ping p99, disk busy", alone, 2.0)
             report_pings(report, "ping_p99_ms_disk_busy_copying", "ping p99, disk busy, a client copies", beside, 5.0)

@@ -273,7 +273,7 @@ def measure_top(report: Report, daemon: Daemon, url: str) -> None:
     """`tiercache top` with its defaults; its start is left out."""
     master, terminal = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "tiercache.cli.main", "top", daemon.directory],
+        [sys.executable, "-m", "tiercache.cli.main", "top", "--address", daemon.directory],
         stdin=terminal, stdout=terminal, stderr=terminal, env={**os.environ, "TERM": "xterm-256color"},
         start_new_session=True,
     )  # fmt: skip

@@ -18,12 +18,15 @@ import json
 import mmap
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +34,7 @@ import numpy as np
 from common import ROOT, SEED, Daemon, PingWatch, Report, available_bytes, wait_populated
 
 import tiercache
+from tiercache.curve import make_client, make_server
 
 MIB = 1 << 20
 TOTAL_BUDGET_S = 80.0
@@ -54,6 +58,8 @@ class Case(NamedTuple):
     map_arena: bool = True
     order: str = "shuffled"
     """`shuffled`: pool blocks as an engine's free list gives them; `ascending`: neighbours."""
+    remote: bool = False
+    """As a client on another host: by TCP, encrypted; here over the loopback, both ends on the same cores."""
 
     @property
     def sets(self) -> int:
@@ -75,6 +81,7 @@ CASES = (
     Case("one", 2 * MIB, 1, 80),
     Case("two_clients_2m", 2 * MIB, 64, 12, clients=2),
     Case("payload_2m", 2 * MIB, 64, 5, map_arena=False),
+    Case("tcp_2m", 2 * MIB, 64, 5, map_arena=False, remote=True),
 )
 
 
@@ -249,12 +256,30 @@ class ClientProcess:
 Times = dict[str, list[float]]
 
 
+@contextmanager
+def make_daemon(case: Case) -> Iterator[tuple[Daemon, str]]:
+    """A daemon, and where its clients find it."""
+    arena = f"{case.ring_bytes * case.clients // MIB}MiB"
+    if not case.remote:
+        with Daemon(arena) as daemon:
+            yield daemon, daemon.directory
+        return
+    with tempfile.TemporaryDirectory(prefix="tiercache-bench-keys-") as folder:
+        keys, mine = Path(folder) / "keys", Path(folder) / "mine.toml"
+        make_server(keys)
+        make_client(keys, "bench", mine)
+        with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+            endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with Daemon(arena, listen=endpoint, curve_keys=str(keys)) as daemon:
+            yield daemon, f"{endpoint}?key={mine}"
+
+
 def run_case(case: Case) -> tuple[list[Times], float]:
     """Seconds of each step in each round, for each client; and the worst ping meanwhile, in ms."""
-    with Daemon(f"{case.ring_bytes * case.clients // MIB}MiB") as daemon:
+    with make_daemon(case) as (daemon, address):
         with daemon.connect() as client:
             wait_populated(client)
-        clients = [ClientProcess(case, daemon.directory, number) for number in range(case.clients)]
+        clients = [ClientProcess(case, address, number) for number in range(case.clients)]
         try:
             for process in clients:
                 process.hear()
@@ -310,6 +335,7 @@ LABELS = {
     "32m": "32 MiB blocks",
     "two_clients_2m": "2 MiB, two clients",
     "payload_2m": "2 MiB, payload frames",
+    "tcp_2m": "2 MiB, TCP, encrypted",
 }
 
 
@@ -347,11 +373,21 @@ def _report_one(report: Report, times: Times) -> None:
     report.add("memcpy_one_us", "  memcpy of one 2 MiB block", alone, "µs")
 
 
+def report_remote(report: Report, local: Times, remote: Times) -> None:
+    """What a client on another host has of the speed of one that maps the arena. Of different daemons, in one run."""
+    for step in ("load", "store"):
+        shared_s = statistics.median(local[step])
+        samples = [shared_s / seconds for seconds in remote[step]]
+        report.add(f"{step}_tcp_over_shared_2m", f"{step} by TCP over shared memory, 2 MiB", statistics.median(samples),
+                   samples=samples)  # fmt: skip
+
+
 def main() -> None:
     """Run all cases that fit into memory and time."""
     start_s = time.perf_counter()
     report = Report("bench_transfer")
     worst_ms = 0.0
+    by_name: dict[str, Times] = {}
     names = sys.argv[1:] or [case.name for case in CASES]
     for case in (case for case in CASES if case.name in names):
         needed = case.clients * 2 * (case.ring_bytes + case.blocks * case.block_bytes)
@@ -365,6 +401,9 @@ def main() -> None:
             times, worst = run_case(case)
             worst_ms = max(worst_ms, worst)
             report_case(report, case, times)
+            by_name[case.name] = times[0]
+    if {"2m", "tcp_2m"} <= by_name.keys():
+        report_remote(report, by_name["2m"], by_name["tcp_2m"])
     report.add("worst_ping_ms", "worst ping meanwhile", worst_ms, "ms", at_most=100.0)
     report.finish()
 

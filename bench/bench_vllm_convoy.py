@@ -77,11 +77,14 @@ class Bench:
         """Have all full blocks of these in DRAM, and nothing else."""
         with tiercache.Client.connect(self.run_dir, map_arena=False) as client:
             client.flush()
-        assert self.ours.ask("forget")["done"]
-        for ids in prompts:
-            self.ours.ask("run", prompts=[ids], tokens=1)
         blocks = sum(len(ids) // BLOCK for ids in prompts)  # they have no common beginnings
-        wait_for(lambda: self.stored_blocks() >= blocks, "all blocks to be in DRAM")
+
+        def stored() -> bool:
+            assert self.ours.ask("forget")["done"]
+            self.ours.ask("run", prompts=prompts, tokens=1)
+            return self.stored_blocks() >= blocks
+
+        wait_for(stored, "all blocks to be in DRAM")
 
     def both(self, prompts: list[list[int]]) -> tuple[float, float]:
         """Seconds with the cache and without. Raises RuntimeError where the tokens differ."""

@@ -31,9 +31,9 @@ MAX_DEPTH = 1024
 """Blocks of a path; what goes deeper is counted there. With `MAX_PATHS` that is 4 MiB at most."""
 MAX_SHOWN = 64
 HALF_LIFE_S = 600.0
-CUT_EVERY_S = 10.0
+CUT_EVERY_S = 30.0
 """When paths become too many sooner than this, only some of the matches are counted, each for more."""
-QUIET_S = 60.0
+QUIET_S = 120.0
 MAX_STRIDE = 1024
 NAME_BYTES = 4
 
@@ -143,9 +143,9 @@ class HotPaths:
 
 def _shared_blocks(one: _Path, other: _Path) -> int:
     """How many leading blocks two paths have in common. A key names all before it, so a binary search."""
-    if one.namespace is not other.namespace:
+    if one.namespace is not other.namespace or one.keys[:KEY_BYTES] != other.keys[:KEY_BYTES]:
         return 0
-    low, high = 0, min(len(one.keys), len(other.keys)) // KEY_BYTES
+    low, high = 1, min(len(one.keys), len(other.keys)) // KEY_BYTES
     while low < high:
         middle = (low + high) // 2
         at = middle * KEY_BYTES

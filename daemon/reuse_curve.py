@@ -36,20 +36,27 @@ class Lookups:
     def __init__(self, now_s: float) -> None:
         self._slices = deque([_Slice(now_s)])
 
+    @property
+    def end_s(self) -> float:
+        """When the newest slice ends."""
+        return self._slices[-1].since_s + SLICE_S
+
     def turn(self, now_s: float) -> bool:
         """Forget what is too old; True when a slice ends with this."""
-        if now_s - self._slices[-1].since_s < SLICE_S:
+        if now_s < self.end_s:
             return False
         self._slices.append(_Slice(now_s))
         while now_s - self._slices[0].since_s > WINDOW_S or len(self._slices) > SLICES:
             self._slices.popleft()
         return True
 
-    def add(self, asked: int, hit: int) -> None:
-        """A look-up as it was answered."""
+    def add(self, asked: int, hit: int, unsampled: bool) -> None:
+        """A look-up as it was answered. An `unsampled` one has no block of the sample: its run is as long as it is."""
         now = self._slices[-1]
         now.asked += asked
         now.hit += hit
+        if unsampled:
+            now.blocks[0] += asked
 
     def add_run(self, asked: int, positions: Sequence[int], needed: Sequence[float], rate: int) -> None:
         """A look-up of `asked` blocks: those at `positions` need a cache of so many bytes (`inf`: none has them).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import threading
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from tiercache import metrics
 from tiercache.metrics import (
+    MAX_FRESH,
     NANOSECONDS,
     NO_END,
     POWERS_OF_TWO,
@@ -87,3 +89,29 @@ def test_the_snapshot_is_in_microseconds_and_seconds_and_of_now() -> None:
 
 def test_the_examples_in_the_docstrings_hold() -> None:
     assert doctest.testmod(metrics).failed == 0
+
+
+def test_one_thread_observes_while_another_reads() -> None:
+    latency, done = LatencyHistogram(), threading.Event()
+    values = range(1, 20_001)
+
+    def observe() -> None:
+        for value in values:
+            latency.observe(value)
+        done.set()
+
+    thread = threading.Thread(target=observe)
+    thread.start()
+    while not done.is_set():
+        assert sum(count for _, count in latency.buckets()) <= len(values)
+    thread.join(30)
+    assert (latency.count, latency.sum, latency.max) == (len(values), sum(values), values[-1])
+    assert sum(count for _, count in latency.buckets()) == len(values)
+
+
+def test_what_nobody_reads_takes_no_memory() -> None:
+    latency = LatencyHistogram()
+    for value in range(10 * MAX_FRESH + 1):
+        latency.observe(value)
+    assert len(latency._fresh) == 1
+    assert latency.count == 10 * MAX_FRESH + 1

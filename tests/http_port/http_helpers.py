@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +72,26 @@ def url_in(log: Path, number: int = 1) -> str:
 
     wait_until(listens, "the HTTP process listens")
     return found[number - 1]
+
+
+@contextmanager
+def http_alone(run_dir: Path, listen: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The port without its daemon's help: a child of the test, which ends with it, however that ends."""
+    its, ours = os.pipe2(os.O_CLOEXEC)
+    command = [sys.executable, "-m", "tiercache.http", str(run_dir), "--listen", listen, "--parent-fd", str(its)]
+    try:
+        with log.open("wb") as file:
+            child = subprocess.Popen(command, stderr=file, pass_fds=[its])
+    finally:
+        os.close(its)
+    try:
+        yield child
+    finally:
+        os.close(ours)
+        try:
+            child.wait(TIMEOUT_S)
+        finally:
+            child.kill()
 
 
 def spec(**fields: Any) -> tiercache.NamespaceSpec:

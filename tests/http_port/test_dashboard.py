@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,7 +16,7 @@ from typing import Any
 import pytest
 import uvicorn
 from chromium import Browser, missing
-from http_helpers import TIMEOUT_S, chain, connect, request, spec, tokens_of, url_in, wait_until
+from http_helpers import TIMEOUT_S, chain, connect, http_alone, request, spec, tokens_of, url_in, wait_until
 
 import tiercache
 from tiercache.errors import DaemonUnavailable
@@ -270,42 +268,36 @@ def test_a_keyboard_is_enough(browser: Browser, told: tuple[str, Told]) -> None:
 # --- when nobody answers -----------------------------------------------------------------------
 
 
-def serve_alone(run_dir: Path, listen: str, log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tiercache.http", str(run_dir), "--listen", listen]
-    with log.open("wb") as file:
-        return subprocess.Popen(command, stderr=file)
-
-
 @pytest.mark.faults
 def test_a_daemon_that_is_killed_and_comes_back(browser: Browser, tmp_path: Path) -> None:
     """Then the same of the port itself."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    with tiercache.launch("8MiB", region="2MiB", run_dir=run_dir) as daemon:
-        http = serve_alone(run_dir, "127.0.0.1:0", log)
-        url = url_in(log)
-        with connect(daemon.address, spec()) as connector:
-            traffic(connector, "killed")
-        browser.open(url)
-        browser.wait(LIVE, "it is connected")
-        version = browser.run("return document.querySelector('#footer').textContent")
-        os.kill(daemon.pid, signal.SIGKILL)
-        browser.wait(STALE, "it has seen that")
-    alarm = browser.run("return document.querySelector('#alarm').innerText")
-    assert re.match(r"Daemon not reachable since \d\d:\d\d:\d\d", alarm)
-    assert browser.run("return document.querySelector('#footer').textContent") == version
-    assert "Not reachable" in browser.words()
-    assert browser.run("return getComputedStyle(document.querySelector('main > section')).opacity") == "0.55"
-    with tiercache.launch("8MiB", region="2MiB", run_dir=run_dir):
-        browser.wait(LIVE, "it is back")
-        assert browser.run("return document.querySelector('#alarm').hidden")
-        http.terminate()
-        assert http.wait(TIMEOUT_S) == 0
-        browser.wait(STALE, "the port is gone")
-        assert "does not answer" in browser.run("return document.querySelector('#alarm').innerText")
-        http = serve_alone(run_dir, url.removeprefix("http://"), tmp_path / "log2")
-        browser.wait(LIVE, "the port is back")
-        http.terminate()
-        assert http.wait(TIMEOUT_S) == 0
+    with http_alone(run_dir, "127.0.0.1:0", log) as http:
+        with tiercache.launch("8MiB", region="2MiB", run_dir=run_dir) as daemon:
+            url = url_in(log)
+            with connect(daemon.address, spec()) as connector:
+                traffic(connector, "killed")
+            browser.open(url)
+            browser.wait(LIVE, "it is connected")
+            version = browser.run("return document.querySelector('#footer').textContent").partition(", up")[0]
+            os.kill(daemon.pid, signal.SIGKILL)
+            browser.wait(STALE, "it has seen that")
+        alarm = browser.run("return document.querySelector('#alarm').innerText")
+        assert re.match(r"Daemon not reachable since \d\d:\d\d:\d\d", alarm)
+        assert browser.run("return document.querySelector('#footer').textContent").startswith(version + ", up for")
+        assert "Not reachable" in browser.words()
+        assert browser.run("return getComputedStyle(document.querySelector('main > section')).opacity") == "0.55"
+        with tiercache.launch("8MiB", region="2MiB", run_dir=run_dir):
+            browser.wait(LIVE, "it is back")
+            assert browser.run("return document.querySelector('#alarm').hidden")
+            http.terminate()
+            assert http.wait(TIMEOUT_S) == 0
+            browser.wait(STALE, "the port is gone")
+            assert "does not answer" in browser.run("return document.querySelector('#alarm').innerText")
+            with http_alone(run_dir, url.removeprefix("http://"), tmp_path / "log2") as again:
+                browser.wait(LIVE, "the port is back")
+                again.terminate()
+                assert again.wait(TIMEOUT_S) == 0
     refused = [entry for entry in browser.log("browser") if "ERR_CONNECTION_REFUSED" not in entry["message"]]
     assert refused == []  # the browser's own words about the port that was gone
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -50,6 +52,24 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+class Launching(subprocess.Popen[bytes]):
+    """A daemon that nobody waits for. Its children end with it."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", str(directory / "run"), "--arena", "8MiB"]
+        super().__init__([*command, "--region", "2MiB", *flags], stderr=subprocess.DEVNULL)
+
+    def __exit__(self, *error: Any) -> None:
+        self.kill()
+        self.wait(30)
+
+
+def children_of(pid: int) -> list[int]:
+    """Of all threads of a process."""
+    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for one in lists for child in one.split()]
+
+
 def test_it_is_started_again_when_it_dies(launched: Launch) -> None:
     daemon = launched()
     first = url_in(Path(daemon.log))
@@ -72,6 +92,33 @@ def test_a_killed_daemon_leaves_nothing(launched: Launch, hung: bool) -> None:
     if hung:
         os.kill(pid, signal.SIGSTOP)
     os.kill(daemon.pid, signal.SIGKILL)
+    wait_until(lambda: is_gone(pid), "the HTTP process has ended")
+
+
+def test_a_daemon_that_is_killed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    with Launching(tmp_path, "--http", "127.0.0.1:0") as daemon:
+        wait_until(lambda: children_of(daemon.pid), "the HTTP process is started")
+        [pid] = children_of(daemon.pid)
+        daemon.kill()  # long before the child has loaded what it needs
+    wait_until(lambda: is_gone(pid), "the HTTP process has ended")
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["running", "starting"])
+def test_a_port_alone_ends_with_whoever_started_it(launched: Launch, tmp_path: Path, early: bool) -> None:
+    log = tmp_path / "alone"
+    program = (
+        "import sys, time; from pathlib import Path; from http_helpers import http_alone\n"
+        "with http_alone(Path(sys.argv[1]), '127.0.0.1:0', Path(sys.argv[2])) as child:\n"
+        "    print(child.pid, flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", program, launched().address, str(log)]
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}) as starter:
+        assert starter.stdout is not None
+        pid = int(starter.stdout.readline())
+        if not early:
+            url_in(log)
+        starter.kill()
     wait_until(lambda: is_gone(pid), "the HTTP process has ended")
 
 
