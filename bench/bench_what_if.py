@@ -25,8 +25,9 @@ from common import SEED, Report
 from traces import Request, asked_blocks, block_keys, lru_hits, made_up_trace, read_trace, trace_files, unique_blocks
 
 import tiercache
-from tiercache.daemon import reuse
+from tiercache.daemon import reuse, reuse_pace
 from tiercache.daemon.counters import Counters
+from tiercache.daemon.policies import Policies
 from tiercache.daemon.reuse import WhatIf
 from tiercache.daemon.reuse_curve import WINDOW_S
 from tiercache.daemon.space import Namespace, Space
@@ -52,7 +53,7 @@ class Estimate(NamedTuple):
 
 
 def namespace() -> Namespace:
-    return Space("lru", Counters()).open_namespace(SPEC)
+    return Space(Policies("lru", time.monotonic), Counters()).open_namespace(SPEC)
 
 
 def estimate(trace: list[Request], sizes: list[int], seed: int) -> Estimate:
@@ -150,7 +151,8 @@ def main() -> None:
     worst = [compare(report, name, trace) for name, trace in traces]
     report.add("worst_points", "worst error of all", max(worst), "points", at_most=AT_MOST_POINTS)
     report.note(f"at most {reuse.MAX_SAMPLES} samples, {reuse.MAX_SAMPLES_PER_REQUEST} of a request, "
-                f"{reuse.MAX_SAMPLES_PER_S} a second; window {WINDOW_S / 3600:.0f} h")  # fmt: skip
+                f"{reuse_pace.MAX_SAMPLES_PER_S} a second in {reuse_pace.MAX_REQUESTS_PER_S} requests; "
+                f"window {WINDOW_S / 3600:.0f} h")  # fmt: skip
     if len(traces) == 1:
         report.note("TIERCACHE_TRACES names no traces: the made-up one only")
     report.finish()

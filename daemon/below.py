@@ -90,8 +90,8 @@ class TierBelow(Protocol):
     def lookup(self, namespace: Namespace) -> Callable[[bytes], bool] | None:
         """Whether a block of a windowed namespace is in this tier, to be asked at once; None without any."""
 
-    def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int) -> None:
-        """A client asked for `keys`; DRAM has the first `dram_blocks`."""
+    def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
+        """A client asked for `keys`; DRAM has the first `dram_blocks`, both tiers together the first `found_blocks`."""
 
     def promote(self, lease: ReadLease) -> None:
         """Bring up what `lease.runs` wait for; it lands as if a client stored it."""
@@ -107,6 +107,10 @@ class TierBelow(Protocol):
 
     def flush(self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None]) -> None:
         """Forget blocks at once; `done(blocks, durable)` when a crash cannot bring them back, or may."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether no block waits to be written there, or is on its way up."""
 
     def work(self) -> bool:
         """A slice of what was put off; True while there is more."""
@@ -147,7 +151,7 @@ class NoTierBelow:
     def lookup(self, namespace: Namespace) -> Callable[[bytes], bool] | None:
         return None
 
-    def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int) -> None:
+    def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
         return
 
     def promote(self, lease: ReadLease) -> None:
@@ -161,6 +165,10 @@ class NoTierBelow:
 
     def flush(self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None]) -> None:
         done(0, True)
+
+    @property
+    def settled(self) -> bool:
+        return True
 
     def work(self) -> bool:
         return False

@@ -21,6 +21,7 @@ from tiercache.daemon.below import GrantsBelow, NoTierBelow, TierBelow
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.events import Events, Named
 from tiercache.daemon.leases import Owner, ReadLease
+from tiercache.daemon.policies import Policies
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.quotas import Quotas
 from tiercache.daemon.reads import Found, Reads
@@ -38,6 +39,7 @@ class CacheLimits:
     """What bounds the cache beside the size of its arena."""
 
     policy: str = "lru"
+    headroom_bytes: int = 0
     pin_share: float = 0.5
     quarantine_bytes: int = 1 << 30
     quota: Mapping[str, int] = field(default_factory=dict)
@@ -56,7 +58,8 @@ class Cache:
         self.clock_s = clock_s
         self.counters = Counters()
         self.traffic = Traffic()
-        self.space = Space(limits.policy, self.counters, Quotas(limits.quota))
+        policies, quotas = Policies(limits.policy, clock_s), Quotas(limits.quota)
+        self.space = Space(policies, self.counters, quotas, limits.headroom_bytes)
         self.reads = Reads(self.space, self.below, clock_s, limits.pin_share)
         self.writes = Writes(self.space, self.below.published, clock_s, limits.quarantine_bytes, events)
         self.events = events
@@ -134,7 +137,9 @@ class Cache:
         """One slice of what was put off; True while there is more. About a millisecond."""
         more = self.space.work()
         self._revoke_if_drained()
-        return self.below.work() or more
+        more = self.below.work() or more
+        # Not while something waits to be written: it would be gone before its turn.
+        return more or (self.below.settled and self.space.keep_free())
 
     def _revoke_if_drained(self) -> None:
         if self.space.drained_something:

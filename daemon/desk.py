@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,6 +15,9 @@ from tiercache.daemon.sessions import Session
 from tiercache.daemon.space import Namespace
 from tiercache.errors import RequestRefused
 from tiercache.messages import KEY_BYTES, ErrorCode
+
+if TYPE_CHECKING:
+    from tiercache.daemon.recorder import Recorder
 
 encoder = msgspec.msgpack.Encoder()
 
@@ -33,6 +36,7 @@ class Desk:
         identity: the connection that the present request came by.
         tenant: whose it is: it can name the namespaces of that tenant only. Empty for a client that is trusted.
         send: gives an answer to a connection, once there is a router.
+        recorder: is told what is asked, if anybody wants that written down.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Desk:
         self.identity = b""
         self.tenant = ""
         self.send: Callable[[bytes, Answer], None] = _nowhere
+        self.recorder: Recorder | None = None
 
     def answer(self, identity: bytes, session: Session, reply: m.Reply) -> None:
         """Answer a request that had to wait."""

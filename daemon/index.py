@@ -346,7 +346,7 @@ class Index:
         assert self.pins[entry] == 0
         parent = self.parent[entry]
         if self.children[parent] != 1 or self.pins[parent] or self.state[parent] != LIVE:
-            self._unlink(entry)
+            self._evict_apart(entry, parent)
             return
         # The usual case, a chain that is eaten from its tail.
         table = self.tables[self.table[entry]]
@@ -359,6 +359,11 @@ class Index:
         self.children[parent] = 0
         self.first_child[parent] = self.parent[entry] = NO_ENTRY
         self._free_entry(entry)
+
+    def _evict_apart(self, entry: int, parent: int) -> None:
+        """Evict a candidate that its parent does not replace."""
+        self.tables[self.table[entry]].policy.evicted(entry, parent)
+        self._unlink(entry)
 
     def evict_run(self, entry: int, count: int) -> int:
         """Evict the policy's victim and, while they would be the next ones, its ancestors; at most `count`.
@@ -381,6 +386,7 @@ class Index:
             self.children[above] = 0
             self.first_child[above] = NO_ENTRY
         else:
+            table.policy.evicted(entry, above)
             table.policy.remove(entry)
             self._leave_parent(top)
         for gone in run:

@@ -66,6 +66,9 @@ class ReadRequests:
         wants = request.promote, request.extents
         found = self._cache.match(session.owner, namespaces, request.keys, ttl_s, *wants)
         self._cache.traffic.matched(namespaces, request.keys, len(request.keys) // KEY_BYTES, found)
+        if self._desk.recorder is not None:
+            promote = request.promote and request.ttl_ms > 0
+            self._desk.recorder.looked(namespaces, request.keys, found.dram, found.below, promote)
         if found.lease is None:
             return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
         named = min(request.resolve, m.MAX_RESOLVE)

@@ -74,9 +74,7 @@ class Reads:
             use.hit_blocks += blocks
             use.below_blocks += below
             use.used_s = now_s
-        self._below.matched(namespaces, keys, blocks)
-        for entry in ends:
-            self._space.index.touch(entry)
+        self._used(namespaces, keys, blocks, below, ends)
         run = keys[: (blocks + below) * KEY_BYTES]
         held = self._below.hold(namespaces, run, blocks) if extents and below > 0 and ttl_s > 0 else None
         growing = promote and below > 0 and held is None
@@ -92,6 +90,19 @@ class Reads:
             lease.keys = run
             self._rise(lease, blocks + below)
         return Found(lease.blocks, lease.target - lease.blocks, lease)
+
+    def _used(self, namespaces: Sequence[Namespace], keys: bytes, blocks: int, below: int, ends: list[int]) -> None:
+        """Tell the policies of both tiers what is wanted; the deepest block that each of them has stands for all."""
+        if not keys:
+            return
+        predictor = self._space.policies.predictor
+        if predictor is not None:
+            predictor.asked(keys, blocks, blocks + below)
+        self._below.matched(namespaces, keys, blocks, blocks + below)
+        for entry in ends:
+            self._space.index.touch(entry)
+        if predictor is not None:
+            predictor.answered()
 
     def peek(self, namespaces: Sequence[Namespace], keys: bytes) -> tuple[int, int]:
         """Blocks in DRAM and below that `match` would find. Changes nothing, not even recency."""

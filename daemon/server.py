@@ -45,6 +45,7 @@ from tiercache.units import format_bytes
 
 if TYPE_CHECKING:
     from tiercache.daemon.nvme.tier import NvmeTier
+    from tiercache.daemon.recorder import Recorder
     from tiercache.daemon.remote import RemoteGate
 
 log = logging.getLogger("tiercache.daemon")
@@ -74,7 +75,8 @@ class Server:
         self.regions: dict[int, Region] = {}
         self.nvme = self._make_nvme() if config.nvme_dirs else None
         limits = CacheLimits(
-            config.policy, config.pin_share, config.quarantine_per_client_bytes, dict(config.quota)
+            config.policy, config.headroom_bytes, config.pin_share, config.quarantine_per_client_bytes,
+            dict(config.quota),
         )  # fmt: skip
         self.events = _make_events(config) if config.kv_events else None
         below_bytes = config.nvme_bytes if config.nvme_dirs else 0
@@ -82,6 +84,7 @@ class Server:
         self.cache = Cache(self.clock, limits, self.nvme, self.events, what_if)
         if self.nvme is not None:
             self.nvme.attach(self.cache)
+        self.recorder: Recorder | None = None
         self.http = HttpProcess(config) if config.http else None
         self.problem = ""
         self._working = False
@@ -116,6 +119,8 @@ class Server:
             self._close()
             await self._close_nvme()
         finally:
+            if self.recorder is not None:
+                await self.loop.run_in_executor(None, self.recorder.close)
             if self.events is not None:
                 self.events.close()
             run_dir.close()
@@ -126,6 +131,8 @@ class Server:
         config, endpoint = self.config, control_endpoint(self.config.run_dir)
         if self.events is not None:
             self.events.publisher.open()
+        if config.record is not None:
+            self.recorder = _make_recorder(config, self.clock)
 
         def welcome(session: Session, protocol: int) -> Welcome:
             wants_events = self.events is not None
@@ -140,6 +147,7 @@ class Server:
             self.cache, self.generation, self.gate.sessions, self.regions, lease_ttl_max_s=config.lease_ttl_max_s,
             max_leases=config.max_leases_per_session, region_bytes=min(config.region_bytes, config.arena_bytes),
         )  # fmt: skip
+        desk.recorder = self.recorder
         slow = SlowRequests(config.slow_request_s, self.cache.counters)
         self.service = Service(
             desk, self.clock, end=lambda session: self._later(self.gate.end, session),
@@ -295,6 +303,13 @@ class Server:
 def _make_events(config: DaemonConfig) -> Events:
     steps = config.kv_events_buffer
     return Events(Publisher(config.kv_events, config.kv_events_replay, config.kv_events_topic, steps))
+
+
+def _make_recorder(config: DaemonConfig, clock_s: Callable[[], float]) -> Recorder:
+    # Imported here: most daemons record nothing.
+    from tiercache.daemon.recorder import Recorder
+
+    return Recorder(config, clock_s)
 
 
 def _notify_systemd(state: str) -> None:

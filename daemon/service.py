@@ -127,6 +127,18 @@ class Service:
             histogram = self.latency[kind] = LatencyHistogram()
         histogram.observe(ended_ns - started_ns)
         self.slow.served(session, request, started_ns, ended_ns)
+        if self.desk.recorder is not None and isinstance(request, (m.Flush, m.Prefetch)):
+            self._record(request)
+
+    def _record(self, request: m.Flush | m.Prefetch) -> None:
+        """What is asked seldom enough to be looked at here."""
+        recorder, known = self.desk.recorder, self._cache.space.namespaces
+        assert recorder is not None
+        namespaces = [known[number] for number in request.namespaces or known]
+        if isinstance(request, m.Flush):
+            recorder.forgot(namespaces, request.key, request.tier)
+        else:
+            recorder.fetched(namespaces, request.keys)
 
     def _decode(self, header: bytes) -> m.Request:
         try:

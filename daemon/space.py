@@ -11,7 +11,8 @@ import msgspec
 from tiercache.daemon.allocator import NO_FRAME, Allocator, SizeClass
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.index import LIVE, Index, Table
-from tiercache.daemon.policy import NO_ENTRY, POLICIES, Policy
+from tiercache.daemon.policies import Policies
+from tiercache.daemon.policy import NO_ENTRY, Policy
 from tiercache.daemon.quotas import Quotas
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import REGION_SHIFT
@@ -64,15 +65,18 @@ class NoRoom(Exception):
 class Space:
     """The DRAM tier's places and what is in them. Event loop only; nothing here blocks."""
 
-    def __init__(self, policy: str, counters: Counters, quotas: Quotas | None = None) -> None:
+    def __init__(
+        self, policies: Policies, counters: Counters, quotas: Quotas | None = None, headroom_bytes: int = 0
+    ) -> None:  # fmt: skip
         self.allocator = Allocator()
         self.index = Index(self.allocator.give_back)
         self.counters = counters
         self.namespaces: dict[int, Namespace] = {}
         self._by_fingerprint: dict[str, Namespace] = {}
-        self._policy_name = policy
+        self.policies = policies
         self._policies: dict[int, dict[str, Policy]] = {}  # of a size of frames, by account
         self.quotas = quotas or Quotas({})
+        self._headroom_bytes = headroom_bytes
         self._draining: tuple[int, int] | None = None  # region id, next frame to look at
         self._drain_rest = 0  # times that no drain is considered
         self._drain_turn = 0
@@ -93,7 +97,7 @@ class Space:
         account = self.quotas.account(spec.tenant)
         policy = its.get(account)
         if policy is None:
-            policy = its[account] = POLICIES[self._policy_name](self.index.columns)
+            policy = its[account] = self.policies.make(self.index)
         table = self.index.add_table(number, policy, windowed=spec.window_blocks > 0)
         namespace = Namespace(number, spec, fingerprint, table, size_class)
         self.namespaces[number] = self._by_fingerprint[fingerprint] = namespace
@@ -180,6 +184,22 @@ class Space:
         """One slice of unlinking and draining; True while there is more."""
         self._drain_slice()
         return self.index.unlink_slice(SLICE) == SLICE or self._draining is not None
+
+    def keep_free(self) -> bool:
+        """Make room ahead of need, a slice of it; True while there is less than the headroom.
+
+        What came last has its turn too, so it stays only if it is worth more than what was here before.
+        """
+        short_bytes = self._headroom_bytes - (self.allocator.arena_bytes - self.allocator.used_bytes)
+        if short_bytes <= 0:
+            return False
+        policy = _coldest([one for its in self._policies.values() for one in its.values()])
+        if policy is None:
+            return False
+        victim = policy.victim()
+        size_bytes = self.namespaces[self.index.table[victim]].size_class.frame_bytes
+        self.counters.evicted_blocks += self.index.evict_run(victim, min(SLICE, -(-short_bytes // size_bytes)))
+        return True
 
     # A class that is out of frames gets a region of another one whose coldest block is colder than
     # its own. The region is emptied in slices and cannot be used before its last frame is back.

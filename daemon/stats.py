@@ -55,6 +55,7 @@ def build_stats(server: Server, request: Stats) -> dict[str, Any]:
             "parked_requests": server.service.reads.parked,
         },
         **({} if server.events is None else {"kv_events": server.events.stats()}),
+        **({} if server.recorder is None else {"record": server.recorder.stats()}),
         "pins": {"count": len(cache.reads.pins), "bytes": cache.reads.pinned_bytes},
         "namespaces": _namespaces(server),
         "sessions": _sessions(server),

@@ -58,6 +58,8 @@ class WriteRequests:
         namespace = self._desk.namespace(request.namespace)
         named = self._named(request, namespace)
         got = self._cache.reserve(session.owner, namespace, request.parent, request.keys, ttl_s, named)
+        if self._desk.recorder is not None:
+            self._desk.recorder.stored(namespace, request.parent, request.keys)
         frames, states = m.pack_frames(got.frames), bytes(got.states)
         return m.Reserved(request.request_id, self._generation, got.lease_id, states, frames, got.parent_missing)
 

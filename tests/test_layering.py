@@ -27,7 +27,7 @@ LAYERS: dict[str, float] = {
     "tiercache.loading": 4, "tiercache.storing": 4, "tiercache.direct_store": 4, "tiercache.connector": 4,
     "tiercache.launch": 4, "tiercache": 4,
     "tiercache.engine": 5, "tiercache.connectors": 5, "tiercache.daemon": 5,
-    "tiercache.serve": 6, "tiercache.http": 6, "tiercache.cli": 6,
+    "tiercache.serve": 6, "tiercache.http": 6, "tiercache.cli": 6, "tiercache.replay": 6,
 }  # fmt: skip
 """A new module gets its layer here. A package's layer is that of all its modules."""
 
@@ -50,6 +50,10 @@ MAY_IMPORT_HEAVY = {
 MAY_IMPORT_HEAVY_LAZILY = {"tiercache.cli": {"torch", "transformers"}}
 LAZY_IN_THE_DAEMON = {("tiercache.daemon.nvme.codecs", "numpy")}
 """Only where a codec other than raw is in use."""
+ON_DEMAND = {f"tiercache.daemon.policies.{name}" for name in ("hazard", "predictor", "reusetimes", "sketch")}
+"""Loaded only by a daemon whose `policy` needs them: these may use numpy, and nothing loads them at its top."""
+NEEDS_ON_DEMAND = {f"tiercache.daemon.policies.{name}" for name in ("workload_aware", "wtinylfu")}
+"""The policies that do so."""
 NOT_IN_THE_DAEMON = {*HEAVY, "numpy", "typer", "rich", "tiercache.keys"}
 """The daemon is small enough for a sidecar: numpy alone would be a third of its memory."""
 
@@ -120,6 +124,10 @@ def problem(found: Import) -> str | None:
         return None if package in allowed else f"{package} is not for {importer}"
     if found.lazy and (found.importer, package) in LAZY_IN_THE_DAEMON:
         return None
+    if found.importer in ON_DEMAND and package == "numpy":
+        return None
+    if found.module in ON_DEMAND and found.importer not in {*ON_DEMAND, *NEEDS_ON_DEMAND} and not found.lazy:
+        return f"{found.module} is loaded on demand only"
     if importer == "tiercache.daemon" and {package, unit(found.module)} & NOT_IN_THE_DAEMON:
         return f"{found.module} is not for the daemon"
     if package != "tiercache" or found.module == "tiercache":
@@ -180,5 +188,6 @@ def test_importing_tiercache_is_light() -> None:
 
 
 def test_the_daemon_is_light() -> None:
-    names = [name for name in modules() if unit(name) == "tiercache.daemon"]
+    on_demand = {*ON_DEMAND, *NEEDS_ON_DEMAND}
+    names = [name for name in modules() if unit(name) == "tiercache.daemon" and name not in on_demand]
     assert loaded_by(*names) & NOT_IN_THE_DAEMON == set()

@@ -27,6 +27,7 @@ IMPORT_NAMES = {"pyzmq": "zmq", "prometheus-client": "prometheus_client"}
 OPTIONAL = (
     "connectors/", "kernels/", "tiercache/engine/", "tiercache/cuda", "tiercache/gds.py", "tiercache/cli/demo",
     "tiercache/serve/", "tiercache/cli/serve", "tiercache/http/", "tiercache/cli/affinity", "daemon/nvme/cipher.py",
+    "tiercache/replay/plot.py",
 )  # fmt: skip
 """Modules that need an extra; everything else works with the base install."""
 

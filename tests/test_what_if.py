@@ -13,7 +13,9 @@ from tiercache.cli.main import main
 from tiercache.cli.what_if import points, sentence, table
 from tiercache.layout import NamespaceSpec
 
-BLOCKS = 40
+BLOCKS = 320
+ROUNDS = 25
+"""So few requests that no pace is too fast for the sample, however slow the machine is."""
 SPEC = NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=1, block_bytes=65536)
 
 
@@ -33,12 +35,12 @@ def test_a_real_daemon_says_what_more_memory_would_bring(capsys: pytest.CaptureF
     with tiercache.launch("64MiB") as daemon:
         with tiercache.connect(daemon.address, namespace=SPEC, pool=pool, required=True) as connector:
             assert connector.stats()["daemon"]["what_if"]["curve"] == []
-            for number in range(200):  # 40 chains in turn are 1600 blocks, and there is room for 1024
-                chain = tiercache.KeyChain(tiercache.root_key(f"{number % 40}"), 1, range(BLOCKS))
+            for number in range(ROUNDS):  # 5 chains in turn are 1600 blocks, and there is room for 1024
+                chain = tiercache.KeyChain(tiercache.root_key(f"{number % 5}"), 1, range(BLOCKS))
                 connector.match(chain.packed())
                 connector.store(chain.packed(), range(BLOCKS))
             what_if = connector.stats()["daemon"]["what_if"]
-        assert (what_if["accessed_blocks"], what_if["hit_rate"]) == (200 * BLOCKS, 0)
+        assert (what_if["accessed_blocks"], what_if["hit_rate"]) == (ROUNDS * BLOCKS, 0)
         assert what_if["sampled_blocks"] == pytest.approx(1600 * what_if["sample_rate"], rel=0.2)
         found = {one["capacity_bytes"] >> 20: one["hit_rate"] for one in what_if["curve"]}
         assert list(found) == [8, 16, 32, 64, 128, 256, 512]

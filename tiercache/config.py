@@ -52,6 +52,7 @@ class DaemonConfig:
     region_bytes: int = 256 << 20
     lock_memory: str = "auto"
     policy: str = "lru"
+    headroom_bytes: int = 0
     group: str = ""
     quota: tuple[tuple[str, int], ...] = ()
     listen: str = ""
@@ -69,6 +70,8 @@ class DaemonConfig:
     nvme_write_budget_bytes: int = 0
     grace_s: float = 20.0
     what_if: str = "yes"
+    record: Path | None = None
+    record_max_bytes: int = 1 << 30
     kv_events: str = ""
     kv_events_replay: str = ""
     kv_events_topic: str = ""
@@ -100,6 +103,9 @@ class DaemonConfig:
             raise ConfigError(f"http = {self.http}: {problem}")
         set_field = object.__setattr__  # the one place where a frozen object may be written
         set_field(self, "arena_bytes", self.arena_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+        if self.headroom_bytes > self.arena_bytes // 2:
+            text = f"more than half of arena = {_toml_bytes(self.arena_bytes)}: leave room for what is kept"
+            raise ConfigError(f"headroom = {_toml_bytes(self.headroom_bytes)}: {text}")
         least = round_up(-(-self.arena_bytes // MAX_REGIONS), HUGE_PAGE_BYTES)
         set_field(self, "region_bytes", min(max(self.region_bytes, least), self.arena_bytes))
         if self.quarantine_per_client_bytes == 0:
@@ -339,8 +345,19 @@ _TABLE = (
         "is too low. require: do not start without it. off: do not try.",
     ),
     _Setting(
-        "policy", "policy", _choice("lru"),
-        "Which blocks go first when the arena is full. lru: the end of the prefix that was used longest ago.",
+        "policy", "policy", _choice("lru", "hazard", "arc", "s3fifo", "wtinylfu", "workload-aware"),
+        "Which blocks go first when a tier is full. lru: the end of the prefix that was used longest ago. "
+        "hazard: what is least likely to be used soon for the room that it takes, learnt from what is asked for. "
+        "arc: of those used once or those used again, in shares that adapt. "
+        "s3fifo: in the order in which they came, but those used meanwhile stay. "
+        "wtinylfu: what was asked for less often than what comes. "
+        "workload-aware: what is least likely to be used again while it would last, by kind of request.",
+    ),
+    _Setting(
+        "headroom", "headroom_bytes", _QUARANTINE,
+        "Kept free in the arena, by evicting ahead of need when nothing waits to be written: stores and loads then "
+        "find room at once, and new blocks stay only if the policy prefers them to what was there. 0: room is made "
+        "when it is asked for.",
     ),
     _Setting(
         "max_sessions", "max_sessions", _count(1, 4096),
@@ -425,6 +442,16 @@ _TABLE = (
         "what_if", "what_if", _choice("yes", "no"),
         "Estimate the hit rate that caches of other sizes would have, from a sample of at most 16,384 blocks (about "
         "2.5 MB, and about 1 ms of CPU time a second); shown by `tiercache stats`.",
+    ),
+    _Setting(
+        "record", "record", _OPTIONAL_FILE,
+        "Write what engines ask to this file (packed if it ends in .gz), for `tiercache replay`: times and hashes of "
+        "keys with a secret that is kept nowhere, no tokens, names or tenants. An earlier file is kept as FILE.1. "
+        "Empty: nothing is recorded.",
+    ),
+    _Setting(
+        "record_max", "record_max_bytes", _size(_within(1 << 20, 1 << 50, _toml_bytes)),
+        "Size at which the recording ends.",
     ),
     _Setting(
         "kv_events", "kv_events", _ENDPOINT,

@@ -52,14 +52,14 @@ class Shelf:
 
     def __init__(
         self, directory: Directory, catalog: Catalog, queue: DiskQueue, state: CatalogState, space: Space,
-        policy: str, soon: Callable[[], None] = lambda: None,
+        soon: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.directory = directory
         self.catalog = catalog
         self.queue = queue
         self.index = Index(self._slot_left)
         self.registry = Registry(str(directory.path), catalog, state, space)
-        self.slots = Slots(directory, catalog, queue, state, policy, self.index, self.registry.row_gone, soon)
+        self.slots = Slots(directory, catalog, queue, state, space.policies, self.index, self.registry.row_gone, soon)
         self.directory_seed = int.from_bytes(directory.superblock.directory_id[:8], "little")
         self.loading = True
         self.recovery: Recovery | None = None
@@ -133,6 +133,10 @@ class Shelf:
         return Stored(entry, self.index.frame[entry], *columns)
 
     # --- changing --------------------------------------------------------------------------------
+
+    def admits(self, namespace: Namespace, worth: float) -> bool:
+        """Whether a block that is worth so much is worth the one that would have to go for it."""
+        return self.slots.admits(self.slot_bytes(namespace), worth)
 
     def take_slot(self, namespace: Namespace, parent: bytes) -> int:
         """A free slot for a block below `parent`, or NO_FRAME; then room is being made: ask again soon."""

@@ -23,7 +23,8 @@ from tiercache.daemon.nvme.directory import Directory
 from tiercache.daemon.nvme.health import WriteHealth
 from tiercache.daemon.nvme.io import DiskQueue, Priority
 from tiercache.daemon.nvme.rows import MAX_SLOTS, SLOT_BITS
-from tiercache.daemon.policy import NO_ENTRY, POLICIES, Policy
+from tiercache.daemon.policies import Policies
+from tiercache.daemon.policy import NO_ENTRY, Policy
 from tiercache.messages import OFFSET_MASK, REGION_SHIFT
 
 log = logging.getLogger("tiercache.daemon")
@@ -63,8 +64,8 @@ class Slots:
     """
 
     def __init__(
-        self, directory: Directory, catalog: Catalog, queue: DiskQueue, state: CatalogState, policy: str, index: Index,
-        row_gone: Callable[[int], None], soon: Callable[[], None],
+        self, directory: Directory, catalog: Catalog, queue: DiskQueue, state: CatalogState, policies: Policies,
+        index: Index, row_gone: Callable[[int], None], soon: Callable[[], None],
     ) -> None:  # fmt: skip
         self.allocator = Allocator()
         self.health = WriteHealth(str(directory.path))
@@ -81,7 +82,7 @@ class Slots:
         self._catalog = catalog
         self._queue = queue
         self._index = index
-        self._policy_name = policy
+        self._make = policies.make
         self._policies: dict[int, Policy] = {}
         self._row_gone = row_gone
         self._soon = soon
@@ -98,10 +99,18 @@ class Slots:
     def policy(self, frame_bytes: int) -> Policy:
         """Who decides which block of that size goes next."""
         if frame_bytes not in self._policies:
-            self._policies[frame_bytes] = POLICIES[self._policy_name](self._index.columns)
+            self._policies[frame_bytes] = self._make(self._index)
         return self._policies[frame_bytes]
 
     # --- taking ----------------------------------------------------------------------------------
+
+    def admits(self, frame_bytes: int, worth: float) -> bool:
+        """Whether the next victim of that size is worth no more than `worth`; all are let in while there is room."""
+        policy = self._policies.get(frame_bytes)
+        if policy is None or not self._is_short(self.allocator.size_class(frame_bytes)):
+            return True
+        victim = policy.victim()
+        return victim == NO_ENTRY or policy.worth(victim) <= worth
 
     def take(self, frame_bytes: int, keep: int) -> int:
         """A free slot, or NO_FRAME; then room is being made: ask again soon. Not of `keep`'s ancestors, if it is one.
@@ -112,8 +121,12 @@ class Slots:
         slot = self.allocator.take(size_class)
         if slot == NO_FRAME or self._is_short(size_class):
             if keep != NO_ENTRY:
-                self._index.touch(keep)
+                self._index.pin(keep)
             self._make_room(size_class)
+            if keep != NO_ENTRY:
+                self._index.unpin(keep)
+                if slot == NO_FRAME:
+                    self._give_up_keeping(frame_bytes, keep)
             if slot == NO_FRAME:
                 return NO_FRAME
         segment = slot >> REGION_SHIFT
@@ -121,6 +134,15 @@ class Slots:
             self.slot_bytes[segment] = frame_bytes
             self._catalog.set_segment(segment, frame_bytes)
         return slot
+
+    def _give_up_keeping(self, frame_bytes: int, keep: int) -> None:
+        """A chain that is longer than all slots of its size has no more of them than it has."""
+        policy = self._policies.get(frame_bytes)
+        free = self.allocator.size_class(frame_bytes).free
+        on_its_way = free or self._leaving or self._creating or self._retiring or self._may_grow
+        if policy is not None and not on_its_way and policy.victim() == keep:
+            self._index.evict(keep)
+            self.evicted_blocks += 1
 
     def _is_short(self, size_class: SizeClass) -> bool:
         """Whether slots of a size run out: few are left, and no segment to divide."""

@@ -140,7 +140,7 @@ class NvmeTier:
         directory, catalog, state = await in_thread(f"open {path}", lambda: open_directory(*arguments))
         shelf = Shelf(
             directory, catalog, DiskQueue(directory, post, again=loop.call_soon), state, self._cache.space,
-            config.policy, self._soon,
+            self._soon,
         )  # fmt: skip
         if self._cache.events is not None:
             shelf.tell(self._cache.events)
@@ -171,19 +171,26 @@ class NvmeTier:
         """See `TierBelow`."""
         return self._placement.lookup(namespace)
 
-    def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int) -> None:
-        """What was asked for and is not here yet is worth a write, budget or not."""
-        if dram_blocks == 0 or not self._may_write or self._writes.room < MATCHED_AT_ONCE:
-            return
+    def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
+        """What is used in DRAM is used here too; and what was asked for and is not here yet is worth a write."""
+        may_write = self._may_write and self._writes.room >= MATCHED_AT_ONCE
         for namespace in namespaces:
-            missing: Sequence[int]
-            if namespace.table.windowed:
+            missing: Sequence[int] = ()
+            if not namespace.table.windowed:
+                here = self._touch(namespace, keys, found_blocks)
+                missing = range(here, dram_blocks)
+            elif may_write and dram_blocks:
                 missing = self._missing_in_window(namespace, keys, dram_blocks)
-            else:
-                missing = range(self._placement.find(namespace, keys, dram_blocks)[1], dram_blocks)
-            if missing and not namespace.spec.dram_only:
+            if missing and may_write and not namespace.spec.dram_only:
                 for number in missing[:MATCHED_AT_ONCE]:
                     self._writes.add(namespace, _key(keys, number), asked_again=True, before=_key(keys, number - 1))
+
+    def _touch(self, namespace: Namespace, keys: bytes, blocks: int) -> int:
+        """A chain was used as far as its first `blocks`; how many of those are here."""
+        shelf, length = self._placement.find(namespace, keys, blocks)
+        if shelf is not None:
+            shelf.index.touch(shelf.table(namespace).get(_key(keys, length - 1)))
+        return length
 
     def _missing_in_window(self, namespace: Namespace, keys: bytes, cut: int) -> list[int]:
         """The blocks of the window before a cut that are not here."""
@@ -219,6 +226,11 @@ class NvmeTier:
             self._early.setdefault(path, []).append((wanted, key, flush))
         self._flushes.append(flush)
         flush.noted(True)
+
+    @property
+    def settled(self) -> bool:
+        """See `TierBelow`."""
+        return self._promotion.idle and (self._writes.idle or not self._may_write)
 
     def work(self) -> bool:
         """Unlinking, loading, writing and reading, a slice of each; True while there is more at once."""
@@ -356,6 +368,7 @@ class NvmeTier:
             "write_amplification": self._write_amplification(),
             "write_failed_blocks": writes.failed_blocks,
             "skipped_by_budget": writes.skipped_by_budget,
+            "skipped_by_worth": writes.skipped_by_worth,
             "skipped_without_parent": writes.skipped_without_parent,
             "skipped_queue_full": writes.skipped_queue_full,
             "skipped_too_large": writes.skipped_too_large,

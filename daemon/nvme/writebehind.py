@@ -83,6 +83,7 @@ class WriteBehind:
         self.written_bytes = 0
         self.saved_bytes = 0  # that a codec has kept from the disk
         self.skipped_by_budget = 0
+        self.skipped_by_worth = 0
         self.skipped_without_parent = 0
         self.skipped_queue_full = 0
         self.failed_blocks = 0
@@ -99,6 +100,8 @@ class WriteBehind:
         self._loads: dict[Shelf, tuple[int, int]] = {}  # writes under way, and their bytes
         self._flying: dict[Name, _Write] = {}
         self._parked: dict[Name, list[tuple[_Write, Stored]]] = {}
+        self._held: dict[Name, int] = {}  # the entry that a write under way keeps there: what it hangs below
+        self._below: dict[Name, list[Name]] = {}  # writes that hang below one that is under way itself
         self._taken: dict[Shelf, list[WriteOp]] = {}
         self._writable: dict[Shelf, bool] = {}
         self._forms: dict[tuple[int, bool], tuple[int, int]] = {}
@@ -236,6 +239,9 @@ class WriteBehind:
             return None
         if self._is_full(shelf) or not self._may_write(shelf):
             return shelf
+        if self.budget.bytes_per_day and not shelf.admits(namespace, namespace.table.policy.worth(entry)):
+            self.skipped_by_worth += 1
+            return None
         slot = shelf.take_slot(namespace, parent)
         if slot == NO_FRAME:
             return shelf
@@ -278,10 +284,31 @@ class WriteBehind:
             address=region.address + (write.frame & OFFSET_MASK), length=namespace.spec.block_bytes,
             key=write.key, fingerprint=namespace.fingerprint, codec=codec, kind=kind,
         )  # fmt: skip
+        self._keep_parent(write)
         self._flying[namespace.number, write.key] = write
         self._count(write.shelf, 1, frame_bytes)
         self.budget.charge(frame_bytes)
         self._taken.setdefault(write.shelf, []).append(op)
+
+    def _keep_parent(self, write: _Write) -> None:
+        """What a block hangs below must not be evicted before it is there."""
+        number, shelf = write.namespace.number, write.shelf
+        name, parent_name = (number, write.key), (number, write.parent)
+        if parent_name in self._flying:
+            self._below.setdefault(parent_name, []).append(name)
+        elif write.parent and (parent := shelf.table(write.namespace).get(write.parent)) != NO_ENTRY:
+            self._hold(shelf, name, parent)
+
+    def _hold(self, shelf: Shelf, name: Name, parent: int) -> None:
+        shelf.index.pin(parent)
+        self._held[name] = parent
+
+    def _let_go(self, shelf: Shelf, name: Name) -> None:
+        """A write is over."""
+        del self._flying[name]
+        parent = self._held.pop(name, NO_ENTRY)
+        if parent != NO_ENTRY:
+            shelf.index.unpin(parent)
 
     def _form(self, namespace: Namespace) -> tuple[int, int]:
         """Codec and kind of checksum of a namespace's blocks."""
@@ -349,7 +376,10 @@ class WriteBehind:
             shelf.add(write.namespace, write.key, write.parent, write.slot, stored, write.said)
             self.written_blocks += 1
             self.written_bytes += stored.stored_length
-            del self._flying[name]
+            for below in self._below.pop(name, ()):
+                if below in self._flying:
+                    self._hold(shelf, below, table.get(write.key))
+            self._let_go(shelf, name)
             ready.extend(self._parked.pop(name, ()))
 
     def _lose(self, first: _Write, failed: bool = False) -> None:
@@ -358,7 +388,8 @@ class WriteBehind:
         while doomed:
             write = doomed.pop()
             name = write.namespace.number, write.key
-            del self._flying[name]
+            self._below.pop(name, None)
+            self._let_go(write.shelf, name)
             if failed and write is first:
                 write.shelf.slots.put_aside(write.slot)
             else:

@@ -8,6 +8,7 @@ import pytest
 
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.leases import Owner
+from tiercache.daemon.policies import POLICIES
 from tiercache.daemon.space import Namespace
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import BlockState, CommitState
@@ -32,9 +33,9 @@ class Clock:
 class Harness:
     """A cache of `frames` frames of 4 KiB, a clock, an owner."""
 
-    def __init__(self, frames: int = 8, regions: int = 1) -> None:
+    def __init__(self, frames: int = 8, regions: int = 1, policy: str = "lru") -> None:
         self.clock = Clock()
-        self.cache = Cache(self.clock, CacheLimits(quarantine_bytes=1 << 30))
+        self.cache = Cache(self.clock, CacheLimits(policy, quarantine_bytes=1 << 30))
         for region in range(regions):
             self.cache.space.allocator.add_region(region, frames * 4096)
         self.owner = Owner(b"a" * 16)
@@ -246,11 +247,14 @@ def test_pins_keep_blocks_until_their_time_is_up() -> None:
     h.check()
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_random_histories_stay_consistent(seed: int) -> None:
+HISTORIES = [(policy, seed) for policy in POLICIES for seed in range(12 if policy == "lru" else 3)]
+
+
+@pytest.mark.parametrize(("policy", "seed"), HISTORIES)
+def test_random_histories_stay_consistent(policy: str, seed: int) -> None:
     """Everything at random; after each step the recounts agree, and no frame has two owners."""
     rng = random.Random(seed)
-    h = Harness(frames=10, regions=3)
+    h = Harness(frames=10, regions=3, policy=policy)
     spaces = [h.space(), h.space(block_bytes=9000, rank=1), h.space(window_blocks=2, rank=2)]
     owners = [Owner(bytes([n]) * 16) for n in range(3)]
     reads: list[tuple[Owner, int]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tiercache.daemon import hotpaths
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.hotpaths import HALF_LIFE_S, HotPaths
+from tiercache.daemon.policies import Policies
 from tiercache.daemon.space import Space
 from tiercache.layout import NamespaceSpec
 
@@ -22,7 +24,7 @@ class Tree:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.space = Space("lru", Counters())
+        self.space = Space(Policies("lru", time.monotonic), Counters())
         self.paths = HotPaths(lambda: self.now_s)
         self.spaces = [self.space.open_namespace(_spec(name)) for name in ("a", "b")]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 from math import inf
@@ -17,8 +18,10 @@ from tiercache.daemon import reuse
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.leases import Owner
+from tiercache.daemon.policies import Policies
 from tiercache.daemon.reuse import WhatIf, windowed
 from tiercache.daemon.reuse_curve import SLICE_S, WINDOW_S, Lookups, step_end, step_of
+from tiercache.daemon.reuse_pace import MAX_REQUESTS_PER_S, SUSTAINED_S
 from tiercache.daemon.reuse_stack import MAX_SHIFT, MAX_SPANS, ReuseStack, chosen, is_chosen
 from tiercache.daemon.space import Namespace, Space
 from tiercache.layout import NamespaceSpec
@@ -51,7 +54,7 @@ class Harness:
     def __init__(self, dram_blocks: int = 64, below_blocks: int = 0, max_samples: int = reuse.MAX_SAMPLES) -> None:
         self.now_s = 0.0
         self.what_if = WhatIf(lambda: self.now_s, dram_blocks * BLOCK, below_blocks * BLOCK, max_samples)
-        self.places = Space("lru", Counters())
+        self.places = Space(Policies("lru", time.monotonic), Counters())
         self.space = self.open()
 
     def open(self, **changed: int) -> Namespace:
@@ -279,21 +282,61 @@ def test_only_what_the_largest_size_has_is_kept() -> None:
 
 def test_too_much_work_halves_the_rate_and_a_quiet_time_doubles_it() -> None:
     h = Harness(dram_blocks=1000)
-    keys = keys_of(1, 100)
-    for _ in range(30):  # 3,000 in no time
+    keys, few = keys_of(1, 500), keys_of(1, 50)
+    for _ in range(50):  # 25,000 in no time
         h.what_if.stored(h.space, b"", keys)
     assert h.what_if.stack.shift == 1
     h.now_s += SLICE_S
-    h.ask(keys)  # still so much work in that slice
+    h.ask(few)  # still so much work in that slice
     assert h.what_if.stack.shift == 1
     h.now_s += SLICE_S
-    h.ask(keys)
+    h.ask(few)
     assert h.what_if.stack.shift == 0
     assert h.what_if.stats()["sample_rate"] == 0.5  # what joined the sample has no past yet
-    h.store(keys)
+    h.store(few)
     h.now_s += SLICE_S
-    h.ask(keys)
+    h.ask(few)
     assert h.what_if.stats()["sample_rate"] == 1
+
+
+def test_of_very_many_requests_most_have_nothing_of_the_sample() -> None:
+    h = Harness(dram_blocks=1000)
+    often = 1 / (3 * MAX_REQUESTS_PER_S)
+    for number in range(int(SUSTAINED_S / often) - 1):
+        h.now_s += often
+        h.what_if.stored(h.space, b"", keys_of(number, 64))
+    assert h.what_if.stack.shift == 0  # it could be over now
+    h.now_s += 2 * often
+    h.what_if.stored(h.space, b"", keys_of(-1, 64))
+    assert 6 <= h.what_if.stack.shift <= 9
+    h.check()
+    quiet = Harness(dram_blocks=100_000)
+    for number in range(1000):
+        quiet.now_s += 1.01 / MAX_REQUESTS_PER_S
+        quiet.what_if.stored(quiet.space, b"", keys_of(number, 8))
+    assert quiet.what_if.stack.shift == 0
+
+
+def test_what_is_noted_is_looked_into_before_it_takes_memory() -> None:
+    h = Harness(dram_blocks=1000)
+    for number in range(reuse.MAX_NOTED - 1):
+        h.what_if.looked_up([h.space], keys_of(number, 2), 1, 0)
+    assert len(h.what_if._noted) == reuse.MAX_NOTED - 1
+    h.what_if.looked_up([h.space], keys_of(0, 2), 1, 0)
+    assert len(h.what_if._noted) == 0
+    h.what_if.stored(h.space, b"", keys_of(1, reuse.MAX_NOTED_BYTES // 16 + 1))
+    assert len(h.what_if._noted) == 0
+    assert h.what_if.stats()["accessed_blocks"] == 2 * reuse.MAX_NOTED
+
+
+def test_what_waited_for_hours_counts_for_when_it_came() -> None:
+    h = Harness()
+    h.what_if.looked_up([h.space], keys_of(1, 8), 4, 0)
+    h.now_s += WINDOW_S / 2
+    h.what_if.looked_up([h.space], keys_of(2, 8), 0, 0)
+    h.now_s += WINDOW_S / 2 + 1
+    stats = h.what_if.stats()
+    assert (stats["accessed_blocks"], stats["hit_rate"]) == (8, 0)
 
 
 def test_hours_pass_and_look_ups_are_forgotten() -> None:

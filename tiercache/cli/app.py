@@ -12,13 +12,13 @@ from typing import cast
 
 import typer
 
-from tiercache.cli import app_change, app_check, app_look, app_measure, app_plan, app_run, app_serve
+from tiercache.cli import app_change, app_check, app_look, app_measure, app_plan, app_replay, app_run, app_serve
 from tiercache.cli.command_line import app
 from tiercache.cli.main import EXIT_OK, EXIT_USAGE
 
 __all__ = ["MODULES", "app", "run"]
 
-MODULES = (app_run, app_look, app_check, app_change, app_measure, app_plan, app_serve)
+MODULES = (app_run, app_look, app_check, app_change, app_measure, app_plan, app_replay, app_serve)
 """Where commands are; to import one is to have its commands."""
 
 # ClickException, the base of all complaints about a command line. Newer typers carry a click of

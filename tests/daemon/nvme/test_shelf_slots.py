@@ -16,6 +16,7 @@ from tiercache.daemon.nvme.catalog import Catalog
 from tiercache.daemon.nvme.directory import Directory
 from tiercache.daemon.nvme.io import DiskQueue
 from tiercache.daemon.nvme.shelf import Shelf, Stored
+from tiercache.daemon.policies import Policies
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace, Space
 from tiercache.layout import NamespaceSpec
@@ -30,7 +31,7 @@ class Bench:
 
     def __init__(self, path: Path) -> None:
         self.posted: list[Callable[[], object]] = []
-        self.space = Space("lru", Counters())
+        self.space = Space(Policies("lru", time.monotonic), Counters())
         self.namespace: Namespace = self.space.open_namespace(SPEC)
         self.directory = Directory(path, 64 << 20, SEGMENT_BYTES)
         self.directory.open()
@@ -38,7 +39,7 @@ class Bench:
         self.catalog = Catalog(path, self.directory.superblock.directory_id, post)
         state = self.catalog.open()
         self.queue = DiskQueue(self.directory, post, threads=1)
-        self.shelf = Shelf(self.directory, self.catalog, self.queue, state, self.space, "lru")
+        self.shelf = Shelf(self.directory, self.catalog, self.queue, state, self.space)
         self.shelf.start_loading()
 
     def close(self) -> None:
@@ -120,3 +121,48 @@ def test_slots_of_rows_that_are_refused_are_free_when_the_rows_are_gone(filled: 
     bench.until(lambda: shelf.allocator.used_bytes == 5 * 4096)
     assert shelf.check_integrity([]) == []
     bench.close()
+
+
+def test_a_block_is_let_in_only_for_one_that_is_worth_no_more(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(filled)
+    shelf = bench.shelf
+    while shelf.loading:
+        shelf.work()
+        bench.deliver()
+    policy = shelf.slots.policy(4096)
+    monkeypatch.setattr(policy, "worth", lambda entry: 2.0)
+    assert shelf.admits(bench.namespace, 0.0), "there is room"
+    number = 100
+    while bench.shelf.slots.evicted_blocks == 0:
+        bench.add(number, b"")
+        number += 1
+    assert not shelf.admits(bench.namespace, 1.0)
+    assert shelf.admits(bench.namespace, 2.0)
+    bench.close()
+
+
+def test_a_chain_as_long_as_the_directory_does_not_wait_for_ever(filled: Path) -> None:
+    """Room for a child is not made of its ancestors; when there is nothing else the last one of them goes after all."""
+    bench = Bench(filled)
+    shelf = bench.shelf
+    while shelf.loading:
+        shelf.work()
+        bench.deliver()
+    parent, slots = (40).to_bytes(16, "little"), []
+    for number in range(41, 1 << 20):
+        slots.clear()
+        bench.until(lambda: bool(_take(shelf, bench.namespace, parent, slots)))  # noqa: B023 (called at once)
+        if slots[-1] == NO_FRAME:
+            break
+        key = number.to_bytes(16, "little")
+        shelf.add(bench.namespace, key, parent, slots[-1], Stored(NO_ENTRY, slots[-1], 4096, 0, 7, CHECKSUM_XXH3))
+        parent = key
+    assert slots[-1] == NO_FRAME
+    assert not shelf.has(bench.namespace, parent), "the writer finds no parent, and goes on to other blocks"
+    bench.close()
+
+
+def _take(shelf: Shelf, namespace: Namespace, parent: bytes, slots: list[int]) -> bool:
+    """Try once; True when there is a slot, or there never will be."""
+    slots.append(shelf.take_slot(namespace, parent))
+    return slots[-1] != NO_FRAME or not shelf.has(namespace, parent)

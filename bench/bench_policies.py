@@ -1,0 +1,319 @@
+"""How much of the best possible each eviction policy of the daemon's gets, and what it costs.
+
+    TIERCACHE_TRACES=traces .venv/bin/python bench/bench_policies.py               # every policy
+    .venv/bin/python bench/bench_policies.py --policy lru --jobs 2 --only claude   # one, on traces of that name
+    .venv/bin/python bench/bench_policies.py --speed
+
+Each trace (JSON lines as Mooncake's; without TIERCACHE_TRACES a small sample) is played by `tiercache.replay` on caches
+whose DRAM has 1, 2, 5, 10 and 20% of its different blocks and whose NVMe has five times that. Hit rates are shares of
+full blocks. MIN is the offline optimum of a cache as large as DRAM, and of one as large as both tiers; a share is a
+policy's hits over MIN's. MIN knows no room for what is on its way, so DRAM gets headroom for the longest request beside
+its size (the daemon's setting `headroom`); `--tight` leaves that out. The means are over the cells of 1, 2 and 5%.
+
+`--speed`: block accesses a second of a whole replay, microseconds per block that a policy is told of or evicts, and
+bytes per block that is here and per one that is remembered only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tracemalloc
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+from common import ROOT, SEED, Report
+from traces import trace_files
+
+from tiercache.daemon.policies import POLICIES
+from tiercache.messages import KEY_BYTES
+from tiercache.replay.formats.mooncake import Mooncake
+from tiercache.replay.formats.trace import Trace
+from tiercache.replay.optimum import Accesses
+from tiercache.replay.played import play
+from tiercache.replay.requests import Request
+from tiercache.replay.simulation import Sizes
+from tiercache.replay.swift import Swift
+
+PERCENTS = (1.0, 2.0, 5.0, 10.0, 20.0)
+MEAN_PERCENTS = (1.0, 2.0, 5.0)
+NVME_TIMES = 5
+BLOCK_BYTES = 64 << 20
+"""As 512 tokens of an 8B model; the NVMe tier keeps one such block free ahead."""
+SAMPLE = ROOT / "tests" / "replay" / "sample.jsonl.gz"
+SPEED_PERCENT = 5.0
+PASSES = 3
+
+
+class Cell(NamedTuple):
+    """One trace on one size of cache with one policy; rates and MIN's in shares of full blocks."""
+
+    trace: str
+    percent: float
+    policy: str
+    dram_blocks: int
+    dram: float
+    total: float
+    min_dram: float
+    min_total: float
+    nvme_writes: float
+    accesses_per_s: float
+
+    @property
+    def share_dram(self) -> float:
+        return self.dram / self.min_dram if self.min_dram else 1.0
+
+    @property
+    def share_total(self) -> float:
+        return self.total / self.min_total if self.min_total else 1.0
+
+
+class Best(NamedTuple):
+    """MIN for one trace: unique and asked blocks, and by percent DRAM's blocks and the hits for DRAM and for both."""
+
+    unique_blocks: int
+    asked_blocks: int
+    hits: dict[float, tuple[int, int, int]]
+    longest: int
+
+
+class PolicyReport(Report):
+    """With every cell in the JSON."""
+
+    cells: list[dict[str, Any]]
+
+    def _as_json(self) -> dict[str, Any]:
+        return {**super()._as_json(), "cells": self.cells}
+
+
+def open_trace(path: Path) -> Trace:
+    return Trace(path, [Mooncake()], lambda tokens: BLOCK_BYTES)
+
+
+def name_of(path: Path) -> str:
+    return path.name.removesuffix(".gz").removesuffix(".jsonl")
+
+
+def best_of(path: Path, percents: tuple[float, ...]) -> Best:
+    """MIN at each size. A process of its own."""
+    accesses = Accesses(open_trace(path))
+    hits = {}
+    for percent in percents:
+        blocks = max(1, round(accesses.unique_blocks * percent / 100))
+        both = accesses.best_hits(blocks * (1 + NVME_TIMES))
+        hits[percent] = blocks, accesses.best_hits(blocks), both
+    return Best(accesses.unique_blocks, accesses.asked_blocks, hits, accesses.longest)
+
+
+def one_cell(path: Path, percent: float, policy: str, best: Best, exact: bool, tight: bool) -> Cell:
+    """One replay. A process of its own."""
+    blocks, min_dram, min_total = best.hits[percent]
+    headroom_bytes = 0 if tight else best.longest * BLOCK_BYTES
+    sizes = Sizes(
+        blocks * BLOCK_BYTES + headroom_bytes, blocks * NVME_TIMES * BLOCK_BYTES, policy=policy,
+        headroom_bytes=headroom_bytes,
+    )  # fmt: skip
+    played = play(open_trace(path), sizes, exact=exact)
+    asked = max(1, best.asked_blocks)
+    return Cell(
+        name_of(path), percent, policy, blocks, played.block_rate("dram"), played.block_rate("dram", "nvme"),
+        min_dram / asked, min_total / asked, played.tallies.nvme_written / asked, asked / played.cpu_s,
+    )  # fmt: skip
+
+
+def compare(
+    paths: list[Path], policies: list[str], percents: tuple[float, ...], jobs: int, exact: bool, tight: bool
+) -> list[Cell]:
+    """All cells, printed trace by trace as they come."""
+    cells: list[Cell] = []
+    with ProcessPoolExecutor(jobs) as pool:
+        bests = [pool.submit(best_of, path, percents) for path in paths]
+        for path, future in zip(paths, bests, strict=True):
+            best = future.result()
+            jobs_of = [
+                pool.submit(one_cell, path, percent, policy, best, exact, tight)
+                for percent in percents
+                for policy in policies
+            ]
+            its = [job.result() for job in jobs_of]
+            cells += its
+            print_trace(its, best)
+    return cells
+
+
+def print_trace(cells: list[Cell], best: Best) -> None:
+    print(f"\n{cells[0].trace}: {best.asked_blocks} full blocks asked for, {best.unique_blocks} different ones")
+    print(f"{'size':>5} {'blocks':>7}  {'policy':12} {'DRAM %':>7} {'of MIN':>7} {'share':>6}"
+          f" {'both %':>7} {'of MIN':>7} {'share':>6} {'writes':>7} {'k/s':>6}")  # fmt: skip
+    for cell in cells:
+        print(
+            f"{cell.percent:4g}% {cell.dram_blocks:7d}  {cell.policy:12}"
+            f" {100 * cell.dram:7.2f} {100 * cell.min_dram:7.2f} {cell.share_dram:6.3f}"
+            f" {100 * cell.total:7.2f} {100 * cell.min_total:7.2f} {cell.share_total:6.3f}"
+            f" {cell.nvme_writes:7.3f} {cell.accesses_per_s / 1000:6.0f}"
+        )
+    sys.stdout.flush()
+
+
+def add_means(report: Report, cells: list[Cell], policies: list[str]) -> None:
+    for policy in policies:
+        end = "" if len(policies) == 1 else f"_{policy}"
+        its = [cell for cell in cells if cell.policy == policy and cell.percent in MEAN_PERCENTS]
+        for key, shares in (
+            ("dram", [cell.share_dram for cell in its]), ("total", [cell.share_total for cell in its])
+        ):  # fmt: skip
+            if shares:
+                label = f"{policy}: share of MIN's hits, {'DRAM' if key == 'dram' else 'DRAM and NVMe'}"
+                report.add(f"mean_share_of_min_{key}{end}", label, statistics.fmean(shares), samples=shares)
+
+
+# --- speed ---------------------------------------------------------------------------------------
+
+
+class Timed:
+    """A policy whose calls are timed, each together with how many blocks it was about."""
+
+    def __init__(self, policy: Any, samples: dict[str, array[int]]) -> None:
+        self._policy = policy
+        self._samples = samples
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._policy, name)
+        if not callable(method):
+            return method
+        samples = self._samples[name]
+
+        def timed(*arguments: Any) -> Any:
+            start_ns = perf_counter_ns()
+            result = method(*arguments)
+            samples.append(perf_counter_ns() - start_ns)
+            return result
+
+        setattr(self, name, timed)
+        return timed
+
+
+class Listed:
+    """A trace in memory, so that reading it is not measured."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._requests = list(trace)
+        self.specs = trace.specs
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+
+def sizes_of(listed: Listed, policy: str) -> Sizes:
+    keys = {request.keys[at : at + KEY_BYTES] for request in listed for at in range(0, len(request.keys), KEY_BYTES)}
+    blocks = max(1, round(len(keys) * SPEED_PERCENT / 100))
+    return Sizes(blocks * BLOCK_BYTES, blocks * NVME_TIMES * BLOCK_BYTES, policy=policy)
+
+
+def measure_speed(report: Report, paths: list[Path], policies: list[str]) -> None:
+    for path in paths:
+        listed = Listed(open_trace(path))
+        for policy in policies:
+            sizes = sizes_of(listed, policy)
+            both, alone = [], []
+            for _ in range(PASSES):
+                for rates, size in ((both, sizes), (alone, Sizes(sizes.dram_bytes, policy=policy))):
+                    played = play(listed, size)
+                    rates.append(played.asked_blocks / played.cpu_s)
+            key = f"{policy}_{name_of(path)}"
+            report.add(f"accesses_per_s_dram_{key}", f"{policy}, {name_of(path)}: DRAM alone",
+                       statistics.median(alone), "block accesses/s", samples=alone)  # fmt: skip
+            report.add(f"accesses_per_s_{key}", f"{policy}, {name_of(path)}: DRAM and NVMe",
+                       statistics.median(both), "block accesses/s", samples=both)  # fmt: skip
+            report_calls(report, listed, sizes, policy, key)
+    for policy in policies:
+        measure_memory(report, policy)
+
+
+def report_calls(report: Report, listed: Listed, sizes: Sizes, policy: str, key: str) -> None:
+    """Microseconds of the policy's own calls, clock included; `clock_us` is what the clock takes of that."""
+    samples: dict[str, array[int]] = defaultdict(lambda: array("q"))
+    engine = Swift(Sizes(sizes.dram_bytes, policy=policy))
+    engine.declare(1, listed.specs[1])
+    engine._dram.policy = engine._dram.table.policy = Timed(engine._dram.policy, samples)
+    for request in listed:
+        engine.play(request)
+    clock = array("q")
+    for _ in range(10_000):
+        start_ns = perf_counter_ns()
+        clock.append(perf_counter_ns() - start_ns)
+    report.add(f"clock_us_{key}", f"{policy}: of each of these, the clock", statistics.median(clock) / 1000, "us")
+    for name, its in sorted(samples.items()):
+        if len(its) > 100:
+            label = f"{policy}, {key.removeprefix(policy + '_')}: {name}()"
+            times = [value / 1000 for value in its]
+            report.add(f"{name}_us_{key}", label, statistics.median(times), "us", samples=times)
+
+
+MEMORY_BLOCKS = 100_000
+
+
+def measure_memory(report: Report, policy: str) -> None:
+    """Bytes of an index full of single blocks, and what it has grown by when as many have passed through it."""
+
+    def chain(number: int) -> Request:
+        return Request(float(number), number.to_bytes(KEY_BYTES, "little"), 512)
+
+    tracemalloc.start()
+    engine = Swift(Sizes(MEMORY_BLOCKS * BLOCK_BYTES, policy=policy))
+    trace = open_trace(SAMPLE)
+    engine.declare(1, trace.specs[1])
+    before = tracemalloc.get_traced_memory()[0]
+    for number in range(MEMORY_BLOCKS):
+        engine.play(chain(number))
+    full = tracemalloc.get_traced_memory()[0]
+    for number in range(MEMORY_BLOCKS, 2 * MEMORY_BLOCKS):
+        engine.play(chain(number))
+    after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    here = (full - before) / MEMORY_BLOCKS
+    report.add(f"bytes_per_block_{policy}", f"{policy}: per block that is here", here, "bytes")
+    report.add(
+        f"bytes_per_ghost_{policy}", f"{policy}: more, per block of as many that have left",
+        max(0.0, (after - full) / MEMORY_BLOCKS), "bytes",
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", action="append", choices=sorted(POLICIES), help="default: all")
+    parser.add_argument("--only", default="", help="traces whose name contains this")
+    parser.add_argument("--percent", type=float, action="append", help="sizes of DRAM, default: 1 2 5 10 20")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--tight", action="store_true", help="without room beside DRAM for the request at hand")
+    parser.add_argument("--exact", action="store_true", help="on the whole of the daemon's cache, much slower")
+    parser.add_argument("--speed", action="store_true", help="measure what policies cost instead")
+    options = parser.parse_args()
+    paths = [path for path in trace_files() or [SAMPLE] if options.only in path.name]
+    if not paths:
+        sys.exit(f"no trace in TIERCACHE_TRACES has {options.only!r} in its name")
+    policies = options.policy or list(POLICIES)
+    report = PolicyReport("policies")
+    report.cells = []
+    if options.speed:
+        measure_speed(report, paths, policies)
+    else:
+        cells = compare(paths, policies, tuple(options.percent or PERCENTS), options.jobs, options.exact, options.tight)
+        add_means(report, cells, policies)
+        report.cells = [
+            {**cell._asdict(), "share_dram": cell.share_dram, "share_total": cell.share_total} for cell in cells
+        ]
+        report.cells = json.loads(json.dumps(report.cells), parse_float=lambda text: round(float(text), 5))
+    report.note(f"hit rates by full blocks; NVMe {NVME_TIMES} times DRAM; seed {SEED} is not used: nothing is random")
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

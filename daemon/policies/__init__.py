@@ -1,0 +1,54 @@
+"""The eviction policies, by the name that the setting `policy` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tiercache.daemon.index import Index
+from tiercache.daemon.policies.arc import ARC
+from tiercache.daemon.policies.lru import LeafLRU
+from tiercache.daemon.policies.requests import Requests
+from tiercache.daemon.policies.s3fifo import S3FIFO
+from tiercache.daemon.policy import Learner, Policy
+
+__all__ = ["POLICIES", "Policies"]
+
+POLICIES = ("lru", "hazard", "arc", "s3fifo", "wtinylfu", "workload-aware")
+
+
+class Policies:
+    """Makes the policies of one daemon; what they learn of requests is learnt once, for all tiers.
+
+    Those that learn with numpy are imported when they are asked for.
+    """
+
+    def __init__(self, name: str, clock_s: Callable[[], float]) -> None:
+        assert name in POLICIES, name
+        self.predictor: Learner | None = None
+        """Told of every request; None where a policy does not ask for that."""
+        self.make: Callable[[Index], Policy] = lambda index: LeafLRU(index.columns)
+        """A policy for candidates of that index."""
+        if name == "hazard":
+            from tiercache.daemon.policies.hazard import LeastWorth
+            from tiercache.daemon.policies.predictor import Predictor
+
+            self.predictor = predictor = Predictor(clock_s)
+            self.make = lambda index: LeastWorth(index, predictor)
+        elif name == "workload-aware":
+            from tiercache.daemon.policies.reusetimes import ReuseTimes
+            from tiercache.daemon.policies.workload_aware import WorkloadAware
+
+            self.predictor = times = ReuseTimes(clock_s)
+            self.make = lambda index: WorkloadAware(index, times)
+        elif name == "wtinylfu":
+            from tiercache.daemon.policies.sketch import Sketch
+            from tiercache.daemon.policies.wtinylfu import WTinyLFU
+
+            self.predictor = sketch = Sketch(clock_s)
+            self.make = lambda index: WTinyLFU(index, sketch)
+        elif name == "arc":
+            self.predictor = requests = Requests(clock_s)
+            self.make = lambda index: ARC(index, requests)
+        elif name == "s3fifo":
+            self.predictor = requests = Requests(clock_s)
+            self.make = lambda index: S3FIFO(index, requests)

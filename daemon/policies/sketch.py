@@ -1,0 +1,80 @@
+"""How often blocks were asked for lately, near enough: a count-min sketch that forgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.daemon.policies.requests import Requests
+from tiercache.messages import KEY_BYTES
+
+ROWS = 4
+MOST = 15
+"""No block counts for more, so that what was used much once is soon forgotten: four bits in the paper."""
+FIRST_WIDTH = 1 << 14
+MOST_WIDTH = 1 << 22
+PERIOD = 10
+"""All counts are halved when so many blocks were asked for, for each one that there is room for."""
+
+_ALL = (1 << 64) - 1
+_FACTORS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
+
+
+class Sketch(Requests):
+    """Counts every block of every prompt that is asked for, whether it is here or not (TinyLFU, Einziger et al., 2017).
+
+    One for all tiers of a daemon. A request costs some microseconds and a tenth of one for each block. Rows are
+    at least twice as wide as the largest tier has blocks, a byte each: 8 bytes a block and more.
+    """
+
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        super().__init__(clock_s)
+        self._rows = [bytearray(FIRST_WIDTH) for _ in range(ROWS)]
+        self._mask = FIRST_WIDTH - 1
+        self._added = 0
+        self._capacity = 0
+
+    def asked(self, keys: bytes, found_dram: int, found: int) -> None:
+        super().asked(keys, found_dram, found)
+        if self.context:
+            self._count(keys)
+
+    def _count(self, keys: bytes) -> None:
+        """Each key once more. Counts of keys that share a place may rise by one together."""
+        words = np.frombuffer(keys, dtype="<u8").reshape(-1, KEY_BYTES // 8)
+        first, second, third = (np.uint64(factor) for factor in _FACTORS)
+        mixed: npt.NDArray[np.uint64] = words[:, 0] * first ^ words[:, 1] * second
+        mixed = (mixed ^ mixed >> np.uint64(32)) * third
+        low, step = mixed & np.uint64(0xFFFFFFFF), mixed >> np.uint64(32) | np.uint64(1)
+        mask = np.uint64(self._mask)
+        for number, row in enumerate(self._rows):
+            counts = np.frombuffer(row, np.uint8)
+            places = low + np.uint64(number) * step & mask
+            counts[places] = np.minimum(counts[places] + np.uint8(1), np.uint8(MOST))
+        self._added += len(words)
+        if self._capacity and self._added >= PERIOD * self._capacity:
+            self._age()
+
+    def _age(self) -> None:
+        self._added //= 2
+        for row in self._rows:
+            counts = np.frombuffer(row, np.uint8)
+            np.right_shift(counts, 1, out=counts)
+
+    def frequency(self, key: bytes) -> int:
+        """How often the block was asked for lately: not less, but for what was halved, and seldom more."""
+        one, other = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
+        mixed = one * _FACTORS[0] & _ALL ^ other * _FACTORS[1] & _ALL
+        mixed = (mixed ^ mixed >> 32) * _FACTORS[2] & _ALL
+        low, step, mask = mixed & 0xFFFFFFFF, mixed >> 32 | 1, self._mask
+        return min(row[low + number * step & mask] for number, row in enumerate(self._rows))
+
+    def fit(self, blocks: int) -> None:
+        """A tier has room for so many blocks."""
+        self._capacity = max(self._capacity, blocks)
+        if len(self._rows[0]) < min(2 * self._capacity, MOST_WIDTH):
+            # A place and its new half have the same count: too much in both, until it is forgotten.
+            self._rows = [row + row for row in self._rows]
+            self._mask = len(self._rows[0]) - 1

@@ -1,0 +1,151 @@
+"""Workload-aware: what is least likely to be used while it would last goes first (Wang et al., USENIX ATC 2025).
+
+"KVCache Cache in the Wild" evicts by (probability of reuse within the expected lifetime, offset in the prompt). Its
+workloads are kinds of requests, each with an exponential distribution of reuse times. We see no label, so the kinds are
+what a prompt shows by itself: nothing in common with others, a shared beginning, and each turn of a conversation
+(`reusetimes.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+from tiercache.daemon.index import Index
+from tiercache.daemon.policies.lru import LeafLRU
+from tiercache.daemon.policies.reusetimes import CATEGORIES, ReuseTimes, category
+from tiercache.daemon.policy import NO_ENTRY
+
+LIFETIME_EVICTIONS = 256
+"""The expected lifetime is estimated anew after so many."""
+LIFETIME_MOST_S = 1e6
+
+
+class WorkloadAware:
+    """A least recently used queue for each category; the first of each are compared. O(categories).
+
+    What is known is kept lazily: a match tells only its deepest block, and a block takes over what its children knew.
+    """
+
+    def __init__(self, index: Index, times: ReuseTimes) -> None:
+        columns = self._columns = index.columns
+        self._index = index
+        self._times = times
+        self._orders = [LeafLRU(columns) for _ in range(CATEGORIES)]
+        self._category = columns.integers("category", "B")
+        self._used_s = columns.floats("used")
+        self._offset = columns.integers("offset", "i")
+        self._live = 0  # inserted less evicted
+        self._evictions = 0
+        self._since_s = times.clock_s()
+        self.lifetime_s = LIFETIME_MOST_S
+        """How long a block stays that is not used: blocks here, by how many a second are evicted."""
+
+    # --- what happens to blocks ------------------------------------------------------------------
+
+    def inserted(self, entry: int) -> None:
+        index, parent = self._index, self._index.parent[entry]
+        context = self._times.expected(index.key[entry])
+        self._category[entry] = category(context) if context is not None else self._category[parent]
+        self._orders[0].inserted(entry)
+        self._used_s[entry] = self._times.clock_s()
+        self._offset[entry] = self._offset[parent] + 1 if index.parent[parent] != NO_ENTRY else 0
+        self._live += 1
+
+    def inserted_many(self, first: int, count: int) -> None:
+        self._orders[0].inserted_many(first, count)
+        self._category[first : first + count] = array("B", bytes(count))
+        self._used_s[first : first + count] = array("d", [self._times.clock_s()]) * count
+        parents, offset = self._index.parent, self._offset
+        for entry in range(first, first + count):
+            parent = parents[entry]
+            offset[entry] = offset[parent] + 1 if parents[parent] != NO_ENTRY else 0
+        self._live += count
+
+    def touched(self, entry: int) -> None:
+        candidate = self._columns.next[entry] != 0
+        if candidate:
+            self.remove(entry)
+        self._orders[0].inserted(entry)
+        context = self._times.context
+        if context is not None:
+            self._category[entry] = category(context)
+            self._used_s[entry] = self._times.clock_s()
+        if candidate:
+            self.add(entry)
+
+    def _gone(self) -> None:
+        self._live = max(0, self._live - 1)
+        self._evictions += 1
+        if self._evictions < LIFETIME_EVICTIONS:
+            return
+        now_s = self._times.clock_s()
+        lifetime_s = min(LIFETIME_MOST_S, self._live * (now_s - self._since_s) / self._evictions)
+        known = self.lifetime_s < LIFETIME_MOST_S
+        self.lifetime_s = (self.lifetime_s + lifetime_s) / 2 if known else lifetime_s
+        self._evictions, self._since_s = 0, now_s
+
+    def _take_over(self, entry: int, child: int) -> None:
+        """The parent was used whenever its child was."""
+        if self._used_s[child] >= self._used_s[entry]:
+            self._used_s[entry], self._category[entry] = self._used_s[child], self._category[child]
+        self._columns.stamp[entry] = max(self._columns.stamp[entry], self._columns.stamp[child])
+        self._gone()
+
+    # --- candidates ------------------------------------------------------------------------------
+
+    def add(self, entry: int) -> None:
+        self._orders[self._category[entry]].add(entry)
+
+    def remove(self, entry: int) -> None:
+        self._orders[self._category[entry]].remove(entry)
+
+    def follows(self, entry: int, child: int) -> bool:
+        """A block that was last used with its child is as likely to be used, and next in its prompt."""
+        if self._used_s[entry] > self._used_s[child] or self._columns.stamp[entry] > self._columns.stamp[child]:
+            return False
+        self._gone()
+        return True
+
+    def replaced(self, entry: int, child: int) -> None:
+        before = self._category[child]
+        if self._columns.stamp[entry] > self._columns.stamp[child]:
+            self.remove(child)
+            self._take_over(entry, child)
+            self.add(entry)
+            return
+        self._take_over(entry, child)
+        if self._category[entry] == before:
+            self._orders[before].replaced(entry, child)
+        else:
+            self.remove(child)
+            self.add(entry)
+
+    def evicted(self, entry: int, parent: int) -> None:
+        if self._index.parent[parent] == NO_ENTRY:
+            self._gone()  # the root, or a block that was dropped
+        else:
+            self._take_over(parent, entry)
+
+    # --- the next victim -------------------------------------------------------------------------
+
+    def probability(self, entry: int) -> float:
+        """That a block of this category, used last when this one was, is used within the expected lifetime from now."""
+        its, times = self._category[entry], self._times
+        age_s, rate = max(0.0, times.clock_s() - self._used_s[entry]), float(times.rates[its])
+        return float(times.shares[its]) * math.exp(-rate * age_s) * -math.expm1(-rate * self.lifetime_s)
+
+    def victim(self) -> int:
+        first = [entry for order in self._orders if (entry := order.victim()) != NO_ENTRY]
+        if len(first) < 2:
+            return first[0] if first else NO_ENTRY
+        return min(first, key=lambda entry: (self.probability(entry), -self._offset[entry]))
+
+    def worth(self, entry: int) -> float:
+        its, times = self._category[entry], self._times
+        age_s, rate = max(0.0, times.clock_s() - self._used_s[entry]), float(times.rates[its])
+        return float(times.shares[its]) * rate * math.exp(-rate * age_s)
+
+    def coldest_stamp(self) -> int | None:
+        entry = self.victim()
+        return None if entry == NO_ENTRY else self._columns.stamp[entry]

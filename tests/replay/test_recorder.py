@@ -1,0 +1,259 @@
+"""What a daemon writes down of what it is asked, and what a replay reads of it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+import tiercache
+from tiercache.config import DaemonConfig, load_config
+from tiercache.daemon import recorder as recording
+from tiercache.daemon.counters import Counters
+from tiercache.daemon.policies import Policies
+from tiercache.daemon.recorder import Recorder
+from tiercache.daemon.space import Namespace, Space
+from tiercache.errors import ConfigError, DaemonUnavailable
+from tiercache.replay.formats.lines import BadTrace
+from tiercache.replay.formats.recorded import Recorded, RecordedReader
+from tiercache.replay.formats.trace import Trace
+from tiercache.replay.requests import Kind, Request
+
+WAIT_S = 15.0
+
+
+def until(condition: Any) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, "waited in vain"
+        Event().wait(0.005)
+
+
+class Recording:
+    """A recorder with a clock of ours, and two namespaces, the second one windowed."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.now_s = 100.0
+        self.path = path
+        self.recorder = Recorder(DaemonConfig(record=path, **settings), lambda: self.now_s)
+        space = Space(Policies("lru", lambda: self.now_s), Counters())
+        form = {"engine": "secret-model", "layout": "x", "dtype": "uint8", "block_bytes": 4096}
+        self.chain = space.open_namespace(tiercache.NamespaceSpec(block_size=16, **form))
+        self.window = space.open_namespace(tiercache.NamespaceSpec(block_size=8, window_blocks=3, **form))
+
+    def look(self, keys: bytes, *had: int, namespaces: list[Namespace] | None = None) -> None:
+        self.recorder.looked(namespaces or [self.chain], keys, *(had or (0, 0)), promote=True)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Everything that was written, once the recorder is closed."""
+        self.recorder.close()
+        content = self.path.read_bytes()
+        text = gzip.decompress(content) if self.path.suffix == ".gz" else content
+        return [json.loads(line) for line in text.splitlines()]
+
+    def requests(self) -> list[Request]:
+        self.recorder.close()
+        return list(Trace(self.path, [Recorded()], lambda tokens: 1))
+
+
+@pytest.fixture(params=["run.jsonl", "run.jsonl.gz"])
+def one(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Recording]:
+    recorded = Recording(tmp_path / request.param)
+    yield recorded
+    recorded.recorder.close()
+
+
+def chain(name: str, blocks: int) -> bytes:
+    return tiercache.KeyChain(tiercache.root_key(name), 4, range(blocks * 4)).packed()
+
+
+def test_what_was_asked_is_read_again(one: Recording) -> None:
+    a, b = chain("a", 6), chain("b", 3)
+    one.look(a[:64], 3, 1)
+    one.now_s += 1.5
+    one.recorder.stored(one.chain, a[48:64], a[64:96])
+    one.recorder.looked([one.chain, one.window], b, 0, 0, promote=False)
+    one.recorder.fetched([one.chain], a)
+    one.recorder.stored(one.window, b"", b)
+    one.recorder.forgot([one.chain, one.window], b"", "all")
+    one.recorder.forgot([one.chain], a[16:32], "dram")
+    found = one.requests()
+    names: dict[bytes, bytes] = {}
+    for request, keys in zip(found, (a[:64], a, b, a, b, b"", a[16:32]), strict=True):
+        assert len(request.keys) == len(keys)
+        for at in range(0, len(keys), 16):
+            assert names.setdefault(keys[at : at + 16], request.keys[at : at + 16]) == request.keys[at : at + 16]
+    assert len(set(names.values())) == len(names)
+    assert not set(names) & set(names.values())
+    assert [(one.kind, one.first, one.namespaces) for one in found] == [
+        (Kind.LOOK, 0, (1,)), (Kind.KEEP, 4, (1,)), (Kind.LOOK, 0, (1, 2)), (Kind.FETCH, 0, (1,)),
+        (Kind.KEEP, 0, (2,)), (Kind.FORGET, 0, (1, 2)), (Kind.FORGET, 0, (1,)),
+    ]  # fmt: skip
+    assert [request.time_s for request in found] == [100.0] + [101.5] * 6
+    assert (found[0].had, found[0].promote, found[2].promote) == ((3, 1), True, False)
+    assert (found[5].tier, found[6].tier) == ("", "dram")
+    assert (found[0].input_tokens, found[2].input_tokens) == (4 * 16, 3 * 16)
+
+
+def test_nothing_of_keys_models_and_tenants_is_in_the_file(one: Recording) -> None:
+    keys = chain("a", 4)
+    one.look(keys)
+    text = json.dumps(one.lines())
+    assert "secret-model" not in text
+    for at in range(0, len(keys), 16):
+        assert keys[at : at + 16].hex() not in text
+    other = Recording(one.path.with_name("other.jsonl"))
+    other.look(keys)
+    assert other.requests()[0].keys != one.requests()[0].keys
+    assert one.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_conversation_is_said_by_what_is_new_in_it(one: Recording) -> None:
+    keys = chain("a", 400)
+    for blocks in range(8, 401, 8):
+        one.look(keys[: 16 * (blocks - 4)])
+        last = 16 * (blocks - 5)
+        one.recorder.stored(one.chain, keys[last : last + 16], keys[last + 16 : 16 * blocks])
+    said = sum(len(line.get("k", "")) for line in one.lines())
+    assert said == 400 * 16  # twelve bytes for each block, once
+    assert [request.blocks for request in one.requests()][-2:] == [396, 400]
+
+
+def test_a_fork_leaves_the_first_conversation_as_it_is(one: Recording) -> None:
+    a, b = chain("a", 8), chain("a", 3) + chain("b", 5)
+    for keys in (a, b, a[:32], a + chain("c", 1), b + chain("d", 1)):
+        one.look(keys)
+    found = one.requests()
+    assert found[1].keys[:48] == found[0].keys[:48]
+    assert found[1].keys[48:] != found[0].keys[48:]
+    assert found[2].keys == found[0].keys[:32]
+    assert found[3].keys[:-16] == found[0].keys
+    assert found[4].keys[:-16] == found[1].keys
+    assert [line.get("at") for line in one.lines()[2:]] == [0, 3, 2, 8, 8]
+
+
+def test_more_chains_than_are_remembered(one: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "MAX_CHAINS", 4)
+    chains = [chain(str(number), 3 + number % 5) for number in range(12)]
+    for keys in chains * 3:
+        one.look(keys)
+    found = one.requests()
+    assert [request.blocks for request in found] == [len(keys) // 16 for keys in chains * 3]
+    assert [request.keys for request in found[:12]] == [request.keys for request in found[12:24]]
+
+
+def test_a_store_below_a_block_that_nobody_looked_for_is_not_rooted(one: Recording) -> None:
+    keys = chain("a", 5)
+    one.recorder.stored(one.chain, keys[32:48], keys[48:])
+    (found,) = one.requests()
+    assert (found.kind, found.first, found.blocks, found.rooted) == (Kind.KEEP, 1, 3, False)
+
+
+def test_a_full_queue_loses_requests_and_counts_them(one: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "MAX_QUEUED_BYTES", 100)
+    one.look(chain("a", 7))
+    one.look(chain("b", 2))
+    one.recorder.close()
+    assert one.recorder.stats()["lost_requests"] == 1
+    one.lines()
+    assert [request.blocks for request in one.requests()] == [2]
+
+
+def test_a_replay_is_told_of_lost_requests(tmp_path: Path) -> None:
+    one = Recording(tmp_path / "run.jsonl")
+    one.recorder.lost = 3
+    one.look(chain("a", 2))
+    one.recorder.close()
+    trace = Trace(one.path, [Recorded()], lambda tokens: 1)
+    assert len(list(trace)) == 1
+    assert isinstance(trace.reader, RecordedReader)
+    assert trace.reader.lost_requests == 3
+
+
+def test_a_recording_ends_at_its_size(tmp_path: Path) -> None:
+    one = Recording(tmp_path / "run.jsonl", record_max_bytes=1 << 20)
+    for number in range(200):
+        one.look(chain(str(number), 512))
+    until(lambda: one.recorder.stats()["ended"])
+    one.look(chain("late", 3))
+    assert "record_max" in one.recorder.stats()["ended"]
+    lines = one.lines()
+    assert lines[-1]["o"] == "end"
+    assert 1 << 20 < one.path.stat().st_size < (1 << 20) + 20_000
+    assert len(one.requests()) == len(lines) - 3
+    assert one.recorder.stats()["lost_requests"] == 0
+
+
+def test_a_disk_that_fails_ends_the_recording_and_nothing_else(
+    one: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(line: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(one.recorder._thread, "_say", fail)
+    one.look(chain("a", 3))
+    until(lambda: one.recorder.stats()["ended"])
+    assert "No space left" in one.recorder.stats()["ended"]
+    one.look(chain("a", 3))
+
+
+def test_an_earlier_file_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text("an earlier one")
+    Recording(path).recorder.close()
+    assert path.with_name("run.jsonl.1").read_text() == "an earlier one"
+    assert "tiercache_trace" in path.read_text()
+
+
+def test_a_file_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
+    for path in (tmp_path / "none" / "run.jsonl", Path("/dev/full")):
+        with pytest.raises(ConfigError, match=f"record = {path}: .*: make its directory writable"):
+            Recorder(DaemonConfig(record=path), lambda: 0.0)
+
+
+def test_the_settings() -> None:
+    config = load_config(env={}, flags={"record": "run.jsonl.gz", "record_max": "2MiB"})
+    assert (config.record, config.record_max_bytes) == (Path("run.jsonl.gz").absolute(), 2 << 20)
+    with pytest.raises(ConfigError, match="record_max"):
+        load_config(env={}, flags={"record_max": "1k"})
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"t": 1, "o": "m", "n": [7], "c": 0, "k": ""}, "must name namespaces of lines before it"),
+        ({"t": 1, "o": "x"}, "o is 'x'"),
+        ({"o": "m"}, "`t`"),
+        ({"t": 1, "o": "m", "n": [1], "b": 3, "c": 3, "at": 2}, "2 blocks of chain 3, which has 0"),
+        ({"t": 1, "o": "m", "n": [1], "c": 0, "k": "AAAA"}, "k has 3 bytes"),
+        ({"t": 1, "o": "m", "n": [1], "c": 0, "k": "%"}, "k is no base64"),
+        ({"t": 1, "o": "m", "n": [1], "c": 0, "had": [1]}, "had is [1]"),
+        ({"t": 1, "o": "s", "n": [1], "c": 0, "k": "A" * 16, "f": 9}, "f is 9"),
+        ({"t": 1, "o": "ns", "number": 2}, "block_bytes is 0"),
+    ],
+)
+def test_bad_lines_of_a_recording(tmp_path: Path, line: dict[str, Any], words: str) -> None:
+    path = tmp_path / "run.jsonl"
+    declared = {"t": 0, "o": "ns", "number": 1, "block_tokens": 16, "block_bytes": 4096}
+    path.write_text("\n".join(json.dumps(one) for one in ({"tiercache_trace": 1}, declared, line)))
+    with pytest.raises(BadTrace, match="line 3: ") as raised:
+        list(Trace(path, [Recorded()], lambda tokens: 1))
+    assert words in str(raised.value)
+
+
+def test_recordings_of_other_versions_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"tiercache_trace": 2}')
+    with pytest.raises(BadTrace, match="version 2 of recordings: this release reads version 1"):
+        Trace(path, [Recorded()], lambda tokens: 1)
+
+
+def test_a_daemon_that_cannot_record_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(DaemonUnavailable, match="make its directory writable"):
+        tiercache.launch("4MiB", region="2MiB", record=str(tmp_path / "none" / "run.jsonl"))

@@ -1,0 +1,187 @@
+"""`tiercache replay` as people use it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiercache.cli import replay as command
+from tiercache.cli.main import main
+from tiercache.cli.plan_model import load_model
+from tiercache.replay.estimate import Costs, Estimate
+from tiercache.replay.requests import Request, chain_keys
+from tiercache.replay.simulation import Outcome
+
+SAMPLE = Path(__file__).with_name("sample.jsonl.gz")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main(["replay", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def points(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
+    status, out, err = run(capsys, *arguments, "--json")
+    assert (status, err) == (0, "")
+    found: list[dict[str, Any]] = json.loads(out)[0]["points"]
+    return found
+
+
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, SAMPLE, "--dram", "2%,10%", "--nvme", "5x")
+    assert (status, err) == (0, "")
+    assert "blocks of 512 tokens, 64.0 MiB" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith(("2%", "10%"))]
+    assert [row[0] for row in rows] == ["2%", "10%"]
+    dram, nvme, both, best_dram, best = (float(cell.rstrip("%")) for cell in rows[0][4:9])
+    assert both == pytest.approx(dram + nvme, abs=0.11)
+    assert 0 < dram < best_dram
+    assert both < best < 100
+    assert "Llama-3.1-8B" in out
+
+
+def test_more_cache_has_more_hits_and_the_optimum_has_most(capsys: pytest.CaptureFixture[str]) -> None:
+    found = points(capsys, SAMPLE, "--dram", "1%,5%,20%", "--nvme", "5x", "--policy", "lru")
+    for tier in ("all", "dram"):
+        rates = [point["hit_rates"][tier] for point in found]
+        assert rates == sorted(rates)
+        assert all(point["hit_rates"][tier] <= point["optimum"][tier] + 1e-9 for point in found)
+    assert [point["dram_blocks"] for point in found] == [41, 204, 815]
+    assert [point["nvme_blocks"] for point in found] == [205, 1020, 4075]
+    for point in found:
+        assert 0 < point["saved_share"] < 1
+        assert 0 < point["ttft_with"]["mean_s"] < point["ttft_without"]["mean_s"]
+        assert point["ttft_with"]["p50_s"] <= point["ttft_with"]["p90_s"]
+        assert point["nvme_written_bytes"] == point["tallies"]["nvme_written"] * (64 << 20)
+
+
+def test_sizes_in_blocks_bytes_and_shares_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    found = points(capsys, SAMPLE, "--dram", "5%,204,12.75GiB", "--no-optimum")
+    assert [point["dram_blocks"] for point in found] == [204, 204, 204]
+    assert len({point["hit_rates"]["all"] for point in found}) == 1
+    assert found[0]["optimum"] == {"dram": None, "all": None}
+
+
+def test_the_whole_of_the_daemon_agrees_with_the_quick_way(capsys: pytest.CaptureFixture[str]) -> None:
+    quick, exact = (points(capsys, SAMPLE, "--dram", "2%", "--nvme", "5x", *more)[0] for more in ([], ["--exact"]))
+    for name in ("hit_rates", "tallies", "tiers"):
+        assert quick[name] == exact[name]
+
+
+def test_a_gpu_pool_in_front(capsys: pytest.CaptureFixture[str]) -> None:
+    without, with_pool = (points(capsys, SAMPLE, "--dram", "5%", *more)[0] for more in ([], ["--gpu", "100"]))
+    assert set(with_pool["hit_rates"]) == {"gpu", "dram", "all"}
+    assert with_pool["hit_rates"]["gpu"] > 0
+    assert with_pool["hit_rates"]["all"] >= without["hit_rates"]["all"]
+    assert with_pool["ttft_without"]["mean_s"] < without["ttft_without"]["mean_s"]
+
+
+def test_a_write_budget_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    free, tight = (
+        points(capsys, SAMPLE, "--dram", "2%", "--nvme", "5x", "--write-budget", budget)[0] for budget in ("0", "1TiB")
+    )
+    assert 0 < tight["nvme_written_bytes"] < free["nvme_written_bytes"]
+    # Two hours' worth of the day's budget, and what the five minutes of the trace add.
+    assert tight["nvme_written_bytes"] <= (1 << 40) * (7200 + 300) / 86400 + (64 << 20)
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"sizes.{kind}"
+    status, out, _ = run(capsys, SAMPLE, "--dram", "1%,5%", "--nvme", "5x", "--plot", path)
+    assert status == 0
+    assert f"The picture is in {path}" in out
+    head = {"png": b"\x89PNG", "svg": b"<?xml"}[kind]
+    assert path.read_bytes().startswith(head)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--dram says how large the cache is"),
+        (["--dram", "much"], "--dram much: is no size"),
+        (["--dram", "5%", "--nvme", "ax"], "--nvme ax: is no size"),
+        (["--dram", "0"], "must be at least one block"),
+        (["--dram", "5%", "--policy", "best"], "--policy best: must be one of lru"),
+        (["--dram", "5%", "--format", "csv"], "--format csv: must be auto"),
+        (["--dram", "5%", "--model", "Llama-9"], "Llama-9"),
+        (["--dram", "5%", "--plot", "sizes.gif"], "must end in .png or .svg"),
+        (["--dram", "5%", "--plot", "/none/sizes.png"], "its directory does not exist"),
+        (["--dram", "5%", "--prefill-flops", "0"], "--prefill-flops 0: must be more than 0"),
+        (["--dram", "5%", "--block-bytes", "1GiB"], "at most 256.0 MiB"),
+        (["--dram", "5%", "--block-tokens", "0"], "--block-tokens 0: must be 1 to"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    status, out, err = run(capsys, SAMPLE, *arguments)
+    assert (status, out) == (2, "")
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_bad_lines_are_told_or_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = '{"timestamp": 1, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}'
+    path.write_text(f"{line}\n{line}\n{{\n{line}\n")
+    status, out, err = run(capsys, path, "--dram", "5%")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f"{path} line 3: is no JSON" in err
+    status, out, err = run(capsys, path, "--dram", "100%", "--skip-bad", "--json")
+    assert status == 0
+    assert "1 lines left out" in err
+    (found,) = json.loads(out)
+    assert found["bad_lines"] == 1
+    assert found["points"][0]["tiers"]["dram"] == {"blocks": 4, "tokens": 2048}
+
+
+def test_a_picture_without_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, _, err = run(capsys, SAMPLE, "--dram", "5%", "--plot", "sizes.png")
+    assert (status, err) == (2, "tiercache: --plot needs matplotlib: pip install 'tiercache[plot]'\n")
+
+
+def test_progress_is_told_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "TELL_EVERY_S", 0.0)
+    assert run(capsys, SAMPLE, "--dram", "5%")[2] == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    status, out, err = run(capsys, SAMPLE, "--dram", "5%")
+    told = re.findall(r"\rsample.jsonl.gz: ([^\r]+): (\d+)%", err)
+    assert status == 0
+    assert {what for what, _ in told} == {"first pass, for the optimum", "5%", "5%: the optimum"}
+    assert err.endswith("\r\x1b[K")
+    assert "\r" not in out
+
+
+def test_several_traces_are_played_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, SAMPLE, SAMPLE, "--dram", "5%", "--json")
+    first, second = json.loads(out)
+    assert status == 0
+    assert first["points"][0]["hit_rates"] == second["points"][0]["hit_rates"]
+
+
+def test_work_and_times_of_one_prompt() -> None:
+    model = load_model("Llama-3.1-8B")
+    estimate = Estimate(Costs(model, flops_per_s=1e15, dram_bytes_per_s=1e10, nvme_bytes_per_s=1e9))
+    prompt = Request(0.0, chain_keys(range(8)), 8 * 512)
+    for tokens in (1, 600, 4096):
+        assert estimate.prefill_flops(tokens) == pytest.approx(model.prefill_flops(tokens))
+    estimate.add(prompt, 512, 1e5, 1, Outcome(3, 2))
+    whole, own, hit = (model.prefill_flops(512 * blocks) for blocks in (8, 1, 5))
+    assert (estimate.flops, estimate.saved_flops) == (pytest.approx(whole), pytest.approx(hit))
+    assert estimate.without.mean_s == pytest.approx((whole - own) / 1e15)
+    loads_s = 2 * 512 * 1e5 / 1e10 + 2 * 512 * 1e5 / 1e9
+    assert estimate.with_cache.mean_s == pytest.approx(loads_s + (whole - hit) / 1e15)
+    assert estimate.with_cache.percentile_s(0.5) == pytest.approx(estimate.with_cache.mean_s, rel=0.01)
+    estimate.add(prompt, 512, 1e5, 0, Outcome(8, 0))  # the last token is computed all the same
+    assert estimate.saved_flops < hit + whole

@@ -1,0 +1,207 @@
+"""The quick engine of a replay, the daemon's own cache and a naive model: the same answers and the same blocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import pytest
+
+from tiercache.daemon.policies import POLICIES
+from tiercache.layout import NamespaceSpec
+from tiercache.replay.played import play
+from tiercache.replay.requests import Kind, Request, chain_keys, plain_spec
+from tiercache.replay.simulation import Outcome, Simulation, Sizes
+from tiercache.replay.swift import Swift
+
+BLOCK_BYTES = 64 << 20
+"""So large that the daemon has one write under way at a time: smaller ones it writes in batches."""
+TOKENS = 16
+SPEC = plain_spec(TOKENS, BLOCK_BYTES)
+
+
+def ask(time_s: float, ids: Sequence[int]) -> Request:
+    return Request(time_s, chain_keys(ids), TOKENS * len(ids))
+
+
+def conversations(seed: int, requests: int = 200) -> Iterator[Request]:
+    """A few that grow turn by turn, with common beginnings; now and then one that is longer than DRAM."""
+    chance, fresh = random.Random(seed), iter(range(1, 1 << 40))
+    chats = [[next(fresh) for _ in range(chance.randint(0, 4))] for _ in range(5)]
+    for number in range(requests):
+        at = chance.randrange(len(chats))
+        if chance.random() < 0.1:
+            chats[at] = chats[chance.randrange(len(chats))][: chance.randint(0, 6)]
+        longer = 60 if chance.random() < 0.02 else chance.randint(0, 5)
+        chats[at] = chats[at] + [next(fresh) for _ in range(longer)]
+        yield ask(number / 5, chats[at])
+        if len(chats[at]) > 40:
+            chats[at] = chats[at][: chance.randint(0, 10)]
+
+
+def sizes(dram: int, nvme: int, policy: str = "lru", budget_bytes: int = 0) -> Sizes:
+    return Sizes(dram * BLOCK_BYTES, nvme * BLOCK_BYTES, nvme_write_budget_bytes=budget_bytes, policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dram", "nvme"),
+    [("lru", 8, 0), ("lru", 30, 0), ("lru", 8, 40), ("hazard", 8, 40), ("lru", 50, 20), ("hazard", 50, 20),
+     *((policy, 30, 60) for policy in POLICIES)],
+)  # fmt: skip
+def test_swift_decides_as_the_daemon(policy: str, dram: int, nvme: int) -> None:
+    for seed in range(2):
+        swift, exact = Swift(sizes(dram, nvme, policy)), Simulation(sizes(dram, nvme, policy), {1: SPEC})
+        swift.declare(1, SPEC)
+        for request in conversations(seed):
+            assert swift.play(request) == exact.play(request), f"seed {seed}, request at {request.time_s}"
+            assert swift.resident(1) == exact.resident(1), f"seed {seed}, request at {request.time_s}"
+        assert swift.tallies() == exact.tallies()
+        assert exact.check_integrity() == swift.check_integrity() == []
+        assert exact.tallies().dram_evicted > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_swift_spends_a_write_budget_as_the_daemon(policy: str) -> None:
+    day_bytes = 40 * 12 * BLOCK_BYTES  # 40 blocks in two hours
+    limited = sizes(20, 60, policy, day_bytes)
+    swift, exact = Swift(limited), Simulation(limited, {1: SPEC})
+    swift.declare(1, SPEC)
+    for request in conversations(3):
+        assert swift.play(request._replace(time_s=300 * request.time_s)) == exact.play(
+            request._replace(time_s=300 * request.time_s)
+        )
+    unlimited = Swift(sizes(20, 60, policy))
+    unlimited.declare(1, SPEC)
+    for request in conversations(3):
+        unlimited.play(request)
+    assert 0 < swift.tallies().nvme_written == exact.tallies().nvme_written < unlimited.tallies().nvme_written
+
+
+class Naive:
+    """Two tiers of leaf LRU in the plainest way: lists of blocks, oldest first. For `lru` alone."""
+
+    def __init__(self, dram: int, nvme: int) -> None:
+        self.most = {"dram": dram, "nvme": nvme}
+        self.used: dict[str, dict[bytes, int]] = {"dram": {}, "nvme": {}}
+        self.parent: dict[bytes, bytes] = {}
+        self.clock = 0
+
+    def run(self, tier: str, chain: list[bytes]) -> int:
+        run = 0
+        while run < len(chain) and chain[run] in self.used[tier]:
+            run += 1
+        return run
+
+    def touch(self, tier: str, key: bytes) -> None:
+        self.clock += 1
+        self.used[tier][key] = self.clock
+
+    def evict(self, tier: str, keep: bytes) -> bool:
+        here = self.used[tier]
+        leaves = set(here) - {self.parent.get(key, b"") for key in here} - {keep}
+        if not leaves:
+            return False
+        coldest = min(leaves, key=lambda key: here[key])
+        stamp, above = here.pop(coldest), self.parent.get(coldest, b"")
+        if above in here:
+            here[above] = max(here[above], stamp)
+        return True
+
+    def play(self, keys: bytes) -> Outcome:
+        chain = [keys[at : at + 16] for at in range(0, len(keys), 16)]
+        self.parent.update(zip(chain[1:], chain, strict=False))
+        found = self.run("dram", chain)
+        below = max(self.run("nvme", chain), found)
+        if found:
+            self.touch("dram", chain[found - 1])
+        for at in range(found, below):
+            self.touch("nvme", chain[at])
+        for at in range(found, len(chain)):
+            if len(self.used["dram"]) == self.most["dram"] and not self.evict("dram", chain[at - 1] if at else b""):
+                break
+            self.touch("dram", chain[at])
+        return Outcome(found, below - found)
+
+
+def test_dram_alone_is_what_a_naive_model_says() -> None:
+    """Hits may differ by a few: within 64 stamps the daemon's order is that of arrival, for the sake of speed."""
+    for seed in range(3):
+        swift, naive, hits, naive_hits = Swift(sizes(25, 0)), Naive(25, 0), 0, 0
+        swift.declare(1, SPEC)
+        for request in conversations(seed):
+            hits += swift.play(request).dram
+            naive_hits += naive.play(request.keys).dram
+        assert naive_hits > 0
+        assert abs(hits - naive_hits) <= 0.05 * naive_hits
+
+
+def test_a_block_leaves_after_its_descendants_and_the_least_recent_chain_goes_first() -> None:
+    a, b, c = [1, 2, 3], [11, 12, 13], [21, 22]
+    exact = Simulation(sizes(6, 0), {1: SPEC})
+    for number, ids in enumerate((a, b, a, c)):
+        exact.play(ask(float(number), ids))
+    assert exact.resident(1)[0] == set(chunks(a) + chunks(b)[:1] + chunks(c))
+    assert exact.play(ask(9.0, a)) == Outcome(3, 0)
+    assert exact.play(ask(9.0, b)) == Outcome(1, 0)
+
+
+def test_what_dram_has_lost_comes_up_from_nvme() -> None:
+    exact = Simulation(sizes(3, 20), {1: SPEC})
+    for number, ids in enumerate(([1, 2, 3], [11, 12, 13])):
+        assert exact.play(ask(float(number), ids)) == Outcome(0, 0)
+    assert exact.play(ask(2.0, [1, 2, 3, 4])) == Outcome(0, 3)
+    assert exact.play(ask(3.0, [1, 2])) == Outcome(2, 0)
+    tallies = exact.tallies()
+    assert (tallies.nvme_written, tallies.promoted, tallies.refused) == (6, 3, 1)
+
+
+def test_a_prompt_longer_than_dram_keeps_its_beginning() -> None:
+    for engine in (Simulation(sizes(4, 0), {1: SPEC}), Swift(sizes(4, 0))):
+        engine.declare(1, SPEC)
+        engine.play(ask(0.0, range(100, 110)))
+        assert engine.resident(1)[0] == set(chunks(range(100, 104)))
+        assert engine.tallies().refused == 6
+
+
+def test_looks_keeps_and_flushes_are_played_too() -> None:
+    exact = Simulation(sizes(10, 40), {1: SPEC})
+    keys = chain_keys([1, 2, 3, 4])
+    assert exact.play(Request(0.0, keys, 0, kind=Kind.LOOK)) == Outcome(0, 0)
+    assert exact.resident(1) == (set(), set())
+    exact.play(Request(1.0, keys, 0, kind=Kind.KEEP))
+    assert exact.play(Request(2.0, keys, 0, kind=Kind.LOOK)) == Outcome(4, 0)
+    exact.play(Request(3.0, keys[:48], 0, kind=Kind.FORGET))
+    assert exact.resident(1) == (set(chunks([1, 2])), set(chunks([1, 2])))
+    exact.play(Request(4.0, b"", 0, kind=Kind.FORGET))
+    assert exact.resident(1) == (set(), set())
+    assert exact.check_integrity() == []
+
+
+def test_a_look_at_what_another_daemon_had_stores_it() -> None:
+    exact = Simulation(sizes(10, 0), {1: SPEC})
+    exact.play(Request(0.0, chain_keys([1, 2, 3]), 0, kind=Kind.LOOK, had=(2, 0)))
+    assert exact.resident(1)[0] == set(chunks([1, 2]))
+    exact.play(Request(1.0, chain_keys([5, 6, 7]), 0, kind=Kind.KEEP, first=2))
+    assert exact.resident(1)[0] == set(chunks([1, 2]) + chunks([5, 6, 7]))
+
+
+class Listed(list[Request]):
+    specs: ClassVar[dict[int, NamespaceSpec]] = {1: SPEC}
+
+
+def test_hits_are_counted_by_tier_in_blocks_and_tokens() -> None:
+    prompts = Listed(ask(float(at), ids) for at, ids in enumerate(([1, 2, 3], [11, 12, 13], [1, 2, 3], [1, 2, 3])))
+    prompts.append(prompts[-1]._replace(input_tokens=3 * TOKENS + 5))
+    played = play(prompts, sizes(3, 20), gpu_blocks=2, exact=True)
+    assert (played.requests, played.asked_blocks, played.asked_tokens) == (5, 15, 15 * TOKENS + 5)
+    assert {name: (tier.blocks, tier.tokens) for name, tier in played.tiers.items()} == {
+        "gpu": (4, 4 * TOKENS), "dram": (2, 2 * TOKENS), "nvme": (3, 3 * TOKENS),
+    }  # fmt: skip
+    assert played.rate("gpu", "dram", "nvme") == pytest.approx(9 * TOKENS / (15 * TOKENS + 5))
+
+
+def chunks(ids: Sequence[int]) -> list[bytes]:
+    """The keys of a chain, one by one."""
+    keys = chain_keys(ids)
+    return [keys[at : at + 16] for at in range(0, len(keys), 16)]

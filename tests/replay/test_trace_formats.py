@@ -1,0 +1,226 @@
+"""Readers of traces: every format, and what is wrong with lines, files and times."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiercache.replay.formats.bailian import Bailian
+from tiercache.replay.formats.lines import BadTrace
+from tiercache.replay.formats.mooncake import Mooncake
+from tiercache.replay.formats.recorded import Recorded
+from tiercache.replay.formats.trace import SORTED_REQUESTS, Trace
+from tiercache.replay.formats.vllm import KvEvents
+from tiercache.replay.requests import Kind, Request, chain_keys
+
+FORMATS = (Recorded(), Bailian(), Mooncake(), KvEvents())
+SAMPLE = Path(__file__).with_name("sample.jsonl.gz")
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """A trace file of these lines: texts as they are, everything else as JSON."""
+
+    def one(*lines: Any, packed: bool = False) -> Path:
+        text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+        path = tmp_path / ("trace.jsonl.gz" if packed else "trace.jsonl")
+        path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+        return path
+
+    return one
+
+
+def trace(path: Path, **options: Any) -> Trace:
+    return Trace(path, FORMATS, lambda tokens: tokens * 1024, **options)
+
+
+def mooncake(time_ms: float = 0, tokens: int = 1024, ids: list[int] | None = None, **more: Any) -> dict[str, Any]:
+    ids = [1, 2] if ids is None else ids
+    return {"timestamp": time_ms, "input_length": tokens, "output_length": 7, "hash_ids": ids, **more}
+
+
+# --- Mooncake ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_mooncake_trace(write: Write, packed: bool) -> None:
+    path = write(mooncake(1500, 1024, [1, 2], session_id="a"), "", mooncake(2500, 1500, [1, 2, 3]), packed=packed)
+    found = trace(path)
+    assert found.format.name == "mooncake"
+    assert list(found) == [
+        Request(1.5, chain_keys([1, 2]), 1024, 7, "a"),
+        Request(2.5, chain_keys([1, 2]), 1500, 7),  # the last block is a partial one
+    ]
+    spec = found.specs[1]
+    assert (spec.block_size, spec.block_bytes) == (512, 512 * 1024)
+    assert list(found) == list(found)
+
+
+@pytest.mark.parametrize(
+    ("size", "lengths"), [(64, (1000, 640, 65)), (16, (100, 33, 4000)), (1024, (5000, 3000, 1025))]
+)
+def test_the_size_of_blocks_is_guessed_from_the_lengths(write: Write, size: int, lengths: tuple[int, ...]) -> None:
+    path = write(*(mooncake(0, length, list(range(-(-length // size)))) for length in lengths))
+    assert trace(path).specs[1].block_size == size
+    assert [request.blocks for request in trace(path)] == [length // size for length in lengths]
+    assert trace(path, block_tokens=2 * size).specs[1].block_size == 2 * size
+
+
+def test_lengths_that_fit_no_size_are_told(write: Write) -> None:
+    with pytest.raises(BadTrace, match=r"7 hash_ids for 100 tokens: no usual size .* --block-tokens"):
+        trace(write(mooncake(0, 100, list(range(7))), mooncake(0, 99999, [1])))
+
+
+def test_ids_that_name_blocks_alone_make_chains_all_the_same(write: Write) -> None:
+    first, second = trace(write(mooncake(0, 1024, [1, 9]), mooncake(1, 1024, [2, 9])))
+    assert first.keys[16:] != second.keys[16:]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "is no JSON"),
+        ('{"timestamp": 1', "is no JSON"),
+        ({"timestamp": 1, "input_length": 5}, "`hash_ids`"),
+        (mooncake(ids=["x"]), "hash_ids"),
+        ({**mooncake(), "input_length": "many"}, "input_length: expected `int`, got `str`"),
+        (mooncake(tokens=-5), "a length below 0"),
+        (mooncake(ids=[-1, 2]), "a number below 0"),
+        (mooncake(ids=[1 << 70, 2]), "beyond 64 bits"),
+        ("[1, 2]", "expected `object`"),
+        ("\x00\xff", "is no JSON"),
+    ],
+)
+def test_a_bad_line_is_named_or_left_out(write: Write, line: Any, words: str) -> None:
+    path = write(mooncake(), mooncake(1), line, mooncake(2))
+    with pytest.raises(BadTrace, match=r"trace.jsonl line 3: ") as raised:
+        list(trace(path))
+    assert words in str(raised.value)
+    assert str(raised.value).endswith("--skip-bad leaves such lines out")
+    skipping = trace(path, skip_bad=True)
+    assert len(list(skipping)) == 3
+    assert (skipping.bad_lines, f"line 3: {words}"[:8] in skipping.first_problem) == (1, True)
+
+
+def test_a_bad_first_line_is_left_out_too(write: Write) -> None:
+    path = write("rubbish", mooncake())
+    with pytest.raises(BadTrace, match="line 1: no JSON"):
+        trace(path)
+    assert len(list(trace(path, skip_bad=True))) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"), (b"\n \n", "is empty"), (gzip.compress(b"", mtime=0), "is empty"),
+        (b'{"a": 1}\n', "no format that is known"),
+    ],
+)
+def test_files_that_are_no_traces(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(content)
+    with pytest.raises(BadTrace, match=words):
+        trace(path)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(BadTrace, match="No such file"):
+        trace(tmp_path / "missing.jsonl")
+    with pytest.raises(BadTrace, match="Is a directory"):
+        trace(tmp_path)
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(SAMPLE.read_bytes()[:9000])
+    with pytest.raises(BadTrace, match="cut off; --skip-bad takes what is there"):
+        list(trace(cut))
+    some = trace(cut, skip_bad=True)
+    assert 0 < len(list(some)) < len(list(trace(SAMPLE)))
+    assert some.bad_lines == 1
+    damaged = bytearray(SAMPLE.read_bytes())
+    damaged[9000:9100] = bytes(100)
+    cut.write_bytes(damaged)
+    with pytest.raises(BadTrace, match=r"is damaged|is no JSON"):
+        list(trace(cut))
+
+
+def test_disorder_is_put_right_within_a_window_and_counted_beyond_it(write: Write) -> None:
+    times = [5, 3, 4, 900_000, 1]
+    found = trace(write(*(mooncake(time) for time in times)))
+    assert [request.time_s * 1000 for request in found] == sorted(times)
+    assert found.late_requests == 0
+    found = trace(write(*(mooncake(time) for time in range(1000, 1000 + 2 * SORTED_REQUESTS)), mooncake(0)))
+    assert len(list(found)) == 2 * SORTED_REQUESTS + 1
+    assert found.late_requests == 1
+
+
+def test_the_sample_is_read_whole() -> None:
+    requests = list(trace(SAMPLE))
+    assert len(requests) == 600
+    assert sum(request.input_tokens % 512 > 0 for request in requests) > 400
+
+
+# --- Bailian -------------------------------------------------------------------------------------
+
+
+def test_a_bailian_trace(write: Write) -> None:
+    first = {"chat_id": 55, "parent_chat_id": -1, "timestamp": 1.25, "input_length": 40, "output_length": 3,
+             "type": "text", "turn": 1, "hash_ids": [7, 8, 9]}  # fmt: skip
+    second = {**first, "chat_id": 159, "parent_chat_id": 55, "timestamp": 61.114, "turn": 2}
+    third = {**first, "chat_id": 200, "parent_chat_id": 159, "timestamp": 70.0, "turn": 3}
+    found = trace(write(first, second, third))
+    assert found.format.name == "bailian"
+    assert [(one.time_s, one.keys, one.input_tokens, one.session) for one in found] == [
+        (time_s, chain_keys([7, 8]), 40, "55") for time_s in (1.25, 61.114, 70.0)
+    ]
+    assert found.specs[1].block_size == 16
+    with pytest.raises(BadTrace, match=r"line 2: .*`hash_ids`"):
+        list(trace(write(first, {key: value for key, value in second.items() if key != "hash_ids"})))
+
+
+# --- KV events -----------------------------------------------------------------------------------
+
+
+def stored(hashes: list[Any], parent: Any = None, **more: Any) -> dict[str, Any]:
+    tokens = list(range(16 * len(hashes)))
+    return {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent, "token_ids": tokens,
+            "block_size": 16, "lora_id": None, "medium": "GPU", **more}  # fmt: skip
+
+
+def test_kv_events(write: Write) -> None:
+    path = write(
+        [100.0, [stored([11, 12]), stored([13], 12)], 0],  # chunks of one prompt
+        [101.5, [{"type": "BlockRemoved", "block_hashes": [13], "medium": "GPU"}, stored([14], 13)], 0],  # generated
+        {"ts": 103.0, "events": [stored([21, 22], 12), stored([11], None, medium="CPU")]},
+        [104.0, [["BlockStored", [31], None, list(range(16)), 16, None, "GPU"], ["AllBlocksCleared"]]],
+    )
+    found = trace(path)
+    assert found.format.name == "vllm"
+    chains = [[11, 12, 13], [11, 12, 13, 14], [11, 12, 21, 22], [31]]
+    requests = list(found)
+    assert [request.keys for request in requests] == list(map(chain_keys, chains))
+    assert [(one.time_s, one.kind, one.first, one.in_gpu) for one in requests] == [
+        (0.0, Kind.ASK, 0, 0), (1.5, Kind.KEEP, 3, 0), (3.0, Kind.ASK, 0, 2), (4.0, Kind.ASK, 0, 0),
+    ]  # fmt: skip
+    assert found.specs[1].block_size == 16
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ([1.0], "is no batch of events"),
+        (["soon", []], "must be seconds"),
+        ([1.0, [5]], "an event is a int"),
+        ([1.0, [{"type": "BlockEaten"}]], "BlockEaten"),
+        ([1.0, [{"type": "BlockStored"}]], "BlockStored: "),
+        ([1.0, [stored([5], block_size=32)]], "block_size is 32"),
+    ],
+)
+def test_bad_batches(write: Write, line: Any, words: str) -> None:
+    with pytest.raises(BadTrace, match="line 2: ") as raised:
+        list(trace(write([0.0, [stored([1])]], line)))
+    assert words in str(raised.value)

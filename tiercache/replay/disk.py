@@ -1,0 +1,145 @@
+"""A disk that keeps no bytes: the daemon's NVMe tier on it decides as on a real one, and waits for nothing.
+
+It takes the places of a directory, its catalog and its queue, the three things through which a `Shelf` touches a disk.
+What is submitted is done at the next `deliver`, in its order, since the daemon's code counts on not being called back
+from inside `submit`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from tiercache.daemon.nvme.blockio import AnyOp, Outcome, TaskOp, WriteOp
+from tiercache.daemon.nvme.io import Priority
+from tiercache.daemon.nvme.rows import Row
+from tiercache.daemon.nvme.superblock import Superblock
+
+Done = Callable[[bool], None]
+
+
+class PaperDirectory:
+    """Segments that are numbers only; as `nvme.directory.Directory`, as far as a shelf knows it."""
+
+    cipher = None
+    direct = True
+    direct_reason = ""
+
+    def __init__(self, max_segments: int, segment_bytes: int) -> None:
+        self.path = Path("/replay")
+        self.segment_bytes = segment_bytes
+        self.max_segments = max_segments
+        self.segments: list[int] = []
+        self.superblock = Superblock(bytes(16), segment_bytes, 0)
+
+    def create_segment(self, segment_id: int) -> None:
+        """One more."""
+        self.segments.append(segment_id)
+
+
+class PaperQueue:
+    """Does everything that is asked, at the next `deliver`."""
+
+    def __init__(self) -> None:
+        self.written_blocks = 0
+        self._waiting: deque[AnyOp] = deque()
+
+    def submit(self, op: AnyOp, priority: Priority) -> bool:
+        """Take one operation."""
+        self._waiting.append(op)
+        return True
+
+    def submit_many(self, ops: Sequence[AnyOp], priority: Priority) -> int:
+        """Take all of them."""
+        self._waiting.extend(ops)
+        return len(ops)
+
+    def cancel_queued(self, priority: Priority | None = None) -> int:
+        """Nothing waits long enough to be cancelled."""
+        return 0
+
+    def oldest_age_s(self) -> float:
+        """It never hangs."""
+        return 0.0
+
+    def deliver(self) -> bool:
+        """Do what was asked so far; False where there was nothing."""
+        waiting, self._waiting = self._waiting, deque()
+        for op in waiting:
+            if isinstance(op, WriteOp):
+                op.stored_length = op.length
+                self.written_blocks += 1
+            elif isinstance(op, TaskOp):
+                op.call()
+            op.outcome = Outcome.OK
+            op.done(op)
+        return bool(waiting)
+
+    def stats(self) -> dict[str, Any]:
+        """It has no times to tell."""
+        return {}
+
+
+class PaperCatalog:
+    """Keeps no row; as `nvme.catalog.Catalog`. Rows are deleted at the next `deliver`: until then a slot is leaving."""
+
+    full = False
+    error = ""
+    written_bytes = 0
+
+    def __init__(self) -> None:
+        self._deleted: list[Done] = []
+
+    @property
+    def pending(self) -> int:
+        """Deletions that wait."""
+        return len(self._deleted)
+
+    def deliver(self) -> bool:
+        """Delete what was asked so far; False where there was nothing."""
+        deleted, self._deleted = self._deleted, []
+        for done in deleted:
+            done(True)
+        return bool(deleted)
+
+    def insert(self, place: int, row: Row, done: Done | None = None) -> None:
+        """A row of a block that was written."""
+        if done is not None:
+            done(True)
+
+    def delete(self, place: int, done: Done | None = None) -> None:
+        """A row of a block that has left."""
+        if done is not None:
+            self._deleted.append(done)
+
+    def add_namespace(self, number: int, fingerprint: str, spec: bytes, done: Done | None = None) -> None:
+        """A namespace is known."""
+
+    def raise_epoch(self, namespace: int, epoch: int, done: Done | None = None) -> None:
+        """A flush of a namespace."""
+        if done is not None:
+            done(True)
+
+    def set_segment(self, segment: int, slot_bytes: int, done: Done | None = None) -> None:
+        """How a segment is divided."""
+
+    def add_tombstone(self, namespace: int, key: bytes, epoch: int, done: Done | None = None) -> None:
+        """A flush of one block and what follows it."""
+        if done is not None:
+            done(True)
+
+    def remove_tombstone(self, namespace: int, key: bytes, done: Done | None = None) -> None:
+        """That is over."""
+
+    def forget_namespaces(self, keep: Collection[int]) -> None:
+        """Nothing was kept."""
+
+    def age_s(self) -> float:
+        """It never hangs."""
+        return 0.0
+
+    def bytes_on_disk(self) -> int:
+        """No database."""
+        return 0

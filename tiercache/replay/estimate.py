@@ -1,0 +1,113 @@
+"""What hits are worth: work of prefill that is saved, and the time to the first token.
+
+    without a cache   compute(prompt)
+    with it           load(DRAM's part) + load(NVMe's part) + compute(the rest, on top of what was loaded)
+
+A request is alone on its GPU: no queue, no batch, and nothing overlaps. So the times compare caches; they are not those
+of a busy engine. The last token of a prompt is computed in any case. Work is counted as `tiercache plan` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from tiercache.cli.plan_model import Model
+from tiercache.replay.requests import Request
+from tiercache.replay.simulation import Outcome
+
+_STEP = math.log(1.01)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a model's prompts cost here. Work a second, and bytes a second from each tier."""
+
+    model: Model
+    flops_per_s: float
+    dram_bytes_per_s: float
+    nvme_bytes_per_s: float
+
+
+class Spread:
+    """Mean and percentiles of many times, these to 1%, in little memory."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._sum_s = 0.0
+        self._count = 0
+
+    def add(self, seconds: float) -> None:
+        """One more, above 0."""
+        self._counts[round(math.log(seconds) / _STEP)] += 1
+        self._sum_s += seconds
+        self._count += 1
+
+    @property
+    def mean_s(self) -> float:
+        """0 where there is none."""
+        return self._sum_s / self._count if self._count else 0.0
+
+    def percentile_s(self, share: float) -> float:
+        """The time that a share of them do not exceed; 0 where there is none."""
+        left = share * self._count
+        for bucket, count in sorted(self._counts.items()):
+            left -= count
+            if left <= 0:
+                return math.exp(bucket * _STEP)
+        return 0.0
+
+    def as_tree(self) -> dict[str, float]:
+        """For JSON."""
+        return {"mean_s": self.mean_s, "p50_s": self.percentile_s(0.5), "p90_s": self.percentile_s(0.9)}
+
+
+class Estimate:
+    """Adds up the requests of one replay."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self.flops = 0.0
+        """Of all prompts, from scratch; and what of it hits saved."""
+        self.saved_flops = 0.0
+        self.without = Spread()
+        """Time to the first token with the engine's own pool alone."""
+        self.with_cache = Spread()
+        self._pairs: Counter[int] = Counter()
+        for layer in costs.model.layers:
+            self._pairs[layer.window] += layer.attention_flops_per_token_pair
+
+    def prefill_flops(self, tokens: int) -> float:
+        """As `Model.prefill_flops`, with layers of one window taken together."""
+        flops = 2.0 * self._costs.model.active_parameters * tokens
+        for window, pair_flops in self._pairs.items():
+            seen = min(window or tokens, tokens)
+            flops += pair_flops * (seen * (seen + 1) / 2 + (tokens - seen) * seen)
+        return flops
+
+    def add(
+        self, request: Request, block_tokens: int, token_bytes: float, in_gpu: int, outcome: Outcome
+    ) -> None:
+        """One prompt, what its KV takes, and the blocks that GPU, DRAM and NVMe had as leading runs."""
+        tokens, costs = max(1, request.input_tokens), self._costs
+        gpu = min(in_gpu * block_tokens, tokens - 1)
+        dram = max(gpu, min(outcome.dram * block_tokens, tokens - 1))
+        nvme = max(dram, min((outcome.dram + outcome.nvme) * block_tokens, tokens - 1))
+        whole, own, hit = self.prefill_flops(tokens), self.prefill_flops(gpu), self.prefill_flops(nvme)
+        self.flops += whole
+        self.saved_flops += hit
+        dram_s = (dram - gpu) * token_bytes / costs.dram_bytes_per_s
+        slower = min(costs.dram_bytes_per_s, costs.nvme_bytes_per_s)
+        nvme_s = (nvme - dram) * token_bytes / slower
+        self.without.add((whole - own) / costs.flops_per_s)
+        self.with_cache.add(dram_s + nvme_s + (whole - hit) / costs.flops_per_s)
+
+    def as_tree(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "prefill_flops": self.flops, "saved_flops": self.saved_flops,
+            "saved_share": self.saved_flops / self.flops if self.flops else 0.0,
+            "ttft_without": self.without.as_tree(), "ttft_with": self.with_cache.as_tree(),
+        }  # fmt: skip

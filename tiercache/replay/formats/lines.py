@@ -1,0 +1,74 @@
+"""The lines of a trace file, packed or not, with their numbers; and what is said of one that is no good."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import IO
+
+from tiercache.errors import ConfigError
+
+MAX_LINE_BYTES = 64 << 20
+"""A line longer than this is no request."""
+_GZIP = b"\x1f\x8b"
+
+
+class BadTrace(ConfigError):
+    """A trace cannot be read: file, line and what is wrong with it."""
+
+
+class CutOff(BadTrace):
+    """A packed file ends before its end: whoever wrote it was stopped. What came before is good."""
+
+
+class BadLine(Exception):
+    """What is wrong with one line; its reader does not know where it stands."""
+
+
+class TraceLines:
+    """A file's lines. Each iteration reads it from the start; memory holds one line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.read_bytes = 0
+        """Of the file as it is on disk, in the iteration that began last."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file on disk; 0 where nobody knows (a pipe)."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Number and text of every line that is not empty. Raises BadTrace."""
+        self.read_bytes = 0
+        try:
+            with self.path.open("rb") as file, closing(_unpacked(file)) as text:
+                number = 0
+                while line := text.readline(MAX_LINE_BYTES + 1):
+                    number += 1
+                    if len(line) > MAX_LINE_BYTES:
+                        raise BadTrace(f"{self.path} line {number}: is longer than {MAX_LINE_BYTES >> 20} MiB")
+                    if number % 256 == 0:
+                        self.read_bytes = file.tell()
+                    if stripped := line.strip():
+                        yield number, stripped
+        except EOFError as error:
+            raise CutOff(f"{self.path}: its packed data is cut off; --skip-bad takes what is there") from error
+        except (zlib.error, gzip.BadGzipFile) as error:
+            raise BadTrace(f"{self.path}: its packed data is damaged ({error})") from error
+        except OSError as error:
+            raise BadTrace(f"{self.path}: {error.strerror or error}") from error
+
+
+def _unpacked(file: IO[bytes]) -> IO[bytes]:
+    """The file's text, whatever it is called."""
+    head = file.read(2)
+    file.seek(0)
+    return io.BufferedReader(gzip.GzipFile(fileobj=file)) if head == _GZIP else file

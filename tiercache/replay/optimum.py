@@ -1,0 +1,118 @@
+"""What no policy can do better than: the offline optimum, which knows every request before it comes.
+
+After each request keep, of what is resident and of the request's own blocks, the `capacity` blocks that are asked for
+soonest; those that never are again are dropped at once. That is Belady's MIN with bypass. A block is asked for no later
+than any that follows it in a chain, and of equals the deeper one goes first: so what is kept is prefix-closed by
+itself, and hits are leading runs, as in the daemon.
+
+It needs the whole trace: 16 bytes for each block access and some 200 for each different block.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.messages import KEY_BYTES
+from tiercache.replay.requests import Kind, Request
+
+_NEVER = 1 << 40
+_SPARE_ENTRIES = 4096
+
+
+class Accesses:
+    """A trace as numbers: which blocks each request asks for, and when each of them is asked for next."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        numbers: dict[bytes, int] = {}
+        blocks, self.ends, self.counted = array("I"), array("q"), bytearray()
+        self.depth = array("I")
+        for request in requests:
+            if request.kind is Kind.FORGET:
+                continue  # so it is an upper bound there too
+            keys = request.keys
+            for at in range(0, len(keys), KEY_BYTES):
+                key = keys[at : at + KEY_BYTES]
+                number = numbers.get(key)
+                if number is None:
+                    number = numbers[key] = len(numbers)
+                    self.depth.append(at // KEY_BYTES)
+                blocks.append(number)
+            self.ends.append(len(blocks))
+            self.counted.append(request.kind in (Kind.ASK, Kind.LOOK))
+        self.unique_blocks = len(numbers)
+        self.blocks = np.frombuffer(blocks, "u4") if blocks else np.zeros(0, "u4")
+        self.next_use = self._next_uses()
+
+    @property
+    def asked_blocks(self) -> int:
+        """Block accesses that count: those of matches."""
+        starts = [0, *self.ends]
+        return sum(end - start for start, end, counted in zip(starts, self.ends, self.counted, strict=False) if counted)
+
+    @property
+    def longest(self) -> int:
+        """Blocks of the longest request."""
+        return int(np.diff(np.asarray(self.ends, "i8"), prepend=0).max(initial=0))
+
+    def _next_uses(self) -> npt.NDArray[np.int64]:
+        """For each access the number of the request that asks for the block next; `_NEVER` where none does."""
+        ends = np.asarray(self.ends, "i8")
+        request = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
+        counted = np.frombuffer(self.counted, "u1").astype(bool)[request] if len(ends) else np.zeros(0, bool)
+        # A store is no use: what comes next for it and for what is before it is the next match.
+        order = np.argsort(self.blocks, kind="stable")
+        following = np.full(len(self.blocks), _NEVER, "i8")
+        same = self.blocks[order[1:]] == self.blocks[order[:-1]]
+        when = np.where(counted[order], request[order], _NEVER)
+        following[order[:-1][same]] = when[1:][same]
+        if not counted.all():
+            _skip_stores(order, same, when, following)
+        return following
+
+    def best_hits(self, capacity: int) -> int:
+        """How many blocks a cache of `capacity` blocks can hit at most. O(accesses * log)."""
+        soonest: dict[int, int] = {}  # resident blocks and their next use
+        heap: list[tuple[int, int, int]] = []  # latest and deepest first; notes that are out of date are passed over
+        depth, hits, start = self.depth, 0, 0
+        for end, counted in zip(self.ends, self.counted, strict=True):
+            chain = self.blocks[start:end].tolist()
+            following = self.next_use[start:end].tolist()
+            start = end
+            if counted:
+                for block in chain:
+                    if block not in soonest:
+                        break
+                    hits += 1
+            for block, use in zip(chain, following, strict=True):
+                if use == _NEVER:
+                    soonest.pop(block, None)
+                else:
+                    soonest[block] = use
+                    heapq.heappush(heap, (-use, -depth[block], block))
+            while len(soonest) > capacity:
+                use, _, block = heapq.heappop(heap)
+                if soonest.get(block) == -use:
+                    del soonest[block]
+            if len(heap) > 2 * len(soonest) + _SPARE_ENTRIES:
+                heap = [(-use, -depth[block], block) for block, use in soonest.items()]
+                heapq.heapify(heap)
+        return hits
+
+
+def _skip_stores(
+    order: npt.NDArray[np.int64], same: npt.NDArray[np.bool_], when: npt.NDArray[np.int64],
+    following: npt.NDArray[np.int64],
+) -> None:  # fmt: skip
+    """Where the next access of a block is a store, look on to the next match."""
+    use = _NEVER
+    for place in range(len(order) - 2, -1, -1):
+        if not same[place]:
+            use = _NEVER
+        else:
+            use = int(when[place + 1]) if when[place + 1] != _NEVER else use
+        following[order[place]] = use

@@ -1,0 +1,164 @@
+"""A whole trace through one cache: hits by tier, in blocks and in tokens, and what was written."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from tiercache.layout import NamespaceSpec
+from tiercache.messages import KEY_BYTES
+from tiercache.replay.requests import Kind, Request
+from tiercache.replay.simulation import Outcome, Simulation, Sizes, Tallies
+from tiercache.replay.swift import Swift
+
+TELL_EVERY = 64
+"""Requests between two reports of progress."""
+
+
+class Requests(Protocol):
+    """What is played: requests, and the namespaces that those read so far are about."""
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+    @property
+    def specs(self) -> Mapping[int, NamespaceSpec]: ...
+
+
+class Engine(Protocol):
+    """What requests are played on."""
+
+    def declare(self, number: int, spec: NamespaceSpec) -> None: ...
+
+    def play(self, request: Request) -> Outcome: ...
+
+    def tallies(self) -> Tallies: ...
+
+
+@dataclass
+class TierHits:
+    """What one tier had, beyond the tiers before it."""
+
+    blocks: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class Played:
+    """What came of a trace on caches of certain sizes. Tokens are those of prompts, partial blocks included."""
+
+    requests: int = 0
+    asked_blocks: int = 0
+    asked_tokens: int = 0
+    tiers: dict[str, TierHits] = field(default_factory=dict)
+    agreed: int = 0
+    """Matches with the hits that the recorded daemon had, in each tier."""
+    recorded: int = 0
+    """Matches of which that is known."""
+    first_s: float = 0.0
+    last_s: float = 0.0
+    cpu_s: float = 0.0
+    tallies: Tallies = field(default_factory=Tallies)
+
+    def rate(self, *tiers: str) -> float:
+        """Share of all tokens that these tiers had."""
+        hit = sum(self.tiers[tier].tokens for tier in tiers if tier in self.tiers)
+        return hit / self.asked_tokens if self.asked_tokens else 0.0
+
+    def block_rate(self, *tiers: str) -> float:
+        """Share of all full blocks that these tiers had."""
+        hit = sum(self.tiers[tier].blocks for tier in tiers if tier in self.tiers)
+        return hit / self.asked_blocks if self.asked_blocks else 0.0
+
+    def as_tree(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+class GpuPool:
+    """An engine's own pool in front: so many blocks, the least recently used leaf goes first."""
+
+    def __init__(self, blocks: int) -> None:
+        self._most = blocks
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+
+    def ask(self, request: Request) -> int:
+        """How many blocks of a prompt it has, as a leading run; afterwards it has all that fit."""
+        keys = request.keys
+        chain = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        pool, run = self._blocks, 0
+        for key in chain:
+            if key not in pool:
+                break
+            run += 1
+        # From the end, as engines free them: so a prompt's first blocks are the last to go.
+        for key in reversed(chain[: self._most]):
+            pool[key] = None
+            pool.move_to_end(key)
+        while len(pool) > self._most:
+            pool.popitem(last=False)
+        return run
+
+
+def engine_for(sizes: Sizes, exact: bool, start_s: float) -> Engine:
+    """The daemon's cache itself, or the quicker one for traces that are prompts of one namespace."""
+    return Simulation(sizes, {}, start_s) if exact else Swift(sizes, start_s)
+
+
+def play(
+    requests: Requests, sizes: Sizes, gpu_blocks: int = 0, exact: bool = False,
+    tell: Callable[[Played], None] = lambda played: None, engine: Engine | None = None,
+    each: Callable[[Request, int, Outcome], None] | None = None, start_s: float | None = None,
+) -> Played:  # fmt: skip
+    """Play all requests. `tell` is called now and then; `each` for every prompt, with what GPU, DRAM and NVMe had.
+
+    `start_s`: when the cache begins its life, on the trace's clock; with the first request if nobody knows.
+    """
+    pool = GpuPool(gpu_blocks) if gpu_blocks else None
+    played, known = Played(), 0
+    played.tiers = {name: TierHits() for name in ("gpu", "dram", "nvme")}
+    start_s = time.process_time()
+    for request in requests:
+        if engine is None:
+            engine = engine_for(sizes, exact, request.time_s if start_s is None else start_s)
+        if len(requests.specs) != known:
+            for number, spec in list(requests.specs.items())[known:]:
+                engine.declare(number, spec)
+            known = len(requests.specs)
+        outcome = engine.play(request)
+        if request.kind not in (Kind.ASK, Kind.LOOK):
+            continue
+        in_gpu = pool.ask(request) if pool is not None else request.in_gpu
+        _count(played, request, requests.specs[request.namespaces[0]].block_size, in_gpu, outcome)
+        if request.kind is Kind.LOOK:
+            played.recorded += 1
+            played.agreed += outcome == request.had
+        if each is not None:
+            each(request, in_gpu, outcome)
+        if played.requests % TELL_EVERY == 0:
+            tell(played)
+    played.cpu_s = time.process_time() - start_s
+    played.tallies = Tallies() if engine is None else engine.tallies()
+    if not sizes.nvme_bytes:
+        del played.tiers["nvme"]
+    if pool is None and not played.tiers["gpu"].blocks:
+        del played.tiers["gpu"]
+    return played
+
+
+def _count(played: Played, request: Request, block_tokens: int, in_gpu: int, outcome: Outcome) -> None:
+    if not played.requests:
+        played.first_s = request.time_s
+    played.requests += 1
+    played.last_s = request.time_s
+    played.asked_blocks += request.blocks
+    played.asked_tokens += request.input_tokens
+    before = 0
+    for name, end in (("gpu", in_gpu), ("dram", outcome.dram), ("nvme", outcome.dram + outcome.nvme)):
+        if end > before:
+            tier = played.tiers[name]
+            tier.blocks += end - before
+            tier.tokens += (end - before) * block_tokens
+            before = end

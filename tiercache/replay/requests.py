@@ -1,0 +1,80 @@
+"""What a trace holds: requests of an engine, as chains of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import xxhash
+
+from tiercache.layout import NamespaceSpec
+from tiercache.messages import KEY_BYTES
+
+_ID_BYTES = 8
+
+
+class Kind(Enum):
+    """What is asked of the cache."""
+
+    ASK = "ask"
+    """A prompt: a match of all its blocks, then a store of those that DRAM does not have."""
+    LOOK = "look"
+    """A match alone."""
+    KEEP = "keep"
+    """A store of the blocks from `first` on."""
+    FETCH = "fetch"
+    """A prefetch: a match for nobody in particular."""
+    FORGET = "forget"
+    """A flush: of the last block of `keys` and what follows it, or without keys of the whole namespace."""
+
+
+class Request(NamedTuple):
+    """One line of a trace.
+
+    `keys`: packed, 16 bytes for each full block from the root on. `input_tokens` counts all of the prompt, with a
+    partial block at its end. `in_gpu`: blocks that the engine is known to have had itself. `namespaces`: numbers of
+    those that it is about, as in `Trace.specs`.
+    Of KEEP `first` is where the store begins, and `rooted` whether `keys` begin at the root, or where the trace knows
+    no more, at the block before the store. Of LOOK `had` is how many blocks the daemon that was recorded had in DRAM
+    and below, and `promote` whether what is below comes up. Of FORGET `tier` is where; empty for all tiers.
+    """
+
+    time_s: float
+    keys: bytes
+    input_tokens: int
+    output_tokens: int = 0
+    session: str | None = None
+    kind: Kind = Kind.ASK
+    first: int = 0
+    had: tuple[int, int] = (0, 0)
+    namespaces: tuple[int, ...] = (1,)
+    promote: bool = True
+    rooted: bool = True
+    tier: str = ""
+    in_gpu: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Full blocks."""
+        return len(self.keys) // KEY_BYTES
+
+
+def chain_keys(ids: Sequence[int]) -> bytes:
+    """Packed keys of a chain of block ids: each stands for its id and all before it.
+
+    So a trace whose ids name blocks alone, and not what is before them, is a set of chains too. Raises OverflowError
+    for an id that has no 64 bits.
+    """
+    digest, before, keys = xxhash.xxh3_128_digest, b"", []
+    for number in ids:
+        before = digest(before + number.to_bytes(_ID_BYTES, "little"))
+        keys.append(before)
+    return b"".join(keys)
+
+
+def plain_spec(block_tokens: int, block_bytes: int) -> NamespaceSpec:
+    """The namespace of a trace that names none."""
+    return NamespaceSpec(
+        engine="trace", layout="block", dtype="uint8", block_size=block_tokens, block_bytes=block_bytes
+    )  # fmt: skip

@@ -1,0 +1,243 @@
+"""Requests of a trace on the daemon's own cache: every decision is the daemon's, time and disks are not.
+
+    Request ─► Cache.match ─► (promotion) ─► Cache.reserve, commit ─► (write-behind) ─► Outcome
+                 Space, Index, Policy          NvmeTier: Shelf, Slots, WriteBehind, Promotion on paper disks
+
+The arena is numbers without memory, the disk keeps no bytes, and the clock is the trace's. What the daemon would do
+in the background is done between requests, to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+from tiercache.arena import Region
+from tiercache.config import DaemonConfig
+from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.leases import Owner
+from tiercache.daemon.nvme.budget import WriteBudget
+from tiercache.daemon.nvme.database import CatalogState
+from tiercache.daemon.nvme.shelf import Shelf
+from tiercache.daemon.nvme.tier import NvmeTier
+from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.space import Namespace
+from tiercache.layout import NamespaceSpec
+from tiercache.messages import INSTANCE_BYTES, KEY_BYTES, MAX_RESERVE, REGION_SHIFT, BlockState
+from tiercache.replay.disk import PaperCatalog, PaperDirectory, PaperQueue
+from tiercache.replay.requests import Kind, Request
+
+_POLICY = DaemonConfig().policy
+_LEASE_S = 1e9
+"""Leases of a replay end when they are released."""
+_REGION_BYTES = 1 << (REGION_SHIFT - 2)
+"""Regions and segments are as large as their numbers allow, unless a size is asked for."""
+
+
+class Outcome(NamedTuple):
+    """What one request found, in blocks: in DRAM as a leading run, and what NVMe had beyond that."""
+
+    dram: int
+    nvme: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the tiers are. 0 `nvme_bytes`: there is none.
+
+    `region_bytes`, `segment_bytes`: as the daemon's settings, where its rounding matters; 0 for one piece.
+    """
+
+    dram_bytes: int
+    nvme_bytes: int = 0
+    region_bytes: int = 0
+    segment_bytes: int = 0
+    nvme_write_budget_bytes: int = 0
+    policy: str = _POLICY
+    headroom_bytes: int = 0
+    """Of `dram_bytes`; see the daemon's setting."""
+
+
+@dataclass
+class Tallies:
+    """What was written and thrown out so far, in blocks; and blocks that DRAM had no room for."""
+
+    nvme_written: int = 0
+    promoted: int = 0
+    dram_evicted: int = 0
+    nvme_evicted: int = 0
+    refused: int = 0
+    nvme_written_bytes: int = 0
+
+
+class Simulation:
+    """One cache of the daemon's, driven request by request. Single-threaded; no I/O."""
+
+    def __init__(self, sizes: Sizes, specs: Mapping[int, NamespaceSpec], start_s: float = 0.0) -> None:
+        self.now_s = start_s
+        self._sizes = sizes
+        self._owner = Owner(b"replay".ljust(INSTANCE_BYTES, b"\0"))
+        self._queue: PaperQueue | None = None
+        self._catalog = PaperCatalog()
+        self._shelf: Shelf | None = None
+        tier = self._tier() if sizes.nvme_bytes else None
+        limits = CacheLimits(sizes.policy, sizes.headroom_bytes, quarantine_bytes=sizes.dram_bytes)
+        self.cache = Cache(lambda: self.now_s, limits, tier)
+        for number, size_bytes in enumerate(_pieces(sizes.dram_bytes, sizes.region_bytes), 1):
+            self.cache.space.allocator.add_region(number, size_bytes)
+        if tier is not None:
+            self._attach(tier)
+        self._nvme = tier
+        self._namespaces: dict[int, Namespace] = {}
+        for number, spec in specs.items():
+            self.declare(number, spec)
+
+    # --- the tier below --------------------------------------------------------------------------
+
+    def _tier(self) -> NvmeTier:
+        config = DaemonConfig(nvme_write_budget_bytes=self._sizes.nvme_write_budget_bytes)
+        # Frames have no memory behind them: whatever region is asked for begins at address 0.
+        regions = cast(dict[int, Region], _Anywhere())
+        tier = NvmeTier(config, regions, landed=lambda: None)
+        tier._budget = WriteBudget(config.nvme_write_budget_bytes, lambda: self.now_s)
+        return tier
+
+    def _attach(self, tier: NvmeTier) -> None:
+        sizes = self._sizes
+        segment_bytes = sizes.segment_bytes or min(sizes.nvme_bytes, _REGION_BYTES)
+        directory = PaperDirectory(sizes.nvme_bytes // segment_bytes, segment_bytes)
+        self._queue = PaperQueue()
+        tier.attach(self.cache)
+        state = CatalogState(True, [], {}, [], 1)
+        shelf = self._shelf = Shelf(
+            cast(Any, directory), cast(Any, self._catalog), cast(Any, self._queue), state, self.cache.space
+        )  # fmt: skip
+        tier._shelves.append(shelf)
+        shelf.recovered(True)
+
+    def _settle(self) -> None:
+        """Do everything that the daemon would do in the background, to the end."""
+        queue = self._queue
+        if queue is None:
+            while self.cache.work():
+                pass
+            return
+        more = True
+        while more:
+            more = self.cache.work()
+            more = queue.deliver() or more
+            more = self._catalog.deliver() or more
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def declare(self, number: int, spec: NamespaceSpec) -> None:
+        """A namespace of the trace, by the trace's number."""
+        self._namespaces[number] = self.cache.space.open_namespace(spec)
+
+    def play(self, request: Request) -> Outcome:
+        """One request, and all that follows from it."""
+        self.now_s = max(self.now_s, request.time_s)
+        namespaces = [self._namespaces[number] for number in request.namespaces]
+        if request.kind is Kind.FORGET:
+            self._forget(namespaces, request.keys, request.tier)
+            return Outcome(0, 0)
+        if request.kind is Kind.KEEP:
+            self._keep(namespaces[0], request)
+            return Outcome(0, 0)
+        if request.kind is Kind.FETCH:
+            fetched = self.cache.prefetch(self._owner, namespaces, request.keys)
+            self._settle()
+            return Outcome(fetched.dram, fetched.below)
+        found, here = self._match(namespaces, request.keys, request.promote)
+        # What the recorded daemon had and this one has not, an engine would have computed, and stored.
+        end = request.blocks if request.kind is Kind.ASK else sum(request.had)
+        if here < end:
+            for namespace in namespaces:
+                self._store(namespace, request.keys[: end * KEY_BYTES], here)
+        self._settle()
+        return found
+
+    def _match(self, namespaces: list[Namespace], keys: bytes, promote: bool) -> tuple[Outcome, int]:
+        """What was found; and how much of it is here for an engine: in DRAM, once NVMe's part has come up."""
+        found = self.cache.match(self._owner, namespaces, keys, _LEASE_S if promote else 0.0, promote)
+        outcome, here, lease = Outcome(found.dram, found.below), found.dram, found.lease
+        if self._queue is not None:
+            self._settle()
+        if lease is not None:
+            here = lease.blocks
+            self.cache.reads.release(self._owner, lease.lease_id)
+        return outcome, here if promote else outcome.dram + outcome.nvme
+
+    def _keep(self, namespace: Namespace, request: Request) -> None:
+        """A store that was recorded; from the root on, where the block before it is not here."""
+        keys, first = request.keys, request.first
+        before = keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else b""
+        here = not before or namespace.table.windowed or namespace.table.get(before) != NO_ENTRY
+        if here or request.rooted:
+            self._store(namespace, keys, first if here else 0)
+
+    def _store(self, namespace: Namespace, keys: bytes, first: int) -> None:
+        """Reserve and commit from block `first` on, as far as there is room."""
+        cache, blocks = self.cache, len(keys) // KEY_BYTES
+        while first < blocks:
+            count = min(MAX_RESERVE, blocks - first)
+            parent = keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else b""
+            run = keys[first * KEY_BYTES : (first + count) * KEY_BYTES]
+            got = cache.reserve(self._owner, namespace, parent, run, _LEASE_S)
+            if got.frames:
+                numbers = [number for number, state in enumerate(got.states) if state == BlockState.FRAME]
+                cache.writes.commit(self._owner, got.lease_id, numbers)
+            self._settle()
+            if got.parent_missing or BlockState.NONE in got.states:
+                return
+            first += count
+
+    def _forget(self, namespaces: list[Namespace], keys: bytes, tier: str) -> None:
+        key, below = keys[-KEY_BYTES:], self.cache.below
+        if tier != NvmeTier.name:
+            self.cache.flush([namespace.number for namespace in namespaces], key)
+        if tier != "dram":
+            below.flush(namespaces, key, lambda blocks, durable: None)
+        self._settle()
+
+    # --- what is there ---------------------------------------------------------------------------
+
+    def tallies(self) -> Tallies:
+        """What was written and thrown out so far."""
+        counters = self.cache.counters
+        tallies = Tallies(dram_evicted=counters.evicted_blocks, refused=counters.refused_blocks)
+        if self._nvme is not None and self._shelf is not None:
+            writes = self._nvme._writes
+            tallies.nvme_written, tallies.nvme_written_bytes = writes.written_blocks, writes.written_bytes
+            tallies.promoted = self._nvme._promotion.promoted_blocks
+            tallies.nvme_evicted = self._shelf.slots.evicted_blocks
+        return tallies
+
+    def resident(self, number: int) -> tuple[set[bytes], set[bytes]]:
+        """The keys of a namespace's blocks in DRAM and on NVMe. O(blocks)."""
+        namespace = self._namespaces[number]
+        tables = [namespace.table]
+        if self._shelf is not None:
+            tables.append(self._shelf.table(namespace))
+        here = [{key for shard in table.shards for key in shard} for table in tables]
+        return here[0], here[1] if len(here) > 1 else set()
+
+    def check_integrity(self) -> list[str]:
+        """Where the daemon's parts disagree; see `Cache.check_integrity`."""
+        return self.cache.check_integrity() + self.cache.below.check_integrity()
+
+
+class _Anywhere(dict[int, Any]):
+    """Every region, at address 0."""
+
+    def __missing__(self, number: int) -> SimpleNamespace:
+        found = self[number] = SimpleNamespace(address=0)
+        return found
+
+
+def _pieces(size_bytes: int, piece_bytes: int) -> list[int]:
+    """A size in pieces, the last one perhaps smaller."""
+    whole, rest = divmod(size_bytes, piece_bytes or _REGION_BYTES)
+    return [piece_bytes or _REGION_BYTES] * whole + ([rest] if rest else [])

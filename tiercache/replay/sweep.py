@@ -1,0 +1,211 @@
+"""One trace on caches of several sizes: the figures of each, and beside them those of the offline optimum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiercache.errors import ConfigError
+from tiercache.replay.estimate import Costs, Estimate
+from tiercache.replay.formats.recorded import RecordedReader
+from tiercache.replay.formats.trace import Trace
+from tiercache.replay.optimum import Accesses
+from tiercache.replay.played import Played, play
+from tiercache.replay.requests import Request
+from tiercache.replay.simulation import Outcome, Sizes
+from tiercache.units import parse_bytes
+
+AS_RECORDED = "as recorded"
+Tell = Callable[[str, float], None]
+"""Is told what is being done, and the share of it that is done."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Sizes as they were asked for, as text; empty `dram`: those of the daemon that was recorded."""
+
+    dram: tuple[str, ...]
+    nvme: str = "0"
+    gpu: str = "0"
+    policy: str | None = None
+    write_budget_bytes: int = 0
+    exact: bool = False
+    optimum: bool = True
+
+
+@dataclass
+class Point:
+    """One size of cache. Hit rates of the optimum are shares of all tokens, None where it was not asked for."""
+
+    label: str
+    sizes: Sizes
+    gpu_blocks: int
+    dram_blocks: int
+    nvme_blocks: int
+    played: Played
+    estimate: Estimate
+    best_dram: float | None = None
+    best_all: float | None = None
+
+    def as_tree(self) -> dict[str, Any]:
+        """For JSON."""
+        played = self.played
+        return {
+            "dram": self.label, "policy": self.sizes.policy, "dram_bytes": self.sizes.dram_bytes,
+            "nvme_bytes": self.sizes.nvme_bytes, "gpu_blocks": self.gpu_blocks, "dram_blocks": self.dram_blocks,
+            "nvme_blocks": self.nvme_blocks,
+            "hit_rates": {**{name: played.rate(name) for name in played.tiers}, "all": played.rate(*played.tiers)},
+            "optimum": {"dram": self.best_dram, "all": self.best_all},
+            "nvme_written_bytes": played.tallies.nvme_written_bytes,
+            **self.estimate.as_tree(), **played.as_tree(),
+        }  # fmt: skip
+
+
+@dataclass
+class Swept:
+    """A trace, and what came of it at each size. `unique_blocks` is None where nobody counted."""
+
+    trace: Trace
+    unique_blocks: int | None
+    points: list[Point]
+
+
+def sweep(trace: Trace, wanted: Wanted, costs: Costs, tell: Tell) -> Swept:
+    """Play the trace at every size. Raises ConfigError, and BadTrace for what it finds in the file."""
+    size_texts = (*wanted.dram, wanted.nvme, wanted.gpu)
+    recorded = trace.reader if isinstance(trace.reader, RecordedReader) else None
+    if not wanted.dram and recorded is None:
+        raise ConfigError("--dram says how large the cache is: blocks (20000), bytes (64GiB) or a share (5%)")
+    accesses = None
+    if wanted.optimum:
+        accesses = Accesses(_told(trace, "first pass, for the optimum", tell))
+        if len(trace.specs) > 1:
+            accesses = None  # blocks of several sizes: what is best is another, harder question
+    unique = accesses.unique_blocks if accesses is not None else None
+    if unique is None and any(text.endswith("%") for text in size_texts):
+        unique = _count_unique(trace, tell)
+    points = []
+    for label, sizes, gpu_blocks in _all_sizes(trace, wanted, unique):
+        points.append(_point(trace, wanted, costs, label, sizes, gpu_blocks, tell))
+        if accesses is not None:
+            _add_optimum(trace, points[-1], accesses, tell)
+    return Swept(trace, unique, points)
+
+
+def _all_sizes(trace: Trace, wanted: Wanted, unique: int | None) -> list[tuple[str, Sizes, int]]:
+    policy, budget = wanted.policy, wanted.write_budget_bytes
+    gpu_bytes = size_bytes("--gpu", wanted.gpu, trace, unique)
+    gpu_blocks = gpu_bytes // _frame_bytes("--gpu", trace) if gpu_bytes else 0
+    found = []
+    for text in wanted.dram:
+        dram_bytes = size_bytes("--dram", text, trace, unique)
+        if not dram_bytes:
+            raise ConfigError(f"--dram {text}: must be at least one block")
+        if wanted.nvme.endswith("x"):
+            nvme_bytes = int(_number("--nvme", wanted.nvme[:-1], wanted.nvme) * dram_bytes)
+        else:
+            nvme_bytes = size_bytes("--nvme", wanted.nvme, trace, unique)
+        found.append((text, Sizes(dram_bytes, nvme_bytes, nvme_write_budget_bytes=budget), gpu_blocks))
+    if not found:
+        assert isinstance(trace.reader, RecordedReader)
+        sizes = trace.reader.sizes
+        found = [(AS_RECORDED, replace(sizes, nvme_write_budget_bytes=budget or sizes.nvme_write_budget_bytes), 0)]
+        found = [(label, its, gpu_blocks) for label, its, _ in found]
+    return [(label, replace(sizes, policy=policy or sizes.policy), blocks) for label, sizes, blocks in found]
+
+
+def size_bytes(flag: str, text: str, trace: Trace, unique: int | None) -> int:
+    """A size as people write it: `5%` of the trace's different blocks, `20000` blocks, or `64GiB`."""
+    if text.isdigit():
+        return int(text) * _frame_bytes(flag, trace) if int(text) else 0
+    if text.endswith("%"):
+        assert unique is not None
+        return max(1, round(unique * _number(flag, text[:-1], text) / 100)) * _frame_bytes(flag, trace)
+    try:
+        return parse_bytes(text)
+    except ValueError:
+        raise _not_a_size(flag, text) from None
+
+
+def _number(flag: str, text: str, whole: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise _not_a_size(flag, whole) from None
+    if not 0 <= value < float("inf"):
+        raise _not_a_size(flag, whole)
+    return value
+
+
+def _not_a_size(flag: str, text: str) -> ConfigError:
+    more = ", or 5x for five times --dram" if flag == "--nvme" else ""
+    return ConfigError(f"{flag} {text}: is no size: write blocks (20000), bytes (64GiB) or a share (5%){more}")
+
+
+def _frame_bytes(flag: str, trace: Trace) -> int:
+    if not trace.specs:  # they are told by the lines themselves
+        next(iter(trace), None)
+    if len({spec.frame_bytes for spec in trace.specs.values()}) != 1:
+        raise ConfigError(f"{flag}: the trace has blocks of several sizes: say bytes, for example 64GiB")
+    return next(iter(trace.specs.values())).frame_bytes
+
+
+def _point(
+    trace: Trace, wanted: Wanted, costs: Costs, label: str, sizes: Sizes, gpu_blocks: int, tell: Tell
+) -> Point:
+    estimate = Estimate(costs)
+    swift = trace.format.name in ("mooncake", "bailian") and not wanted.exact
+
+    def told(played: Played) -> None:
+        tell(label, _share(trace))
+
+    def added(request: Request, in_gpu: int, outcome: Outcome) -> None:
+        specs = [trace.specs[number] for number in request.namespaces]
+        token_bytes = sum(spec.block_bytes / spec.block_size for spec in specs)
+        estimate.add(request, specs[0].block_size, token_bytes, in_gpu, outcome)
+
+    played = play(
+        trace, sizes, gpu_blocks, exact=not swift, tell=told,
+        start_s=trace.reader.header.clock_s if isinstance(trace.reader, RecordedReader) else None,
+        each=added,
+    )  # fmt: skip
+    frames = {spec.frame_bytes for spec in trace.specs.values()}
+    frame_bytes = frames.pop() if len(frames) == 1 else 0
+    blocks = [size // frame_bytes if frame_bytes else 0 for size in (sizes.dram_bytes, sizes.nvme_bytes)]
+    return Point(label, sizes, gpu_blocks, blocks[0], blocks[1], played, estimate)
+
+
+def _add_optimum(trace: Trace, point: Point, accesses: Accesses, tell: Tell) -> None:
+    tokens, asked = next(iter(trace.specs.values())).block_size, max(1, point.played.asked_tokens)
+    tell(f"{point.label}: the optimum", 0.0)
+    point.best_dram = accesses.best_hits(point.dram_blocks) * tokens / asked
+    tell(f"{point.label}: the optimum", 0.5)
+    all_blocks = point.gpu_blocks + point.dram_blocks + point.nvme_blocks
+    more = all_blocks > point.dram_blocks
+    point.best_all = accesses.best_hits(all_blocks) * tokens / asked if more else point.best_dram
+
+
+def _count_unique(trace: Trace, tell: Tell) -> int:
+    seen: set[int] = set()
+    for request in _told(trace, "first pass, to count blocks", tell):
+        keys = request.keys
+        seen.update(hash(keys[at : at + 16]) for at in range(0, len(keys), 16))
+    return len(seen)
+
+
+def _told(trace: Trace, what: str, tell: Tell) -> Sequence[Any]:
+    """The requests, with reports of how far they are."""
+
+    def all_of() -> Any:
+        for number, request in enumerate(trace):
+            if number % 256 == 0:
+                tell(what, _share(trace))
+            yield request
+
+    return all_of()  # type: ignore[no-any-return]
+
+
+def _share(trace: Trace) -> float:
+    size = trace.lines.size_bytes
+    return min(1.0, trace.lines.read_bytes / size) if size else 0.0
