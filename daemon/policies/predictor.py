@@ -39,7 +39,7 @@ _COUNTS, _GAPS = 9, 9
 CLASSES = _CHAINS + _COUNTS * _GAPS
 PRIOR = 0.1
 """Hazard in each age bucket before anything is known: it falls with age as the buckets grow."""
-LEAN = 16.0
+LEAN = 128.0
 """How many blocks' evidence a class takes over from the wider one."""
 MAX_SAMPLES = 16_384
 REFRESH_S = 60.0

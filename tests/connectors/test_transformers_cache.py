@@ -196,7 +196,8 @@ def test_a_daemon_that_dies_is_a_miss_and_its_successor_a_hit() -> None:
     model = tiny_model("LlamaConfig")
     ids = prompt(64)
     expected = greedy(model, ids)
-    with tiercache.launch("16MiB") as daemon, PrefixCache(model, daemon.address, required=True) as cache:
+    patient: dict[str, Any] = {"required": True, "request_timeout_s": 20.0}
+    with tiercache.launch("16MiB") as daemon, PrefixCache(model, daemon.address, **patient) as cache:
         assert greedy(cache, ids) == expected
         os.kill(daemon.pid, signal.SIGKILL)
         assert greedy(cache, ids) == expected

@@ -41,7 +41,8 @@ def test_events_have_the_tokens_of_prompt_and_answer(tmp_path: Path) -> None:
     dealer = context.socket(zmq.DEALER)
     with tiercache.launch("16MiB", region="16MiB", **places) as daemon:
         dealer.connect(places["kv_events_replay"])
-        with PrefixCache(tiny_model("LlamaConfig"), daemon.address, required=True, block_size=SIZE) as cache:
+        model = tiny_model("LlamaConfig")
+        with PrefixCache(model, daemon.address, required=True, block_size=SIZE, request_timeout_s=20.0) as cache:
             settings = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 0}
             output = cache.generate(ids, mask, **settings)
             rows = [output[0, :-1].tolist(), output[1, 9:-1].tolist()]  # the last token is not computed with
