@@ -54,7 +54,7 @@ $(VLLM_VENV)/.installed: tests/vllm/requirements.txt
 test-vllm: export OMP_NUM_THREADS = 1
 test-vllm: export PYTHONPATH = $(CURDIR)
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest -W default tests/vllm tests/connectors $(PYTEST_ARGS)
+	$(VLLM_VENV)/bin/python -m pytest -W default -o timeout=300 tests/vllm tests/connectors $(PYTEST_ARGS)
 
 demo: setup
 	$(BIN)/tiercache demo
