@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import os
 import shutil
 import socket
@@ -31,6 +32,10 @@ _decode_request = msgspec.msgpack.Decoder(m.AnyRequest).decode
 _decode_reply = msgspec.msgpack.Decoder(m.AnyReply).decode
 
 
+HELD = math.inf
+"""Of a reply that is sent when the test lets it go."""
+
+
 def at_once(request: m.AnyRequest) -> list[float]:
     """The manners of a good daemon: one reply, now."""
     return [0.0]
@@ -40,8 +45,8 @@ class Relay:
     """Stands on a run directory of its own before the daemon on `run_dir`.
 
     `delays` says for each request when its reply is sent, in seconds after it came from the
-    daemon: an empty list loses it, two entries send it twice. `mangle` may change the reply's parts,
-    and `replace_fds` the descriptors of regions. All may be changed at any time.
+    daemon: an empty list loses it, two entries send it twice, `HELD` keeps it until `let_go()`. `mangle`
+    may change the reply's parts, and `replace_fds` the descriptors of regions. All may be changed at any time.
     """
 
     def __init__(self, run_dir: str) -> None:
@@ -51,6 +56,7 @@ class Relay:
         self.run_dir = tempfile.mkdtemp(prefix="tcf-", dir="/tmp")
         self._daemon = run_dir
         self._stopping = False
+        self._letting_go = False
         self._thread = threading.Thread(target=self._run, name="relay")
         self._ready = threading.Event()
         self._thread.start()
@@ -100,7 +106,8 @@ class Relay:
                 self._pass_packet(source)
             else:
                 self._take_reply(source)
-        while self._due and self._due[0][0] <= time.monotonic():
+        letting_go, self._letting_go = self._letting_go, False
+        while self._due and (letting_go or self._due[0][0] <= time.monotonic()):
             self._front.send_multipart(heapq.heappop(self._due)[2])
 
     def _accept(self) -> None:
@@ -156,6 +163,10 @@ class Relay:
         parts = self.mangle(request, parts)
         for delay_s in self.delays(request):
             heapq.heappush(self._due, (time.monotonic() + delay_s, next(self._order), [client, *parts]))
+
+    def let_go(self) -> None:
+        """Send every reply that is kept, now."""
+        self._letting_go = True
 
     def close(self) -> None:
         """End it."""

@@ -10,7 +10,7 @@ import pytest
 from fault_blocks import chain, spec_of
 from fault_engine import Engine
 from fault_processes import Child, Daemon, wait_until
-from fault_relay import Relay, at_once
+from fault_relay import HELD, Relay, at_once
 
 from tiercache import messages as m
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, TierCacheError
@@ -177,12 +177,12 @@ def test_46_the_memory_goes_though_a_match_is_held(daemon: Daemon, start_child: 
 def test_46_a_daemon_that_is_always_a_little_late_does_not_flap(
     relay: Relay, engine_of: Callable[..., Engine]
 ) -> None:
-    """Every answer takes 1.1 deadlines: one of them is paid, and then the cache is away, steadily."""
+    """Every answer takes one deadline and a half: one of them is paid, and then the cache is away, steadily."""
     engine = engine_of(relay.run_dir, SPEC, request_timeout_s=0.2)
     keys = chain("late", 4)
     engine.store(keys)
     before = engine.connector.counters
-    relay.delays = lambda request: [0.22]
+    relay.delays = lambda request: [0.3]
     end_s = time.monotonic() + 2
     paid = calls = 0
     while time.monotonic() < end_s:
@@ -230,9 +230,10 @@ def test_8_a_late_answer_is_not_the_next_ones(relay: Relay, engine_of: Callable[
     for keys in chains:
         assert engine.store(keys).dropped == 0
     for number, keys in enumerate(chains):
-        relay.delays = lambda request: [0.2] if isinstance(request, m.Match) else [0.0]
+        relay.delays = lambda request: [HELD] if isinstance(request, m.Match) else [0.0]
         assert engine.load(keys) == 0
         relay.delays = at_once
+        relay.let_go()
         wait_until(lambda: engine.connector.available, "the client has found the daemon again")
         after = (number + 1) % len(chains)
         expected = len(chains[after]) // 16
@@ -251,10 +252,11 @@ def test_8_a_call_after_a_timeout_gets_its_own_answer(relay: Relay, engine_of: C
     for turn in range(20):
         slow, fast = keys[turn % 10], keys[(turn + 3) % 10]
         relay.delays = lambda request, slow=slow: (
-            [0.06, 0.0601] if isinstance(request, m.Match) and request.keys == slow else [0.0, 0.03]
+            [HELD, HELD] if isinstance(request, m.Match) and request.keys == slow else [0.0, 0.03]
         )
         with pytest.raises(DeadlineExceeded):
             session.call(m.Match, m.Matched, 0.05, namespaces=[number], keys=slow)
+        relay.let_go()
         for _ in range(3):
             got = session.call(m.Match, m.Matched, 5.0, namespaces=[number], keys=fast)
             assert got.dram_blocks == len(fast) // 16
@@ -265,11 +267,13 @@ def test_8_a_grant_that_comes_too_late_is_given_back(
 ) -> None:
     engine, keys = engine_of(relay.run_dir, SPEC, request_timeout_s=0.15), chain("granted", 4)
     engine.store(keys)
-    relay.delays = lambda request: [0.2] if isinstance(request, m.Match | m.Reserve) else [0.0]
+    relay.delays = lambda request: [HELD] if isinstance(request, m.Match | m.Reserve) else [0.0]
     assert engine.load(keys) == 0
+    relay.let_go()
     wait_until(lambda: daemon.stats()["leases"]["read"] == 0, "the lease of the late match is given back", GIVEN_BACK_S)
     wait_until(lambda: engine.connector.available, "the client has found the daemon again")
     assert engine.store(chain("other", 4)).stored == 0
+    relay.let_go()
     wait_until(lambda: daemon.stats()["leases"]["write"] == 0, "the late reservation is given back", GIVEN_BACK_S)
     wait_until(lambda: daemon.stats()["leases"]["quarantined"] == 0, "and its frames with it", GIVEN_BACK_S)
     assert daemon.stats()["arena"]["used_bytes"] == 4 * SPEC.block_bytes
