@@ -1,8 +1,8 @@
 # Everything that a fresh clone needs, from a bare Python 3.10 or later on Linux.
 #
 #   make setup      virtual environment in .venv with the versions of constraints.txt
-#   make test       lint, types and tests; MARKERS="not engine" leaves out the parts that load torch, JOBS=3 runs
-#                   so many tests side by side
+#   make test       lint, types and tests; MARKERS="not engine" leaves out the parts that load torch, JOBS=4 runs
+#                   so many tests side by side instead of two, JOBS=0 one after another
 #   make test-vllm  the connector for vLLM on real vLLM (Python 3.11 or later, 3.4 GB, in .venv-vllm)
 #   make demo       a small engine with and without the cache, side by side
 #   make bench      transfers and daemon, measured on this machine
@@ -12,7 +12,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 MARKERS ?=
-JOBS ?=
+JOBS ?= 2
 PYTEST_ARGS ?=
 
 BIN = $(VENV)/bin
@@ -42,7 +42,7 @@ types: setup
 # One thread per process: the tests start many, and the machine's cores are theirs to share.
 unit: export OMP_NUM_THREADS = 1
 unit: setup
-	$(BIN)/python -m pytest -m 'not slow and not gpu and not vllm$(if $(MARKERS), and ($(MARKERS)))' $(if $(JOBS),-n $(JOBS)) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not slow and not gpu and not vllm$(if $(MARKERS), and ($(MARKERS)))' -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # An environment of its own, because vLLM wants other versions than we do. The project is used from the
 # checkout. A failed install goes on where it stopped.

@@ -59,6 +59,22 @@ class LaunchedDaemon:
         """The exit status, or None while it runs."""
         return self._process.poll()
 
+    def answers(self, timeout_s: float) -> bool:
+        """Whether it answers a new client within `timeout_s`. Blocks for so long at most."""
+        try:
+            with Client.connect(self.address, name="launch", map_arena=False, timeout_s=timeout_s) as client:
+                client.ping()
+        except TierCacheError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end: for a daemon that hangs. What it keeps on NVMe stays. Any thread."""
+        with self._lock:
+            if not self._closed:
+                self._process.kill()
+                self._process.wait(STOP_TIMEOUT_S)
+
     def restart(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Start it again after its end, where it was: clients find it by themselves. Any thread.
 

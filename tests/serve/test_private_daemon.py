@@ -39,6 +39,21 @@ def test_a_daemon_that_lives_briefly_is_given_up(
     assert not Path(daemon.address).exists()
 
 
+def test_a_daemon_that_hangs_is_ended_and_comes_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in (("_PING_S", 0.5), ("_MOST_MISSED", 3), ("_FIRST_PAUSE_S", 0.01)):
+        monkeypatch.setattr(private_daemon, name, value)
+    caplog.set_level("INFO")
+    with PrivateDaemon("16MiB") as daemon:
+        lock = Path(daemon.address) / "lock"
+        hung = int(lock.read_text())
+        os.kill(hung, signal.SIGSTOP)
+        wait_until(lambda: "the private daemon is back" in caplog.text, "it is started again", 60)
+        assert "has not answered" in caplog.text
+        assert int(lock.read_text()) != hung
+
+
 def test_a_closed_daemon_stays_closed() -> None:
     with tiercache.launch("16MiB") as daemon:
         pass

@@ -1,4 +1,4 @@
-"""The daemon of a server that has one to itself: started with it, started again when it dies, ended with it."""
+"""The daemon of a server that has one to itself: started with it and again when it dies or hangs, ended with it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from tiercache.launch import launch
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.2
+_PING_S = 5.0
+_MOST_MISSED = 6
+"""So many pings in a row without an answer, a minute: it is killed. Counted, because we may have been stopped too."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
 # A daemon that lived so long died of something else than its settings.
@@ -23,7 +26,8 @@ _MAX_RESTARTS = 10
 class PrivateDaemon:
     """A launched daemon, and a thread that starts it again. Requests never wait for it, hits come back with it.
 
-    Pauses double from one short life to the next; after ten of them the server goes on without a cache.
+    One that runs and does not answer for a minute is killed. Pauses double from one short life to the next; after
+    ten of them the server goes on without a cache.
     Takes what `tiercache.launch` takes, and raises what that raises.
     """
 
@@ -43,9 +47,14 @@ class PrivateDaemon:
         return str(self._daemon.log)
 
     def _watch(self) -> None:
-        started_s, short_lives = time.monotonic(), 0
+        started_s, short_lives, missed = time.monotonic(), 0, 0
+        ping_s = started_s
         while not self._ending.wait(_POLL_S):
             if (status := self._daemon.poll()) is None:
+                if time.monotonic() >= ping_s:
+                    missed = 0 if self._daemon.answers(_PING_S) else missed + 1
+                    ping_s = time.monotonic() + _PING_S
+                    self._end_if_hung(missed)
                 continue
             short_lives = short_lives + 1 if time.monotonic() - started_s < _LONG_LIFE_S else 1
             if short_lives > _MAX_RESTARTS:
@@ -55,8 +64,13 @@ class PrivateDaemon:
             logger.warning("the private daemon ended with status %d: again in %g s, see %s", status, pause_s, self.log)
             if self._ending.wait(pause_s):
                 return
-            started_s = time.monotonic()
+            started_s, missed = time.monotonic(), 0
             self._restart()
+
+    def _end_if_hung(self, missed: int) -> None:
+        if missed >= _MOST_MISSED and not self._ending.is_set():
+            logger.warning("the private daemon has not answered %d times: it is killed, see %s", missed, self.log)
+            self._daemon.kill()
 
     def _restart(self) -> None:
         try:
