@@ -24,7 +24,7 @@ from tiercache.config import load_config
 from tiercache.errors import ConfigError
 
 COMMAND = [sys.executable, "-m", "tiercache.cli.main"]
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 QUIET: dict[str, Any] = {"capture_output": True, "text": True, "timeout": DEADLINE_S}
 
 

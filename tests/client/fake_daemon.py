@@ -211,7 +211,7 @@ def _split(keys: bytes) -> list[bytes]:
     return [keys[at : at + 16] for at in range(0, len(keys), 16)]
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     """Poll until `condition()` is true. Fails at the deadline."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

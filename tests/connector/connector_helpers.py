@@ -33,7 +33,7 @@ def bytes_of(connector: tiercache.Connector, block_ids: list[int]) -> list[bytes
     ]
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Poll until `condition()` is true. Fails at the deadline."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

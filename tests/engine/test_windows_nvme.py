@@ -20,7 +20,7 @@ SETTINGS = EngineSettings(block_size=8, chunk_size=32, pool_blocks=96)
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 PROMPT = prompt_of(150)
 LATER = [*PROMPT, *prompt_of(60, seed=1)]
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def start(root: Path) -> tiercache.LaunchedDaemon:

@@ -24,7 +24,7 @@ READY_S = 20.0
 _HERE = Path(__file__).parent
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 10.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
     """Look again and again until `condition()` is true; its value. AssertionError at the deadline."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -189,7 +189,7 @@ class Child:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([command, arguments]).encode() + b"\n")
 
-    def hear(self, timeout_s: float = 20.0) -> Any:
+    def hear(self, timeout_s: float = 60.0) -> Any:
         """The answer to the oldest order."""
         assert self._process.stdout is not None
         deadline_s = time.monotonic() + timeout_s
@@ -205,7 +205,7 @@ class Child:
         assert "error" not in answer, answer["error"]
         return answer["value"]
 
-    def do(self, command: str, *, timeout_s: float = 20.0, **arguments: Any) -> Any:
+    def do(self, command: str, *, timeout_s: float = 60.0, **arguments: Any) -> Any:
         """Give an order and wait for its answer."""
         self.tell(command, **arguments)
         return self.hear(timeout_s)

@@ -19,7 +19,7 @@ TINY = ("--arena", "4MiB", "--region", "2MiB")
 
 def check(daemon: Daemon) -> None:
     """Nobody holds anything any more, and nothing has contradicted itself."""
-    wait_until(lambda: _quiet(daemon.stats()), f"all leases are over: {daemon.stats()['leases']}", 20)
+    wait_until(lambda: _quiet(daemon.stats()), f"all leases are over: {daemon.stats()['leases']}", 60)
     stats = daemon.stats()
     assert stats["health"]["state"] == "ok", stats["health"]
     for name in ("invariant_failures", "requests_failed", "requests_malformed"):

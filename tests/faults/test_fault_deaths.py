@@ -297,7 +297,7 @@ def test_23_a_reply_that_never_comes_is_a_miss(
     engine.store(keys)
     relay.delays = at_once
     wait_until(lambda: engine.connector.available, "the client has found the daemon again")
-    wait_until(lambda: engine.store(keys) and engine.load(keys) == 100, "the chain is there in the end", 20)
+    wait_until(lambda: engine.store(keys) and engine.load(keys) == 100, "the chain is there in the end", 60)
     assert daemon.stats()["health"]["state"] == "ok"
 
 

@@ -110,7 +110,7 @@ class Browser:
         sent = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
         return [str(one["request"]["url"]) for one in sent]
 
-    def wait(self, script: str, what: str, timeout_s: float = 30.0) -> Any:
+    def wait(self, script: str, what: str, timeout_s: float = 60.0) -> Any:
         """Poll until the function body returns something true, and return that."""
         deadline_s = time.monotonic() + timeout_s
         while not (found := self.run(script)):

@@ -23,7 +23,7 @@ from tiercache.messages import ModelCard
 
 BLOCK = 4
 BLOCK_BYTES = 64 << 10
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 SALT = "s3cret"
 
 

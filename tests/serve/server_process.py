@@ -18,8 +18,8 @@ from types import TracebackType
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-START_TIMEOUT_S = 60.0
-TIMEOUT_S = 30.0
+START_TIMEOUT_S = 120.0
+TIMEOUT_S = 60.0
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S) -> None:

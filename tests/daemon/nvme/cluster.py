@@ -20,7 +20,7 @@ from tiercache.messages import Check, CheckReply
 
 BLOCK_BYTES = 64 << 10
 POOL_BLOCKS = 256
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def content(key: bytes) -> np.ndarray[Any, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from tiercache.daemon.nvme.directory import PAGE_BYTES, Directory, DiskIO
 from tiercache.daemon.nvme.io import DiskQueue, Outcome, Priority, ReadOp, WriteOp
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SEGMENT_BYTES = 1 << 20
 FINGERPRINT = "ab" * 16
 

@@ -23,7 +23,7 @@ from tiercache.layout import NamespaceSpec
 
 SEGMENT_BYTES = 1 << 20
 SPEC = NamespaceSpec(engine="t/1", layout="bytes", dtype="uint8", block_size=1, block_bytes=4096)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Bench:

@@ -1,0 +1,181 @@
+"""The NVMe tier in this process: disks without room, segments and caps."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from pathlib import Path
+
+import pytest
+from disk_troubles import hang
+from tier_rig import BLOCK_BYTES, TierRig, keys_of, play
+
+from tiercache.daemon.nvme import slots
+
+
+def test_no_room_for_a_segment_and_then_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(slots, "GROW_AGAIN_S", 0.05)
+        rig = await TierRig(tmp_path).open()
+        disk, space = rig.disks[rig.dirs[0]], rig.namespace()
+
+        def no_room(name: str, size: int) -> int | None:
+            if name == "fallocate":
+                raise OSError(errno.ENOSPC, "full")
+            return None
+
+        disk.hook = no_room
+        rig.store(space, keys_of("a", 5))
+        await rig.until(lambda: bool(rig.tier.reasons()))
+        disk.hook = lambda name, size: None
+        rig.shelves[0].health.off_until_s = 0.0
+        await rig.settled()
+        assert rig.tier.stats()["blocks"] == 5, "what waited is written when there is room"
+        disk.hook = no_room
+        for number in range(6):
+            rig.store(space, keys_of(str(number), 20))
+            await rig.settled()
+        assert 24 <= rig.tier.stats()["blocks"] <= 32, "one segment's worth, the youngest"
+        assert any("no further segment" in reason for reason in rig.tier.reasons())
+        assert rig.shelves[0].health.reason == "", "that is no reason to write nothing"
+        rig.check()
+        disk.hook = lambda name, size: None
+        for number in range(6):
+            rig.store(space, keys_of(f"later {number}", 20))
+            await rig.settled()
+        assert rig.tier.stats()["blocks"] > 32
+        assert rig.tier.reasons() == []
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_a_full_disk_gives_up_no_more_than_it_needs(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path, arena_regions=16, nvme_bytes=16 << 20).open()  # 7 segments of 32 slots
+        space = rig.namespace()
+        for number in range(20):
+            rig.store(space, keys_of(str(number), 20))
+            await rig.settled()
+        slots = 7 * 32
+        assert rig.tier.stats()["blocks"] >= slots - 64 - 20
+        rig.check()
+        # A catalog that does not answer must not cost the whole directory.
+        one = rig.shelves[0]
+        before, gate = rig.tier.stats()["blocks"], hang(one.catalog)
+        rig.store(space, keys_of("more", 60))
+        for _ in range(500):
+            rig.cache.work()
+        assert rig.tier.stats()["blocks"] >= before - 128
+        gate.set()
+        await rig.settled()
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_nothing_is_evicted_for_a_catalog_that_cannot_write(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path, arena_regions=16, nvme_bytes=16 << 20).open()
+        space = rig.namespace()
+        for number in range(15):
+            rig.store(space, keys_of(str(number), 20))
+            await rig.settled()
+        one = rig.shelves[0]
+        before = rig.tier.stats()["blocks"]
+        commit = one.catalog._commit
+        one.catalog._commit = lambda db, batch: "database or disk is full"  # type: ignore[method-assign]
+        rig.store(space, keys_of("more", 40))
+        await rig.until(lambda: bool(one.catalog.error))
+        for _ in range(300):
+            rig.cache.work()
+            await asyncio.sleep(0.001)
+        assert rig.tier.stats()["blocks"] >= before - 64 - 40
+        assert any("full" in reason for reason in rig.tier.reasons())
+        assert one.slots.lost > 0, "slots whose old row is still there are not used"
+        one.catalog._commit = commit  # type: ignore[method-assign]
+        await rig.until(lambda: not one.catalog.error and one.slots.lost == 0)
+        await rig.settled()
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_another_size_gets_a_segment_of_a_full_disk(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path, arena_regions=16, nvme_bytes=16 << 20).open()
+        small, large = rig.namespace(), rig.namespace(4 * BLOCK_BYTES, rank=1)
+        for number in range(15):
+            rig.store(small, keys_of(str(number), 20))
+            await rig.settled()
+        rig.store(large, keys_of("large", 6))
+        await rig.settled()
+        assert rig.shelves[0].index.tables[large.number].blocks == 6
+        rig.check()
+        rig.forget_dram()
+        assert await rig.load(large, keys_of("large", 6)) == 6
+        assert rig.shelves[0].index.tables[small.number].blocks > 20, "one segment was emptied, not all"
+        rig.check()
+        await rig.close()
+        again = await TierRig(tmp_path, arena_regions=16, nvme_bytes=16 << 20).open()
+        assert await again.load(again.namespace(4 * BLOCK_BYTES, rank=1), keys_of("large", 6)) == 6
+        again.check()
+        await again.close()
+
+    play(scenario)
+
+
+def test_a_block_that_no_segment_holds_stops_nobody(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path, segment_bytes=2 << 20, arena_regions=8).open()
+        one = rig.shelves[0]
+        one.directory.segment_bytes = 1 << 20  # as a directory from a life with another setting has it
+        large, small = rig.namespace(2 << 20, rank=1), rig.namespace()
+        rig.store(large, keys_of("large", 2))
+        rig.store(small, keys_of("small", 5))
+        await rig.settled()
+        assert rig.tier.stats()["blocks"] == 5
+        assert rig.tier.stats()["skipped_too_large"] >= 1
+        await rig.close()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("nvme_bytes", [16 << 20, (16 << 20) + 12345, (64 << 20) + 1])
+def test_a_cap_below_one_segment_gets_smaller_segments(tmp_path: Path, nvme_bytes: int) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path, nvme_bytes=nvme_bytes, segment_bytes=1 << 30).open()
+        space, chain = rig.namespace(), keys_of("a", 10)
+        rig.store(space, chain)
+        await rig.settled()
+        rig.forget_dram()
+        assert await rig.load(space, chain) == 10
+        used = sum(path.stat().st_blocks * 512 for path in rig.dirs[0].rglob("*") if path.is_file())
+        assert used <= nvme_bytes
+        await rig.close()
+
+    play(scenario)
+
+
+def test_a_smaller_cap_takes_segments_away(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path, nvme_bytes=64 << 20).open()
+        space = rig.namespace()
+        chains = [keys_of(str(number), 20) for number in range(20)]
+        for chain in chains:
+            rig.store(space, chain)
+            await rig.settled()
+        await rig.close()
+        again = await TierRig(tmp_path, nvme_bytes=16 << 20).open()
+        used = sum(path.stat().st_blocks * 512 for path in again.dirs[0].rglob("*") if path.is_file())
+        assert used <= 16 << 20
+        space = again.namespace()
+        assert sum([await again.load(space, chain) for chain in chains]) > 0
+        await again.settled()
+        again.check()
+        await again.close()
+
+    play(scenario)
