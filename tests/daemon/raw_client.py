@@ -28,6 +28,8 @@ WAIT_S = 20.0
 HAVE, PENDING, FRAME, NONE = 0, 1, 2, 3
 VISIBLE, HELD, DROPPED = 0, 1, 2
 ROOT = Path(__file__).resolve().parents[2]
+REGIONS = 40
+"""Of the daemon in conftest.py."""
 _numbers = itertools.count()
 
 

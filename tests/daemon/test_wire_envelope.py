@@ -1,0 +1,225 @@
+"""The wire protocol without a line of tiercache: envelope, evolution, and how a session begins."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from raw_client import (
+    Client,
+    SessionSocket,
+    block_of,
+    hello,
+    new_chain,
+    new_spec,
+    until,
+)
+
+# --- envelope and evolution -----------------------------------------------------------------------
+
+
+def test_unknown_tags_and_wrong_types_are_answered(client: Client) -> None:
+    assert client.refusal("teleport", 1, 2) == "malformed"
+    number, keys = client.namespace(), new_chain(1)
+    wrong: list[list[Any]] = [
+        ["match", "1", keys], ["match", [number], "text"], ["match", [number], 7], ["match", [number], keys, "1"],
+        ["release", 1.5], ["release", None], ["abort", 1, 1], ["register_namespace", []],
+        ["register_namespace", {"engine": "x"}], ["report", "none", {"a": "b"}], ["match"],
+    ]  # fmt: skip
+    for request in wrong:
+        assert client.refusal(*request) == "malformed", request
+
+
+def test_bytes_that_are_no_request_are_answered(client: Client) -> None:
+    header = client.header()
+    broken_text = msgpack.packb(["flush", *header, "abcd", [], b""]).replace(b"abcd", b"\xff\xfe\xfd\xfc")
+    deep = b"\x96" + msgpack.packb("ping") + b"".join(map(msgpack.packb, header)) + b"\x91" * 100_000
+    for message in (b"", b"\xc1", b"\x90", b"\x91" * 100_000, deep, broken_text, b"{}", b"\x00" * 70_000):
+        reply, _ = client.exchange(message)
+        assert (reply[0], reply[3]) == ("error", "malformed"), message[:20]
+    reply, _ = client.exchange(broken_text)
+    assert reply[1] == header[0]
+    assert client.ask("ping") == ["done"]
+    assert client.stats()["counters"]["requests_failed"] == 0
+
+
+def test_missing_trailing_fields_have_defaults(client: Client) -> None:
+    number, keys = client.namespace(), new_chain(2)
+    client.store(number, keys, [block_of(0), block_of(1)])
+    assert client.ask("match", [number], keys) == ["matched", 2, 0, 0, [], False]
+    tag, dram, _, lease, frames, _ = client.ask("match", [number], keys, 1000)
+    assert (tag, dram, lease > 0, frames) == ("matched", 2, True, [])
+    assert client.release(lease)
+
+
+def test_extra_trailing_fields_are_ignored(client: Client, run_dir: Path) -> None:
+    assert client.ask("ping", "from", {"a": ["later", 1]}, b"release") == ["done"]
+    number, keys = client.namespace(), new_chain(1)
+    assert client.ask("match", [number], keys, 0, 0, False, False, [1, 2], None) == ["matched", 0, 0, 0, [], False]
+    session = SessionSocket(run_dir)
+    welcome, _ = session.hello([*hello(os.urandom(16), map_arena=False), "more", 7])
+    assert welcome[0] == "welcome"
+    session.close()
+
+
+def test_counts_over_a_limit_are_refused(client: Client) -> None:
+    number = client.namespace()
+    assert client.refusal("match", [number], bytes(16 * 65_537)) == "too_large"
+    assert client.refusal("reserve", number, b"", bytes(16 * 513), 1000) == "too_large"
+    assert client.refusal("flush", "all", [number], bytes(32)) == "too_large"
+    assert client.refusal("match", [], bytes(16)) == "bad_value"
+    assert client.refusal("match", [number] * 2, bytes(16)) == "bad_value"
+    assert client.refusal("match", list(range(257)), bytes(16)) == "bad_value"
+    assert client.refusal("flush", "all", list(range(257)), b"") == "bad_value"
+    assert client.refusal("match", [number], b"") == "bad_value"
+    assert client.refusal("match", [number], bytes(17)) == "bad_value"
+    assert client.refusal("match", [number], bytes(16), -1) == "bad_value"
+    assert client.refusal("reserve", number, b"short", bytes(16), 1000) == "bad_value"
+    assert client.refusal("reserve", number, b"", bytes(16), 0) == "bad_value"
+    assert client.refusal("commit", 1, bytes(3)) == "bad_value"
+    assert client.refusal("commit", 1, bytes(4 * 513)) == "bad_value"
+    assert client.refusal("report", "none", {str(i): i for i in range(65)}) == "bad_value"
+    assert client.refusal("report", "glued", {}) == "bad_value"
+    assert client.refusal("flush", "tape", [], b"") == "bad_value"
+    assert client.refusal("match", [9999], bytes(16)) == "unknown_namespace"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_bytes": 0}, {"block_bytes": (256 << 20) + 1}, {"block_bytes": (2 << 20) + 1}, {"block_size": 0},
+        {"window_blocks": -1}, {"tp_rank": 1}, {"extra": {"note": "x" * 9000}},
+    ],
+)  # fmt: skip
+def test_specs_that_cannot_be_served_are_refused(client: Client, wrong: dict[str, Any]) -> None:
+    assert client.refusal("register_namespace", {**new_spec(), **wrong}) == "bad_value"
+
+
+def test_equal_specs_have_one_number_and_others_another(client: Client, run_dir: Path) -> None:
+    spec = new_spec()
+    number = client.ask("register_namespace", spec)[1]
+    with Client(run_dir) as other:
+        assert other.ask("register_namespace", {**spec, "tp_size": 1, "extra": {}})[1] == number
+        assert other.ask("register_namespace", {**spec, "tp_size": 2})[1] != number
+
+
+def test_requests_of_another_life_or_session_are_refused(client: Client, run_dir: Path) -> None:
+    assert client.refusal("ping", generation=client.generation + 2) == "stale_generation"
+    assert client.refusal("ping", session=bytes(16)) == "unknown_session"
+    with Client(run_dir) as other:
+        token = other.token
+        assert client.ask("ping", session=token) == ["done"]
+    until(lambda: client.ask("ping", session=token)[:2] == ["error", "unknown_session"])
+
+
+def test_a_request_past_its_deadline_is_not_done(client: Client) -> None:
+    number, keys = client.namespace(), new_chain(1)
+    client.store(number, keys, [block_of(0)])
+    assert client.refusal("match", [number], keys, 10_000, deadline_s=-1.0) == "expired"
+    assert client.refusal("flush", "all", [number], b"", deadline_s=-1.0) == "expired"
+    assert client.length(number, keys) == 1
+    assert client.stats()["leases"]["read"] == 0
+
+
+def test_the_deadline_is_on_the_clock_of_the_sender(run_dir: Path) -> None:
+    session = SessionSocket(run_dir)
+    message = hello(os.urandom(16), map_arena=False)
+    message[5] = 1_000_000  # this client's clock began a second ago
+    _, _, generation, token, control, *_ = session.hello(message)[0]
+    with Client(run_dir) as client:
+        assert control == client.control
+        assert client.refusal("ping", session=token, generation=generation, deadline_us=999_000) == "expired"
+        assert client.ask("ping", session=token, generation=generation, deadline_us=60_000_000) == ["done"]
+    session.close()
+
+
+# --- hello ----------------------------------------------------------------------------------------
+
+
+def test_versions_that_do_not_meet_are_refused(run_dir: Path) -> None:
+    for oldest, newest in ((2, 9), (0, 0)):
+        session = SessionSocket(run_dir)
+        message = hello(os.urandom(16))
+        message[1:3] = oldest, newest
+        answer, _ = session.hello(message)
+        assert answer[:2] == ["refused", "version"]
+        assert session.ended()
+        session.close()
+
+
+def test_a_newer_client_that_still_speaks_this_version_is_welcome(run_dir: Path) -> None:
+    session = SessionSocket(run_dir)
+    message = hello(os.urandom(16), map_arena=False)
+    message[1:3] = 0, 9
+    assert session.hello(message)[0][:2] == ["welcome", 1]
+    session.close()
+
+
+def test_hello_needs_the_pidfd_of_its_sender(run_dir: Path) -> None:
+    read_end, write_end = os.pipe()
+    parent = os.pidfd_open(os.getppid())
+    own = os.pidfd_open(os.getpid())
+    for fds in ([], [read_end], [parent], [own, own]):
+        session = SessionSocket(run_dir)
+        answer, _ = session.hello(hello(os.urandom(16)), fds)
+        assert answer[:2] == ["refused", "malformed"], fds
+        assert session.ended()
+        session.close()
+    for fd in (read_end, write_end, parent, own):
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"\xc1", b"\x90", b"\x91" * 50_000, msgpack.packb("hello"),
+        msgpack.packb(["hello", 1, 1, b"short", "x", 0, True]), msgpack.packb(["hello", 1, 1, bytes(16), "x"]),
+        msgpack.packb(["welcome", 1, 1, bytes(16), "x", 0, True]),
+        msgpack.packb(["hello", 1, 1, bytes(16), "x" * 5000, 0, True]),
+    ],
+)  # fmt: skip
+def test_a_packet_that_is_no_hello_is_refused(run_dir: Path, packet: bytes) -> None:
+    session = SessionSocket(run_dir)
+    answer, _ = session.hello(packet)
+    assert answer[:2] == ["refused", "malformed"]
+    assert session.ended()
+    session.close()
+
+
+def test_a_packet_after_hello_ends_the_session(client: Client, run_dir: Path) -> None:
+    session = SessionSocket(run_dir)
+    _, _, _, token, *_ = session.hello(hello(os.urandom(16), map_arena=False))[0]
+    session.send(["hello"])
+    assert session.ended()
+    assert client.refusal("ping", session=token) == "unknown_session"
+    session.close()
+
+
+def test_connections_that_never_say_hello_are_closed(run_dir: Path) -> None:
+    sessions = [SessionSocket(run_dir) for _ in range(2)]
+    sessions[1].sock.sendmsg([b""])
+    for session in sessions:
+        assert session.ended()
+        session.close()
+
+
+def test_descriptors_do_not_pile_up(client: Client, run_dir: Path) -> None:
+    def count() -> int:
+        return len(os.listdir(f"/proc/{client.stats()['daemon']['pid']}/fd"))
+
+    def connect_in_every_way() -> None:
+        with Client(run_dir) as other:
+            other.ask("ping")
+        for message in (b"\xc1", [*hello(os.urandom(16))[:2], 0, *hello(os.urandom(16))[3:]]):
+            session = SessionSocket(run_dir)
+            session.hello(message)
+            session.close()
+
+    connect_in_every_way()
+    before = count()
+    for _ in range(10):
+        connect_in_every_way()
+    until(lambda: count() <= before)
