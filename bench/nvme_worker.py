@@ -1,0 +1,268 @@
+"""The processes of `bench_nvme.py` that store, load and ping, and how they are told what to do."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import select
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import ROOT, SEED
+
+import tiercache
+
+DEADLINE_S = 60.0
+POLL_S = 0.008
+PING_PAUSE_S = 0.001
+COPY_BLOCKS = 64
+
+
+class Worker:
+    """One client: a pool as large as a round's data, and the steps of a round."""
+
+    def __init__(self, block_bytes: int, blocks: int, address: str) -> None:
+        self._block_bytes = block_bytes
+        self._blocks = blocks
+        self._random = random.Random(SEED + os.getpid())
+        self._pool = np.frombuffer(self._random.randbytes(block_bytes * 8), np.uint8)
+        self._pool = np.tile(self._pool.reshape(8, block_bytes), (blocks // 8, 1))
+        spec = tiercache.NamespaceSpec(
+            engine="bench", layout="bytes", dtype="uint8", block_size=16, block_bytes=block_bytes
+        )
+        self._connector = tiercache.connect(
+            address,
+            namespace=spec,
+            pool=tiercache.Pool.from_blocks(self._pool),
+            name="bench",
+            required=True,
+            request_timeout_s=10.0,
+        )
+        self._keys = b""
+        self._stamp = 0
+        self._ids = list(range(blocks))
+        self._random.shuffle(self._ids)
+        self._await_mapping()
+
+    def _await_mapping(self) -> None:
+        """Until this process has faulted in its mapping of the arena."""
+        while any(thread.name == "tiercache-populate" for thread in threading.enumerate()):
+            time.sleep(0.01)
+
+    def _nvme(self) -> dict[str, Any]:
+        stats: dict[str, Any] = self._connector.client.stats()["tiers"]["nvme"]
+        return stats
+
+    def _stamps(self) -> np.ndarray[Any, Any]:
+        """The first and last word of each block, in the order of the chain."""
+        words = self._pool.view(np.uint64)
+        return words[self._ids][:, [0, -1]]
+
+    def renew(self) -> dict[str, float]:
+        """New content under new keys."""
+        self._stamp = self._random.randrange(1, 1 << 62)
+        words = self._pool.view(np.uint64)
+        for number, block in enumerate(self._ids):
+            words[block, 0] = words[block, -1] = self._stamp + number
+        self._keys = self._random.randbytes(16 * self._blocks)
+        return {}
+
+    def store(self) -> dict[str, float]:
+        """Store all blocks; returns when they are in DRAM."""
+        result = self._connector.store(self._keys, self._ids)
+        if result.stored != self._blocks:
+            raise RuntimeError(f"{result} of {self._blocks} blocks")
+        return {}
+
+    def write(self) -> dict[str, float]:
+        """Store, and wait until everything is on the disk."""
+        before = self._nvme()["written_blocks"]
+        start = time.perf_counter()
+        cpu = time.process_time()
+        self.store()
+        stored_s = time.perf_counter() - start
+        end = start + DEADLINE_S
+        while (stats := self._nvme())["written_blocks"] < before + self._blocks:
+            idle = stats["write_queue_blocks"] == 0 and stats["write_in_flight_bytes"] == 0
+            if time.perf_counter() > end or (idle and self._nvme()["written_blocks"] < before + self._blocks):
+                raise RuntimeError(f"not all blocks were written: {stats}")
+            time.sleep(POLL_S)
+        return {
+            "seconds": time.perf_counter() - start,
+            "cpu_s": time.process_time() - cpu,
+            "stored_s": stored_s,
+        }
+
+    def read(self) -> dict[str, float]:
+        """Forget DRAM, then load everything back; every block is compared (outside of the timing)."""
+        self._connector.flush(tier="dram")
+        self._pool.view(np.uint64)[:, [0, -1]] = 0
+        before = self._nvme()
+        start, cpu = time.perf_counter(), time.process_time()
+        match = self._connector.match(self._keys)
+        matched_s = time.perf_counter() - start
+        good = self._connector.load(match, self._ids, timeout_s=DEADLINE_S)
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        if good != self._blocks or match.below_blocks != self._blocks:
+            raise RuntimeError(f"{match} of {self._blocks} blocks, {good} loaded: {self._nvme()}")
+        wanted = self._stamp + np.arange(self._blocks, dtype=np.uint64)
+        if not (self._stamps() == wanted[:, None]).all():
+            raise RuntimeError("blocks hold other bytes than were stored")
+        after = self._nvme()
+        if after["promoted_blocks"] - before["promoted_blocks"] != self._blocks:
+            raise RuntimeError("blocks came from elsewhere than the disk")
+        rewritten = after["written_bytes"] - before["written_bytes"]
+        rewritten += after["write_in_flight_bytes"] + after["write_queue_blocks"] * self._block_bytes
+        return {"seconds": seconds, "cpu_s": cpu, "matched_s": matched_s, "rewritten": float(rewritten)}
+
+    def prefetch(self) -> dict[str, float]:
+        """Bring everything up from the disk without copying any of it."""
+        self._connector.flush(tier="dram")
+        before = self._nvme()["promoted_blocks"]
+        start = time.perf_counter()
+        self._connector.prefetch(self._keys)
+        while self._nvme()["promoted_blocks"] < before + self._blocks:
+            if time.perf_counter() > start + DEADLINE_S:
+                raise RuntimeError(f"not all blocks came up: {self._nvme()}")
+            time.sleep(10 * POLL_S)
+        return {"seconds": time.perf_counter() - start}
+
+    def copy(self) -> dict[str, float]:
+        """The CPU time of copying a round's data once, as loads and stores do."""
+        other = np.ones((64, self._block_bytes), np.uint8)
+        cpu = time.process_time()
+        for number, block in enumerate(self._ids):
+            np.copyto(other[number % 64], self._pool[block])
+        return {"cpu_s": time.process_time() - cpu}
+
+    def again(self) -> dict[str, float]:
+        """Load from DRAM, over and over, until another line comes."""
+        self.renew()
+        self.store()
+        print("copying", flush=True)
+        loads = 0
+        while not select.select([sys.stdin], [], [], 0)[0]:
+            loads += self._connector.load(self._connector.match(self._keys), self._ids) == self._blocks
+        return {"loads": loads}
+
+    def forget(self) -> dict[str, float]:
+        """Forget everything in all tiers; returns when the slots are free again."""
+        self._connector.flush()
+        end = time.perf_counter() + DEADLINE_S
+        while self._nvme()["bytes"]:
+            if time.perf_counter() > end:
+                raise RuntimeError(f"slots did not come free: {self._nvme()}")
+            time.sleep(POLL_S)
+        return {}
+
+    def close(self) -> None:
+        """Say good-bye."""
+        self._connector.close()
+
+
+class Pinger:
+    """Pings the daemon that is measured and an idle one, every millisecond or so, until another line comes."""
+
+    def __init__(self, address: str, idle: str) -> None:
+        from tiercache.client import Client
+
+        self._clients = {
+            name: Client.connect(where, name="ping", map_arena=False, request_timeout_s=10.0)
+            for name, where in (("busy", address), ("idle", idle))
+        }
+
+    def ping(self) -> dict[str, Any]:
+        """Round trips in ms."""
+        trips: dict[str, list[float]] = {name: [] for name in self._clients}
+        turns = itertools.cycle(self._clients.items())
+        while not select.select([sys.stdin], [], [], PING_PAUSE_S)[0]:
+            name, client = next(turns)
+            trips[name].append(client.ping() * 1000)
+        return trips
+
+    def close(self) -> None:
+        """Say good-bye."""
+        for client in self._clients.values():
+            client.close()
+
+
+def child_main(argument: str) -> None:
+    """A child: one step for each line of input, one line of JSON for each step."""
+    order = json.loads(argument)
+    worker: Worker | Pinger
+    if order["kind"] == "ping":
+        worker = Pinger(order["address"], order["idle"])
+    else:
+        worker = Worker(order["block_bytes"], order["blocks"], order["address"])
+    print("{}", flush=True)
+    while line := sys.stdin.readline().strip():
+        if line != "stop":
+            print(json.dumps(getattr(worker, line)()), flush=True)
+    worker.close()
+
+
+# --- the side of the process that keeps the books --------------------------------------------------
+
+
+class Child:
+    """A process that does as it is told. Its first answer is awaited."""
+
+    def __init__(self, kind: str, address: str, block_bytes: int = 0, blocks: int = 0, idle: str = "") -> None:
+        order = json.dumps(
+            {"kind": kind, "address": address, "block_bytes": block_bytes, "blocks": blocks, "idle": idle}
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", __file__, order],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.pid = self._process.pid
+        self.hear()
+
+    def say(self, word: str) -> None:
+        """Begin a step."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(word + "\n")
+        self._process.stdin.flush()
+
+    def line(self) -> str:
+        """One line of output."""
+        assert self._process.stdout is not None
+        text = self._process.stdout.readline().strip()
+        if not text:
+            raise RuntimeError("a process of the benchmark has failed")
+        return text
+
+    def hear(self) -> dict[str, Any]:
+        """The answer to the last step."""
+        answer: dict[str, Any] = json.loads(self.line())
+        return answer
+
+    def ask(self, word: str) -> dict[str, Any]:
+        """One step."""
+        self.say(word)
+        return self.hear()
+
+    def close(self) -> None:
+        """Let it end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(DEADLINE_S)
+        finally:
+            self._process.kill()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    child_main(sys.argv[1])
