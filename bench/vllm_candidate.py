@@ -3,18 +3,19 @@
     {"op": "run", "prompts": [[...]], "tokens": 1} -> {"seconds": ..., "cpu_s": ..., "tokens": [[...]], "cached": [...]}
     {"op": "forget"}      vLLM forgets its own prefix cache
     {"op": "offloaded"}   vLLM forgets what it has offloaded itself
-    {"op": "hooks"}       microseconds of our hooks in the scheduler, by name: p50, p99, max, and all together
+    {"op": "hooks"}       of our hooks in the scheduler, by name: calls, and microseconds on the clock ("wall"), of
+                          their thread ("thread") and in the collector: p50, p99, max, sum. "nothing" does nothing
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import vllm_lmcache
 
@@ -26,26 +27,66 @@ HOOKS = (
     "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
     "update_connector_output", "request_finished_all_groups",
 )  # fmt: skip
+NOTHING = "nothing"
 TIER_HOOKS = ("submit_store", "submit_load", "lookup", "get_finished_jobs", "on_schedule_end")
 
 
-def watch(connector: Any, hooks: Sequence[str]) -> dict[str, list[float]]:
-    """Time every call of the scheduler's hooks."""
-    took_us: dict[str, list[float]] = defaultdict(list)
+class Call(NamedTuple):
+    """One call of a hook: nanoseconds on the clock, those that its thread ran, and those in the garbage collector."""
 
-    def timed(name: str, hook: Any) -> Any:
+    wall_ns: int
+    thread_ns: int
+    collector_ns: int
+
+
+class Watch:
+    """Times every call of some hooks of a connector.
+
+    What a call takes on the clock and its thread did not run is other threads' and processes' turns, or a wait.
+    """
+
+    def __init__(self, connector: Any, hooks: Sequence[str]) -> None:
+        self.calls: dict[str, list[Call]] = {name: [] for name in (*hooks, NOTHING)}
+        self._collector_ns = self._collecting_since_ns = 0
+        gc.callbacks.append(self._collects)
+        for name in hooks:
+            setattr(connector, name, self._timed(name, getattr(connector, name)))
+        nothing = self._timed(NOTHING, lambda: None)
+        for _ in range(1000):
+            nothing()
+
+    def _collects(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._collecting_since_ns = time.perf_counter_ns()
+        else:
+            self._collector_ns += time.perf_counter_ns() - self._collecting_since_ns
+
+    def _timed(self, name: str, hook: Any) -> Any:
+        calls = self.calls[name]
+
         def call(*arguments: Any, **options: Any) -> Any:
-            start = time.perf_counter_ns()
+            collector_ns, thread_ns, start_ns = self._collector_ns, time.thread_time_ns(), time.perf_counter_ns()
             try:
                 return hook(*arguments, **options)
             finally:
-                took_us[name].append((time.perf_counter_ns() - start) / 1000)
+                wall_ns = time.perf_counter_ns() - start_ns
+                calls.append(Call(wall_ns, time.thread_time_ns() - thread_ns, self._collector_ns - collector_ns))
 
         return call
 
-    for name in hooks:
-        setattr(connector, name, timed(name, getattr(connector, name)))
-    return took_us
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """Of each hook that was called, as the module says."""
+        return {name: _figures(calls) for name, calls in self.calls.items() if calls}
+
+
+def _figures(calls: list[Call]) -> dict[str, Any]:
+    figures: dict[str, Any] = {"calls": len(calls)}
+    for field in Call._fields:
+        values = sorted(getattr(call, field) / 1000 for call in calls)
+        late = values[len(values) * 99 // 100]
+        part = {"p50": values[len(values) // 2], "p99": late, "max": values[-1], "sum": sum(values)}
+        figures[field.removesuffix("_ns")] = part
+    return figures
 
 
 def main() -> None:
@@ -61,7 +102,8 @@ def main() -> None:
     connector = core.scheduler.connector
     offloading = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
     tiers = getattr(offloading, "secondary_tiers", [])
-    took_us = watch(tiers[0], TIER_HOOKS) if tiers else watch(connector, HOOKS) if connector is not None else {}
+    watched = tiers[0] if tiers else connector
+    watch = Watch(watched, () if watched is None else TIER_HOOKS if tiers else HOOKS)
 
     def run(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=tokens)
@@ -89,10 +131,7 @@ def main() -> None:
             offloading.primary_tier.reset_cache()
             answer = {"done": True}
         else:
-            answer = {}
-            for name, values in took_us.items():
-                values.sort()
-                answer[name] = [values[len(values) // 2], values[len(values) * 99 // 100], values[-1], sum(values)]
+            answer = watch.figures()
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import threading
 import time
@@ -17,12 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tiercache.errors import ModelRefused
+from tiercache.errors import ModelRefused, TierCacheError
 from tiercache.keys import content_id, fingerprint_files, salted_root
 from tiercache.messages import KEY_BYTES
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 HASHES = ("sha256", "sha256_cbor")
+
+logger = logging.getLogger("tiercache.connectors.vllm")
 
 
 def keys_of(root: bytes, block_hashes: list[bytes], per_block: int, first: int, end: int) -> bytes:
@@ -63,6 +66,17 @@ class Names:
         self._adapters: dict[int, tuple[list[Any], str]] = {}  # by vLLM's number: files and content when first used
         self.on_use: Callable[[bytes, str, str], None] = lambda content, adapter, adapter_path: None
         """Told of what computes the blocks of every request."""
+
+    def read_later(self, who: str) -> None:
+        """Name the model in the background; `who` is served without the cache where that fails, which is logged."""
+        threading.Thread(target=self._read, args=(who,), name="tiercache-names", daemon=True).start()
+
+    def _read(self, who: str) -> None:
+        try:
+            self.read_model()
+            self.root()  # so that affinity queries know it before the first request
+        except (TierCacheError, OSError) as error:
+            logger.error("%s is served without the cache: %s", who, error)
 
     def read_model(self) -> None:
         """Name the model. Reads every byte of its weights, unless a hub's commit or `model_id` pins them.

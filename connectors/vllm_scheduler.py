@@ -12,12 +12,11 @@ then goes without the cache.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from tiercache.connector import Connector
 from tiercache.connectors.vllm_compat import CacheHitSource, block_tables
@@ -34,16 +33,20 @@ MAX_LEASED = 512
 """Waiting requests that keep what was found for them; those behind are looked up when their turn comes."""
 SLOW_LOOKUP_S = 0.05
 """A lookup that takes longer than this is slow: those behind it could wait for many of them."""
+MISS = Match()
 
 logger = logging.getLogger("tiercache.connectors.vllm")
 
 
-class Found(NamedTuple):
-    """What a lookup brought. Without a root the request is not cached at all."""
+@dataclass(slots=True, eq=False)
+class _Lookup:
+    """What the cache has of a request; the lookups' thread sets it, `done` last. Without a root there is no cache."""
 
+    until_s: float  # it is waited for so long if lookups are slow
     root: bytes = b""
     keys: bytes = b""
-    match: Match = Match()
+    match: Match = MISS
+    done: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -51,9 +54,7 @@ class _Request:
     """A request of vLLM, and what was found for it."""
 
     request: Any
-    asked: bool = False
-    found: Found | None = None  # set by the lookups' thread
-    until_s: float = 0.0  # it is waited for so long if lookups are slow
+    lookup: _Lookup | None = None  # not yet: there were too many before it
     running: bool = False  # its blocks are stored from here on
     local: int = 0  # blocks that vLLM had itself when it asked
     preemptions: int = 0  # as many as there were before the lookup
@@ -92,14 +93,7 @@ class Scheduler:
         self._loads: dict[str, tuple[Match, bytes]] = {}  # under way, with the key of the first block
         self.stores = Stores(connector, block_tables(kv_cache_manager), len(ranks), per_block, windowed)
         self._orders = Orders()
-        threading.Thread(target=self._read_names, name="tiercache-names", daemon=True).start()
-
-    def _read_names(self) -> None:
-        try:
-            self._names.read_model()
-            self._names.root()  # so that affinity queries know it before the first request
-        except (TierCacheError, OSError) as error:
-            logger.error("vLLM is served without the cache: %s", error)
+        names.read_later("vLLM")
 
     # --- lookups ---------------------------------------------------------------------------------
 
@@ -110,27 +104,26 @@ class Scheduler:
             self._look_up(state)
 
     def _look_up(self, state: _Request) -> None:
-        state.asked, state.found, state.running = True, None, False
-        state.preemptions = state.request.num_preemptions
-        state.until_s = time.monotonic() + self.connector.client.request_timeout_s
+        state.lookup = lookup = _Lookup(time.monotonic() + self.connector.client.request_timeout_s)
+        state.running, state.preemptions = False, state.request.num_preemptions
         self._leased.add(state.request.request_id)
-        self._background.later(partial(self._find, state))
+        self._background.later(partial(self._find, state.request, lookup))
 
-    def _find(self, state: _Request) -> None:
-        """In the thread of lookups."""
-        found = Found()
+    def _find(self, request: Any, lookup: _Lookup) -> None:
+        """In the background thread."""
         try:
-            root = self._names.root(state.request.lora_request)
-            if root and state.request.request_id in self._leased:  # else nobody waits for it any more
-                hashes = list(state.request.block_hashes)
+            root = self._names.root(request.lora_request)
+            if root and request.request_id in self._leased:  # else nobody waits for it any more
+                hashes = list(request.block_hashes)
                 keys = keys_of(root, hashes, self._per_block, 0, min(len(hashes) // self._per_block, MAX_KEYS))
                 began_s = time.monotonic()
-                found = Found(root, keys, self.connector.match(keys, namespaces=self._specs))
+                lookup.match = self.connector.match(keys, namespaces=self._specs)
                 self._slow = time.monotonic() - began_s > SLOW_LOOKUP_S
+                lookup.root, lookup.keys = root, keys
         except (TierCacheError, OSError) as error:
             logger.warning("a request goes without the cache: %s", error)
         finally:
-            state.found = found
+            lookup.done = True
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
         """How many tokens can be loaded after the first `local_tokens`; None while that is not known."""
@@ -138,66 +131,69 @@ class Scheduler:
         state = self._requests.get(request_id)
         if state is None:
             return 0
-        if not state.asked or request.num_preemptions > state.preemptions:
+        if state.lookup is None or request.num_preemptions > state.preemptions:
             self._let_go(state)
             self._look_up(state)
-        found = state.found
-        if found is None and not (self._slow and time.monotonic() > state.until_s):
+        lookup = state.lookup
+        assert lookup is not None
+        if not lookup.done and not (self._slow and time.monotonic() > lookup.until_s):
             self._background.begin()
             return None
-        if found is None or not found.root:
+        if not lookup.done or not lookup.root:
             self._let_go(state)
             self.stores.end(request, 0)
             del self._requests[request_id]
             return 0
         if not state.running:
             state.running = True
-            self.stores.begin(request, found.root, found.keys, found.match.blocks)
+            self.stores.begin(request, lookup.root, lookup.keys, lookup.match.blocks)
         state.local = local_tokens // self._block_size
-        blocks = found.match.blocks - state.local
+        blocks = lookup.match.blocks - state.local
         if blocks <= 0 or request_id not in self._leased or not self.connector.available:
             return 0
-        first_key = found.keys[state.local * KEY_BYTES : (state.local + 1) * KEY_BYTES]
+        first_key = self._first_key(state)
         if any(first_key == key for _, key in self._loads.values()):
             return None  # another request brings these blocks: they will be a hit in vLLM's own cache
         return blocks * self._block_size
 
+    def _first_key(self, state: _Request) -> bytes:
+        """The key of the first block that vLLM has not itself."""
+        assert state.lookup is not None
+        return state.lookup.keys[state.local * KEY_BYTES : (state.local + 1) * KEY_BYTES]
+
     def _let_go(self, state: _Request) -> None:
         """Nothing more is loaded of what was found, or will be."""
-        if state.request.request_id not in self._leased:
+        lookup = state.lookup
+        if lookup is None or state.request.request_id not in self._leased:
             return
         self._leased.discard(state.request.request_id)
-        if state.found is None:
-            self._background.later(partial(self._release, state))  # after the lookup, which is still to come
-        elif state.found.match.blocks:
-            self._background.later(partial(self.connector.release, state.found.match))
+        if not lookup.done or lookup.match.blocks:
+            self._background.later(partial(self._release, lookup))  # after the lookup, which may be still to come
 
-    def _release(self, state: _Request) -> None:
-        if state.found is not None:
-            self.connector.release(state.found.match)
+    def _release(self, lookup: _Lookup) -> None:
+        """In the background thread."""
+        self.connector.release(lookup.match)
 
     # --- loads -----------------------------------------------------------------------------------
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """vLLM has allocated the request's blocks and wants `tokens` of them loaded; 0: it wants nothing."""
         state = self._requests.get(request.request_id)
-        if state is None or state.found is None:
+        if state is None or state.lookup is None:
             return
         if not tokens:
             self._let_go(state)
             return
-        found = state.found
-        first, end = state.local, state.local + tokens // self._block_size
-        runs = runs_of(blocks.blocks, first, end)
+        match = state.lookup.match
+        runs = runs_of(blocks.blocks, state.local, state.local + tokens // self._block_size)
         self._leased.discard(request.request_id)
-        key = found.keys[state.local * KEY_BYTES : (state.local + 1) * KEY_BYTES]
-        self._loads[request.request_id] = found.match, key
-        self._orders.loads.append(Load(request.request_id, found.match.ticket(), runs))
+        self._loads[request.request_id] = match, self._first_key(state)
+        self._orders.loads.append(Load(request.request_id, match.ticket(), runs))
 
     def hit_sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
         """From which tier the tokens of a load come."""
         state = self._requests.get(request.request_id)
-        below = state.found.match.below_blocks if state is not None and state.found is not None else 0
+        below = state.lookup.match.below_blocks if state is not None and state.lookup is not None else 0
         disk = min(below * self._block_size, tokens)
         sources = {CacheHitSource.HOST: tokens - disk, CacheHitSource.DISK: disk}
         return {source: count for source, count in sources.items() if count}

@@ -39,18 +39,16 @@ def runs_of(tables: Iterable[Sequence[Any]], first: int, end: int, base: int = 0
     return tuple(runs)
 
 
+@dataclass(slots=True, eq=False)
 class _Chain:
     """The blocks of a request, as far as they have been offered to the cache."""
 
-    __slots__ = ("due", "keys", "offered", "request", "retried", "root")
-
-    def __init__(self, request: Any, root: bytes, keys: bytes) -> None:
-        self.request = request
-        self.root = root
-        self.keys = keys  # as far as they have been needed
-        self.offered = 0
-        self.due = 0  # with so many tokens computed there is something to offer
-        self.retried = False
+    request: Any  # None when it has ended: we must not be the ones who free all of it, in a hook that others wait for
+    root: bytes
+    keys: bytes  # as far as they have been needed
+    offered: int = 0
+    due: int = 0  # with so many tokens computed there is something to offer
+    retried: bool = False
 
 
 @dataclass(slots=True)
@@ -65,7 +63,7 @@ class _Job:
     def exposed(self) -> bool:
         """Whether vLLM may give the blocks to others: it has taken them from the request."""
         request = self.chain.request
-        return bool(request.num_preemptions != self.preemptions or request.is_finished())
+        return request is None or bool(request.num_preemptions != self.preemptions)
 
 
 class Stores:
@@ -124,6 +122,7 @@ class Stores:
         chain = self._chains.pop(request.request_id, None)
         if chain is not None:
             self._offer(chain, computed_tokens, self._last)
+            chain.request = None
 
     def _offer(self, chain: _Chain, computed_tokens: int, stores: list[Store]) -> None:
         """Have what is full and hashed by then stored. No drafts have hashes."""
@@ -188,7 +187,7 @@ class Stores:
         for number, count in report.ended.items():
             job = self._jobs[number]
             job.ranks_left -= count
-            if number in report.incomplete and not job.chain.retried:
+            if number in report.incomplete and not job.chain.retried and job.chain.request is not None:
                 job.chain.retried = True  # the cache had no room, or has lost the blocks before
                 self._go_on_after(job.chain, 0)
             if not job.ranks_left:
@@ -198,6 +197,8 @@ class Stores:
 
     def forget(self) -> None:
         """Nothing that has been computed so far is stored from here on."""
+        for chain in self._chains.values():
+            chain.request = None
         self._chains.clear()
         for store in self._last:
             del self._jobs[store.job]

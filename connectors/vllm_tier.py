@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -34,15 +33,15 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from tiercache.connector import Connector, connect
+from tiercache.connector import Connector
 from tiercache.connectors.vllm_compat import check_version, resolve_kv_cache_block_sizes
 from tiercache.connectors.vllm_events import event_groups, name_blocks, of_group
 from tiercache.connectors.vllm_names import Names
+from tiercache.connectors.vllm_settings import Settings, absence
 from tiercache.connectors.vllm_tier_form import engine_of_caller, make_namespaces
 from tiercache.connectors.vllm_tier_jobs import LoadJob, Orphan, Run, StoreJob, has_ended, runs_of
 from tiercache.connectors.vllm_tier_lookups import Chain, Lookups, place
-from tiercache.connectors.vllm_v1 import Settings
-from tiercache.errors import ConfigError, DaemonUnavailable, DeadlineExceeded, TierCacheError
+from tiercache.errors import ConfigError, DeadlineExceeded, TierCacheError
 from tiercache.jobs import Background, Transfer
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import INSTANCE_BYTES, KEY_BYTES
@@ -100,16 +99,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         instance = os.urandom(INSTANCE_BYTES)
 
         def connected(name: str, namespace: NamespaceSpec, pool: Pool | None) -> Connector:
-            return connect(
-                settings.address or None,
-                namespace=namespace,
-                pool=pool,
-                name=f"vllm tier {name}",
-                instance=instance,
-                load_timeout_s=settings.load_timeout_s,
-                request_timeout_s=settings.request_timeout_s,
-                warn=False,  # see below
-            )
+            return settings.connect(name=f"vllm tier {name}", namespace=namespace, pool=pool, instance=instance)
 
         self._chunk_tokens = namespaces[0].block_size
         self._hashes_per_chunk = self._chunk_tokens // resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
@@ -118,18 +108,11 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
             self._groups.append(connected(namespace.group, namespace, pool))
         matcher = connected("lookups", namespaces[0], None)
         names = Names(vllm_config, settings.model_id, settings.salt, wait_s=0)
-        threading.Thread(target=self._read_names, args=(names,), name="tiercache-names", daemon=True).start()
-        self._lookups = Lookups(matcher, namespaces, names, settings.request_timeout_s)
-        try:
-            matcher.client.session()
-        except DaemonUnavailable as error:
-            logger.warning("vLLM's offloading is served without the cache until that changes: %s", error)
-
-    def _read_names(self, names: Names) -> None:
-        try:
-            names.read_model()
-        except (TierCacheError, OSError) as error:
-            logger.error("vLLM's offloading is served without the cache: %s", error)
+        names.read_later("vLLM's offloading")
+        served = [group.namespace for group in self._groups]  # with the tenant
+        self._lookups = Lookups(matcher, served, names, settings.request_timeout_s)
+        if why := absence(matcher):
+            logger.warning("vLLM's offloading is served without the cache until that changes: %s", why)
 
     # --- requests and lookups --------------------------------------------------------------------
 

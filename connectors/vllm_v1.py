@@ -5,20 +5,16 @@
 
 This class only hands vLLM's calls to the half that they are for: `vllm_scheduler` decides,
 `vllm_worker` copies. What cannot be served is said in one line, and vLLM goes on without a cache.
-Settings, in `kv_connector_extra_config`, are the fields of `Settings`.
+Settings, in `kv_connector_extra_config`, are the fields of `vllm_settings.Settings`.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import logging
 from typing import Any
 
-import msgspec
-
-from tiercache.client import REQUEST_TIMEOUT_S
-from tiercache.connector import LOAD_TIMEOUT_S, Connector, connect
+from tiercache.connector import Connector
 from tiercache.connectors.vllm_cards import Cards
 from tiercache.connectors.vllm_compat import CacheHitSource, base, check_version, resolve_kv_cache_block_sizes
 from tiercache.connectors.vllm_events import event_groups
@@ -26,55 +22,13 @@ from tiercache.connectors.vllm_names import Names, check_hashes
 from tiercache.connectors.vllm_orders import Orders, RankForm
 from tiercache.connectors.vllm_pool import check_groups, make_pools, replicated
 from tiercache.connectors.vllm_scheduler import Scheduler
+from tiercache.connectors.vllm_settings import Settings, absence
 from tiercache.connectors.vllm_stats import PromMetrics, Stats
 from tiercache.connectors.vllm_worker import Worker
-from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError, VersionError
+from tiercache.errors import ConfigError, TierCacheError, VersionError
 from tiercache.messages import INSTANCE_BYTES
 
 logger = logging.getLogger("tiercache.connectors.vllm")
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The connector's settings.
-
-    Attributes:
-        address: the daemon's run directory; empty for where a daemon runs by default.
-        model_id: what pins the weights; empty to hash the files, or use the commit of a hub.
-        salt: secret of a tenant.
-        load_timeout_s: a load that takes longer is computed instead.
-        request_timeout_s: deadline of one request to the daemon.
-        gds: `auto` reads from NVMe straight into the GPU where that is faster.
-        gds_store: with `gds`, new blocks go from the GPU straight to NVMe too, where that is faster.
-    """
-
-    address: str = ""
-    model_id: str = ""
-    salt: str = ""
-    load_timeout_s: float = LOAD_TIMEOUT_S
-    request_timeout_s: float = REQUEST_TIMEOUT_S
-    gds: str = "off"
-    gds_store: bool = False
-
-    @classmethod
-    def read(cls, given: dict[str, Any]) -> Settings:
-        """Raises ConfigError that names what is wrong."""
-        for name in given:
-            if name not in cls.__struct_fields__:
-                near = difflib.get_close_matches(name, cls.__struct_fields__, 1, 0) or [""]
-                raise ConfigError(f"kv_connector_extra_config has no {name!r}: did you mean {near[0]!r}?")
-        try:
-            return msgspec.convert(given, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"kv_connector_extra_config: {error}") from error
-
-
-def _absence(connector: Connector) -> str:
-    """Why there is no daemon that can be used; empty when there is."""
-    try:
-        connector.client.session()
-    except DaemonUnavailable as error:
-        return str(error)
-    return ""
 
 
 class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
@@ -101,17 +55,10 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         return False
 
     def _connect(self, **options: Any) -> Connector:
-        settings, rank = self._settings, self._vllm_config.parallel_config.rank
+        name = f"vllm {self.role.name.lower()} {self._vllm_config.parallel_config.rank}"
         engine = str(self._kv_transfer_config.engine_id).encode()
-        return connect(
-            settings.address or None,
-            name=f"vllm {self.role.name.lower()} {rank}",
-            instance=hashlib.blake2b(engine, digest_size=INSTANCE_BYTES).digest(),
-            load_timeout_s=settings.load_timeout_s,
-            request_timeout_s=settings.request_timeout_s,
-            warn=False,  # the scheduler's half does, once for all ranks
-            **options,
-        )
+        instance = hashlib.blake2b(engine, digest_size=INSTANCE_BYTES).digest()
+        return self._settings.connect(name=name, instance=instance, **options)
 
     # --- the worker's half -----------------------------------------------------------------------
 
@@ -121,8 +68,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             return
         groups: list[Connector] = []
         try:
-            pools = make_pools(self._vllm_config, self._kv_cache_config, kv_caches)
-            for spec, pool in pools:
+            for spec, pool in make_pools(self._vllm_config, self._kv_cache_config, kv_caches):
                 direct = {"gds": self._settings.gds, "gds_store": self._settings.gds_store}
                 groups.append(self._connect(namespace=spec, pool=pool, **direct))
         except TierCacheError as error:
@@ -134,7 +80,8 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         writers = [first or not replicated(self._vllm_config, group) for group in self._kv_cache_config.kv_cache_groups]
         names = event_groups(self._kv_cache_config) if self._vllm_config.parallel_config.rank == 0 else None
         self._worker = Worker(groups, writers, names)
-        self._form = RankForm([spec for spec, _ in pools], absence=next(filter(None, map(_absence, groups)), ""))
+        specs = [connector.namespace for connector in groups]
+        self._form = RankForm(specs, absence=next(filter(None, map(absence, groups)), ""))
 
     def get_handshake_metadata(self) -> Any:
         """For the scheduler's half: the form of this rank's blocks."""
@@ -201,8 +148,8 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         self._scheduler = Scheduler(
             connector, [form.specs for form in ranks], names, per_block, windowed, self._kv_cache_manager
         )
-        for absence in dict.fromkeys(filter(None, (_absence(connector), *(form.absence for form in ranks)))):
-            logger.warning("vLLM is served without the cache until that changes: %s", absence)
+        for why in dict.fromkeys(filter(None, (absence(connector), *(form.absence for form in ranks)))):
+            logger.warning("vLLM is served without the cache until that changes: %s", why)
 
     def on_new_request(self, request: Any) -> None:
         """A request has arrived."""
@@ -240,10 +187,6 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         if connector_output.finished_recving:
             bad = bool(connector_output.invalid_block_ids or connector_output.failed_recving)
             self._scheduler.loads_ended(connector_output.finished_recving, bad)
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended."""
-        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

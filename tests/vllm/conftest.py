@@ -17,7 +17,7 @@ found = importlib.util.find_spec("vllm")
 collect_ignore_glob = [] if found is not None and found.origin else ["test_*.py"]
 
 if not collect_ignore_glob:
-    from vllm_engines import Engine, flush, offloading_config, save_model
+    from vllm_engines import Engine, flush, launch, offloading_config, save_model
 
     @pytest.fixture(scope="session")
     def model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -25,7 +25,7 @@ if not collect_ignore_glob:
 
     @pytest.fixture(scope="session")
     def daemon() -> Iterator[tiercache.LaunchedDaemon]:
-        with tiercache.launch("256MiB", region="64MiB") as daemon:
+        with launch("256MiB", region="64MiB", quota="team=2MiB") as daemon:
             yield daemon
 
     @pytest.fixture(scope="session")
@@ -66,7 +66,7 @@ if not collect_ignore_glob:
     @pytest.fixture(scope="session")
     def offloading(model: str, run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         """The same, with vLLM's own offloading between it and the daemons."""
-        config = offloading_config({"address": str(run_dir), "request_timeout_s": 2.0})
+        config = offloading_config({"address": str(run_dir), "request_timeout_s": 2.0, "tenant": "offload"})
         engine = Engine(model, tmp_path_factory.mktemp("offloading") / "log", kv_transfer_config=config)
         yield engine
         engine.close()

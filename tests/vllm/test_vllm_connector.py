@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from vllm_engines import BLOCK, Engine, flush, prompt, save_model, save_window_model, stored_blocks, wait_until
+from vllm_engines import BLOCK, Engine, flush, launch, prompt, save_model, save_window_model, stored_blocks, wait_until
 
 import tiercache
 from tiercache.connectors.vllm_compat import check_version
@@ -101,7 +101,7 @@ def test_a_sliding_window_is_matched_by_its_end(start: Start, tmp_path_factory: 
     model = save_window_model(tmp_path_factory.mktemp("window"))
     long = prompt(1000, "window")
     disk = {"nvme": str(tmp_path_factory.mktemp("disk")), "nvme_size": "64MiB", "nvme_segment": "16MiB"}
-    with tiercache.launch("64MiB", region="16MiB", **disk) as own:
+    with launch("64MiB", region="16MiB", **disk) as own:
         expected = start(model=model).generate([long, long[:500]], 40)[0]
         engine = start(own.address, model=model)
         assert engine.generate([long], 40)[0] == expected[:1]
@@ -140,6 +140,24 @@ def test_other_weights_under_the_same_name_are_another_model(
     second = start(daemon.address, model=save_model(folder, seed=2))
     after, cached = second.generate([long])
     assert (after != before, cached) == (True, [0])
+
+
+def test_a_tenant_has_blocks_of_its_own_and_a_quota(
+    engine: Engine, plain: Engine, start: Start, daemon: tiercache.LaunchedDaemon
+) -> None:
+    long, more = prompt(640, "tenant"), prompt(640, "more of a tenant")
+    expected = plain.generate([long, more])[0]
+    assert engine.generate([long])[0] == expected[:1]
+    wait_until(lambda: stored_blocks(daemon) == 20)
+    tenant = start(daemon.address, settings={"tenant": "team"})
+    assert tenant.generate([long]) == (expected[:1], [0]), "what others have is not found"
+    wait_until(lambda: stored_blocks(daemon) == 40)
+    assert tenant.regenerate([long]) == (expected[:1], [640])
+    assert tenant.generate([more]) == (expected[1:], [0])
+    wait_until(lambda: tenant.regenerate([more]) == (expected[1:], [640]))  # in the place of what it had before
+    assert stored_blocks(daemon) <= 20 + 32, "of 64 KiB each: its quota"
+    assert engine.regenerate([long]) == (expected[:1], [640])
+    assert tenant.ask("check")["idle"]
 
 
 @pytest.mark.parametrize(

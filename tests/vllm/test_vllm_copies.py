@@ -1,7 +1,7 @@
 """Copies under real vLLM whose blocks, daemon or process go away while they are under way.
 
 A copy waits in the engine's process, in the thread that does it, until the test lets it go on; the daemon is real.
-`test_vllm_faults` says which fault each of these is.
+connectors/README.md says which fault each of these is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from vllm_engines import Engine, flush, prompt, statistics, stored_blocks, wait_until
+from vllm_engines import Engine, flush, launch, prompt, statistics, stored_blocks, wait_until
 
 import tiercache
 from tiercache.messages import Check
@@ -136,7 +136,7 @@ def test_blocks_that_are_overwritten_while_they_are_stored(
 def test_stopped_and_killed_while_it_copies(start: Start, plain: Engine, tmp_path: Path) -> None:
     stored, more = prompt(640, "is stored"), prompt(640, "is being stored")
     expected = plain.generate([stored, more])[0]
-    with tiercache.launch("16MiB", region="8MiB", lease_ttl_max="1s") as daemon:
+    with launch("16MiB", region="8MiB", lease_ttl_max="1s") as daemon:
         engine = start(daemon.address)
         engine.await_hits(stored)
 
@@ -169,14 +169,19 @@ def test_stopped_and_killed_while_it_copies(start: Start, plain: Engine, tmp_pat
         wait_until(lambda: engine.regenerate([more])[1] == [640])
         assert engine.regenerate([stored, more])[0] == expected
 
-        # And now it does not come back.
+        # And now it does not come back, but a child of it has all that it had open.
         flush(daemon)
+        left = int(engine.ask("fork")["pid"])
         held = Held(engine, tmp_path / "last", "out")
         engine.forget()
         engine.order_generate([stored])
         stopped(held, lambda leases: leases["quarantined"])
         os.kill(engine.process.pid, signal.SIGKILL)
-        wait_until(lambda: not statistics(daemon)["leases"]["quarantined"])
+        try:
+            wait_until(lambda: not statistics(daemon)["leases"]["quarantined"])
+            wait_until(lambda: all("vllm" not in session["name"] for session in statistics(daemon)["sessions"]))
+        finally:
+            os.kill(left, signal.SIGKILL)  # which fails if it has not lived until here
         assert statistics(daemon)["arena"]["quarantined_bytes"] == 0
         assert stored_blocks(daemon) == 0, "what was half stored is nobody's"
         assert findings(daemon) == []

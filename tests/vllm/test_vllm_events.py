@@ -17,10 +17,11 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
-from vllm_engines import BLOCK, Engine, offloading_config, prompt, wait_until
+from vllm_engines import BLOCK, PATIENCE_S, Engine, launch, offloading_config, prompt, stored_blocks, wait_until
 
 import tiercache
 from tiercache.connectors.vllm_events import Group, name_blocks, of_group
+from tiercache.http.affinity import Affinity, Query
 from tiercache.messages import unpack_indices
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -40,7 +41,7 @@ def replays(endpoint: str) -> Iterator[Callable[[], list[Event]]]:
         dealer.send_multipart([b"", (0).to_bytes(8, "big")])
         found: list[Event] = []
         while True:
-            assert dealer.poll(30_000), "no end"
+            assert dealer.poll(PATIENCE_S * 1000), "no end"
             _, _, number, payload = dealer.recv_multipart()
             if number == ZmqEventPublisher.END_SEQ:
                 return found
@@ -74,7 +75,7 @@ class Subscriber:
         self.replayed = 0
 
     def _receive(self) -> tuple[int, bytes]:
-        assert self._sub.poll(30_000), "nothing comes"
+        assert self._sub.poll(PATIENCE_S * 1000), "nothing comes"
         topic, number, payload = self._sub.recv_multipart()
         assert topic == self._topic
         return int.from_bytes(number, "big"), payload
@@ -105,7 +106,7 @@ class Subscriber:
             dealer.connect(self._replay_endpoint)
             dealer.send_multipart([b"", self._next().to_bytes(8, "big")])
             while self._next() < end:
-                assert dealer.poll(30_000), "no replay"
+                assert dealer.poll(PATIENCE_S * 1000), "no replay"
                 _, topic, number, payload = dealer.recv_multipart()
                 assert (topic, number) == (self._topic, self._next().to_bytes(8, "big"))
                 self.batches.append((self._next(), decode(payload)))
@@ -136,11 +137,37 @@ def removed(events: list[Event], medium: str) -> set[object]:
     return {name for event in found for name in event.block_hashes}
 
 
+def present(events: list[Event], medium: str) -> set[object]:
+    """Blocks that one who has heard these events thinks are there."""
+    there: set[object] = set()
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            there.clear()
+        elif event.medium == medium and isinstance(event, BlockStored):
+            there.update(event.block_hashes)
+        elif event.medium == medium:
+            there.difference_update(event.block_hashes)
+    return there
+
+
+def leading_tokens(events: list[Event], prompts: list[list[int]]) -> list[int]:
+    """What a router would expect to be found of each prompt: parents and tokens of what is in DRAM."""
+    names = {said[:2]: name for name, said in stored(events, "CPU").items()}
+    there, found = present(events, "CPU"), []
+    for ids in prompts:
+        end, name = 0, names.get((None, tuple(ids[:BLOCK])))
+        while name is not None and name in there:
+            end += BLOCK
+            name = names.get((name, tuple(ids[end : end + BLOCK])))
+        found.append(end)
+    return found
+
+
 def test_what_is_below_the_gpu_has_vllms_names(start: Callable[..., Engine], tmp_path: Path) -> None:
     """What the daemon says of a block is what vLLM has said of it, but for the medium."""
     ours, theirs = f"ipc://{tmp_path}/ours", f"ipc://{tmp_path}/theirs"
     (tmp_path / "disk").mkdir()
-    with tiercache.launch(
+    with launch(
         "64MiB", region="16MiB", kv_events=f"{ours}-pub", kv_events_replay=ours,
         nvme=str(tmp_path / "disk"), nvme_size="256MiB", nvme_segment="16MiB",
     ) as daemon, replays(ours) as below, replays(theirs) as above:  # fmt: skip
@@ -170,7 +197,7 @@ def test_what_is_below_the_gpu_has_vllms_names(start: Callable[..., Engine], tmp
 
 def test_chunks_of_vllms_own_offloading_have_its_names(start: Callable[..., Engine], tmp_path: Path) -> None:
     ours, theirs = f"ipc://{tmp_path}/ours", f"ipc://{tmp_path}/theirs"
-    with tiercache.launch(
+    with launch(
         "64MiB", region="16MiB", kv_events=f"{ours}-pub", kv_events_replay=ours
     ) as daemon, replays(ours) as below, replays(theirs) as above:  # fmt: skip
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"{theirs}-pub"}
@@ -216,11 +243,16 @@ def test_blocks_have_the_names_of_vllms_own_events(kind: str, per_block: int) ->
     assert (named[0].extra_keys is None) == (kind == "text")
 
 
-def test_a_subscriber_keeps_up_while_vllm_stores(start: Callable[..., Engine], tmp_path: Path) -> None:
-    """From vLLM and from the daemon: every batch once and in order, also those that were lost on their way."""
+def test_a_subscriber_keeps_up_while_vllm_stores_and_evicts(
+    start: Callable[..., Engine], model: str, tmp_path: Path
+) -> None:
+    """From vLLM and from the daemon: every batch once and in order, also those that were lost on their way.
+
+    The arena has room for 64 blocks of 84, and what a router makes of the events is what vLLM then finds.
+    """
     ours, theirs = f"ipc://{tmp_path}/ours", f"ipc://{tmp_path}/theirs"
-    with tiercache.launch(
-        "64MiB", region="16MiB", kv_events=f"{ours}-pub", kv_events_replay=ours, kv_events_topic="kv"
+    with launch(
+        "4MiB", region="2MiB", kv_events=f"{ours}-pub", kv_events_replay=ours, kv_events_topic="kv"
     ) as daemon:
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"{theirs}-pub"}
         engine = start(daemon.address, kv_events_config={**events, "replay_endpoint": theirs, "topic": "kv"})
@@ -243,7 +275,18 @@ def test_a_subscriber_keeps_up_while_vllm_stores(start: Callable[..., Engine], t
                 numbers = [number for number, _ in listener.batches]
                 assert numbers == list(range(len(numbers)))
                 assert listener.replayed > 0
-            with tiercache.Client.connect(daemon.address) as client:
+
+            below.listen(lambda events: len(present(events, "CPU")) == stored_blocks(daemon))
+            assert stored_blocks(daemon) <= 64
+            expected = leading_tokens(below.events(), prompts)
+            assert (min(expected), max(expected)) == (0, 192)
+            with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=5.0) as client:
+                affinity = Affinity(client)
+                asked = [affinity.ask(Query(model=model, tokens=ids, salt="")) for ids in prompts]
+                assert [answer["matched_tokens"]["dram"] for answer in asked] == expected
+                hit, miss = prompts[expected.index(192)], prompts[expected.index(0)]
+                assert engine.regenerate([hit], 1)[1] == [192]
+                assert engine.generate([miss], 1)[1] == [0]
                 client.flush()
             below.listen(lambda events: isinstance(events[-1], AllBlocksCleared))
             with replays(ours) as all_of_it:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_engines import BLOCK, Engine, prompt, save_model, statistics, wait_until
+from vllm_engines import BLOCK, Engine, launch, prompt, save_model, statistics, wait_until
 
 import tiercache
 from tiercache.connectors import vllm_pool
@@ -40,7 +40,7 @@ def test_each_rank_stores_its_shard(
     start: Start, plain: Engine, sizes: dict[str, int], ranks: set[str], tmp_path: Path
 ) -> None:
     expected = plain.generate(PROMPTS, 16)[0]
-    with tiercache.launch("64MiB", region="16MiB") as own:
+    with launch("64MiB", region="16MiB") as own:
         engine = start(own.address, **sizes)
         assert engine.generate(PROMPTS[:1], 16) == (expected[:1], [0])
         assert engine.generate(PROMPTS, 16)[0] == expected

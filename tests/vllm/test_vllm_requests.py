@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from vllm_engines import BLOCK, COMMON, Engine, flush, prompt, save_model, stored_blocks, wait_until
+from vllm_engines import BLOCK, COMMON, Engine, flush, launch, prompt, save_model, stored_blocks, wait_until
 
 import tiercache
 
@@ -108,7 +108,7 @@ def test_drafts_are_never_stored(start: Start, plain: Engine, model: str, method
     given = {"prompt_lookup_max": 2, "prompt_lookup_min": 1} if method == "ngram" else {"model": model}
     config = {"method": method, "num_speculative_tokens": 3, **given}
     turn = prompt(40, "drafts") * 8
-    with tiercache.launch("64MiB", region="16MiB") as own:
+    with launch("64MiB", region="16MiB") as own:
         engine = start(own.address, speculative_config=config)
         for number in range(2):
             turns = [turn, turn[: 200 + number]]

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import BLOCK, ENGINE, prompt, transfer_config, wait_until
+from vllm_engines import BLOCK, ENGINE, PATIENCE_S, prompt, transfer_config, wait_until
 
 import tiercache
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @contextmanager
@@ -48,10 +48,10 @@ def server(model: str, address: str, log: Path) -> Iterator[str]:
             return False
 
     try:
-        wait_until(answers, 180)
+        wait_until(answers, 300)
         yield url
         process.terminate()
-        assert process.wait(60) in (0, -15)
+        assert process.wait(PATIENCE_S) in (0, -15)
     finally:
         process.kill()
         process.wait()
@@ -62,7 +62,7 @@ def complete(url: str, ids: list[int], tokens: int) -> dict[str, Any]:
     body = {"model": "tiny", "prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
         answer: dict[str, Any] = json.load(reply)
     return answer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +25,7 @@ class Request:
         self.num_prompt_tokens = prompt
         self.num_computed_tokens = 0
         self.num_preemptions = 0
-        self.finished = False
         self.block_hashes = [f"{name} {number}".encode() for number in range(prompt // SIZE)]
-
-    def is_finished(self) -> bool:
-        return self.finished
 
 
 class Engine:
@@ -65,7 +62,6 @@ class Engine:
 
     def finish(self, name: str) -> None:
         request = self.requests[name]
-        request.finished = True
         self.stores.end(request, request.num_computed_tokens)
 
 
@@ -108,7 +104,7 @@ def test_a_window_takes_its_blocks_along() -> None:
     assert engine.step({"a": 1}, a=[7]).flush == [store.job]  # it has left the window, and comes back as a new one
 
 
-@pytest.mark.parametrize("why", ["finished", "preempted"])
+@pytest.mark.parametrize("why", ["finished", "preempted", "forgotten"])
 def test_a_step_ends_stores_whose_blocks_it_writes_to(why: str) -> None:
     engine = Engine()
     request = engine.add("a", [1, 2, 3])
@@ -117,8 +113,11 @@ def test_a_step_ends_stores_whose_blocks_it_writes_to(why: str) -> None:
     assert engine.step({"b": 1}, b=[5]).flush == []
     if why == "finished":
         engine.finish("a")
-    else:
+    elif why == "preempted":
         request.num_preemptions += 1
+    else:
+        engine.stores.forget()
+        engine.add("b", [4])
     assert engine.step({"b": 1}, b=[6]).flush == []
     assert engine.step({"b": 1}, b=[2]).flush == [store.job]
     engine.stores.reported(Report({store.job: 1}))
@@ -136,6 +135,19 @@ def test_all_stores_that_read_a_block_are_ended() -> None:
     engine.finish("a")
     engine.finish("b")
     assert engine.step({"c": 1}, c=[1]).flush == [first.job, second.job]
+
+
+def test_a_request_that_has_ended_is_nobodys() -> None:
+    """vLLM frees it, and not a hook of ours when its last store ends."""
+    engine = Engine()
+    ended = weakref.ref(engine.add("a", [1, 2]))
+    [store] = engine.step({"a": 8}).fresh
+    engine.finish("a")
+    del engine.requests["a"]
+    assert ended() is None
+    engine.stores.reported(Report({store.job: 1}, {store.job}))
+    engine.stores.check_integrity()
+    assert engine.step({}).ready == []
 
 
 def test_a_store_that_was_cut_short_is_offered_once_more() -> None:

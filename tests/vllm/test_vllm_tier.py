@@ -13,14 +13,13 @@ from vllm_engines import (
     BLOCK,
     Engine,
     flush,
+    launch,
     offloading_config,
     prompt,
     save_window_model,
     stored_blocks,
     wait_until,
 )
-
-import tiercache
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 Start = Callable[..., Engine]
@@ -38,7 +37,7 @@ def expected(plain: Engine) -> list[list[int]]:
 def test_a_working_set_larger_than_the_memory_of_vllm(
     offloading: Engine, plain: Engine, run_dir: Path, expected: list[list[int]]
 ) -> None:
-    with tiercache.launch(run_dir=run_dir, **SMALL) as daemon:
+    with launch(run_dir=run_dir, **SMALL) as daemon:
         offloading.await_hits(PROMPTS[0])
         for ids, tokens in zip(PROMPTS, expected, strict=True):
             assert offloading.regenerate([ids], 16)[0] == [tokens]
@@ -57,9 +56,9 @@ def test_a_working_set_larger_than_the_memory_of_vllm(
 def test_a_prefix_that_only_vllm_still_has_is_stored_again(
     offloading: Engine, plain: Engine, run_dir: Path, expected: list[list[int]]
 ) -> None:
-    with tiercache.launch(run_dir=run_dir, **SMALL):
+    with launch(run_dir=run_dir, **SMALL):
         offloading.await_hits(PROMPTS[0])
-    with tiercache.launch(run_dir=run_dir, **SMALL) as daemon:  # it knows nothing
+    with launch(run_dir=run_dir, **SMALL) as daemon:  # it knows nothing
         wait_until(lambda: offloading.ask("check")["available"])
         longer = PROMPTS[0] + prompt(200, "more")
         answer = plain.generate([longer], 16)[0]
@@ -69,8 +68,17 @@ def test_a_prefix_that_only_vllm_still_has_is_stored_again(
         assert offloading.regenerate([longer], 16) == (answer, [len(longer) // BLOCK * BLOCK])
 
 
+def test_a_tenant_has_a_quota(offloading: Engine, run_dir: Path, expected: list[list[int]]) -> None:
+    with launch(run_dir=run_dir, quota="offload=1MiB", **SMALL) as daemon:  # 16 rows
+        offloading.await_hits(PROMPTS[0][:320])
+        for _ in range(2):
+            assert offloading.regenerate(PROMPTS, 16)[0] == expected
+        assert 0 < stored_blocks(daemon) <= 16
+        assert offloading.ask("check")["idle"]
+
+
 def test_a_reset_begins_an_epoch_of_its_own(offloading: Engine, run_dir: Path, expected: list[list[int]]) -> None:
-    with tiercache.launch(run_dir=run_dir, **SMALL) as daemon:
+    with launch(run_dir=run_dir, **SMALL) as daemon:
         offloading.await_hits(PROMPTS[0])
         before = stored_blocks(daemon)
         assert offloading.ask("reset")["done"]
@@ -82,7 +90,7 @@ def test_a_reset_begins_an_epoch_of_its_own(offloading: Engine, run_dir: Path, e
 def test_what_is_loaded_is_used(offloading: Engine, run_dir: Path) -> None:
     """KV that was damaged before it was stored changes the tokens."""
     long = prompt(640, "damaged")
-    with tiercache.launch(run_dir=run_dir, **SMALL) as daemon:
+    with launch(run_dir=run_dir, **SMALL) as daemon:
         wait_until(lambda: offloading.ask("check")["available"])
         good = offloading.generate([long], 16)[0]
         assert offloading.ask("offloaded")["done"]
@@ -98,7 +106,7 @@ def test_what_is_loaded_is_used(offloading: Engine, run_dir: Path) -> None:
 def test_a_sliding_window(start: Start, tmp_path_factory: pytest.TempPathFactory) -> None:
     model = save_window_model(tmp_path_factory.mktemp("window"))
     long = prompt(1000, "window")
-    with tiercache.launch("64MiB", region="16MiB") as daemon:
+    with launch("64MiB", region="16MiB") as daemon:
         tier = {"address": str(daemon.address), "request_timeout_s": 5.0}
         engine = start(model=model, kv_transfer_config=offloading_config(tier, rows=96, row=32 << 10))
         expected = [engine.generate([long[:tokens]], 16)[0] for tokens in (500, 1000)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm_engines import wait_until
+from vllm_engines import launch, wait_until
 
 import tiercache
 from tiercache.connectors.vllm_orders import Orders, Report, Run, Store
@@ -29,7 +29,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Worker
     backend = HostBackend(write_fault=lambda write: None if write else Fault.HANG)
     disk = {"nvme": str(tmp_path / "disk"), "nvme_size": "64MiB", "nvme_segment": "16MiB"}
     (tmp_path / "disk").mkdir()
-    with tiercache.launch("16MiB", region="8MiB", run_dir=tmp_path / "run", **disk) as daemon:
+    with launch("16MiB", region="8MiB", run_dir=tmp_path / "run", **disk) as daemon:
         connector = tiercache.connect(
             daemon.address, namespace=SPEC, pool=tiercache.Pool.from_blocks(pool), required=True,
             gds=backend if request.param else "off", gds_store=request.param,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +56,7 @@ def hold(worker: Any, way: str, folder: str, damage: bool) -> None:
     def held(*arguments: Any) -> int:
         setattr(copier, name, copy)
         (Path(folder) / f"held {os.getpid()}").touch()
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 250
         while not (Path(folder) / "go").exists() and time.monotonic() < deadline_s:
             time.sleep(0.005)
         copied = copy(*arguments)
@@ -171,6 +172,14 @@ class Child:
         self.llm.collective_rpc(hold, args=(order["way"], order["folder"], order.get("damage", False)))
         return {"done": True}
 
+    def fork(self, order: dict[str, Any]) -> dict[str, Any]:
+        """A child that has open what this process has, and does nothing until it is killed."""
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(300)
+            signal.pause()
+        return {"pid": pid}
+
     def count(self, order: dict[str, Any]) -> dict[str, Any]:
         """Of each rank its process, and what it has moved."""
         pids, counters = zip(*self.llm.collective_rpc(count), strict=True)
@@ -199,6 +208,7 @@ ORDERS: dict[str, Callable[[Child, dict[str, Any]], dict[str, Any]]] = {
     "negate": Child.negate,  # all KV in the pool, as damage that changes what is computed from it
     "abort": Child.abort,
     "hold": Child.hold,
+    "fork": Child.fork,
     "count": Child.count,
     "check": Child.check,  # the scheduler's books, and its counts
 }
