@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tiercache.config import SETTINGS
+from tiercache.settings import SETTINGS
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "daemon" / "deploy"
@@ -61,8 +61,13 @@ def test_memory_counts_the_arena(path: Path) -> None:
     arena_gib = int(env["TIERCACHE_ARENA"].removesuffix("GiB"))
     assert int(container["resources"]["limits"]["memory"].removesuffix("Gi")) > arena_gib
     assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
-    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert env.get("TIERCACHE_RUN_DIR", "/run/tiercache") in mounts
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    for name, default in (("RUN_DIR", "/run/tiercache"), ("NVME", "")):
+        path = env.get(f"TIERCACHE_{name}", default)
+        [mount] = [mount for mount in mounts if path == mount or path.startswith(f"{mount}/")]
+        # The kubelet makes them as root's, and open to everybody: the daemon uses none but its own.
+        assert "emptyDir" not in mounts[mount] or path != mount, f"{name} is the emptyDir itself"
 
 
 def test_the_image_takes_what_the_package_is_made_of() -> None:
@@ -153,3 +158,5 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     unit.write_text(text.replace("/opt/tiercache/bin/tiercache", "/bin/true"))
     done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True, timeout=60, check=False)
     assert str(unit.name) not in done.stderr, done.stderr
+    families = next(line for line in text.splitlines() if line.startswith("RestrictAddressFamilies="))
+    assert "AF_NETLINK" in families, "ZeroMQ asks for the interfaces when it binds to TCP, and aborts where it may not"

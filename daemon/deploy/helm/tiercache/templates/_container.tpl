@@ -24,7 +24,7 @@ image: {{ include "tiercache.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 args: [daemon]
 env:
-  - {name: TIERCACHE_RUN_DIR, value: /run/tiercache}
+  - {name: TIERCACHE_RUN_DIR, value: {{ .runDir | default "/run/tiercache" }}}
   - {name: TIERCACHE_ARENA, value: {{ .Values.arena | quote }}}
   - {name: TIERCACHE_GRACE, value: {{ .Values.grace | quote }}}
   {{- if .Values.nvme.enabled }}

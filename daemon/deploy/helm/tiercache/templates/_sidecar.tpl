@@ -5,7 +5,7 @@ For charts of engines, with this one as a dependency (and `tiercache.daemonSet.e
       - {{- include "tiercache.sidecar" .Subcharts.tiercache | nindent 8 }}
     containers:
       - name: engine
-        env: [{name: TIERCACHE_RUN_DIR, value: /run/tiercache}]
+        env: [{name: TIERCACHE_RUN_DIR, value: /run/tiercache/daemon}]
         volumeMounts: [{name: tiercache-run, mountPath: /run/tiercache}]
     volumes:
       {{- include "tiercache.sidecarVolumes" .Subcharts.tiercache | nindent 6 }}
@@ -15,7 +15,8 @@ The engine runs as the same user. Needs Kubernetes 1.29 (a container that is sta
 {{- define "tiercache.sidecar" -}}
 name: tiercache
 restartPolicy: Always
-{{ include "tiercache.container" . }}
+{{- /* An emptyDir belongs to root and everybody may write to it: the daemon makes a folder of its own there. */}}
+{{ include "tiercache.container" (dict "Values" .Values "Chart" .Chart "runDir" "/run/tiercache/daemon") }}
 {{- end }}
 
 {{- define "tiercache.sidecarVolumes" -}}
