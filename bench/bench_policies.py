@@ -10,6 +10,10 @@ full blocks. MIN is the offline optimum of a cache as large as DRAM, and of one 
 policy's hits over MIN's. MIN knows no room for what is on its way, so DRAM gets headroom for the longest request beside
 its size (the daemon's setting `headroom`); `--tight` leaves that out. The means are over the cells of 1, 2 and 5%.
 
+`--budget W` plays each cell once more with a write budget by which at most W blocks can be written to NVMe for each
+block asked for (the daemon's setting `nvme_write_budget`, of which two hours' worth are there from the start), and
+says which share of both tiers' hits that costs.
+
 `--speed`: block accesses a second of a whole replay, microseconds per block that a policy is told of or evicts, and
 bytes per block that is here and per one that is remembered only.
 """
@@ -50,6 +54,9 @@ BLOCK_BYTES = 64 << 20
 SAMPLE = ROOT / "tests" / "replay" / "sample.jsonl.gz"
 SPEED_PERCENT = 5.0
 PASSES = 3
+EVICTING = ("victim", "follows", "replaced", "evicted")
+DEPTH_S = 7_200.0
+DAY_S = 86_400.0
 
 
 class Cell(NamedTuple):
@@ -65,6 +72,12 @@ class Cell(NamedTuple):
     min_total: float
     nvme_writes: float
     accesses_per_s: float
+    budget: float = 0.0
+    """Writes for each block asked for; 0 for no limit."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy}@{self.budget:g}" if self.budget else self.policy
 
     @property
     def share_dram(self) -> float:
@@ -82,6 +95,11 @@ class Best(NamedTuple):
     asked_blocks: int
     hits: dict[float, tuple[int, int, int]]
     longest: int
+    seconds: float
+
+    def budget_bytes_per_day(self, writes_per_block: float) -> int:
+        """What the daemon's setting has to be for that; its bucket is full at first."""
+        return int(writes_per_block * self.asked_blocks * BLOCK_BYTES / (DEPTH_S + self.seconds) * DAY_S)
 
 
 class PolicyReport(Report):
@@ -109,28 +127,33 @@ def best_of(path: Path, percents: tuple[float, ...]) -> Best:
         blocks = max(1, round(accesses.unique_blocks * percent / 100))
         both = accesses.best_hits(blocks * (1 + NVME_TIMES))
         hits[percent] = blocks, accesses.best_hits(blocks), both
-    return Best(accesses.unique_blocks, accesses.asked_blocks, hits, accesses.longest)
+    times_s = [request.time_s for request in open_trace(path)]
+    return Best(accesses.unique_blocks, accesses.asked_blocks, hits, accesses.longest, max(times_s) - min(times_s))
 
 
-def one_cell(path: Path, percent: float, policy: str, best: Best, exact: bool, tight: bool) -> Cell:
+def one_cell(
+    path: Path, percent: float, policy: str, best: Best, exact: bool, tight: bool, budget: float = 0.0
+) -> Cell:  # fmt: skip
     """One replay. A process of its own."""
     blocks, min_dram, min_total = best.hits[percent]
     headroom_bytes = 0 if tight else best.longest * BLOCK_BYTES
     sizes = Sizes(
         blocks * BLOCK_BYTES + headroom_bytes, blocks * NVME_TIMES * BLOCK_BYTES, policy=policy,
-        headroom_bytes=headroom_bytes,
+        headroom_bytes=headroom_bytes, nvme_write_budget_bytes=best.budget_bytes_per_day(budget),
     )  # fmt: skip
     played = play(open_trace(path), sizes, exact=exact)
     asked = max(1, best.asked_blocks)
     return Cell(
         name_of(path), percent, policy, blocks, played.block_rate("dram"), played.block_rate("dram", "nvme"),
         min_dram / asked, min_total / asked, played.tallies.nvme_written / asked, asked / played.cpu_s,
+        budget,
     )  # fmt: skip
 
 
 def compare(
-    paths: list[Path], policies: list[str], percents: tuple[float, ...], jobs: int, exact: bool, tight: bool
-) -> list[Cell]:
+    paths: list[Path], policies: list[str], percents: tuple[float, ...], budgets: list[float], jobs: int, exact: bool,
+    tight: bool,
+) -> list[Cell]:  # fmt: skip
     """All cells, printed trace by trace as they come."""
     cells: list[Cell] = []
     with ProcessPoolExecutor(jobs) as pool:
@@ -138,9 +161,10 @@ def compare(
         for path, future in zip(paths, bests, strict=True):
             best = future.result()
             jobs_of = [
-                pool.submit(one_cell, path, percent, policy, best, exact, tight)
+                pool.submit(one_cell, path, percent, policy, best, exact, tight, budget)
                 for percent in percents
                 for policy in policies
+                for budget in [0.0, *budgets]
             ]
             its = [job.result() for job in jobs_of]
             cells += its
@@ -154,7 +178,7 @@ def print_trace(cells: list[Cell], best: Best) -> None:
           f" {'both %':>7} {'of MIN':>7} {'share':>6} {'writes':>7} {'k/s':>6}")  # fmt: skip
     for cell in cells:
         print(
-            f"{cell.percent:4g}% {cell.dram_blocks:7d}  {cell.policy:12}"
+            f"{cell.percent:4g}% {cell.dram_blocks:7d}  {cell.name:12}"
             f" {100 * cell.dram:7.2f} {100 * cell.min_dram:7.2f} {cell.share_dram:6.3f}"
             f" {100 * cell.total:7.2f} {100 * cell.min_total:7.2f} {cell.share_total:6.3f}"
             f" {cell.nvme_writes:7.3f} {cell.accesses_per_s / 1000:6.0f}"
@@ -165,13 +189,31 @@ def print_trace(cells: list[Cell], best: Best) -> None:
 def add_means(report: Report, cells: list[Cell], policies: list[str]) -> None:
     for policy in policies:
         end = "" if len(policies) == 1 else f"_{policy}"
-        its = [cell for cell in cells if cell.policy == policy and cell.percent in MEAN_PERCENTS]
+        its = [cell for cell in cells if cell.name == policy and cell.percent in MEAN_PERCENTS]
         for key, shares in (
             ("dram", [cell.share_dram for cell in its]), ("total", [cell.share_total for cell in its])
         ):  # fmt: skip
             if shares:
                 label = f"{policy}: share of MIN's hits, {'DRAM' if key == 'dram' else 'DRAM and NVMe'}"
                 report.add(f"mean_share_of_min_{key}{end}", label, statistics.fmean(shares), samples=shares)
+
+
+def add_budgets(report: Report, cells: list[Cell], policies: list[str], budgets: list[float]) -> None:
+    """Which share of both tiers' hits, and of writes, is left under each budget."""
+    unlimited = {(cell.trace, cell.percent, cell.policy): cell for cell in cells if not cell.budget}
+    for policy in policies:
+        for budget in budgets:
+            pairs = [
+                (cell, unlimited[cell.trace, cell.percent, policy])
+                for cell in cells
+                if (cell.policy, cell.budget) == (policy, budget)
+            ]
+            losses = [1.0 - cell.total / free.total for cell, free in pairs if free.total]
+            written = [cell.nvme_writes for cell, _ in pairs]
+            key, label = f"{policy}_{budget:g}", f"{policy}, at most {budget:g} writes for a block"
+            lost = statistics.fmean(losses)
+            report.add(f"lost_hits_{key}", f"{label}: share of both tiers' hits lost", lost, samples=losses)
+            report.add(f"writes_{key}", f"{label}: writes for a block", statistics.fmean(written), samples=written)
 
 
 # --- speed ---------------------------------------------------------------------------------------
@@ -193,7 +235,8 @@ class Timed:
         def timed(*arguments: Any) -> Any:
             start_ns = perf_counter_ns()
             result = method(*arguments)
-            samples.append(perf_counter_ns() - start_ns)
+            took_ns = perf_counter_ns() - start_ns
+            samples.append(took_ns // len(arguments[0]) if name == "inserted_run" else took_ns)
             return result
 
         setattr(self, name, timed)
@@ -238,7 +281,11 @@ def measure_speed(report: Report, paths: list[Path], policies: list[str]) -> Non
 
 
 def report_calls(report: Report, listed: Listed, sizes: Sizes, policy: str, key: str) -> None:
-    """Microseconds of the policy's own calls, clock included; `clock_us` is what the clock takes of that."""
+    """Microseconds of the policy's own calls, clock included; `clock_us` is what the clock takes of that.
+
+    `inserted_run` is for each block of the run. `evicting`: what it takes to choose and give up a block, less the
+    clock, all calls for that at their medians, since most blocks go in runs and cost a `follows` only.
+    """
     samples: dict[str, array[int]] = defaultdict(lambda: array("q"))
     engine = Swift(Sizes(sizes.dram_bytes, policy=policy))
     engine.declare(1, listed.specs[1])
@@ -250,6 +297,11 @@ def report_calls(report: Report, listed: Listed, sizes: Sizes, policy: str, key:
         start_ns = perf_counter_ns()
         clock.append(perf_counter_ns() - start_ns)
     report.add(f"clock_us_{key}", f"{policy}: of each of these, the clock", statistics.median(clock) / 1000, "us")
+    # By medians: on a busy machine the sums are those of what came between.
+    evicting = [(len(samples[name]), statistics.median(samples[name])) for name in EVICTING if samples[name]]
+    evicting_ns = sum(calls * (took_ns - statistics.median(clock)) for calls, took_ns in evicting)
+    report.add(f"evicting_us_{key}", f"{policy}, {key.removeprefix(policy + '_')}: evicting, for each block",
+               evicting_ns / 1000 / max(1, engine.tallies().dram_evicted), "us")  # fmt: skip
     for name, its in sorted(samples.items()):
         if len(its) > 100:
             label = f"{policy}, {key.removeprefix(policy + '_')}: {name}()"
@@ -291,6 +343,7 @@ def main() -> None:
     parser.add_argument("--policy", action="append", choices=sorted(POLICIES), help="default: all")
     parser.add_argument("--only", default="", help="traces whose name contains this")
     parser.add_argument("--percent", type=float, action="append", help="sizes of DRAM, default: 1 2 5 10 20")
+    parser.add_argument("--budget", type=float, action="append", help="writes to NVMe for each block asked for, too")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--tight", action="store_true", help="without room beside DRAM for the request at hand")
     parser.add_argument("--exact", action="store_true", help="on the whole of the daemon's cache, much slower")
@@ -305,8 +358,11 @@ def main() -> None:
     if options.speed:
         measure_speed(report, paths, policies)
     else:
-        cells = compare(paths, policies, tuple(options.percent or PERCENTS), options.jobs, options.exact, options.tight)
+        budgets = options.budget or []
+        percents = tuple(options.percent or PERCENTS)
+        cells = compare(paths, policies, percents, budgets, options.jobs, options.exact, options.tight)
         add_means(report, cells, policies)
+        add_budgets(report, cells, policies, budgets)
         report.cells = [
             {**cell._asdict(), "share_dram": cell.share_dram, "share_total": cell.share_total} for cell in cells
         ]

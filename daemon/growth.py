@@ -5,6 +5,9 @@
 
     window                  |===.==>.==..|      they come in any order, and each that has come is pinned;
                           first end    target   `end` is the first gap
+
+What is pinned is used: the policy is told when the run begins and when it is complete, and not of every landing, since
+in how many goes blocks land is up to the disk.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ class Run:
         self.missing = list(range(self.first, target)) if namespace.table.windowed else []
         self.pins: list[int] = []
         self.advance()
+        if not self.complete:
+            self._touch()
 
     @property
     def complete(self) -> bool:
@@ -48,6 +53,16 @@ class Run:
             self._gather()
         elif self.namespace.table.get(self.key(self.end)) != NO_ENTRY:
             self._extend()
+        if self.end == self.target:
+            self._touch()
+
+    def _touch(self) -> None:
+        """Tell the policy of what is pinned: a chain's end, or a window's blocks in their order."""
+        table = self.namespace.table
+        numbers = range(self.first, self.target) if table.windowed else range(max(0, self.end - 1), self.end)
+        for entry in map(table.get, map(self.key, numbers)):
+            if entry in self.pins:
+                self._index.touch(entry)
 
     def _extend(self) -> None:
         table = self.namespace.table
@@ -71,6 +86,5 @@ class Run:
         self.end = still[0] if still else self.target
 
     def _pin(self, entry: int) -> None:
-        self._index.touch(entry)
         self._index.pin(entry)
         self.pins.append(entry)

@@ -207,6 +207,42 @@ class Index:
             table.policy.add(entry)
         return entry
 
+    def insert_run(
+        self, table: Table, keys: Sequence[bytes], parent: int, frames: Sequence[int], pins: int = 0
+    ) -> list[int]:  # fmt: skip
+        """Publish a run of blocks, each below the one before it, the first below `parent`; `pins` are the last one's.
+
+        As `insert` for one after another, but the policy is told once, and of the last one only that it is a candidate.
+        Returns their entries.
+        """
+        free, number = self._free, table.number
+        while len(free) < len(keys):
+            self._grow()
+        entries = free[: -len(keys) - 1 : -1].tolist()
+        del free[-len(keys) :]
+        shards, key_of, frame_of, parent_of = table.shards, self.key, self.frame, self.parent
+        first_child, children, numbers, state = self.first_child, self.children, self.table, self.state
+        self._adopt(table, parent, entries[0])
+        above = parent
+        for entry, key, frame in zip(entries, keys, frames, strict=True):
+            is_new = shards[key[0] & (_SHARDS - 1)].setdefault(key, entry) == entry
+            assert is_new, "a key is published once"
+            key_of[entry] = key
+            frame_of[entry] = frame
+            parent_of[entry] = above
+            first_child[above] = entry
+            numbers[entry] = number
+            children[entry] = state[entry] = 1  # LIVE; the last one has no child
+            above = entry
+        children[above] = 0
+        table.blocks += len(entries)
+        table.policy.inserted_run(entries)
+        if pins:
+            self.pins[above] = pins
+        else:
+            table.policy.add(above)
+        return entries
+
     def insert_many(
         self, table: Table, keys: Sequence[bytes], parents: Sequence[bytes], frames: Sequence[int], root_key: bytes,
         admit: Callable[[int, int, int], bool] | None = None,
@@ -287,9 +323,7 @@ class Index:
         self.frame[entry] = frame
         self.table[entry] = table.number
         self.state[entry] = LIVE
-        self.pins[entry] = self.children[entry] = 0
         self.parent[entry] = parent
-        self.first_child[entry] = self.prev_sibling[entry] = self.next_sibling[entry] = NO_ENTRY
         return entry
 
     def _adopt(self, table: Table, parent: int, entry: int) -> None:
@@ -306,11 +340,10 @@ class Index:
     def _grow(self) -> None:
         first, count = len(self.key), _GROW_ENTRIES
         self.key.extend([b""] * count)
-        for column in (
-            self.parent, self.children, self.first_child, self.next_sibling, self.prev_sibling,
-            self.pins, self.frame, self.table, self.state,
-        ):  # fmt: skip
+        for column in (self.children, self.pins, self.frame, self.table, self.state):
             column.frombytes(bytes(column.itemsize * count))
+        for column in (self.parent, self.first_child, self.next_sibling, self.prev_sibling):
+            column.extend(array("i", [NO_ENTRY]) * count)
         self.columns.grow(count)
         self._free.extend(range(first + count - 1, first - 1, -1))
 
@@ -373,32 +406,45 @@ class Index:
         assert self.children[entry] == 0
         assert self.pins[entry] == 0
         table = self.tables[self.table[entry]]
-        run, top = [entry], entry
+        run, top, follows = [entry], entry, table.policy.follows
+        parent, children, pins, state = self.parent, self.children, self.pins, self.state
         while True:
-            above = self.parent[top]
-            next_one = self.children[above] == 1 and not self.pins[above] and self.state[above] == LIVE
-            if not next_one or len(run) == count or not table.policy.follows(above, entry):
+            above = parent[top]
+            next_one = children[above] == 1 and not pins[above] and state[above] == LIVE
+            if not next_one or len(run) == count or not follows(above, entry):
                 break
             run.append(above)
             top = above
         if next_one:
             table.policy.replaced(above, entry)
-            self.children[above] = 0
+            children[above] = 0
             self.first_child[above] = NO_ENTRY
         else:
             table.policy.evicted(entry, above)
             table.policy.remove(entry)
             self._leave_parent(top)
-        for gone in run:
-            key = self.key[gone]
-            del table.shards[key[0] & (_SHARDS - 1)][key]
-            if self.on_left is not None:
-                self.on_left(table.number, key)
-            self.parent[gone] = self.first_child[gone] = NO_ENTRY
-            self.children[gone] = 0
-            self._free_entry(gone)
-        table.blocks -= len(run)
+        self._free_run(table, run)
         return len(run)
+
+    def _free_run(self, table: Table, run: list[int]) -> None:
+        """Entries that nothing else hangs below, off their parent already: out of the table, and free."""
+        shards, key_of, frame_of, on_left = table.shards, self.key, self.frame, self.on_left
+        release = self._release_frame
+        first_child, children, state = self.first_child, self.children, self.state
+        for entry in run:
+            key = key_of[entry]
+            del shards[key[0] & (_SHARDS - 1)][key]
+            if on_left is not None:
+                on_left(table.number, key)
+            state[entry] = children[entry] = 0  # FREE
+            first_child[entry] = NO_ENTRY
+            key_of[entry] = b""
+            if frame_of[entry] != NO_FRAME:
+                release(frame_of[entry])
+        if self._attached:
+            self._attached.difference_update(run)
+        self._free.extend(run)
+        table.blocks -= len(run)
 
     def drop(self, entry: int) -> None:
         """Forget an entry and all its descendants, these in slices (`unlink_slice`).
@@ -452,7 +498,7 @@ class Index:
             self.next_sibling[before] = after
         if after != NO_ENTRY:
             self.prev_sibling[after] = before
-        self.parent[entry] = NO_ENTRY
+        self.parent[entry] = self.prev_sibling[entry] = self.next_sibling[entry] = NO_ENTRY
         self.children[parent] -= 1
         if self.children[parent] == 0 and self.pins[parent] == 0 and self.state[parent] == LIVE:
             self.tables[self.table[parent]].policy.add(parent)

@@ -7,6 +7,7 @@ the index prefix-closed. There is one policy object per size class and account, 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Protocol
 
 NO_ENTRY = -1
@@ -66,6 +67,9 @@ class Policy(Protocol):
     def inserted(self, entry: int) -> None:
         """A new block, below its parent already; it is not a candidate yet."""
 
+    def inserted_run(self, entries: Sequence[int]) -> None:
+        """As `inserted` for each in turn; each but the first is below the one before it, and its only child."""
+
     def inserted_many(self, first: int, count: int) -> None:
         """As `inserted`, for the entries `first ..< first + count` in turn: blocks of an earlier life."""
 
@@ -98,3 +102,11 @@ class Policy(Protocol):
 
     def coldest_stamp(self) -> int | None:
         """The age of `victim()` on the clock that all size classes share; None without candidates."""
+
+
+def coldest_of(policies: Sequence[Policy]) -> Policy | None:
+    """The one whose next victim has waited longest; None where none has a victim."""
+    if len(policies) == 1:
+        return None if policies[0].victim() == NO_ENTRY else policies[0]
+    stamps = [(stamp, number) for number, one in enumerate(policies) if (stamp := one.coldest_stamp()) is not None]
+    return policies[min(stamps)[1]] if stamps else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tiercache.daemon.hinted import HintedPolicy
+from tiercache.daemon.hints import Hints
 from tiercache.daemon.index import Index
 from tiercache.daemon.policies.arc import ARC
 from tiercache.daemon.policies.lru import LeafLRU
@@ -24,6 +26,9 @@ class Policies:
 
     def __init__(self, name: str, clock_s: Callable[[], float]) -> None:
         assert name in POLICIES, name
+        self.clock_s = clock_s
+        self.hints = Hints(clock_s)
+        self._in_hits = name in ("hazard", "workload-aware")
         self.predictor: Learner | None = None
         """Told of every request; None where a policy does not ask for that."""
         self.make: Callable[[Index], Policy] = lambda index: LeafLRU(index.columns)
@@ -52,3 +57,7 @@ class Policies:
         elif name == "s3fifo":
             self.predictor = requests = Requests(clock_s)
             self.make = lambda index: S3FIFO(index, requests)
+
+    def hinted(self, index: Index) -> HintedPolicy:
+        """Likewise, one that also goes by what clients say."""
+        return self.hints.policy(index, self.make(index), self._in_hits)

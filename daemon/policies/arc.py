@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tiercache.daemon.index import Index
 from tiercache.daemon.policies.ghosts import Ghosts
 from tiercache.daemon.policies.queues import Queues
@@ -46,6 +48,10 @@ class ARC:
         else:
             return
         queues.lift(entry, AGAIN)
+
+    def inserted_run(self, entries: Sequence[int]) -> None:
+        for entry in entries:
+            self.inserted(entry)
 
     def inserted_many(self, first: int, count: int) -> None:
         self._queues.inserted_many(first, count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -47,7 +48,9 @@ class LeastWorth:
         self._ranked: list[int] = []  # cells, the least worth last
         self._worth: list[float] = []  # theirs
         self._fresh: list[tuple[float, int]] = []  # cells that came since, a heap
+        self._known: set[int] = set()  # cells that are in either, or have been since the last ranks
         self._evictions = 0
+        self._ranked_for = 0  # evictions
         self._version = -1
         self._rank_s = 0.0
 
@@ -63,6 +66,22 @@ class LeastWorth:
         self._gap[entry], self._uses[entry], self._shared[entry] = AGES - 1, 0, 0
         if index.children[parent] > 1:
             self._shared[parent] = 1
+
+    def inserted_run(self, entries: Sequence[int]) -> None:
+        first = entries[0]
+        self.inserted(first)
+        columns, key, expected = self._columns, self._index.key, self._predictor.expected
+        stamp, classes, used_s = columns.stamp, self._class, self._used_s
+        gap, uses, shared = self._gap, self._uses, self._shared
+        now_s, block_class, clock = used_s[first], classes[first], columns.clock
+        for entry in entries[1:]:
+            context = expected(key[entry])
+            if context is not None:
+                block_class = context.block_class
+            clock += 1
+            stamp[entry], classes[entry], used_s[entry] = clock, block_class, now_s
+            gap[entry], uses[entry], shared[entry] = AGES - 1, 0, 0
+        columns.clock = clock
 
     def inserted_many(self, first: int, count: int) -> None:
         columns, now_s = self._columns, self._predictor.clock_s()
@@ -127,16 +146,23 @@ class LeastWorth:
         self._rings.remove(self._cell[entry], entry)
 
     def follows(self, entry: int, child: int) -> bool:
-        if self._shared[entry] or self._used_s[entry] > self._used_s[child]:
+        # Once ranks are due they are taken before the next one goes, as if each were asked for.
+        if self._shared[entry] or self._used_s[entry] > self._used_s[child] or self._evictions >= self._ranked_for:
             return False
-        self._uses[child] = min(255, self._uses[child] + self._uses[entry])
+        uses, stamp = self._uses, self._columns.stamp
+        if uses[entry]:
+            between = age_bucket(self._used_s[child] - self._used_s[entry])
+            self._gap[child] = min(self._gap[child], between)
+            uses[child] = min(255, uses[child] + uses[entry])
+        stamp[child] = max(stamp[child], stamp[entry])
+        self._evictions += 1
         return True
 
     def replaced(self, entry: int, child: int) -> None:
+        stays = not self._shared[entry] and self._used_s[entry] <= self._used_s[child]
         self._take_over(entry, child)
-        cell = self._cell_of(entry)
-        if cell == self._cell[child]:
-            self._cell[entry] = cell
+        if stays:  # of one class, and used at one time
+            cell = self._cell[entry] = self._cell[child]
             self._rings.swap(cell, entry, child)
             return
         self.remove(child)
@@ -149,16 +175,18 @@ class LeastWorth:
 
     def _note(self, cell: int) -> None:
         """A cell has candidates that had none."""
+        if cell in self._known or self._version == -1:
+            return
         if len(self._fresh) > 2 * len(self._rings.heads) + RANK_LEAST:
             self._version = -1  # nobody has asked for long: all are ranked at the next question
-        if self._version == -1:
             self._fresh.clear()
             return
+        self._known.add(cell)
         heapq.heappush(self._fresh, (self._worth_of(cell), cell))
 
     def _worth_of(self, cell: int) -> float:
         age_s = self._predictor.clock_s() - (cell & _TICK_MASK) * _TICK_S
-        return float(self._predictor.worth[cell >> _CLASS_SHIFT, age_bucket(age_s)])
+        return self._predictor.worth_rows[cell >> _CLASS_SHIFT][age_bucket(age_s)]
 
     def _rank(self) -> None:
         """All cells by what they are worth now."""
@@ -170,8 +198,9 @@ class LeastWorth:
         # Of those worth the same, the one that was used last goes first: it has the longest to wait.
         order = np.lexsort((cells, cells & _TICK_MASK, -worth))
         self._ranked, self._worth = cells[order].tolist(), worth[order].tolist()
-        self._fresh = []
+        self._fresh, self._known = [], set(self._ranked)
         self._evictions, self._version = 0, self._predictor.version
+        self._ranked_for = max(RANK_LEAST, len(cells) // RANK_SHARE)
         self._rank_s = self._predictor.clock_s() + max(RANK_S, len(cells) * RANK_CELL_S)
         self._width = self._width * 2 if len(cells) > MAX_CELLS else max(1, self._width // 2)
 
@@ -180,14 +209,14 @@ class LeastWorth:
         if not heads:
             return NO_ENTRY
         stale = self._version != self._predictor.version or self._predictor.clock_s() >= self._rank_s
-        if stale or self._evictions > max(RANK_LEAST, len(heads) // RANK_SHARE):
+        if stale or self._evictions > self._ranked_for:
             self._rank()
         ranked, fresh = self._ranked, self._fresh
         while ranked and ranked[-1] not in heads:
-            ranked.pop()
+            self._known.discard(ranked.pop())
             self._worth.pop()
         while fresh and fresh[0][1] not in heads:
-            heapq.heappop(fresh)
+            self._known.discard(heapq.heappop(fresh)[1])
         if not ranked and not fresh:
             self._rank()
             ranked = self._ranked

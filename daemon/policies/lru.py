@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
+from collections.abc import Sequence
 
 from tiercache.daemon.policies.rings import Rings
 from tiercache.daemon.policy import NO_ENTRY, Columns
@@ -30,6 +31,13 @@ class LeafLRU:
         columns = self._columns
         columns.clock += 1
         columns.stamp[entry] = columns.clock
+
+    def inserted_run(self, entries: Sequence[int]) -> None:
+        columns = self._columns
+        stamp = columns.stamp
+        for clock, entry in enumerate(entries, columns.clock + 1):
+            stamp[entry] = clock
+        columns.clock += len(entries)
 
     def inserted_many(self, first: int, count: int) -> None:
         columns = self._columns

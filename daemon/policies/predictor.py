@@ -20,6 +20,7 @@ et al., FAST 2015). It outlives the blocks themselves, so it also tells when wha
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -77,13 +78,13 @@ class Context(NamedTuple):
 
 
 class _Sample:
-    """What is known of one block of the sample."""
+    """What is known of one block of the sample; its class and when it was used are in columns, at `place`."""
 
-    __slots__ = ("block_class", "following", "length", "shared", "turn", "used_s", "uses")
+    __slots__ = ("following", "length", "place", "shared", "turn", "uses")
 
-    def __init__(self, context: Context, used_s: float, following: bytes, length: int) -> None:
-        self.block_class, self.turn = context
-        self.used_s = used_s
+    def __init__(self, place: int, turn: int, following: bytes, length: int) -> None:
+        self.place = place
+        self.turn = turn
         self.following = following
         self.length = length
         self.uses = 1
@@ -104,7 +105,11 @@ class Predictor:
         """Raised when `worth` has changed."""
         self.worth: Floats = _worth(np.full((1, AGES), PRIOR)).repeat(CLASSES, axis=0)
         """Hits a second, by class and age bucket."""
+        self.worth_rows: list[list[float]] = self.worth.tolist()
+        """The same, quicker to look up one by one."""
         self._samples: dict[bytes, _Sample] = {}
+        self._classes = array("H")
+        self._used_s = array("d")
         self._threshold = _KEYS_ALL
         self._used = np.zeros((CLASSES, AGES))
         self._started_s = self._refresh_s = clock_s()
@@ -166,22 +171,25 @@ class Predictor:
         return Context(chain_class(1 if seen else 0, length - seen, length), 1)
 
     def _observe(self, keys: bytes, numbers: list[int], context: Context, now_s: float, length: int) -> None:
-        samples, used = self._samples, self._used
+        samples, used, classes, used_s = self._samples, self._used, self._classes, self._used_s
         for number in numbers:
             key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
             following = keys[(number + 1) * KEY_BYTES : (number + 2) * KEY_BYTES]
             sample = samples.get(key)
             if sample is None:
-                samples[key] = _Sample(context, now_s, following, length)
+                samples[key] = _Sample(len(classes), context.turn, following, length)
+                classes.append(context.block_class)
+                used_s.append(now_s)
                 continue
-            gap = age_bucket(now_s - sample.used_s)
-            used[sample.block_class, gap] += 1.0
+            place = sample.place
+            gap = age_bucket(now_s - used_s[place])
+            used[classes[place], gap] += 1.0
             sample.uses += 1
             if following:
                 sample.shared = sample.shared or (sample.following != following and sample.following != b"")
                 sample.following = following
-            sample.used_s, sample.turn, sample.length = now_s, context.turn, length
-            sample.block_class = shared_class(sample.uses, gap) if sample.shared else context.block_class
+            used_s[place], sample.turn, sample.length = now_s, context.turn, length
+            classes[place] = shared_class(sample.uses, gap) if sample.shared else context.block_class
         while len(samples) > MAX_SAMPLES:
             self._thin()
 
@@ -192,6 +200,11 @@ class Predictor:
         gone = [key for key in self._samples if int.from_bytes(key[4:8], "little") >= most]
         for key in gone:
             del self._samples[key]
+        kept = [sample.place for sample in self._samples.values()]
+        self._classes = array("H", [self._classes[place] for place in kept])
+        self._used_s = array("d", [self._used_s[place] for place in kept])
+        for place, sample in enumerate(self._samples.values()):
+            sample.place = place
         self._used *= 0.5
 
     # --- learning --------------------------------------------------------------------------------
@@ -201,12 +214,12 @@ class Predictor:
         self._refresh_s = now_s + min(REFRESH_S, max(1.0, 0.03 * (now_s - self._started_s)))
         if self._used.sum() > EVENTS_KEPT:
             self._used *= 0.5
-        count = len(self._samples)
-        classes = np.fromiter((one.block_class for one in self._samples.values()), np.int64, count)
-        ages = now_s - np.fromiter((one.used_s for one in self._samples.values()), np.float64, count)
+        classes = np.array(self._classes, np.int64)
+        ages = now_s - np.array(self._used_s)
         cells = classes * AGES + np.searchsorted(_EDGES_S[1:-1], ages, side="right")
         waiting = np.bincount(cells, minlength=CLASSES * AGES).reshape(CLASSES, AGES)
         self.worth = _worths(self._used, self._used + waiting)
+        self.worth_rows = self.worth.tolist()
         self.version += 1
 
     @property
@@ -216,7 +229,7 @@ class Predictor:
 
 
 def _groups() -> list[npt.NDArray[np.int64]]:
-    """For each class, the number of its group: all alike, then by turn, then by turn and new blocks."""
+    """For each class, the number of its group, ascending: all alike, then by turn, then by turn and new blocks."""
     numbers = np.arange(CLASSES)
     chain = numbers < _CHAINS
     uses = (numbers - _CHAINS) // _GAPS
@@ -233,27 +246,31 @@ def _worths(used: Floats, ended: Floats) -> Floats:
     at_risk = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1]
     wider: Floats = np.full((CLASSES, AGES), PRIOR)
     for group in _GROUPS:
-        size = int(group[-1]) + 1
-        its_used, its_risk = np.zeros((size, AGES)), np.zeros((size, AGES))
-        np.add.at(its_used, group, used)
-        np.add.at(its_risk, group, at_risk)
+        starts = np.flatnonzero(np.diff(group, prepend=-1))
+        its_used, its_risk = np.add.reduceat(used, starts, axis=0), np.add.reduceat(at_risk, starts, axis=0)
         wider = (its_used[group] + LEAN * wider) / (its_risk[group] + LEAN)
     known = np.flatnonzero(at_risk[:, 0])
-    result = np.empty((CLASSES, AGES))
-    # Classes of which nothing is known are as their group.
-    _, first, inverse = np.unique(_GROUPS[-1], return_index=True, return_inverse=True)
-    result[:] = _worth(wider[first])[inverse]
-    result[known] = _worth((used[known] + LEAN * wider[known]) / (at_risk[known] + LEAN))
+    first = np.flatnonzero(np.diff(_GROUPS[-1], prepend=-1))
+    own = (used[known] + LEAN * wider[known]) / (at_risk[known] + LEAN)
+    worth = _worth(np.concatenate([wider[first], own]))
+    result: Floats = worth[_GROUPS[-1]]  # classes of which nothing is known are as their group
+    result[known] = worth[len(first) :]
     return result
 
 
 def _worth(hazards: Floats) -> Floats:
     """The index of each row of hazards at each age."""
-    result = np.empty_like(hazards)
-    for age in range(AGES):
-        hazard = np.minimum(hazards[:, age:], 1.0)
-        left = np.cumprod(1.0 - hazard, axis=1)
-        alive = np.concatenate([np.ones((len(hazards), 1)), left[:, :-1]], axis=1)
-        stay_s = np.cumsum(alive * _WIDTHS_S[age:] * (1.0 - hazard / 2.0), axis=1)
-        result[:, age] = np.max((1.0 - left) / stay_s, axis=1)
+    by_age = np.ascontiguousarray(np.minimum(hazards, 1.0).T)
+    worth, hits, stay_s = np.empty_like(by_age), np.empty_like(by_age), np.empty_like(by_age)
+    # From the last age to the first; row `end` of `hits` and `stay_s` is for a stay from `age` to the end of that age.
+    for age in range(AGES - 1, -1, -1):
+        hazard = by_age[age]
+        left, here_s = 1.0 - hazard, _WIDTHS_S[age] * (1.0 - hazard / 2.0)
+        hits[age + 1 :] *= left
+        hits[age + 1 :] += hazard
+        stay_s[age + 1 :] *= left
+        stay_s[age + 1 :] += here_s
+        hits[age], stay_s[age] = hazard, here_s
+        worth[age] = np.max(hits[age:] / stay_s[age:], axis=0)
+    result: Floats = worth.T
     return result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tiercache.daemon.index import Index
 from tiercache.daemon.policies.ghosts import Ghosts
 from tiercache.daemon.policies.queues import Queues
@@ -46,6 +48,10 @@ class S3FIFO:
         self._uses[entry] = 0
         if self._lost.take(self._key[entry]):
             self._queues.lift(entry, MAIN)
+
+    def inserted_run(self, entries: Sequence[int]) -> None:
+        for entry in entries:
+            self.inserted(entry)
 
     def inserted_many(self, first: int, count: int) -> None:
         self._queues.inserted_many(first, count)

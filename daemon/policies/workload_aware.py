@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 
 from tiercache.daemon.index import Index
 from tiercache.daemon.policies.lru import LeafLRU
@@ -51,6 +52,10 @@ class WorkloadAware:
         self._used_s[entry] = self._times.clock_s()
         self._offset[entry] = self._offset[parent] + 1 if index.parent[parent] != NO_ENTRY else 0
         self._live += 1
+
+    def inserted_run(self, entries: Sequence[int]) -> None:
+        for entry in entries:
+            self.inserted(entry)
 
     def inserted_many(self, first: int, count: int) -> None:
         self._orders[0].inserted_many(first, count)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tiercache.daemon.index import Index
 from tiercache.daemon.policies.queues import Queues
 from tiercache.daemon.policies.sketch import Sketch
@@ -47,6 +49,10 @@ class WTinyLFU:
                 if oldest == NO_ENTRY or not self._over(queues.live):
                     break
                 queues.lift(oldest, PROBATION)
+
+    def inserted_run(self, entries: Sequence[int]) -> None:
+        for entry in entries:
+            self.inserted(entry)
 
     def inserted_many(self, first: int, count: int) -> None:
         self._queues.inserted_many(first, count)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 
 from tiercache.daemon.policies import POLICIES
 from tiercache.layout import NamespaceSpec
+from tiercache.replay import played as played_module
+from tiercache.replay import simulation as simulation_module
+from tiercache.replay import swift as swift_module
 from tiercache.replay.played import play
 from tiercache.replay.requests import Kind, Request, chain_keys, plain_spec
 from tiercache.replay.simulation import Outcome, Simulation, Sizes
@@ -59,6 +63,23 @@ def test_swift_decides_as_the_daemon(policy: str, dram: int, nvme: int) -> None:
         assert swift.tallies() == exact.tallies()
         assert exact.check_integrity() == swift.check_integrity() == []
         assert exact.tallies().dram_evicted > 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+@pytest.mark.parametrize(("dram", "nvme", "headroom"), [(60, 60, 40), (60, 0, 20)])
+def test_prompts_of_several_stores_are_kept_alike(
+    policy: str, dram: int, nvme: int, headroom: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two stores of a prompt room is made, and its end is waited for."""
+    monkeypatch.setattr(swift_module, "MAX_RESERVE", 3)
+    monkeypatch.setattr(simulation_module, "MAX_RESERVE", 3)
+    its = replace(sizes(dram, nvme, policy), headroom_bytes=headroom * BLOCK_BYTES)
+    swift, exact = Swift(its), Simulation(its, {1: SPEC})
+    swift.declare(1, SPEC)
+    for request in conversations(dram + headroom, 150):
+        assert swift.play(request) == exact.play(request), f"request at {request.time_s}"
+        assert swift.resident(1) == exact.resident(1), f"request at {request.time_s}"
+    assert exact.check_integrity() == swift.check_integrity() == []
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -184,6 +205,21 @@ def test_a_look_at_what_another_daemon_had_stores_it() -> None:
     assert exact.resident(1)[0] == set(chunks([1, 2]))
     exact.play(Request(1.0, chain_keys([5, 6, 7]), 0, kind=Kind.KEEP, first=2))
     assert exact.resident(1)[0] == set(chunks([1, 2]) + chunks([5, 6, 7]))
+
+
+def test_a_cache_begins_its_life_with_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not at some time of ours: what learns from ages would decide otherwise each time."""
+    starts = []
+
+    def made(its: Sizes, exact: bool, start_s: float) -> Swift:
+        starts.append(start_s)
+        return Swift(its, start_s)
+
+    monkeypatch.setattr(played_module, "engine_for", made)
+    prompts = Listed(request._replace(time_s=500.0 + request.time_s) for request in conversations(5, 20))
+    play(prompts, sizes(30, 60, "hazard"))
+    play(prompts, sizes(30, 60, "hazard"), start_s=480.0)
+    assert starts == [500.0, 480.0]
 
 
 class Listed(list[Request]):

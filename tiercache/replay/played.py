@@ -119,7 +119,7 @@ def play(
     pool = GpuPool(gpu_blocks) if gpu_blocks else None
     played, known = Played(), 0
     played.tiers = {name: TierHits() for name in ("gpu", "dram", "nvme")}
-    start_s = time.process_time()
+    began_s = time.process_time()
     for request in requests:
         if engine is None:
             engine = engine_for(sizes, exact, request.time_s if start_s is None else start_s)
@@ -139,7 +139,7 @@ def play(
             each(request, in_gpu, outcome)
         if played.requests % TELL_EVERY == 0:
             tell(played)
-    played.cpu_s = time.process_time() - start_s
+    played.cpu_s = time.process_time() - began_s
     played.tallies = Tallies() if engine is None else engine.tallies()
     if not sizes.nvme_bytes:
         del played.tiers["nvme"]

@@ -17,10 +17,15 @@ from tiercache.daemon.nvme.tier import MATCHED_AT_ONCE
 from tiercache.daemon.policies import Policies
 from tiercache.daemon.policy import NO_ENTRY, Policy
 from tiercache.daemon.space import SLICE
+from tiercache.daemon.tails import Prompts, Tails
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import KEY_BYTES, MAX_RESERVE
 from tiercache.replay.requests import Kind, Request
 from tiercache.replay.simulation import Outcome, Sizes, Tallies
+
+WRITER = b"client"
+ALIKE = ("lru", "hazard")
+"""Policies that evict the same blocks whether they are asked for each or for a run of them."""
 
 
 class _Tier:
@@ -50,7 +55,7 @@ class _Tier:
             self.index.unpin(entry)
 
     def make_room(self, count: int) -> int:
-        """See `Space._make_room`: evict until `count` are free, or nothing more can be; how many are free."""
+        """See `Space._make_room`: evict until `count` are free, or there is no candidate left; how many are free."""
         free = self.capacity - self.table.blocks
         while free < count and (victim := self.policy.victim()) != NO_ENTRY:
             gone = self.index.evict_run(victim, count - free)
@@ -74,6 +79,8 @@ class Swift:
         policies = Policies(sizes.policy, lambda: self.now_s)
         self._predictor = policies.predictor
         self._dram = _Tier(policies, sizes.dram_bytes // spec.frame_bytes)
+        self._prompts = Prompts()
+        self._tails = Tails(self._dram.index, self._prompts, lambda: self.now_s)
         self._headroom = -(-sizes.headroom_bytes // spec.frame_bytes)
         slots = sizes.nvme_bytes // spec.frame_bytes
         self._nvme = _Tier(policies, slots) if slots else None
@@ -84,6 +91,7 @@ class Swift:
         """One prompt: a match, promotion of what NVMe has, and a store of the rest."""
         assert request.kind is Kind.ASK, "prompts only"
         self.now_s = max(self.now_s, request.time_s)
+        self._tails.lapse()
         keys, blocks = request.keys, len(request.keys) // KEY_BYTES
         dram, nvme = self._dram, self._nvme
         found = total = here = dram.length(keys, blocks)
@@ -98,7 +106,7 @@ class Swift:
             count = min(MAX_RESERVE, blocks - here)
             if dram.entry(keys, here) == NO_ENTRY:
                 break  # room was made of what it stored last
-            stored = self._insert(keys, here, count)
+            stored = self._insert(keys, here, count, stored=True)
             self._write_behind(keys, here, here + stored, asked_again=False)
             self._keep_free()
             here += stored
@@ -115,6 +123,7 @@ class Swift:
         nvme, behind = self._nvme, found
         if not keys:
             return
+        self._prompts.asked(keys)
         if self._predictor is not None:
             self._predictor.asked(keys, found, total)
         if nvme is not None and (behind := nvme.length(keys, total)):
@@ -129,24 +138,23 @@ class Swift:
         if behind < found and total == found:
             self._write_behind(keys, behind, min(found, behind + MATCHED_AT_ONCE), asked_again=True)
 
-    def _insert(self, keys: bytes, first: int, count: int) -> int:
-        """Reserve and commit `count` blocks from `first` on; how many there was room for."""
-        index, table = self._dram.index, self._dram.table
+    def _insert(self, keys: bytes, first: int, count: int, stored: bool = False) -> int:
+        """Reserve and commit `count` blocks from `first` on; how many there was room for. `stored`: by the client."""
+        index, table, tails = self._dram.index, self._dram.table, self._tails
         parent = self._dram.entry(keys, first)
         index.pin(parent)
+        tails.lapse()
         given = min(count, self._dram.make_room(count))
+        if given < count and tails.give_up():
+            given = min(count, self._dram.make_room(count))
         if not given:
             index.unpin(parent)
             return 0
-        insert, pins = index.insert, index.pins
-        ends = range((first + 1) * KEY_BYTES, (first + given + 1) * KEY_BYTES, KEY_BYTES)
-        run = [keys[end - KEY_BYTES : end] for end in ends]
-        for key in run[:-1]:
-            entry = insert(table, key, parent, NO_FRAME, 1)  # pinned, as long as the next one is pending
-            pins[parent] -= 1  # with a child it is no candidate, so this is all that `unpin` does
-            parent = entry
-        insert(table, run[-1], parent, NO_FRAME)
-        pins[parent] -= 1
+        tails.went_on(WRITER if stored else b"", parent)
+        entries = index.insert_run(table, _split(keys, first, first + given), parent, [NO_FRAME] * given)
+        index.unpin(parent)
+        if stored:
+            tails.stored(WRITER, entries[-1])
         return given
 
     def _keep_free(self, leased: int = NO_ENTRY) -> None:
@@ -155,6 +163,7 @@ class Swift:
         if leased != NO_ENTRY:
             dram.index.pin(leased)
         while (short := self._headroom - (dram.capacity - dram.table.blocks)) > 0:
+            self._tails.lapse()
             victim = dram.policy.victim()
             if victim == NO_ENTRY:
                 break
@@ -170,8 +179,7 @@ class Swift:
         assert nvme is not None
         pinned = self._dram.entry(keys, found) if found else NO_ENTRY
         if found:
-            dram.touch(pinned)
-            dram.touch(pinned)  # by the lease, and when it begins to grow
+            dram.touch(pinned)  # when the lease begins to grow; and its end, when it is complete
             dram.pin(pinned)
         here = found
         while here < total:
@@ -183,7 +191,8 @@ class Swift:
             self._promoted += given
             if given:
                 end = self._dram.entry(keys, here)
-                dram.touch(end)
+                if here == total:
+                    dram.touch(end)
                 dram.pin(end)
                 if pinned != NO_ENTRY:
                     dram.unpin(pinned)
@@ -201,7 +210,14 @@ class Swift:
         if nvme is None or first >= end:
             return
         table, index, budget = nvme.table, nvme.index, self._budget
+        while first < end and nvme.entry(keys, first + 1) != NO_ENTRY:
+            first += 1
         parent = nvme.entry(keys, first)
+        if first == end or parent == NO_ENTRY:
+            return  # all are there, or the block before them is not
+        at_once = not budget.bytes_per_day and self._sizes.policy in ALIKE
+        if at_once and self._write_run(nvme, keys, first, end, parent):
+            return
         for number in range(first, end):
             key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
             if parent == NO_ENTRY:
@@ -214,6 +230,28 @@ class Swift:
                 entry = index.insert(table, key, parent, NO_FRAME)
                 self._written += 1
             parent = entry
+
+    def _write_run(self, nvme: _Tier, keys: bytes, first: int, end: int, parent: int) -> bool:
+        """The same with one call for all of the blocks; False where there may be no room for all of them."""
+        count, free = end - first, nvme.capacity - nvme.table.blocks
+        ahead, others = max(0, self._ahead - free + 1), nvme.table.blocks - first
+        more = max(0, self._ahead - free + count) - ahead
+        if not free or ahead + more > others:
+            return False
+        # Whoever wants a slot sees what was there before, and those after the first one what that has changed.
+        self._evict(nvme, parent, ahead)
+        entries = nvme.index.insert_run(nvme.table, _split(keys, first, end), parent, [NO_FRAME] * count)
+        self._evict(nvme, entries[-1], more)
+        self._written += count
+        return True
+
+    def _evict(self, nvme: _Tier, keep: int, count: int) -> None:
+        nvme.index.pin(keep)
+        while count > 0:
+            gone = nvme.index.evict_run(nvme.policy.victim(), count)
+            count -= gone
+            nvme.evicted += gone
+        nvme.index.unpin(keep)
 
     def _admits(self, nvme: _Tier, key: bytes) -> bool:
         """See `Slots.admits`."""
@@ -268,3 +306,8 @@ class Swift:
     def check_integrity(self) -> list[str]:
         """See `Index.check_integrity`, of each tier."""
         return [finding for tier in (self._dram, self._nvme) if tier for finding in tier.index.check_integrity()]
+
+
+def _split(keys: bytes, first: int, end: int) -> list[bytes]:
+    """The keys `first ..< end` of a packed list."""
+    return [keys[at : at + KEY_BYTES] for at in range(first * KEY_BYTES, end * KEY_BYTES, KEY_BYTES)]

@@ -1,0 +1,114 @@
+"""Runs of blocks that come and go at once leave the index as the same blocks would one by one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from tiercache.daemon.allocator import NO_FRAME
+from tiercache.daemon.index import Index, Table
+from tiercache.daemon.policies import POLICIES, Policies
+from tiercache.daemon.policy import NO_ENTRY
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Both:
+    """Two indexes, one that is told of runs and one that is told of blocks."""
+
+    def __init__(self, policy: str) -> None:
+        self.clock = Clock()
+        self.released: tuple[list[int], list[int]] = [], []
+        self.indexes = Index(self.released[0].append), Index(self.released[1].append)
+        self.tables: list[Table] = []
+        for index in self.indexes:
+            policies = Policies(policy, self.clock)
+            self.tables.append(index.add_table(1, policies.make(index), windowed=False))
+
+    def insert(self, keys: Sequence[bytes], parent: bytes, frames: Sequence[int]) -> None:
+        runs, single = self.indexes
+        table, other = self.tables
+        runs.insert_run(table, keys, table.get(parent) if parent else table.root, frames)
+        above = other.get(parent) if parent else other.root
+        for key, frame in zip(keys, frames, strict=True):
+            above = single.insert(other, key, above, frame)
+
+    def evict(self, count: int) -> None:
+        """Of the one a run, of the other as many blocks, each asked for."""
+        runs, single = self.indexes
+        victim = self.tables[0].policy.victim()
+        gone = runs.evict_run(victim, count) if victim != NO_ENTRY else 0
+        for _ in range(gone):
+            single.evict(self.tables[1].policy.victim())
+
+    def touch(self, key: bytes) -> None:
+        for index, table in zip(self.indexes, self.tables, strict=True):
+            index.touch(table.get(key))
+
+    def keys(self) -> list[set[bytes]]:
+        return [{key for shard in table.shards for key in shard} for table in self.tables]
+
+
+def history(both: Both, seed: int, steps: int) -> None:
+    chance = random.Random(seed)
+    for step in range(steps):
+        both.clock.now_s += chance.choice((0.0, 0.1, 2.0))
+        here = sorted(both.keys()[0])
+        if chance.random() < 0.5 or not here:
+            length = chance.randint(1, 12)
+            keys = [bytes([chance.randrange(256)]) + step.to_bytes(8, "big") + bytes([at] * 7) for at in range(length)]
+            parent = chance.choice(here) if here and chance.random() < 0.7 else b""
+            both.insert(keys, parent, range(100 * step, 100 * step + length))
+        elif chance.random() < 0.4:
+            both.touch(chance.choice(here))
+        else:
+            both.evict(chance.randint(1, 15))
+        if step % 10 == 0:
+            assert [index.check_integrity() for index in both.indexes] == [[], []]
+        one, other = both.keys()
+        assert one == other, f"step {step}"
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+@pytest.mark.parametrize("seed", range(4))
+def test_runs_are_as_blocks_one_by_one(policy: str, seed: int) -> None:
+    both = Both(policy)
+    history(both, seed, 150)
+    assert both.released[0] == both.released[1], "frames come back in the same order"
+    assert both.released[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_run_takes_rows_that_were_used_before(policy: str) -> None:
+    index = Index(lambda frame: None)
+    table = index.add_table(1, Policies(policy, Clock()).make(index), windowed=False)
+    for lap in range(30):
+        keys = [bytes([lap, at]).ljust(16, b"\0") for at in range(200)]
+        entries = index.insert_run(table, keys, table.root, [NO_FRAME] * 200)
+        assert [index.key[entry] for entry in entries] == keys
+        assert [index.parent[entry] for entry in entries] == [table.root, *entries[:-1]]
+        while table.blocks:
+            index.evict_run(table.policy.victim(), 150)
+        assert index.check_integrity() == []
+    assert len(index.key) <= 4096, "6,000 blocks in all"
+
+
+def test_the_last_of_a_run_may_be_pinned_and_no_key_comes_twice() -> None:
+    index = Index(lambda frame: None)
+    table = index.add_table(1, Policies("lru", Clock()).make(index), windowed=False)
+    keys = [bytes([at]) * 16 for at in range(4)]
+    entries = index.insert_run(table, keys[:3], table.root, [1, 2, 3], pins=2)
+    assert table.policy.victim() == NO_ENTRY
+    index.unpin(entries[-1])
+    index.unpin(entries[-1])
+    assert table.policy.victim() == entries[-1]
+    assert index.check_integrity() == []
+    with pytest.raises(AssertionError, match="published once"):
+        index.insert_run(table, [keys[3], keys[0]], entries[-1], [4, 5])
