@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
+
 from tiercache import messages as m
 from tiercache.daemon.desk import Desk, Method, check_keys, encoder, positive
+from tiercache.daemon.hints import said_at
 from tiercache.daemon.inspect import chain_of, pins_of, places_of
 from tiercache.daemon.sessions import Session
 from tiercache.errors import RequestRefused
@@ -23,6 +26,8 @@ MAX_LISTED_SPECS_BYTES = 1 << 20
 MAX_CHECKED_BLOCKS = 200_000
 """Blocks whose books are compared without `force`: about a fifth of a second in which nobody is served."""
 MAX_FINDINGS = 1000
+_PRIORITIES = (0, *(int(priority) for priority in m.Priority))
+"""Of a hint; 0 says nothing."""
 
 
 class AdminRequests:
@@ -39,6 +44,7 @@ class AdminRequests:
             m.Pin: self._pin,
             m.Unpin: self._unpin,
             m.Prefetch: self._prefetch,
+            m.Hint: self._hint,
             m.Flush: self._flush,
             m.Report: self._report,
             m.Models: self._models,
@@ -63,6 +69,26 @@ class AdminRequests:
         check_keys(request.keys, m.MAX_KEYS)
         found = self._cache.prefetch(session.owner, self._desk.namespaces(request.namespaces), request.keys)
         return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
+
+    def _hint(self, session: Session, request: m.Hint) -> m.Reply:
+        check_keys(request.keys, m.MAX_KEYS)
+        namespaces = self._desk.namespaces(request.namespaces)
+        if request.first < 0 or request.return_in_ms < 0 or request.ttl_ms < 0:
+            text = f"first {request.first}, return_in_ms {request.return_in_ms}, ttl_ms {request.ttl_ms}: from 0 on"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        if request.priority not in _PRIORITIES:
+            text = f"priority is {request.priority}: must be one of {', '.join(map(str, _PRIORITIES))}"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        if request.done and request.return_in_ms:
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, "done and return_in_ms: say one of them")
+        said = said_at(
+            self._cache.clock_s(), request.done, min(request.return_in_ms, m.MAX_HINT_MS) / 1000,
+            min(request.ttl_ms, m.MAX_HINT_MS) / 1000, m.Priority(request.priority) if request.priority else None,
+        )  # fmt: skip
+        blocks = self._cache.hint(namespaces, request.keys, request.first, said)
+        if self._desk.recorder is not None:
+            self._desk.recorder.hinted(namespaces, request)
+        return m.Hinted(request.request_id, self._generation, blocks)
 
     def _flush(self, session: Session, request: m.Flush) -> m.Reply | None:
         tiers = ["all", "dram", *filter(None, [self._cache.below.name])]
@@ -116,10 +142,13 @@ class AdminRequests:
         models: dict[bytes, m.ModelCard] = {}
         left_bytes = MAX_LISTED_MODELS_BYTES
         for one in self._desk.sessions.values():
-            left_bytes -= sum(map(len, one.models.keys() - models.keys()))
+            if self._desk.tenant not in ("", one.tenant):
+                continue
+            its = models_of(one) if one.tenant else one.models
+            left_bytes -= sum(map(len, its.keys() - models.keys()))
             if left_bytes < 0:
                 break
-            models |= one.models
+            models |= its
         known = self._cache.space.numbers({name for card in models.values() for name in card.namespaces})
         return m.ModelList(request.request_id, self._generation, list(models.values()), known)
 
@@ -179,3 +208,11 @@ class AdminRequests:
                 break
             specs[namespace.number] = namespace.spec
         return m.SpecList(request.request_id, self._generation, specs)
+
+
+def models_of(session: Session) -> dict[bytes, m.ModelCard]:
+    """What a tenant says of its models, with its namespaces as they are called here; nothing of any others."""
+    known = session.registered
+    cards = [card for card in session.models.values() if all(name in known for name in card.namespaces)]
+    its = [msgspec.structs.replace(card, namespaces=[known[name] for name in card.namespaces]) for card in cards]
+    return {encoder.encode(card): card for card in its}

@@ -9,6 +9,7 @@ from tiercache.messages import NO_LEASE, BlockView, CommitState, Extent
 
 if TYPE_CHECKING:
     from tiercache.daemon.events import Named
+    from tiercache.daemon.index import Index, Table
     from tiercache.daemon.leases import Owner, ReadLease
     from tiercache.daemon.space import Namespace
 
@@ -93,6 +94,9 @@ class TierBelow(Protocol):
     def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
         """A client asked for `keys`; DRAM has the first `dram_blocks`, both tiers together the first `found_blocks`."""
 
+    def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:
+        """Where blocks of this prompt are in this tier, for what is said of them: of a chain the longest run."""
+
     def promote(self, lease: ReadLease) -> None:
         """Bring up what `lease.runs` wait for; it lands as if a client stored it."""
 
@@ -153,6 +157,9 @@ class NoTierBelow:
 
     def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
         return
+
+    def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:
+        return []
 
     def promote(self, lease: ReadLease) -> None:
         return

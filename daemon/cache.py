@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tiercache.daemon.ages import Ages
+from tiercache.daemon.ahead import Ahead
 from tiercache.daemon.below import GrantsBelow, NoTierBelow, TierBelow
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.events import Events, Named
+from tiercache.daemon.hints import Said
 from tiercache.daemon.leases import Owner, ReadLease
 from tiercache.daemon.policies import Policies
 from tiercache.daemon.policy import NO_ENTRY
@@ -29,6 +31,7 @@ from tiercache.daemon.reuse import WhatIf
 from tiercache.daemon.space import Namespace, Space
 from tiercache.daemon.traffic import Traffic
 from tiercache.daemon.writes import Reservation, Writes
+from tiercache.messages import KEY_BYTES
 
 _FLUSH_AT_ONCE = 2048
 """Entries unlinked before a flush is answered; the rest goes in the background."""
@@ -43,6 +46,7 @@ class CacheLimits:
     pin_share: float = 0.5
     quarantine_bytes: int = 1 << 30
     quota: Mapping[str, int] = field(default_factory=dict)
+    quota_below: Mapping[str, int] = field(default_factory=dict)
 
 
 class Cache:
@@ -59,8 +63,9 @@ class Cache:
         self.counters = Counters()
         self.traffic = Traffic()
         policies, quotas = Policies(limits.policy, clock_s), Quotas(limits.quota)
-        self.space = Space(policies, self.counters, quotas, limits.headroom_bytes)
+        self.space = Space(policies, self.counters, quotas, limits.headroom_bytes, Quotas(limits.quota_below))
         self.reads = Reads(self.space, self.below, clock_s, limits.pin_share)
+        self.ahead = Ahead(self.reads, clock_s)
         self.writes = Writes(self.space, self.below.published, clock_s, limits.quarantine_bytes, events)
         self.events = events
         self.ages = Ages()
@@ -90,6 +95,18 @@ class Cache:
             self.what_if.looked_up(namespaces, keys, found.dram, found.below)
         self._revoke_if_drained()
         return found
+
+    def hint(self, namespaces: Sequence[Namespace], keys: bytes, first: int, said: Said) -> int:
+        """What a client knows of the further use of blocks `first..` of `keys`; returns how many of `keys` are here."""
+        hints, index, blocks = self.space.policies.hints, self.space.index, 0
+        hints.count(said)
+        for namespace in namespaces:
+            places = [(index, namespace.table), *self.below.holders(namespace, keys)]
+            window = namespace.spec.window_blocks
+            blocks = max(blocks, hints.say(places, keys, first, said, window, len(namespaces)))
+        if blocks and self.below.name:
+            self.ahead.say(namespaces, keys[: blocks * KEY_BYTES], said)
+        return blocks
 
     def all_namespaces(self) -> list[Namespace]:
         """Every namespace that is registered."""
@@ -127,7 +144,7 @@ class Cache:
             for table in tables:
                 index.drop_table(table)
         index.unlink_slice(_FLUSH_AT_ONCE)
-        self.reads.revoke_detached()
+        self._let_go_detached()
         gone = before - sum(table.blocks for table in tables) if key else before
         self.counters.flushes += 1
         self.counters.flushed_blocks += gone
@@ -144,18 +161,27 @@ class Cache:
     def _revoke_if_drained(self) -> None:
         if self.space.drained_something:
             self.space.drained_something = False
-            self.reads.revoke_detached()
+            self._let_go_detached()
+
+    def _let_go_detached(self) -> None:
+        self.reads.revoke_detached()
+        self.space.tails.let_go_detached()
 
     def expire(self) -> None:
         """End what has run out of time."""
         self.ages.note(self.space.index.columns.clock, self.clock_s())
+        self.space.tails.lapse()
         self.reads.expire()
+        self.space.policies.hints.expire(self.space.index, self.space.tails)
+        self.ahead.work()
+        self._revoke_if_drained()
         for writes in self._all_writes():
             writes.expire()
 
     def session_lost(self, owner: Owner) -> None:
         """A session has ended, its process maybe not."""
         self.reads.session_lost(owner)
+        self.space.tails.writer_gone(owner.instance)
         for writes in self._all_writes():
             writes.session_lost(owner)
 
@@ -180,6 +206,7 @@ class Cache:
         owned = index.frames_in_use() + self.writes.owned_frames()
         findings = index.check_integrity() + space.allocator.check_integrity(owned)
         findings += [] if self.events is None else self.events.check_integrity()
+        findings += space.policies.hints.check_integrity()
         findings += [] if self.what_if is None else self.what_if.stack.check_integrity()
         pins = [0] * len(index.key)
         for lease in self.reads.leases.values():
@@ -188,7 +215,7 @@ class Cache:
         for block in self.writes.pending.values():
             if block.parent_entry != NO_ENTRY:
                 pins[block.parent_entry] += 1
-        for entry in (*index.unlinking_entries(), *(table.root for table in index.tables.values())):
+        for entry in (*space.tails, *index.unlinking_entries(), *(table.root for table in index.tables.values())):
             pins[entry] += 1
         pinned = Counter(region for lease in self.reads.pins.values() for region in lease.pin_regions)
         if pinned != space.pinned_regions:

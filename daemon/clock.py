@@ -21,11 +21,11 @@ class LeaseClock:
         self._stalled_s = 0.0
         self._seen_s = time.monotonic()
 
-    def observe(self) -> float:
-        """Look at the clock; returns monotonic seconds."""
+    def observe(self, meant_s: float = 0.0) -> float:
+        """Look at the clock, `meant_s` after the last time unless something stalls; returns monotonic seconds."""
         now_s = time.monotonic()
         gap_s = now_s - self._seen_s
-        if gap_s > STALL_S:
+        if gap_s > STALL_S + meant_s:
             self.stalls += 1
             self._stalled_s += gap_s
         self._seen_s = now_s

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 encoder = msgspec.msgpack.Encoder()
 
+MAX_LEASED_KEYS_BYTES = 16 << 20
+"""Of a session of a tenant: what the daemon remembers of its read leases, a million blocks."""
+
 Method = Callable[[Session, Any], "m.Reply | None"]
 """Answers one kind of request; None for what is given to `Desk.answer` later."""
 
@@ -78,6 +81,8 @@ class Desk:
         owner = session.owner
         if len(owner.reads) + len(owner.writes) + len(owner.grants) >= self.max_leases:
             raise RequestRefused(ErrorCode.LIMIT.value, f"{self.max_leases} leases are open in this session")
+        if self.tenant and sum(len(lease.keys) for lease in owner.reads.values()) >= MAX_LEASED_KEYS_BYTES:
+            raise RequestRefused(ErrorCode.LIMIT.value, "the leases of this session hold too many blocks: release some")
         return min(positive(ttl_ms, "ttl_ms") / 1000, self.lease_ttl_max_s)
 
 

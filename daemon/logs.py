@@ -42,8 +42,14 @@ class _Text(logging.Formatter):
         self._under_systemd = under_systemd
 
     def format(self, record: logging.LogRecord) -> str:
+        # One record is one line: names of files, and what others have said, must not look like a line of ours.
+        record.msg, record.args = _one_line(record.getMessage()), None
         text = super().format(record)
         return f"<{_SYSTEMD_LEVELS[record.levelname]}>{text}" if self._under_systemd else text
+
+
+def _one_line(text: str) -> str:
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class _Json(logging.Formatter):

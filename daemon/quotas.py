@@ -1,30 +1,56 @@
-"""How much of the arena each tenant may have.
+"""How much of a tier each tenant may have, or each namespace that is named.
 
-A tenant with a quota has eviction policies of its own, so that it can make room among its own blocks; all others
-share theirs. What counts is frames: of blocks that are here, and of those being stored.
+    team-a=16GiB          a tenant, all its namespaces together
+    ns:5d1e0b3a=4GiB      the namespaces whose fingerprint starts so (`tiercache ls`), apart from their tenant's
+    *=1GiB                each other tenant
+
+Who has a limit is an *account*: it has eviction policies of its own, so that it can make room among its own blocks;
+all without a limit share theirs. What counts is places: of blocks that are here, and of those being stored.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 EVERY_OTHER = "*"
 """In the setting: each tenant that is not named there. Clients that name no tenant have no quota."""
+NAMESPACE = "ns:"
+"""In the setting: what follows is how a fingerprint starts. No tenant may be called so (`NamespaceSpec.problem`)."""
+NOBODY = ""
+"""The account of all that have no limit."""
 
 
 class Quotas:
-    """Limits in bytes by tenant, as `DaemonConfig.quota` gives them."""
+    """Limits in bytes for one tier, as `DaemonConfig.quota` gives them, and who is under which.
+
+    Attributes:
+        members: numbers of namespaces, by account.
+        refused: blocks that were not stored for want of room, by account.
+    """
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         self._limits = dict(limits)
         self._every_other = self._limits.pop(EVERY_OTHER, None)
+        # The longest first: of two that fit, the one that says more.
+        self._starts = sorted((name for name in self._limits if name.startswith(NAMESPACE)), key=len, reverse=True)
+        self.members: dict[str, list[int]] = {name: [] for name in self._limits}
+        self.refused: Counter[str] = Counter()
 
-    def limit(self, tenant: str) -> int | None:
-        """What a tenant may have, or None for all there is."""
-        if not tenant or not (self._limits or self._every_other is not None):
-            return None
-        return self._limits.get(tenant, self._every_other)
+    def enter(self, number: int, tenant: str, fingerprint: str) -> str:
+        """The account of a new namespace."""
+        account = self._account(tenant, fingerprint)
+        if account != NOBODY:
+            self.members.setdefault(account, []).append(number)
+        return account
 
-    def account(self, tenant: str) -> str:
-        """Whose eviction order a tenant's blocks are in: its own, or that of all without a quota."""
-        return tenant if self.limit(tenant) is not None else ""
+    def _account(self, tenant: str, fingerprint: str) -> str:
+        for name in self._starts:
+            if fingerprint.startswith(name.removeprefix(NAMESPACE)):
+                return name
+        limited = bool(tenant) and (tenant in self._limits or self._every_other is not None)
+        return tenant if limited else NOBODY
+
+    def limit_bytes(self, account: str) -> int | None:
+        """What an account may have, or None for all there is."""
+        return None if account == NOBODY else self._limits.get(account, self._every_other)

@@ -61,6 +61,7 @@ class Reads:
         With `extents` the lease keeps what is below where it is, if it can; see `bring_up`.
         """
         asked = len(keys) // KEY_BYTES
+        self._space.tails.lapse()
         blocks, ends = self._find(namespaces, keys, asked)
         counters, now_s = self._space.counters, self._clock_s()
         counters.match_requests += 1
@@ -95,12 +96,15 @@ class Reads:
         """Tell the policies of both tiers what is wanted; the deepest block that each of them has stands for all."""
         if not keys:
             return
-        predictor = self._space.policies.predictor
+        self._space.prompts.asked(keys)
+        predictor, hints = self._space.policies.predictor, self._space.policies.hints
+        hints.asked = True
         if predictor is not None:
             predictor.asked(keys, blocks, blocks + below)
         self._below.matched(namespaces, keys, blocks, blocks + below)
         for entry in ends:
             self._space.index.touch(entry)
+        hints.asked = False
         if predictor is not None:
             predictor.answered()
 
@@ -119,12 +123,26 @@ class Reads:
         """As `match`, with what is below brought up for nobody in particular, in the background."""
         found = self.match(owner, namespaces, keys, 0.0)
         if found.below and len(self.growing) < MAX_PREFETCHES:
-            blocks, ends = self._find(namespaces, keys, found.dram)
-            lease = self._grant(namespaces, keys, blocks, ends, PREFETCH_S)
-            target = found.dram + found.below
-            lease.keys = keys[: target * KEY_BYTES]
-            self._rise(lease, target)
+            self._fetch(namespaces, keys, found.dram, found.dram + found.below)
         return found
+
+    def bring_ahead(self, namespaces: Sequence[Namespace], keys: bytes, most: int) -> int:
+        """As `prefetch`, before anybody asks: nothing is counted as asked for or used. Blocks that set out.
+
+        None where there are more than `most` of them.
+        """
+        blocks, below = self.peek(namespaces, keys)
+        if not 0 < below <= most:
+            return 0
+        self._fetch(namespaces, keys, blocks, blocks + below)
+        return below
+
+    def _fetch(self, namespaces: Sequence[Namespace], keys: bytes, in_dram: int, target: int) -> None:
+        """Bring up the first `target` blocks for nobody in particular."""
+        blocks, ends = self._find(namespaces, keys, in_dram)
+        lease = self._grant(namespaces, keys, blocks, ends, PREFETCH_S)
+        lease.keys = keys[: target * KEY_BYTES]
+        self._rise(lease, target)
 
     def _find(self, namespaces: Sequence[Namespace], keys: bytes, limit: int) -> tuple[int, list[int]]:
         """The longest run of at most `limit` blocks, and the entries whose pins hold all of it."""

@@ -29,7 +29,7 @@ import msgspec
 from tiercache.config import DaemonConfig
 from tiercache.daemon.space import Namespace
 from tiercache.errors import ConfigError
-from tiercache.messages import KEY_BYTES
+from tiercache.messages import KEY_BYTES, Hint
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -87,6 +87,14 @@ class Recorder:
     def fetched(self, namespaces: Sequence[Namespace], keys: bytes) -> None:
         """A prefetch."""
         self._put("p", namespaces, keys, b"", {})
+
+    def hinted(self, namespaces: Sequence[Namespace], hint: Hint) -> None:
+        """What a client knows of further uses."""
+        fields = {
+            "first": hint.first, "done": hint.done, "return_ms": hint.return_in_ms, "ttl_ms": hint.ttl_ms,
+            "priority": hint.priority,
+        }  # fmt: skip
+        self._put("h", namespaces, hint.keys, b"", {name: value for name, value in fields.items() if value})
 
     def forgot(self, namespaces: Sequence[Namespace], key: bytes, tier: str) -> None:
         """A flush of a tier or of all: of namespaces, or of one block and what follows it."""

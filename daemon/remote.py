@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -33,6 +34,9 @@ log = logging.getLogger("tiercache.daemon")
 REMOTE_SILENCE_S = 30.0
 """Without a request for so long a session is over. Clients ask at least every `tiercache.session.KEEP_ALIVE_S`."""
 LOOK_S = 1.0
+SESSION_SHARE = 4
+"""One tenant has at most a quarter of `max_sessions`, and all of them together leave one to clients of this host."""
+_CLOCK_STEP_NS = 2_000_000_000
 _DOMAIN = "tiercache"
 _encode = msgspec.msgpack.Encoder().encode
 _decode_hello = msgspec.msgpack.Decoder(Hello).decode
@@ -76,8 +80,10 @@ class AllowedClients:
         except OSError:
             seen = ()
         if seen != self._seen or not seen:
+            # What changes again within one step of the file system's clock leaves the same time behind.
+            young = bool(seen) and time.time_ns() - seen[0] < _CLOCK_STEP_NS
             self._names, problems = load_allowed(self._directory) if seen else ({}, [f"{folder} cannot be read"])
-            self._seen = seen
+            self._seen = () if young else seen
             if problems != self._told:
                 for problem in problems:
                     log.warning("%s", problem)
@@ -173,8 +179,8 @@ class RemoteGate:
         refused = refusal(hello)
         if not tenant or tenant not in self._allowed.read():
             refused = Refused(ErrorCode.FORBIDDEN.value, "this key may connect no more")
-        elif len(self._gate.sessions) >= self._max_sessions:
-            refused = Refused(ErrorCode.LIMIT.value, f"{self._max_sessions} sessions are open: raise max_sessions")
+        elif (text := self._no_session_for(tenant)) is not None:
+            refused = Refused(ErrorCode.LIMIT.value, text)
         if refused is not None:
             self._counters.sessions_refused += 1
             return Answer(_encode(refused), None)
@@ -183,6 +189,18 @@ class RemoteGate:
         self._counters.sessions_opened += 1
         log.info("session %s of tenant %s has begun", session.name, tenant)
         return Answer(_encode(self._welcome(session, min(PROTOCOL, hello.protocol_max))), session)
+
+    def _no_session_for(self, tenant: str) -> str | None:
+        """Why a tenant may not have one more session, or None."""
+        remote = [session for session in self._gate.sessions.values() if isinstance(session, RemoteSession)]
+        if len(self._gate.sessions) >= self._max_sessions:
+            return f"{self._max_sessions} sessions are open: raise max_sessions"
+        share = max(1, self._max_sessions // SESSION_SHARE)
+        if len(remote) >= self._max_sessions - share:
+            return f"{len(remote)} sessions of other hosts are open: raise max_sessions"
+        if sum(session.tenant == tenant for session in remote) >= share:
+            return f"{share} sessions of tenant {tenant} are open: close some, or raise max_sessions"
+        return None
 
     def tick(self) -> None:
         """Finished payloads and connections; now and then those that are silent, or no longer allowed."""

@@ -43,20 +43,24 @@ class RunDir:
         self.path = path
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid()):
+                # Who made it can have it lead elsewhere once clients look for us here.
+                raise ConfigError(f"run_dir {path} is another user's symbolic link: choose one with --run-dir")
             stat = path.stat()
             if stat.st_uid != os.geteuid():
-                raise ConfigError(f"run_dir {path} belongs to another user: choose one with --run-dir")
+                text = f"--run-dir, for example {path}/daemon where we may make that (in a volume of a pod)"
+                raise ConfigError(f"run_dir {path} belongs to another user: choose one with {text}")
             if stat.st_mode & 0o022:
                 raise ConfigError(f"run_dir {path} can be written by others: chmod 0700 it, or choose another one")
-            if group is not None:
-                os.chown(path, -1, group)
-                path.chmod(0o750)
             self._fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             text = f"run_dir {path} cannot be used ({error.strerror}): choose one with --run-dir"
             raise ConfigError(text) from error
         self._lock()
         self.remove_sockets()
+        if group is not None:  # now that it is ours: a second daemon changes nothing of what the first one serves
+            os.chown(path, -1, group)
+            path.chmod(0o750)
 
     def _lock(self) -> None:
         # An flock on an open file ends with the process, however it ends.

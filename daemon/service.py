@@ -34,7 +34,7 @@ log = logging.getLogger("tiercache.daemon")
 MAX_ERROR_CHARS = 400
 
 NOT_FOR_TENANTS = (
-    m.Stats, m.Check, m.Models, m.Inspect, m.Pins, m.Specs, m.Extents, m.BadExtent, m.ReserveExtents, m.CommitExtents,
+    m.Stats, m.Check, m.Inspect, m.Pins, m.Specs, m.Extents, m.BadExtent, m.ReserveExtents, m.CommitExtents,
 )  # fmt: skip
 """What would tell one tenant of others, or is of use on the daemon's host only."""
 

@@ -87,6 +87,8 @@ class Session:
         self.registration = "none"
         self.counters: dict[str, int] = {}
         self.models: dict[bytes, ModelCard] = {}
+        self.registered: dict[str, str] = {}
+        """Of a tenant's: fingerprints of the namespaces, by those of the specs that it sent, which do not name it."""
         self.unsent_bytes = 0
         self.open = True
 

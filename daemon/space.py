@@ -12,12 +12,15 @@ from tiercache.daemon.allocator import NO_FRAME, Allocator, SizeClass
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.index import LIVE, Index, Table
 from tiercache.daemon.policies import Policies
-from tiercache.daemon.policy import NO_ENTRY, Policy
-from tiercache.daemon.quotas import Quotas
+from tiercache.daemon.policy import NO_ENTRY, Policy, coldest_of
+from tiercache.daemon.quotas import NOBODY, Quotas
+from tiercache.daemon.tails import Prompts, Tails
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import REGION_SHIFT
 
 MAX_NAMESPACES = 4096
+MAX_TENANT_NAMESPACES = 256
+"""Of one tenant: room for a few models on many ranks, and none to take the places of all others."""
 SLICE = 512
 """Entries unlinked, or frames drained, in one go: about a millisecond of the loop."""
 
@@ -40,13 +43,16 @@ class Use:
     used_s: float | None = None
     pending_blocks: int = 0
     """Being stored now."""
+    pending_below_blocks: int = 0
+    """On their way to the tier below."""
 
 
 @dataclass(slots=True)
 class Namespace:
     """A registered spec and where its blocks live.
 
-    `direct`: a client wants to read its blocks on NVMe itself, so they are stored for that.
+    `direct`: a client wants to read its blocks on NVMe itself, so they are stored for that. `account`,
+    `account_below`: whose quota its blocks are under in DRAM and in the tier below (see `Quotas`).
     """
 
     number: int
@@ -55,6 +61,8 @@ class Namespace:
     table: Table
     size_class: SizeClass
     direct: bool = False
+    account: str = NOBODY
+    account_below: str = NOBODY
     use: Use = field(default_factory=Use)
 
 
@@ -66,16 +74,21 @@ class Space:
     """The DRAM tier's places and what is in them. Event loop only; nothing here blocks."""
 
     def __init__(
-        self, policies: Policies, counters: Counters, quotas: Quotas | None = None, headroom_bytes: int = 0
+        self, policies: Policies, counters: Counters, quotas: Quotas | None = None, headroom_bytes: int = 0,
+        quotas_below: Quotas | None = None,
     ) -> None:  # fmt: skip
         self.allocator = Allocator()
         self.index = Index(self.allocator.give_back)
         self.counters = counters
         self.namespaces: dict[int, Namespace] = {}
         self._by_fingerprint: dict[str, Namespace] = {}
+        self._namespaces_of: Counter[str] = Counter()  # how many, by tenant
         self.policies = policies
+        self.prompts = Prompts()
+        self.tails = Tails(self.index, self.prompts, policies.clock_s)
         self._policies: dict[int, dict[str, Policy]] = {}  # of a size of frames, by account
         self.quotas = quotas or Quotas({})
+        self.quotas_below = quotas_below or Quotas({})
         self._headroom_bytes = headroom_bytes
         self._draining: tuple[int, int] | None = None  # region id, next frame to look at
         self._drain_rest = 0  # times that no drain is considered
@@ -91,15 +104,20 @@ class Space:
             return known
         if len(self.namespaces) >= MAX_NAMESPACES:
             raise NoRoom(f"{MAX_NAMESPACES} namespaces are registered: restart the daemon to forget the empty ones")
+        known_of_tenant = self._namespaces_of[spec.tenant]
+        if spec.tenant and known_of_tenant >= MAX_TENANT_NAMESPACES:
+            raise NoRoom(f"tenant {spec.tenant} has registered {known_of_tenant} namespaces: there can be no more")
+        self._namespaces_of[spec.tenant] += 1
         number = len(self.namespaces) + 1
         size_class = self.allocator.size_class(spec.frame_bytes)
         its = self._policies.setdefault(spec.frame_bytes, {})
-        account = self.quotas.account(spec.tenant)
+        account = self.quotas.enter(number, spec.tenant, fingerprint)
+        below = self.quotas_below.enter(number, spec.tenant, fingerprint)
         policy = its.get(account)
         if policy is None:
-            policy = its[account] = self.policies.make(self.index)
+            policy = its[account] = self.policies.hinted(self.index)
         table = self.index.add_table(number, policy, windowed=spec.window_blocks > 0)
-        namespace = Namespace(number, spec, fingerprint, table, size_class)
+        namespace = Namespace(number, spec, fingerprint, table, size_class, account=account, account_below=below)
         self.namespaces[number] = self._by_fingerprint[fingerprint] = namespace
         return namespace
 
@@ -126,7 +144,8 @@ class Space:
         Whatever must survive this (the new blocks' ancestors) has to be pinned by the caller.
         """
         allocator, size_class = self.allocator, namespace.size_class
-        limit_bytes = self.quotas.limit(namespace.spec.tenant)
+        self.tails.lapse()
+        limit_bytes = self.quotas.limit_bytes(namespace.account)
         if limit_bytes is not None:
             count = self._within_quota(namespace, count, limit_bytes)
         frames: list[int] = []
@@ -134,24 +153,26 @@ class Space:
             frame = allocator.take(size_class)
             if frame != NO_FRAME:
                 frames.append(frame)
-            elif not self._make_room(namespace, count - len(frames)):
+            elif not (self._make_room(namespace, count - len(frames)) or self.tails.give_up()):
                 break
         return frames
 
-    def used_bytes(self, tenant: str) -> int:
-        """What a tenant has of the arena. O(namespaces)."""
-        return sum(
-            (one.table.blocks + one.use.pending_blocks) * one.size_class.frame_bytes
-            for one in self.namespaces.values()
-            if one.spec.tenant == tenant
-        )
+    def used_bytes(self, account: str) -> int:
+        """What an account with a quota has of the arena. O(its namespaces)."""
+        its = [self.namespaces[number] for number in self.quotas.members.get(account, ())]
+        return sum((one.table.blocks + one.use.pending_blocks) * one.size_class.frame_bytes for one in its)
 
     def _within_quota(self, namespace: Namespace, count: int, limit_bytes: int) -> int:
-        """How many of `count` frames the tenant may have, once it has given up blocks of its own for them."""
-        tenant, frame_bytes = namespace.spec.tenant, namespace.size_class.frame_bytes
-        over = self.used_bytes(tenant) + count * frame_bytes - limit_bytes
-        accounts = [its[tenant] for its in self._policies.values() if tenant in its]
-        while over > 0 and (policy := _coldest(accounts)) is not None:
+        """How many of `count` frames its account may have, once it has given up blocks of its own for them."""
+        account, frame_bytes = namespace.account, namespace.size_class.frame_bytes
+        over = self.used_bytes(account) + count * frame_bytes - limit_bytes
+        accounts = [its[account] for its in self._policies.values() if account in its]
+        while over > 0:
+            policy = coldest_of(accounts)
+            if policy is None:
+                if self.tails.give_up():
+                    continue
+                break
             victim = policy.victim()
             size = self.namespaces[self.index.table[victim]].size_class.frame_bytes
             evicted = self.index.evict_run(victim, -(-over // size))
@@ -159,8 +180,10 @@ class Space:
             over -= evicted * size
         if over <= 0:
             return count
-        self.counters.refused_by_quota_blocks += min(count, -(-over // frame_bytes))
-        return max(0, count - -(-over // frame_bytes))
+        refused = min(count, -(-over // frame_bytes))
+        self.counters.refused_by_quota_blocks += refused
+        self.quotas.refused[account] += refused
+        return count - refused
 
     def _make_room(self, namespace: Namespace, count: int) -> bool:
         """Evict `count` blocks, or fewer where that is all there is; False when nothing was gained.
@@ -171,9 +194,9 @@ class Space:
         if self.index.unlink_slice(SLICE):
             return True
         accounts = list(self._policies[namespace.size_class.frame_bytes].values())
-        self._consider_drain(namespace.size_class, _coldest(accounts))
+        self._consider_drain(namespace.size_class, coldest_of(accounts))
         evicted = 0
-        while evicted < count and (policy := _coldest(accounts)) is not None:
+        while evicted < count and (policy := coldest_of(accounts)) is not None:
             # With several accounts in turn, so that the coldest goes whoever has it.
             most = count - evicted if len(accounts) == 1 else min(count - evicted, _TURN)
             evicted += self.index.evict_run(policy.victim(), most)
@@ -193,7 +216,8 @@ class Space:
         short_bytes = self._headroom_bytes - (self.allocator.arena_bytes - self.allocator.used_bytes)
         if short_bytes <= 0:
             return False
-        policy = _coldest([one for its in self._policies.values() for one in its.values()])
+        self.tails.lapse()
+        policy = coldest_of([one for its in self._policies.values() for one in its.values()])
         if policy is None:
             return False
         victim = policy.victim()
@@ -213,7 +237,7 @@ class Space:
         own = None if policy is None else policy.coldest_stamp()
         coldest: tuple[int, Policy] | None = None
         for frame_bytes, accounts in self._policies.items():
-            other = None if frame_bytes == size_class.frame_bytes else _coldest(list(accounts.values()))
+            other = None if frame_bytes == size_class.frame_bytes else coldest_of(list(accounts.values()))
             stamp = None if other is None else other.coldest_stamp()
             if other is not None and stamp is not None and (coldest is None or stamp < coldest[0]):
                 coldest = stamp, other
@@ -264,11 +288,3 @@ class Space:
                 self.drained_something = True
         done = first + SLICE >= len(entries)
         self._draining = None if done else (region_id, first + SLICE)
-
-
-def _coldest(accounts: list[Policy]) -> Policy | None:
-    """The one whose next victim has waited longest; None where none has a victim."""
-    if len(accounts) == 1:
-        return None if accounts[0].victim() == NO_ENTRY else accounts[0]
-    stamps = [(stamp, number) for number, one in enumerate(accounts) if (stamp := one.coldest_stamp()) is not None]
-    return accounts[min(stamps)[1]] if stamps else None

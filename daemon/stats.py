@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,14 @@ from tiercache.daemon.histograms import build_histograms
 from tiercache.messages import Stats
 
 if TYPE_CHECKING:
+    from tiercache.daemon.quotas import Quotas
     from tiercache.daemon.server import Server
     from tiercache.daemon.space import Namespace
 
 # What clients name themselves and register is theirs to choose; the reply has to fit into one message.
 MAX_LISTED_NAMESPACES = 1024
 MAX_LISTED_SESSIONS = 256
+MAX_LISTED_QUOTAS = 256
 _MAX_CHARS = 48
 _COUNTERS = [field.name for field in fields(Counters)]
 
@@ -57,6 +60,8 @@ def build_stats(server: Server, request: Stats) -> dict[str, Any]:
         **({} if server.events is None else {"kv_events": server.events.stats()}),
         **({} if server.recorder is None else {"record": server.recorder.stats()}),
         "pins": {"count": len(cache.reads.pins), "bytes": cache.reads.pinned_bytes},
+        "hints": {**space.policies.hints.stats(), "plans": cache.ahead.plans, "ahead_blocks": cache.ahead.blocks},
+        **({"quotas": quotas} if (quotas := _quotas(server)) else {}),
         "namespaces": _namespaces(server),
         "sessions": _sessions(server),
         **({"histograms": build_histograms(server)} if request.histograms else {}),
@@ -127,6 +132,25 @@ def _sessions(server: Server) -> list[dict[str, Any]]:
     ]
 
 
+def _quotas(server: Server) -> list[dict[str, Any]]:
+    """Who has a limit, and how far it is used; of tenants that only `*` is for those that have namespaces."""
+    space, nvme = server.cache.space, server.nvme
+    used: dict[str, tuple[Quotas, Callable[[str], int]]] = {"dram": (space.quotas, space.used_bytes)}
+    if nvme is not None:
+        used["nvme"] = space.quotas_below, nvme.fairness.used_bytes
+    return [
+        {
+            "name": account,
+            "tier": tier,
+            "used_bytes": used_bytes(account),
+            "limit_bytes": quotas.limit_bytes(account),
+            "refused_blocks": quotas.refused[account],
+        }
+        for tier, (quotas, used_bytes) in used.items()
+        for account in islice(quotas.members, MAX_LISTED_QUOTAS)
+    ]
+
+
 def _arena(server: Server) -> dict[str, Any]:
     allocator = server.cache.space.allocator
     locked = sum(region.size_bytes for region in server.regions.values() if region.locked)
@@ -168,6 +192,7 @@ def _namespace(namespace: Namespace, now_s: float, pinned: int, below: int) -> d
         "layout": spec.layout[:_MAX_CHARS],
         "dtype": spec.dtype[:_MAX_CHARS],
         "group": spec.group[:_MAX_CHARS],
+        "tenant": spec.tenant,
         "quantization": spec.quantization[:_MAX_CHARS],
         "block_size": spec.block_size,
         "block_bytes": spec.block_bytes,

@@ -7,7 +7,7 @@ from tiercache.daemon.below import Granted
 from tiercache.daemon.desk import Desk, Method, check_range, check_run, encoder
 from tiercache.daemon.events import Named, name_blocks
 from tiercache.daemon.sessions import Session
-from tiercache.daemon.space import Namespace, NoRoom
+from tiercache.daemon.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
 from tiercache.errors import RequestRefused
 from tiercache.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, ErrorCode
 
@@ -49,6 +49,8 @@ class WriteRequests:
             namespace = self._cache.space.open_namespace(spec)
         except NoRoom as error:
             raise RequestRefused(ErrorCode.LIMIT.value, str(error)) from error
+        if session.tenant and len(session.registered) < MAX_TENANT_NAMESPACES:
+            session.registered[request.spec.fingerprint()] = namespace.fingerprint
         namespace.direct |= request.direct
         return m.Namespace(request.request_id, self._generation, namespace.number, request.spec.frame_bytes)
 

@@ -32,7 +32,8 @@ _COMMIT_STATE = {
 # Members by short names: to look one up on its class costs as much as the rest of a step in a loop.
 _HAVE, _PENDING, _FRAME, _NONE = BlockState.HAVE, BlockState.PENDING, BlockState.FRAME, BlockState.NONE
 _VISIBLE, _DROPPED = CommitState.VISIBLE, CommitState.DROPPED
-_WRITING, _PHASE_VISIBLE, _PHASE_DROPPED = BlockPhase.WRITING, BlockPhase.VISIBLE, BlockPhase.DROPPED
+_WRITING, _HELD, _PHASE_DROPPED = BlockPhase.WRITING, BlockPhase.HELD, BlockPhase.DROPPED
+_PHASE_VISIBLE = BlockPhase.VISIBLE
 
 
 class Reservation(NamedTuple):
@@ -93,6 +94,8 @@ class Writes:
             return Reservation(NO_LEASE, states, [], parent_missing=False)
         self.leases[lease.lease_id] = owner.writes[lease.lease_id] = lease
         self._deadlines.add(lease.deadline_s, lease.lease_id)
+        if entry != NO_ENTRY:
+            self._space.tails.went_on(owner.instance, entry)
         return Reservation(lease.lease_id, states, frames, parent_missing=False)
 
     def _present(self, namespace: Namespace, keys: bytes, entry: int) -> tuple[list[BlockState], int]:
@@ -199,19 +202,23 @@ class Writes:
         lease = self._find(owner, lease_id)
         if lease is None:
             return [CommitState.DROPPED] * len(numbers)
-        states = []
-        for number in numbers:
-            block = lease.blocks.get(number)
+        blocks = [lease.blocks.get(number) for number in numbers]
+        complete = []
+        for block in blocks:
             if block is None:
-                states.append(_DROPPED)
                 continue
             if block.phase is _WRITING:
-                self._finish_writing(lease, block)
+                lease.writing -= 1
+                block.phase = _HELD
+                complete.append(block)
             elif block.phase is _PHASE_DROPPED:
                 self._give_back(lease, block)
-            states.append(_VISIBLE if block.phase is _PHASE_VISIBLE else _COMMIT_STATE[block.phase])
+        # All of them are complete before the first is published, so that runs of them become visible at once.
+        for block in complete:
+            if block.phase is _HELD and block.parent_block is None:
+                self._publish(block)
         self._end_if_done(lease)
-        return states
+        return [_DROPPED if block is None else _COMMIT_STATE[block.phase] for block in blocks]
 
     def abort(self, owner: Owner, lease_id: int, finished: bool) -> None:
         """Drop what was not committed. Unless `finished`, its frames go into quarantine."""
@@ -258,48 +265,51 @@ class Writes:
         lease = self.leases.get(lease_id) or self.quarantined.get(lease_id)
         return lease if lease is not None and lease.owner.instance == owner.instance else None
 
-    def _finish_writing(self, lease: WriteLease, block: PendingBlock) -> None:
-        """WRITING → VISIBLE, HELD or DROPPED."""
-        lease.writing -= 1
-        if block.parent_block is not None:
-            block.phase = BlockPhase.HELD
-        else:
-            self._publish(block)
-
     def _publish(self, first: PendingBlock) -> None:
-        """Make a complete block visible, then those that were held for it, as deep as they go."""
-        index, counters = self._space.index, self._space.counters
-        namespace = self._space.namespaces[first.table.number]
-        block_bytes, use = namespace.spec.block_bytes, namespace.use
-        use.used_s = self._clock_s()
+        """Make a complete block visible, then those that were held for it, as deep as they go.
+
+        HELD → VISIBLE, or DROPPED where what they hang below has gone.
+        """
+        index = self._space.index
+        self._space.namespaces[first.table.number].use.used_s = self._clock_s()
         ready = [first]
         while ready:
             block = ready.pop()
-            parent, table = block.parent_entry, block.table
+            parent = block.parent_entry
             if not index.attached(parent):
-                block.phase = BlockPhase.HELD  # its copy is complete, so its frame is free to go
                 self._drop(block)
                 continue
-            entry = index.insert(table, block.key, parent, block.frame, pins=len(block.children))
-            self._space.allocator.set_entry(block.frame, entry)
-            if not block.lease.owner.internal:
-                counters.stored_blocks += 1
-                counters.stored_bytes += block_bytes
-                use.stored_blocks += 1
-            if self._events is not None:
-                said = block.lease.named and block.lease.named(block.place)
-                self._events.arrived(self._events.dram, table.number, block.key, said)
-            before = block.lease.before(block.place) if table.windowed else b""
-            self._published(self._space.namespaces[table.number], block.key, before)
+            run = _complete_run(block)
+            last = run[-1]
+            keys, frames = [block.key for block in run], [block.frame for block in run]
+            entries = index.insert_run(last.table, keys, parent, frames, pins=len(last.children))
+            for block, entry in zip(run, entries, strict=True):
+                self._show(block, entry)
             index.unpin(parent)
-            block.frame, block.parent_entry, block.phase = NO_FRAME, NO_ENTRY, _PHASE_VISIBLE
-            del self.pending[table.number, block.key]
-            use.pending_blocks -= 1
-            for child in block.children:
-                child.parent_block, child.parent_entry = None, entry  # one of the pins is its
-                if child.phase is BlockPhase.HELD:
+            if not last.children and not last.table.windowed and not last.lease.owner.internal:
+                self._space.tails.stored(last.lease.owner.instance, entries[-1])
+            for child in last.children:
+                child.parent_block, child.parent_entry = None, entries[-1]  # one of the pins is its
+                if child.phase is _HELD:
                     ready.append(child)
-            block.children = []
+            last.children = []
+
+    def _show(self, block: PendingBlock, entry: int) -> None:
+        """A block is in the index: it is pending no more, and whoever wants to know is told."""
+        counters, table = self._space.counters, block.table
+        namespace = self._space.namespaces[table.number]
+        self._space.allocator.set_entry(block.frame, entry)
+        if not block.lease.owner.internal:
+            counters.stored_blocks += 1
+            counters.stored_bytes += namespace.spec.block_bytes
+            namespace.use.stored_blocks += 1
+        if self._events is not None:
+            said = block.lease.named and block.lease.named(block.place)
+            self._events.arrived(self._events.dram, table.number, block.key, said)
+        self._published(namespace, block.key, block.lease.before(block.place) if table.windowed else b"")
+        block.frame, block.parent_entry, block.phase = NO_FRAME, NO_ENTRY, _PHASE_VISIBLE
+        del self.pending[table.number, block.key]
+        namespace.use.pending_blocks -= 1
 
     def _drop(self, first: PendingBlock) -> None:
         """A pending block will never be published, nor those below it.
@@ -420,3 +430,14 @@ class Writes:
             dropped = (block for block in lease.blocks.values() if block.phase is BlockPhase.DROPPED)
             frames += [block.frame for block in dropped if block.frame != NO_FRAME]
         return frames
+
+
+def _complete_run(first: PendingBlock) -> list[PendingBlock]:
+    """A complete block, and those below it that are complete too, as far as each is the only one there."""
+    run, last = [first], first
+    while len(last.children) == 1 and last.children[0].phase is _HELD:
+        child = last.children[0]
+        child.parent_block, last.children = None, []
+        run.append(child)
+        last = child
+    return run

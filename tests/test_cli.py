@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,6 +187,33 @@ def test_a_tree_becomes_sections() -> None:
     assert sections({"age_s": 2, "tiers": {}})[0] == Section("general", ("", ""), [("age_s", "2.00 s")])
 
 
+def test_few_rows_with_many_figures_stand_beside_each_other() -> None:
+    figures = {f"figure_{number}": number for number in range(20)}
+    [found] = sections({"tiers": {"dram": {"blocks": 2}, "nvme": {"blocks": 3, **figures}}})
+    assert found.columns == ("tiers", "dram", "nvme")
+    assert found.rows[:2] == [("blocks", "2", "3"), ("figure_0", "-", "0")]
+
+
+def test_the_hit_rate_is_of_all_tiers() -> None:
+    counters = {"match_blocks_asked": 100, "match_blocks_hit": 40, "match_blocks_below": 20}
+    assert ("hit rate", "60.0% of 100 blocks asked for, 20.0% from NVMe") in stats.summary({"counters": counters}).rows
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user")
+def test_a_run_dir_of_another_user_is_not_called_missing() -> None:
+    """Nor does its owner's daemon seem to be dead."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        call = f"main(['ping', '--address', '{folder}'])"
+        # Once before, which imports all there is: the interpreter of this test may be where only root may look.
+        first = "import os; from tiercache.cli.main import main; main(['ping', '--address', '/nowhere'])"
+        code = f"{first}; os.setuid(54321); {call}"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert f"{folder} may not be entered: run this as the daemon's user" in done.stderr
+    finally:
+        folder.rmdir()
+
+
 def test_piped_text_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     pairs = Section("a", ("", ""), [("x", "1"), ("long", "20")])
     print_sections([pairs, Section("b", ("n", "v"), [("k", "w")])])
@@ -194,7 +222,8 @@ def test_piped_text_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rates_are_differences_and_start_again_with_a_new_daemon() -> None:
-    later = {**TREE, "counters": {**TREE["counters"], "match_blocks_asked": 120, "match_blocks_hit": 75}}
+    counts = {"match_blocks_asked": 120, "match_blocks_hit": 71, "match_blocks_below": 4}  # in DRAM, and on NVMe
+    later = {**TREE, "counters": {**TREE["counters"], **counts}}
     row = stats.changes(TREE, later, 2.0)
     assert (row["asked_per_s"], row["hit_per_s"], row["hit_rate"], row["stored_per_s"]) == (10, 7.5, 0.75, 0)
     assert (row["blocks"], row["used_bytes"], row["sessions"], row["restarted"]) == (2, 1 << 30, 1, False)

@@ -233,6 +233,9 @@ def test_why_there_are_no_hits() -> None:
     assert "is it a producer" in hits([space(1, asked=9)])
     assert "under other keys" in hits([space(1, asked=9, stored=5)])
     assert hits([space(1, asked=9, hit=3)]).startswith("ok: hit rate: 33.3% of 9 blocks")
+    told = hits([space(1, asked=9, hit=3)], refused_blocks=7, refused_by_quota_blocks=7)
+    assert "7 blocks did not fit into DRAM's (--quota)" in told
+    assert "found no room" not in told, "it is said once"
 
 
 def test_two_engines_that_pass_each_other_by_are_told_in_what_they_differ() -> None:

@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 
 from tiercache import config as config_module
 from tiercache.config import (
-    MAX_REGIONS,
-    MAX_SOCKET_PATH_BYTES,
-    SETTINGS,
     DaemonConfig,
     add_config_flags,
     control_endpoint,
@@ -27,6 +24,8 @@ from tiercache.config import (
     session_socket_path,
 )
 from tiercache.errors import ConfigError
+from tiercache.setting_kinds import MAX_REGIONS, MAX_SOCKET_PATH_BYTES
+from tiercache.settings import SETTINGS
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -29,11 +29,13 @@ if TYPE_CHECKING:
         TierCacheError,
         VersionError,
     )
+    from tiercache.hints import Hint
     from tiercache.jobs import Transfer
     from tiercache.keys import KeyChain, fingerprint_files, root_key
     from tiercache.launch import LaunchedDaemon, launch
     from tiercache.layout import NamespaceSpec
     from tiercache.loading import Match
+    from tiercache.messages import Priority
     from tiercache.storing import StoreResult
     from tiercache.transfer import Pool
 
@@ -51,6 +53,7 @@ _HOMES = {
     "RequestRefused": "errors",
     "TierCacheError": "errors",
     "VersionError": "errors",
+    "Hint": "hints",
     "Transfer": "jobs",
     "KeyChain": "keys",
     "fingerprint_files": "keys",
@@ -59,6 +62,7 @@ _HOMES = {
     "launch": "launch",
     "NamespaceSpec": "layout",
     "Match": "loading",
+    "Priority": "messages",
     "StoreResult": "storing",
     "Pool": "transfer",
 }
@@ -71,6 +75,7 @@ __all__ = [
     "Connector",
     "DaemonUnavailable",
     "DeadlineExceeded",
+    "Hint",
     "KeyChain",
     "LaunchedDaemon",
     "LayoutError",
@@ -78,6 +83,7 @@ __all__ = [
     "ModelRefused",
     "NamespaceSpec",
     "Pool",
+    "Priority",
     "ProtocolError",
     "RequestRefused",
     "StoreResult",

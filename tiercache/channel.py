@@ -66,6 +66,7 @@ ANSWERS: Mapping[type[Request], type[Reply]] = {
     messages.Inspect: messages.Inspected,
     messages.Pins: messages.PinList,
     messages.Specs: messages.SpecList,
+    messages.Hint: messages.Hinted,
 }
 """The reply that each request is answered with, when it is not an `Error`."""
 

@@ -51,10 +51,23 @@ from tiercache.direct import DirectPath
 from tiercache.direct_store import PastDram, store_past_dram
 from tiercache.errors import ConfigError, DaemonUnavailable, LayoutError, RequestRefused, TierCacheError
 from tiercache.gds_backend import Backend
+from tiercache.hints import Hint
 from tiercache.jobs import JobQueue, Transfer
 from tiercache.layout import NamespaceSpec
 from tiercache.loading import Match, adopt_match, end_match, load_blocks, match_blocks
-from tiercache.messages import KEY_BYTES, MAX_PIN_TTL_MS, EventRun, Matched, ModelCard, Pin, Pinned, Prefetch, Unpin
+from tiercache.messages import (
+    KEY_BYTES,
+    MAX_PIN_TTL_MS,
+    EventRun,
+    Hinted,
+    Matched,
+    ModelCard,
+    Pin,
+    Pinned,
+    Prefetch,
+    Unpin,
+)
+from tiercache.messages import Hint as HintRequest
 from tiercache.moves import Mover
 from tiercache.storing import StoreResult, store_blocks
 from tiercache.transfer import Addresses, BlockIds, CopyLost, Limit, Pool, make_copier
@@ -78,6 +91,7 @@ COUNTERS = (
     "stored_blocks",
     "stored_bytes",
     "dropped_blocks",  # blocks of stores that were not kept
+    "hints",  # that the daemon has taken note of
     "unavailable",  # calls that were misses because the daemon was down
     "failures",  # calls that were misses for another reason
 )
@@ -351,22 +365,25 @@ class Connector:
         return self._client.wants_events
 
     def store(
-        self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None
-    ) -> StoreResult:
+        self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None,
+        hint: Hint | None = None,
+    ) -> StoreResult:  # fmt: skip
         """Keep the pool blocks `block_ids` as blocks `first..` of the chain `keys`.
 
         Args:
             keys: the chain from the root, 16 bytes each, at least up to the last block.
             block_ids: the pool blocks of `keys[first : first + len(block_ids)]`.
             events: what KV events say of these blocks; see `wants_events`.
+            hint: what is known of their further use; see `hint`, which is asked once they are stored.
 
         Blocks until the copies have ended.
         """
-        return self._perform_store(*self._prepare_store(keys, block_ids, first, events))
+        return self._perform_store(*self._prepare_store(keys, block_ids, first, events), hint)
 
     def store_async(
-        self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None
-    ) -> Transfer[StoreResult]:
+        self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None,
+        hint: Hint | None = None,
+    ) -> Transfer[StoreResult]:  # fmt: skip
         """As `store`, in the background. On a GPU it follows what the calling thread has queued so far.
 
         The blocks must not change before the transfer is done. A full queue drops the store.
@@ -376,7 +393,7 @@ class Connector:
         dropped = StoreResult(dropped=count)
         if self._client.alive:
             transfer = Transfer(
-                lambda: self._perform_store(*prepared), lambda: self._skip_store(count), dropped, prepared[3]
+                lambda: self._perform_store(*prepared, hint), lambda: self._skip_store(count), dropped, prepared[3]
             )
             if self._stores.submit(transfer):
                 return transfer
@@ -398,8 +415,9 @@ class Connector:
         return bytes(keys), ids, first, limit, self._own_mover().copier.mark(), events
 
     def _perform_store(
-        self, keys: bytes, ids: Addresses, first: int, limit: Limit, after: Any, events: EventRun | None
-    ) -> StoreResult:
+        self, keys: bytes, ids: Addresses, first: int, limit: Limit, after: Any, events: EventRun | None,
+        hint: Hint | None,
+    ) -> StoreResult:  # fmt: skip
         admitted = self._admitted(len(ids))
         result = StoreResult()
         try:
@@ -416,6 +434,9 @@ class Connector:
             stored_bytes=result.stored * self.namespace.block_bytes,
             dropped_blocks=result.dropped,
         )
+        kept = result.stored + result.present
+        if hint is not None and kept:
+            self.hint(keys[: (first + kept) * KEY_BYTES], hint, first=first)
         return result
 
     def _store(
@@ -463,6 +484,29 @@ class Connector:
         numbers = [session.namespace_id(spec) for spec in specs]
         reply = session.call(Prefetch, Matched, namespaces=numbers, keys=keys)
         return reply.dram_blocks + reply.below_blocks
+
+    def hint(
+        self, keys: bytes, hint: Hint, *, first: int = 0, namespaces: Sequence[NamespaceSpec] | None = None
+    ) -> int:
+        """Say what is known of the further use of blocks `first..` of the chain `keys`, as far as no other shares them.
+
+        Of `namespaces`, by default the connector's own. Returns how many of `keys` are here, in whatever tier; 0 on
+        failure, and with a daemon of an earlier release, which takes no hints. Blocks for one round trip.
+        """
+        _check_keys(keys)
+        if first < 0:
+            raise ValueError(f"first is {first}: must be 0 or more")
+        specs = (self.namespace,) if namespaces is None else tuple(namespaces)
+        return self._simple("hint", lambda _: self._hint(specs, keys, first, hint)) if keys else 0
+
+    def _hint(self, specs: Sequence[NamespaceSpec], keys: bytes, first: int, hint: Hint) -> int:
+        session = self._client.session()
+        if not session.welcome.hints:
+            return 0
+        numbers = [session.namespace_id(spec) for spec in specs]
+        reply = session.call(HintRequest, Hinted, namespaces=numbers, keys=keys, first=first, **hint.fields())
+        self._count(hints=1)
+        return reply.blocks
 
     def pin(self, keys: bytes, ttl_s: float) -> int:
         """Keep the stored run of `keys` from eviction for `ttl_s`; returns its blocks. 0 on failure."""

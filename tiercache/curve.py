@@ -11,7 +11,6 @@ A client's name is the tenant that it is. Addresses of daemons on other hosts ar
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,13 +20,13 @@ import zmq
 from zmq.utils import z85
 
 from tiercache.errors import ConfigError
+from tiercache.setting_kinds import TENANT_NAME
 
 KEY_VARIABLE = "TIERCACHE_KEY"
 SERVER_FILE = "server.toml"
 CLIENTS_DIR = "clients"
 MAX_CLIENTS = 4096
 _KEY_CHARS = 40
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SCHEME = "tcp://"
 
 
@@ -120,7 +119,10 @@ def load_client(path: Path) -> ClientKeys:
 
 
 def load_server(directory: Path) -> ServerKeys:
-    """A daemon's keys. Raises ConfigError as `load_client` does."""
+    """A daemon's keys. Raises ConfigError as `load_client` does, and where others could let clients in."""
+    for folder in (directory, directory / CLIENTS_DIR):
+        if folder.is_dir() and folder.stat().st_mode & 0o002 and not os.statvfs(folder).f_flag & os.ST_RDONLY:
+            raise ConfigError(f"{folder} can be written by everybody, who could let clients in: chmod o-w {folder}")
     keys = _read(directory / SERVER_FILE, secret=True)
     return ServerKeys(keys.public_key.encode(), keys.secret_key.encode())
 
@@ -143,7 +145,8 @@ def load_allowed(directory: Path) -> tuple[dict[bytes, str], list[str]]:
 
 def make_server(directory: Path) -> Path:
     """Write a daemon's keys; returns the file. Raises ConfigError where there are some already."""
-    directory.joinpath(CLIENTS_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.joinpath(CLIENTS_DIR).mkdir(mode=0o700, exist_ok=True)
     public, secret = zmq.curve_keypair()
     path = directory / SERVER_FILE
     _write(path, _File(public_key=public.decode(), secret_key=secret.decode()))
@@ -165,7 +168,7 @@ def make_client(directory: Path, name: str, out: Path) -> Path:
 
 
 def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name):
+    if not TENANT_NAME.fullmatch(name):
         raise ConfigError(f"client {name!r}: a name has 1 to 64 letters, digits, and . _ - (not the first)")
 
 

@@ -26,7 +26,7 @@ from tiercache.config import flag_name, session_socket_path
 from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError
 
 STOP_TIMEOUT_S = 10.0
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 30.0
 POLL_S = 0.01
 ALL_MEMORY_S = 2.0
 """A large arena may fill while it is used already; a small one is complete when `launch` returns."""

@@ -11,14 +11,13 @@ import hashlib
 
 import msgspec
 
+from tiercache.setting_kinds import TENANT_NAME
 from tiercache.units import round_up
 
 FRAME_ALIGNMENT_BYTES = 4096
 MAX_BLOCK_BYTES = 256 << 20
 TENANT = "tenant"
 """In `NamespaceSpec.extra`: whose blocks these are. Each tenant has namespaces of its own, and perhaps a quota."""
-
-
 class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides how the bytes of a block are to be read.
 
@@ -94,4 +93,6 @@ class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             return f"window_blocks is {self.window_blocks}: must be 0 (whole prefix) or more"
         if not (0 <= self.tp_rank < self.tp_size and 0 <= self.pp_rank < self.pp_size):
             return "tp_rank and pp_rank must be at least 0 and below tp_size and pp_size"
+        if self.tenant and not TENANT_NAME.fullmatch(self.tenant):
+            return "a tenant's name has 1 to 64 letters, digits, and . _ - (not the first)"
         return None

@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import socket
+import stat
 import threading
 import time
 from collections import deque
@@ -137,8 +138,10 @@ class Session:
         self._channels = Channels(endpoint, self.welcome.session, self.generation, timeout_s, self._on_late, keys)
 
     def _say_hello(self, address: str | Path, hello: Hello, timeout_s: float) -> Welcome:
+        path = session_socket_path(address)
+        check_owner(path.parent)
         self._sock.settimeout(timeout_s)
-        self._sock.connect(str(session_socket_path(address)))
+        self._sock.connect(str(path))
         # The daemon watches the pidfd: frames that we may still be writing to stay ours until we have exited.
         pidfd = os.pidfd_open(os.getpid())
         try:
@@ -381,6 +384,19 @@ def greet(remote: Remote, hello: Hello, timeout_s: float) -> Welcome:
     if not isinstance(message, Welcome):
         raise ProtocolError("the daemon did not answer the hello with a welcome")
     return message
+
+
+def check_owner(run_dir: Path) -> None:
+    """Refuse a run directory of another user in a folder such as /tmp (sticky), where anybody could have made it.
+
+    Who serves there gets all blocks and gives what he likes for them. Raises DaemonUnavailable; root, who names what
+    he wants, is let through. OSError where there is no such directory.
+    """
+    owner, user = os.lstat(run_dir).st_uid, os.geteuid()
+    shared = stat.S_IWOTH | stat.S_ISVTX
+    if user != 0 and owner not in (0, user) and os.stat(run_dir.parent).st_mode & shared == shared:
+        text = f"{run_dir} belongs to user {owner}, and everybody can make directories there"
+        raise DaemonUnavailable(f"{text}: it may be no daemon of ours; a shared one has its run_dir elsewhere")
 
 
 def _explain(error: OSError) -> str:

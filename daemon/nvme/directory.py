@@ -176,6 +176,15 @@ class Directory:
 
     # --- opening ---------------------------------------------------------------------------------
 
+    def _keep_others_out(self) -> None:
+        """Who can write to the folder could have our files lie elsewhere. Raises ConfigError."""
+        mode = self.path.stat().st_mode
+        if mode & 0o1002 == 0o1002:
+            text = "is a folder for everybody's files: name one in it"
+            raise ConfigError(f"nvme directory {self.path} {text}")
+        if mode & 0o002:  # a volume in a pod is like that, where nobody else is
+            log.warning("nvme directory %s can be written by everybody: chmod 0700 it, or name one in it", self.path)
+
     def open(self) -> None:
         """Take the lock, judge what is there, open the segments.
 
@@ -184,6 +193,7 @@ class Directory:
         """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._keep_others_out()
             self._lock()
             self._read_superblock()
             (self.path / "segments").mkdir(mode=0o700, exist_ok=True)

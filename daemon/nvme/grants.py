@@ -18,6 +18,7 @@ in any case. They trust each other as those do who map the arena.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from tiercache.checksum import CHECKSUM_LANES
@@ -29,6 +30,7 @@ from tiercache.daemon.leases import Deadlines, Owner, new_lease_id
 from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.codecs import RAW
 from tiercache.daemon.nvme.directory import PAGE_BYTES
+from tiercache.daemon.nvme.fairness import Fairness, Room
 from tiercache.daemon.nvme.placement import Placement
 from tiercache.daemon.nvme.shelf import Shelf, Stored
 from tiercache.daemon.policy import NO_ENTRY
@@ -87,8 +89,8 @@ class Grants:
     """
 
     def __init__(
-        self, placement: Placement, budget: WriteBudget, may_write: Callable[[], bool], counters: Counters,
-        clock_s: Callable[[], float], limit_bytes: int,
+        self, placement: Placement, budget: WriteBudget, fairness: Fairness, may_write: Callable[[], bool],
+        counters: Counters, clock_s: Callable[[], float], limit_bytes: int,
     ) -> None:  # fmt: skip
         self.leases: dict[int, Grant] = {}
         self.quarantined: dict[int, Grant] = {}
@@ -96,6 +98,7 @@ class Grants:
         self.stored_bytes = 0
         self._placement = placement
         self._budget = budget
+        self._fairness = fairness
         self._may_write = may_write
         self._counters = counters
         self._clock_s = clock_s
@@ -131,6 +134,7 @@ class Grants:
         self.leases[grant.lease_id] = grant
         owner.grants.add(grant.lease_id)
         self._deadlines.add(grant.deadline_s, grant.lease_id)
+        shelf.slots.tails.went_on(owner.instance, entry)
         self._pending.update(((namespace.number, key), grant) for key in mine)
         extents = [_place(slot, namespace.spec.block_bytes) for slot in slots]
         return Granted(present, grant.lease_id, str(shelf.directory.path), extents)
@@ -159,15 +163,18 @@ class Grants:
         held_bytes = sum(grant.bytes for grant in self._all() if grant.owner.instance == owner.instance)
         most = max(0 if held_bytes else 1, (self._limit_bytes - held_bytes) // size_bytes)
         table, slots = shelf.table(namespace), list[int]()
+        self._fairness.look_again()
         for key in keys:
             other = self._pending.get((namespace.number, key))
             if other is not None and not other.flushed:
                 return slots, True
             if table.get(key) != NO_ENTRY or len(slots) == most or not self._budget.admits(size_bytes, False):
                 return slots, False
-            slot = shelf.take_slot(namespace, parent)
+            room = self._fairness.room(shelf, namespace, parent)
+            slot = shelf.take_slot(namespace, parent) if room is Room.HERE else NO_FRAME
             if slot == NO_FRAME:
-                return slots, True
+                return slots, room is not Room.NONE
+            self._fairness.took(shelf, namespace)
             self._budget.charge(size_bytes)
             slots.append(slot)
         return slots, False
@@ -204,6 +211,9 @@ class Grants:
             else:
                 left.append(slot)  # it has been written from DRAM too
             parent, visible = key, visible + 1
+        if visible and (end := table.get(parent)) != NO_ENTRY and not shelf.index.children[end]:
+            shelf.slots.tails.stored(grant.owner.instance, end)
+        namespace.use.pending_below_blocks -= visible - len(left)
         grant.slots = left + grant.slots[visible:]
         return visible
 
@@ -233,6 +243,8 @@ class Grants:
     def expire(self) -> None:
         """Quarantine every lease whose time is up."""
         now_s = self._clock_s()
+        for shelf in self._placement.shelves:
+            shelf.slots.tails.lapse()
         for lease_id in self._deadlines.due(now_s):
             grant = self.leases.get(lease_id)
             if grant is not None and grant.deadline_s <= now_s:
@@ -243,6 +255,8 @@ class Grants:
         """The session is closed; its process may still be writing."""
         for lease_id in list(owner.grants):
             self._give_up(self.leases[lease_id])
+        for shelf in self._placement.shelves:
+            shelf.slots.tails.writer_gone(owner.instance)
 
     def process_gone(self, owner: Owner) -> None:
         """The process has exited, and what it had begun in the kernel with it."""
@@ -266,6 +280,7 @@ class Grants:
             del self.quarantined[grant.lease_id]
         else:
             self._close(grant)
+        grant.namespace.use.pending_below_blocks -= len(grant.slots)
         for slot in grant.slots:
             grant.shelf.allocator.give_back(slot)
 
@@ -287,6 +302,10 @@ class Grants:
     def slots_of(self, shelf: Shelf) -> list[int]:
         """Slots of a directory that are a client's to write to."""
         return [slot for grant in self._all() if grant.shelf is shelf for slot in grant.slots]
+
+    def pending(self) -> Counter[int]:
+        """How many slots are a client's to write to, by namespace number."""
+        return sum((Counter({grant.namespace.number: len(grant.slots)}) for grant in self._all()), Counter())
 
     def stats(self) -> dict[str, int]:
         """What `stats` shows of direct stores."""

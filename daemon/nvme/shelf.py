@@ -59,11 +59,12 @@ class Shelf:
         self.queue = queue
         self.index = Index(self._slot_left)
         self.registry = Registry(str(directory.path), catalog, state, space)
-        self.slots = Slots(directory, catalog, queue, state, space.policies, self.index, self.registry.row_gone, soon)
+        self.slots = Slots(directory, catalog, queue, state, space, self.index, self.registry.row_gone, soon)
         self.directory_seed = int.from_bytes(directory.superblock.directory_id[:8], "little")
         self.loading = True
         self.recovery: Recovery | None = None
         self._soon = soon
+        self._hints = space.policies.hints
         self._events: Events | None = None
         self._unrecorded: deque[tuple[Namespace, int, Row]] = deque()  # rows that could not be inserted: asked again
         self._checksum = array("Q")
@@ -88,7 +89,7 @@ class Shelf:
         if table is not None:
             return table
         self.registry.add(namespace)
-        policy = self.slots.policy(self.slot_bytes(namespace))
+        policy = self.slots.policy(self.slot_bytes(namespace), namespace.account_below)
         return self.index.add_table(namespace.number, policy, windowed=namespace.table.windowed)
 
     def slot_bytes(self, namespace: Namespace) -> int:
@@ -207,13 +208,16 @@ class Shelf:
         entry = NO_ENTRY if table is None else table.get(key)
         if entry != NO_ENTRY:
             self.index.drop(entry)
+            self.slots.tails.let_go_detached()
 
     def flush(self, namespace: Namespace, key: bytes, done: Done) -> int:
         """Forget a namespace's blocks, or one and what follows; `done(ok)` when that is durable."""
         table = self.table(namespace)
         if not key:
             self.registry.flush(namespace, done)
-            return self.index.drop_table(table)
+            dropped = self.index.drop_table(table)
+            self.slots.tails.let_go_detached()
+            return dropped
         before, entry = table.blocks, table.get(key)
         self.registry.flush_key(namespace, key, None if entry == NO_ENTRY else self.index.frame[entry], done)
         self.drop(namespace, key)
@@ -242,6 +246,7 @@ class Shelf:
         self._record_again()
         if self.catalog.full:
             return False  # what follows posts rows to be deleted, and those wait for the disk
+        self._hints.expire(self.index, self.slots.tails)
         more = self.index.unlink_slice(EVICT_AT_ONCE) == EVICT_AT_ONCE
         if self.recovery is not None and not self.recovery.over:
             return self.recovery.work() or more

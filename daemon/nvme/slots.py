@@ -23,8 +23,10 @@ from tiercache.daemon.nvme.directory import Directory
 from tiercache.daemon.nvme.health import WriteHealth
 from tiercache.daemon.nvme.io import DiskQueue, Priority
 from tiercache.daemon.nvme.rows import MAX_SLOTS, SLOT_BITS
-from tiercache.daemon.policies import Policies
-from tiercache.daemon.policy import NO_ENTRY, Policy
+from tiercache.daemon.policy import NO_ENTRY, Policy, coldest_of
+from tiercache.daemon.quotas import NOBODY
+from tiercache.daemon.space import Space
+from tiercache.daemon.tails import Tails
 from tiercache.messages import OFFSET_MASK, REGION_SHIFT
 
 log = logging.getLogger("tiercache.daemon")
@@ -64,7 +66,7 @@ class Slots:
     """
 
     def __init__(
-        self, directory: Directory, catalog: Catalog, queue: DiskQueue, state: CatalogState, policies: Policies,
+        self, directory: Directory, catalog: Catalog, queue: DiskQueue, state: CatalogState, space: Space,
         index: Index, row_gone: Callable[[int], None], soon: Callable[[], None],
     ) -> None:  # fmt: skip
         self.allocator = Allocator()
@@ -82,8 +84,9 @@ class Slots:
         self._catalog = catalog
         self._queue = queue
         self._index = index
-        self._make = policies.make
-        self._policies: dict[int, Policy] = {}
+        self._make = space.policies.hinted
+        self.tails = Tails(index, space.prompts, space.policies.clock_s)
+        self._policies: dict[int, dict[str, Policy]] = {}  # of a size of slots, by account
         self._row_gone = row_gone
         self._soon = soon
         self._leaving: set[int] = set()  # slots whose row is to be deleted, those of `_undeleted` too
@@ -96,21 +99,24 @@ class Slots:
         if directory.max_segments == 0:
             self.no_growth = "its part of nvme_size holds no segment: make that larger, or empty the directory"
 
-    def policy(self, frame_bytes: int) -> Policy:
-        """Who decides which block of that size goes next."""
-        if frame_bytes not in self._policies:
-            self._policies[frame_bytes] = self._make(self._index)
-        return self._policies[frame_bytes]
+    def policy(self, frame_bytes: int, account: str = NOBODY) -> Policy:
+        """Who decides which block of that size and account goes next."""
+        its = self._policies.setdefault(frame_bytes, {})
+        if account not in its:
+            its[account] = self._make(self._index)
+        return its[account]
+
+    def _of_size(self, frame_bytes: int) -> list[Policy]:
+        return list(self._policies.get(frame_bytes, {}).values())
 
     # --- taking ----------------------------------------------------------------------------------
 
     def admits(self, frame_bytes: int, worth: float) -> bool:
         """Whether the next victim of that size is worth no more than `worth`; all are let in while there is room."""
-        policy = self._policies.get(frame_bytes)
+        policy = coldest_of(self._of_size(frame_bytes))
         if policy is None or not self._is_short(self.allocator.size_class(frame_bytes)):
             return True
-        victim = policy.victim()
-        return victim == NO_ENTRY or policy.worth(victim) <= worth
+        return policy.worth(policy.victim()) <= worth
 
     def take(self, frame_bytes: int, keep: int) -> int:
         """A free slot, or NO_FRAME; then room is being made: ask again soon. Not of `keep`'s ancestors, if it is one.
@@ -137,10 +143,9 @@ class Slots:
 
     def _give_up_keeping(self, frame_bytes: int, keep: int) -> None:
         """A chain that is longer than all slots of its size has no more of them than it has."""
-        policy = self._policies.get(frame_bytes)
         free = self.allocator.size_class(frame_bytes).free
         on_its_way = free or self._leaving or self._creating or self._retiring or self._may_grow
-        if policy is not None and not on_its_way and policy.victim() == keep:
+        if not on_its_way and any(policy.victim() == keep for policy in self._of_size(frame_bytes)):
             self._index.evict(keep)
             self.evicted_blocks += 1
 
@@ -161,14 +166,37 @@ class Slots:
         most = self._ahead(size_class) - size_class.free - (len(self._leaving) - len(self._undeleted))
         if most <= 0:
             return  # enough is on its way already
-        policy = self._policies.get(size_class.frame_bytes)
-        self._consider_retiring(size_class, policy)
+        accounts = self._of_size(size_class.frame_bytes)
+        self.tails.lapse()
+        self._consider_retiring(size_class, coldest_of(accounts))
         for _ in range(min(most, EVICT_AT_ONCE)):
-            victim = policy.victim() if policy is not None else NO_ENTRY
-            if victim == NO_ENTRY:
+            if self._evict_one(accounts) == NO_FRAME:
                 return
-            self._index.evict(victim)
-            self.evicted_blocks += 1
+
+    def evict_of(self, account: str, size_bytes: int) -> int:
+        """Evict the coldest leaves of an account, so many bytes of them or `EVICT_AT_ONCE`; returns the bytes."""
+        policies = [its[account] for its in self._policies.values() if account in its]
+        self.tails.lapse()
+        evicted_bytes = 0
+        for _ in range(EVICT_AT_ONCE):
+            slot = NO_FRAME if evicted_bytes >= size_bytes else self._evict_one(policies)
+            if slot == NO_FRAME:
+                break
+            evicted_bytes += self.slot_bytes[slot >> REGION_SHIFT]
+        return evicted_bytes
+
+    def _evict_one(self, policies: list[Policy]) -> int:
+        """Evict the coldest leaf of these; its slot, or NO_FRAME where there is nothing to evict."""
+        policy = coldest_of(policies)
+        if policy is None and policies and self.tails.give_up():
+            policy = coldest_of(policies)
+        if policy is None:
+            return NO_FRAME
+        victim = policy.victim()
+        slot = self._index.frame[victim]
+        self._index.evict(victim)
+        self.evicted_blocks += 1
+        return slot
 
     @property
     def _may_grow(self) -> bool:
@@ -184,9 +212,10 @@ class Slots:
             return
         own = policy.coldest_stamp() if policy is not None else None
         coldest: tuple[int, int] | None = None  # stamp, victim
-        for frame_bytes, other in self._policies.items():
-            stamp = other.coldest_stamp()
-            if frame_bytes == size_class.frame_bytes or stamp is None:
+        for frame_bytes in self._policies:
+            other = coldest_of(self._of_size(frame_bytes))
+            stamp = None if other is None else other.coldest_stamp()
+            if frame_bytes == size_class.frame_bytes or other is None or stamp is None:
                 continue
             if own is not None and own - stamp < self._directory.segment_bytes // frame_bytes:
                 continue
@@ -211,6 +240,7 @@ class Slots:
             if slot >> REGION_SHIFT == segment and slot != NO_FRAME and self._index.state[entry] == LIVE:
                 self._index.drop(entry)
                 self.evicted_blocks += 1
+        self.tails.let_go_detached()
         self._retiring = segment, 0 if last == len(self._index.frame) else last
 
     def _create_segment(self) -> None:

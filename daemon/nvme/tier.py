@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from tiercache.arena import Region
 from tiercache.config import DaemonConfig
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.cuts import first_of_window
+from tiercache.daemon.index import Index, Table
 from tiercache.daemon.leases import ReadLease
 from tiercache.daemon.nvme import viewing
 from tiercache.daemon.nvme.budget import WriteBudget
@@ -30,6 +32,7 @@ from tiercache.daemon.nvme.cipher import load_cipher
 from tiercache.daemon.nvme.codecs import codec_number
 from tiercache.daemon.nvme.directory import DiskIO
 from tiercache.daemon.nvme.extents import Extents, Held
+from tiercache.daemon.nvme.fairness import Fairness
 from tiercache.daemon.nvme.grants import Grants
 from tiercache.daemon.nvme.io import DiskQueue
 from tiercache.daemon.nvme.opening import in_thread, open_directory
@@ -110,14 +113,15 @@ class NvmeTier:
     def attach(self, cache: Cache) -> None:
         """Say whose tier below this is."""
         self._cache = cache
+        self.fairness = Fairness(cache.space, self._shelves)
         self._writes = WriteBehind(
-            self._placement, cache.space, self._regions, self._budget, self._config.nvme_codec, self._soon,
-            cache.events, sealed=self._cipher is not None,
+            self._placement, cache.space, self._regions, self._budget, self.fairness, self._config.nvme_codec,
+            self._soon, cache.events, sealed=self._cipher is not None,
         )  # fmt: skip
         self._promotion = Promotion(cache, self._regions, self._placement)
         self._extents = Extents(self._placement.with_chain)
         self.grants = Grants(
-            self._placement, self._budget, lambda: self._may_write, cache.counters, cache.clock_s,
+            self._placement, self._budget, self.fairness, lambda: self._may_write, cache.counters, cache.clock_s,
             self._config.quarantine_per_client_bytes,
         )  # fmt: skip
 
@@ -196,6 +200,15 @@ class NvmeTier:
         """The blocks of the window before a cut that are not here."""
         here, numbers = self.lookup(namespace), range(first_of_window(namespace, cut), cut)
         return [number for number in numbers if here is None or not here(_key(keys, number))]
+
+    def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:
+        """See `TierBelow`."""
+        if namespace.table.windowed:
+            shelves = [shelf for shelf in self._shelves if namespace.number in shelf.index.tables]
+        else:
+            shelf, _ = self._placement.find(namespace, keys, len(keys) // KEY_BYTES)
+            shelves = [] if shelf is None else [shelf]
+        return [(shelf.index, shelf.table(namespace)) for shelf in shelves]
 
     def promote(self, lease: ReadLease) -> None:
         """See `TierBelow`."""
@@ -324,7 +337,8 @@ class NvmeTier:
         for shelf in self._shelves:
             given = [] if self.grants is None else self.grants.slots_of(shelf)
             findings += shelf.check_integrity(self._writes.slots_of(shelf) + given)
-        return findings
+        pending = self._writes.pending() + (Counter() if self.grants is None else self.grants.pending())
+        return findings + self.fairness.check_integrity(pending)
 
     def scan(
         self, sample: int, bytes_per_s: int, wanted: Callable[[], bool], done: Callable[[list[str], int], None]
@@ -369,6 +383,7 @@ class NvmeTier:
             "write_failed_blocks": writes.failed_blocks,
             "skipped_by_budget": writes.skipped_by_budget,
             "skipped_by_worth": writes.skipped_by_worth,
+            "skipped_by_quota": writes.skipped_by_quota,
             "skipped_without_parent": writes.skipped_without_parent,
             "skipped_queue_full": writes.skipped_queue_full,
             "skipped_too_large": writes.skipped_too_large,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from tiercache.daemon.nvme import codecs
 from tiercache.daemon.nvme.blockio import Outcome, WriteOp
 from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.directory import PAGE_BYTES
+from tiercache.daemon.nvme.fairness import Fairness, Room
 from tiercache.daemon.nvme.io import Priority
 from tiercache.daemon.nvme.placement import Placement
 from tiercache.daemon.nvme.shelf import Shelf, Stored
@@ -72,7 +73,7 @@ class WriteBehind:
     """Event loop only; nothing here blocks."""
 
     def __init__(
-        self, placement: Placement, space: Space, regions: dict[int, Region], budget: WriteBudget,
+        self, placement: Placement, space: Space, regions: dict[int, Region], budget: WriteBudget, fairness: Fairness,
         codec: str = "raw", soon: Callable[[], None] = lambda: None, events: Events | None = None,
         sealed: bool = False,
     ) -> None:  # fmt: skip
@@ -84,6 +85,7 @@ class WriteBehind:
         self.saved_bytes = 0  # that a codec has kept from the disk
         self.skipped_by_budget = 0
         self.skipped_by_worth = 0
+        self.skipped_by_quota = 0
         self.skipped_without_parent = 0
         self.skipped_queue_full = 0
         self.failed_blocks = 0
@@ -91,6 +93,7 @@ class WriteBehind:
         self._events = events
         self._soon = soon  # `pump` has something to do before the next tick
         self._placement = placement
+        self._fairness = fairness
         self._space = space
         self._regions = regions
         self._queue: deque[Wanted] = deque()
@@ -125,6 +128,10 @@ class WriteBehind:
     def slots_of(self, shelf: Shelf) -> list[int]:
         """Slots of writes that are under way or wait for their parent's."""
         return [write.slot for write in self._flying.values() if write.shelf is shelf]
+
+    def pending(self) -> Counter[int]:
+        """How many writes are under way or wait for their parent's, by namespace number."""
+        return Counter(number for number, _ in self._flying)
 
     def add_rest(self, blocks: Iterable[tuple[Namespace, bytes]], end_s: float) -> None:
         """At the end: everything else, parents first; taken when the queue is empty.
@@ -170,6 +177,7 @@ class WriteBehind:
         """Begin writes as far as there is room for them; True when it stopped for others' sake."""
         done = 0
         self._writable.clear()
+        self._fairness.look_again()
         for (lanes_shelf, _), lane in self._lanes.items():
             while lane and done < AT_ONCE and not self._is_full(lanes_shelf):
                 done += 1
@@ -242,6 +250,10 @@ class WriteBehind:
         if self.budget.bytes_per_day and not shelf.admits(namespace, namespace.table.policy.worth(entry)):
             self.skipped_by_worth += 1
             return None
+        room = self._fairness.room(shelf, namespace, parent)
+        if room is not Room.HERE:
+            self.skipped_by_quota += room is Room.NONE
+            return shelf if room is Room.SOON else None
         slot = shelf.take_slot(namespace, parent)
         if slot == NO_FRAME:
             return shelf
@@ -286,6 +298,7 @@ class WriteBehind:
         )  # fmt: skip
         self._keep_parent(write)
         self._flying[namespace.number, write.key] = write
+        self._fairness.took(write.shelf, namespace)
         self._count(write.shelf, 1, frame_bytes)
         self.budget.charge(frame_bytes)
         self._taken.setdefault(write.shelf, []).append(op)
@@ -305,7 +318,7 @@ class WriteBehind:
 
     def _let_go(self, shelf: Shelf, name: Name) -> None:
         """A write is over."""
-        del self._flying[name]
+        self._flying.pop(name).namespace.use.pending_below_blocks -= 1
         parent = self._held.pop(name, NO_ENTRY)
         if parent != NO_ENTRY:
             shelf.index.unpin(parent)

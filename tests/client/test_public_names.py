@@ -10,10 +10,10 @@ import pytest
 import tiercache
 
 NAMES = [
-    "ArenaError", "Client", "ConfigError", "Connector", "DaemonUnavailable", "DeadlineExceeded", "KeyChain",
-    "LaunchedDaemon", "LayoutError", "Match", "ModelRefused", "NamespaceSpec", "Pool", "ProtocolError",
-    "RequestRefused", "StoreResult", "TierCacheError", "Transfer", "VersionError", "__version__", "connect",
-    "fingerprint_files", "launch", "root_key",
+    "ArenaError", "Client", "ConfigError", "Connector", "DaemonUnavailable", "DeadlineExceeded", "Hint",
+    "KeyChain", "LaunchedDaemon", "LayoutError", "Match", "ModelRefused", "NamespaceSpec", "Pool", "Priority",
+    "ProtocolError", "RequestRefused", "StoreResult", "TierCacheError", "Transfer", "VersionError", "__version__",
+    "connect", "fingerprint_files", "launch", "root_key",
 ]  # fmt: skip
 
 

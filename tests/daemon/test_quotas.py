@@ -7,7 +7,7 @@ import pytest
 from tiercache.config import load_config
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.leases import Owner
-from tiercache.daemon.space import Namespace
+from tiercache.daemon.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
 from tiercache.errors import ConfigError
 from tiercache.keys import KeyChain, root_key
 from tiercache.layout import NamespaceSpec
@@ -40,6 +40,7 @@ def store(cache: Cache, namespace: Namespace, keys: bytes, *, commit: bool = Tru
     places = [place for place, state in enumerate(got.states) if state is BlockState.FRAME]
     if places and commit:
         cache.writes.commit(owner, got.lease_id, places)
+        cache.space.tails.writer_gone(owner.instance)  # nothing comes below it
     assert cache.check_integrity() == []
     return sum(state is not BlockState.NONE for state in got.states)
 
@@ -107,10 +108,41 @@ def test_the_star_is_for_all_others_and_nobody_is_limited_without_a_name() -> No
     assert store(cache, open_for(cache, ""), chain("x", 20)) == 20
 
 
+def test_a_namespace_has_a_quota_of_its_own_beside_its_tenants() -> None:
+    spec = NamespaceSpec(engine="own", layout="x", dtype="uint8", block_size=1, block_bytes=FRAME).of_tenant("a")
+    cache = make_cache(64, a=8, **{f"ns:{spec.fingerprint()[:8]}": 5})
+    other, own = open_for(cache, "a"), cache.space.open_namespace(spec)
+    assert store(cache, own, chain("x", 20)) == 5
+    assert store(cache, other, chain("x", 20)) == 8
+    assert cache.space.used_bytes("a") == 8 * FRAME
+    assert cache.space.quotas.refused == {own.account: 15, "a": 12}
+
+
+def test_a_tenant_cannot_take_the_places_of_all_namespaces() -> None:
+    cache = make_cache(16)
+    for number in range(MAX_TENANT_NAMESPACES):
+        open_for(cache, "a", engine=str(number))
+    with pytest.raises(NoRoom, match="tenant a has registered 256 namespaces"):
+        open_for(cache, "a", engine="one more")
+    assert open_for(cache, "a", engine="0").number == 1
+    open_for(cache, "b")
+
+
+def test_a_tenants_name_is_a_word() -> None:
+    spec = NamespaceSpec(engine="e", layout="x", dtype="uint8", block_size=1, block_bytes=FRAME)
+    assert spec.of_tenant("team-a").problem() is None
+    for name in ("*", "ns:5d1e0b3a", "a\nb", 'a"b', "a" * 65, "-a"):
+        assert "a tenant's name" in (spec.of_tenant(name).problem() or ""), name
+
+
 def test_quotas_as_they_are_written() -> None:
     config = load_config(flags={"quota": "team-a=16MiB, *=1MiB"}, env={})
     assert config.quota == (("team-a", 16 << 20), ("*", 1 << 20))
-    wrong = {"team-a": "is no list", "=1MiB": "is no list", "a=1MiB,a=2MiB": "twice", "a=x": "a=x"}
+    assert load_config(flags={"nvme_quota": "ns:5d1e0b3a=1GiB"}, env={}).nvme_quota == (("ns:5d1e0b3a", 1 << 30),)
+    wrong = {
+        "team-a": "is no list", "=1MiB": "is no list", "a=1MiB,a=2MiB": "twice", "a=x": "a=x",
+        "ns:5d1e=1MiB": "first 8", "ns:5D1E0B3A=1MiB": "first 8", "team a=1MiB": "team a",
+    }  # fmt: skip
     for text, problem in wrong.items():
         with pytest.raises(ConfigError, match=problem):
             load_config(flags={"quota": text}, env={})

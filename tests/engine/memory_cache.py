@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tiercache.errors import DaemonUnavailable
+from tiercache.hints import Hint
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import EventRun, ModelCard
 from tiercache.transfer import Pool
@@ -89,6 +90,7 @@ class MemoryCache:
         self.pending: list[MemoryTransfer] = []
         self.leases: set[int] = set()
         self.store_calls: list[tuple[int, int]] = []
+        self.hints: list[Hint | None] = []
         self.load_calls: list[tuple[int, int]] = []
         self.prefetches: list[int] = []
         self.announced: list[ModelCard] = []
@@ -165,12 +167,14 @@ class MemoryCache:
         return self._begin(copy, 0, seconds)
 
     def store_async(
-        self, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None
-    ) -> MemoryTransfer:
+        self, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None,
+        hint: Hint | None = None,
+    ) -> MemoryTransfer:  # fmt: skip
         self._root._check()
         chain = [keys[start : start + 16] for start in range(0, len(keys), 16)]
         assert len(chain) >= first + len(block_ids)
         self._root.store_calls.append((first, len(block_ids)))
+        self._root.hints.append(hint)
 
         def copy() -> StoreResult:
             assert self.pool is not None

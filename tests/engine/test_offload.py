@@ -13,6 +13,7 @@ from test_engine import record_logits, run_checked
 
 from tiercache.engine import Engine, EngineSettings, SamplingParams
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded
+from tiercache.messages import Priority
 
 pytestmark = pytest.mark.engine
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -34,6 +35,19 @@ def test_write_through_stores_a_chunk_in_one_call_after_its_step(llama: Path) ->
         assert len(cache.store_calls) == 4
     assert cache.closed
     assert [cache.namespace] == engine.namespaces
+
+
+@pytest.mark.parametrize("tier", [{}, {"tier_dtype": "int8"}])
+def test_who_is_served_later_is_kept_less(llama: Path, tier: dict[str, Any]) -> None:
+    cache = MemoryCache()
+    with engine_on(cache, llama, **tier) as engine:
+        for number, priority in enumerate((0, 3, -1)):
+            engine.add_request(prompt_of(20, seed=number), GREEDY, priority)
+            run_checked(engine)
+            engine.drain()
+            said = [hint and hint.priority for hint in cache.hints]
+            assert set(said) == {(None, Priority.LOW, Priority.HIGH)[number]}
+            cache.hints.clear()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -121,10 +121,10 @@ def test_a_tenant_asks_how_much_of_its_prompts_is_stored(
         assert (answer["matched"], ask(salt="")["matched"]) == (16, 0)
     (tmp_path / "tokens").write_text(str(tokens))
     question = ["affinity", "--model", "demo", "--tokens", str(tmp_path / "tokens"), "--salt", "s"]
-    assert main([*question, site.address("team-a")]) == 0
+    assert main([*question, "--address", site.address("team-a")]) == 0
     assert "16" in capsys.readouterr().out
     # On the daemon's host it is found too; another tenant does not even learn that there is such a model.
-    assert main([*question, site.daemon.run_dir]) == 0
+    assert main([*question, "--address", site.daemon.run_dir]) == 0
     with Client.connect(site.address("team-b")) as other:
         assert other.call(m.Models).models == []
 
@@ -194,7 +194,7 @@ def test_keys_that_everybody_could_add_to(tmp_path: Path) -> None:
 
 
 def test_names_do_not_forge_lines_of_the_log(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
-    place = tmp_path / "kv\n2026-01-01 00:00:00,000 INFO all is well\x1b[2J"
+    place = tmp_path / "kv\n2026-01-01 INFO all is well\x1b[2J"
     daemon = start_daemon("--arena", "16MiB", "--region", "4MiB", "--nvme", str(place), "--nvme-size", "64MiB")
     with Client.connect(daemon.run_dir, name="x\n<3>ERROR forged", map_arena=False) as client:
         client.flush()

@@ -235,11 +235,11 @@ def test_the_command_asks_a_daemon_or_a_port(client: tiercache.Client, opened: C
     assert ask(client, tokens, "cli")["matched"] == 24
     common = ["--model", "cli", "--tokens", "-", "--salt", SALT]
     for target in (client.address, url, f"{url}/v1/affinity"):
-        told = run_cli(target, *common, stdin=str(tokens))
+        told = run_cli("--address", target, *common, stdin=str(tokens))
         assert (told.returncode, told.stderr) == (0, "")
         assert ["stored", "24", "(100.0%)"] in [line.split() for line in told.stdout.splitlines()]
-    assert run_cli(url, *common, "--json", stdin="1 2,3").stdout.count('"matched": 0') == 2
-    assert run_cli(url, *common, stdin="[]").returncode == 1
+    assert run_cli("--address", url, *common, "--json", stdin="1 2,3").stdout.count('"matched": 0') == 2
+    assert run_cli("--address", url, *common, stdin="[]").returncode == 1
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def test_the_command_asks_a_daemon_or_a_port(client: tiercache.Client, opened: C
         (["--salt", ""], 2, "give either --text or --tokens"),
         (["--salt", "", "--tokens", "/nowhere"], 2, "--tokens /nowhere cannot be read"),
         (["--salt", "", "--tokens", "-"], 2, "is no list of token ids"),
-        (["http://127.0.0.1:1", "--salt", "", "--tokens", "/dev/null"], 1, "does not answer"),
-        (["/nowhere", "--salt", "", "--tokens", "/dev/null"], 1, "no daemon at /nowhere"),
+        (["--address", "http://127.0.0.1:1", "--salt", "", "--tokens", "/dev/null"], 1, "does not answer"),
+        (["--address", "/nowhere", "--salt", "", "--tokens", "/dev/null"], 1, "no daemon at /nowhere"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_is_one_line(

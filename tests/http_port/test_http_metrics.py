@@ -47,6 +47,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, tierca
     """The port of a daemon with a disk, after blocks went down and came up; nothing happens any more."""
     place = tmp_path_factory.mktemp("busy")
     settings: dict[str, Any] = {"nvme": place / "nvme", "nvme_size": "64MiB", "nvme_segment": "16MiB"}
+    settings |= {"quota": "team-a=4MiB", "nvme_quota": "team-a=8MiB"}
     with (
         tiercache.launch("16MiB", region="2MiB", http="127.0.0.1:0", log=place / "log", **settings) as daemon,
         connect(daemon.address, spec()) as connector,
@@ -82,6 +83,13 @@ def test_all_families_are_there_and_have_a_meaning(busy: tuple[str, tiercache.Cl
         assert (found[name].type, found[name].documentation) == (family.kind, family.text)
         labels = {label for sample in found[name].samples for label in sample.labels}
         assert labels - {"le"} == set(family.labels), name
+
+
+def test_quotas_by_tier(busy: tuple[str, tiercache.Client, Path]) -> None:
+    told = Told(request(f"{busy[0]}/metrics").text)
+    for tier, limit_bytes in (("dram", 4 << 20), ("nvme", 8 << 20)):
+        assert told("quota_bytes", "team-a", tier) == limit_bytes
+        assert told("quota_used_bytes", "team-a", tier) == told("quota_refused_blocks_total", "team-a", tier) == 0
 
 
 def test_histograms_hold_together(busy: tuple[str, tiercache.Client, Path]) -> None:

@@ -111,16 +111,12 @@ def inspect(
 @app.command(rich_help_panel=LOOK, epilog=ending("""\
   tiercache affinity --model ./Qwen3-0.6B --text "$(cat prompt.txt)" --salt ''
                                       of the daemon that runs here
-  tiercache affinity http://10.0.0.7:8181 --model Qwen/Qwen3-8B --tokens ids.json --salt s3
+  tiercache affinity --address http://10.0.0.7:8181 --model Qwen3-8B --tokens ids.json --salt s3
 """, "0 something is stored, 1 nothing is or no daemon answers, 2 a wrong command line"))
 def affinity(
     model: Annotated[
         str, typer.Option("--model", metavar="NAME|DIR", help="The model, as the engine calls it, or its folder.")
     ],
-    target: Annotated[
-        str | None,
-        typer.Argument(metavar="[RUN_DIR|URL]", help="The daemon's run directory, or its HTTP port."),
-    ] = None,
     text: Annotated[
         str | None, typer.Option("--text", metavar="TEXT", help="The prompt, tokenised as --model does.")
     ] = None,
@@ -136,12 +132,19 @@ def affinity(
         str, typer.Option("--cache-salt", metavar="SALT", help="`cache_salt` of a request to vLLM.")
     ] = "",
     as_json: Json = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address", metavar="RUN_DIR|URL",
+            help="The daemon's run directory or its HTTP port; for a tenant on another host tcp://HOST:PORT?key=FILE.",
+        ),
+    ] = None,
 ) -> int:
     """Show how many tokens of a prompt are stored, by tier. Changes nothing."""
     from tiercache.cli import affinity as command
 
     return command.ask(
-        target, model=model, text=text, tokens=tokens, salt=salt, lora=lora, cache_salt=cache_salt, as_json=as_json
+        address, model=model, text=text, tokens=tokens, salt=salt, lora=lora, cache_salt=cache_salt, as_json=as_json
     )
 
 

@@ -54,7 +54,9 @@ app = typer.Typer(
 
 Address = Annotated[
     str | None,
-    typer.Option("--address", metavar="DIR", help="Run directory of the daemon (default: $TIERCACHE_RUN_DIR)."),
+    typer.Option(
+        "--address", metavar="DIR", help="Run directory of the daemon (default: $TIERCACHE_RUN_DIR, or this user's)."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, with raw numbers.")]
 """`--address` and `--json` mean the same everywhere."""

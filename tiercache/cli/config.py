@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tiercache.cli.main import EXIT_OK
 from tiercache.cli.report import print_json
-from tiercache.config import SETTINGS, render_toml, resolve_config
+from tiercache.config import render_toml, resolve_config
+from tiercache.settings import SETTINGS
 
 
 def show(path: Path | None, *, as_json: bool) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 CONNECT_DEADLINE_S = 3.0
 REQUEST_S = 2.0
 """People are more patient than engines: a busy machine is no daemon that has gone."""
+_NOT_OURS = "run this as the daemon's user, or have the daemon share its sockets with a group of yours (--group)"
 _REMEDY = "start a daemon with `tiercache daemon`, or name its run directory with --address"
 
 
@@ -30,14 +31,20 @@ def connected(address: str | None) -> Iterator[Client]:
 
     where = address or default_address()
     # A client would wait for the socket to appear. People will not.
-    if not is_remote(where) and not os.path.exists(session_socket_path(where)):
-        raise DaemonUnavailable(f"no daemon at {where}: {_REMEDY}")
+    if not is_remote(where):
+        try:
+            os.stat(session_socket_path(where))
+        except PermissionError:
+            raise DaemonUnavailable(f"{where} may not be entered: {_NOT_OURS}") from None
+        except OSError:
+            raise DaemonUnavailable(f"no daemon at {where}: {_REMEDY}") from None
     try:
         client = Client.connect(
             where, name="tiercache-cli", map_arena=False, request_timeout_s=REQUEST_S, timeout_s=CONNECT_DEADLINE_S
         )
     except DaemonUnavailable as error:
-        raise DaemonUnavailable(f"{error}: {_REMEDY}") from None
+        refused = isinstance(error.__cause__, PermissionError)
+        raise DaemonUnavailable(f"{error}: {_NOT_OURS if refused else _REMEDY}") from None
     try:
         yield client
     finally:

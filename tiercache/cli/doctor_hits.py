@@ -117,8 +117,14 @@ def _losses(tree: Tree) -> Iterator[Finding]:
             yield warning(TOPIC, "evictions", figure, remedy)
         else:
             yield ok(TOPIC, "evictions", figure)
-    refused = at(tree, "counters.refused_blocks")
-    if refused:
+    by_quota = at(tree, "counters.refused_by_quota_blocks")
+    by_quota_below = at(tree, "tiers.nvme.skipped_by_quota")
+    if by_quota or by_quota_below:
+        figure = f"{int(by_quota):,} blocks did not fit into DRAM's (--quota), {int(by_quota_below):,} not into NVMe's"
+        full = ", ".join(f"{one['name']} ({one['tier']})" for one in tree.get("quotas", []) if one["refused_blocks"])
+        yield warning(TOPIC, "quotas", figure, f"raise --quota or --nvme-quota, if they are to have more: {full}")
+    refused = at(tree, "counters.refused_blocks") - by_quota
+    if refused > 0:
         remedy = "all frames are pinned, leased or in quarantine: a larger --arena, or --quarantine-per-client"
         yield warning(TOPIC, "refused stores", f"{int(refused):,} blocks found no room", remedy)
     skipped_blocks = at(tree, "tiers.nvme.skipped_by_budget")

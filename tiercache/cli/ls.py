@@ -12,7 +12,9 @@ from tiercache.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from tiercache.client import Client
 
-COLUMNS = ("id", "fingerprint", "engine", "model", "rank", "block", "DRAM", "NVMe", "hit%", "last used", "pinned")
+COLUMNS = (
+    "id", "fingerprint", "tenant", "engine", "model", "rank", "block", "DRAM", "NVMe", "hit%", "last used", "pinned",
+)  # fmt: skip
 
 
 def namespaces(address: str | None, *, as_json: bool) -> int:
@@ -43,9 +45,10 @@ def _row(one: dict[str, Any]) -> tuple[str, ...]:
     size = int(one.get("block_bytes", 0))
     idle_s = one.get("idle_s")
     return (
-        str(one["id"]), str(one["fingerprint"])[:12], _clean(one["engine"]), _clean(", ".join(one["models"]) or "-"),
-        _clean(one["rank"]), f"{one['block_size']} tok {format_bytes(size)}", _held(one.get("blocks", 0), size),
-        _held(one.get("below_blocks", 0), size), f"{found / asked:.0%}" if asked else "-",
+        str(one["id"]), str(one["fingerprint"])[:12], _clean(one.get("tenant") or "-"), _clean(one["engine"]),
+        _clean(", ".join(one["models"]) or "-"), _clean(one["rank"]), f"{one['block_size']} tok {format_bytes(size)}",
+        _held(one.get("blocks", 0), size), _held(one.get("below_blocks", 0), size),
+        f"{found / asked:.0%}" if asked else "-",
         "not yet" if idle_s is None else f"{format_duration(idle_s)} ago", f"{one.get('pinned_blocks', 0):,}",
     )  # fmt: skip
 

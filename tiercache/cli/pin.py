@@ -48,7 +48,7 @@ def pin(
         if model is not None:
             prefix = _of_prompt(client, what, model, salt)
         else:
-            prefix = _find(client, _parse_key(what), namespace)
+            prefix = _find(client, _parse_key(what, "and a prompt needs --model"), namespace)
         loaded = _load(client, prefix)
         reply = _pin(client, prefix, ttl_s)
         limit = pins_of(client)["limit_bytes"]
@@ -87,14 +87,15 @@ def unpin(address: str | None, *, key: str | None, everything: bool, as_json: bo
         print_json({"ended_pins": len(ended), "unpinned_blocks": blocks})
     else:
         what = "1 pin" if len(ended) == 1 else f"{len(ended):,} pins"
-        print(f"{what} ended, {blocks:,} blocks may be evicted again" if ended else "nothing is pinned so")
+        nothing = "nothing is pinned" + (" by that key: see `tiercache ls --pins`" if key else "")
+        print(f"{what} ended, {blocks:,} blocks may be evicted again" if ended else nothing)
     return EXIT_OK if ended else EXIT_UNWELL
 
 
-def _parse_key(text: str) -> bytes:
+def _parse_key(text: str, otherwise: str = "see `tiercache ls --pins`") -> bytes:
     key = as_key(text)
     if key is None:
-        raise ConfigError(f"{text}: must be the key of a block, {2 * KEY_BYTES} hex digits")
+        raise ConfigError(f"{text[:40]}: is no key of a block ({2 * KEY_BYTES} hex digits), {otherwise}")
     return key
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from tiercache.units import format_bytes, format_duration
 
 _LONGEST_TEXT = 60
+_MOST_COLUMNS = 12
 
 
 class Section(NamedTuple):
@@ -117,6 +118,9 @@ def _table(title: str, rows: list[tuple[str, dict[str, Any]]], *, first: str = "
     body = [[human(name, row.get(name)) for name in names] for _, row in rows]
     if not first:
         return Section(title, tuple(names), [tuple(cells) for cells in body])
+    if len(names) > _MOST_COLUMNS:  # few rows with much to say: one below the other
+        turned = [(name, *(cells[place] for cells in body)) for place, name in enumerate(names)]
+        return Section(title, (first, *(str(label) for label, _ in rows)), turned)
     cells = [(str(label), *row) for (label, _), row in zip(rows, body, strict=True)]
     return Section(title, (first, *names), cells)
 

@@ -20,7 +20,7 @@ HEADER_EVERY = 20
 _RATES = {
     "matches": "match_requests",
     "asked": "match_blocks_asked",
-    "hit": "match_blocks_hit",
+    "hit": "match_blocks_hit",  # in DRAM; those below are added to it
     "stored": "stored_blocks",
     "dedup": "dedup_blocks",
     "evicted": "evicted_blocks",
@@ -46,9 +46,11 @@ def show(address: str | None, *, as_json: bool) -> int:
 def summary(tree: dict[str, Any]) -> Section:
     """The few figures that one looks for first."""
     arena, counters = tree.get("arena", {}), tree.get("counters", {})
-    asked, hit = counters.get("match_blocks_asked", 0), counters.get("match_blocks_hit", 0)
+    asked, below = counters.get("match_blocks_asked", 0), counters.get("match_blocks_below", 0)
+    hit = counters.get("match_blocks_hit", 0) + below
     used, size = arena.get("used_bytes", 0), arena.get("bytes", 0)
-    hit_rate = f"{hit / asked:.1%} of {asked:,} blocks asked for" if asked else "nothing asked for yet"
+    from_nvme = f", {below / asked:.1%} from NVMe" if below else ""
+    hit_rate = f"{hit / asked:.1%} of {asked:,} blocks asked for{from_nvme}" if asked else "nothing asked for yet"
     share = f" ({used / size:.0%})" if size else ""
     health = tree.get("health", {})
     rows: list[tuple[str, ...]] = [
@@ -139,6 +141,7 @@ def changes(before: dict[str, Any], now: dict[str, Any], seconds: float) -> dict
     later = now.get("counters", {})
     grown = {name: int(later.get(name, 0)) - int(earlier.get(name, 0)) for name in _RATES.values()}
     asked = grown["match_blocks_asked"]
+    grown["match_blocks_hit"] += int(later.get("match_blocks_below", 0)) - int(earlier.get("match_blocks_below", 0))
     return {
         "unix_s": round(time.time(), 3),
         "interval_s": round(seconds, 3),

@@ -101,7 +101,7 @@ def _help() -> list[Text]:
 
 def _body(history: History, settings: Settings, width: int, room: int) -> list[Text]:
     lines = [*_tiers(history, width), *_hits(history, width), *_counts(history)]
-    lists = [_namespaces(history, settings), _hot(history), _clients(history)]
+    lists = [_quotas(history), _namespaces(history, settings), _hot(history), _clients(history)]
     lists = [rows for rows in lists if len(rows) > 1]
     left = room - len(lines)
     for place, rows in enumerate(lists):
@@ -230,6 +230,20 @@ def _namespaces(history: History, settings: Settings) -> list[Text]:
         ))  # fmt: skip
     marked = table[0][0] if settings.sort == "asked" else f"{table[0][0]} (by {settings.sort})"
     return _table([(marked, *table[0][1:]), *table[1:]], left=3)
+
+
+def _quotas(history: History) -> list[Text]:
+    assert history.last is not None
+    rows = history.last.tree.get("quotas", [])
+    speeds = history.rates("quotas", ("name", "tier"), ("refused_blocks",))
+    table: list[Row] = [("QUOTA", "TIER", "USED", "OF", "FULL", "NO ROOM/S")]
+    for row, speed in zip(rows, speeds, strict=True):
+        used, limit = at(row, "used_bytes"), at(row, "limit_bytes")
+        table.append((
+            str(row.get("name", "")), str(row.get("tier", "")), format_bytes(used), format_bytes(limit),
+            f"{used / limit:.0%}" if limit else "-", "-" if speed is None else _short(speed["refused_blocks"]),
+        ))  # fmt: skip
+    return _table([table[0], *sorted(table[1:])], left=2)
 
 
 def _hot(history: History) -> list[Text]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tiercache.errors import TierCacheError
+from tiercache.hints import Hint
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import EventRun, ModelCard
 from tiercache.transfer import Pool
@@ -68,8 +69,9 @@ class GroupLike(Protocol):
         self, match: Any, block_ids: Sequence[int], *, first: int = 0, timeout_s: float | None = None
     ) -> TransferLike: ...
     def store_async(
-        self, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None
-    ) -> TransferLike: ...
+        self, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None,
+        hint: Hint | None = None,
+    ) -> TransferLike: ...  # fmt: skip
     def close(self) -> None: ...
 
 
@@ -104,8 +106,9 @@ class GroupsLike(Protocol):
     def prefetch(self, keys: bytes) -> int: ...
     def load_async(self, match: Any, keys: bytes, parts: Sequence[Part], *, timeout_s: float) -> TransferLike: ...
     def store_async(
-        self, group: int, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None
-    ) -> TransferLike: ...
+        self, group: int, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None,
+        hint: Hint | None = None,
+    ) -> TransferLike: ...  # fmt: skip
 
 
 class Part(NamedTuple):

@@ -16,6 +16,7 @@ import msgspec
 
 from tiercache.engine.cache import GroupLike, MatchLike, Part, TransferLike
 from tiercache.errors import TierCacheError
+from tiercache.hints import Hint
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import KEY_BYTES, EventRun, ModelCard
 
@@ -117,14 +118,15 @@ class GroupedCache:
         return None
 
     def store_async(
-        self, group: int, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None
-    ) -> TransferLike:
+        self, group: int, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None,
+        hint: Hint | None = None,
+    ) -> TransferLike:  # fmt: skip
         if events is not None and len(self._caches) > 1:
             # The same keys name the blocks of every group, and listeners tell them apart by this.
             blocks, size = self._namespaces[group].window_blocks, self._namespaces[group].block_size
             kind = "sliding_window" if blocks else "full_attention"
             events = msgspec.structs.replace(events, group=group, kind=kind, window=blocks * size or None)
-        return self._caches[group].store_async(keys, block_ids, first=first, events=events)
+        return self._caches[group].store_async(keys, block_ids, first=first, events=events, hint=hint)
 
     def close(self) -> None:
         """The others are siblings of the first one, and end with it."""

@@ -13,6 +13,15 @@ from tiercache.engine.blocks import BlockManager, Origin
 from tiercache.engine.cache import GuardedCache, TransferLike
 from tiercache.engine.sequence import Sequence
 from tiercache.engine.settings import EngineSettings
+from tiercache.hints import Hint
+from tiercache.messages import Priority
+
+_HINTS = {-1: Hint(priority=Priority.HIGH), 0: None, 1: Hint(priority=Priority.LOW)}
+"""What is said of the blocks of a request, by the sign of its priority: who is served later is kept less."""
+
+
+def _sign(priority: int) -> int:
+    return (priority > 0) - (priority < 0)
 
 
 @dataclass(slots=True)
@@ -74,7 +83,10 @@ class Stores:
         chain, first, group = origin
         keys = chain.packed(first + len(block_ids))
         events = chain.events(first, len(block_ids)) if self._cache.wants_events else None
-        transfer = self._cache.ask(lambda cache: cache.store_async(group, keys, block_ids, first=first, events=events))
+        hint = None if sequence is None else _HINTS[_sign(sequence.rank.priority)]
+        transfer = self._cache.ask(
+            lambda cache: cache.store_async(group, keys, block_ids, first=first, events=events, hint=hint)
+        )
         self._blocks.hold(block_ids)
         if transfer is None:
             self._blocks.mark_stored(block_ids)

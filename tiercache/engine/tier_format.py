@@ -19,6 +19,7 @@ import torch
 from tiercache.engine.cache import GroupLike, MatchLike, TransferLike
 from tiercache.engine.kv_pool import KVLayout, KVPool
 from tiercache.errors import TierCacheError
+from tiercache.hints import Hint
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import KEY_BYTES, EventRun, ModelCard
 
@@ -121,11 +122,13 @@ class StagedStore(_Staged):
     """See the module. Blocks are encoded in order, so that no piece comes before its parents."""
 
     def __init__(
-        self, cache: StagedCache, keys: bytes, block_ids: Sequence[int], first: int, events: EventRun | None = None
-    ) -> None:
+        self, cache: StagedCache, keys: bytes, block_ids: Sequence[int], first: int, events: EventRun | None = None,
+        hint: Hint | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(cache, block_ids, first)
         self._keys = keys
         self._events = events
+        self._hint = hint
         self._result = StagedStoreResult()
         self.done()
 
@@ -140,7 +143,7 @@ class StagedStore(_Staged):
         first = self._first + self._moved
         keys = self._keys[: (first + len(block_ids)) * KEY_BYTES]
         events = self._events and self._events.part(self._moved, len(block_ids))
-        self._piece = self._cache.inner.store_async(keys, self._places, first=first, events=events)
+        self._piece = self._cache.inner.store_async(keys, self._places, first=first, events=events, hint=self._hint)
         return True
 
     def _finish(self, piece: TransferLike) -> bool:
@@ -257,9 +260,10 @@ class StagedCache:
         return StagedLoad(self, match, block_ids, first, timeout_s)
 
     def store_async(
-        self, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None
-    ) -> StagedStore:
-        return StagedStore(self, keys, block_ids, first, events)
+        self, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None,
+        hint: Hint | None = None,
+    ) -> StagedStore:  # fmt: skip
+        return StagedStore(self, keys, block_ids, first, events, hint)
 
     def close(self) -> None:
         self.inner.close()

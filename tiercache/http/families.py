@@ -27,6 +27,7 @@ class Family(NamedTuple):
 
 
 _NAMESPACE = ("namespace", "engine", "rank")
+_QUOTA = ("quota", "tier")
 
 COUNTERS = {
     "match_requests": "Lookups, prefetches included.",
@@ -227,10 +228,38 @@ _NAMESPACES = (
         "counter", "namespace_hit_blocks_total", (*_NAMESPACE, "tier"), "Those found.",
         read.namespaces(read.hits_by_tier),
     ),
+    Family(
+        "gauge", "quota_bytes", _QUOTA,
+        f"What a tenant or namespace with a quota may have (the first {read.MAX_QUOTAS}).", read.quotas("limit_bytes"),
+    ),
+    Family("gauge", "quota_used_bytes", _QUOTA, "What it has.", read.quotas("used_bytes")),
+    Family(
+        "counter", "quota_refused_blocks_total", _QUOTA,
+        "Blocks that were not stored there because nothing more of its own could go.", read.quotas("refused_blocks"),
+    ),
+)  # fmt: skip
+
+_HINTS = (
+    Family(
+        "counter", "hints_total", ("said",), "What hints of clients said; one may say several things.",
+        read.hints("done", "returning", "ttl", "priority"),
+    ),
+    Family(
+        "counter", "hint_expired_blocks_total", (), "Blocks that were evicted because the time of a hint was up.",
+        read.at("hints", "expired_blocks"),
+    ),
+    Family(
+        "counter", "hint_ahead_blocks_total", (), "Blocks brought up to DRAM shortly before a client was to be back.",
+        read.at("hints", "ahead_blocks"),
+    ),
+    Family(
+        "gauge", "hint_kept_blocks", ("why",), "Blocks that are kept for a client to be back, or of high priority.",
+        read.hints("awaited_blocks", "high_blocks"),
+    ),
 )  # fmt: skip
 
 FAMILIES: tuple[Family, ...] = (
-    *_STATE, *_TRAFFIC, *_TIERS, *_DISKS, *_NAMESPACES,
+    *_STATE, *_TRAFFIC, *_TIERS, *_DISKS, *_NAMESPACES, *_HINTS,
     *(Family("counter", f"{name}_total", (), text, read.at("counters", name)) for name, text in COUNTERS.items()),
 )  # fmt: skip
 

@@ -12,8 +12,8 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from tiercache.config import is_loopback
 from tiercache.http.limits import error_body
+from tiercache.setting_kinds import is_loopback
 
 OF_THIS_HOST = ("localhost", "127.0.0.1", "::1")
 MISDIRECTED = 421

@@ -28,13 +28,24 @@ class LimitedConnection(H11Protocol):
 
     request_s: ClassVar[float] = 30.0
     _timer: asyncio.TimerHandle | None = None
+    _armed_s: float = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Arm the timer; one connection too many is answered and closed."""
+        """Arm the timer. One connection too many takes the place of one from which no request has come for longest."""
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
-            self._refuse(503, "busy", f"{MAX_CONNECTIONS} connections are open: try again")
+            # Otherwise whoever opens so many and says nothing keeps out the probes that a pod lives by.
+            silent = [one for one in self.connections if isinstance(one, LimitedConnection) and one._is_silent]
+            if silent:
+                min(silent, key=lambda one: one._armed_s).transport.abort()
+            else:
+                self._refuse(503, "busy", f"{MAX_CONNECTIONS} connections are open: try again")
         self._arm()
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether no request has come since the last one was answered, or not the whole head of it."""
+        return self._armed_s > 0 and (self.cycle is None or self.cycle.response_complete)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Disarm it."""
@@ -50,6 +61,7 @@ class LimitedConnection(H11Protocol):
     def _arm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._armed_s = self.loop.time()
         self._timer = self.loop.call_later(self.request_s + GRACE_S, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:

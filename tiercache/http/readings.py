@@ -13,6 +13,7 @@ from tiercache.daemon.traffic import PROBE_ENGINE
 
 MAX_NAMESPACES = 32
 """Those with the most blocks asked for and stored have metrics of their own."""
+MAX_QUOTAS = 64
 MAX_REASONS = 16
 MAX_REASON_CHARS = 200
 NS = 1_000_000_000
@@ -50,6 +51,16 @@ def at(*path: str) -> Callable[[Tree], Samples]:
                 return
             value = value[name]
         yield (), value
+
+    return samples
+
+
+def hints(*names: str) -> Callable[[Tree], Samples]:
+    """These figures of the hints, by name without its unit; a daemon of an earlier release has none."""
+
+    def samples(tree: Tree) -> Samples:
+        its = tree.get("hints", {})
+        return (((name.removesuffix("_blocks"),), its[name]) for name in names if name in its)
 
     return samples
 
@@ -160,6 +171,11 @@ def namespaces(values: Callable[[Any], Samples]) -> Callable[[Tree], Samples]:
                 yield (one["fingerprint"], one["engine"], one["rank"], *labels), value
 
     return samples
+
+
+def quotas(name: str) -> Callable[[Tree], Samples]:
+    """A number of each quota, by whose it is and tier."""
+    return lambda tree: (((one["name"], one["tier"]), one[name]) for one in tree["quotas"][:MAX_QUOTAS])
 
 
 def blocks_by_tier(one: Any) -> Samples:

@@ -49,6 +49,7 @@ from tiercache.messages.limits import (
     KEY_BYTES,
     MAX_FDS_PER_MESSAGE,
     MAX_HELLO_BYTES,
+    MAX_HINT_MS,
     MAX_INSPECTED,
     MAX_KEYS,
     MAX_LEASE_TTL_MS,
@@ -68,6 +69,7 @@ from tiercache.messages.limits import (
     BlockState,
     CommitState,
     ErrorCode,
+    Priority,
 )
 from tiercache.messages.names import (
     EventRun,
@@ -91,6 +93,7 @@ from tiercache.messages.replies import (
     Error,
     ExtentList,
     Frames,
+    Hinted,
     Matched,
     Namespace,
     Payload,
@@ -109,6 +112,7 @@ from tiercache.messages.requests import (
     Commit,
     CommitExtents,
     Extents,
+    Hint,
     Hold,
     Match,
     Peek,
@@ -130,13 +134,13 @@ from tiercache.messages.requests import (
 AnyRequest = (
     Ping | RegisterNamespace | Match | Resolve | Hold | Release | Renew | Reserve | Commit | Abort
     | Read | Write | Pin | Unpin | Prefetch | Flush | Report | Stats | Check | Bye | Extents | BadExtent
-    | ReserveExtents | CommitExtents | Peek | Models | Inspect | Pins | Specs
+    | ReserveExtents | CommitExtents | Peek | Models | Inspect | Pins | Specs | Hint
 )  # fmt: skip
 
 AnyReply = (
     Done | Error | Namespace | Matched | Frames | Released | Renewed | Reserved | Committed
     | Payload | Pinned | Flushed | StatsReply | CheckReply | ExtentList | ReservedExtents
-    | Peeked | ModelList | Inspected | PinList | SpecList
+    | Peeked | ModelList | Inspected | PinList | SpecList | Hinted
 )  # fmt: skip
 
 __all__ = [
@@ -146,6 +150,7 @@ __all__ = [
     "KEY_BYTES",
     "MAX_FDS_PER_MESSAGE",
     "MAX_HELLO_BYTES",
+    "MAX_HINT_MS",
     "MAX_INSPECTED",
     "MAX_KEYS",
     "MAX_LEASE_TTL_MS",
@@ -186,6 +191,8 @@ __all__ = [
     "Flushed",
     "Frames",
     "Hello",
+    "Hint",
+    "Hinted",
     "Hold",
     "Inspect",
     "Inspected",
@@ -205,6 +212,7 @@ __all__ = [
     "Pinned",
     "Pins",
     "Prefetch",
+    "Priority",
     "Read",
     "Refused",
     "Regions",

@@ -23,7 +23,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     """The daemon's answer. `control` is the ZeroMQ endpoint of the ROUTER.
 
-    `kv_events`: the daemon publishes events, and wants an `EventRun` with what is stored.
+    `kv_events`: the daemon publishes events, and wants an `EventRun` with what is stored. `hints`: it takes a `Hint`.
     """
 
     protocol: int
@@ -33,6 +33,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     daemon_version: str
     arena_bytes: int
     kv_events: bool = False
+    hints: bool = False
 
 
 class Regions(msgspec.Struct, array_like=True, tag="regions"):

@@ -26,6 +26,7 @@ MAX_HELLO_BYTES = 4096
 MAX_FDS_PER_MESSAGE = 16
 MAX_LEASE_TTL_MS = 600_000
 MAX_PIN_TTL_MS = 7 * 86_400_000
+MAX_HINT_MS = 7 * 86_400_000
 MAX_INSPECTED = 256
 MAX_LISTED_PINS = 1024
 
@@ -49,6 +50,16 @@ class ErrorCode(str, Enum):
     VERSION = "version"
     FULL = "full"
     INTERNAL = "internal"
+
+
+class Priority(IntEnum):
+    """How much a client would mind the loss of blocks."""
+
+    LOW = 1
+    """They go before all others."""
+    NORMAL = 2
+    HIGH = 3
+    """They go after all others, as far as the share for such blocks goes."""
 
 
 class BlockState(IntEnum):

@@ -109,6 +109,12 @@ class Pinned(Reply, tag="pinned"):
     blocks: int
 
 
+class Hinted(Reply, tag="hinted"):
+    """Blocks of the prefix that are here, in whatever tier: 0 where there was nothing to take note of."""
+
+    blocks: int
+
+
 class ExtentList(Reply, tag="extent_list"):
     """Extents from block `first` on, EXTENT_BYTES each; fewer than asked where a block has none.
 

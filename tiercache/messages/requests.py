@@ -163,6 +163,24 @@ class Prefetch(Request, tag="prefetch"):
     keys: bytes
 
 
+class Hint(Request, tag="hint"):
+    """What a client knows of the further use of the stored prefix of `keys`. Answered with `Hinted`.
+
+    It is about what no other chain shares of the blocks from `first` on. What is 0 or false is not said, and leaves
+    what was said before: `done`: nobody asks for them again; `return_in_ms`: they will be asked for in about so long
+    (each of these two takes the other's place); `ttl_ms`: they are of no use after that time; `priority`: a
+    `Priority`. Times are cut to MAX_HINT_MS.
+    """
+
+    namespaces: list[int]
+    keys: bytes
+    first: int = 0
+    done: bool = False
+    return_in_ms: int = 0
+    ttl_ms: int = 0
+    priority: int = 0
+
+
 class Bye(Request, tag="bye"):
     """End of this session. Answered with `Done`; its leases end as at a lost connection."""
 

@@ -27,6 +27,17 @@ class Kind(Enum):
     """A prefetch: a match for nobody in particular."""
     FORGET = "forget"
     """A flush: of the last block of `keys` and what follows it, or without keys of the whole namespace."""
+    HINT = "hint"
+    """What a client knows of the further use of the blocks from `first` on; see `Told`."""
+
+
+class Told(NamedTuple):
+    """A hint, as `messages.Hint` has it; 0 for what is not said."""
+
+    done: bool = False
+    return_in_s: float = 0.0
+    ttl_s: float = 0.0
+    priority: int = 0
 
 
 class Request(NamedTuple):
@@ -37,7 +48,8 @@ class Request(NamedTuple):
     those that it is about, as in `Trace.specs`.
     Of KEEP `first` is where the store begins, and `rooted` whether `keys` begin at the root, or where the trace knows
     no more, at the block before the store. Of LOOK `had` is how many blocks the daemon that was recorded had in DRAM
-    and below, and `promote` whether what is below comes up. Of FORGET `tier` is where; empty for all tiers.
+    and below, and `promote` whether what is below comes up. Of FORGET `tier` is where; empty for all tiers. Of HINT
+    `told` is what was said.
     """
 
     time_s: float
@@ -53,6 +65,7 @@ class Request(NamedTuple):
     rooted: bool = True
     tier: str = ""
     in_gpu: int = 0
+    told: Told = Told()
 
     @property
     def blocks(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 from tiercache.arena import Region
 from tiercache.config import DaemonConfig
 from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.hints import said_at
 from tiercache.daemon.leases import Owner
 from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.database import CatalogState
@@ -25,7 +26,7 @@ from tiercache.daemon.nvme.tier import NvmeTier
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace
 from tiercache.layout import NamespaceSpec
-from tiercache.messages import INSTANCE_BYTES, KEY_BYTES, MAX_RESERVE, REGION_SHIFT, BlockState
+from tiercache.messages import INSTANCE_BYTES, KEY_BYTES, MAX_RESERVE, REGION_SHIFT, BlockState, Priority
 from tiercache.replay.disk import PaperCatalog, PaperDirectory, PaperQueue
 from tiercache.replay.requests import Kind, Request
 
@@ -139,12 +140,21 @@ class Simulation:
     def play(self, request: Request) -> Outcome:
         """One request, and all that follows from it."""
         self.now_s = max(self.now_s, request.time_s)
+        self.cache.expire()
+        if self.cache.below.name and not self.cache.below.settled:
+            self._settle()  # somebody was awaited
         namespaces = [self._namespaces[number] for number in request.namespaces]
         if request.kind is Kind.FORGET:
             self._forget(namespaces, request.keys, request.tier)
             return Outcome(0, 0)
         if request.kind is Kind.KEEP:
             self._keep(namespaces[0], request)
+            return Outcome(0, 0)
+        if request.kind is Kind.HINT:
+            told = request.told
+            priority = Priority(told.priority) if told.priority else None
+            said = said_at(self.now_s, told.done, told.return_in_s, told.ttl_s, priority)
+            self.cache.hint(namespaces, request.keys, request.first, said)
             return Outcome(0, 0)
         if request.kind is Kind.FETCH:
             fetched = self.cache.prefetch(self._owner, namespaces, request.keys)

@@ -132,6 +132,18 @@ def test_a_second_daemon_is_kept_out(path: Path) -> None:
     opened(path).close()
 
 
+def test_a_folder_that_everybody_can_write_to_is_refused(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o1777)
+    with pytest.raises(ConfigError, match="is a folder for everybody"):
+        opened(path)
+    assert list(path.iterdir()) == []
+    path.chmod(0o755)
+    directory = opened(path)
+    assert (path / "segments").stat().st_mode & 0o777 == 0o700
+    directory.close()
+
+
 def test_a_killed_daemon_leaves_no_lock(path: Path) -> None:
     code = (
         "import signal, sys; from pathlib import Path; from tiercache.daemon.nvme.directory import Directory\n"

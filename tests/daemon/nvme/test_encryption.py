@@ -152,3 +152,19 @@ def test_key_files_of_the_wrong_form(tmp_path: Path, text: str, mode: int, probl
 def test_a_daemon_with_a_bad_key_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(tiercache.TierCacheError, match="cannot be read"):
         tiercache.launch("16MiB", run_dir=tmp_path / "run", nvme=str(tmp_path / "n"), nvme_key=str(tmp_path / "none"))
+
+
+def test_equal_nonces_of_two_blocks_give_nothing_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block has a key of its own: a nonce that comes twice would otherwise be the end of both (and of the tag)."""
+    monkeypatch.setattr(os, "urandom", bytes)
+    cipher, plain = Cipher(bytes(range(32))), bytes(4096)
+    streams = set()
+    for one in (whose(b"a" * 16, "f", 4096, 8), whose(b"b" * 16, "f", 4096, 8), whose(b"a" * 16, "g", 4096, 8)):
+        out = bytearray(len(plain) + OVERHEAD_BYTES)
+        cipher.seal(plain, one, memoryview(out))
+        assert out[:12] == bytes(12), "the same nonce"
+        streams.add(bytes(out[12:]))
+        back = bytearray(len(plain))
+        cipher.open(memoryview(out), one, memoryview(back))
+        assert back == plain
+    assert len(streams) == 3

@@ -1,4 +1,4 @@
-"""What `tiercache daemon --record FILE` has written: matches, stores, prefetches and flushes, with hashes for keys.
+"""What `tiercache daemon --record FILE` has written: matches, stores, prefetches, hints and flushes, with hashes.
 
     {"tiercache_trace":1,"policy":"lru","arena_bytes":...}            first line: the daemon's sizes
     {"t":3,"o":"ns","number":1,"block_tokens":16,"block_bytes":4096}  a namespace, before the first line about it
@@ -17,16 +17,16 @@ import msgspec
 from tiercache.daemon.nvme.directory import segments_within
 from tiercache.daemon.nvme.opening import DB_RESERVE_SHARE, fitted_segment_bytes
 from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES
+from tiercache.messages import KEY_BYTES, Priority
 from tiercache.replay.formats.lines import BadLine
 from tiercache.replay.formats.mooncake import fields_of, wrong
-from tiercache.replay.requests import Kind, Request, plain_spec
+from tiercache.replay.requests import Kind, Request, Told, plain_spec
 from tiercache.replay.simulation import Sizes
 
 VERSION = 1
 HASH_BYTES = 12
 _PAD = bytes(KEY_BYTES - HASH_BYTES)
-_KINDS = {"m": Kind.LOOK, "l": Kind.LOOK, "p": Kind.FETCH, "s": Kind.KEEP, "f": Kind.FORGET}
+_KINDS = {"m": Kind.LOOK, "l": Kind.LOOK, "p": Kind.FETCH, "s": Kind.KEEP, "f": Kind.FORGET, "h": Kind.HINT}
 
 
 class Header(msgspec.Struct):
@@ -64,6 +64,11 @@ class Line(msgspec.Struct):
     window_blocks: int = 0
     dram_only: bool = False
     requests: int = 0
+    first: int = 0
+    done: bool = False
+    return_ms: int = 0
+    ttl_ms: int = 0
+    priority: int = 0
 
 
 class Recorded:
@@ -159,14 +164,18 @@ class RecordedReader:
         elif kind is Kind.FORGET:
             keys, first = _keys(row.k), 0
         else:
-            keys, first = self._chain(row), row.f
+            keys, first = self._chain(row), row.first if kind is Kind.HINT else row.f
         blocks = len(keys) // KEY_BYTES
         if not 0 <= first <= blocks:
             raise BadLine(f"f is {first}: must be 0 to {blocks}, the blocks of the chain")
+        told = Told(row.done, row.return_ms / 1000, row.ttl_ms / 1000, row.priority)
+        if min(told) < 0 or (told.done and told.return_in_s) or told.priority not in (0, *Priority):
+            raise BadLine(f"is no hint: {told}")
         tokens = blocks * self.specs[row.n[0]].block_size
         return Request(
             self.header.clock_s + row.t / 1000, keys, tokens, kind=kind, first=first, had=_had(row.had),
             namespaces=tuple(row.n), promote=row.o != "l", rooted=rooted, tier="" if row.tier == "all" else row.tier,
+            told=told,
         )  # fmt: skip
 
     def _chain(self, row: Line) -> bytes:

@@ -1,0 +1,91 @@
+"""Hints spoken as `daemon/README.md` has it, and whatever else may come in their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from raw_client import VISIBLE, Client, block_of, hello, new_chain, until
+
+
+def stored(client: Client, blocks: int) -> tuple[int, bytes]:
+    """A namespace, and a chain of so many blocks in it."""
+    number, keys = client.namespace(), new_chain(blocks)
+    assert client.store(number, keys, [block_of(place) for place in range(blocks)]) == [VISIBLE] * blocks
+    return number, keys
+
+
+def test_the_welcome_says_that_hints_are_taken(run_dir: Path) -> None:
+    from raw_client import SessionSocket
+
+    session = SessionSocket(run_dir)
+    welcome, _ = session.hello(hello(b"h" * 16, map_arena=False))
+    assert welcome[7:] == [False, True]
+    session.close()
+
+
+def test_a_hint_takes_effect(client: Client) -> None:
+    number, keys = stored(client, 3)
+    other = stored(client, 1)
+    assert client.ask("hint", [number], keys + new_chain(1)) == ["hinted", 3], "nothing is said: nothing follows"
+    assert client.ask("hint", [number], keys, 1, False, 0, 50) == ["hinted", 3]
+    until(lambda: client.ask("peek", [number], keys)[1] == 1)
+    assert client.ask("peek", [other[0]], other[1])[1] == 1
+    assert client.ask("hint", [number], keys, 0, True) == ["hinted", 1]
+    assert client.ask("hint", [number], keys, 0, False, 1000, 0, 3) == ["hinted", 1]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [-1], [-(2**63)], [0, False, -1], [0, False, 0, -5], [0, False, 0, 0, -1], [0, False, 0, 0, 4],
+        [0, False, 0, 0, 2**62], [0, True, 10],
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_refused(client: Client, fields: list[Any]) -> None:
+    number, keys = stored(client, 1)
+    assert client.refusal("hint", [number], keys, *fields) == "bad_value"
+    assert client.ask("peek", [number], keys)[1] == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [1.5], [None], [0, 1], [0, False, float("nan")], [0, False, float("inf")], [0, False, 0, "1"],
+        [0, False, 0, 0, None], [2**64 - 1 + 0.0],
+    ],
+)  # fmt: skip
+def test_values_of_other_types_are_malformed(client: Client, fields: list[Any]) -> None:
+    number, keys = stored(client, 1)
+    assert client.refusal("hint", [number], keys, *fields) == "malformed"
+
+
+def test_huge_values_are_cut(client: Client) -> None:
+    number, keys = stored(client, 2)
+    huge = 2**63
+    assert client.ask("hint", [number], keys, 0, False, huge, huge, 1) == ["hinted", 2]
+    assert client.ask("hint", [number], keys, huge, True) == ["hinted", 2], "from a block on that it has not"
+    assert client.stats()["hints"]["marks"] >= 1
+    assert client.ask("check")[0] == "check_reply"
+
+
+def test_what_is_named_is_checked(client: Client) -> None:
+    number, keys = stored(client, 1)
+    assert client.refusal("hint", [4097], keys) == "unknown_namespace"
+    assert client.refusal("hint", [number, number], keys) == "bad_value"
+    assert client.refusal("hint", [], keys) == "bad_value"
+    assert client.refusal("hint", [number], keys[:-1]) == "bad_value"
+    assert client.refusal("hint", [number], b"") == "bad_value"
+    assert client.refusal("hint", [number], bytes(16 * 65_537)) == "too_large"
+
+
+def test_the_longest_chain_and_many_hints_hold_nobody_up(client: Client) -> None:
+    """A chain that is asked about in full, again and again; the daemon's own books agree afterwards."""
+    number, keys = stored(client, 64)
+    for turn in range(50):
+        part = keys[: 16 * (1 + turn % 64)]
+        fields = [[0, True], [0, False, 5000], [0, False, 0, 600_000], [0, False, 0, 0, 1 + turn % 3]][turn % 4]
+        assert client.ask("hint", [number], part, *fields) == ["hinted", 1 + turn % 64]
+    tag, findings, _, _ = client.ask("check")
+    assert (tag, findings) == ("check_reply", [])
