@@ -7,8 +7,10 @@ Not collected by itself: TRITON_INTERPRET=1 must be set before the kernels are d
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 from attention_cases import (
     CASES,
     WRITES,
@@ -27,7 +29,19 @@ pytestmark = pytest.mark.kernels
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_attention_kernels.py, with TRITON_INTERPRET=1"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def _each(cases: Sequence[AttentionCase]) -> list[ParameterSet]:
+    """Of the formats, and of what is alike, one case in every run; the others, which take half a minute, are slow."""
+    seldom = {"float16", "softcap", "sinks", "window of one", "prefill, split", "window", "decode", "grouped heads"}
+    seldom |= {f"{name}, {what}" for name in FORMATS for what in ("grouped heads", "odd sizes")} - {
+        "int4, odd sizes", "int8, grouped heads",
+    }  # fmt: skip
+    assert seldom <= {case.name for case in cases}
+    return [
+        pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in seldom else ()) for case in cases
+    ]
+
+
+@pytest.mark.parametrize("case", _each(CASES))
 def test_writes_and_attention_equal_the_twins(case: AttentionCase) -> None:
     check_attention(case, "cpu")
 
@@ -41,7 +55,7 @@ def test_writes_equal_the_twin(case: WriteCase) -> None:
     check_write(case, "cpu")
 
 
-@pytest.mark.parametrize("spread", [0.0, 2.0])
+@pytest.mark.parametrize("spread", [pytest.param(0.0, marks=pytest.mark.slow), 2.0])
 @pytest.mark.parametrize("name", FORMATS)
 def test_records_equal_the_twin(name: str, spread: float) -> None:
     check_encoding(name, "cpu", spread, seed=1)
