@@ -8,8 +8,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from disk_troubles import fail
 from tier_rig import BLOCK_BYTES, TierRig, key_of, keys_of, play
-from window_rig import WINDOW, check_closed, fail, spaces_of, spread
+from window_rig import WINDOW, check_closed, spaces_of, spread
 
 from tiercache.daemon.nvme.checking import ALL, check_directory
 from tiercache.daemon.nvme.rows import ROOT_KEY, pack_row, unpack_row

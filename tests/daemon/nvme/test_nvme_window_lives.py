@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from disk_troubles import fail
 from tier_rig import TierRig, key_of, keys_of, play
-from window_rig import check_closed, fail
+from window_rig import check_closed
 
 from tiercache.daemon.space import Namespace
 from tiercache.messages import BlockState

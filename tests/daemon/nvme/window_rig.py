@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 
 from tier_rig import TierRig, key_of
 
@@ -12,21 +11,6 @@ from tiercache.daemon.nvme.checking import ALL, check_directory
 from tiercache.daemon.space import Namespace
 
 WINDOW = 3
-
-
-def fail(name: str, number: int) -> Callable[[str, int], int | None]:
-    """A disk's hook: the n-th call of that name fails."""
-    left = number
-
-    def hook(called: str, size: int) -> int | None:
-        nonlocal left
-        if called == name:
-            left -= 1
-            if left == -1:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return None
-
-    return hook
 
 
 def broken(name: str, size: int) -> int | None:
