@@ -94,6 +94,9 @@ class Server:
         self._undrained_ticks = 0
         self._requests_seen = 0
         self._idle_from_s = 0.0
+        # How long a request was in the queue is known as of the last tick: not more than a part of what is slow.
+        exact = 0 < config.slow_request_s < 4 * IDLE_TICK_S
+        self._idle_tick_s = TICK_S if exact else IDLE_TICK_S
         self._stopping = asyncio.Event()
 
     async def run(self, parent_fd: int | None = None) -> int:
@@ -253,7 +256,7 @@ class Server:
         if self.cache.counters.requests != self._requests_seen or self.service.reads.parked:
             self._requests_seen = self.cache.counters.requests
             self._idle_from_s = now_s + IDLE_S
-        wait_s = TICK_S if now_s < self._idle_from_s else IDLE_TICK_S
+        wait_s = TICK_S if now_s < self._idle_from_s else self._idle_tick_s
         self.loop.call_later(wait_s, self._tick, wait_s)
         self.cache.counters.loop_stalls = self.clock.stalls
         self._undrained_ticks = 0 if self._drain(_TICK_REQUESTS) else self._undrained_ticks + 1

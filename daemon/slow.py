@@ -18,7 +18,7 @@ class SlowRequests:
     """Told of every request, speaks of those over `threshold_s`; 0 turns it off. Event loop only.
 
     How long a request lay in the queue nobody has noted, but since when the queue has not been empty is known:
-    it cannot have waited longer than that. An idle loop looks every 10 ms.
+    it cannot have waited longer than that. The loop looks at every tick, so a threshold near 10 ms says little.
     """
 
     def __init__(self, threshold_s: float, counters: Counters) -> None:
