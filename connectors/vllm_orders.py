@@ -59,16 +59,19 @@ class Orders(base.KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Report(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Which store jobs have ended, at how many ranks, and which of them left blocks out."""
+    """Which store jobs have ended, at how many ranks, and which of them left blocks out; what loads have taken."""
 
     ended: dict[int, int] = field(default_factory=dict)
     incomplete: set[int] = field(default_factory=set)
+    load_seconds: dict[str, float] = field(default_factory=dict)
 
     def aggregate(self, other: Report) -> Report:
         """This and another rank's report as one."""
         jobs = self.ended.keys() | other.ended.keys()
         ended = {job: self.ended.get(job, 0) + other.ended.get(job, 0) for job in jobs}
-        return Report(ended, self.incomplete | other.incomplete)
+        loads = self.load_seconds.keys() | other.load_seconds.keys()
+        longest = {name: max(self.load_seconds.get(name, 0.0), other.load_seconds.get(name, 0.0)) for name in loads}
+        return Report(ended, self.incomplete | other.incomplete, longest)
 
 
 @dataclass

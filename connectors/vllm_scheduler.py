@@ -20,8 +20,9 @@ from typing import Any
 
 from tiercache.connector import Connector
 from tiercache.connectors.vllm_compat import CacheHitSource, block_tables
+from tiercache.connectors.vllm_costs import Costs
 from tiercache.connectors.vllm_names import Names, keys_of
-from tiercache.connectors.vllm_orders import Load, Orders
+from tiercache.connectors.vllm_orders import Load, Orders, Report
 from tiercache.connectors.vllm_stores import Stores, runs_of
 from tiercache.errors import TierCacheError
 from tiercache.jobs import Background
@@ -33,6 +34,8 @@ MAX_LEASED = 512
 """Waiting requests that keep what was found for them; those behind are looked up when their turn comes."""
 SLOW_LOOKUP_S = 0.05
 """A lookup that takes longer than this is slow: those behind it could wait for many of them."""
+DECLINED = "declined_blocks"
+"""The counter of blocks that were found and computed all the same."""
 MISS = Match()
 
 logger = logging.getLogger("tiercache.connectors.vllm")
@@ -57,7 +60,25 @@ class _Request:
     lookup: _Lookup | None = None  # not yet: there were too many before it
     running: bool = False  # its blocks are stored from here on
     local: int = 0  # blocks that vLLM had itself when it asked
+    end: int | None = None  # of the blocks that are worth a load after those; None: not thought about
     preemptions: int = 0  # as many as there were before the lookup
+
+
+def _tiers(match: Match, first: int, end: int) -> tuple[int, int]:
+    """How many of blocks `first ..< end` of a match are in DRAM, and how many below it."""
+    in_dram = min(max(0, match.blocks - match.below_blocks - first), end - first)
+    return in_dram, end - first - in_dram
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load under way."""
+
+    match: Match
+    first_key: bytes
+    in_dram: int
+    below: int  # blocks on NVMe, after those in DRAM
+    seconds: float = 0.0  # at the rank that took longest, of those that have ended
 
 
 class Scheduler:
@@ -70,6 +91,7 @@ class Scheduler:
         per_block: block hashes of vLLM in one block.
         windowed: whether vLLM forgets the early blocks of any KV cache group.
         kv_cache_manager: vLLM's, which knows the blocks of its requests.
+        costs: say which loads are worth it; without, all are.
     """
 
     def __init__(
@@ -80,6 +102,7 @@ class Scheduler:
         per_block: int,
         windowed: bool,
         kv_cache_manager: Any,
+        costs: Costs | None = None,
     ) -> None:
         self.connector = connector
         self._specs = list({spec.fingerprint(): spec for specs in ranks for spec in specs}.values())
@@ -90,7 +113,9 @@ class Scheduler:
         self._slow = False  # the last lookup was; set by their thread
         self._requests: dict[str, _Request] = {}
         self._leased: set[str] = set()  # requests whose match has an end to come
-        self._loads: dict[str, tuple[Match, bytes]] = {}  # under way, with the key of the first block
+        self._loads: dict[str, _Load] = {}
+        self.costs = costs
+        self._declined = 0  # blocks, when they were counted
         self.stores = Stores(connector, block_tables(kv_cache_manager), len(ranks), per_block, windowed)
         self._orders = Orders()
         names.read_later("vLLM")
@@ -105,7 +130,7 @@ class Scheduler:
 
     def _look_up(self, state: _Request) -> None:
         state.lookup = lookup = _Lookup(time.monotonic() + self.connector.client.request_timeout_s)
-        state.running, state.preemptions = False, state.request.num_preemptions
+        state.running, state.end, state.preemptions = False, None, state.request.num_preemptions
         self._leased.add(state.request.request_id)
         self._background.later(partial(self._find, state.request, lookup))
 
@@ -147,14 +172,23 @@ class Scheduler:
         if not state.running:
             state.running = True
             self.stores.begin(request, lookup.root, lookup.keys, lookup.match.blocks)
-        state.local = local_tokens // self._block_size
-        blocks = lookup.match.blocks - state.local
-        if blocks <= 0 or request_id not in self._leased or not self.connector.available:
+        local = local_tokens // self._block_size
+        if local != state.local:
+            state.local, state.end = local, None
+        if lookup.match.blocks <= local or request_id not in self._leased or not self.connector.available:
             return 0
         first_key = self._first_key(state)
-        if any(first_key == key for _, key in self._loads.values()):
+        if any(first_key == load.first_key for load in self._loads.values()):
             return None  # another request brings these blocks: they will be a hit in vLLM's own cache
-        return blocks * self._block_size
+        if state.end is None:
+            state.end = self._worth(lookup.match, local)
+        return (state.end - local) * self._block_size
+
+    def _worth(self, match: Match, local: int) -> int:
+        """The end of the blocks of a match that are worth a load after the first `local`."""
+        if self.costs is None:
+            return match.blocks
+        return local + self.costs.choose(*_tiers(match, local, match.blocks))
 
     def _first_key(self, state: _Request) -> bytes:
         """The key of the first block that vLLM has not itself."""
@@ -184,17 +218,19 @@ class Scheduler:
         if not tokens:
             self._let_go(state)
             return
-        match = state.lookup.match
-        runs = runs_of(blocks.blocks, state.local, state.local + tokens // self._block_size)
+        match, end = state.lookup.match, state.local + tokens // self._block_size
+        runs = runs_of(blocks.blocks, state.local, end)
         self._leased.discard(request.request_id)
-        self._loads[request.request_id] = match, self._first_key(state)
+        self._loads[request.request_id] = _Load(match, self._first_key(state), *_tiers(match, state.local, end))
         self._orders.loads.append(Load(request.request_id, match.ticket(), runs))
 
     def hit_sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
         """From which tier the tokens of a load come."""
         state = self._requests.get(request.request_id)
-        below = state.lookup.match.below_blocks if state is not None and state.lookup is not None else 0
-        disk = min(below * self._block_size, tokens)
+        if state is None or state.lookup is None:
+            return {}
+        end = state.local + tokens // self._block_size
+        disk = _tiers(state.lookup.match, state.local, end)[1] * self._block_size
         sources = {CacheHitSource.HOST: tokens - disk, CacheHitSource.DISK: disk}
         return {source: count for source, count in sources.items() if count}
 
@@ -203,11 +239,20 @@ class Scheduler:
         for request_id in request_ids:
             ended = self._loads.pop(request_id, None)
             if ended is not None:
-                self._background.later(partial(self.connector.release, ended[0]))
+                self._background.later(partial(self.connector.release, ended.match))
+                if self.costs is not None and ended.seconds:
+                    self.costs.loaded(ended.in_dram, ended.below, ended.seconds)
             if failed:
                 self.stores.begin_again(request_id)
 
     # --- steps and their end
+
+    def reported(self, report: Report) -> None:
+        """What the workers say of stores and loads that have ended."""
+        self.stores.reported(report)
+        for request_id, seconds in report.load_seconds.items():
+            if (load := self._loads.get(request_id)) is not None:
+                load.seconds = max(load.seconds, seconds)
 
     def step(self, output: Any) -> Orders:
         """The orders of a step that has just been scheduled."""
@@ -215,6 +260,8 @@ class Scheduler:
         self._background.begin()
         self.stores.step(output, orders)
         orders.idle = not output.num_scheduled_tokens
+        if self.costs is not None:
+            self.costs.stepped(output.num_scheduled_tokens, output.total_num_scheduled_tokens, time.monotonic())
         return orders
 
     def finished(self, request: Any) -> None:
@@ -228,6 +275,14 @@ class Scheduler:
             self.stores.end(request, request.num_computed_tokens)
 
     # --- the rest --------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """What was found and not loaded since the last call, in blocks."""
+        declined = self.costs.declined_blocks if self.costs is not None else 0
+        if declined == self._declined:
+            return {}
+        new, self._declined = declined - self._declined, declined
+        return {DECLINED: new}
 
     def reset(self) -> None:
         """The weights may have changed: nothing found or computed so far is used or stored from here on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,6 +20,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         model_id: what pins the weights; empty to hash the files, or use the commit of a hub.
         salt: secret of a tenant.
         tenant: whose blocks these are, for the daemon's quotas. They are found by the same tenant only.
+        load: `auto` loads what is faster loaded than computed, by what both have lately taken; `always` all that
+            is found.
         load_timeout_s: a load that takes longer is computed instead.
         request_timeout_s: deadline of one request to the daemon.
         gds: `auto` reads from NVMe straight into the GPU where that is faster.
@@ -30,6 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model_id: str = ""
     salt: str = ""
     tenant: str = ""
+    load: Literal["auto", "always"] = "auto"
     load_timeout_s: float = LOAD_TIMEOUT_S
     request_timeout_s: float = REQUEST_TIMEOUT_S
     gds: str = "off"

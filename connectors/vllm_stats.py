@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from tiercache.connectors.vllm_compat import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine
+from tiercache.connectors.vllm_scheduler import DECLINED
 from tiercache.connectors.vllm_worker import COUNTERS
+
+ALL_COUNTERS = (*COUNTERS, DECLINED)
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]
-    """Counts of an interval by name: `data` is a dict of the worker's COUNTERS."""
+    """Counts of an interval by name: `data` is a dict of ALL_COUNTERS."""
 
     data: dict[str, int]
 
@@ -32,7 +35,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """One counter for each of COUNTERS, called `vllm:tiercache_<name>`."""
+    """One counter for each of ALL_COUNTERS, called `vllm:tiercache_<name>`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -46,7 +49,7 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 ),
                 self.per_engine_labelvalues,
             )
-            for name in COUNTERS
+            for name in ALL_COUNTERS
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -9,7 +9,7 @@
 vLLM stores every chunk that it computes here too, and has chunks that its own memory lacks loaded into it
 again. It pins the rows of a transfer until that is reported as ended, which it is when its last copy is.
 Nothing here waits: what takes long is done in the background, and a failure is a miss. Settings, beside type and
-module_path, are those of `TierCacheConnector` but for `gds`.
+module_path, are those of `TierCacheConnector` but for `gds`; `load` has no say here.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any
 from tiercache.connector import Connector
 from tiercache.connectors.vllm_cards import Cards
 from tiercache.connectors.vllm_compat import CacheHitSource, base, check_version, resolve_kv_cache_block_sizes
+from tiercache.connectors.vllm_costs import Costs
 from tiercache.connectors.vllm_events import event_groups
 from tiercache.connectors.vllm_names import Names, check_hashes
 from tiercache.connectors.vllm_orders import Orders, RankForm
@@ -117,12 +118,13 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         return self._worker.take_bad_blocks() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> Any:
-        """Stores that have ended."""
+        """Stores and loads that have ended."""
         return self._worker.report() if self._worker is not None else None
 
     def get_kv_connector_stats(self) -> Any:
-        """What was moved since the last call."""
-        counts = self._worker.counters() if self._worker is not None else {}
+        """What was moved, or not moved for its cost, since the last call."""
+        half = self._worker or self._scheduler
+        counts = half.counters() if half is not None else {}
         return Stats(counts) if counts else None
 
     # --- the scheduler's half --------------------------------------------------------------------
@@ -145,9 +147,10 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         names.on_use = Cards(self._vllm_config, connector, specs, hash_size).add
         windowed = any(spec.window_blocks for spec in ranks[0].specs)
         per_block = connector.namespace.block_size // hash_size
-        self._scheduler = Scheduler(
-            connector, [form.specs for form in ranks], names, per_block, windowed, self._kv_cache_manager
-        )
+        block_size, batches = connector.namespace.block_size, self._vllm_config.max_concurrent_batches
+        costs = Costs(block_size, batches, partial=not windowed) if settings.load == "auto" else None
+        rank_specs = [form.specs for form in ranks]
+        self._scheduler = Scheduler(connector, rank_specs, names, per_block, windowed, self._kv_cache_manager, costs)
         for why in dict.fromkeys(filter(None, (absence(connector), *(form.absence for form in ranks)))):
             logger.warning("vLLM is served without the cache until that changes: %s", why)
 
@@ -183,7 +186,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         if self._scheduler is None:
             return
         if connector_output.kv_connector_worker_meta is not None:
-            self._scheduler.stores.reported(connector_output.kv_connector_worker_meta)
+            self._scheduler.reported(connector_output.kv_connector_worker_meta)
         if connector_output.finished_recving:
             bad = bool(connector_output.invalid_block_ids or connector_output.failed_recving)
             self._scheduler.loads_ended(connector_output.finished_recving, bad)

@@ -38,6 +38,7 @@ class Worker:
         self._stores: dict[int, list[Transfer[StoreResult]]] = {}
         self._fresh: list[Store] = []  # computed by the step before
         self._cancelled: set[str] = set()
+        self._load_seconds: dict[str, float] = {}  # of loads that have ended and are not reported
         self._bad_blocks: set[int] = set()
         self._counted = dict.fromkeys(COUNTERS, 0)
         self._moved = False  # since they were counted
@@ -99,6 +100,8 @@ class Worker:
             self._moved = True
             cancelled = request_id in self._cancelled
             self._cancelled.discard(request_id)
+            if not cancelled and parts:
+                self._load_seconds[request_id] = max(part.ended_s - part.began_s for _, part in parts)
             for run, transfer in parts:
                 good = 0 if cancelled else transfer.result(0)
                 if good < len(run.block_ids) and len(self._groups) > 1:
@@ -113,15 +116,16 @@ class Worker:
         return bad
 
     def report(self) -> Report | None:
-        """Stores that have ended since the last call."""
+        """Stores and loads that have ended since the last call."""
         ended = [job for job, parts in self._stores.items() if all(transfer.done() for transfer in parts)]
-        if not ended:
+        if not ended and not self._load_seconds:
             return None
         self._moved = True
         incomplete = {job for job in ended if any(part.result(0).dropped for part in self._stores[job])}
         for job in ended:
             del self._stores[job]
-        return Report(dict.fromkeys(ended, 1), incomplete)
+        seconds, self._load_seconds = self._load_seconds, {}
+        return Report(dict.fromkeys(ended, 1), incomplete, seconds)
 
     def counters(self) -> dict[str, int]:
         """What was moved since the last call, in blocks and bytes."""

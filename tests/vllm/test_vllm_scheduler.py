@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from vllm_engines import PATIENCE_S
 
-from tiercache.connectors.vllm_scheduler import Scheduler
+from tiercache.connectors.vllm_compat import CacheHitSource
+from tiercache.connectors.vllm_costs import LAST_LOADS, LEAST_SAMPLES, Costs
+from tiercache.connectors.vllm_orders import Report
+from tiercache.connectors.vllm_scheduler import DECLINED, Scheduler
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import KEY_BYTES
 
@@ -28,6 +31,7 @@ class Cache:
     client = SimpleNamespace(request_timeout_s=PATIENCE_S)
 
     def __init__(self) -> None:
+        self.below_blocks = 0
         self.asked, self.go_on = threading.Event(), threading.Event()
         self.found: list[Any] = []
         self.released: list[Any] = []
@@ -36,7 +40,7 @@ class Cache:
         self.asked.set()
         assert self.go_on.wait(PATIENCE_S)
         blocks = len(keys) // KEY_BYTES
-        self.found.append(SimpleNamespace(blocks=blocks, below_blocks=0, ticket=lambda: b"ticket"))
+        self.found.append(SimpleNamespace(blocks=blocks, below_blocks=self.below_blocks, ticket=lambda: b"ticket"))
         return self.found[-1]
 
     def release(self, match: Any) -> None:
@@ -69,7 +73,8 @@ class Rig:
         blocks = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[manager]))
         cache: Any = self.cache
         names: Any = Names()
-        self.scheduler = Scheduler(cache, [[SPEC]], names, 1, False, blocks)
+        self.costs = Costs(SIZE)
+        self.scheduler = Scheduler(cache, [[SPEC]], names, 1, False, blocks, self.costs)
 
     def add(self, name: str, blocks: int) -> Any:
         """A request of so many blocks, all of which begin alike."""
@@ -91,7 +96,9 @@ class Rig:
 
     def step(self) -> Any:
         cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set())
-        output = SimpleNamespace(num_scheduled_tokens={}, scheduled_new_reqs=[], scheduled_cached_reqs=cached)
+        output = SimpleNamespace(
+            num_scheduled_tokens={}, total_num_scheduled_tokens=0, scheduled_new_reqs=[], scheduled_cached_reqs=cached
+        )
         orders = self.scheduler.step(output)
         self.scheduler.check_integrity()
         return orders
@@ -162,3 +169,53 @@ def test_what_is_not_wanted_is_given_back_and_a_reset_forgets(rig: Rig) -> None:
     rig.looked_up()
     assert rig.cache.released == rig.cache.found
     assert rig.scheduler.matched_tokens(reset, 0) == 0
+
+
+def prefill_takes(rig: Rig, seconds_per_block: float) -> None:
+    for step in range(LEAST_SAMPLES + 1):
+        rig.costs.stepped({"long": 100 * SIZE}, 100 * SIZE, step * 100 * seconds_per_block)
+
+
+def test_what_a_slow_disk_has_of_a_match_is_computed_and_the_rest_loaded(rig: Rig) -> None:
+    prefill_takes(rig, 1.0)
+    for _ in range(LEAST_SAMPLES):
+        rig.costs.loaded(0, 2, 3.0)
+    request = rig.add("a", 5)
+    rig.cache.below_blocks = 2
+    rig.cache.go_on.set()
+    rig.looked_up()
+    assert [rig.scheduler.matched_tokens(request, 0) for _ in range(2)] == [3 * SIZE] * 2
+    assert rig.scheduler.counters() == {DECLINED: 2}
+    assert rig.scheduler.counters() == {}
+    assert rig.scheduler.hit_sources(request, 3 * SIZE) == {CacheHitSource.HOST: 3 * SIZE}
+    rig.load(request, 3 * SIZE)
+    (load,) = rig.step().loads
+    assert load.runs == ((0, [0, 1, 2]),)
+    rig.scheduler.loads_ended({"a"}, False)
+    rig.looked_up()
+    assert rig.cache.released == rig.cache.found
+
+
+def test_both_tiers_of_a_load_are_named(rig: Rig) -> None:
+    request = rig.add("a", 5)
+    rig.cache.below_blocks = 2
+    rig.cache.go_on.set()
+    rig.looked_up()
+    assert rig.scheduler.matched_tokens(request, 2 * SIZE) == 3 * SIZE
+    sources = {CacheHitSource.HOST: SIZE, CacheHitSource.DISK: 2 * SIZE}
+    assert rig.scheduler.hit_sources(request, 3 * SIZE) == sources
+
+
+def test_the_slowest_rank_is_what_a_load_has_taken(rig: Rig) -> None:
+    prefill_takes(rig, 1.0)
+    rig.cache.go_on.set()
+    for number in range(LAST_LOADS):
+        request = rig.add(f"{number}", 2)
+        rig.looked_up()
+        assert rig.scheduler.matched_tokens(request, 0) == (2 * SIZE if number < LEAST_SAMPLES else 0)
+        if number < LEAST_SAMPLES:
+            rig.load(request, 2 * SIZE)
+            both = Report(load_seconds={request.request_id: 2.1}).aggregate(Report(load_seconds={"gone": 9.0}))
+            rig.scheduler.reported(both)
+            rig.scheduler.reported(Report(load_seconds={request.request_id: 0.1}))
+            rig.scheduler.loads_ended({request.request_id}, False)

@@ -68,6 +68,20 @@ def hold(worker: Any, way: str, folder: str, damage: bool) -> None:
     setattr(copier, name, held)
 
 
+def slow(worker: Any, seconds: float) -> None:
+    """In the process of a rank: every copy from the cache takes so long from here on."""
+    import time
+
+    copier = worker_groups(worker)[0]._own_mover().copier
+    copy = type(copier).copy_in.__get__(copier)
+
+    def slowed(*arguments: Any) -> int:
+        time.sleep(seconds)
+        return int(copy(*arguments))
+
+    copier.copy_in = slowed
+
+
 class Child:
     """The engine, with the orders that it takes as methods."""
 
@@ -172,6 +186,10 @@ class Child:
         self.llm.collective_rpc(hold, args=(order["way"], order["folder"], order.get("damage", False)))
         return {"done": True}
 
+    def slow(self, order: dict[str, Any]) -> dict[str, Any]:
+        self.llm.collective_rpc(slow, args=(order["seconds"],))
+        return {"done": True}
+
     def fork(self, order: dict[str, Any]) -> dict[str, Any]:
         """A child that has open what this process has, and does nothing until it is killed."""
         pid = os.fork()
@@ -197,7 +215,9 @@ class Child:
         scheduler.check_integrity()
         idle, jobs = not (scheduler._requests or scheduler._loads or scheduler._leased), len(scheduler.stores._jobs)
         available = scheduler.connector.available
-        return {"served": True, "idle": idle, "jobs": jobs, "available": available, **self.happened}
+        declined = scheduler.costs.declined_blocks if scheduler.costs is not None else 0
+        counts = {"jobs": jobs, "declined": declined, **self.happened}
+        return {"served": True, "idle": idle, "available": available, **counts}
 
 
 ORDERS: dict[str, Callable[[Child, dict[str, Any]], dict[str, Any]]] = {
@@ -208,6 +228,7 @@ ORDERS: dict[str, Callable[[Child, dict[str, Any]], dict[str, Any]]] = {
     "negate": Child.negate,  # all KV in the pool, as damage that changes what is computed from it
     "abort": Child.abort,
     "hold": Child.hold,
+    "slow": Child.slow,  # every copy from the cache takes so many `seconds`
     "fork": Child.fork,
     "count": Child.count,
     "check": Child.check,  # the scheduler's books, and its counts

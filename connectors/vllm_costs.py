@@ -1,0 +1,131 @@
+"""Whether a load is worth it: what loads and prefill have lately taken in this engine.
+
+Where computing is faster than a disk, or than the trip for a block or two, a hit that is loaded makes its request
+later, and with many of them the engine slower, than if there were no cache (vLLM's issue 44294). Nothing has to be
+configured for that: both speeds are measured while the engine works. What has not been measured is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+
+MEASURED_TOKENS = 128
+"""Steps of fewer tokens say little of prefill."""
+LAST_STEPS = 15
+LAST_LOADS = 5
+LEAST_SAMPLES = 3
+"""The median of fewer could be that of a bad moment."""
+ASK_AGAIN = 8
+"""One of so many loads that would not be worth it is done all the same: what was slow may be fast by now."""
+
+logger = logging.getLogger("tiercache.connectors.vllm")
+
+
+class _Price:
+    """What loads of about one length from one tier have taken."""
+
+    __slots__ = ("declined", "samples")
+
+    def __init__(self) -> None:
+        self.samples: deque[float] = deque(maxlen=LAST_LOADS)  # seconds per block
+        self.declined = 0
+
+    def of(self, blocks: int) -> float | None:
+        """Seconds for so many blocks; None where too few loads were measured."""
+        return median(self.samples) * blocks if len(self.samples) >= LEAST_SAMPLES else None
+
+
+class Costs:
+    """The costs of one engine. Used by vLLM's scheduler thread; each call takes some microseconds at most.
+
+    Both costs are of work alone, without the wait for those before it, so that they compare in a queue too.
+
+    Args:
+        block_size: tokens in a block.
+        batches: steps that the engine has in flight at the same time (`VllmConfig.max_concurrent_batches`).
+        partial: whether a match can be loaded in part; not where a window has left holes in it.
+
+    Attributes:
+        declined_blocks: those that were found and not loaded, so far.
+    """
+
+    def __init__(self, block_size: int, batches: int = 1, partial: bool = True) -> None:
+        self.declined_blocks = 0
+        self._block_size = block_size
+        self._partial = partial
+        self._flight: deque[int] = deque(maxlen=batches)  # tokens of the last steps
+        self._witness: str | None = None  # a request of the last step
+        self._last_s = 0.0
+        self._steps: deque[float] = deque(maxlen=LAST_STEPS)  # seconds per block
+        self._block_s: float | None = None
+        self._prices: dict[tuple[str, int], _Price] = {}  # by tier, and length to a power of two
+
+    # --- what is measured
+
+    def stepped(self, running: Mapping[str, int], tokens: int, now_s: float) -> None:
+        """A step with these requests and so many tokens has just been scheduled, at `now_s` of a steady clock.
+
+        The time since the step before is the time of the oldest one in flight, if the engine was never idle: a
+        request of the last step is in this one too.
+        """
+        if self._witness not in running:
+            self._flight.clear()
+        elif len(self._flight) == self._flight.maxlen and self._flight[0] >= MEASURED_TOKENS:
+            self._steps.append((now_s - self._last_s) / self._flight[0] * self._block_size)
+            if len(self._steps) >= LEAST_SAMPLES:
+                self._block_s = median(self._steps)
+        self._flight.append(tokens)
+        self._witness = next(iter(running), None)
+        self._last_s = now_s
+
+    def loaded(self, in_dram: int, below: int, seconds: float) -> None:
+        """A load of so many blocks in DRAM, and then on NVMe, took so long. What DRAM takes is known from others."""
+        if below:
+            seconds -= min(seconds, self._price("DRAM", in_dram).of(in_dram) or 0.0)
+        price = self._price(*(("NVMe", below) if below else ("DRAM", in_dram)))
+        price.samples.append(seconds / (below or in_dram))
+        price.declined = 0
+
+    def _price(self, tier: str, blocks: int) -> _Price:
+        return self._prices.setdefault((tier, blocks.bit_length()), _Price())
+
+    # --- what follows
+
+    def choose(self, in_dram: int, below: int) -> int:
+        """How many leading blocks to load of a match of `in_dram` and then, on NVMe, `below`.
+
+        All, those in DRAM or none: whichever saves most time. Counts as a decision: ask once for each request.
+        """
+        whole, block_s = in_dram + below, self._block_s
+        if block_s is None:
+            return whole
+        head_s = in_dram * block_s - (self._price("DRAM", in_dram).of(in_dram) or 0.0)
+        below_s = self._price("NVMe", below).of(below) if below else 0.0
+        if below_s is None:
+            return whole
+        tail_s = below * block_s - below_s
+        if not self._partial:
+            head_s, tail_s = 0.0, head_s + tail_s
+        if tail_s >= 0 and head_s + tail_s >= 0:
+            return whole
+        if head_s > 0:
+            return self._decline("NVMe", below, in_dram, whole)
+        return self._decline(*(("NVMe", below) if below else ("DRAM", in_dram)), 0, whole)
+
+    def _decline(self, tier: str, blocks: int, best: int, whole: int) -> int:
+        """Load only `best` blocks of `whole`, because of the price of `blocks` of a tier; but for one time of many."""
+        price = self._price(tier, blocks)
+        price.declined += 1
+        if price.declined % ASK_AGAIN == 0:
+            return whole
+        if price.declined == 1:
+            load_ms, compute_ms = (price.of(blocks) or 0.0) * 1e3, (self._block_s or 0.0) * blocks * 1e3
+            logger.info(
+                "%d blocks from %s take %.3g ms, and to compute them %.3g: for now such hits are computed",
+                blocks, tier, load_ms, compute_ms,
+            )  # fmt: skip
+        self.declined_blocks += whole - best
+        return best
