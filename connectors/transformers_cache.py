@@ -37,6 +37,7 @@ from tiercache.connectors.transformers_model import (
     try_model,
 )
 from tiercache.errors import ConfigError, TierCacheError
+from tiercache.hints import Hint
 from tiercache.keys import KeyChain, name_blocks, salted_root
 from tiercache.loading import Match
 from tiercache.messages import ModelCard
@@ -137,9 +138,14 @@ class PrefixCache:
         self.close()
 
     def generate(
-        self, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, **options: Any
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        hint: Hint | None = None,
+        **options: Any,
     ) -> Any:
-        """`model.generate` with the same arguments and the same result.
+        """`model.generate` with the same arguments and the same result; `hint` as for `store`.
 
         Raises only what `model.generate` raises: a cache that fails is a miss.
         """
@@ -151,7 +157,7 @@ class PrefixCache:
         assert input_ids is not None
         cache = self.restore(input_ids, attention_mask)
         output = self.model.generate(**inputs, past_key_values=cache, **options)
-        self.store(cache, getattr(output, "sequences", output), attention_mask)
+        self.store(cache, getattr(output, "sequences", output), attention_mask, hint)
         return output
 
     @torch.no_grad()
@@ -184,13 +190,20 @@ class PrefixCache:
         return cache
 
     @torch.no_grad()
-    def store(self, cache: RestoredCache, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
+    def store(
+        self,
+        cache: RestoredCache,
+        tokens: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        hint: Hint | None = None,
+    ) -> int:
         """Store what is new in a cache that holds the K and V of `tokens`; returns how many blocks were.
 
         Args:
             cache: what `restore` returned, after `generate` or `forward` has filled it.
             tokens: [row, token], at least as many as the cache holds.
             attention_mask: that of the prompt; what comes after it is no padding.
+            hint: what is known of the further use of these tokens.
 
         Blocks until the copies have ended. A failure is 0.
         """
@@ -201,7 +214,11 @@ class PrefixCache:
             return 0  # computed, in part at least, by weights that are no longer there
         with self._lock:
             rows = self._rows(cache.root, tokens[:, :length], attention_mask)
-            return sum(self._store_row(row, cache, number) for number, row in enumerate(rows))
+            stored = sum(self._store_row(row, cache, number) for number, row in enumerate(rows))
+        if hint is not None:
+            for row in rows:
+                self.connector.hint(row.chain.packed(), hint)
+        return stored
 
     # --- one row ---------------------------------------------------------------------------------
 

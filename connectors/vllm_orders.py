@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tiercache.connectors.vllm_compat import base
+from tiercache.hints import Hint
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import EventRun
 
@@ -37,6 +38,13 @@ class Store(NamedTuple):
     events: EventRun | None = None
 
 
+class Said(NamedTuple):
+    """What is known of the further use of a chain, to be passed on when what is stored by then has been."""
+
+    keys: bytes
+    hint: Hint
+
+
 @dataclass
 class Orders(base.KVConnectorMetadata):  # type: ignore[misc]
     """The orders of one step.
@@ -46,6 +54,7 @@ class Orders(base.KVConnectorMetadata):  # type: ignore[misc]
         fresh: stores whose blocks this very step computes.
         flush: jobs whose blocks this step writes to: they end before it, or count for nothing.
         cancel: requests that no longer want their load.
+        hints: of requests that have ended.
         idle: the step computes nothing.
     """
 
@@ -54,6 +63,7 @@ class Orders(base.KVConnectorMetadata):  # type: ignore[misc]
     fresh: list[Store] = field(default_factory=list)
     flush: list[int] = field(default_factory=list)
     cancel: list[str] = field(default_factory=list)
+    hints: list[Said] = field(default_factory=list)
     idle: bool = False
 
 

@@ -21,8 +21,9 @@ from typing import Any
 from tiercache.connector import Connector
 from tiercache.connectors.vllm_compat import CacheHitSource, block_tables
 from tiercache.connectors.vllm_costs import Costs
+from tiercache.connectors.vllm_hints import hint_of
 from tiercache.connectors.vllm_names import Names, keys_of
-from tiercache.connectors.vllm_orders import Load, Orders, Report
+from tiercache.connectors.vllm_orders import Load, Orders, Report, Said
 from tiercache.connectors.vllm_stores import Stores, runs_of
 from tiercache.errors import TierCacheError
 from tiercache.jobs import Background
@@ -267,12 +268,25 @@ class Scheduler:
     def finished(self, request: Any) -> None:
         """A request has ended, and its blocks are free from here on."""
         state = self._requests.pop(request.request_id, None)
+        keys = b""
         if request.request_id in self._loads:
             self._orders.cancel.append(request.request_id)
-            self.stores.end(request, 0)
+            keys = self.stores.end(request, 0)
         elif state is not None:
             self._let_go(state)
-            self.stores.end(request, request.num_computed_tokens)
+            keys = self.stores.end(request, request.num_computed_tokens)
+        if request.kv_transfer_params and keys:
+            self._pass_on(request, keys)
+
+    def _pass_on(self, request: Any, keys: bytes) -> None:
+        """What a request says of the further use of its blocks, if it does."""
+        try:
+            hint = hint_of(request)
+        except ValueError as error:
+            logger.warning("a request's hint is not passed on: %s", error)
+            return
+        if hint is not None:
+            self._orders.hints.append(Said(keys, hint))
 
     # --- the rest --------------------------------------------------------------------------------
 

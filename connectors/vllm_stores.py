@@ -117,12 +117,17 @@ class Stores:
         if request_id in self._chains:
             self._go_on_after(self._chains[request_id], 0)
 
-    def end(self, request: Any, computed_tokens: int) -> None:
-        """No more of a request is stored than what is computed now, though its blocks may be free from here on."""
+    def end(self, request: Any, computed_tokens: int) -> bytes:
+        """No more of a request is stored than what is computed now, though its blocks may be free from here on.
+
+        Returns the keys of the blocks that are stored then, if all goes well.
+        """
         chain = self._chains.pop(request.request_id, None)
-        if chain is not None:
-            self._offer(chain, computed_tokens, self._last)
-            chain.request = None
+        if chain is None:
+            return b""
+        self._offer(chain, computed_tokens, self._last)
+        chain.request = None
+        return chain.keys[: chain.offered * KEY_BYTES]
 
     def _offer(self, chain: _Chain, computed_tokens: int, stores: list[Store]) -> None:
         """Have what is full and hashed by then stored. No drafts have hashes."""

@@ -47,6 +47,10 @@ class Worker:
         """Before a step computes. Waits for FLUSH_TIMEOUT_S at most, and only if it writes to what is stored."""
         for store in (*self._fresh, *orders.ready):
             self._store(store)
+        for said in orders.hints:
+            for connector, writes in zip(self._groups, self._writers, strict=True):
+                if writes:
+                    connector.hint_async(said.keys, said.hint)
         self._fresh = orders.fresh
         if orders.flush:
             self._flush(orders.flush)

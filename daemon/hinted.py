@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from tiercache.daemon.index import Index
+from tiercache.daemon.index import LIVE, Index
 from tiercache.daemon.marks import Group, Mark
 from tiercache.daemon.policy import NO_ENTRY, Policy
 from tiercache.messages import Priority
@@ -226,15 +226,20 @@ class HintedPolicy:
         if mark is not None:
             self._give_back(child, mark)
         self.inner.replaced(entry, child)
+        own = self._inherited(entry, mark)
+        if own is not None:
+            self._sort(entry, own)
+
+    def _inherited(self, entry: int, mark: Mark | None) -> Mark | None:
+        """The mark of a block whose last child, which had `mark`, is evicted."""
         own = self._marks.get(entry)
         if mark is not None and mark.own > 1 and not mark.empty and (own is None or own.stamp <= mark.stamp):
             mark.hand_on(own)
             own = mark
             self._note(entry, own)
-        if own is not None:
-            if self._columns.stamp[entry] > own.stamp:
-                own.used()  # by way of another chain
-            self._sort(entry, own)
+        if own is not None and self._columns.stamp[entry] > own.stamp:
+            own.used()  # by way of another chain
+        return own
 
     def evicted(self, entry: int, parent: int) -> None:
         mark = self._marks.get(entry)
@@ -242,6 +247,9 @@ class HintedPolicy:
             self._give_back(entry, mark)
             del self._marks[entry]
         self.inner.evicted(entry, parent)
+        index = self.index
+        if mark is not None and index.children[parent] == 1 and index.state[parent] == LIVE:
+            self._inherited(parent, mark)  # which is pinned, and sorted when it is let go of
 
     # --- the next victim -------------------------------------------------------------------------
 

@@ -508,6 +508,15 @@ class Connector:
         self._count(hints=1)
         return reply.blocks
 
+    def hint_async(self, keys: bytes, hint: Hint) -> Transfer[int]:
+        """As `hint`, in the background, once all that `store_async` was given before is stored.
+
+        A full queue drops it.
+        """
+        _check_keys(keys)
+        transfer = Transfer(lambda: self.hint(keys, hint), lambda: 0, 0, Limit())
+        return transfer if self._stores.submit(transfer) else Transfer.finished(0)
+
     def pin(self, keys: bytes, ttl_s: float) -> int:
         """Keep the stored run of `keys` from eviction for `ttl_s`; returns its blocks. 0 on failure."""
         _check_keys(keys)

@@ -135,6 +135,20 @@ def test_answers_are_part_of_the_next_prompt(open_cache: Open) -> None:
         turn = torch.cat([turn, torch.tensor(answer), prompt(12, seed=length)], dim=1)
 
 
+def test_a_hint_goes_with_what_is_stored(open_cache: Open) -> None:
+    model = tiny_model("LlamaConfig")
+    kept, short = prompt(150), prompt(150, seed=1)
+    cache = open_cache(model)
+    greedy(cache, kept)
+    greedy(cache, short, hint=tiercache.Hint(ttl_s=0.2))
+    deadline_s = time.monotonic() + 60
+    while cache.restore(short).known_tokens:  # what is of no use after a moment is gone then
+        assert time.monotonic() < deadline_s
+        threading.Event().wait(0.05)
+    assert cache.restore(kept).known_tokens == 144
+    assert cache.connector.counters["hints"] == 1
+
+
 def test_other_weights_are_another_model(open_cache: Open) -> None:
     model = tiny_model("LlamaConfig")
     ids = prompt(64)

@@ -226,6 +226,35 @@ def test_leases_and_pins_hold_what_is_of_no_use_any_more(h: Hinting) -> None:
     assert h.here(ns, chain(1, 1), chain(2, 2)) == [0, 0]
 
 
+def test_a_lease_in_the_middle_keeps_no_more_than_it_holds_and_for_no_longer(h: Hinting) -> None:
+    ns = h.space()
+    h.store(ns, chain(1, 1, 1, 1))
+    h.hint(ns, chain(1, 1, 1, 1), ttl_s=5.0)
+    found = h.cache.match(h.owner, [ns], chain(1, 1), 100)
+    assert found.lease is not None
+    h.later(6.0)
+    h.later(1.0)
+    assert h.here(ns, chain(1, 1, 1, 1)) == [2]
+    assert h.cache.reads.release(h.owner, found.lease.lease_id)
+    h.later(1.0)
+    assert h.here(ns, chain(1, 1, 1, 1)) == [0]
+
+
+def test_who_asks_for_the_middle_of_a_chain_takes_back_that_it_is_done_as_far(h: Hinting) -> None:
+    ns = h.space()
+    h.store(ns, chain(1, 1, 1, 1))
+    h.hint(ns, chain(1, 1, 1, 1), done=True)
+    h.clock.now += 2.0
+    found = h.cache.match(h.owner, [ns], chain(1, 1), 100)
+    assert found.lease is not None
+    h.fill(ns, 100, 6)
+    assert h.here(ns, chain(1, 1, 1, 1)) == [2]
+    assert h.cache.reads.release(h.owner, found.lease.lease_id)
+    mark = h.policy(ns).mark_of(ns.table.get(key(1, 1)))
+    assert mark is None or mark.group is Group.PLAIN, "asked for since: as any other"
+
+
+
 # --- priority --------------------------------------------------------------------------------------
 
 

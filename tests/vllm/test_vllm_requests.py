@@ -133,3 +133,25 @@ def test_state_beside_attention_is_refused_in_a_line(start: Start, tmp_path: Pat
     said = [line for line in engine.log.read_text().splitlines() if "vLLM is served without the cache" in line]
     assert len(said) == 1
     assert "it is served without the cache" in said[0] or "only attention is" in said[0]
+
+
+def test_what_a_request_says_of_its_blocks_is_passed_on(engine: Engine, daemon: tiercache.LaunchedDaemon) -> None:
+    engine.generate([LONG])
+    wait_until(lambda: stored_blocks(daemon) == 10)
+    said = engine.counts()["hints"]
+    engine.generate([prompt(320, "for a moment")], hint={"ttl_s": 0.5})
+    wait_until(lambda: engine.generate([[5, 6, 7]]) and engine.counts()["hints"] > said)
+    wait_until(lambda: stored_blocks(daemon) == 10)  # what was for a moment is gone, and the rest is not
+    assert engine.regenerate([LONG])[1] == [320]
+
+
+def test_a_hint_that_makes_no_sense_is_named_and_the_request_served(engine: Engine, plain: Engine) -> None:
+    expected = plain.generate([LONG])[0]
+    for wrong, words in (
+        ({"done": True, "return_in_s": 3}, "nobody comes back"),
+        ({"ttl": 3}, "unknown field `ttl`"),
+        ({"priority": "urgent"}, "'urgent'"),
+        ([], "Expected `object`, got `array`"),
+    ):
+        assert engine.regenerate([LONG], hint=wrong)[0] == expected
+        wait_until(lambda words=words: engine.lines(words))

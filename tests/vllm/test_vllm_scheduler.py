@@ -80,7 +80,7 @@ class Rig:
         """A request of so many blocks, all of which begin alike."""
         request = SimpleNamespace(
             request_id=name, num_prompt_tokens=blocks * SIZE + 1, num_computed_tokens=0, num_preemptions=0,
-            block_hashes=[bytes([block]) * 32 for block in range(blocks)], lora_request=None,
+            block_hashes=[bytes([block]) * 32 for block in range(blocks)], lora_request=None, kv_transfer_params=None,
         )  # fmt: skip
         self.tables[name] = [SimpleNamespace(block_id=block, is_null=False) for block in range(blocks)]
         self.scheduler.add(request)

@@ -1,7 +1,7 @@
 """A process with one vLLM engine in it, that does what lines of JSON on its stdin say; see ORDERS, at the end.
 
 {"op": "generate", "prompts": [[...]], "max_tokens": 8} -> {"tokens": [[...]], "cached": [...]}
-    "lora": [name, number, folder], "salt": "..."; "embeds": seed, for noise in place of the prompts' tokens
+    "lora": [name, number, folder], "salt": "...", "hint": {...}; "embeds": seed, for noise instead of the prompts
     with "pending" it does not wait for loads of requests that have gone
 {"op": "abort", "prompt": [...]} -> {"loading": true}, if that request was being loaded when it was aborted
     with "held" its copy, which waits in that folder, has begun by then, and goes on
@@ -129,6 +129,8 @@ class Child:
         from vllm.lora.request import LoRARequest
 
         sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=order["max_tokens"])
+        if "hint" in order:
+            sampling.extra_args = {"kv_transfer_params": {"tiercache": order["hint"]}}
         prompts: list[Any] = [{"prompt_token_ids": ids} for ids in order["prompts"]]
         if "embeds" in order:
             noise = torch.Generator().manual_seed(order["embeds"])
