@@ -120,7 +120,7 @@ def test_config_as_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERCACHE_ARENA", "1GiB")
     tree = json.loads(run("config", "--json")[1])
     assert tree["arena"] == {"value": 1 << 30, "text": "1GiB", "source": "TIERCACHE_ARENA"}
-    assert tree["policy"] == {"value": "lru", "text": "lru", "source": "default"}
+    assert tree["policy"] == {"value": "hazard", "text": "hazard", "source": "default"}
 
 
 def test_version(run: Run) -> None:

@@ -42,7 +42,7 @@ def test_defaults() -> None:
     assert (config.run_dir, config.arena_bytes, config.region_bytes) == (Path("/x"), 4 * GIB, 256 * MIB)
     assert config.quarantine_per_client_bytes == GIB
     assert (config.max_sessions, config.max_leases_per_session, config.lease_ttl_max_s) == (256, 1024, 60.0)
-    assert (config.policy, config.lock_memory, config.pin_share) == ("lru", "auto", 0.5)
+    assert (config.policy, config.lock_memory, config.pin_share) == ("hazard", "auto", 0.5)
     assert config.region_sizes() == [256 * MIB] * 16
 
 

@@ -54,7 +54,7 @@ class DaemonConfig:
     arena_bytes: int = 4 << 30
     region_bytes: int = 256 << 20
     lock_memory: str = "auto"
-    policy: str = "lru"
+    policy: str = "hazard"
     headroom_bytes: int = 0
     group: str = ""
     quota: tuple[tuple[str, int], ...] = ()

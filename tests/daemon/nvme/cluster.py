@@ -82,7 +82,7 @@ class Cluster:
         self.daemon = tiercache.launch(self.arena, run_dir=self.run_dir, nvme=nvme, **self.settings)
         self.connector = tiercache.connect(
             self.daemon.address, namespace=self.spec, pool=tiercache.Pool.from_blocks(self.pool), required=True,
-            request_timeout_s=5.0,
+            request_timeout_s=5.0, connect_timeout_s=60.0,
         )  # fmt: skip
         wait_for("directories are open", lambda: len(self.nvme()["directories"]) == len(self.directories))
         wait_for("all memory is there", self.has_memory)
