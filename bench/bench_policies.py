@@ -316,7 +316,7 @@ def measure_memory(report: Report, policy: str) -> None:
     """Bytes of an index full of single blocks, and what it has grown by when as many have passed through it."""
 
     def chain(number: int) -> Request:
-        return Request(float(number), number.to_bytes(KEY_BYTES, "little"), 512)
+        return Request(number / 1000, number.to_bytes(KEY_BYTES, "little"), 512)
 
     tracemalloc.start()
     engine = Swift(Sizes(MEMORY_BLOCKS * BLOCK_BYTES, policy=policy))

@@ -29,7 +29,8 @@ class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def hint_of(request: Any) -> Hint | None:
     """The hint of a request of vLLM, if it has one. Raises ValueError that says what is wrong with it."""
-    said = (request.kv_transfer_params or {}).get(PARAMETER)
+    parameters = request.kv_transfer_params
+    said = parameters.get(PARAMETER) if isinstance(parameters, dict) else None
     if said is None:
         return None
     try:

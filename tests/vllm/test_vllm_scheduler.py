@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from vllm_engines import PATIENCE_S
 
+import tiercache
 from tiercache.connectors.vllm_compat import CacheHitSource
 from tiercache.connectors.vllm_costs import LAST_LOADS, LEAST_SAMPLES, Costs
 from tiercache.connectors.vllm_orders import Report
 from tiercache.connectors.vllm_scheduler import DECLINED, Scheduler
 from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES
+from tiercache.messages import KEY_BYTES, Priority
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 SIZE = 4
@@ -219,3 +220,27 @@ def test_the_slowest_rank_is_what_a_load_has_taken(rig: Rig) -> None:
             rig.scheduler.reported(both)
             rig.scheduler.reported(Report(load_seconds={request.request_id: 0.1}))
             rig.scheduler.loads_ended({request.request_id}, False)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "hint"),
+    [
+        ({"tiercache": {"return_in_s": 40}, "other": 1}, tiercache.Hint(return_in_s=40.0)),
+        ({"tiercache": {"priority": "low", "ttl_s": 3.5}}, tiercache.Hint(ttl_s=3.5, priority=Priority.LOW)),
+        ({"tiercache": {}}, None),
+        ({"tiercache": {"ttl_s": float("nan")}}, None),
+        ({"other": 1}, None),
+        (["tiercache"], None),
+    ],
+)
+def test_what_a_request_says_goes_with_the_next_step(rig: Rig, parameters: Any, hint: tiercache.Hint | None) -> None:
+    request = rig.add("a", 2)
+    request.kv_transfer_params = parameters
+    rig.cache.go_on.set()
+    rig.looked_up()
+    rig.scheduler.matched_tokens(request, 0)
+    rig.scheduler.allocated(request, SimpleNamespace(blocks=[]), 0)
+    request.num_computed_tokens = 2 * SIZE
+    rig.scheduler.finished(request)
+    assert [said.hint for said in rig.step().hints] == ([hint] if hint else [])
+    assert not rig.step().hints
