@@ -32,7 +32,7 @@ def curve(*rates: tuple[int, float]) -> dict[str, Any]:
 
 def test_a_real_daemon_says_what_more_memory_would_bring(capsys: pytest.CaptureFixture[str]) -> None:
     pool = tiercache.Pool.from_blocks(np.zeros((BLOCKS, SPEC.block_bytes), np.uint8))
-    with tiercache.launch("64MiB") as daemon:
+    with tiercache.launch("64MiB", policy="lru") as daemon:
         with tiercache.connect(daemon.address, namespace=SPEC, pool=pool, required=True) as connector:
             assert connector.stats()["daemon"]["what_if"]["curve"] == []
             for number in range(ROUNDS):  # 5 chains in turn are 1600 blocks, and there is room for 1024

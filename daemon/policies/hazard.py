@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from array import array
 from collections.abc import Sequence
 
@@ -20,7 +21,10 @@ RANK_S = 0.25
 RANK_CELL_S = 5e-5
 """or after this time and so much for each of them, so that it costs no more than 2% of a core."""
 MAX_CELLS = 4096
-_TICK_S = 0.25
+FEW_CELLS = 256
+"""Cells are of blocks used within `_WIDTH` ticks: more where there are too many cells, fewer where there are few."""
+_TICK_S = 1 / 256
+_WIDTH = 64
 _CLASS_SHIFT = 40
 _TICK_MASK = (1 << _CLASS_SHIFT) - 1
 
@@ -45,9 +49,10 @@ class LeastWorth:
         self._uses = columns.integers("uses", "B")
         self._shared = columns.integers("shared", "B")
         self._width = 1  # of cells, in ticks
+        self._hurried = False  # most candidates had been used just before the last ranks
         self._ranked: list[int] = []  # cells, the least worth last
         self._worth: list[float] = []  # theirs
-        self._fresh: list[tuple[float, int]] = []  # cells that came since, a heap
+        self._fresh: list[tuple[float, int, int]] = []  # cells that came since, a heap: worth, tick, cell
         self._known: set[int] = set()  # cells that are in either, or have been since the last ranks
         self._evictions = 0
         self._ranked_for = 0  # evictions
@@ -182,11 +187,14 @@ class LeastWorth:
             self._fresh.clear()
             return
         self._known.add(cell)
-        heapq.heappush(self._fresh, (self._worth_of(cell), cell))
+        worth = math.inf if self._hurried and self._age_s(cell) < FIRST_AGE_S else self._worth_of(cell)
+        heapq.heappush(self._fresh, (worth, cell & _TICK_MASK, cell))
+
+    def _age_s(self, cell: int) -> float:
+        return self._predictor.clock_s() - (cell & _TICK_MASK) * _TICK_S
 
     def _worth_of(self, cell: int) -> float:
-        age_s = self._predictor.clock_s() - (cell & _TICK_MASK) * _TICK_S
-        return self._predictor.worth_rows[cell >> _CLASS_SHIFT][age_bucket(age_s)]
+        return self._predictor.worth_rows[cell >> _CLASS_SHIFT][age_bucket(self._age_s(cell))]
 
     def _rank(self) -> None:
         """All cells by what they are worth now."""
@@ -195,14 +203,22 @@ class LeastWorth:
         octaves = 2.0 * np.log2(np.maximum(ages_s, FIRST_AGE_S) / FIRST_AGE_S)
         buckets = np.where(ages_s < FIRST_AGE_S, 0, np.minimum(AGES - 1, 1 + octaves.astype(np.int64)))
         worth = self._predictor.worth[cells >> _CLASS_SHIFT, buckets]
-        # Of those worth the same, the one that was used last goes first: it has the longest to wait.
-        order = np.lexsort((cells, cells & _TICK_MASK, -worth))
+        # Of those worth the same, the one that was used last goes first: it has the longest to wait. But where most was
+        # used just now, everything turns over within moments and ages say nothing: there that goes last, by its order.
+        self._hurried = 2 * int(np.count_nonzero(buckets == 0)) > len(cells)
+        if self._hurried:
+            worth[buckets == 0] = math.inf
+        ticks = cells & _TICK_MASK
+        order = np.lexsort((cells, np.where(buckets, ticks, -ticks), -worth))
         self._ranked, self._worth = cells[order].tolist(), worth[order].tolist()
         self._fresh, self._known = [], set(self._ranked)
         self._evictions, self._version = 0, self._predictor.version
         self._ranked_for = max(RANK_LEAST, len(cells) // RANK_SHARE)
         self._rank_s = self._predictor.clock_s() + max(RANK_S, len(cells) * RANK_CELL_S)
-        self._width = self._width * 2 if len(cells) > MAX_CELLS else max(1, self._width // 2)
+        if len(cells) > (FEW_CELLS if self._width < _WIDTH else MAX_CELLS):
+            self._width *= 2
+        elif self._width > (1 if len(cells) < FEW_CELLS // 2 else _WIDTH):
+            self._width //= 2
 
     def victim(self) -> int:
         heads = self._rings.heads
@@ -215,13 +231,13 @@ class LeastWorth:
         while ranked and ranked[-1] not in heads:
             self._known.discard(ranked.pop())
             self._worth.pop()
-        while fresh and fresh[0][1] not in heads:
-            self._known.discard(heapq.heappop(fresh)[1])
+        while fresh and fresh[0][2] not in heads:
+            self._known.discard(heapq.heappop(fresh)[2])
         if not ranked and not fresh:
             self._rank()
             ranked = self._ranked
-        if fresh and (not ranked or fresh[0][0] <= self._worth[-1]):
-            return heads[fresh[0][1]]
+        if fresh and (not ranked or fresh[0][0] < self._worth[-1]):
+            return heads[fresh[0][2]]
         return heads[ranked[-1]]
 
     def worth(self, entry: int) -> float:

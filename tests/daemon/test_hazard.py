@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from test_cache_model import Harness
+from test_cache_model import chain as cached_chain
 
 from tiercache.daemon.index import Index
 from tiercache.daemon.policies import predictor as predicting
@@ -199,3 +201,30 @@ def test_random_histories_leave_candidates_and_cells_in_order() -> None:
         entries = [entry for entry in entries if index.state[entry] == 1]
         if step % 100 == 0:
             assert index.check_integrity() == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "step_s"),
+    [
+        *((asked, step_s) for asked in ("never", "before", "after", "both") for step_s in (0.001, 0.01, 0.03)),
+        # Later it may go, if nobody ever came back, or if chains were first asked for long after they were stored.
+        *((asked, step_s) for asked in ("never", "both") for step_s in (0.06, 0.1, 0.2, 1.0, 30.0)),
+    ],
+)
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_what_was_just_stored_is_there_however_fast_the_cache_turns_over(
+    policy: str, asked: str, step_s: float
+) -> None:
+    """A cache of eight chains: the one before last is there, whoever asks for it, and when."""
+    h = Harness(frames=32, policy=policy)
+    ns = h.space()
+    chains = [cached_chain(number % 250, number // 250, 1, 1) for number in range(400)]
+    for number, keys in enumerate(chains):
+        h.clock.now += step_s
+        if asked in ("before", "both"):
+            h.length(ns, keys)
+        h.store(ns, keys)
+        if number >= 2:
+            before = chains[number - 2]
+            here = h.length(ns, before) if asked in ("after", "both") else h.cache.reads.peek([ns], before)[0]
+            assert here == 4, f"{number}"
