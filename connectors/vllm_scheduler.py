@@ -50,6 +50,7 @@ class _Lookup:
     root: bytes = b""
     keys: bytes = b""
     match: Match = MISS
+    ticket: bytes = b""
     done: bool = False
 
 
@@ -145,6 +146,7 @@ class Scheduler:
                 began_s = time.monotonic()
                 lookup.match = self.connector.match(keys, namespaces=self._specs)
                 self._slow = time.monotonic() - began_s > SLOW_LOOKUP_S
+                lookup.ticket = lookup.match.ticket()
                 lookup.root, lookup.keys = root, keys
         except (TierCacheError, OSError) as error:
             logger.warning("a request goes without the cache: %s", error)
@@ -223,7 +225,7 @@ class Scheduler:
         runs = runs_of(blocks.blocks, state.local, end)
         self._leased.discard(request.request_id)
         self._loads[request.request_id] = _Load(match, self._first_key(state), *_tiers(match, state.local, end))
-        self._orders.loads.append(Load(request.request_id, match.ticket(), runs))
+        self._orders.loads.append(Load(request.request_id, state.lookup.ticket, runs))
 
     def hit_sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
         """From which tier the tokens of a load come."""
