@@ -287,6 +287,7 @@ def test_a_subscriber_keeps_up_while_vllm_stores_and_evicts(
                 hit, miss = prompts[expected.index(192)], prompts[expected.index(0)]
                 assert engine.regenerate([hit], 1)[1] == [192]
                 assert engine.generate([miss], 1)[1] == [0]
+                wait_until(lambda: engine.generate([[5, 6, 7]]) and engine.ask("check")["jobs"] == 0)
                 client.flush()
             below.listen(lambda events: isinstance(events[-1], AllBlocksCleared))
             with replays(ours) as all_of_it:
