@@ -18,7 +18,7 @@ PARAMETER = "tiercache"
 _PRIORITIES = {"": None, "low": Priority.LOW, "normal": Priority.NORMAL, "high": Priority.HIGH}
 
 
-class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fields of `tiercache.Hint`."""
 
     done: bool = False
@@ -34,7 +34,7 @@ def hint_of(request: Any) -> Hint | None:
     if said is None:
         return None
     try:
-        fields = msgspec.convert(said, _Said)
+        fields = msgspec.convert(said, _Fields)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
     return Hint(fields.done, fields.return_in_s, fields.ttl_s, _PRIORITIES[fields.priority])

@@ -226,12 +226,12 @@ class HintedPolicy:
         if mark is not None:
             self._give_back(child, mark)
         self.inner.replaced(entry, child)
-        own = self._inherited(entry, mark)
+        own = self._inherit(entry, mark)
         if own is not None:
             self._sort(entry, own)
 
-    def _inherited(self, entry: int, mark: Mark | None) -> Mark | None:
-        """The mark of a block whose last child, which had `mark`, is evicted."""
+    def _inherit(self, entry: int, mark: Mark | None) -> Mark | None:
+        """A block takes over the mark of its last child, which is evicted; returns what it is marked with then."""
         own = self._marks.get(entry)
         if mark is not None and mark.own > 1 and not mark.empty and (own is None or own.stamp <= mark.stamp):
             mark.hand_on(own)
@@ -249,7 +249,7 @@ class HintedPolicy:
         self.inner.evicted(entry, parent)
         index = self.index
         if mark is not None and index.children[parent] == 1 and index.state[parent] == LIVE:
-            self._inherited(parent, mark)  # which is pinned, and sorted when it is let go of
+            self._inherit(parent, mark)  # which is pinned, and sorted when it is let go of
 
     # --- the next victim -------------------------------------------------------------------------
 
