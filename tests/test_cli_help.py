@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import typer.main
@@ -17,9 +17,6 @@ from tiercache.cli.command_line import PURPOSES
 from tiercache.cli.main import main
 
 MOST_COLUMNS = 100
-HEAVY = ("serve",)
-"""Commands whose help loads torch: asked for in the tests of serving."""
-
 
 def names() -> Iterator[str]:
     """All commands, and those in groups."""
@@ -52,15 +49,21 @@ def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return one
 
 
-@pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch) -> list[completion.Command]:
-    """All commands, as on a machine without torch: it takes seconds to load."""
-
-    def without_torch() -> NoReturn:
-        raise ImportError("torch")
-
-    monkeypatch.setattr(completion, "_serve", without_torch)
+@pytest.fixture(scope="module")
+def commands() -> list[completion.Command]:
+    """All commands, as completion knows them."""
     return completion.commands()
+
+
+def test_help_and_completion_load_no_torch() -> None:
+    program = (
+        "import sys; from tiercache.cli.main import main; main(['completion', 'bash']); main(['serve', '--help']); "
+        "print([name for name in ('torch', 'transformers', 'uvicorn', 'starlette') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--kv-cache-memory SIZE" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_list_of_commands_goes_by_purpose(help_of: Help) -> None:
@@ -72,7 +75,7 @@ def test_the_list_of_commands_goes_by_purpose(help_of: Help) -> None:
             assert re.search(rf"^  {name} +[A-Z][a-z]+ ", text, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("command", ["", *(name for name in COMMANDS if name not in HEAVY)])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_every_help_says_what_one_needs(command: str, help_of: Help) -> None:
     text = help_of(command)
     assert [line for line in text.splitlines() if len(line) > MOST_COLUMNS] == []
@@ -127,7 +130,6 @@ def test_bash_completes(
 
 
 @pytest.mark.parametrize("shell", completion.SHELLS)
-@pytest.mark.usefixtures("commands")
 def test_scripts_are_printed_for_each_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out

@@ -51,7 +51,7 @@ def show(shell: str) -> int:
 
 
 def commands() -> list[Command]:
-    """All commands with their options; those of `serve` only where its packages are installed."""
+    """All commands with their options."""
     import typer.main
 
     from tiercache.cli import app
@@ -73,10 +73,7 @@ def commands() -> list[Command]:
 def _parser_of(name: str) -> argparse.ArgumentParser | None:
     """The parser of a command that reads its own command line."""
     parsers: dict[str, Callable[[], argparse.ArgumentParser]] = {"daemon": _daemon, "http": _http, "serve": _serve}
-    try:
-        return parsers[name]() if name in parsers else None
-    except ImportError:
-        return argparse.ArgumentParser(name)
+    return parsers[name]() if name in parsers else None
 
 
 def _daemon() -> argparse.ArgumentParser:

@@ -1,4 +1,7 @@
-"""`tiercache serve`: its flags. Those of the engine are the fields of `EngineSettings`, whatever they are."""
+"""`tiercache serve`: its flags. Those of the engine are the fields of `EngineSettings`, whatever they are.
+
+The help loads neither torch nor transformers: it is there before they are installed.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,16 @@ import inspect
 import logging
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tiercache.arguments import HelpFormatter
-from tiercache.engine.settings import EngineSettings
+from tiercache.cli.main import EXIT_USAGE
+from tiercache.engine.settings import CHOICES, EngineSettings
 from tiercache.errors import ConfigError
-from tiercache.serve.server import ServeSettings, serve
+from tiercache.serve.settings import ServeSettings
 
 _EXAMPLES = """\
 Exit status: 0 stopped by a signal, 1 the engine failed, 2 a wrong setting.
@@ -97,7 +102,18 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         else:
             # A field that takes a number or a text takes the text: the settings know what it means.
             kind = type(default) if "|" not in str(field.type) else str
-            group.add_argument(_flag(field.name), type=kind, default=default, metavar="X", help=text)
+            group.add_argument(_flag(field.name), type=kind, default=default, metavar=_metavar(field), help=text)
+
+
+def _metavar(field: dataclasses.Field[Any]) -> str:
+    """What a flag takes, in one word: its choices where there are some, else its unit."""
+    if field.name in CHOICES:
+        return "|".join(CHOICES[field.name])
+    if field.name.endswith("_s"):
+        return "SECONDS"
+    if "|" in str(field.type):
+        return "SIZE"
+    return {int: "N", float: "SHARE"}.get(type(field.default), "TEXT")
 
 
 def _flag(name: str) -> str:
@@ -121,4 +137,15 @@ def main(arguments: Sequence[str]) -> int:
     engine_settings = EngineSettings(**{name: value for name, value in values.items() if name in names})
     own = {name: value for name, value in values.items() if name not in names}
     own["api_key"] = own["api_key"] or os.environ.get(API_KEY_VARIABLE, "")
-    return serve(ServeSettings(**own), engine_settings)
+    settings = ServeSettings(**own)
+    # Both are read when torch and transformers are loaded. Threads of torch that wait must not spin: the daemon
+    # and the event loop need the cores too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        from tiercache.serve.server import serve
+    except ImportError as error:
+        print(f"tiercache: serve needs {error.name}: pip install 'tiercache[engine,serve]'", file=sys.stderr)
+        return EXIT_USAGE
+    return serve(settings, engine_settings)

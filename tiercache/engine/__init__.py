@@ -3,19 +3,24 @@
     engine = Engine(model_dir, EngineSettings(), connect=connect_to(address))
     [output] = engine.generate([prompt_tokens], SamplingParams(max_tokens=32))
 
-Needs the `engine` extra (torch, transformers).
+Needs the `engine` extra (torch, transformers). Its names are loaded when they are first used, so that settings and
+help can be read without torch.
 """
 
 from __future__ import annotations
 
-from tiercache.engine.cache import CacheLike
-from tiercache.engine.connect import Connect, connect_to
-from tiercache.engine.engine import Engine
-from tiercache.engine.identity import describe_model
-from tiercache.engine.llm import LLM
-from tiercache.engine.outputs import RequestOutput, StepOutput
-from tiercache.engine.sampling import SamplingParams
-from tiercache.engine.settings import EngineSettings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiercache.engine.cache import CacheLike
+    from tiercache.engine.connect import Connect, connect_to
+    from tiercache.engine.engine import Engine
+    from tiercache.engine.identity import describe_model
+    from tiercache.engine.llm import LLM
+    from tiercache.engine.outputs import RequestOutput, StepOutput
+    from tiercache.engine.sampling import SamplingParams
+    from tiercache.engine.settings import EngineSettings
 
 __all__ = [
     "LLM",
@@ -29,3 +34,25 @@ __all__ = [
     "connect_to",
     "describe_model",
 ]
+
+_MODULES = {
+    "LLM": "llm",
+    "CacheLike": "cache",
+    "Connect": "connect",
+    "Engine": "engine",
+    "EngineSettings": "settings",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling",
+    "StepOutput": "outputs",
+    "connect_to": "connect",
+    "describe_model": "identity",
+}
+"""Public name -> the module that defines it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -22,14 +22,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiercache.engine.sampling import SamplingParams
+from tiercache.engine.settings import MAX_WAITING, STALL_TIMEOUT_S
 from tiercache.engine.text_engine import TextEngine, TextOutput
 from tiercache.errors import DeadlineExceeded, TierCacheError
 
 logger = logging.getLogger(__name__)
-MAX_WAITING = 2048
 # Outputs that wait for a reader: more than a long answer has, less than what would fill the memory.
 MAX_UNREAD = 1 << 16
-STALL_TIMEOUT_S = 60.0
 # How long an idle engine waits for a command before it looks up, and how often the loop looks at the engine.
 _IDLE_S = 1.0
 _WATCH_S = 1.0

@@ -14,7 +14,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
 DEVICES = ("auto", "cpu", "cuda")
 WRITE_MODES = ("through", "back")
-_CHOICES = {
+MAX_WAITING = 2048
+"""Prompts that may wait for their first token, of a server that is told nothing else."""
+STALL_TIMEOUT_S = 60.0
+"""After so long without a step an engine counts as stalled, unless its server is told otherwise."""
+CHOICES = {
     "dtype": DTYPES,
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "tier_dtype": KV_CACHE_DTYPES,
@@ -47,7 +51,7 @@ class EngineSettings:
         tier_dtype: form of the KV in the cache's tiers; `auto` is that of the pool, another one needs a pool
             in `dtype` and 64 MiB beside it. What comes back is then not quite what was computed.
         dtype: of weights and KV; `auto` takes what the model's config says.
-        tensor_parallel_size: 1.
+        tensor_parallel_size: GPUs that share a model; this engine runs on one device, so it is 1.
         attention_window: not 0, a token sees only so many tokens up to itself, and the `attention_sinks`: for endless
             chats, at the price of what lies between (see `tiercache.engine.streaming`). Layers that have a window of
             their own keep it.
@@ -99,7 +103,7 @@ class EngineSettings:
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: must be 0 or more")
-        for name, allowed in _CHOICES.items():
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: must be one of {', '.join(allowed)}")
         self._check_sizes()
