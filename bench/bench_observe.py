@@ -31,6 +31,7 @@ from bench_transfer import MIB, Case, ClientProcess
 from common import ROOT, Daemon, Report, percentile, wait_populated
 
 import tiercache
+from tiercache.isolated import python_command
 
 sys.path.insert(0, str(ROOT / "tests" / "http_port"))
 from chromium import Browser, missing
@@ -52,7 +53,7 @@ START_S = 15.0
 class UnobservedDaemon(Daemon):
     """One that keeps no figures but plain counters; see `unobserved_main`."""
 
-    program = (__file__, "--unobserved")
+    program = (sys.executable, __file__, "--unobserved")
 
 
 def unobserved_main(arguments: list[str]) -> int:
@@ -273,7 +274,7 @@ def measure_top(report: Report, daemon: Daemon, url: str) -> None:
     """`tiercache top` with its defaults; its start is left out."""
     master, terminal = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "tiercache.cli.main", "top", "--address", daemon.directory],
+        python_command("tiercache.cli.main", "top", "--address", daemon.directory),
         stdin=terminal, stdout=terminal, stderr=terminal, env={**os.environ, "TERM": "xterm-256color"},
         start_new_session=True,
     )  # fmt: skip

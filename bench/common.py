@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from tiercache.client import Client  # noqa: E402
 from tiercache.errors import TierCacheError  # noqa: E402
+from tiercache.isolated import python_command  # noqa: E402
 
 SEED = 20261120
 BUSY_LOAD_PER_CORE = 0.5
@@ -186,11 +187,11 @@ class Daemon:
     It ends with this process, or with `close`.
     """
 
-    program: tuple[str, ...] = ("-m", "tiercache.daemon")
+    program: tuple[str, ...] = tuple(python_command("tiercache.daemon"))
 
     def __init__(self, arena: str, **settings: str) -> None:
         self.directory = tempfile.mkdtemp(prefix="tiercache-bench-")
-        command = [sys.executable, *self.program, "--run-dir", self.directory, "--arena", arena]
+        command = [*self.program, "--run-dir", self.directory, "--arena", arena]
         for key, value in settings.items():
             command += [f"--{key.replace('_', '-')}", value]
         its, self._pipe = os.pipe2(os.O_CLOEXEC)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import threading
 
 from tiercache.config import DaemonConfig
+from tiercache.isolated import python_command
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
@@ -33,10 +33,10 @@ class HttpProcess:
 
     def __init__(self, config: DaemonConfig) -> None:
         self.problem = ""
-        self._command = [
-            sys.executable, "-m", "tiercache.http", str(config.run_dir), "--listen", config.http,
+        self._command = python_command(
+            "tiercache.http", str(config.run_dir), "--listen", config.http,
             "--log-level", config.log_level, "--log-format", config.log_format,
-        ]  # fmt: skip
+        )  # fmt: skip
         if config.http_allow_remote == "yes":
             self._command.append("--allow-remote")
         if config.http_hosts:

@@ -16,7 +16,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.cuda_driver import driver
+from tiercache.isolated import python_command
 
 STAGE_TIMEOUT_S = 30.0
 """Importing torch and making a CUDA context takes seconds; moving 64 MiB less than one."""
@@ -128,11 +128,10 @@ def _probe(directory: str, timeout_s: float) -> GdsProbe:
 def _run_stage(directory: str, mode: Mode, timeout_s: float) -> dict[str, Any]:
     """One stage in a process of its own: its figures, or `error`."""
     with tempfile.TemporaryDirectory(prefix="tiercache-gds-") as scratch:
-        path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"PYTHONPATH": path}
+        environment = dict(os.environ)
         if mode is not Mode.POSIX:
             environment |= kvikio_environment(mode, scratch)
-        command = [sys.executable, "-m", "tiercache.gds_stage", mode.value, directory]
+        command = python_command("tiercache.gds_stage", mode.value, directory)
         process = subprocess.Popen(
             command, cwd=scratch, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, start_new_session=True,

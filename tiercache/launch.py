@@ -14,7 +14,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ from types import TracebackType
 from tiercache.client import Client, close_all_clients
 from tiercache.config import flag_name, session_socket_path
 from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError
+from tiercache.isolated import python_command
 
 STOP_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 30.0
@@ -171,7 +171,7 @@ def _private_dir() -> str:
 
 
 def _command(directory: Path, private: bool, arena: str | int, config: dict[str, str | float | bool]) -> list[str]:
-    command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", str(directory), "--arena", str(arena)]
+    command = python_command("tiercache.daemon", "--run-dir", str(directory), "--arena", str(arena))
     for key, value in config.items():
         command += [flag_name(key), str(value)]
     return [*command, "--remove-run-dir"] if private else command

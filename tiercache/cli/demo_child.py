@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 from tiercache.errors import TierCacheError
+from tiercache.isolated import python_command
 
 STOP_TIMEOUT_S = 20.0
 # One OpenMP thread: two would spin against the daemon on a small machine.
@@ -28,7 +28,7 @@ class ChildFailed(TierCacheError):
 
 
 class Child:
-    """`python -m module arguments...`; text to its stdin, and from its stdout unless that goes to `log`.
+    """A module of this package with its arguments; text to its stdin, and from its stdout unless that goes to `log`.
 
     Use it in a `with`: at the end of the block it may finish what it does, after an exception it is killed.
     """
@@ -37,7 +37,7 @@ class Child:
         output = subprocess.PIPE if log is None else log.open("wb")
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                python_command(module, *arguments),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=None if log is None else output,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from tiercache.cli.findings import Finding, failure, ok, skipped
+from tiercache.isolated import python_command
 
 TOPIC = "gpu"
 ANSWER_S = 20.0
@@ -15,7 +16,7 @@ _NO_DRIVER = 3
 
 def examine() -> list[Finding]:
     """One line. Blocks for at most `ANSWER_S`."""
-    command = [sys.executable, "-m", "tiercache.cli.doctor_cuda"]
+    command = python_command("tiercache.cli.doctor_cuda")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
     except subprocess.TimeoutExpired:
