@@ -18,9 +18,9 @@ import secrets
 import signal
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from tiercache import __version__
 from tiercache.arena import Region
 from tiercache.config import DaemonConfig, control_endpoint, session_socket_path
 from tiercache.daemon.cache import Cache, CacheLimits
@@ -58,11 +58,6 @@ _TICK_REQUESTS = 256
 _MAX_UNDRAINED_TICKS = 50
 CONNECTIONS_PER_SESSION = 4
 _GC_THRESHOLDS = (50_000, 20, 100)
-
-try:
-    VERSION = version("tiercache")
-except PackageNotFoundError:  # run from a checkout that was never installed
-    VERSION = "0+checkout"
 
 
 class Server:
@@ -109,7 +104,7 @@ class Server:
             self._watch(parent_fd)
             log.info(
                 "tiercache %s serves %s: arena %s, pid %d",
-                VERSION, self.config.run_dir, format_bytes(self.config.arena_bytes), os.getpid(),
+                __version__, self.config.run_dir, format_bytes(self.config.arena_bytes), os.getpid(),
             )  # fmt: skip
             if self.http is not None:
                 self.http.start()
@@ -145,7 +140,7 @@ class Server:
         def welcome(session: Session, protocol: int) -> Welcome:
             wants_events = self.events is not None
             return Welcome(
-                protocol, self.generation, session.token, endpoint, VERSION, config.arena_bytes, wants_events,
+                protocol, self.generation, session.token, endpoint, __version__, config.arena_bytes, wants_events,
                 hints=True,
             )  # fmt: skip
 

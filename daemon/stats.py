@@ -10,6 +10,7 @@ from dataclasses import fields
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from tiercache import __version__
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.histograms import build_histograms
 from tiercache.messages import Stats
@@ -70,11 +71,11 @@ def build_stats(server: Server, request: Stats) -> dict[str, Any]:
 
 
 def _daemon(server: Server) -> dict[str, Any]:
-    from tiercache.daemon.server import VERSION, rss_bytes
+    from tiercache.daemon.server import rss_bytes
 
     rss, shared = rss_bytes()
     return {
-        "version": VERSION,
+        "version": __version__,
         "pid": os.getpid(),
         "run_dir": str(server.config.run_dir),
         "generation": server.generation,

@@ -90,7 +90,7 @@ def test_conversations_answer_the_same_with_tiers_and_find_what_the_pool_has_los
     assert min(without["ttft_s"] + having["ttft_s"]) > 0
 
 
-@pytest.mark.parametrize(("engine", "words"), [("vllm", "pip install 'vllm==0"), ("sglang", "say tiercache or vllm")])
+@pytest.mark.parametrize(("engine", "words"), [("vllm", "pip install '?vllm==0"), ("sglang", "say tiercache or vllm")])
 def test_an_engine_that_is_not_there_is_said_in_a_line(
     engine: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import tiercache
+from tiercache import extras
+from tiercache.settings import SETTINGS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -86,7 +92,7 @@ def test_the_wheel_holds_every_module_once_and_nothing_else(wheel: Path) -> None
     assert code == sorted([*map(installed_name, python_files()), "tiercache/py.typed", *page])
     assert len(names) == len(set(names))
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"tiercache", f"tiercache-{PROJECT['version']}.dist-info"}
+    assert tops == {"tiercache", f"tiercache_kv-{tiercache.__version__}.dist-info"}
 
 
 def test_the_installed_package_runs_without_the_checkout(installed: Path, tmp_path: Path) -> None:
@@ -107,6 +113,79 @@ def test_the_installed_daemon_explains_itself(installed: Path, tmp_path: Path) -
     assert as_module == as_command
     assert "--arena" in as_module
     assert "tiercache daemon --" in as_module.rstrip().splitlines()[-1]
+
+
+# --- what to do about a package that is missing -----------------------------------------------------
+
+
+def test_a_checkout_gets_its_extras_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
+    line = extras.install_extra("engine", "serve")
+    assert shlex.split(line) == ["/venv/bin/python", "-m", "pip", "install", "--editable", f"{ROOT}[engine,serve]"]
+    assert extras.install_packages("lz4") == "/venv/bin/python -m pip install lz4"
+
+
+def test_a_wheel_gets_the_packages_of_its_extras(installed: Path, tmp_path: Path) -> None:
+    code = "from tiercache.extras import install_extra; print(install_extra('http')); print(install_extra('nothing'))"
+    line, unknown = run(sys.executable, "-c", code, cwd=tmp_path, python_path=installed).splitlines()
+    wanted = PROJECT["optional-dependencies"]["http"]
+    assert shlex.split(line) == [sys.executable, "-m", "pip", "install", *wanted]
+    assert "pyproject.toml" in unknown
+
+
+def test_without_pip_it_is_said_what_goes_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert extras.install_packages("lz4", "zstandard") == f"install lz4 zstandard into {sys.prefix}"
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    known = set(PROJECT["optional-dependencies"])
+    for name in python_files():
+        for arguments in re.findall(r"install_extra\(([^)]*)\)", (ROOT / name).read_text()):
+            assert set(re.findall(r"""["'](\w+)["']""", arguments)) <= known, name
+    for setting in SETTINGS.values():
+        assert set(re.findall(r"extra (\w+)", setting.doc)) <= known, setting.key
+
+
+FROM_AN_INDEX = re.compile(
+    r"""(\binstall\b|--with|requirement)[^\n#]*?[\s'"=]tiercache(-kv)?(\[[\w,-]*\])?\s*([=<>~!@'"`)]|$)|[\s'"]tiercache(-kv)?\[[a-z]"""
+)
+"""Lines that have pip look for us on an index: the name is another project's there, or could become it."""
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("pip install tiercache", True),
+        ("RUN pip install --quiet 'tiercache[http,zstd]'", True),
+        ("uv pip install tiercache==0.1.0", True),
+        ("pip install tiercache-kv", True),
+        ("needs the extra: 'tiercache[gpu]'", True),
+        ("/opt/tiercache/bin/pip install '.[http]'", False),
+        ("pip install 'dist/tiercache_kv-0.2.0-py3-none-any.whl[http]'", False),
+        ("helm install tiercache daemon/deploy/helm/tiercache --set arena=64GiB", False),
+    ],
+)
+def test_lines_that_ask_an_index_are_noticed(line: str, found: bool) -> None:
+    assert bool(FROM_AN_INDEX.search(line.replace("helm install", ""))) == found
+
+
+def test_nothing_installs_the_package_of_that_name_on_pypi() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("no repository: which files are ours is not known")
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    assert len(listed) > 300
+    bad = []
+    for name in listed:
+        path = ROOT / name
+        if name == "tests/test_packaging.py" or path.is_symlink() or not path.is_file():
+            continue
+        try:
+            lines = path.read_text().splitlines()
+        except UnicodeDecodeError:
+            continue
+        bad += [f"{name}: {line}" for line in lines if FROM_AN_INDEX.search(line.replace("helm install", ""))]
+    assert bad == []
 
 
 def test_links_are_tracked_and_relative() -> None:

@@ -67,7 +67,7 @@ _HOMES = {
     "Pool": "transfer",
 }
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "ArenaError",
     "Client",

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.cuda_driver import driver
+from tiercache.extras import install_extra
 from tiercache.isolated import python_command
 
 STAGE_TIMEOUT_S = 30.0
@@ -113,7 +114,7 @@ def _probe(directory: str, timeout_s: float) -> GdsProbe:
     if driver() is None:
         return GdsProbe(directory, Mode.POSIX, "no cuda: there is no libcuda.so.1", 0, 0, host["host"])
     if importlib.util.find_spec("kvikio") is None:
-        reason = "kvikio is not installed: pip install 'tiercache[gpu]'"
+        reason = f"kvikio is not installed: {install_extra('gpu')}"
         return GdsProbe(directory, Mode.POSIX, reason, 0, 0, host["host"])
     reasons: list[str] = []
     for mode in (Mode.GDS, Mode.COMPAT):

@@ -130,13 +130,13 @@ _TABLE = (
         "How blocks are written to nvme directories, losing nothing: raw as they are, lz4 or zstd made smaller, byte "
         "planes of the namespace's elements apart. It saves bytes moved (bandwidth, wear) and no room, since slots are "
         "as large as blocks; it costs CPU time, so try `tiercache bench codec` first. Blocks that are there already "
-        "stay readable whatever this says. zstd needs the extra: pip install 'tiercache[zstd]'.",
+        "stay readable whatever this says. zstd needs the extra zstd.",
     ),
     Setting(
         "nvme_key", "nvme_key", OPTIONAL_FILE,
         "File with a key (64 hex digits, readable by its owner alone) that blocks in nvme directories are encrypted "
         "with: AES-256-GCM, about half a millisecond of CPU for 2 MiB. What was stored without it, or with another "
-        "one, is forgotten. GPUDirect does not go with it. Needs the extra: pip install 'tiercache[encryption]'. "
+        "one, is forgotten. GPUDirect does not go with it. Needs the extra encryption. "
         "Empty: not encrypted.",
     ),
     Setting(
@@ -192,7 +192,7 @@ _TABLE = (
     Setting(
         "http", "http", HTTP,
         "Serve health, metrics, statistics and the affinity query over HTTP at this address (127.0.0.1:8181), from a "
-        "process of its own that ends with the daemon. Needs the extra: pip install 'tiercache[http]'. Empty: no HTTP.",
+        "process of its own that ends with the daemon. Needs the extra http. Empty: no HTTP.",
     ),
     Setting(
         "http_allow_remote", "http_allow_remote", choice("no", "yes"),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.errors import ConfigError
+from tiercache.extras import install_extra
 from tiercache.units import round_up
 
 OVERHEAD_BYTES = 28
@@ -52,7 +53,7 @@ class Cipher:
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as error:
-            text = "nvme_key needs the package cryptography: pip install 'tiercache[encryption]'"
+            text = f"nvme_key needs the package cryptography: {install_extra('encryption')}"
             raise ConfigError(text) from error
         self._key = key
         self._make: Callable[[bytes], Any] = AESGCM

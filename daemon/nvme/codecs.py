@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from tiercache.errors import ConfigError
+from tiercache.extras import install_packages
 from tiercache.units import round_up
 
 RAW = 0
@@ -201,5 +202,5 @@ def _need(module: str, package: str, codec: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        text = f"codec {codec!r} needs the package {package}: pip install {package}, or choose 'raw'"
+        text = f"codec {codec!r} needs the package {package}: {install_packages(package)}, or choose 'raw'"
         raise ConfigError(text) from error

@@ -19,6 +19,7 @@ import pytest
 from http_helpers import TIMEOUT_S, affinity, connect, request, spec, tokens_of, url_in, wait_until
 
 import tiercache
+from tiercache.extras import install_extra
 from tiercache.http.__main__ import main
 from tiercache.http.app import HttpError
 from tiercache.http.limits import MAX_CONNECTIONS
@@ -279,4 +280,4 @@ def test_without_its_packages_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "tiercache.http.server", raising=False)
     assert main([]) == 2
-    assert capsys.readouterr().err == "tiercache http: needs uvicorn: pip install 'tiercache[http]'\n"
+    assert capsys.readouterr().err == f"tiercache http: needs uvicorn: {install_extra('http')}\n"

@@ -13,6 +13,7 @@ import pytest
 from tiercache.cli import replay as command
 from tiercache.cli.main import main
 from tiercache.cli.plan_model import load_model
+from tiercache.extras import install_extra
 from tiercache.replay.estimate import Costs, Estimate
 from tiercache.replay.requests import Request, chain_keys
 from tiercache.replay.simulation import Outcome
@@ -146,7 +147,7 @@ def test_bad_lines_are_told_or_left_out(capsys: pytest.CaptureFixture[str], tmp_
 def test_a_picture_without_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, _, err = run(capsys, SAMPLE, "--dram", "5%", "--plot", "sizes.png")
-    assert (status, err) == (2, "tiercache: --plot needs matplotlib: pip install 'tiercache[plot]'\n")
+    assert (status, err) == (2, f"tiercache: --plot needs matplotlib: {install_extra('plot')}\n")
 
 
 def test_progress_is_told_on_a_terminal_alone(

@@ -13,6 +13,7 @@ from tiercache.cli.control import connected
 from tiercache.cli.main import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.report import Section, print_json, print_sections
 from tiercache.errors import ConfigError, DaemonUnavailable, RequestRefused
+from tiercache.extras import install_extra
 
 TIMEOUT_S = 10.0
 
@@ -55,7 +56,7 @@ def tokenise(model: str, text: str) -> list[int]:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        text = f"--text needs {error.name}: pip install 'tiercache[engine]', or give --tokens"
+        text = f"--text needs {error.name}: {install_extra('engine')}, or give --tokens"
         raise ConfigError(text) from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)

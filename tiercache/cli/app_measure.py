@@ -10,6 +10,7 @@ import typer
 
 from tiercache.cli.command_line import MEASURE, Json, app, ending
 from tiercache.cli.main import EXIT_USAGE
+from tiercache.extras import install_extra
 
 
 @app.command(rich_help_panel=MEASURE, epilog=ending("""\
@@ -44,7 +45,7 @@ def demo(
     except ImportError as error:
         if (error.name or "").split(".")[0] not in ("torch", "transformers", "tokenizers", "safetensors"):
             raise
-        print(f"tiercache: demo needs {error.name}: pip install 'tiercache[engine]'", file=sys.stderr)
+        print(f"tiercache: demo needs {error.name}: {install_extra('engine')}", file=sys.stderr)
         return EXIT_USAGE
 
 

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
 
+from tiercache import __version__
 from tiercache.cli.main import EXIT_OK
 from tiercache.cli.report import print_json
 from tiercache.config import render_toml, resolve_config
@@ -33,7 +34,7 @@ def version(*, as_json: bool) -> int:
     from tiercache.messages import PROTOCOL
 
     versions = {
-        "tiercache": _version("tiercache"),
+        "tiercache": __version__,
         "protocol": str(PROTOCOL),
         "python": platform.python_version(),
         **{name: _version(name) for name in ("pyzmq", "msgspec", "numpy", "torch", "transformers", "triton")},

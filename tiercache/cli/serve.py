@@ -20,6 +20,7 @@ from tiercache.arguments import HelpFormatter
 from tiercache.cli.main import EXIT_USAGE
 from tiercache.engine.settings import CHOICES, EngineSettings
 from tiercache.errors import ConfigError
+from tiercache.extras import install_extra
 from tiercache.serve.settings import ServeSettings
 
 _EXAMPLES = """\
@@ -146,6 +147,6 @@ def main(arguments: Sequence[str]) -> int:
     try:
         from tiercache.serve.server import serve
     except ImportError as error:
-        print(f"tiercache: serve needs {error.name}: pip install 'tiercache[engine,serve]'", file=sys.stderr)
+        print(f"tiercache: serve needs {error.name}: {install_extra('engine', 'serve')}", file=sys.stderr)
         return EXIT_USAGE
     return serve(settings, engine_settings)

@@ -11,6 +11,7 @@ from tiercache.arguments import HelpFormatter
 from tiercache.config import default_run_dir
 from tiercache.daemon.logs import start_logging
 from tiercache.errors import ConfigError, TierCacheError
+from tiercache.extras import install_extra
 from tiercache.units import parse_duration_s
 
 EXAMPLES = """\
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from tiercache.http.server import HttpSettings, serve
     except ImportError as error:
-        print(f"tiercache http: needs {error.name}: pip install 'tiercache[http]'", file=sys.stderr)
+        print(f"tiercache http: needs {error.name}: {install_extra('http')}", file=sys.stderr)
         return 2
     listener = start_logging(args.log_level, args.log_format)
     try:

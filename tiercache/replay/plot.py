@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.errors import ConfigError
+from tiercache.extras import install_extra
 from tiercache.replay.sweep import Point, Swept
 
 SUFFIXES = (".png", ".svg")
@@ -26,7 +27,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'tiercache[plot]'") from None
+        raise ConfigError(f"--plot needs matplotlib: {install_extra('plot')}") from None
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "tiercache"
     from matplotlib import pyplot

@@ -160,6 +160,6 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, name: str, 
 
     codecs._library.cache_clear()
     monkeypatch.setattr(importlib, "import_module", without)
-    with pytest.raises(ConfigError, match=f"pip install {package}"):
+    with pytest.raises(ConfigError, match=f"-m pip install {package}, or choose"):
         codecs.codec_number(name)
     assert codecs.codec_number("raw") == codecs.RAW
