@@ -19,7 +19,7 @@ _EXTRA = re.compile(r"""extra\s*==\s*["']([\w-]+)["']""")
 
 
 def install_extra(*extras: str) -> str:
-    """The command that adds `extras` to this installation: "python -m pip install --editable '/src/tiercache[http]'"."""
+    """The command that adds `extras` to this installation, such as "python -m pip install --editable '/src[http]'"."""
     if checkout := _checkout():
         return _pip("--editable", f"{checkout}[{','.join(extras)}]")
     return install_packages(*_requirements(extras))
