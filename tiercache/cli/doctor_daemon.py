@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tiercache.cli.doctor_host import _version
+from tiercache import __version__
 from tiercache.cli.findings import Finding, collect, failure, ok, skipped, warning
 from tiercache.cli.live import Tree, at
 from tiercache.units import format_duration
@@ -71,12 +71,12 @@ def _health(tree: Tree) -> Iterator[Finding]:
 def _versions(tree: Tree) -> Iterator[Finding]:
     from tiercache.messages import OLDEST_PROTOCOL, PROTOCOL
 
-    own, its = _version("tiercache"), str(tree["daemon"].get("version"))
+    own, its = __version__, str(tree["daemon"].get("version"))
     spoken = {int(one.get("protocol", PROTOCOL)) for one in tree.get("sessions", [])}
-    figure = f"protocol {', '.join(map(str, sorted(spoken)))}; daemon {its}, this command {own or 'a checkout'}"
+    figure = f"protocol {', '.join(map(str, sorted(spoken)))}; daemon {its}, this command {own}"
     if any(not OLDEST_PROTOCOL <= one <= PROTOCOL for one in spoken):
         yield warning(TOPIC, "versions", figure, "use one release on both sides")
-    elif own and its != own:
+    elif its != own:
         yield warning(TOPIC, "versions", figure, "restart the daemon to run what is installed here")
     else:
         yield ok(TOPIC, "versions", figure)
