@@ -20,7 +20,7 @@ import pytest
 
 from tiercache.cli import flush, stats
 from tiercache.cli.main import main
-from tiercache.cli.report import Section, align, human, print_sections, sections, with_human
+from tiercache.cli.report import Section, align, fitting, human, print_sections, sections, with_human
 from tiercache.config import load_config
 from tiercache.errors import ConfigError
 
@@ -64,7 +64,9 @@ def test_no_command_prints_the_help(run: Run) -> None:
     [
         (["bogus"], ["bogus", "--help"]),
         (["stats", "--bogus"], ["--bogus"]),
-        (["stats", "soon"], ["SECONDS"]),
+        (["stats", "--watch", "soon"], ["soon", "SECONDS"]),
+        (["stats", "0"], ["0", "SECONDS"]),
+        (["stats", "--watch", "arena", "5"], ["SECONDS", "no sections"]),
         (["ping", "--count", "0"], ["--count"]),
         (["flush", "--tier", "nvme"], ["--tier", "nvme", "all, dram"]),
         (["flush", "--yes", "--prefix", "xyz"], ["--prefix", "xyz", "32 hex digits"]),
@@ -130,6 +132,18 @@ def test_version(run: Run) -> None:
     assert json.loads(run("version", "--json")[1])["pyzmq"][0].isdigit()
 
 
+def test_version_as_an_option_says_the_same(run: Run) -> None:
+    assert run("--version") == run("version")
+
+
+def test_a_path_that_cannot_be_used_is_one_line(run: Run, tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.touch()
+    status, out, err = run("keygen", taken / "keys")
+    assert (status, out) == (2, "")
+    assert_one_line(err, str(taken), "Not a directory")
+
+
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     child = subprocess.Popen([*COMMAND, "config"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None
@@ -192,6 +206,39 @@ def test_few_rows_with_many_figures_stand_beside_each_other() -> None:
     [found] = sections({"tiers": {"dram": {"blocks": 2}, "nvme": {"blocks": 3, **figures}}})
     assert found.columns == ("tiers", "dram", "nvme")
     assert found.rows[:2] == [("blocks", "2", "3"), ("figure_0", "-", "0")]
+
+
+def test_tables_within_a_table_stand_below_it_and_figures_within_a_row_beside_it() -> None:
+    disk = {"path": "/mnt/a", "latency": {"read": {"p99_us": 5}}, "none": {}}
+    found = sections({"tiers": {"nvme": {"blocks": 3, "directories": [disk]}}})
+    assert found == [
+        Section("tiers", ("tiers", "blocks"), [("nvme", "3")]),
+        Section("tiers nvme directories", ("path", "latency.read.p99_us"), [("/mnt/a", "5 us")]),
+    ]
+
+
+def test_a_table_that_is_too_wide_is_turned_or_cut_into_several() -> None:
+    columns = tuple(f"column{number}" for number in range(6))
+    wide = Section("wide", columns, [tuple("1234567" for _ in columns)])
+    assert fitting(wide, 80) == [wide]
+    assert fitting(wide, 40) == [Section("wide", ("column0", "1234567"), [(name, "1234567") for name in columns[1:]])]
+    long = wide._replace(rows=wide.rows * 9)
+    assert [(part.title, part.columns) for part in fitting(long, 40)] == [
+        ("wide (1 of 3)", ("column0", "column1", "column2")),
+        ("wide (2 of 3)", ("column0", "column3", "column4")),
+        ("wide (3 of 3)", ("column0", "column5")),
+    ]
+    pairs = Section("pairs", ("", ""), [("name", "x" * 60)])
+    assert fitting(pairs, 40) == [pairs]
+
+
+def test_a_narrow_terminal_gets_the_columns_that_matter_most() -> None:
+    assert stats.shown_columns(None) == list(range(len(stats._COLUMNS)))
+    narrow = stats.shown_columns(80)
+    assert [stats._COLUMNS[place] for place in narrow] == [
+        "time", "hit%", "asked/s", "hit/s", "stored/s", "evicted/s", "used", "match p99",
+    ]  # fmt: skip
+    assert sum(stats._WIDTHS[place] + 1 for place in narrow) - 1 <= 80
 
 
 def test_the_hit_rate_is_of_all_tiers() -> None:
@@ -319,6 +366,15 @@ def test_stats_in_a_pipe_and_as_json(run: Run, daemon: Path) -> None:
     tree = json.loads(run("stats", "--json", "--address", daemon)[1])
     assert (tree["arena"]["bytes"], tree["arena"]["bytes_human"]) == (64 << 20, "64.0 MiB")
     assert tree["counters"]["match_requests"] == 0
+
+
+def test_sections_of_stats(run: Run, daemon: Path) -> None:
+    _, out, _ = run("stats", "arena", "summary", "--address", daemon)
+    assert re.findall("^# (.*)", out, re.MULTILINE) [:2] == ["summary", "arena"]
+    assert list(json.loads(run("stats", "arena", "--json", "--address", daemon)[1])) == ["arena"]
+    status, out, err = run("stats", "arenas", "--address", daemon)
+    assert (status, out) == (2, "")
+    assert_one_line(err, "arenas: is no section: there are summary, daemon, health, arena,")
 
 
 def test_stats_on_a_terminal(daemon: Path) -> None:

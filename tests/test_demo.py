@@ -18,7 +18,7 @@ from tiercache.cli import demo, demo_chat, demo_model
 from tiercache.cli.demo_chat import ChatDemo, ServerProcess
 from tiercache.cli.demo_child import Child, ChildFailed
 from tiercache.engine.prompts import load_tokenizer
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, ModelRefused
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -97,6 +97,14 @@ def test_an_engine_that_is_not_there_is_said_in_a_line(
     monkeypatch.setattr(demo, "has_vllm", lambda: False)
     with pytest.raises(ConfigError, match=words):
         demo.run(engine=engine, model=None, prompt_file=None, tokens=64, as_json=True)
+
+
+def test_a_folder_that_is_no_model_is_said_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--model .*: there is no config\.json"):
+        demo.run(engine="tiercache", model=tmp_path, prompt_file=None, tokens=64, as_json=False)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelRefused, match="no tokenizer"):
+        demo.run(engine="tiercache", model=tmp_path, prompt_file=None, tokens=64, as_json=False)
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from tiercache.cli.control import connected
 from tiercache.cli.main import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.report import Section, print_json, print_sections
-from tiercache.errors import ConfigError, DaemonUnavailable, RequestRefused
+from tiercache.errors import ConfigError, DaemonUnavailable, ModelRefused, RequestRefused
 from tiercache.extras import install_extra
 
 TIMEOUT_S = 10.0
@@ -53,17 +53,15 @@ def _read_tokens(path: str) -> list[int]:
 
 def tokenise(model: str, text: str) -> list[int]:
     """As engines do it, with the tokens that the model wants at the beginning of a text."""
+    from tiercache.engine.prompts import load_tokenizer
+
     try:
-        from transformers import AutoTokenizer
+        tokenizer = load_tokenizer(model)
     except ImportError as error:
-        text = f"--text needs {error.name}: {install_extra('engine')}, or give --tokens"
-        raise ConfigError(text) from None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except Exception as error:
-        # A missing or damaged tokenizer raises whatever its own code happens to stumble over.
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"--model {model}: transformers finds no tokenizer there ({line}): give --tokens") from error
+        needs = f"--text needs {error.name}: {install_extra('engine')}, or give --tokens"
+        raise ConfigError(needs) from None
+    except ModelRefused as error:
+        raise ConfigError(f"--model {error}; or give --tokens") from error
     return [int(token) for token in tokenizer(text)["input_ids"]]
 
 

@@ -6,6 +6,7 @@ of its name.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import cast
@@ -35,6 +36,12 @@ def run(arguments: Sequence[str]) -> int:
         return EXIT_USAGE
     except (typer.Abort, KeyboardInterrupt):
         print("tiercache: stopped", file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # A path that the command line named, or one that it led to.
+        print(f"tiercache: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
         return EXIT_USAGE
     except SystemExit:
         return EXIT_OK  # click's answer to a closed pipe (`| head`): the reader has seen enough

@@ -11,12 +11,14 @@ from tiercache.cli.command_line import LOOK, Address, Json, app, ending
 
 @app.command(rich_help_panel=LOOK, epilog=ending("""\
   tiercache stats                     everything, as tables
+  tiercache stats tiers namespaces    these sections alone
   tiercache stats --watch 5           one line every 5 seconds, with what changed
   tiercache stats --json | jq .arena.used_bytes
 """))
 def stats(
-    seconds: Annotated[
-        float | None, typer.Argument(metavar="SECONDS", help="Interval of --watch (default: 1).", min=0.01)
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION]...|SECONDS", help="Sections to show (default: all); or --watch's interval."),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="One line per interval, until Ctrl-C.")] = False,
     as_json: Json = False,
@@ -28,9 +30,10 @@ def stats(
     """
     from tiercache.cli import stats as command
 
-    if watch or seconds is not None:
-        return command.watch(address, interval_s=seconds or 1.0, as_json=as_json)
-    return command.show(address, as_json=as_json)
+    wanted, interval_s = command.told(what or [], watch=watch)
+    if interval_s is not None:
+        return command.watch(address, interval_s=interval_s, as_json=as_json)
+    return command.show(address, wanted=wanted, as_json=as_json)
 
 
 @app.command(rich_help_panel=LOOK, epilog=ending("""\

@@ -17,7 +17,7 @@ from tiercache.extras import install_extra
   tiercache demo                      a small random model and a prompt of 8192 tokens
   tiercache demo --model ./Qwen3-0.6B --prompt-file report.txt
   tiercache demo --engine vllm        the prompt in real vLLM
-  tiercache demo --json               figures only
+  tiercache demo --json               figures only, as one line of JSON
 """, "0 all runs gave the same tokens, 1 they did not (a defect), 2 something is missing"))
 def demo(
     model: Annotated[

@@ -39,7 +39,6 @@ def ending(examples: str, status: str = STATUS) -> str:
 app = typer.Typer(
     name="tiercache",
     cls=_Group,
-    help="KV cache offloading for LLM serving: the daemon, and commands that look at it.",
     epilog=ending("""\
   tiercache daemon --arena 16GiB      run the daemon in the foreground
   tiercache top                       what it does, live
@@ -51,6 +50,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_COLUMNS},
 )
+
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from tiercache.cli import config
+
+        config.version(as_json=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print versions and end.")
+    ] = False,
+) -> None:
+    """KV cache offloading for LLM serving: the daemon, and commands that look at it."""
+
 
 Address = Annotated[
     str | None,

@@ -38,6 +38,8 @@ def run(*, engine: str, model: Path | None, prompt_file: Path | None, tokens: in
     console, out = Console(stderr=True, quiet=as_json), Console(quiet=as_json)
     with tempfile.TemporaryDirectory(prefix="tiercache-demo-") as name:
         folder, said = Path(name), str(model)
+        if model is not None and not (model / "config.json").is_file():
+            raise ConfigError(f"--model {model}: there is no config.json: name the folder of a Hugging Face model")
         if model is None:
             model = folder / "model"
             with console.status("building a small model"):
@@ -56,7 +58,8 @@ def run(*, engine: str, model: Path | None, prompt_file: Path | None, tokens: in
             console.print(f"No conversations: {needs}", markup=False)
         elif engine == "tiercache":
             figures["served"] = _converse(ChatDemo(model, load_tokenizer(model), prompt, folder, console), out)
-    print(json.dumps(figures))
+    if as_json:
+        print(json.dumps(figures))
     return 0 if _is_well(figures) else 1
 
 
@@ -112,7 +115,7 @@ def _converse(demo: ChatDemo, out: Console) -> dict[str, Any]:
         f"Tokens answered per second: {without.throughput:.0f} without tiers, {having.throughput:.0f} with them. "
         f"Preemptions: {without.preemptions} and {having.preemptions}.\n"
         f"Answers with tiers and without are {'the same' if same else _DEFECT}. Sent, cached: tokens of prompts; "
-        "tiers: what stands left of it, with tiers."
+        "with, without: tiers below the KV pool."
     )
     return {
         "speedup": round(without.seconds / having.seconds, 2),
@@ -127,7 +130,8 @@ def _converse(demo: ChatDemo, out: Console) -> dict[str, Any]:
 
 def _chat_table(without: Chats, having: Chats) -> Table:
     title = f"{CONVERSATIONS} served conversations, KV pool for 1/{POOL_SHARE} of them"
-    table = _table(title, "turn", "sent", "cached", "tiers", "TTFT", "tiers", "took", "tiers")
+    figures = [f"{name}\n{which}" for name in ("cached", "TTFT", "took") for which in ("without", "with")]
+    table = _table(title, "turn", "sent", *figures)
     for number in range(TURNS):
         one, other = without.turns[number], having.turns[number]
         times = [format_duration(value) for value in (one.ttft_s, other.ttft_s, one.seconds, other.seconds)]

@@ -78,8 +78,8 @@ def _byte_tokenizer() -> Any:
 
 
 def prompt_tokens(model: Path, prompt_file: Path | None, count: int) -> tuple[list[int], str]:
-    """The first `count` tokens of a text, and where it is from. Raises ConfigError."""
-    from transformers import AutoTokenizer
+    """The first `count` tokens of a text, and where it is from. Raises ConfigError and ModelRefused."""
+    from tiercache.engine.prompts import load_tokenizer
 
     if prompt_file is None:
         text, source = _text_at_hand(), "the language reference in Python's own help"
@@ -89,7 +89,7 @@ def prompt_tokens(model: Path, prompt_file: Path | None, count: int) -> tuple[li
         except OSError as error:
             raise ConfigError(f"--prompt-file {prompt_file} cannot be read: {error.strerror}") from error
     # No tokenizer makes more than one token of a byte, so this is always enough and never wasteful.
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     tokens: list[int] = tokenizer(text[: 16 * count], add_special_tokens=False)["input_ids"]
     if len(tokens) < count:
         raise ConfigError(f"{source} has {len(tokens)} tokens: ask for --tokens {len(tokens)} or give a longer text")

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tiercache: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNWELL
     except BrokenPipeError:
-        # Nobody reads on. Python would complain about that once more while it exits.
+        # The reader has gone. Python would complain about that once more while it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
 

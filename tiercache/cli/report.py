@@ -15,6 +15,10 @@ from tiercache.units import format_bytes, format_duration
 
 _LONGEST_TEXT = 60
 _MOST_COLUMNS = 12
+_GAP = 3
+"""Blanks that a table on a terminal has for each column, and once more at its edges."""
+_LINES_AROUND = 4
+"""Lines of a table on a terminal that are no rows."""
 
 
 class Section(NamedTuple):
@@ -95,13 +99,25 @@ def _branch(title: str, branch: Any) -> list[Section]:
     if isinstance(branch, list):
         return [_table(title, [("", row) for row in branch])]
     if all(isinstance(row, dict) for row in branch.values()):
-        return [_table(title, list(branch.items()), first=title)]
+        return _labelled(title, branch)
     inner = [(name, value) for name, value in branch.items() if _is_table(value)]
     outer = {str(name): value for name, value in branch.items() if not _is_table(value)}
     rows: list[tuple[str, ...]] = [row for name, value in outer.items() for row in _flat(name, value)]
     found = [Section(title, ("", ""), rows)] if rows else []
     for name, value in inner:
         found += _branch(f"{title} {name}", value)
+    return found
+
+
+def _labelled(title: str, branch: dict[str, dict[str, Any]]) -> list[Section]:
+    """A table with a row for each label; tables within the rows come behind it."""
+    inner = [(f"{title} {label} {name}", value) for label, row in branch.items() for name, value in row.items()
+             if _is_table(value)]  # fmt: skip
+    rows = {str(label): {name: value for name, value in row.items() if not _is_table(value)}
+            for label, row in branch.items()}  # fmt: skip
+    found = [_table(title, list(rows.items()), first=title)]
+    for name, value in inner:
+        found += _branch(name, value)
     return found
 
 
@@ -114,15 +130,16 @@ def _flat(name: str, value: Any) -> Iterable[tuple[str, str]]:
 
 
 def _table(title: str, rows: list[tuple[str, dict[str, Any]]], *, first: str = "") -> Section:
-    names = list(dict.fromkeys(str(name) for _, row in rows for name in row))
-    body = [[human(name, row.get(name)) for name in names] for _, row in rows]
+    flat = [
+        dict(cell for name, value in row.items() if value != {} for cell in _flat(str(name), value)) for _, row in rows
+    ]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    body = [[row.get(name, "-") for name in names] for row in flat]
     if not first:
         return Section(title, tuple(names), [tuple(cells) for cells in body])
-    if len(names) > _MOST_COLUMNS:  # few rows with much to say: one below the other
-        turned = [(name, *(cells[place] for cells in body)) for place, name in enumerate(names)]
-        return Section(title, (first, *(str(label) for label, _ in rows)), turned)
-    cells = [(str(label), *row) for (label, _), row in zip(rows, body, strict=True)]
-    return Section(title, (first, *names), cells)
+    labelled = [(str(label), *row) for (label, _), row in zip(rows, body, strict=True)]
+    found = Section(title, (first, *names), labelled)
+    return _turned(found) if len(names) > _MOST_COLUMNS else found  # few rows with much to say
 
 
 def _numeric(section: Section, column: int) -> bool:
@@ -154,6 +171,56 @@ def align(rows: list[tuple[str, ...]], to_right: list[bool]) -> list[str]:
     return lines
 
 
+def fitting(section: Section, width: int) -> list[Section]:
+    """The section as tables of at most `width` characters, as far as its cells allow.
+
+    A table that is too wide is turned, or its columns stand in several tables, each with the first column again:
+    whichever takes fewer lines.
+    """
+    if section.columns == ("", "") or _width(section) <= width:
+        return [section]
+    parts = _parts(section, width)
+    turned = _turned(section)
+    if _width(turned) <= width and len(turned.rows) <= len(parts) * (len(section.rows) + _LINES_AROUND):
+        return [turned]
+    return parts
+
+
+def _width(section: Section) -> int:
+    return _GAP + sum(_widths(section))
+
+
+def _widths(section: Section) -> list[int]:
+    return [max(map(len, column)) + _GAP for column in zip(section.columns, *section.rows, strict=True)]
+
+
+def _turned(section: Section) -> Section:
+    """The same table with a column for each row."""
+    first, *others = zip(section.columns, *section.rows, strict=True)
+    return Section(section.title, first, others)
+
+
+def _parts(section: Section, width: int) -> list[Section]:
+    """Tables that have all columns between them, and the first one each."""
+    widths = _widths(section)
+    parts: list[list[int]] = []
+    used = width
+    for place in range(1, len(widths)):
+        if used + widths[place] > width:
+            parts.append([0])
+            used = _GAP + widths[0]
+        parts[-1].append(place)
+        used += widths[place]
+    return [
+        Section(
+            f"{section.title} ({number} of {len(parts)})",
+            tuple(section.columns[place] for place in part),
+            [tuple(row[place] for place in part) for row in section.rows],
+        )
+        for number, part in enumerate(parts, 1)
+    ]
+
+
 def _print_tables(found: list[Section]) -> None:
     from rich import box
     from rich.console import Console
@@ -161,7 +228,7 @@ def _print_tables(found: list[Section]) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    for section in found:
+    for section in (part for whole in found for part in fitting(whole, console.width)):
         table = Table(title=Text(section.title, "bold"), title_justify="left", box=box.SIMPLE_HEAD)
         table.show_header = section.columns != ("", "")
         for index, column in enumerate(section.columns):

@@ -1,10 +1,14 @@
-"""`tiercache stats`: what the daemon says about itself, once or line by line."""
+"""`tiercache stats`: what the daemon says about itself, all of it or some sections, once or line by line."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from tiercache.cli.control import connected
@@ -12,8 +16,13 @@ from tiercache.cli.live import Look, Looker, quiet_client
 from tiercache.cli.main import EXIT_OK
 from tiercache.cli.report import Section, human, print_json, print_sections, sections, with_human
 from tiercache.cli.what_if import sentence, table
+from tiercache.errors import ConfigError
 from tiercache.units import format_bytes
 
+SUMMARY = "summary"
+_WHAT_IF = "what_if"
+MIN_INTERVAL_S = 0.01
+_NUMBER = re.compile(r"[+-]?\d*\.?\d+")
 HEADER_EVERY = 20
 """Lines of --watch between two headers."""
 
@@ -28,19 +37,46 @@ _RATES = {
 """What --watch gives per second -> the counter that says so."""
 
 _COLUMNS = ("time", "hit%", *(f"{name}/s" for name in _RATES), "blocks", "used", "sessions", "match p99")
-_WIDTHS = (8, 5, 8, 9, 9, 9, 9, 9, 9, 10, 8, 10)
+_WIDTHS = (9, 5, 9, 9, 9, 9, 9, 9, 9, 10, 8, 9)
+_FIRST_TO_GO = ("dedup/s", "sessions", "matches/s", "blocks")
+"""Columns of --watch that a narrow terminal does not get."""
 
 
-def show(address: str | None, *, as_json: bool) -> int:
-    """Print everything once."""
+def told(arguments: Sequence[str], *, watch: bool) -> tuple[Sequence[str], float | None]:
+    """Sections to show, or the interval of --watch in seconds. Raises ConfigError for both at once."""
+    if not watch and not (len(arguments) == 1 and _NUMBER.fullmatch(arguments[0])):
+        return arguments, None
+    if not arguments:
+        return (), 1.0
+    if len(arguments) > 1 or not _NUMBER.fullmatch(arguments[0]) or float(arguments[0]) < MIN_INTERVAL_S:
+        text = f"--watch takes one interval in SECONDS, at least {MIN_INTERVAL_S:g}, and shows no sections"
+        raise ConfigError(f"{' '.join(arguments)}: {text}")
+    return (), float(arguments[0])
+
+
+def show(address: str | None, *, wanted: Sequence[str] = (), as_json: bool) -> int:
+    """Print everything once, or the `wanted` sections. Raises ConfigError for one that does not exist."""
     with connected(address) as client:
         tree = client.stats()
+    _check(wanted, tree)
     if as_json:
-        print_json(with_human(tree))
-    else:
-        rest = {name: branch for name, branch in tree.items() if name != "what_if"}
-        print_sections([summary(tree), *table(tree), *sections(rest)])
+        print_json(with_human({name: tree[name] for name in wanted if name in tree} if wanted else tree))
+        return EXIT_OK
+    found = [summary(tree)] if SUMMARY in wanted or not wanted else []
+    if _WHAT_IF in wanted or not wanted:
+        found += table(tree) or ([Section("what if", ("", ""), [("what if", sentence(tree))])] if wanted else [])
+    found += sections({
+        name: branch for name, branch in tree.items() if name != _WHAT_IF and (name in wanted or not wanted)
+    })  # fmt: skip
+    print_sections(found)
     return EXIT_OK
+
+
+def _check(wanted: Sequence[str], tree: dict[str, Any]) -> None:
+    """Raises ConfigError for the first of these that is no section."""
+    for name in wanted:
+        if name not in (SUMMARY, *tree):
+            raise ConfigError(f"{name}: is no section: there are {', '.join((SUMMARY, *tree))}")
 
 
 def summary(tree: dict[str, Any]) -> Section:
@@ -105,6 +141,7 @@ class _Lines:
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
         self._printed = 0
+        self._places = shown_columns(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
 
     def print(self, before: Look, now: Look) -> None:
         """The changes between two looks; of a daemon that is gone one line, however long that lasts."""
@@ -120,15 +157,27 @@ class _Lines:
             print_json(with_human(row), indent=None)
             return
         if self._printed % HEADER_EVERY == 0:
-            print(_line(_COLUMNS))
+            print(self._line(_COLUMNS))
         self._printed += 1
-        print(_line(cells(row)), flush=True)
+        print(self._line(cells(row)), flush=True)
+
+    def _line(self, row: tuple[str, ...]) -> str:
+        return " ".join(row[place].rjust(_WIDTHS[place]) for place in self._places)
 
     def _say(self, event: str, text: str) -> None:
         if self._as_json:
             print_json({"unix_s": round(time.time(), 3), "event": event, "text": text}, indent=None)
         else:
             print(f"# {time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def shown_columns(width: int | None) -> list[int]:
+    """Places of the columns of --watch that fit a terminal of `width` characters; all where None."""
+    places = list(range(len(_COLUMNS)))
+    for name in _FIRST_TO_GO:
+        if width is not None and sum(_WIDTHS[place] + 1 for place in places) - 1 > width:
+            places.remove(_COLUMNS.index(name))
+    return places
 
 
 def changes(before: dict[str, Any], now: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -163,6 +212,3 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     state = [human(name, row[name]) for name in ("blocks", "used_bytes", "sessions", "match_p99_us")]
     return (clock, hit_rate, *rates, *state)
 
-
-def _line(row: tuple[str, ...]) -> str:
-    return " ".join(cell.rjust(width) for cell, width in zip(row, _WIDTHS, strict=True))
