@@ -62,6 +62,32 @@ def test_more_cache_has_more_hits_and_the_optimum_has_most(capsys: pytest.Captur
         assert point["nvme_written_bytes"] == point["tallies"]["nvme_written"] * (64 << 20)
 
 
+def test_policies_are_compared_in_one_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["--dram", "2%,5%", "--nvme", "5x"]
+    both = points(capsys, SAMPLE, *arguments, "--policy", "lru, s3fifo,lru")
+    assert [(point["dram"], point["policy"]) for point in both] == [
+        ("2%", "lru"), ("2%", "s3fifo"), ("5%", "lru"), ("5%", "s3fifo"),
+    ]  # fmt: skip
+    alone = points(capsys, SAMPLE, *arguments, "--policy", "lru")
+    for name in ("hit_rates", "tallies", "optimum"):
+        assert [point[name] for point in both[0::2]] == [point[name] for point in alone]
+    assert both[1]["optimum"] == both[0]["optimum"] != both[2]["optimum"]
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "policies.svg"
+    status, out, _ = run(capsys, SAMPLE, *arguments, "--policy", "lru,s3fifo", "--plot", picture)
+    rows = [line.split()[4] for line in out.splitlines() if line.startswith(("2%", "5%"))]
+    assert (status, rows) == (0, ["lru", "s3fifo"] * 2)
+    assert "policy lru and s3fifo" in out
+
+
+def test_plan_and_replay_reckon_with_the_same_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    quick = points(capsys, SAMPLE, "--dram", "5%", "--gpu", "H200")[0]
+    slow = points(capsys, SAMPLE, "--dram", "5%", "--gpu", "L4")[0]
+    slower = points(capsys, SAMPLE, "--dram", "5%", "--gpu", "L4", "--mfu", "0.25")[0]
+    assert quick["ttft_without"]["mean_s"] < slow["ttft_without"]["mean_s"]
+    assert slower["ttft_without"]["mean_s"] == pytest.approx(2 * slow["ttft_without"]["mean_s"], rel=0.05)
+
+
 def test_sizes_in_blocks_bytes_and_shares_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     found = points(capsys, SAMPLE, "--dram", "5%,204,12.75GiB", "--no-optimum")
     assert [point["dram_blocks"] for point in found] == [204, 204, 204]
@@ -76,7 +102,7 @@ def test_the_whole_of_the_daemon_agrees_with_the_quick_way(capsys: pytest.Captur
 
 
 def test_a_gpu_pool_in_front(capsys: pytest.CaptureFixture[str]) -> None:
-    without, with_pool = (points(capsys, SAMPLE, "--dram", "5%", *more)[0] for more in ([], ["--gpu", "100"]))
+    without, with_pool = (points(capsys, SAMPLE, "--dram", "5%", *more)[0] for more in ([], ["--gpu-pool", "100"]))
     assert set(with_pool["hit_rates"]) == {"gpu", "dram", "all"}
     assert with_pool["hit_rates"]["gpu"] > 0
     assert with_pool["hit_rates"]["all"] >= without["hit_rates"]["all"]
@@ -115,9 +141,12 @@ def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
         (["--dram", "5%", "--model", "Llama-9"], "Llama-9"),
         (["--dram", "5%", "--plot", "sizes.gif"], "must end in .png or .svg"),
         (["--dram", "5%", "--plot", "/none/sizes.png"], "its directory does not exist"),
-        (["--dram", "5%", "--prefill-flops", "0"], "--prefill-flops 0: must be more than 0"),
+        (["--dram", "5%", "--tflops", "0"], "--tflops 0: must be more than 0"),
+        (["--dram", "5%", "--mfu", "2"], "--mfu 2: must be above 0, at most 1"),
+        (["--dram", "5%", "--gpu", "50000"], "--gpu-pool 50000"),
+        (["--dram", "5%", "--prefill-flops", "1e14"], "--prefill-flops (Possible options: --tflops): say --tflops, and --mfu"),
         (["--dram", "5%", "--block-bytes", "1GiB"], "at most 256.0 MiB"),
-        (["--dram", "5%", "--block-tokens", "0"], "--block-tokens 0: must be 1 to"),
+        (["--dram", "5%", "--block-size", "0"], "--block-size 0: must be 1 to"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
@@ -159,7 +188,7 @@ def test_progress_is_told_on_a_terminal_alone(
     status, out, err = run(capsys, SAMPLE, "--dram", "5%")
     told = re.findall(r"\rsample.jsonl.gz: ([^\r]+): (\d+)%", err)
     assert status == 0
-    assert {what for what, _ in told} == {"first pass, for the optimum", "5%", "5%: the optimum"}
+    assert {what for what, _ in told} == {"first pass, for the optimum", "5%, hazard", "5%: the optimum"}
     assert err.endswith("\r\x1b[K")
     assert "\r" not in out
 

@@ -73,7 +73,7 @@ def test_the_size_of_blocks_is_guessed_from_the_lengths(write: Write, size: int,
 
 
 def test_lengths_that_fit_no_size_are_told(write: Write) -> None:
-    with pytest.raises(BadTrace, match=r"7 hash_ids for 100 tokens: no usual size .* --block-tokens"):
+    with pytest.raises(BadTrace, match=r"7 hash_ids for 100 tokens: no usual size .* --block-size"):
         trace(write(mooncake(0, 100, list(range(7))), mooncake(0, 99999, [1])))
 
 

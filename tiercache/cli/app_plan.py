@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tiercache.cli.command_line import MEASURE, Json, app, ending
+from tiercache.cli.machine import Bus, DramBandwidth, KvDtype, Mfu, NvmeBandwidth, Tflops
 
 
 @app.command(rich_help_panel=MEASURE, epilog=ending("""\
@@ -33,9 +34,7 @@ def plan(
     weights: Annotated[
         str | None, typer.Option("--weights", metavar="SIZE", help="All weights (default: from the configuration).")
     ] = None,
-    kv_dtype: Annotated[
-        str, typer.Option("--kv-cache-dtype", metavar="auto|bf16|fp8|int8|int4", help="Form of the KV.")
-    ] = "auto",
+    kv_dtype: KvDtype = "auto",
     block_size: Annotated[
         int, typer.Option("--block-size", metavar="N", min=1, max=4096, help="Tokens in a block.")
     ] = 16,
@@ -51,21 +50,11 @@ def plan(
     requests_per_s: Annotated[
         float | None, typer.Option("--requests-per-s", metavar="N", help="Or requests a second of one --length.")
     ] = None,
-    tflops: Annotated[
-        float | None,
-        typer.Option("--tflops", metavar="N", help="A GPU's dense 16-bit arithmetic (default: the GPU's, or 312)."),
-    ] = None,
-    mfu: Annotated[float, typer.Option("--mfu", metavar="SHARE", help="What a prefill reaches of that.")] = 0.5,
-    bus: Annotated[
-        str | None,
-        typer.Option("--bus", metavar="SIZE", help="Bytes a second to each GPU (default: the GPU's, or 25GB)."),
-    ] = None,
-    dram_bandwidth: Annotated[
-        str, typer.Option("--dram-bandwidth", metavar="SIZE", help="Bytes a second out of host memory.")
-    ] = "150GB",
-    nvme_bandwidth: Annotated[
-        str, typer.Option("--nvme-bandwidth", metavar="SIZE", help="Bytes a second of all disks together.")
-    ] = "6GB",
+    tflops: Tflops = None,
+    mfu: Mfu = 0.5,
+    bus: Bus = None,
+    dram_bandwidth: DramBandwidth = "150GB",
+    nvme_bandwidth: NvmeBandwidth = "6GB",
     as_json: Json = False,
 ) -> int:
     """Size a deployment on paper: KV per token, what each tier holds, and when loading beats computing."""

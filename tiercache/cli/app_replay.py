@@ -8,15 +8,18 @@ from typing import Annotated
 import typer
 
 from tiercache.cli.command_line import MEASURE, Json, app, ending
+from tiercache.cli.machine import Bus, DramBandwidth, KvDtype, Mfu, NvmeBandwidth, Tflops
 
 
 @app.command(rich_help_panel=MEASURE, epilog=ending("""\
   tiercache replay conversation_trace.jsonl --dram 5% --nvme 5x
   tiercache replay trace.jsonl.gz --dram 1%,2%,5%,10%,20% --nvme 5x --plot sizes.svg
                                       a sweep, as a table and a picture
+  tiercache replay trace.jsonl.gz --dram 2%,5% --policy lru,hazard
+                                      policies side by side
   tiercache replay run.jsonl.gz       what `tiercache daemon --record` wrote, at its own sizes
   tiercache replay run.jsonl.gz --dram 64GiB,128GiB --nvme 2TiB --json
-  tiercache replay qwen_traceB_blksz_16.jsonl --dram 200000 --model Qwen3-32B --gpu 50000
+  tiercache replay qwen_traceB_blksz_16.jsonl --dram 200000 --model Qwen3-32B --gpu-pool 50000
   tiercache replay kv_events.jsonl --dram 5%
                                       batches of KV events, one a line (see README.md)
 """, "0 done, 2 a wrong command line or a trace that cannot be read"))
@@ -39,12 +42,15 @@ def replay(
     nvme: Annotated[
         str, typer.Option("--nvme", metavar="SIZE", help="As --dram, or 5x for five times that; 0: none.")
     ] = "0",
-    gpu: Annotated[
-        str, typer.Option("--gpu", metavar="SIZE", help="An engine's own pool in front, as --dram; 0: none.")
+    gpu_pool: Annotated[
+        str, typer.Option("--gpu-pool", metavar="SIZE", help="An engine's own KV pool in front, as --dram; 0: none.")
     ] = "0",
     policy: Annotated[
         str | None,
-        typer.Option("--policy", metavar="NAME", help="As the daemon's setting (default: the recorded one, or its)."),
+        typer.Option(
+            "--policy", metavar="NAME[,..]",
+            help="As the daemon's setting, or several to compare (default: the recorded one, or the daemon's).",
+        ),
     ] = None,
     write_budget: Annotated[
         str, typer.Option("--write-budget", metavar="SIZE", help="As the daemon's nvme_write_budget; 0: no limit.")
@@ -52,25 +58,24 @@ def replay(
     model: Annotated[
         str, typer.Option("--model", metavar="MODEL", help="Whose KV and work it is, as `tiercache plan` takes it.")
     ] = "Llama-3.1-8B",
-    kv_dtype: Annotated[
-        str, typer.Option("--kv-cache-dtype", metavar="auto|bf16|fp8|int8|int4", help="Form of the KV.")
-    ] = "auto",
-    block_tokens: Annotated[
+    kv_dtype: KvDtype = "auto",
+    block_size: Annotated[
         int | None,
-        typer.Option("--block-tokens", metavar="N", help="Of hash_ids (default: guessed from the lengths, or 512)."),
+        typer.Option(
+            "--block-size", metavar="N", help="Tokens of a block (default: guessed from the lengths, or 512)."
+        ),
     ] = None,
     block_bytes: Annotated[
         str | None, typer.Option("--block-bytes", metavar="SIZE", help="Of a block (default: the model's).")
     ] = None,
-    prefill_flops: Annotated[
-        str, typer.Option("--prefill-flops", metavar="N", help="What prefill reaches a second: half of an H100.")
-    ] = "4.95e14",
-    dram_gbps: Annotated[
-        float, typer.Option("--dram-gbps", metavar="N", help="From DRAM to the GPU, in GB/s: PCIe 5.")
-    ] = 50.0,
-    nvme_gbps: Annotated[
-        float, typer.Option("--nvme-gbps", metavar="N", help="From all disks together, in GB/s: one fast one.")
-    ] = 6.0,
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="NAME|SIZE", help="What computes the prompts: H100, A100, L4, ...")
+    ] = "H100",
+    tflops: Tflops = None,
+    mfu: Mfu = 0.5,
+    bus: Bus = None,
+    dram_bandwidth: DramBandwidth = "150GB",
+    nvme_bandwidth: NvmeBandwidth = "6GB",
     optimum: Annotated[
         bool,
         typer.Option(
@@ -96,10 +101,9 @@ def replay(
 
     return command.run(
         command.Options(
-            traces=traces, format=form, dram=dram, nvme=nvme, gpu=gpu, policy=policy, write_budget=write_budget,
-            model=model, kv_dtype=kv_dtype, block_tokens=block_tokens, block_bytes=block_bytes,
-            prefill_flops=command.work("--prefill-flops", prefill_flops), dram_gbps=dram_gbps,
-            nvme_gbps=nvme_gbps, optimum=optimum, exact=exact,
-            skip_bad=skip_bad, plot=plot, as_json=as_json,
+            traces=traces, format=form, dram=dram, nvme=nvme, gpu_pool=gpu_pool, policy=policy,
+            write_budget=write_budget, model=model, kv_dtype=kv_dtype, block_size=block_size, block_bytes=block_bytes,
+            gpu=gpu, tflops=tflops, mfu=mfu, bus=bus, dram_bandwidth=dram_bandwidth, nvme_bandwidth=nvme_bandwidth,
+            optimum=optimum, exact=exact, skip_bad=skip_bad, plot=plot, as_json=as_json,
         )
     )  # fmt: skip

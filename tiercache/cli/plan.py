@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tiercache.cli.machine import as_bytes, check_mfu, find_gpu
 from tiercache.cli.main import EXIT_OK
-from tiercache.cli.plan_known import GPUS, Gpu, find, unknown
 from tiercache.cli.plan_model import KV_DTYPES, Model, load_model
 from tiercache.cli.plan_sizes import Form, Plant, plan
 from tiercache.cli.report import Section, print_json, print_sections, with_human
 from tiercache.errors import ConfigError
-from tiercache.units import format_bytes, format_duration, parse_bytes
+from tiercache.units import format_bytes, format_duration
 
 DEFAULT_LENGTHS = (2048, 8192, 32768, 131072)
-DEFAULT_TFLOPS = 312.0
-DEFAULT_BUS = "25GB"
 MAX_BLOCK_SIZE = 4096
 _NAMES = {"gpu": "GPU", "dram": "DRAM", "nvme": "NVMe"}
 _SAME = {"bfloat16": "bf16", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}
@@ -84,45 +82,18 @@ def _tokens_per_s(options: Options, lengths: list[int]) -> float:
 
 
 def _plant(options: Options, model: Model) -> Plant:
-    gpu = _gpu(options)
+    gpu = find_gpu(options.gpu, options.tflops, options.bus)
     if not 0 < options.utilization <= 1:
         raise ConfigError(f"--gpu-memory-utilization {options.utilization:g}: must be above 0, at most 1")
-    if not 0 < options.mfu <= 1:
-        raise ConfigError(f"--mfu {options.mfu:g}: must be above 0, at most 1; 0.5 is common for prefill")
-    weights = model.weights_bytes() if options.weights is None else _bytes("--weights", options.weights)
+    check_mfu(options.mfu)
+    weights = model.weights_bytes() if options.weights is None else as_bytes("--weights", options.weights)
     return Plant(
         gpu=gpu, gpus=options.gpus, utilization=options.utilization,
-        overhead_bytes=_bytes("--overhead", options.overhead), weights_bytes=weights, mfu=options.mfu,
-        dram_bytes=_bytes("--dram", options.dram), nvme_bytes=_bytes("--nvme", options.nvme),
-        dram_bytes_per_s=_bytes("--dram-bandwidth", options.dram_bandwidth, least=1),
-        nvme_bytes_per_s=_bytes("--nvme-bandwidth", options.nvme_bandwidth, least=1),
+        overhead_bytes=as_bytes("--overhead", options.overhead), weights_bytes=weights, mfu=options.mfu,
+        dram_bytes=as_bytes("--dram", options.dram), nvme_bytes=as_bytes("--nvme", options.nvme),
+        dram_bytes_per_s=as_bytes("--dram-bandwidth", options.dram_bandwidth, least=1),
+        nvme_bytes_per_s=as_bytes("--nvme-bandwidth", options.nvme_bandwidth, least=1),
     )  # fmt: skip
-
-
-def _gpu(options: Options) -> Gpu:
-    """A GPU by its name or the size of its memory, with what else was said of it."""
-    name = find(options.gpu, GPUS)
-    if name is not None:
-        gpu = GPUS[name]
-    elif options.gpu[:1].isdigit():
-        gpu = Gpu(_bytes("--gpu", options.gpu, least=1), DEFAULT_TFLOPS * 1e12, parse_bytes(DEFAULT_BUS))
-    else:
-        raise unknown("GPU", options.gpu, GPUS, "or give the size of its memory, --gpu 80GiB, and --tflops")
-    if options.tflops is not None:
-        if not options.tflops > 0:
-            raise ConfigError(f"--tflops {options.tflops:g}: must be more than 0, for example 989 for an H100")
-        gpu = gpu._replace(flops=options.tflops * 1e12)
-    return gpu if options.bus is None else gpu._replace(bus_bytes_per_s=_bytes("--bus", options.bus, least=1))
-
-
-def _bytes(flag: str, text: str, least: int = 0) -> int:
-    try:
-        value = parse_bytes(text.removesuffix("/s"))
-    except ValueError as error:
-        raise ConfigError(f"{flag}: {error}") from None
-    if value < least:
-        raise ConfigError(f"{flag} {text}: must be more than 0")
-    return value
 
 
 # --- what it looks like --------------------------------------------------------------------------

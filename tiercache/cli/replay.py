@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tiercache.cli.machine import as_bytes, check_mfu, find_gpu
 from tiercache.cli.main import EXIT_OK
 from tiercache.cli.plan_model import load_model
 from tiercache.cli.plan_sizes import Form
@@ -18,10 +19,10 @@ from tiercache.replay.estimate import Costs
 from tiercache.replay.formats.bailian import Bailian
 from tiercache.replay.formats.mooncake import Mooncake
 from tiercache.replay.formats.recorded import Recorded, RecordedReader
-from tiercache.replay.formats.trace import Format, Trace, check_block_tokens
+from tiercache.replay.formats.trace import Format, Trace, check_block_size
 from tiercache.replay.formats.vllm import KvEvents
 from tiercache.replay.sweep import AS_RECORDED, Point, Swept, Wanted, sweep
-from tiercache.units import format_bytes, format_duration, parse_bytes
+from tiercache.units import format_bytes, format_duration
 
 FORMATS: dict[str, Format] = {one.name: one for one in (Recorded(), Bailian(), Mooncake(), KvEvents())}
 TELL_EVERY_S = 0.2
@@ -34,16 +35,19 @@ class Options(NamedTuple):
     format: str
     dram: str | None
     nvme: str
-    gpu: str
+    gpu_pool: str
     policy: str | None
     write_budget: str
     model: str
     kv_dtype: str
-    block_tokens: int | None
+    block_size: int | None
     block_bytes: str | None
-    prefill_flops: float
-    dram_gbps: float
-    nvme_gbps: float
+    gpu: str
+    tflops: float | None
+    mfu: float
+    bus: str | None
+    dram_bandwidth: str
+    nvme_bandwidth: str
     optimum: bool
     exact: bool
     skip_bad: bool
@@ -59,10 +63,10 @@ def run(options: Options) -> int:
 
         check_plot(options.plot)
     form = Form(load_model(options.model), options.kv_dtype, 1, 1)
-    costs = Costs(form.model, options.prefill_flops, options.dram_gbps * 1e9, options.nvme_gbps * 1e9)
+    costs = _costs(options, form)
     wanted = Wanted(
-        dram=tuple(part.strip() for part in (options.dram or "").split(",") if part.strip()), nvme=options.nvme,
-        gpu=options.gpu, policy=options.policy, write_budget_bytes=_bytes("--write-budget", options.write_budget),
+        dram=_parts(options.dram), nvme=options.nvme, gpu_pool=options.gpu_pool, policies=_parts(options.policy),
+        write_budget_bytes=as_bytes("--write-budget", options.write_budget),
         exact=options.exact, optimum=options.optimum,
     )  # fmt: skip
     progress = Progress()
@@ -82,26 +86,38 @@ def run(options: Options) -> int:
     if options.as_json:
         print_json(with_human([_tree(one) for one in swept]))
     else:
-        _print(swept, options)
+        _print(swept, options, costs)
     return EXIT_OK
 
 
 def _check(options: Options) -> None:
-    check_block_tokens(options.block_tokens)
+    check_block_size(options.block_size)
     if options.format not in ("auto", *FORMATS):
         raise ConfigError(f"--format {options.format}: must be auto, {', '.join(FORMATS)}")
-    if options.policy is not None and options.policy not in POLICIES:
-        raise ConfigError(f"--policy {options.policy}: must be one of {', '.join(POLICIES)}")
-    for flag, value in (
-        ("--prefill-flops", options.prefill_flops), ("--dram-gbps", options.dram_gbps),
-        ("--nvme-gbps", options.nvme_gbps),
-    ):  # fmt: skip
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"{flag} {value:g}: must be more than 0")
+    if options.gpu.isdigit():
+        text = f"names a GPU or its memory (80GiB): an engine's own pool is --gpu-pool {options.gpu}"
+        raise ConfigError(f"--gpu {options.gpu}: {text}")
+    for policy in _parts(options.policy):
+        if policy not in POLICIES:
+            raise ConfigError(f"--policy {policy}: must be one of {', '.join(POLICIES)}")
+
+
+def _parts(text: str | None) -> tuple[str, ...]:
+    """What stands between commas, each once."""
+    return tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
+
+
+def _costs(options: Options, form: Form) -> Costs:
+    """What computing and loading cost, on the GPU and the disks that were named."""
+    check_mfu(options.mfu)
+    gpu = find_gpu(options.gpu, options.tflops, options.bus)
+    dram = min(gpu.bus_bytes_per_s, as_bytes("--dram-bandwidth", options.dram_bandwidth, least=1))
+    nvme = min(dram, as_bytes("--nvme-bandwidth", options.nvme_bandwidth, least=1))
+    return Costs(form.model, gpu.flops * options.mfu, dram, nvme)
 
 
 def _open(path: Path, options: Options, token_bytes: float) -> Trace:
-    given = None if options.block_bytes is None else _bytes("--block-bytes", options.block_bytes)
+    given = None if options.block_bytes is None else as_bytes("--block-bytes", options.block_bytes)
 
     def block_bytes(block_tokens: int) -> int:
         size = round(block_tokens * token_bytes) if given is None else given
@@ -111,22 +127,7 @@ def _open(path: Path, options: Options, token_bytes: float) -> Trace:
         return size
 
     formats = list(FORMATS.values()) if options.format == "auto" else [FORMATS[options.format]]
-    return Trace(path, formats, block_bytes, options.block_tokens, options.skip_bad)
-
-
-def _bytes(flag: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag} {error}") from None
-
-
-def work(flag: str, text: str) -> float:
-    """Floating-point operations a second, as `4.95e14`. Raises ConfigError."""
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{flag} {text}: is no number: write for example 4.95e14") from None
+    return Trace(path, formats, block_bytes, options.block_size, options.skip_bad)
 
 
 class Progress:
@@ -177,11 +178,12 @@ def _tree(swept: Swept) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(swept: list[Swept], options: Options) -> None:
+def _print(swept: list[Swept], options: Options, costs: Costs) -> None:
     print_sections([section for one in swept for section in _sections(one)])
     print(
         f"\nHit rates are shares of prompt tokens. Times are of one request alone: {options.model}, "
-        f"{options.prefill_flops:.3g} FLOP/s, DRAM {options.dram_gbps:g} GB/s, NVMe {options.nvme_gbps:g} GB/s."
+        f"{costs.flops_per_s:.3g} FLOP/s, DRAM {costs.dram_bytes_per_s / 1e9:.3g} GB/s, "
+        f"NVMe {costs.nvme_bytes_per_s / 1e9:.3g} GB/s."
     )
     if options.plot is not None:
         print(f"The picture is in {options.plot}.")
@@ -190,7 +192,8 @@ def _print(swept: list[Swept], options: Options) -> None:
 def _sections(swept: Swept) -> list[Section]:
     first = swept.points[0].played
     tiers = list(first.tiers)
-    heads = ["DRAM", "blocks", *[f"hit {tier}" for tier in tiers]]
+    several = len({point.sizes.policy for point in swept.points}) > 1
+    heads = ["DRAM", "blocks", *(["policy"] if several else []), *[f"hit {tier}" for tier in tiers]]
     heads += ["hit all"] if len(tiers) > 1 else []
     best = swept.points[0].best_dram is not None
     # Behind an engine's own pool DRAM has what that one has not, and there is no such optimum.
@@ -198,7 +201,7 @@ def _sections(swept: Swept) -> list[Section]:
     heads += ["best DRAM"] if alone else []
     heads += ["best all"] if best and len(tiers) > 1 else []
     heads += ["FLOPs saved", "TTFT mean", "p50", "p90", *(["NVMe written"] if "nvme" in tiers else [])]
-    rows = [_row(point, tiers, alone) for point in swept.points]
+    rows = [_row(point, tiers, alone, several) for point in swept.points]
     table = Section(_title(swept), tuple(heads), rows)
     without = swept.points[0].estimate.without
     facts: list[tuple[str, ...]] = [
@@ -221,13 +224,15 @@ def _sections(swept: Swept) -> list[Section]:
 def _title(swept: Swept) -> str:
     specs = swept.trace.specs.values()
     forms = sorted({f"blocks of {spec.block_size} tokens, {format_bytes(spec.block_bytes)}" for spec in specs})
-    return f"policy {swept.points[0].sizes.policy}, {' and '.join(forms)}"
+    policies = dict.fromkeys(point.sizes.policy for point in swept.points)
+    return f"policy {' and '.join(policies)}, {' and '.join(forms)}"
 
 
-def _row(point: Point, tiers: list[str], alone: bool) -> tuple[str, ...]:
+def _row(point: Point, tiers: list[str], alone: bool, several: bool) -> tuple[str, ...]:
     played, estimate = point.played, point.estimate
     size = format_bytes(point.sizes.dram_bytes)
     cells = [f"{point.label} ({size})" if point.label != size else size, f"{point.dram_blocks:,}"]
+    cells += [point.sizes.policy] if several else []
     cells += [f"{played.rate(tier):.1%}" for tier in tiers]
     cells += [f"{played.rate(*tiers):.1%}"] if len(tiers) > 1 else []
     cells += [f"{point.best_dram or 0:.1%}"] if alone else []

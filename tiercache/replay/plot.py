@@ -12,6 +12,8 @@ from tiercache.replay.sweep import Point, Swept
 
 SUFFIXES = (".png", ".svg")
 _DRAM, _ALL = "#1f77b4", "#d95f02"
+_MARKERS = "os^Dvx"
+"""Of one policy each."""
 
 
 def check_plot(path: Path) -> None:
@@ -53,25 +55,30 @@ def draw(path: Path, swept: Sequence[Swept]) -> None:
 
 def _draw_panel(panel: Any, swept: Swept) -> None:
     points = sorted(swept.points, key=lambda point: point.sizes.dram_bytes)
-    sizes = [point.sizes.dram_bytes / (1 << 30) for point in points]
+    policies = list(dict.fromkeys(point.sizes.policy for point in swept.points))
     tiers = [name for name in ("gpu", "dram", "nvme") if any(name in point.played.tiers for point in points)]
     upper = "GPU, DRAM" if "gpu" in tiers else "DRAM"
-    _line(panel, sizes, [_rate(point, ("gpu", "dram")) for point in points], _DRAM, upper, "o-")
-    if "nvme" in tiers:
-        _line(panel, sizes, [_rate(point, tuple(tiers)) for point in points], _ALL, f"{upper} and NVMe", "s-")
-    if all(point.best_dram is not None for point in points):
-        _line(panel, sizes, [100 * (point.best_dram or 0) for point in points], _DRAM, "optimum, DRAM alone", ":")
+    for number, policy in enumerate(policies):
+        its = [point for point in points if point.sizes.policy == policy]
+        sizes = [point.sizes.dram_bytes / (1 << 30) for point in its]
+        marker, name = _MARKERS[number % len(_MARKERS)], f"{policy}: " if len(policies) > 1 else ""
+        _line(panel, sizes, [_rate(point, ("gpu", "dram")) for point in its], _DRAM, f"{name}{upper}", f"{marker}-")
         if "nvme" in tiers:
-            best = [100 * (point.best_all or 0) for point in points]
+            rates = [_rate(point, tuple(tiers)) for point in its]
+            _line(panel, sizes, rates, _ALL, f"{name}{upper} and NVMe", f"{marker}--")
+    if all(point.best_dram is not None for point in points):
+        _line(panel, sizes, [100 * (point.best_dram or 0) for point in its], _DRAM, "optimum, DRAM alone", ":")
+        if "nvme" in tiers:
+            best = [100 * (point.best_all or 0) for point in its]
             _line(panel, sizes, best, _ALL, "optimum, all tiers", ":")
-    if len(points) > 1:
+    if len(sizes) > 1:
         panel.set_xscale("log")
         panel.set_xticks(sizes, labels=[f"{size:.3g}" for size in sizes])
         panel.set_xticks([], minor=True)
     panel.set_ylim(0, 100)
     panel.set_xlabel("DRAM (GiB)")
     panel.set_ylabel("hit rate (% of prompt tokens)")
-    panel.set_title(f"{swept.trace.path.name}, policy {points[0].sizes.policy}", fontsize=10)
+    panel.set_title(f"{swept.trace.path.name}, policy {', '.join(policies)}", fontsize=10)
     panel.grid(alpha=0.3)
     panel.legend(fontsize=8)
 

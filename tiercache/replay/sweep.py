@@ -1,4 +1,4 @@
-"""One trace on caches of several sizes: the figures of each, and beside them those of the offline optimum."""
+"""One trace on caches of several sizes and policies, and beside the figures of each those of the offline optimum."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Tell = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Sizes as they were asked for, as text; empty `dram`: those of the daemon that was recorded."""
+    """Sizes as they were asked for, as text; empty `dram` and `policies`: those of the daemon that was recorded."""
 
     dram: tuple[str, ...]
     nvme: str = "0"
-    gpu: str = "0"
-    policy: str | None = None
+    gpu_pool: str = "0"
+    policies: tuple[str, ...] = ()
     write_budget_bytes: int = 0
     exact: bool = False
     optimum: bool = True
@@ -36,7 +36,7 @@ class Wanted:
 
 @dataclass
 class Point:
-    """One size of cache. Hit rates of the optimum are shares of all tokens, None where it was not asked for."""
+    """One size of cache and one policy. The optimum's hit rates are shares of all tokens, None where not asked for."""
 
     label: str
     sizes: Sizes
@@ -72,8 +72,8 @@ class Swept:
 
 
 def sweep(trace: Trace, wanted: Wanted, costs: Costs, tell: Tell) -> Swept:
-    """Play the trace at every size. Raises ConfigError, and BadTrace for what it finds in the file."""
-    size_texts = (*wanted.dram, wanted.nvme, wanted.gpu)
+    """Play the trace at every size with every policy. Raises ConfigError, and BadTrace for what is in the file."""
+    size_texts = (*wanted.dram, wanted.nvme, wanted.gpu_pool)
     recorded = trace.reader if isinstance(trace.reader, RecordedReader) else None
     if not wanted.dram and recorded is None:
         raise ConfigError("--dram says how large the cache is: blocks (20000), bytes (64GiB) or a share (5%)")
@@ -88,15 +88,18 @@ def sweep(trace: Trace, wanted: Wanted, costs: Costs, tell: Tell) -> Swept:
     points = []
     for label, sizes, gpu_blocks in _all_sizes(trace, wanted, unique):
         points.append(_point(trace, wanted, costs, label, sizes, gpu_blocks, tell))
-        if accesses is not None:
+        before = points[-2] if len(points) > 1 and points[-2].label == label else None
+        if accesses is not None and before is not None:  # the same size, another policy
+            points[-1].best_dram, points[-1].best_all = before.best_dram, before.best_all
+        elif accesses is not None:
             _add_optimum(trace, points[-1], accesses, tell)
     return Swept(trace, unique, points)
 
 
 def _all_sizes(trace: Trace, wanted: Wanted, unique: int | None) -> list[tuple[str, Sizes, int]]:
-    policy, budget = wanted.policy, wanted.write_budget_bytes
-    gpu_bytes = size_bytes("--gpu", wanted.gpu, trace, unique)
-    gpu_blocks = gpu_bytes // _frame_bytes("--gpu", trace) if gpu_bytes else 0
+    budget = wanted.write_budget_bytes
+    gpu_bytes = size_bytes("--gpu-pool", wanted.gpu_pool, trace, unique)
+    gpu_blocks = gpu_bytes // _frame_bytes("--gpu-pool", trace) if gpu_bytes else 0
     found = []
     for text in wanted.dram:
         dram_bytes = size_bytes("--dram", text, trace, unique)
@@ -112,7 +115,11 @@ def _all_sizes(trace: Trace, wanted: Wanted, unique: int | None) -> list[tuple[s
         sizes = trace.reader.sizes
         found = [(AS_RECORDED, replace(sizes, nvme_write_budget_bytes=budget or sizes.nvme_write_budget_bytes), 0)]
         found = [(label, its, gpu_blocks) for label, its, _ in found]
-    return [(label, replace(sizes, policy=policy or sizes.policy), blocks) for label, sizes, blocks in found]
+    return [
+        (label, replace(sizes, policy=policy), blocks)
+        for label, sizes, blocks in found
+        for policy in wanted.policies or (sizes.policy,)
+    ]
 
 
 def size_bytes(flag: str, text: str, trace: Trace, unique: int | None) -> int:
@@ -158,7 +165,7 @@ def _point(
     swift = trace.format.name in ("mooncake", "bailian") and not wanted.exact
 
     def told(played: Played) -> None:
-        tell(label, _share(trace))
+        tell(f"{label}, {sizes.policy}", _share(trace))
 
     def added(request: Request, in_gpu: int, outcome: Outcome) -> None:
         specs = [trace.specs[number] for number in request.namespaces]

@@ -110,7 +110,7 @@ def guess_block_tokens(sample: list[bytes]) -> int:
     best = max(_LIKELY, key=lambda size: (fit(size), size == BLOCK_TOKENS))
     if fit(best) < _ENOUGH:
         tokens, ids = max(lengths, key=lambda both: both[1])
-        text = f"{ids} hash_ids for {tokens} tokens: no usual size of blocks fits; say it with --block-tokens"
+        text = f"{ids} hash_ids for {tokens} tokens: no usual size of blocks fits; say it with --block-size"
         raise BadLine(text)
     return best
 

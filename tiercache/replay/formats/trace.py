@@ -164,7 +164,7 @@ def is_json(line: bytes) -> bool:
     return True
 
 
-def check_block_tokens(block_tokens: int | None) -> None:
+def check_block_size(block_size: int | None) -> None:
     """Raises ConfigError for a size that no block has."""
-    if block_tokens is not None and not 1 <= block_tokens <= 1 << 20:
-        raise ConfigError(f"--block-tokens {block_tokens}: must be 1 to 1048576")
+    if block_size is not None and not 1 <= block_size <= 1 << 20:
+        raise ConfigError(f"--block-size {block_size}: must be 1 to 1048576")

@@ -1,0 +1,67 @@
+"""The machine that `plan` and `replay` reckon with: a GPU, its bus, the host's memory and disks."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tiercache.cli.plan_known import GPUS, Gpu, find, unknown
+from tiercache.errors import ConfigError
+from tiercache.units import parse_bytes
+
+DEFAULT_TFLOPS = 312.0
+DEFAULT_BUS = "25GB"
+
+KvDtype = Annotated[
+    str, typer.Option("--kv-cache-dtype", metavar="auto|bf16|fp8|int8|int4", help="Form of the KV.")
+]
+Tflops = Annotated[
+    float | None,
+    typer.Option("--tflops", metavar="N", help="A GPU's dense 16-bit arithmetic (default: the GPU's, or 312)."),
+]
+Mfu = Annotated[float, typer.Option("--mfu", metavar="SHARE", help="What a prefill reaches of that.")]
+Bus = Annotated[
+    str | None,
+    typer.Option("--bus", metavar="SIZE", help="Bytes a second to each GPU (default: the GPU's, or 25GB)."),
+]
+DramBandwidth = Annotated[
+    str, typer.Option("--dram-bandwidth", metavar="SIZE", help="Bytes a second out of host memory.")
+]
+NvmeBandwidth = Annotated[
+    str, typer.Option("--nvme-bandwidth", metavar="SIZE", help="Bytes a second of all disks together.")
+]
+"""Options that mean the same in both commands."""
+
+
+def find_gpu(name: str, tflops: float | None, bus: str | None) -> Gpu:
+    """A GPU by its name or the size of its memory, with what else was said of it. Raises ConfigError."""
+    known = find(name, GPUS)
+    if known is not None:
+        gpu = GPUS[known]
+    elif name[:1].isdigit():
+        gpu = Gpu(as_bytes("--gpu", name, least=1), DEFAULT_TFLOPS * 1e12, parse_bytes(DEFAULT_BUS))
+    else:
+        raise unknown("GPU", name, GPUS, "or give the size of its memory, --gpu 80GiB, and --tflops")
+    if tflops is not None:
+        if not tflops > 0:
+            raise ConfigError(f"--tflops {tflops:g}: must be more than 0, for example 989 for an H100")
+        gpu = gpu._replace(flops=tflops * 1e12)
+    return gpu if bus is None else gpu._replace(bus_bytes_per_s=as_bytes("--bus", bus, least=1))
+
+
+def check_mfu(mfu: float) -> None:
+    """Raises ConfigError for what is no share of a GPU's arithmetic."""
+    if not 0 < mfu <= 1:
+        raise ConfigError(f"--mfu {mfu:g}: must be above 0, at most 1; 0.5 is common for prefill")
+
+
+def as_bytes(flag: str, text: str, least: int = 0) -> int:
+    """A size, or with `/s` behind it a rate. Raises ConfigError, also for one below `least`."""
+    try:
+        value = parse_bytes(text.removesuffix("/s"))
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+    if value < least:
+        raise ConfigError(f"{flag} {text}: must be more than 0")
+    return value
