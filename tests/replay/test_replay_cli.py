@@ -144,7 +144,7 @@ def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
         (["--dram", "5%", "--tflops", "0"], "--tflops 0: must be more than 0"),
         (["--dram", "5%", "--mfu", "2"], "--mfu 2: must be above 0, at most 1"),
         (["--dram", "5%", "--gpu", "50000"], "--gpu-pool 50000"),
-        (["--dram", "5%", "--prefill-flops", "1e14"], "--prefill-flops (Possible options: --tflops): say --tflops, and --mfu"),
+        (["--dram", "5%", "--prefill-flops", "1e14"], "(Possible options: --tflops): say --tflops, and --mfu"),
         (["--dram", "5%", "--block-bytes", "1GiB"], "at most 256.0 MiB"),
         (["--dram", "5%", "--block-size", "0"], "--block-size 0: must be 1 to"),
     ],
