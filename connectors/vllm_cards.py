@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tiercache import forks
 from tiercache.connector import Connector
 from tiercache.connectors.vllm_hashes import hash_seed
 from tiercache.layout import NamespaceSpec
@@ -37,6 +38,7 @@ class Cards:
         self._hashing, self._seed, self._hash_size = HASHING + algorithm, hash_seed(algorithm), hash_size
         self._cards: dict[tuple[str, str], ModelCard] = {}
         self._lock = threading.Lock()
+        forks.watch(self, "_lock")
 
     def add(self, content: bytes, adapter: str, adapter_path: str) -> None:
         """Blocks of `content`, perhaps with an adapter, are being used. Cheap when that is known."""

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tiercache import forks
 from tiercache.errors import ModelRefused, TierCacheError
 from tiercache.keys import content_id, fingerprint_files, salted_root
 from tiercache.messages import KEY_BYTES
@@ -62,6 +63,7 @@ class Names:
         self._epoch = ""
         self._model = ""
         self._named = threading.Event()
+        forks.watch(self, "_named")
         self._deadline_s = time.monotonic() + wait_s
         self._adapters: dict[int, tuple[list[Any], str]] = {}  # by vLLM's number: files and content when first used
         self.on_use: Callable[[bytes, str, str], None] = lambda content, adapter, adapter_path: None

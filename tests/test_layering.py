@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS: dict[str, float] = {
-    "tiercache.errors": 0, "tiercache.units": 0, "tiercache.isolated": 0, "tiercache.extras": 0,
+    "tiercache.errors": 0, "tiercache.units": 0, "tiercache.isolated": 0, "tiercache.forks": 0, "tiercache.extras": 0,
     "tiercache.arguments": 1, "tiercache.config": 1, "tiercache.messages": 1, "tiercache.keys": 1,
     "tiercache.layout": 1, "tiercache.curve": 1, "tiercache.checksum": 1, "tiercache.metrics": 1,
     "tiercache.listening": 1, "tiercache.hints": 1, "tiercache.setting_kinds": 1, "tiercache.settings": 1,

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
-from tiercache import messages
+from tiercache import forks, messages
 from tiercache.curve import ClientKeys
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, RequestRefused
 from tiercache.messages import AnyReply, Error, ErrorCode, Reply, Request
@@ -82,6 +82,8 @@ _decode: Callable[[bytes], AnyReply] = msgspec.msgpack.Decoder(AnyReply).decode
 _request_ids = itertools.count(1)
 _context_lock = threading.Lock()
 _context: tuple[int, zmq.Context[zmq.Socket[bytes]]] | None = None
+_left_behind: list[Channel] = []
+"""Of the parent, in a forked child: never closed, and never collected either."""
 
 
 def process_context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -93,13 +95,11 @@ def process_context() -> zmq.Context[zmq.Socket[bytes]]:
         return _context[1]
 
 
-def _forget_lock() -> None:
-    """In a forked child: the lock may be held by a thread that does not exist here."""
+@forks.in_child
+def _forget_context() -> None:
+    """The lock may be held by a thread that does not exist here; the context itself is known by its process."""
     global _context_lock
     _context_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_lock)
 
 
 class Channel:
@@ -199,6 +199,8 @@ class Channels:
         self._idle: list[Channel] = []
         self._late: deque[Channel] = deque()
         self._closed = False
+        self._why_closed = "the session with the daemon is over"
+        forks.watch(self, "_lock")
 
     def call(
         self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
@@ -330,7 +332,7 @@ class Channels:
             if received is not None:
                 return received
             if self._closed:
-                raise DaemonUnavailable("the session with the daemon is over")
+                raise DaemonUnavailable(self._why_closed)
             if until_ns == deadline_ns:
                 return None
 
@@ -377,13 +379,15 @@ class Channels:
 
     def forget_in_child(self) -> None:
         """After a fork, in the child: refuse all calls, and touch none of the parent's sockets."""
-        self._lock = threading.Lock()
-        self._closed = True
+        self._closed, self._why_closed = True, forks.FORKED
+        _left_behind.extend([*self._idle, *self._late])
+        self._idle.clear()
+        self._late.clear()
 
     def _check_out(self) -> Channel:
         with self._lock:
             if self._closed:
-                raise DaemonUnavailable("the session with the daemon is over")
+                raise DaemonUnavailable(self._why_closed)
             if self._idle:
                 return self._idle.pop()
         try:

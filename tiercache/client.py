@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from tiercache import messages
+from tiercache import forks, messages
 from tiercache.channel import ANSWERS
 from tiercache.config import session_socket_path
 from tiercache.curve import find_remote, is_remote, public_part
@@ -124,13 +124,15 @@ class Client:
         self._back_off_s = BACK_OFF_FIRST_S
         self._up_since_s = 0.0
         self._closed = False
-        self._forked = False
+        self.forked = False
+        """Whether this is a child's copy of its parent's client."""
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
         self.counters: Callable[[], dict[str, int]] = dict
         """What the owner of the client wants the daemon to know of its own counters."""
         self._models: list[messages.ModelCard] = []
         _clients.add(self)
+        forks.watch(self, "_lock")
 
     @classmethod
     def connect(
@@ -300,7 +302,7 @@ class Client:
 
     def close(self) -> None:
         """Say good-bye and end the session. Blocks for at most about 2 s. Idempotent."""
-        if self._closed or self._forked:
+        if self._closed or self.forked:
             return
         session = self._up
         self._closed = True
@@ -334,7 +336,7 @@ class Client:
     def _go_down(self, session: Session, reason: str, over: bool) -> None:
         """Leave UP. `over`: this session will never work again. Called in any thread."""
         with self._lock:
-            if self._forked or self._session is not session:
+            if self.forked or self._session is not session:
                 return
             was_up, self._up = self._up is session, None
             session.pause()
@@ -508,15 +510,14 @@ class Client:
                     if not still:
                         self._kept.pop(lease, None)
 
-    def _forget_in_child(self) -> None:
-        """In a forked child: threads, locks, mappings and sockets of the parent are not ours."""
-        self._forked = True
-        self._reason = "this process was forked from the one that connected; connect again here"
-        self._lock = threading.Lock()
-        session, self._session, self._up = self._session, None, None
-        if session is not None:
-            session.forget_in_child()
-            _left_behind.append(session)
+    def forget_in_child(self) -> None:
+        """In a forked child: the session, the thread and what it waits for are the parent's."""
+        if self._closed:
+            return
+        self.forked = True
+        self._reason = forks.FORKED
+        self._session = self._up = None
+        self._kept.clear()
         if self._wakeup >= 0:
             os.close(self._wakeup)
             self._wakeup = -1
@@ -530,15 +531,6 @@ def _is_absence(error: Exception) -> bool:
 _complaints: dict[tuple[str, str], object] = {}
 """Addresses and what has been logged of them in this process, until a client comes up there."""
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
-# Sessions of the parent, in a forked child: never touched, and never collected either.
-_left_behind: list[Session] = []
-
-
-def _forget_all_in_child() -> None:
-    for client in list(_clients):
-        if not client._closed:
-            client._forget_in_child()
-
 
 def close_all_clients() -> None:
     """Close every client of this process, as at its exit."""
@@ -546,5 +538,4 @@ def close_all_clients() -> None:
         client.close()
 
 
-os.register_at_fork(after_in_child=_forget_all_in_child)
 atexit.register(close_all_clients)

@@ -45,6 +45,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tiercache import forks
 from tiercache.client import REQUEST_TIMEOUT_S, Client
 from tiercache.config import default_address
 from tiercache.direct import DirectPath
@@ -205,6 +206,7 @@ class Connector:
         self.direct = DirectPath(client, namespace, pool, gds, gds_store)
         self._siblings: list[Connector] = []
         self._is_sibling = False
+        forks.watch(self, "_lock")
         client.counters = self._all_counters
 
     def sibling(self, namespace: NamespaceSpec, pool: Pool) -> Connector:
@@ -332,7 +334,7 @@ class Connector:
         if first < 0:
             raise ValueError(f"first is {first}: must be 0 or more")
         limit = Limit(time.monotonic() + (self._load_timeout_s if timeout_s is None else timeout_s))
-        return match, ids, first, limit, self._own_mover().copier.mark()
+        return match, ids, first, limit, self._mark()
 
     def _perform_load(self, match: Match | bytes, ids: Addresses, first: int, limit: Limit, after: Any) -> int:
         match = self.adopt(match) if isinstance(match, bytes) else match
@@ -412,7 +414,7 @@ class Connector:
         if events is not None and len(events.hashes) != len(ids):
             raise ValueError(f"events name {len(events.hashes)} blocks, and {len(ids)} are stored")
         limit = Limit(time.monotonic() + STORE_TIMEOUT_S)
-        return bytes(keys), ids, first, limit, self._own_mover().copier.mark(), events
+        return bytes(keys), ids, first, limit, self._mark(), events
 
     def _perform_store(
         self, keys: bytes, ids: Addresses, first: int, limit: Limit, after: Any, events: EventRun | None,
@@ -595,6 +597,10 @@ class Connector:
         assert self._mover is not None
         return self._mover
 
+    def _mark(self) -> Any:
+        """See `Copier.mark`. A forked child has no device to ask, and its copies never begin."""
+        return None if self._client.forked else self._own_mover().copier.mark()
+
     def _count(self, **counts: int) -> None:
         with self._lock:
             for name, count in counts.items():
@@ -604,6 +610,9 @@ class Connector:
         if self._client.alive:
             return True
         self._count(**{counter: 1, "unavailable": 1})
+        if self._client.forked and "fork" not in self._complained:
+            self._complained = self._complained | {"fork"}
+            logger.warning("the cache is not used: %s", forks.FORKED)
         return False
 
     def _succeed(self, operation: str, **counts: int) -> None:

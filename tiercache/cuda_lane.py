@@ -6,6 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from tiercache import forks
 from tiercache.cuda_driver import beside_captures
 from tiercache.errors import ArenaError
 
@@ -75,6 +76,7 @@ class Lane:
 
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
         self.lock = threading.Lock()
+        forks.watch(self, "lock")
         self.staging: torch.Tensor | None = None
         self.last = CudaCopy(None)
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tiercache import forks
 from tiercache.checksum import CHECKSUM_LANES, block_seed
 from tiercache.client import Client
 from tiercache.errors import ConfigError, ProtocolError, RequestRefused, TierCacheError
@@ -72,6 +73,7 @@ class DirectPath:
         self._pool = pool
         self._stores = stores
         self._closed = threading.Event()
+        forks.watch(self, "_closed")
         # A process without a pool only matches; those that load decide what they do with the match.
         self._asks = wish != OFF and pool is None
         if wish == OFF or pool is None:

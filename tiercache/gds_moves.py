@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from tiercache import forks
 from tiercache.gds_backend import PAGE_BYTES, Backend, DirectFailed
 from tiercache.messages import Extent
 from tiercache.transfer import COPY_GIVE_UP_S, Addresses, CopyLost, Limit, Pool
@@ -84,6 +85,7 @@ class DirectMoves:
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._started = False
         self._in_a_row = 0
+        forks.watch(self, "_lock")
 
     def _addresses(self, block_ids: Addresses) -> Addresses:
         base, stride, _ = self.pool.segments[0]
@@ -175,6 +177,11 @@ class DirectMoves:
             if self._started:
                 for _ in range(self._threads):
                     self._batches.put(None)
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child: threads, files and device are the parent's."""
+        self.off = forks.FORKED
+        _lost.append(self)
 
 
 _lost: list[DirectMoves] = []

@@ -23,6 +23,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from tiercache import forks
 from tiercache.cuda_driver import driver
 from tiercache.extras import install_extra
 from tiercache.isolated import python_command
@@ -93,6 +94,13 @@ class GdsProbe:
 
 _probes: dict[str, GdsProbe] = {}
 _probing = threading.Lock()
+
+
+@forks.in_child
+def _forget_probing() -> None:
+    """Whoever was probing does not exist here."""
+    global _probing
+    _probing = threading.Lock()
 
 
 def probe_gds(directory: str | Path, timeout_s: float = STAGE_TIMEOUT_S) -> GdsProbe:

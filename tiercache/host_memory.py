@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tiercache import forks
 from tiercache.copy_plan import NO_ADDRESSES, Addresses
 from tiercache.cuda_driver import Driver, driver
 from tiercache.errors import ArenaError
@@ -65,6 +66,12 @@ class HostMemory:
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
         self._regions: dict[int, _Region] = {}
+        self.registered = Registered(NO_ADDRESSES, NO_ADDRESSES, NO_ADDRESSES, True)
+        forks.watch(self, "_lock")
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child, where neither the regions nor the device can be used."""
+        self._regions = {}
         self.registered = Registered(NO_ADDRESSES, NO_ADDRESSES, NO_ADDRESSES, True)
 
     def register(self, address: int, length: int) -> None:

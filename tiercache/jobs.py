@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from tiercache import forks
 from tiercache.errors import DeadlineExceeded
 from tiercache.transfer import CopyLost, Limit
 
@@ -30,7 +31,7 @@ class Transfer(Generic[T]):
         began_s, ended_s: when the work began and ended, by `time.monotonic()`; 0 before.
     """
 
-    __slots__ = ("_begun", "_done", "_limit", "_lock", "_miss", "_result", "_run", "_skip", "began_s", "ended_s")
+    __slots__ = ("_done", "_limit", "_miss", "_result", "_run", "_skip", "_turns", "began_s", "ended_s")
 
     def __init__(self, run: Callable[[], T], skip: Callable[[], T], miss: T, limit: Limit) -> None:
         """`run` does the work; `skip` ends it unbegun; `miss` is its result when it fails."""
@@ -39,8 +40,7 @@ class Transfer(Generic[T]):
         self._miss = miss
         self._limit = limit
         self.began_s = self.ended_s = 0.0
-        self._lock = threading.Lock()
-        self._begun = False
+        self._turns = [1]  # whoever takes it begins; taking is atomic
         self._done = threading.Event()
         self._result: T = miss
 
@@ -48,7 +48,7 @@ class Transfer(Generic[T]):
     def finished(cls, result: T) -> Transfer[T]:
         """A transfer that was over before it began."""
         transfer = cls(lambda: result, lambda: result, result, Limit())
-        transfer._begun = True
+        transfer._turns.clear()
         transfer._done.set()
         return transfer
 
@@ -79,9 +79,9 @@ class Transfer(Generic[T]):
 
     def perform(self) -> None:
         """Do the work, in the thread of a queue."""
-        with self._lock:
-            begun, self._begun = self._begun, True
-        if begun:
+        try:
+            self._turns.pop()
+        except IndexError:
             return
         self.began_s = time.monotonic()
         try:
@@ -96,6 +96,12 @@ class Transfer(Generic[T]):
         self.ended_s = time.monotonic()
         self._done.set()
 
+    def forget_in_child(self) -> None:
+        """After a fork, in the child: it is over here, as a miss. The copies were the parent's."""
+        self._turns.clear()
+        self._done = threading.Event()
+        self._done.set()
+
 
 class JobQueue:
     """One thread that performs transfers in order; the queue is bounded."""
@@ -106,7 +112,9 @@ class JobQueue:
         self._jobs: deque[Transfer[Any]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._performing: Transfer[Any] | None = None
         self._closed = False
+        forks.watch(self, "_changed")
 
     def submit(self, transfer: Transfer[Any]) -> bool:
         """Queue a transfer. False when the queue is full or closed."""
@@ -131,8 +139,9 @@ class JobQueue:
                     if self._closed:
                         return
                     self._changed.wait(1.0)
-                transfer = self._jobs.popleft()
+                transfer = self._performing = self._jobs.popleft()
             transfer.perform()
+            self._performing = None
 
     def close(self) -> None:
         """Cancel what is queued, and wait for what has begun, for at most 5 s."""
@@ -143,6 +152,13 @@ class JobQueue:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child, where its thread does not exist: all that was handed over is over."""
+        self._closed = True
+        for transfer in (*self._jobs, *filter(None, [self._performing])):
+            transfer.forget_in_child()
+        self._jobs.clear()
 
 
 class Background:
@@ -157,13 +173,17 @@ class Background:
         self._batches: queue.SimpleQueue[list[Callable[[], object]]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        self._over = False
+        forks.watch(self)
 
     def later(self, work: Callable[[], object]) -> None:
         """Have it done after the next `begin`."""
         self._batch.append(work)
 
     def begin(self) -> None:
-        """Begin with what has been handed over."""
+        """Begin with what has been handed over. After a fork there is nothing to do it, and it is dropped."""
+        if self._over:
+            self._batch.clear()
         if self._batch:
             batch, self._batch = self._batch, []
             self._batches.put(batch)
@@ -191,3 +211,8 @@ class Background:
         self.begin()
         self._batches.put([])
         self._thread.join(CLOSE_TIMEOUT_S)
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child, where its thread does not exist."""
+        self._over = True
+        self._batches = queue.SimpleQueue()

@@ -1,8 +1,7 @@
 """A private daemon as a child process that ends with its parent.
 
 The child holds the read end of a pipe and ends when that reads end of file: whatever becomes of
-the parent, the kernel closes the write end. (A child that the parent has forked without exec keeps
-the write end too, and the daemon then outlives the parent for as long as that child.)
+the parent, the kernel closes the write end. A child that the parent has forked closes its copy of it.
 A private run directory goes with them: the parent removes it, or the child that outlives it.
 """
 
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from tiercache import forks
 from tiercache.client import Client, close_all_clients
 from tiercache.config import flag_name, session_socket_path
 from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError
@@ -54,6 +54,7 @@ class LaunchedDaemon:
         self._process, self._pipe = _spawn(command, log)
         self.pid = self._process.pid
         _running.add(self)
+        forks.watch(self, "_lock")
 
     def poll(self) -> int | None:
         """The exit status, or None while it runs."""
@@ -71,7 +72,7 @@ class LaunchedDaemon:
     def kill(self) -> None:
         """SIGKILL, and wait for its end: for a daemon that hangs. What it keeps on NVMe stays. Any thread."""
         with self._lock:
-            if not self._closed:
+            if not self._closed and os.getpid() == self._owner_pid:
                 self._process.kill()
                 self._process.wait(STOP_TIMEOUT_S)
 
@@ -81,8 +82,8 @@ class LaunchedDaemon:
         Blocks until it answers. Raises DaemonUnavailable when it did not start, or is closed.
         """
         with self._lock:
-            if self._closed:
-                raise DaemonUnavailable("the daemon is closed: launch another one")
+            if self._closed or os.getpid() != self._owner_pid:
+                raise DaemonUnavailable("the daemon is closed, or another process's: launch another one")
             assert self.poll() is not None, "it runs"
             process, pipe = _spawn(self._command, self.log)
             os.close(self._pipe)
@@ -110,6 +111,12 @@ class LaunchedDaemon:
             _running.discard(self)
             if self._private:
                 shutil.rmtree(self.address, ignore_errors=True)
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child: the daemon is to end with the parent, and not with the last child."""
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
 
     def __enter__(self) -> LaunchedDaemon:
         return self

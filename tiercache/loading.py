@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,7 +50,7 @@ class Match:
         below_blocks: how many of them, at its end, come up from a tier below DRAM while it is loaded.
     """
 
-    __slots__ = ("__weakref__", "_frames", "_keys", "_lease", "_lock", "_session", "below_blocks", "blocks")
+    __slots__ = ("__weakref__", "_frames", "_keys", "_lease", "_session", "_turns", "below_blocks", "blocks")
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class Match:
         self._lease = lease
         self._frames = frames or {}  # namespace id -> frames of the first blocks, packed
         self._keys = keys  # of the whole run, if the lease keeps its end on NVMe
-        self._lock = threading.Lock()
+        self._turns = [1]  # whoever takes it ends the lease; taking is atomic
 
     def __repr__(self) -> str:
         return f"Match(blocks={self.blocks}, below_blocks={self.below_blocks})"
@@ -95,8 +94,11 @@ class Match:
 
     def take(self) -> tuple[Session, int] | None:
         """Session and lease, for whoever ends it; None for everyone after the first, and for a miss."""
-        with self._lock:
-            lease, self._lease = self._lease, NO_LEASE
+        try:
+            self._turns.pop()
+        except IndexError:
+            return None
+        lease, self._lease = self._lease, NO_LEASE
         return None if self._session is None or lease == NO_LEASE else (self._session, lease)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from tiercache import forks
 from tiercache.arena import Region
 from tiercache.errors import ArenaError, DeadlineExceeded, ProtocolError
 from tiercache.host_memory import process_memory
@@ -49,6 +50,7 @@ class ArenaMapping:
         self._populating = False
         self._copies = 0
         self._ended = False
+        forks.watch(self, "_changed")
 
     def add(self, regions: Sequence[tuple[int, int]], fds: Sequence[int]) -> None:
         """Map regions `(id, bytes)` with their descriptors, which stay the caller's.
@@ -153,7 +155,6 @@ class ArenaMapping:
 
     def forget_in_child(self) -> None:
         """After a fork, in the child, where nothing is mapped: say no to everything, unmap nothing."""
-        self._changed = threading.Condition()
         self._ended = True
         self._copies = 0
         self._regions = {}

@@ -16,6 +16,8 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from tiercache import forks
+
 Move = tuple[int, int, int]
 """Target address, source address, bytes."""
 
@@ -137,10 +139,8 @@ def _help(jobs: queue.SimpleQueue[_Job]) -> None:
         jobs.get().help()
 
 
+@forks.in_child
 def _forget_helper() -> None:
-    """In a forked child, where that thread does not exist."""
+    """That thread does not exist here."""
     global _jobs, _start
     _jobs, _start = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_helper)

@@ -11,6 +11,8 @@ import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
+from tiercache import forks
+
 Buckets = Sequence[tuple[int, int]]
 """Upper end of a bucket and how many observations fell into it, in ascending order, empty ones left out."""
 
@@ -53,7 +55,9 @@ class Histogram:
     ([(4, 3), (4096, 1)], 4)
     """
 
-    __slots__ = ("_buckets", "_count", "_counts", "_ends", "_fresh", "_lock", "_max", "_sorted_count", "_sum")
+    __slots__ = (
+        "__weakref__", "_buckets", "_count", "_counts", "_ends", "_fresh", "_lock", "_max", "_sorted_count", "_sum",
+    )  # fmt: skip
 
     def __init__(self, ends: Sequence[int]) -> None:
         self._ends = ends
@@ -63,6 +67,7 @@ class Histogram:
         self._buckets: Buckets = []
         self._sorted_count = 0
         self._count = self._sum = self._max = 0
+        forks.watch(self, "_lock")
 
     def observe(self, value: int) -> None:
         """Count one observation. A negative one (a clock that stepped) counts as 0."""

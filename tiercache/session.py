@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from tiercache import messages
+from tiercache import forks, messages
 from tiercache.channel import ANSWERS, SESSION_OVER_CODES, Channels, Order, Pending, process_context
 from tiercache.config import session_socket_path
 from tiercache.curve import Remote, find_remote
@@ -103,6 +103,7 @@ class Session:
         else:
             # Nothing will come by it: the end of a daemon on another host is that it answers no more.
             self._sock, self._far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        forks.watch(self)
         try:
             self.welcome = (
                 self._say_hello(address, hello, timeout_s) if remote is None else greet(remote, hello, timeout_s)
@@ -345,15 +346,11 @@ class Session:
             self.arena.end()
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child: let go of everything without a word to the daemon.
+        """After a fork, in the child: close the session socket, else the daemon would not see the parent die.
 
-        The descriptor of the session socket is closed, else the daemon would not see the parent
-        die; the ZeroMQ sockets belong to threads that do not exist here and stay untouched.
+        Channels and arena forget by themselves.
         """
         self._close_sockets()
-        self._channels.forget_in_child()
-        if self.arena is not None:
-            self.arena.forget_in_child()
 
     def _close_sockets(self) -> None:
         self._sock.close()

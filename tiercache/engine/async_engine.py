@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tiercache import forks
 from tiercache.engine.sampling import SamplingParams
 from tiercache.engine.settings import MAX_WAITING, STALL_TIMEOUT_S
 from tiercache.engine.text_engine import TextEngine, TextOutput
@@ -178,6 +179,11 @@ class AsyncEngine:
         self._request_ids: dict[Stream, set[int]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        forks.watch(self)
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child, where its thread does not exist: whoever asks is told."""
+        self._refusal = EngineDied("this process was forked from the one that has the engine: make one here")
 
     @property
     def max_model_len(self) -> int:

@@ -8,6 +8,7 @@ import time
 from types import TracebackType
 from typing import Any
 
+from tiercache import forks
 from tiercache.errors import TierCacheError
 from tiercache.launch import launch
 
@@ -34,6 +35,7 @@ class PrivateDaemon:
     def __init__(self, arena: str, **config: Any) -> None:
         self._daemon = launch(arena, **config)
         self._ending = threading.Event()
+        forks.watch(self, "_ending")
         self._thread = threading.Thread(target=self._watch, name="private daemon", daemon=True)
         self._thread.start()
 

@@ -1,0 +1,60 @@
+"""What becomes of this package's objects in a forked child: they are the parent's, and say so at once.
+
+A child has none of its parent's threads, so a lock that one of them held stays locked, a queue is never
+emptied, and a socket or a session is still the parent's. Each class that owns such things calls `watch` when it
+is made; this is the only place that hooks into `fork`. In the child its locks are new, and its
+`forget_in_child` lets go of the rest without a word to the daemon.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+FORKED = "this process was forked from the one that connected; connect again here"
+
+logger = logging.getLogger("tiercache.client")
+_watched: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
+_calls: list[Callable[[], None]] = []
+
+
+def watch(item: Any, *locks: str) -> None:
+    """In each child that is forked from now on `item` gets new `locks` (names of attributes) and must forget.
+
+    That is its method `forget_in_child`, if it has one. `item` is not kept alive by this.
+    """
+    _watched[item] = locks
+
+
+def in_child(call: Callable[[], None]) -> Callable[[], None]:
+    """Have a function of a module called in each forked child, e.g. to renew a lock of that module."""
+    _calls.append(call)
+    return call
+
+
+def _new(lock: Any) -> Any:
+    for kind in (threading.Condition, threading.Event):
+        if isinstance(lock, kind):
+            return kind()
+    return threading.Lock()
+
+
+def _forget_all() -> None:
+    # The locks of all first: one that forgets may call another.
+    items = list(_watched.items())
+    for item, locks in items:
+        for name in locks:
+            setattr(item, name, _new(getattr(item, name)))
+    for call in [*_calls, *(item.forget_in_child for item, _ in items if hasattr(item, "forget_in_child"))]:
+        try:
+            call()
+        except Exception:
+            # The child goes on, and the others must forget too.
+            logger.exception("something of the parent process could not be forgotten after a fork")
+
+
+os.register_at_fork(after_in_child=_forget_all)
