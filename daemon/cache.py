@@ -28,7 +28,7 @@ from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.quotas import Quotas
 from tiercache.daemon.reads import Found, Reads
 from tiercache.daemon.reuse import WhatIf
-from tiercache.daemon.space import Namespace, Space
+from tiercache.daemon.space import SLICE, Namespace, Space
 from tiercache.daemon.traffic import Traffic
 from tiercache.daemon.writes import Reservation, Writes
 from tiercache.messages import KEY_BYTES
@@ -80,20 +80,17 @@ class Cache:
         found = self.reads.match(owner, namespaces, keys, ttl_s, promote, extents)
         if self.what_if is not None:
             self.what_if.looked_up(namespaces, keys, found.dram, found.below)
-        self._revoke_if_drained()
         return found
 
     def bring_up(self, lease: ReadLease, end: int) -> None:
         """See `Reads.bring_up`."""
         self.reads.bring_up(lease, end)
-        self._revoke_if_drained()
 
     def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Found:
         """See `Reads.prefetch`."""
         found = self.reads.prefetch(owner, namespaces, keys)
         if self.what_if is not None:
             self.what_if.looked_up(namespaces, keys, found.dram, found.below)
-        self._revoke_if_drained()
         return found
 
     def hint(self, namespaces: Sequence[Namespace], keys: bytes, first: int, said: Said) -> int:
@@ -119,7 +116,6 @@ class Cache:
         reservation = self.writes.reserve(owner, namespace, parent, keys, ttl_s, named)
         if self.what_if is not None and not owner.internal:
             self.what_if.stored(namespace, parent, keys)
-        self._revoke_if_drained()
         return reservation
 
     def flush(self, numbers: Sequence[int], key: bytes) -> tuple[int, bool]:
@@ -144,7 +140,7 @@ class Cache:
             for table in tables:
                 index.drop_table(table)
         index.unlink_slice(_FLUSH_AT_ONCE)
-        self._let_go_detached()
+        self._end_cut()
         gone = before - sum(table.blocks for table in tables) if key else before
         self.counters.flushes += 1
         self.counters.flushed_blocks += gone
@@ -153,19 +149,19 @@ class Cache:
     def work(self) -> bool:
         """One slice of what was put off; True while there is more. About a millisecond."""
         more = self.space.work()
-        self._revoke_if_drained()
+        more = self._end_cut() or more
         more = self.below.work() or more
         # Not while something waits to be written: it would be gone before its turn.
         return more or (self.below.settled and self.space.keep_free())
 
-    def _revoke_if_drained(self) -> None:
-        if self.space.drained_something:
-            self.space.drained_something = False
-            self._let_go_detached()
-
-    def _let_go_detached(self) -> None:
-        self.reads.revoke_detached()
-        self.space.tails.let_go_detached()
+    def _end_cut(self) -> bool:
+        """End a slice of the leases that have lost something; True while there is more."""
+        index = self.space.index
+        if index.has_cut:
+            index.has_cut = False
+            self.reads.suspect_all()
+            self.space.tails.let_go_detached()
+        return self.reads.end_cut(SLICE) >= SLICE
 
     def expire(self) -> None:
         """End what has run out of time."""
@@ -174,7 +170,6 @@ class Cache:
         self.reads.expire()
         self.space.policies.hints.expire(self.space.index, self.space.tails)
         self.ahead.work()
-        self._revoke_if_drained()
         for writes in self._all_writes():
             writes.expire()
 

@@ -30,6 +30,7 @@ REFUSED = -2
 """Instead of an entry, from `insert_many`."""
 _SHARDS = 64
 _GROW_ENTRIES = 4096
+_REMEMBERED = 32
 
 
 class Table:
@@ -61,6 +62,10 @@ class Index:
         self._release_frame = release_frame
         self.on_left: Callable[[int, bytes], None] | None = None
         """Told of each block that is found no more: its table's number and its key."""
+        self.has_cut = False
+        """Whether an entry was unlinked although it is pinned; those who have pins take note, and clear it."""
+        self.drops = 0
+        """How many drops there were: what was attached before and after the same number of them still is."""
         self.columns = Columns()
         self.tables: dict[int, Table] = {}
         self.invariant_failures = 0
@@ -77,6 +82,7 @@ class Index:
         self._free = array("i")
         self._unlinking: list[int] = []
         self._attached: set[int] = set()  # found to be so since the last drop, while some are unlinking
+        self._detached: set[int] = set()  # likewise, below a dead one; that is for good
 
     def add_table(self, number: int, policy: Policy, windowed: bool) -> Table:
         """Make the table of a new namespace."""
@@ -94,35 +100,30 @@ class Index:
     def prefix_length(self, table: Table, keys: bytes, limit: int) -> int:
         """How many of the first `limit` keys are here, as a leading run.
 
-        O(log n) look-ups; O(n) while part of the namespace is being unlinked.
+        O(log n) look-ups. While part of the namespace is being unlinked also a walk up, at most to the root: see
+        `attached`, which holds for a leading run too.
         """
-        if table.unlinking:
-            return self._walk_length(table, keys, limit)
         shards = table.shards
 
         def here(number: int) -> bool:
             key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
             return key in shards[key[0] & (_SHARDS - 1)]
 
-        if limit == 0 or here(limit - 1):  # a full hit is the common case
+        def attached(number: int) -> bool:
+            entry = table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+            return entry != NO_ENTRY and self.attached(entry)
+
+        found = attached if table.unlinking else here
+        if limit == 0 or found(limit - 1):  # a full hit is the common case
             return limit
         low, high = 0, limit - 1  # all keys below `low` are here, key `high` is not
         while low < high:
             middle = (low + high) // 2
-            if here(middle):
+            if found(middle):
                 low = middle + 1
             else:
                 high = middle
         return low
-
-    def _walk_length(self, table: Table, keys: bytes, limit: int) -> int:
-        before = table.root
-        for number in range(limit):
-            entry = table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
-            if entry == NO_ENTRY or self.parent[entry] != before:
-                return number
-            before = entry
-        return limit
 
     def lookup(self, table: Table) -> Callable[[bytes], bool] | None:
         """Whether a block of a windowed table is here, to be asked at once; None if there is none at all."""
@@ -181,12 +182,17 @@ class Index:
             return False
         if not self.tables[self.table[entry]].unlinking:
             return True  # what is live below a dead entry is waiting to be unlinked
-        known, path = self._attached, []
+        known, lost, state, parent = self._attached, self._detached, self.state, self.parent
+        path = [entry]  # every so many entries on the way are remembered: whoever comes by later meets one soon
+        steps = 0
         while entry != NO_ENTRY and entry not in known:
-            if self.state[entry] != LIVE:
+            if state[entry] != LIVE or entry in lost:
+                lost.update(path)
                 return False
-            path.append(entry)
-            entry = self.parent[entry]
+            steps += 1
+            if not steps % _REMEMBERED:
+                path.append(entry)
+            entry = parent[entry]
         known.update(path)
         return True
 
@@ -441,8 +447,9 @@ class Index:
             key_of[entry] = b""
             if frame_of[entry] != NO_FRAME:
                 release(frame_of[entry])
-        if self._attached:
+        if self._unlinking:
             self._attached.difference_update(run)
+            self._detached.difference_update(run)
         self._free.extend(run)
         table.blocks -= len(run)
 
@@ -453,12 +460,14 @@ class Index:
         lease below it must be told (`attached` says who): frames go to new owners from here on.
         """
         assert self.state[entry] == LIVE
+        self.drops += 1
         self._attached.clear()
         self._unlink(entry)
 
     def drop_table(self, table: Table) -> int:
         """Forget all blocks of a namespace, in slices; returns how many there were."""
         root, blocks = table.root, table.blocks
+        self.drops += 1
         self._attached.clear()
         self._plant(table)
         self.state[root] = DEAD
@@ -480,6 +489,8 @@ class Index:
         if self.on_left is not None:
             self.on_left(table.number, key)
         self.state[entry] = DEAD
+        if self.pins[entry]:
+            self.has_cut = True
         self._leave_parent(entry)
         if self.children[entry]:
             # Pinned while it waits for its children to go, so that nobody frees it meanwhile.
@@ -523,12 +534,14 @@ class Index:
             self.unpin(entry)
         if not self._unlinking:
             self._attached.clear()
+            self._detached.clear()
         return done
 
     def _free_entry(self, entry: int) -> None:
         self.state[entry] = FREE
         self.key[entry] = b""
         self._attached.discard(entry)
+        self._detached.discard(entry)
         self._free.append(entry)
         if self.frame[entry] != NO_FRAME:
             self._release_frame(self.frame[entry])

@@ -58,7 +58,7 @@ class ReadLease:
 
     __slots__ = (
         "blocks", "deadline_s", "held", "holders", "keys", "lease_id", "namespaces", "over", "pin_name",
-        "pin_regions", "pins", "rises", "runs", "started_s", "target",
+        "pin_regions", "pins", "rises", "runs", "started_s", "target", "whole_at",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +73,7 @@ class ReadLease:
         self.over = False
         self.held: HeldBelow | None = None
         self.rises = False
+        self.whole_at = -1  # after so many drops nothing of it was lost yet
         self.pins = pins
         self.runs: list[Run] = []
         self.started_s = started_s

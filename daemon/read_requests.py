@@ -93,7 +93,7 @@ class ReadRequests:
         if not request.first >= 0 or not 0 < request.count <= m.MAX_RESOLVE:
             text = f"blocks {request.first} + {request.count}: at most {m.MAX_RESOLVE} in one request, from 0 on"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
-        lease = session.owner.reads.get(request.lease)
+        lease = self._cache.reads.find(session.owner, request.lease)
         if lease is None:
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
         namespace = self._desk.namespace(request.namespace)
@@ -153,7 +153,7 @@ class ReadRequests:
 
     def _held(self, session: Session, lease_id: int, number: int) -> tuple[HeldBelow, Namespace]:
         """What a lease keeps in the tier below for one of its namespaces."""
-        lease = session.owner.reads.get(lease_id)
+        lease = self._cache.reads.find(session.owner, lease_id)
         if lease is None:
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
         namespace = self._desk.namespace(number)
@@ -177,7 +177,7 @@ class ReadRequests:
         alive = bytearray()
         owner, grants = session.owner, self._cache.below.grants
         for lease_id in request.leases[: self._desk.max_leases]:
-            read, write = owner.reads.get(lease_id), owner.writes.get(lease_id)
+            read, write = self._cache.reads.find(owner, lease_id), owner.writes.get(lease_id)
             granted = grants is not None and lease_id in owner.grants
             if read is not None:
                 self._cache.reads.renew(read, ttl_s)
@@ -189,7 +189,7 @@ class ReadRequests:
         return m.Renewed(request.request_id, self._generation, bytes(alive))
 
     def read(self, session: Session, request: m.Read) -> Answer:
-        lease = session.owner.reads.get(request.lease)
+        lease = self._cache.reads.find(session.owner, request.lease)
         if lease is None:
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
         namespace = self._desk.namespace(request.namespace)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from tiercache.daemon.below import TierBelow
 from tiercache.daemon.cuts import Cuts, first_of_window
 from tiercache.daemon.growth import Run
+from tiercache.daemon.index import DEAD
 from tiercache.daemon.leases import Deadlines, Owner, ReadLease, new_lease_id
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace, Space
@@ -36,9 +37,7 @@ class Found:
 class Reads:
     """All read leases and pins. Event loop only."""
 
-    def __init__(
-        self, space: Space, below: TierBelow, clock_s: Callable[[], float], pin_share: float
-    ) -> None:
+    def __init__(self, space: Space, below: TierBelow, clock_s: Callable[[], float], pin_share: float) -> None:
         self.leases: dict[int, ReadLease] = {}
         self.growing: dict[int, ReadLease] = {}
         self.pins: dict[tuple[tuple[int, ...], bytes], ReadLease] = {}
@@ -51,6 +50,8 @@ class Reads:
         self._clock_s = clock_s
         self._pin_share = pin_share
         self._deadlines = Deadlines(self.leases)
+        self._suspected = False  # something was dropped since `_suspects` were listed
+        self._suspects: list[ReadLease] = []  # which may have lost a block
 
     def match(
         self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False,
@@ -195,6 +196,9 @@ class Reads:
 
     def grow(self, lease: ReadLease) -> None:
         """Take in what has landed for a lease that is growing."""
+        if not self._is_whole(lease):
+            self._end(lease)  # before anything else of it is pinned instead, as if it had always been so
+            return
         for run in lease.runs:
             run.advance()
         if all(run.complete for run in lease.runs):
@@ -223,7 +227,7 @@ class Reads:
     def hold(self, owner: Owner, lease_id: int) -> bool:
         """Let another session of the same instance hold the lease too."""
         lease = self.leases.get(lease_id)
-        if lease is None or not lease.holders:
+        if lease is None or not lease.holders or not self._is_whole(lease):
             return False
         if all(holder.instance != owner.instance for holder in lease.holders):
             return False
@@ -233,7 +237,8 @@ class Reads:
 
     def release(self, owner: Owner, lease_id: int) -> bool:
         """End the owner's hold; True when everything copied under it is right."""
-        lease = owner.reads.pop(lease_id, None)
+        lease = self.find(owner, lease_id)
+        owner.reads.pop(lease_id, None)
         good = lease is not None and (lease.held is None or lease.held.intact)
         self._space.counters.loads_good += good
         self._space.counters.loads_revoked += not good
@@ -305,13 +310,46 @@ class Reads:
                 self._end(lease)
         owner.reads.clear()
 
-    def revoke_detached(self) -> None:
-        """After blocks were dropped: revoke each lease that has lost one, and end such pins."""
+    # --- leases that have lost a block -------------------------------------------------------------
+
+    def find(self, owner: Owner, lease_id: int) -> ReadLease | None:
+        """A lease that the owner holds, and of which nothing was dropped: else it ends here, and the load is a miss."""
+        lease = owner.reads.get(lease_id)
+        if lease is not None and not self._is_whole(lease):
+            self._end(lease)
+            return None
+        return lease
+
+    def _is_whole(self, lease: ReadLease) -> bool:
+        """Whether all that the lease pins can still be found. Asked wherever it is used, so that nothing has to end
+        each lease before the frames that it holds go to new owners."""
         index = self._space.index
-        for lease in list(self.leases.values()):
+        if lease.whole_at != index.drops:
             if not all(index.attached(entry) for entry in lease.pinned()):
-                # Its frames may have new owners already, so there is nothing left to hold them for.
-                self._end(lease)
+                return False
+            lease.whole_at = index.drops
+        return True
+
+    def suspect_all(self) -> None:
+        """Something that is pinned was dropped: leases on it are to end soon, so that its frame comes back."""
+        self._suspected = True
+
+    def end_cut(self, limit: int) -> int:
+        """End leases and pins that have lost a block, looking at `limit` pins or so; returns at how many."""
+        done, state = 0, self._space.index.state
+        while done < limit:
+            if not self._suspects:
+                if not self._suspected:
+                    break
+                self._suspected = False
+                self._suspects = list(self.leases.values())
+            while self._suspects and done < limit:
+                lease = self._suspects.pop()
+                pinned = lease.pinned()
+                done += 1 + len(pinned)
+                if not lease.over and any(state[entry] == DEAD for entry in pinned):
+                    self._end(lease)
+        return done
 
     def _end(self, lease: ReadLease, good: bool = False) -> None:
         """Unpin, and take the lease from whoever still holds it: a release then finds none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,6 +24,10 @@ MAX_TENANT_NAMESPACES = 256
 """Of one tenant: room for a few models on many ranks, and none to take the places of all others."""
 SLICE = 512
 """Entries unlinked, or frames drained, in one go: about a millisecond of the loop."""
+ROOM_STEPS = 4 * SLICE
+"""Unlinked at most for one request, before it evicts: the rest comes back in the background."""
+EVICT_AT_ONCE = 4 * SLICE
+"""Evicted at most for one request. Only large blocks under a quota can need more, in the place of small ones."""
 
 _DRAIN_REST = 256
 _TURN = 16
@@ -93,7 +98,6 @@ class Space:
         self._draining: tuple[int, int] | None = None  # region id, next frame to look at
         self._drain_rest = 0  # times that no drain is considered
         self._drain_turn = 0
-        self.drained_something = False
         self.pinned_regions: Counter[int] = Counter()  # regions that are not emptied, with the pins on each
 
     def open_namespace(self, spec: NamespaceSpec) -> Namespace:
@@ -149,11 +153,16 @@ class Space:
         if limit_bytes is not None:
             count = self._within_quota(namespace, count, limit_bytes)
         frames: list[int] = []
+        steps = room = ROOM_STEPS
         while len(frames) < count:
             frame = allocator.take(size_class)
             if frame != NO_FRAME:
                 frames.append(frame)
-            elif not (self._make_room(namespace, count - len(frames)) or self.tails.give_up()):
+            elif steps > 0 and (done := self.index.unlink_slice(min(SLICE, steps))):
+                steps -= done
+            elif room > 0 and (gone := self._make_room(namespace, count - len(frames))):
+                room -= gone
+            elif not self.tails.give_up():
                 break
         return frames
 
@@ -167,7 +176,8 @@ class Space:
         account, frame_bytes = namespace.account, namespace.size_class.frame_bytes
         over = self.used_bytes(account) + count * frame_bytes - limit_bytes
         accounts = [its[account] for its in self._policies.values() if account in its]
-        while over > 0:
+        most = EVICT_AT_ONCE
+        while over > 0 and most > 0:
             policy = coldest_of(accounts)
             if policy is None:
                 if self.tails.give_up():
@@ -175,9 +185,10 @@ class Space:
                 break
             victim = policy.victim()
             size = self.namespaces[self.index.table[victim]].size_class.frame_bytes
-            evicted = self.index.evict_run(victim, -(-over // size))
+            evicted = self.index.evict_run(victim, min(most, -(-over // size)))
             self.counters.evicted_blocks += evicted
             over -= evicted * size
+            most -= evicted
         if over <= 0:
             return count
         refused = min(count, -(-over // frame_bytes))
@@ -185,23 +196,30 @@ class Space:
         self.quotas.refused[account] += refused
         return count - refused
 
-    def _make_room(self, namespace: Namespace, count: int) -> bool:
-        """Evict `count` blocks, or fewer where that is all there is; False when nothing was gained.
+    def _make_room(self, namespace: Namespace, count: int) -> int:
+        """Evict `count` blocks, or fewer where that is all there is; returns how many.
 
         All of them before the first frame is taken: a chain goes from its tail, and what went last
         is taken first, so that the frames come out in the order in which they once were filled.
         """
-        if self.index.unlink_slice(SLICE):
-            return True
         accounts = list(self._policies[namespace.size_class.frame_bytes].values())
-        self._consider_drain(namespace.size_class, coldest_of(accounts))
+        # With several accounts in turn, so that the coldest goes whoever has it; there may be thousands, so only the
+        # one that gave is asked anew.
+        order = [(stamp, place) for place, one in enumerate(accounts) if (stamp := one.coldest_stamp()) is not None]
+        heapq.heapify(order)
+        self._consider_drain(namespace.size_class, accounts[order[0][1]] if order else None)
         evicted = 0
-        while evicted < count and (policy := coldest_of(accounts)) is not None:
-            # With several accounts in turn, so that the coldest goes whoever has it.
+        while evicted < count and order:
+            place = order[0][1]
             most = count - evicted if len(accounts) == 1 else min(count - evicted, _TURN)
-            evicted += self.index.evict_run(policy.victim(), most)
+            evicted += self.index.evict_run(accounts[place].victim(), most)
+            stamp = accounts[place].coldest_stamp()
+            if stamp is None:
+                heapq.heappop(order)
+            else:
+                heapq.heapreplace(order, (stamp, place))
         self.counters.evicted_blocks += evicted
-        return evicted > 0
+        return evicted
 
     def work(self) -> bool:
         """One slice of unlinking and draining; True while there is more."""
@@ -285,6 +303,5 @@ class Space:
             if entry != NO_ENTRY and self.index.state[entry] == LIVE:
                 self.index.drop(entry)
                 self.counters.evicted_blocks += 1
-                self.drained_something = True
         done = first + SLICE >= len(entries)
         self._draining = None if done else (region_id, first + SLICE)
