@@ -37,7 +37,7 @@ class HttpProcess:
             "tiercache.http", str(config.run_dir), "--listen", config.http,
             "--log-level", config.log_level, "--log-format", config.log_format,
         )  # fmt: skip
-        if config.http_allow_remote == "yes":
+        if config.http_allow_remote:
             self._command.append("--allow-remote")
         if config.http_hosts:
             self._command += ["--hosts", config.http_hosts]

@@ -78,7 +78,7 @@ class Server:
         )  # fmt: skip
         self.events = _make_events(config) if config.kv_events else None
         below_bytes = config.nvme_bytes if config.nvme_dirs else 0
-        what_if = WhatIf(self.clock, config.arena_bytes, below_bytes) if config.what_if == "yes" else None
+        what_if = WhatIf(self.clock, config.arena_bytes, below_bytes) if config.what_if else None
         self.cache = Cache(self.clock, limits, self.nvme, self.events, what_if)
         if self.nvme is not None:
             self.nvme.attach(self.cache)

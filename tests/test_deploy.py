@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from kubernetes_objects import validate
+
 from tiercache.settings import SETTINGS
 
 ROOT = Path(__file__).parents[1]
@@ -117,38 +119,6 @@ def test_manifests_fit_the_schema_of_kubernetes(path: Path) -> None:
     validate(path.read_text())
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        (),
-        ("nvme.type=emptyDir",),
-        ("http.enabled=false",),
-        ("nvme.enabled=false", "settings.lock_memory=require"),
-        ("nvme.paths={/mnt/a,/mnt/b}", "podMonitor.enabled=true", "prometheusRule.enabled=true"),
-        ("grafanaDashboard.enabled=true",),
-    ],
-)
-def test_the_chart_renders_to_what_kubernetes_takes(values: tuple[str, ...]) -> None:
-    helm = needs("helm")
-    validate(run(helm, "template", "name", str(CHART), *(word for value in values for word in ("--set", value))))
-
-
-def test_the_chart_refuses_wrong_values() -> None:
-    helm = needs("helm")
-    for value in ("arena=5", "nvme.type=disk", "unknown=1"):
-        done = subprocess.run([helm, "template", "name", str(CHART), "--set", value], capture_output=True, timeout=60)
-        assert done.returncode != 0, value
-
-
-def validate(text: str) -> None:
-    validator: Any = pytest.importorskip("kubernetes_validate")
-    yaml: Any = pytest.importorskip("yaml")
-    kinds = 0
-    for document in yaml.safe_load_all(text):
-        if document and not document["apiVersion"].startswith("monitoring.coreos.com"):
-            validator.validate(document, "1.30", strict=True)
-            kinds += 1
-    assert kinds
 
 
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:

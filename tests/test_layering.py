@@ -17,7 +17,7 @@ LAYERS: dict[str, float] = {
     "tiercache.errors": 0, "tiercache.units": 0, "tiercache.isolated": 0, "tiercache.forks": 0, "tiercache.extras": 0,
     "tiercache.arguments": 1, "tiercache.config": 1, "tiercache.messages": 1, "tiercache.keys": 1,
     "tiercache.layout": 1, "tiercache.curve": 1, "tiercache.checksum": 1, "tiercache.metrics": 1,
-    "tiercache.listening": 1, "tiercache.hints": 1, "tiercache.setting_kinds": 1, "tiercache.settings": 1,
+    "tiercache.listening": 1, "tiercache.hints": 1, "tiercache.setting_kinds": 1, "tiercache.settings": 1, "tiercache.settings_schema": 1,
     "tiercache.wire": 2, "tiercache.arena": 2, "tiercache.kernels": 2, "tiercache.gds_probe": 2,
     "tiercache.gds_stage": 2, "tiercache.gds_backend": 2,
     "tiercache.channel": 2, "tiercache.copy_plan": 2, "tiercache.cuda_driver": 2, "tiercache.host_memory": 2,

@@ -73,16 +73,16 @@ class DaemonConfig:
     nvme_write_budget_bytes: int = 0
     nvme_quota: tuple[tuple[str, int], ...] = ()
     grace_s: float = 20.0
-    what_if: str = "yes"
+    what_if: bool = True
     record: Path | None = None
     record_max_bytes: int = 1 << 30
     kv_events: str = ""
     kv_events_replay: str = ""
     kv_events_topic: str = ""
     kv_events_buffer: int = 10_000
-    kv_events_allow_remote: str = "no"
+    kv_events_allow_remote: bool = False
     http: str = ""
-    http_allow_remote: str = "no"
+    http_allow_remote: bool = False
     http_hosts: str = ""
     log_level: str = "info"
     log_format: str = "auto"
@@ -94,7 +94,7 @@ class DaemonConfig:
             if problem := setting.kind.check(value):
                 raise ConfigError(f"{setting.key} = {value}: {problem}")
         for key, value in (("kv_events", self.kv_events), ("kv_events_replay", self.kv_events_replay)):
-            if value and (problem := events_problem(value, self.kv_events_allow_remote == "yes")):
+            if value and (problem := events_problem(value, self.kv_events_allow_remote)):
                 raise ConfigError(f"{key} = {value}: {problem}")
         if self.kv_events_replay and self.kv_events_replay == self.kv_events:
             raise ConfigError(f"kv_events_replay = {self.kv_events_replay}: is that of kv_events: choose another one")
@@ -103,7 +103,7 @@ class DaemonConfig:
         if bool(self.listen) != (self.curve_keys is not None):
             text = "TCP is served with keys only: set both, and make the keys with `tiercache keygen DIR`"
             raise ConfigError(f"listen = {self.listen}, curve_keys = {self.curve_keys or ''}: {text}")
-        if self.http and (problem := http_problem(self.http, self.http_allow_remote == "yes")):
+        if self.http and (problem := http_problem(self.http, self.http_allow_remote)):
             raise ConfigError(f"http = {self.http}: {problem}")
         set_field = object.__setattr__  # the one place where a frozen object may be written
         set_field(self, "arena_bytes", self.arena_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
@@ -185,7 +185,7 @@ def resolve_config(
 def _checked(key: str, value: Any, source: str) -> Any:
     setting = SETTINGS[key]
     where = f"{key} = {value} (from {source})"
-    if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike)):
+    if isinstance(value, bool) and not setting.kind.takes_bool or not isinstance(value, (str, int, float, os.PathLike)):
         raise ConfigError(f"{where}: must be a text or a number, not a {type(value).__name__}")
     try:
         parsed = setting.kind.parse(value)

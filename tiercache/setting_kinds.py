@@ -10,7 +10,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiercache.units import parse_bytes, parse_duration_s, round_up
+from tiercache.units import BYTES_PATTERN, DURATION_PATTERN, parse_bytes, parse_duration_s, round_up
 
 HUGE_PAGE_BYTES = 2 << 20
 MAX_REGIONS = 256
@@ -31,6 +31,10 @@ class Kind(NamedTuple):
     """What is wrong with a value, and what to do; or None."""
     render: Callable[[Any], str]
     """The value as TOML; `parse` reads it back."""
+    schema: Mapping[str, Any] = {"type": "string"}  # noqa: RUF012 - read only
+    """What may be written in YAML or TOML, as JSON Schema."""
+    takes_bool: bool = False
+    """Whether `parse` takes true and false too."""
 
 
 class Setting(NamedTuple):
@@ -62,7 +66,13 @@ def within(low: float, high: float, show: Callable[[Any], str] = str) -> Callabl
 
 def size(check: Callable[[Any], str | None]) -> Kind:
     """Sizes in bytes."""
-    return Kind("SIZE", parse_bytes, check, toml_bytes)
+    return Kind("SIZE", parse_bytes, check, toml_bytes, {"type": ["string", "integer"], "pattern": BYTES_PATTERN})
+
+
+def duration(low_s: float, high_s: float) -> Kind:
+    """Durations in seconds."""
+    schema = {"type": ["string", "number"], "pattern": DURATION_PATTERN}
+    return Kind("DURATION", parse_duration_s, within(low_s, high_s, _seconds), lambda s: f'"{_seconds(s)}"', schema)
 
 
 def count(low: int, high: int) -> Kind:
@@ -73,15 +83,32 @@ def count(low: int, high: int) -> Kind:
         except ValueError:
             raise ValueError(f"is no whole number: write for example {low + 15}") from None
 
-    return Kind("N", parse, within(low, high), str)
+    schema = {"type": ["integer", "string"], "minimum": low, "maximum": high, "pattern": "^[0-9]+$"}
+    return Kind("N", parse, within(low, high), str, schema)
 
 
 def choice(*choices: str) -> Kind:
-    """One word of several."""
+    """One word of several. Where `off` is one of them false means the same: YAML reads an `off` as false."""
+    has_off = "off" in choices
+
+    def parse(value: object) -> str:
+        return "off" if has_off and str(value).lower() in ("false", "no") else str(value)
+
     def check(value: str) -> str | None:
         return None if value in choices else f"must be one of: {', '.join(choices)}"
 
-    return Kind("|".join(choices), str, check, _toml_string)
+    schema = {"enum": [*choices, False] if has_off else list(choices)}
+    return Kind("|".join(choices), parse, check, _toml_string, schema, takes_bool=has_off)
+
+
+_SWITCH_WORDS = {"yes": True, "true": True, "on": True, "1": True, "no": False, "false": False, "off": False, "0": False}
+
+
+def _parse_switch(value: object) -> bool:
+    try:
+        return _SWITCH_WORDS[str(value).strip().lower()]
+    except KeyError:
+        raise ValueError("must be yes or no") from None
 
 
 def _parse_share(value: str | float) -> float:
@@ -232,7 +259,14 @@ def _seconds(value: float) -> str:
     return repr(value).removesuffix(".0") + "s"
 
 
-GRACE = Kind("DURATION", parse_duration_s, within(0, 3600, _seconds), lambda value: f'"{_seconds(value)}"')
-TTL = Kind("DURATION", parse_duration_s, within(0.1, 600, _seconds), lambda value: f'"{_seconds(value)}"')
-SLOW = Kind("DURATION", parse_duration_s, within(0, 60, _seconds), lambda value: f'"{_seconds(value)}"')
-SHARE = Kind("SHARE", _parse_share, within(0, 1), lambda value: repr(float(value)))
+GRACE = duration(0, 3600)
+TTL = duration(0.1, 600)
+SLOW = duration(0, 60)
+SHARE = Kind(
+    "SHARE", _parse_share, within(0, 1), lambda value: repr(float(value)),
+    {"type": ["number", "string"], "minimum": 0, "maximum": 1, "pattern": r"^[01](\.[0-9]*)?$|^\.[0-9]+$"},
+)  # fmt: skip
+SWITCH = Kind(
+    "yes|no", _parse_switch, lambda value: None if isinstance(value, bool) else "must be yes or no",
+    lambda value: "true" if value else "false", {"enum": [True, False, "yes", "no", "true", "false"]}, takes_bool=True,
+)  # fmt: skip

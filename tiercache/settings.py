@@ -20,6 +20,7 @@ from tiercache.setting_kinds import (
     QUOTA,
     SHARE,
     SLOW,
+    SWITCH,
     TOPIC,
     TTL,
     Setting,
@@ -155,7 +156,7 @@ _TABLE = (
         "On SIGTERM, how long to go on writing blocks that are only in DRAM to the nvme directories.",
     ),
     Setting(
-        "what_if", "what_if", choice("yes", "no"),
+        "what_if", "what_if", SWITCH,
         "Estimate the hit rate that caches of other sizes would have, from a sample of at most 16,384 blocks (about "
         "2.5 MB, and about 1 ms of CPU time a second); shown by `tiercache stats`.",
     ),
@@ -185,7 +186,7 @@ _TABLE = (
         "Batches of events that are kept to be sent again, as long as they take no more than 64MiB.",
     ),
     Setting(
-        "kv_events_allow_remote", "kv_events_allow_remote", choice("no", "yes"),
+        "kv_events_allow_remote", "kv_events_allow_remote", SWITCH,
         "yes: kv_events may be addresses that other hosts reach (tcp://*:5557). There is no password and no "
         "encryption: whoever reaches them reads the tokens of all prompts.",
     ),
@@ -195,7 +196,7 @@ _TABLE = (
         "process of its own that ends with the daemon. Needs the extra http. Empty: no HTTP.",
     ),
     Setting(
-        "http_allow_remote", "http_allow_remote", choice("no", "yes"),
+        "http_allow_remote", "http_allow_remote", SWITCH,
         "yes: http may be an address that other hosts reach. There is no password: they can read the statistics "
         "(names of models and clients, no tokens, no KV) and ask how much is stored of prompts whose salt they know.",
     ),

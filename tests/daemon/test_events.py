@@ -309,7 +309,7 @@ def test_addresses_of_this_host_are_taken(address: str) -> None:
 
 def test_other_hosts_are_let_in_only_when_told_so() -> None:
     for address in ("tcp://*:5557", "tcp://10.1.2.3:5557", "tcp://[::]:5557"):
-        assert DaemonConfig(kv_events=address, kv_events_allow_remote="yes").kv_events == address
+        assert DaemonConfig(kv_events=address, kv_events_allow_remote=True).kv_events == address
 
 
 def test_an_address_that_is_taken_is_said_in_a_line_and_left_alone(tmp_path: Path) -> None:

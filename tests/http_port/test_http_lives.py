@@ -170,4 +170,4 @@ def test_other_hosts_are_let_in_only_if_that_is_said(launched: Launch) -> None:
         DaemonConfig(http="localhost")
     for address in ("127.0.0.2:1", "[::1]:1", "localhost:1"):
         assert DaemonConfig(http=address).http == address
-    assert DaemonConfig(http="192.0.2.1:80", http_allow_remote="yes").http
+    assert DaemonConfig(http="192.0.2.1:80", http_allow_remote=True).http

@@ -1,12 +1,59 @@
 {{/* The parts that the DaemonSet and a sidecar in another chart have in common. `.` is a chart's root with our values. */}}
 
 {{- define "tiercache.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{ .Values.image.repository }}
+{{- if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end }}
+{{- end }}
+
+{{- define "tiercache.selectorLabels" -}}
+app.kubernetes.io/name: tiercache
+app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
 {{- define "tiercache.labels" -}}
-app.kubernetes.io/name: tiercache
-app.kubernetes.io/instance: {{ .Release.Name }}
+{{ include "tiercache.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
+{{- end }}
+
+{{/* A value as the environment has it. Numbers of YAML are floats here: without this 1000000000 would be 1e+09. */}}
+{{- define "tiercache.text" -}}
+{{- if kindIs "map" . }}
+{{- $pairs := list }}
+{{- range $name, $value := . }}{{ $pairs = append $pairs (printf "%s=%s" $name (include "tiercache.text" $value)) }}{{ end }}
+{{- join "," $pairs }}
+{{- else if and (kindIs "float64" .) (eq . (floor .)) }}{{ printf "%.0f" . }}
+{{- else }}{{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Bytes of a size, the daemon's (32GiB, 34359738368) or Kubernetes' (34Gi). */}}
+{{- define "tiercache.bytes" -}}
+{{- $text := include "tiercache.text" . | nospace | lower }}
+{{- $number := regexFind "^[0-9]+([.][0-9]+)?" $text }}
+{{- $units := dict "" 1 "b" 1 "k" 1024 "ki" 1024 "kib" 1024 "kb" 1000 }}
+{{- $_ := merge $units (dict "m" 1048576 "mi" 1048576 "mib" 1048576 "mb" 1000000) }}
+{{- $_ := merge $units (dict "g" 1073741824 "gi" 1073741824 "gib" 1073741824 "gb" 1000000000) }}
+{{- $_ := merge $units (dict "t" 1099511627776 "ti" 1099511627776 "tib" 1099511627776 "tb" 1000000000000) }}
+{{- printf "%.0f" (mulf (float64 $number) (get $units (trimPrefix $number $text))) }}
+{{- end }}
+
+{{/* Memory of the container: the arena is shared memory that the daemon fills, so all of it counts. */}}
+{{- define "tiercache.memory" -}}
+{{- $arena := include "tiercache.bytes" .Values.arena | float64 }}
+{{- if .Values.arenaMemoryLimit }}
+{{- if lt (include "tiercache.bytes" .Values.arenaMemoryLimit | float64) (addf $arena 134217728) }}
+{{- fail (printf "arenaMemoryLimit %s is too little for an arena of %s, which counts for the container: leave it empty, or give 128Mi more than the arena at least" .Values.arenaMemoryLimit (include "tiercache.text" .Values.arena)) }}
+{{- end }}
+{{- .Values.arenaMemoryLimit }}
+{{- else }}
+{{- $nvme := 0.0 }}
+{{- if .Values.nvme.enabled }}{{ $nvme = include "tiercache.bytes" .Values.nvme.size | float64 }}{{ end }}
+{{- $overhead := addf 268435456 (divf (addf $arena $nvme) 2000) }}
+{{- if .Values.memoryOverhead }}{{ $overhead = include "tiercache.bytes" .Values.memoryOverhead | float64 }}{{ end }}
+{{- printf "%.0fMi" (ceil (divf (addf $arena $overhead) 1048576)) }}
+{{- end }}
 {{- end }}
 
 {{- define "tiercache.nvmeDirs" -}}
@@ -19,28 +66,54 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- join "," $dirs }}
 {{- end }}
 
+{{/* Whether there are secrets to be copied for the daemon: not empty if so. */}}
+{{- define "tiercache.hasKeys" -}}
+{{- if and .Values.listen.enabled (not (and .Values.listen.serverKeySecret .Values.listen.clientKeysConfigMap)) }}
+{{- fail "listen.enabled needs listen.serverKeySecret and listen.clientKeysConfigMap: other hosts connect with keys or not at all (tiercache keygen)" }}
+{{- end }}
+{{- if or .Values.listen.enabled (and .Values.nvme.enabled .Values.nvme.keySecret.name) }}yes{{ end }}
+{{- end }}
+
 {{- define "tiercache.container" -}}
 image: {{ include "tiercache.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 args: [daemon]
 env:
-  - {name: TIERCACHE_RUN_DIR, value: {{ .runDir | default "/run/tiercache" }}}
-  - {name: TIERCACHE_ARENA, value: {{ .Values.arena | quote }}}
-  - {name: TIERCACHE_GRACE, value: {{ .Values.grace | quote }}}
+  - {name: TIERCACHE_RUN_DIR, value: {{ .runDir | default "/run/tiercache" | quote }}}
+  - {name: TIERCACHE_ARENA, value: {{ include "tiercache.text" .Values.arena | quote }}}
+  - {name: TIERCACHE_GRACE, value: {{ include "tiercache.text" .Values.grace | quote }}}
+  {{- if .Values.socketGroup }}
+  - {name: TIERCACHE_GROUP, value: {{ include "tiercache.text" .Values.socketGroup | quote }}}
+  {{- end }}
   {{- if .Values.nvme.enabled }}
   - {name: TIERCACHE_NVME, value: {{ include "tiercache.nvmeDirs" . | quote }}}
-  - {name: TIERCACHE_NVME_SIZE, value: {{ .Values.nvme.size | quote }}}
+  - {name: TIERCACHE_NVME_SIZE, value: {{ include "tiercache.text" .Values.nvme.size | quote }}}
+  {{- if .Values.nvme.keySecret.name }}
+  - {name: TIERCACHE_NVME_KEY, value: /keys/nvme.key}
+  {{- end }}
+  {{- end }}
+  {{- if .Values.listen.enabled }}
+  - {name: TIERCACHE_LISTEN, value: {{ printf "tcp://0.0.0.0:%d" (int64 .Values.listen.port) | quote }}}
+  - {name: TIERCACHE_CURVE_KEYS, value: /keys/curve}
   {{- end }}
   {{- if .Values.http.enabled }}
-  - {name: TIERCACHE_HTTP, value: {{ printf "0.0.0.0:%d" (int .Values.http.port) | quote }}}
+  - {name: TIERCACHE_HTTP, value: {{ printf "0.0.0.0:%d" (int64 .Values.http.port) | quote }}}
   - {name: TIERCACHE_HTTP_ALLOW_REMOTE, value: "yes"}
   {{- end }}
   {{- range $key, $value := .Values.settings }}
-  - {name: TIERCACHE_{{ upper $key }}, value: {{ $value | quote }}}
+  - {name: TIERCACHE_{{ upper $key }}, value: {{ include "tiercache.text" $value | quote }}}
   {{- end }}
-{{- if .Values.http.enabled }}
+  {{- with .Values.extraEnv }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- if or .Values.http.enabled .Values.listen.enabled }}
 ports:
-  - {name: tiercache, containerPort: {{ .Values.http.port }}}
+  {{- if .Values.http.enabled }}
+  - {name: tiercache, containerPort: {{ int64 .Values.http.port }}}
+  {{- end }}
+  {{- if .Values.listen.enabled }}
+  - {name: tiercache-tcp, containerPort: {{ int64 .Values.listen.port }}{{ with .Values.listen.hostPort }}, hostPort: {{ int64 . }}{{ end }}}
+  {{- end }}
 {{- end }}
 startupProbe:
   exec: {command: [tiercache, ping]}
@@ -64,17 +137,30 @@ livenessProbe:
   failureThreshold: 3
 {{- end }}
 resources:
-  requests: {cpu: {{ .Values.cpu | quote }}, memory: {{ .Values.arenaMemoryLimit | quote }}}
-  limits: {memory: {{ .Values.arenaMemoryLimit | quote }}}
+  requests: {cpu: {{ .Values.cpu | quote }}, memory: {{ include "tiercache.memory" . | quote }}}
+  limits: {memory: {{ include "tiercache.memory" . | quote }}}
 securityContext:
-  runAsUser: {{ .Values.user }}
-  runAsGroup: {{ .Values.group }}
-  runAsNonRoot: {{ ne (int .Values.user) 0 }}
-  allowPrivilegeEscalation: false
-  readOnlyRootFilesystem: true
-  capabilities: {drop: [ALL]}
+  {{- include "tiercache.securityContext" . | nindent 2 }}
 volumeMounts:
 {{ include "tiercache.mounts" . }}
+{{- if include "tiercache.hasKeys" . }}
+- {name: tiercache-keys, mountPath: /keys}
+{{- end }}
+{{- if .Values.listen.enabled }}
+- {name: tiercache-clients, mountPath: /keys/curve/clients, readOnly: true}
+{{- end }}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "tiercache.securityContext" -}}
+runAsUser: {{ int64 .Values.user }}
+runAsGroup: {{ int64 .Values.group }}
+runAsNonRoot: {{ ne (int64 .Values.user) 0 }}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
 {{- end }}
 
 {{- define "tiercache.mounts" -}}
@@ -94,7 +180,7 @@ volumeMounts:
 {{- if .Values.nvme.enabled }}
 {{- if eq .Values.nvme.type "emptyDir" }}
 - name: tiercache-nvme-0
-  emptyDir: {sizeLimit: {{ .Values.nvme.emptyDirSizeLimit }}}
+  emptyDir: {sizeLimit: {{ .Values.nvme.emptyDirSizeLimit | quote }}}
 {{- else }}
 {{- range $number, $path := .Values.nvme.paths }}
 - name: tiercache-nvme-{{ $number }}
@@ -102,17 +188,71 @@ volumeMounts:
 {{- end }}
 {{- end }}
 {{- end }}
+{{- if include "tiercache.hasKeys" . }}
+- name: tiercache-keys
+  emptyDir: {medium: Memory, sizeLimit: 1Mi}
+{{- if and .Values.nvme.enabled .Values.nvme.keySecret.name }}
+- name: tiercache-nvme-key
+  secret:
+    secretName: {{ .Values.nvme.keySecret.name | quote }}
+    items: [{key: {{ .Values.nvme.keySecret.key | quote }}, path: nvme.key}]
+{{- end }}
+{{- if .Values.listen.enabled }}
+- name: tiercache-server-key
+  secret:
+    secretName: {{ .Values.listen.serverKeySecret | quote }}
+    items: [{key: server.toml, path: server.toml}]
+- name: tiercache-clients
+  configMap: {name: {{ .Values.listen.clientKeysConfigMap | quote }}}
+{{- end }}
+{{- end }}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Files of a Secret are root's and others may read them; the daemon takes keys that are its own alone. */}}
+{{- define "tiercache.keys" -}}
+name: tiercache-keys
+image: {{ include "tiercache.image" . | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+command:
+  - sh
+  - -euc
+  - |
+    umask 077
+    {{- if and .Values.nvme.enabled .Values.nvme.keySecret.name }}
+    cp /secrets/nvme/nvme.key /keys/nvme.key
+    {{- end }}
+    {{- if .Values.listen.enabled }}
+    mkdir -p /keys/curve/clients
+    cp /secrets/server/server.toml /keys/curve/server.toml
+    {{- end }}
+securityContext:
+  {{- include "tiercache.securityContext" . | nindent 2 }}
+resources:
+  requests: {cpu: 10m, memory: 32Mi}
+  limits: {memory: 64Mi}
+volumeMounts:
+- {name: tiercache-keys, mountPath: /keys}
+{{- if and .Values.nvme.enabled .Values.nvme.keySecret.name }}
+- {name: tiercache-nvme-key, mountPath: /secrets/nvme, readOnly: true}
+{{- end }}
+{{- if .Values.listen.enabled }}
+- {name: tiercache-server-key, mountPath: /secrets/server, readOnly: true}
+{{- end }}
 {{- end }}
 
 {{/* hostPath directories belong to root: one step as root gives them to the daemon's user. */}}
 {{- define "tiercache.own" -}}
 name: tiercache-own
 image: {{ include "tiercache.image" . | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
 command:
   - install
   - --directory
-  - --owner={{ .Values.user }}
-  - --group={{ .Values.group }}
+  - --owner={{ int64 .Values.user }}
+  - --group={{ int64 .Values.group }}
   - --mode=0700
   - /run/tiercache
   {{- if .Values.nvme.enabled }}

@@ -2,6 +2,8 @@
 For charts of engines, with this one as a dependency (and `tiercache.daemonSet.enabled: false` in their values):
 
     initContainers:
+      # Only with nvme.keySecret or listen:
+      - {{- include "tiercache.keys" .Subcharts.tiercache | nindent 8 }}
       - {{- include "tiercache.sidecar" .Subcharts.tiercache | nindent 8 }}
     containers:
       - name: engine
@@ -10,7 +12,7 @@ For charts of engines, with this one as a dependency (and `tiercache.daemonSet.e
     volumes:
       {{- include "tiercache.sidecarVolumes" .Subcharts.tiercache | nindent 6 }}
 
-The engine runs as the same user. Needs Kubernetes 1.29 (a container that is started before the engine, and ended after it).
+The engine runs as the same user, or in `socketGroup`, which is one of the pod's supplementalGroups then. Needs Kubernetes 1.29 (a container that is started before the engine, and ended after it).
 */}}
 {{- define "tiercache.sidecar" -}}
 name: tiercache

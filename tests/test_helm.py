@@ -1,0 +1,249 @@
+"""The chart, rendered by Helm itself: what its values become, and which it refuses."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes_objects import RefusedValues, render, validate
+
+from tiercache import __version__
+from tiercache.config import DaemonConfig, load_config, render_toml
+from tiercache.curve import load_allowed, load_server, make_client, make_server
+from tiercache.daemon.nvme.cipher import load_cipher
+from tiercache.settings import SETTINGS
+from tiercache.settings_schema import OF_THE_CHART, settings_schema, written_into
+
+CHART = Path(__file__).parents[1] / "daemon" / "deploy" / "helm" / "tiercache"
+GIB = 1 << 30
+
+
+def daemon_set(values: dict[str, Any]) -> dict[str, Any]:
+    """The specification of the pods."""
+    [found] = [one for one in validate(render(CHART, values)) if one["kind"] == "DaemonSet"]
+    spec: dict[str, Any] = found["spec"]["template"]["spec"]
+    return spec
+
+
+def container(values: dict[str, Any]) -> dict[str, Any]:
+    [found] = daemon_set(values)["containers"]
+    return dict(found)
+
+
+def config_of(values: dict[str, Any]) -> DaemonConfig:
+    """What the daemon in the pod makes of its environment."""
+    env = {one["name"]: one["value"] for one in container(values)["env"]}
+    return load_config(None, env)
+
+
+def memory_bytes(values: dict[str, Any]) -> int:
+    resources = container(values)["resources"]
+    text = str(resources["limits"]["memory"])
+    assert resources["requests"]["memory"] == text, "it is never overcommitted"
+    return int(text[:-2]) << {"Mi": 20, "Gi": 30}[text[-2:]]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"nvme": {"type": "emptyDir"}},
+        {"http": {"enabled": False}},
+        {"nvme": {"enabled": False}, "settings": {"lock_memory": "require"}},
+        {"nvme": {"paths": ["/mnt/a", "/mnt/b"]}, "podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}},
+        {"grafanaDashboard": {"enabled": True, "labels": {"team": "serving"}}},
+        {"extraEnv": [{"name": "A", "value": "b"}], "extraVolumes": [{"name": "v", "emptyDir": {}}],
+         "extraVolumeMounts": [{"name": "v", "mountPath": "/v"}]},
+        {"podAnnotations": {"a": "b"}, "imagePullSecrets": [{"name": "s"}]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_it_renders_to_what_kubernetes_takes(values: dict[str, Any]) -> None:
+    assert config_of(values).arena_bytes == 32 * GIB
+
+
+def test_settings_come_out_as_they_were_meant() -> None:
+    # As Helm reads YAML: `no` and `off` are false, and whole numbers are floats.
+    config = config_of({
+        "settings": {
+            "what_if": False, "lock_memory": False, "kv_events_allow_remote": "yes", "record_max": 5_000_000_000.0,
+            "pin_share": 0.25, "max_sessions": 512.0, "quota": {"team-a": "16GiB", "*": 1_000_000_000.0},
+            "nvme_quota": "team-a=1TiB",
+        },
+    })  # fmt: skip
+    assert (config.what_if, config.lock_memory, config.kv_events_allow_remote) == (False, "off", True)
+    assert (config.record_max_bytes, config.pin_share, config.max_sessions) == (5_000_000_000, 0.25, 512)
+    assert dict(config.quota) == {"team-a": 16 * GIB, "*": 1_000_000_000}
+    assert config.nvme_quota == (("team-a", 1 << 40),)
+
+
+def test_large_numbers_stay_whole() -> None:
+    values = {"user": 1_000_650_000.0, "group": 1_000_650_000.0, "socketGroup": 2_000_000_000.0, "arena": 34359738368.0}
+    spec = daemon_set(values)
+    assert spec["containers"][0]["securityContext"]["runAsUser"] == 1_000_650_000
+    assert "--owner=1000650000" in spec["initContainers"][0]["command"]
+    assert spec["securityContext"]["supplementalGroups"] == [2_000_000_000]
+    assert (config_of(values).group, config_of(values).arena_bytes) == ("2000000000", 32 * GIB)
+
+
+@pytest.mark.parametrize("arena", ["64GiB", "1.5TiB", "64gb", 68719476736.0, "64 GiB"])
+def test_memory_follows_from_the_arena(arena: str | float) -> None:
+    arena_bytes = config_of({"arena": arena}).arena_bytes
+    assert arena_bytes + (256 << 20) <= memory_bytes({"arena": arena}) <= arena_bytes * 1.05 + (1 << 30)
+
+
+def test_memory_may_be_said() -> None:
+    assert memory_bytes({"arenaMemoryLimit": "40Gi"}) == 40 * GIB
+    assert memory_bytes({"arena": "8GiB", "memoryOverhead": "2Gi"}) == 10 * GIB
+    blocks = (4 << 40) // (512 << 10)
+    assert memory_bytes({"nvme": {"size": "4TiB"}}) >= 32 * GIB + (128 << 20) + 250 * blocks
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"arena": "32 gigabytes"}, "arena"),
+        ({"nvme": {"type": "disk"}}, "type"),
+        ({"unknown": 1}, "unknown"),
+        ({"arenaMemoryLimit": "32Gi"}, "32Gi is too little for an arena of 32GiB"),
+        ({"settings": {"polcy": "lru"}}, "polcy"),
+        ({"settings": {"policy": "best"}}, "workload-aware"),
+        ({"settings": {"arena": "1GiB"}}, "arena"),
+        ({"settings": {"what_if": "maybe"}}, "what_if"),
+        ({"settings": {"max_sessions": 0}}, "max_sessions"),
+        ({"settings": {"slow_request": "soon"}}, "slow_request"),
+        ({"listen": {"enabled": True}}, "listen.serverKeySecret"),
+        ({"image": {"digest": "latest"}}, "digest"),
+    ],
+    ids=str,
+)
+def test_wrong_values_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(RefusedValues, match=words):
+        render(CHART, values)
+
+
+def test_keys_are_handed_over_as_the_daemon_wants_them(tmp_path: Path) -> None:
+    values = {
+        "nvme": {"keySecret": {"name": "disk-key"}},
+        "listen": {"enabled": True, "serverKeySecret": "server", "clientKeysConfigMap": "clients", "hostPort": 7411.0},
+    }
+    spec, config = daemon_set(values), config_of(values)
+    assert (config.listen, str(config.nvme_key), str(config.curve_keys)) == (
+        "tcp://0.0.0.0:7411", "/keys/nvme.key", "/keys/curve",
+    )  # fmt: skip
+    [its] = spec["containers"]
+    assert {"name": "tiercache-tcp", "containerPort": 7411, "hostPort": 7411} in its["ports"]
+    mounts = {one["mountPath"]: one for one in its["volumeMounts"]}
+    assert mounts["/keys/curve/clients"]["readOnly"]
+    volumes = {one["name"]: one for one in spec["volumes"]}
+    assert set(volumes) >= {one["name"] for one in [*its["volumeMounts"], *spec["initContainers"][1]["volumeMounts"]]}
+    assert volumes["tiercache-nvme-key"]["secret"]["secretName"] == "disk-key"
+    # What the init container does, with the kubelet's modes, and then what the daemon does.
+    made = tmp_path / "made"
+    make_server(made)
+    client = make_client(made, "team-a", tmp_path / "team-a.toml")
+    for name in ("secrets/nvme", "secrets/server", "keys"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "secrets/nvme/nvme.key").write_text(secrets.token_hex(32))
+    shutil.copy(made / "server.toml", tmp_path / "secrets/server/server.toml")
+    for path in (tmp_path / "secrets").rglob("*.*"):
+        path.chmod(0o644)
+    program, option, script = spec["initContainers"][1]["command"]
+    script = script.replace("/keys", f"{tmp_path}/keys").replace("/secrets", f"{tmp_path}/secrets")
+    subprocess.run([program, option, script], check=True, timeout=30)
+    shutil.copytree(made / "clients", tmp_path / "keys/curve/clients", dirs_exist_ok=True)
+    load_cipher(tmp_path / "keys/nvme.key")
+    load_server(tmp_path / "keys/curve")
+    allowed, problems = load_allowed(tmp_path / "keys/curve")
+    assert (list(allowed.values()), problems, client.exists()) == (["team-a"], [], True)
+
+
+def test_labels_reach_what_is_to_be_found_by_them() -> None:
+    objects = validate(render(CHART, {
+        "podLabels": {"team": "serving"}, "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+        "image": {"repository": "registry/tiercache", "digest": f"sha256:{'0' * 64}"},
+    }))  # fmt: skip
+    by_kind = {one["kind"]: one for one in objects}
+    template = by_kind["DaemonSet"]["spec"]["template"]
+    assert template["metadata"]["labels"]["team"] == "serving"
+    assert "annotations" not in template["metadata"], "it is scraped once"
+    for selector in (by_kind["DaemonSet"]["spec"]["selector"], by_kind["PodMonitor"]["spec"]["selector"]):
+        assert selector["matchLabels"].items() <= template["metadata"]["labels"].items()
+        assert "team" not in selector["matchLabels"], "a selector never changes"
+    assert {by_kind[kind]["metadata"]["labels"]["release"] for kind in ("PodMonitor", "PrometheusRule")} == {"prometheus"}
+    images = {one["image"] for one in [*template["spec"]["containers"], *template["spec"]["initContainers"]]}
+    assert images == {f"registry/tiercache@sha256:{'0' * 64}"}
+    assert by_kind["PodMonitor"]["spec"]["jobLabel"] == "app.kubernetes.io/name", 'the rules look for job="tiercache"'
+    assert by_kind["PrometheusRule"]["spec"]["groups"]
+
+
+ENGINES_CHART = """\
+apiVersion: v1
+kind: Pod
+metadata: {name: engine}
+spec:
+  securityContext: {runAsUser: 10001}
+  initContainers:
+    - {{- include "tiercache.keys" .Subcharts.tiercache | nindent 6 }}
+    - {{- include "tiercache.sidecar" .Subcharts.tiercache | nindent 6 }}
+  containers:
+    - name: engine
+      image: vllm-tiercache
+      volumeMounts: [{name: tiercache-run, mountPath: /run/tiercache}]
+  volumes:
+    {{- include "tiercache.sidecarVolumes" .Subcharts.tiercache | nindent 4 }}
+"""
+
+
+def test_a_sidecar_in_another_chart(tmp_path: Path) -> None:
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "charts").mkdir()
+    shutil.copytree(CHART, tmp_path / "charts" / "tiercache")
+    (tmp_path / "Chart.yaml").write_text("apiVersion: v2\nname: engines\nversion: 1.0.0\n")
+    (tmp_path / "templates" / "pod.yaml").write_text(ENGINES_CHART)
+    own = {"daemonSet": {"enabled": False}, "arena": "8GiB", "nvme": {"type": "emptyDir", "keySecret": {"name": "k"}}}
+    [pod] = validate(render(tmp_path, {"tiercache": own}))
+    keys, sidecar = pod["spec"]["initContainers"]
+    assert (keys["name"], sidecar["name"], sidecar["restartPolicy"]) == ("tiercache-keys", "tiercache", "Always")
+    config = load_config(None, {one["name"]: one["value"] for one in sidecar["env"]})
+    assert (config.arena_bytes, str(config.run_dir), str(config.nvme_key)) == (
+        8 * GIB, "/run/tiercache/daemon", "/keys/nvme.key",
+    )  # fmt: skip
+    mounted = {one["name"] for its in (keys, sidecar) for one in its["volumeMounts"]}
+    assert mounted <= {one["name"] for one in pod["spec"]["volumes"]}
+
+
+# --- the schema, which is made from the settings -----------------------------------------------------
+
+
+def test_the_schema_is_that_of_the_settings() -> None:
+    text = (CHART / "values.schema.json").read_text()
+    again = "python -m tiercache.settings_schema daemon/deploy/helm/tiercache/values.schema.json"
+    assert written_into(text) == text, f"make it anew: {again}"
+    named = set(json.loads(text)["properties"]["settings"]["properties"])
+    assert named | set(OF_THE_CHART) == set(SETTINGS)
+    assert not named & set(OF_THE_CHART)
+
+
+def test_the_schema_takes_what_a_printed_file_holds() -> None:
+    jsonschema: Any = pytest.importorskip("jsonschema")
+    tomllib: Any = pytest.importorskip("tomllib")
+    for config in (DaemonConfig(), DaemonConfig(grace_s=0.5, nvme_write_budget_bytes=1, arena_bytes=3 << 40)):
+        jsonschema.validate(tomllib.loads(render_toml(config, comments=False)), settings_schema())
+    for wrong in ({"what_if": 3}, {"arena": "lots"}, {"grace": "soon"}, {"pin_share": 2}, {"policy": "x"}, {"x": 1}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, settings_schema())
+
+
+def test_the_chart_is_of_this_release() -> None:
+    text = (CHART / "Chart.yaml").read_text()
+    assert f'appVersion: "{__version__}"' in text
+    assert f"\nversion: {__version__}\n" in text
+    for path in CHART.parents[1].glob("kubernetes/*.yaml"):
+        assert f"image: tiercache:{__version__}" in path.read_text(), path.name
