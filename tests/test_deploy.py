@@ -7,10 +7,8 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-
 from kubernetes_objects import validate
 
 from tiercache.settings import SETTINGS

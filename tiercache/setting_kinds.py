@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     """What is wrong with a value, and what to do; or None."""
     render: Callable[[Any], str]
     """The value as TOML; `parse` reads it back."""
-    schema: Mapping[str, Any] = {"type": "string"}  # noqa: RUF012 - read only
+    schema: Mapping[str, Any] = {"type": "string"}
     """What may be written in YAML or TOML, as JSON Schema."""
     takes_bool: bool = False
     """Whether `parse` takes true and false too."""
@@ -101,7 +101,9 @@ def choice(*choices: str) -> Kind:
     return Kind("|".join(choices), parse, check, _toml_string, schema, takes_bool=has_off)
 
 
-_SWITCH_WORDS = {"yes": True, "true": True, "on": True, "1": True, "no": False, "false": False, "off": False, "0": False}
+_SWITCH_WORDS = {
+    "yes": True, "true": True, "on": True, "1": True, "no": False, "false": False, "off": False, "0": False,
+}  # fmt: skip
 
 
 def _parse_switch(value: object) -> bool:

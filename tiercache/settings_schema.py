@@ -16,8 +16,8 @@ from tiercache.settings import SETTINGS
 
 OF_THE_CHART = {
     "run_dir": "runDir", "arena": "arena", "grace": "grace", "nvme": "nvme.paths", "nvme_size": "nvme.size",
-    "nvme_key": "nvme.keySecret", "group": "socketGroup", "listen": "listen.port", "curve_keys": "listen.serverKeySecret",
-    "http": "http.port", "http_allow_remote": "http.enabled",
+    "nvme_key": "nvme.keySecret", "group": "socketGroup", "listen": "listen.port",
+    "curve_keys": "listen.serverKeySecret", "http": "http.port", "http_allow_remote": "http.enabled",
 }  # fmt: skip
 """Settings for which the chart has values of its own, because volumes, secrets, ports or limits go with them."""
 
