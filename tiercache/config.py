@@ -185,7 +185,8 @@ def resolve_config(
 def _checked(key: str, value: Any, source: str) -> Any:
     setting = SETTINGS[key]
     where = f"{key} = {value} (from {source})"
-    if (isinstance(value, bool) and not setting.kind.takes_bool) or not isinstance(value, (str, int, float, os.PathLike)):
+    takes = isinstance(value, (str, int, float, os.PathLike))
+    if not takes or (isinstance(value, bool) and not setting.kind.takes_bool):
         raise ConfigError(f"{where}: must be a text or a number, not a {type(value).__name__}")
     try:
         parsed = setting.kind.parse(value)
