@@ -30,15 +30,13 @@ from transformers import DynamicCache
 from tiercache.connector import Connector, connect
 from tiercache.connectors.transformers_model import (
     check_version,
-    constant_rope_tokens,
     make_namespace,
-    name_content,
-    tensor_state,
     try_model,
 )
-from tiercache.errors import ConfigError, TierCacheError
+from tiercache.connectors.transformers_watch import ModelWatch
+from tiercache.errors import ConfigError, ModelRefused
 from tiercache.hints import Hint
-from tiercache.keys import KeyChain, name_blocks, salted_root
+from tiercache.keys import KeyChain, name_blocks
 from tiercache.loading import Match
 from tiercache.messages import ModelCard
 from tiercache.transfer import Pool
@@ -95,8 +93,8 @@ class PrefixCache:
             address: the daemon's run directory; by default where a daemon runs by default.
             block_size: tokens in a block.
             salt: secret of a tenant; chains of different salts never meet.
-            model_id: what pins the weights (a hash, a revision). By default every byte of them is
-                hashed, at memory speed, and again when they change.
+            model_id: what pins the weights (a hash, a revision), and adapters and hooks if there are any. By
+                default every byte of the weights is hashed, at memory speed, and again when they change.
             staging: size of the buffer between the tensors of the model and the cache.
             required: raise DaemonUnavailable where no daemon answers.
             **options: further arguments of `tiercache.connect`.
@@ -108,9 +106,6 @@ class PrefixCache:
         check_version(transformers.__version__)
         self.model = model
         self.bypassed = 0
-        self._salt = salt
-        self._model_id = model_id
-        self._limit = constant_rope_tokens(model.config)
         self._shapes, dtype = try_model(model)
         self._block_size = block_size
         self._lock = threading.Lock()
@@ -120,12 +115,11 @@ class PrefixCache:
         if blocks < 1:
             raise ConfigError(f"staging is {staging}: must hold a block, {spec.block_bytes} bytes")
         self._staging = torch.empty(blocks, spec.block_bytes // dtype.itemsize, dtype=dtype, device=model.device)
-        self._state: Any = None
-        self._content = self._root = b""
-        self._name_content()
+        self._watch = ModelWatch(model, model_id, salt)
         pool = Pool.from_blocks(self._staging)
         self.connector: Connector = connect(address, namespace=spec, pool=pool, required=required, **options)
         self._announce()
+        self._watch.on_change = self._announce
 
     def close(self) -> None:
         """Say good-bye to the daemon. Blocks for seconds at most."""
@@ -136,6 +130,14 @@ class PrefixCache:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def weights_changed(self, model_id: str = "") -> None:
+        """Say that the model computes something else from here on; `model_id` names it anew.
+
+        Not needed for updates, merges and other weights: those are noticed. A change to some rows of one tensor through
+        `.data`, as to those of a few tokens in an embedding, may not be.
+        """
+        self._watch.weights_changed(model_id)
 
     def generate(
         self,
@@ -151,11 +153,16 @@ class PrefixCache:
         """
         given = {"input_ids": input_ids, "attention_mask": attention_mask}
         inputs = {name: value for name, value in given.items() if value is not None}
-        if reason := self._unserved(input_ids, attention_mask, options):
+        reason = self._unserved(input_ids, attention_mask, options)
+        cache = RestoredCache()
+        if not reason and input_ids is not None:
+            try:
+                cache = self._restore(self._watch.root(), input_ids, attention_mask)
+            except ModelRefused as error:
+                reason = str(error)
+        if reason:
             self._bypass(reason)
             return self.model.generate(**inputs, **options)
-        assert input_ids is not None
-        cache = self.restore(input_ids, attention_mask)
         output = self.model.generate(**inputs, past_key_values=cache, **options)
         self.store(cache, getattr(output, "sequences", output), attention_mask, hint)
         return output
@@ -170,10 +177,18 @@ class PrefixCache:
 
         At least the last token is left to be computed.
         """
+        try:
+            return self._restore(self._watch.root(), input_ids, attention_mask)
+        except ModelRefused as error:
+            self._bypass(str(error))
+            return RestoredCache()
+
+    @torch.no_grad()
+    def _restore(self, root: bytes, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> RestoredCache:
         cache = RestoredCache()
-        cache.root = self._name_content()
+        cache.root = root
         length = input_ids.shape[1]
-        if length > self._limit or not self.connector.available:
+        if length > self._watch.limit or not self.connector.available:
             return cache
         with self._lock:
             rows = self._rows(cache.root, input_ids[:, :-1], attention_mask)
@@ -208,10 +223,14 @@ class PrefixCache:
         Blocks until the copies have ended. A failure is 0.
         """
         length = min(int(cache.get_seq_length()), tokens.shape[1])
-        if length > self._limit or not self.connector.available:
+        if length > self._watch.limit or not self.connector.available:
             return 0
-        if cache.root != self._name_content():
-            return 0  # computed, in part at least, by weights that are no longer there
+        try:
+            if cache.root != self._watch.root():
+                return 0  # computed, in part at least, by weights that are no longer there
+        except ModelRefused as error:
+            self._say(str(error))
+            return 0
         with self._lock:
             rows = self._rows(cache.root, tokens[:, :length], attention_mask)
             stored = sum(self._store_row(row, cache, number) for number, row in enumerate(rows))
@@ -317,36 +336,23 @@ class PrefixCache:
                 return "it has padding and no attention_mask"
         elif attention_mask.shape != input_ids.shape or bool((attention_mask.diff(dim=-1) < 0).any()):
             return "its padding is not on the left"
-        try:
-            self._name_content()
-        except TierCacheError as error:
-            return str(error)
         return ""
 
     def _bypass(self, reason: str) -> None:
         self.bypassed += 1
+        self._say(reason)
+
+    def _say(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
             logger.warning("a call of generate goes without the cache: %s", reason)
-
-    def _name_content(self) -> bytes:
-        """The root of all chains, hashed anew if the model's tensors have changed. Raises ModelRefused."""
-        state = self._model_id or tensor_state(self.model)
-        if state != self._state:
-            connected = bool(self._root)
-            self._content = name_content(self.model, self._model_id)
-            self._root = salted_root(self._content, self._salt)
-            self._state = state
-            if connected:
-                self._announce()
-        return self._root
 
     def _announce(self) -> None:
         """For the affinity query."""
         path = str(self.model.config._name_or_path)
         names = list(dict.fromkeys(filter(None, [Path(path).name, path, type(self.model).__name__])))
         namespaces = [self.connector.namespace.fingerprint()]
-        self.connector.announce([ModelCard(names, self._content, namespaces, self._block_size)])
+        self.connector.announce([ModelCard(names, self._watch.content, namespaces, self._block_size)])
 
 
 class _Row(NamedTuple):

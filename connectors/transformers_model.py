@@ -1,17 +1,14 @@
-"""A transformers model as its cache sees it: whether it can be served, the form of its blocks, its name."""
+"""A transformers model as its cache sees it: whether it can be served, the form of its blocks."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from transformers import DynamicCache
 
 from tiercache.errors import ConfigError, ModelRefused
-from tiercache.keys import content_id
 from tiercache.layout import NamespaceSpec
 
 ENGINE_NAME = "transformers/1"
@@ -103,39 +100,3 @@ def make_namespace(shapes: list[LayerShape], dtype: torch.dtype, block_size: int
     if problem := spec.problem():
         raise ConfigError(f"{problem}; change block_size")
     return spec
-
-
-def _tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Weights and buffers that are saved with them; the other buffers follow from the config."""
-    saved = model.state_dict(keep_vars=True).items()
-    return [(name, tensor) for name, tensor in saved if isinstance(tensor, torch.Tensor)]
-
-
-def tensor_state(model: Any) -> list[tuple[int, int]]:
-    """What changes when a tensor of the model is replaced or written in place. Reads no weights."""
-    return [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for _, tensor in _tensors(model)]
-
-
-def name_content(model: Any, model_id: str) -> bytes:
-    """The `content_id`: config, and every byte of the weights unless `model_id` pins them.
-
-    Raises ModelRefused where the weights do not say what is computed.
-    """
-    if not model_id and getattr(model, "peft_config", None):
-        raise ModelRefused("the model has adapters: merge them, or pass model_id= that names model and adapter")
-    config = {**model.config.to_dict(), "_name_or_path": "", "transformers_version": ""}
-    described = json.dumps([type(model).__name__, config], sort_keys=True, default=str)
-    return content_id(model_id or _hash_tensors(model), extra=[("config", described)])
-
-
-def _hash_tensors(model: Any) -> str:
-    """A hash of names, types, shapes and bytes, read at memory speed. Raises ModelRefused if they cannot be."""
-    digest = xxhash.xxh3_128()
-    for name, tensor in _tensors(model):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
-        try:
-            content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-        except (RuntimeError, NotImplementedError, TypeError) as error:
-            raise ModelRefused(f"the bytes of {name} cannot be read: pass model_id= to name the weights") from error
-        digest.update(content.data)
-    return str(digest.hexdigest())

@@ -38,11 +38,11 @@ def test_it_agrees_with_restore(open_cache: Callable[..., PrefixCache], daemon: 
         restored = cache.restore(prompt)
         model(input_ids=prompt, past_key_values=restored)
         assert cache.store(restored, prompt) == 6
-        before = cache._content.hex()
+        before = cache._watch.content.hex()
         assert (matched(), matched(before), matched(salt="")) == (96, 96, 0)
         assert cache.restore(prompt).known_tokens == 96
         with torch.no_grad():
             model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
         assert cache.restore(prompt).known_tokens == 0  # other weights, and another name
-        after = cache._content.hex()
+        after = cache._watch.content.hex()
         assert (matched(after), before != after) == (0, True)

@@ -123,6 +123,66 @@ def test_rows_of_a_batch_begin_after_their_padding(open_cache: Open) -> None:
     assert greedy(cache, ids, attention_mask=mask) == expected
 
 
+def test_a_batch_restores_no_more_than_its_least_known_row(open_cache: Open) -> None:
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model)
+    known, other = prompt(90), prompt(90, seed=1)
+    greedy(cache, known)
+    ids = torch.cat([other, torch.cat([torch.zeros(1, 40, dtype=torch.long), known[:, :50]], dim=1)])
+    ids[0, :16] = known[0, :16]
+    mask = (ids != 0).long()
+    assert cache.restore(ids, mask).get_seq_length() == 16, "the padding of the other row is longer"
+    assert cache.connector.counters["loaded_blocks"] == 1
+    assert greedy(cache, ids, attention_mask=mask) == greedy(model, ids, attention_mask=mask)
+
+
+def test_what_was_evicted_since_it_was_restored_is_stored_again(
+    open_cache: Open, daemon: tiercache.LaunchedDaemon
+) -> None:
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model)
+    ids = prompt(100)
+    greedy(cache, ids)
+    kept = cache.restore(ids)
+    with tiercache.Client.connect(daemon.address, map_arena=False) as client:
+        client.flush()
+    with torch.no_grad():
+        model(input_ids=ids[:, kept.known_tokens :], past_key_values=kept, use_cache=True)
+        longer = torch.cat([ids, prompt(32, seed=1)], dim=1)
+        model(input_ids=longer[:, 100:], past_key_values=kept, use_cache=True)
+    assert cache.store(kept, longer) == 8
+    assert cache.restore(longer).get_seq_length() == 128
+
+
+def test_padding_is_neither_restored_nor_stored(open_cache: Open) -> None:
+    model = tiny_model("LlamaConfig")
+    ids, more = prompt(90), prompt(64, seed=1)
+    mask = torch.ones_like(ids)
+    ids[:, :40] = mask[:, :40] = 0
+    cache = open_cache(model)
+    expected = greedy(model, ids, attention_mask=mask)
+    assert greedy(cache, ids, attention_mask=mask) == expected
+    assert cache.connector.counters["stored_blocks"] == 3  # 50 + 12 tokens, of which the last has no K and V
+    restored = cache.restore(ids, mask)
+    assert (restored.get_seq_length(), restored.known_tokens) == (40 + 48, 40 + 48)
+    longer, longer_mask = torch.cat([ids, more], dim=1), torch.cat([mask, torch.ones_like(more)], dim=1)
+    stores = cache.connector.counters["stores"]
+    assert greedy(cache, longer, attention_mask=longer_mask) == greedy(model, longer, attention_mask=longer_mask)
+    assert cache.connector.counters["stored_blocks"] == 7
+    assert cache.connector.counters["stores"] == stores + 1, "what was restored is not offered again"
+    assert cache.restore(longer, longer_mask).get_seq_length() == 40 + 112
+
+
+def test_the_last_token_is_computed_even_if_all_is_padding(open_cache: Open) -> None:
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model)
+    ids = torch.zeros(2, 33, dtype=torch.long)
+    assert cache.restore(ids, torch.zeros_like(ids)).get_seq_length() <= 32
+    assert greedy(cache, ids, attention_mask=torch.zeros_like(ids)) == greedy(
+        model, ids, attention_mask=torch.zeros_like(ids)
+    )
+
+
 def test_answers_are_part_of_the_next_prompt(open_cache: Open) -> None:
     model = tiny_model("Qwen3Config")
     cache = open_cache(model)
@@ -235,6 +295,9 @@ def test_long_rope_is_served_up_to_the_trained_length(open_cache: Open) -> None:
         ids = prompt(tokens)
         assert greedy(cache, ids, max_new_tokens=2) == greedy(model, ids, max_new_tokens=2)
         assert cache.restore(ids).get_seq_length() == restored
+    long = prompt(100, seed=1)
+    greedy(cache, long, max_new_tokens=2)
+    assert cache.restore(long[:, :60]).get_seq_length() == 0, "its K was computed as for the long one"
 
 
 @pytest.mark.parametrize(
@@ -286,4 +349,4 @@ def test_a_model_whose_cache_is_not_all_its_state_is_refused(open_cache: Open) -
 
     embed.forward = remember
     with pytest.raises(ModelRefused, match="computes something else from a restored prefix"):
-        open_cache(model)
+        open_cache(model, model_id="one that remembers")
