@@ -1,4 +1,4 @@
-"""What a transformers model computes right now, and its name: looked at before every use, because models are written to.
+"""What a transformers model computes right now, and its name: looked at before every use, for models are written to.
 
 What can change is looked at where it cannot be bypassed:
 
@@ -62,7 +62,7 @@ def _copied(value: Any) -> Any:
 
 
 def _methods(module: torch.nn.Module) -> list[Any]:
-    """What is called instead of, before or after the forward of a module's class; transformers' own hooks only watch."""
+    """What is called instead of, before or after the forward of a module's class; hooks of transformers only watch."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     replaced = vars(module).get("forward")
     found = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
@@ -70,9 +70,7 @@ def _methods(module: torch.nn.Module) -> list[Any]:
 
 
 def _facts(name: str, module: torch.nn.Module) -> tuple[Any, ...]:
-    attributes = {
-        key: _copied(value) for key, value in vars(module).items() if key not in _NO_FACTS and _plain(value)
-    }
+    attributes = {key: _copied(value) for key, value in vars(module).items() if key not in _NO_FACTS and _plain(value)}
     return name, type(module), _methods(module), attributes
 
 

@@ -7,8 +7,8 @@ are taken on a lattice over the whole of each tensor, so that an update, a merge
     a tensor of [rows, columns], in the order of its memory, every `step` elements;
     `step` is some rows and 0.618 of another, so that neighbours in the sample share neither row nor column
 
-An update of a share p of a tensor's elements stays unseen with a probability of (1 - p) ** 256 for that tensor. A change
-to a few rows of one tensor, as of an embedding, can stay unseen: who makes such a change has to say so.
+An update of a share p of a tensor's elements stays unseen with a probability of (1 - p) ** 256 for that tensor. A
+change to a few rows of one tensor, as of an embedding, can stay unseen: whoever makes it has to say so.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class WeightSample:
             if part.device.type == "cuda":
                 host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
                 host.copy_(part, non_blocking=True)
-                event = torch.cuda.Event()
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(torch.cuda.current_stream(part.device))
                 part = host
                 events.append(event)
