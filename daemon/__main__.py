@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import resource
 import select
 import shutil
 import sys
@@ -46,15 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TierCacheError as error:
         print(f"tiercache daemon: {error}", file=sys.stderr)
         return 2
-    _raise_file_limit()
 
+    from tiercache.daemon.descriptors import fit, raise_limit
     from tiercache.daemon.logs import last_words, start_logging
     from tiercache.daemon.server import Server
 
     log = start_logging(config.log_level, config.log_format)
 
     async def serve() -> int:
-        return await Server(config, log.figures).run(args.parent_fd)
+        return await Server(fit(config, raise_limit()), log.figures).run(args.parent_fd)
 
     try:
         return asyncio.run(serve())
@@ -70,14 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _has_ended(parent_fd: int | None) -> bool:
     """Whether the parent has gone: it never writes to its pipe. One that lives removes its directory itself."""
     return parent_fd is not None and bool(select.select([parent_fd], [], [], 0)[0])
-
-
-def _raise_file_limit() -> None:
-    """Regions, sessions and pidfds are descriptors; the usual soft limit of 1024 is too low."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

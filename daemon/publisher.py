@@ -20,10 +20,13 @@ from pathlib import Path
 
 import zmq
 
+from tiercache.daemon.connections import Connections
 from tiercache.errors import ConfigError
 
 MAX_UNSENT = 2048
 """Batches that may wait for one subscriber; further ones it loses."""
+MAX_SUBSCRIBERS = 256
+"""Connections to each of the two sockets."""
 MAX_BUFFER_BYTES = 64 << 20
 MAX_REPLAYS = 64
 """Subscribers served at once; others wait."""
@@ -71,6 +74,7 @@ class Publisher:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._pub: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
+        self._connections: list[Connections] = []
 
     def open(self) -> None:
         """Bind. Raises ConfigError for an address that cannot be had."""
@@ -88,6 +92,7 @@ class Publisher:
             (zmq.IPV6, int("[" in endpoint)),
         ):
             socket_.setsockopt(option, value)
+        connections = Connections(socket_, MAX_SUBSCRIBERS)
         scheme, _, path = endpoint.partition("://")
         try:
             if scheme == "ipc":
@@ -96,9 +101,11 @@ class Publisher:
             if scheme == "ipc":
                 Path(path).chmod(0o600)
         except (OSError, zmq.ZMQError) as error:
+            connections.close()
             socket_.close()
             reason = zmq.strerror(error.errno or 0)
             raise ConfigError(f"{setting} = {endpoint}: {reason}: choose another address") from error
+        self._connections.append(connections)
         return socket_
 
     def publish(self, batch: bytes) -> None:
@@ -112,7 +119,9 @@ class Publisher:
             self.buffer_bytes -= len(self._buffer.popleft())
 
     def tick(self) -> None:
-        """Send a part of what subscribers have asked for again."""
+        """See who has come and gone, and send a part of what subscribers have asked for again."""
+        for connections in self._connections:
+            connections.look()
         if self._router is None:
             return
         while len(self._replays) < MAX_REPLAYS:
@@ -152,12 +161,18 @@ class Publisher:
             replay.moved_s = time.monotonic()
         return replay.following - first, not over
 
+    def refused_connections(self) -> int:
+        """Of subscribers beyond `MAX_SUBSCRIBERS`."""
+        return sum(connections.refused for connections in self._connections)
+
     def stats(self) -> dict[str, int]:
         """What `stats` shows of this."""
         return {"batches": self.batches, "buffer_bytes": self.buffer_bytes, "replays": self.replays}
 
     def close(self) -> None:
         """End; what is on its way to subscribers has a tenth of a second."""
+        for connections in self._connections:
+            connections.close()
         for socket_ in (self._pub, self._router):
             if socket_ is not None:
                 socket_.close()

@@ -12,29 +12,24 @@ What bites here, and what is done about it:
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
+from tiercache.daemon.connections import Connections
 from tiercache.daemon.rundir import guard
 from tiercache.daemon.sessions import Session
 from tiercache.errors import ConfigError
 from tiercache.messages import MAX_MESSAGE_BYTES
 
-log = logging.getLogger("tiercache.daemon")
-
 BATCH = 64
 MAX_OUTSTANDING = 1024
 """Replies that may wait for one peer; one more ends its session."""
 DRAIN_REQUESTS = 4 * MAX_OUTSTANDING
-_HANDSHAKE_MS = 3000
 
 
 class Answer(NamedTuple):
@@ -61,14 +56,11 @@ class Router:
         self, endpoint: str, handle: Handler, cut: Callable[[Session, str], None], max_connections: int,
         prepare: Callable[[zmq.Socket[bytes]], None] | None = None, group: int | None = None,
     ) -> None:  # fmt: skip
-        self.connections: set[int] = set()
         self.peer = ""
         self.empty_ns = time.perf_counter_ns()  # when no request was waiting, the last time that anybody looked
         self._asks_who = prepare is not None
-        self.refused_connections = 0
         self._handle = handle
         self._cut = cut
-        self._max_connections = max_connections
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context(io_threads=1)
         self._socket = socket_ = self._context.socket(zmq.ROUTER)
@@ -80,18 +72,16 @@ class Router:
             (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
             (zmq.SNDHWM, MAX_OUTSTANDING),
             (zmq.RCVHWM, MAX_OUTSTANDING),
-            (zmq.HANDSHAKE_IVL, _HANDSHAKE_MS),
         ):
             socket_.setsockopt(option, value)
-        events = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
-        self._monitor = socket_.get_monitor_socket(events)
+        self.connections = Connections(socket_, max_connections)
+        self._looking = False
         if prepare is not None:
             prepare(socket_)
         try:
             socket_.bind(endpoint)
         except zmq.ZMQError as error:
-            socket_.disable_monitor()
-            self._monitor.close(0)
+            self.connections.close()
             socket_.close()
             raise ConfigError(f"nothing can be served at {endpoint}: {error.strerror}") from error
         if endpoint.startswith("ipc://"):
@@ -133,10 +123,11 @@ class Router:
         return True
 
     def _receive_header(self) -> bytes:
-        if not self._asks_who:
-            return self._socket.recv()
         frame = self._socket.recv(copy=False)
-        self.peer = str(frame.get("User-Id"))
+        with suppress(zmq.ZMQError):  # ZeroMQ knows nothing of peers that speak ZMTP 1.0
+            self.connections.heard(int(frame.get(zmq.SRCFD)))
+        if self._asks_who:
+            self.peer = str(frame.get("User-Id"))
         return frame.bytes
 
     def reply(self, identity: bytes, answer: Answer) -> None:
@@ -171,34 +162,22 @@ class Router:
                 else:
                     still.append((tracker, done))
             self._sending = still
-        over: list[int] = []
-        while _readable(self._monitor):
-            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self.connections.add(event["value"])
-                if len(self.connections) > self._max_connections:
-                    over.append(event["value"])
-            else:
-                self.connections.discard(event["value"])
-        for fd in over:
-            # One that has gone meanwhile is left alone: its number may be somebody else's by now.
-            if fd in self.connections:
-                self._refuse(fd)
+        self._look()
 
-    def _refuse(self, fd: int) -> None:
-        self.refused_connections += 1
-        try:
-            # ZeroMQ has no limit of its own; shutting the socket down makes it let go of the peer.
-            with socket.socket(fileno=os.dup(fd)) as peer:
-                peer.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            log.debug("a connection over the limit was gone already: %s", error)
+    def _look(self) -> None:
+        """Those who have come and gone, a part at a time: in a flood others are served in between."""
+        if not self._looking and not self._socket.closed and self.connections.look():
+            self._looking = True
+            self._loop.call_soon(self._look_on)
+
+    def _look_on(self) -> None:
+        self._looking = False
+        self._look()
 
     def close(self) -> None:
         """Stop serving; what was not sent is dropped."""
         self._loop.remove_reader(self._fd)
-        self._socket.disable_monitor()
-        self._monitor.close(0)
+        self.connections.close()
         self._socket.close()
         for _, done in self._sending:
             done()

@@ -26,6 +26,7 @@ from tiercache.config import DaemonConfig, control_endpoint, session_socket_path
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.changes import HealthLog
 from tiercache.daemon.clock import LeaseClock
+from tiercache.daemon.descriptors import CONNECTIONS_PER_SESSION
 from tiercache.daemon.desk import Desk
 from tiercache.daemon.events import Events
 from tiercache.daemon.http_process import HttpProcess
@@ -56,7 +57,6 @@ IDLE_S = 0.25
 """After so long without a request ticks are `IDLE_TICK_S` apart: one every 10 ms is 2 to 3% of a core for nothing."""
 _TICK_REQUESTS = 256
 _MAX_UNDRAINED_TICKS = 50
-CONNECTIONS_PER_SESSION = 4
 _GC_THRESHOLDS = (50_000, 20, 100)
 
 
@@ -182,6 +182,15 @@ class Server:
         """An answer that had to wait goes the way that its request came."""
         remote = self.remote is not None and answer.session is not None and answer.session.tenant
         (self.remote.router if self.remote is not None and remote else self.router).reply(identity, answer)
+
+    def refused_connections(self) -> int:
+        """Of clients and subscribers, beyond the limits of their sockets."""
+        counts = [self.router.connections.refused]
+        if self.remote is not None:
+            counts.append(self.remote.router.connections.refused)
+        if self.events is not None:
+            counts.append(self.events.publisher.refused_connections())
+        return sum(counts)
 
     def _queue_empty_ns(self) -> int:
         """When no request was waiting, as `perf_counter_ns`."""

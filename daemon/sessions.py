@@ -157,6 +157,10 @@ class SessionGate:
         if len(self.sessions) + len(self._greeting) >= self._max_sessions:
             self._refuse(sock, ErrorCode.LIMIT, f"{self._max_sessions} sessions are open: raise max_sessions")
             return
+        if len(self._ghosts) >= self._max_sessions:
+            text = f"{len(self._ghosts)} processes are waited for, which left unfinished stores: end them"
+            self._refuse(sock, ErrorCode.LIMIT, text)
+            return
         if len(self._greeting) >= MAX_GREETING:
             self._refuse(sock, ErrorCode.LIMIT, f"{MAX_GREETING} connections have not said hello: try again")
             return

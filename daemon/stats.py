@@ -34,7 +34,7 @@ def build_stats(server: Server, request: Stats) -> dict[str, Any]:
     blocks = sum(table.blocks for table in space.index.tables.values())
     counters = {name: getattr(cache.counters, name) for name in _COUNTERS}  # asdict() takes twenty times as long
     counters["invariant_failures"] = space.index.invariant_failures
-    counters["connections_refused"] = server.router.refused_connections
+    counters["connections_refused"] = server.refused_connections()
     return {
         "daemon": _daemon(server),
         "health": health_of(server),

@@ -134,6 +134,35 @@ def test_24_idle_connections_on_the_control_socket(
     assert peer.load(spec, keys) == 4
 
 
+def test_24_connections_to_the_control_socket_never_take_the_last_descriptor(
+    start_daemon: Callable[..., Daemon], connect: Callable[..., Peer], closing: ExitStack
+) -> None:
+    """ZeroMQ aborts without one. As fast as can be, and with few: what it accepts unseen is bounded too."""
+    files = 1400
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, files))
+
+    daemon = start_daemon("--arena", "16MiB", "--region", "16MiB", preexec=limit)
+    peer = connect(daemon)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 2 * files), hard), hard))
+    closing.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+    deadline_s = time.monotonic() + 30
+    for _ in range(files + 100):
+        sock = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        sock.setblocking(False)
+        while True:
+            assert time.monotonic() < deadline_s
+            with suppress(BlockingIOError):
+                sock.connect(peer.welcome.control.removeprefix("ipc://"))
+                break
+    assert isinstance(peer.ask(m.Ping), m.Done)
+    assert f"may open {files} files" in daemon.log(), "it says that it lets fewer in than it was told"
+    with connect(daemon) as late:
+        assert isinstance(late.ask(m.Ping), m.Done)
+
+
 def test_24_sessions_have_a_limit(
     start_daemon: Callable[..., Daemon], connect: Callable[..., Peer], engine_of: Callable[..., Engine]
 ) -> None:

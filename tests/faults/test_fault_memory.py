@@ -204,11 +204,11 @@ def test_43_an_engine_out_of_descriptors_runs_without_its_cache(
 def test_43_a_daemon_out_of_descriptors_serves_those_it_has(
     start_daemon: Callable[..., Daemon], connect: Callable[..., Peer], closing: ExitStack
 ) -> None:
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
-
-    daemon = start_daemon("--arena", "8MiB", "--region", "4MiB", preexec=limit)
+    """Its own reckoning leaves it enough; here the limit is lowered under it."""
+    daemon = start_daemon("--arena", "8MiB", "--region", "4MiB")
     peer, keys = connect(daemon), chain("files", 8)
+    assert peer.load(SPEC, keys) == 0  # its connection is made
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (48, 48))
     peer.store(SPEC, keys)
     others: list[socket.socket] = []
     for _ in range(60):

@@ -25,10 +25,6 @@ _WAYS = {
     Mode.POSIX: "through host memory only (posix)",
 }
 _COLOURS = {State.OK: "green", State.WARNING: "yellow", State.FAILURE: "bold red", State.NOT_APPLICABLE: "dim"}
-_OWN_FDS = 64
-"""Descriptors of a daemon besides those that its limits name."""
-CONNECTIONS_PER_SESSION = 4
-"""As in the daemon's server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +78,8 @@ def _ask(run_dir: Path) -> tuple[Tree, dict[int, NamespaceSpec], str]:
 
 
 def _needs(config: DaemonConfig, tree: Tree) -> Needs:
+    from tiercache.daemon.descriptors import needed
+
     directories = config.nvme_dirs
     if tree:
         directories = tuple(Path(one["path"]) for one in tree.get("tiers", {}).get("nvme", {}).get("directories", []))
@@ -89,7 +87,10 @@ def _needs(config: DaemonConfig, tree: Tree) -> Needs:
     segments = nvme_bytes // config.nvme_segment_bytes if directories else 0
     arena_bytes = int(at(tree, "arena.bytes")) or config.arena_bytes
     regions = -(-arena_bytes // config.region_bytes)
-    fds = _OWN_FDS + 2 * regions + config.max_sessions * (2 + CONNECTIONS_PER_SESSION) + segments
+    fds = needed(
+        config.max_sessions, regions=regions, directories=len(directories), segments=segments,
+        remote=bool(config.listen), event_sockets=bool(config.kv_events) + bool(config.kv_events_replay),
+    )  # fmt: skip
     pid = int(at(tree, "daemon.pid"))
     return Needs(arena_bytes, config.lock_memory, fds, directories, nvme_bytes, pid)
 

@@ -1,0 +1,132 @@
+"""Who is connected to a ZeroMQ socket that listens, and no more of them than may be.
+
+ZeroMQ accepts whatever comes, in a thread of its own, and has no limit. It tells of each connection that comes and
+goes through a pipe, its *monitor*; peers beyond the limit are shut down when we hear of them. What bounds those that
+we have not heard of yet is the pipe itself: its thread waits where `UNSEEN_EVENTS` are unread, however long the event
+loop takes to come to them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+log = logging.getLogger("tiercache.daemon")
+
+HANDSHAKE_MS = 3000
+"""Without a complete handshake a connection lives so long."""
+_HIGH_WATER = 1
+_ZMQ_HIGH_WATER = 1000
+"""Of ZeroMQ's end of the pipe; what fits is both together."""
+EVENTS_AT_ONCE = 128
+"""Looked at in one go: about a millisecond."""
+UNSEEN_EVENTS = _HIGH_WATER + _ZMQ_HIGH_WATER + EVENTS_AT_ONCE
+"""Connections at most that ZeroMQ has accepted beyond the limit, or that we have not shut down yet."""
+_MOST_AT_END = 100 * EVENTS_AT_ONCE
+
+
+class Connections:
+    """Counts the peers of one socket. Make it before the socket is bound; `close` it before the socket. One thread.
+
+    One too many takes the place of the oldest one that may not have shaken hands yet, which may be itself: so those who
+    open many and say nothing keep nobody out. Not told by ZeroMQ who has, we take it of those that were `heard`, and of
+    those that ZeroMQ has let live for longer than a handshake may take.
+
+    Attributes:
+        refused: connections that were shut down so far.
+    """
+
+    def __init__(self, socket_: zmq.Socket[bytes], most: int) -> None:
+        self.refused = 0
+        self._socket = socket_
+        self._most = most
+        self._all: set[int] = set()
+        self._greeting: dict[int, float] = {}  # since when, in that order
+        self._heard: set[int] = set()  # since the last time that nothing was left to be seen
+        self._leaving: set[int] = set()
+        socket_.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+        address = f"inproc://connections-{id(self)}"
+        socket_.monitor(address, events)
+        self._monitor = socket_.context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+        self._monitor.connect(address)
+
+    @property
+    def count(self) -> int:
+        """Peers that are connected and may stay, as far as we have looked."""
+        return len(self._all) - len(self._leaving)
+
+    def heard(self, fd: int) -> None:
+        """A message came on a connection (its `SRCFD`): it has shaken hands."""
+        self._heard.add(fd)
+
+    def look(self) -> bool:
+        """See who has come and gone, for about a millisecond at most. Returns whether there is more to see."""
+        for _ in range(EVENTS_AT_ONCE):
+            if not self._see():
+                # Of those heard the coming has been seen now, and that of a former owner of their numbers before it.
+                for fd in self._heard:
+                    self._greeting.pop(fd, None)
+                self._heard.clear()
+                return False
+        return True
+
+    def _see(self) -> bool:
+        """One event, if there is one."""
+        try:
+            message = self._monitor.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        event = parse_monitor_message(message)
+        kind, fd = event["event"], event["value"]
+        if kind == zmq.EVENT_ACCEPTED:
+            self._all.add(fd)
+            self._greeting[fd] = time.monotonic()
+            if self.count > self._most:
+                self._refuse(self._least_known() or fd)
+        else:
+            self._all.discard(fd)
+            self._greeting.pop(fd, None)
+            self._leaving.discard(fd)
+        return True
+
+    def _least_known(self) -> int | None:
+        """The oldest that may not have shaken hands yet."""
+        known_s = time.monotonic() - HANDSHAKE_MS / 1000
+        while self._greeting and next(iter(self._greeting.values())) < known_s:
+            del self._greeting[next(iter(self._greeting))]
+        return next((fd for fd in self._greeting if fd not in self._heard), None)
+
+    def _refuse(self, fd: int) -> None:
+        """Shut a connection down, which makes ZeroMQ close it."""
+        self.refused += 1
+        self._greeting.pop(fd, None)
+        self._leaving.add(fd)
+        try:
+            with socket.socket(fileno=os.dup(fd)) as peer:
+                # It may be closed by now, and its number another file's: then nothing of that is for us to end.
+                if self._came_here(peer):
+                    peer.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            log.debug("a connection over the limit was gone already: %s", error)
+
+    def _came_here(self, peer: socket.socket) -> bool:
+        scheme, _, where = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).partition("://")
+        name = peer.getsockname()
+        if scheme == "ipc":
+            return bool(peer.family == socket.AF_UNIX and name == where)
+        return peer.family != socket.AF_UNIX and str(name[1]) == where.rpartition(":")[2]
+
+    def close(self) -> None:
+        """Stop counting. ZeroMQ's thread must not be left waiting for us to read: it would wait for ever."""
+        for _ in range(_MOST_AT_END):
+            if not self._see():
+                break
+        self._socket.monitor(None, 0)
+        self._monitor.close(0)

@@ -1,0 +1,85 @@
+"""How many file descriptors a daemon may come to need, and what to do where the process may not have so many.
+
+ZeroMQ aborts the process when a peer comes to a unix socket for whom there is no descriptor, so the limit must never be
+met. Whatever takes descriptors is counted here, each at the most that its own limit allows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import resource
+
+from tiercache.config import DaemonConfig
+from tiercache.daemon.connections import UNSEEN_EVENTS
+from tiercache.daemon.publisher import MAX_SUBSCRIBERS
+from tiercache.daemon.sessions import MAX_GREETING
+from tiercache.errors import ConfigError
+
+log = logging.getLogger("tiercache.daemon")
+
+CONNECTIONS_PER_SESSION = 4
+"""To each control socket (this host's, and the TCP one), for each session allowed."""
+_PER_SESSION = 3
+"""Its socket, its pidfd, and one of a process whose session has ended with frames in quarantine."""
+_PER_DIRECTORY = 24
+"""Lock, SQLite's connections with their logs, and what is opened for a moment."""
+_OWN = 96
+"""Log, event loop, ZeroMQ's threads, the HTTP process's pipe, and what is opened for a moment."""
+_LEAST_SESSIONS = 4
+_ENOUGH = 1 << 20
+"""Where there is no limit at all."""
+
+
+def raise_limit() -> int:
+    """Have as many descriptors as the system lets us; how many that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def needed(
+    sessions: int, *, regions: int, directories: int = 0, segments: int = 0, remote: bool = False,
+    event_sockets: int = 0,
+) -> int:  # fmt: skip
+    """Descriptors that a daemon has open at most."""
+    control_sockets = 1 + remote
+    return (
+        _OWN + regions + directories * _PER_DIRECTORY + segments + MAX_GREETING + sessions * _PER_SESSION
+        + control_sockets * (sessions * CONNECTIONS_PER_SESSION + UNSEEN_EVENTS)
+        + event_sockets * (MAX_SUBSCRIBERS + UNSEEN_EVENTS)
+    )  # fmt: skip
+
+
+def fit(config: DaemonConfig, limit: int) -> DaemonConfig:
+    """The settings with as many sessions as `limit` descriptors are enough for. Raises ConfigError for too few.
+
+    Says in the log if these are fewer than asked for.
+    """
+
+    def takes(sessions: int) -> int:
+        directories = len(config.nvme_dirs)
+        segments = config.nvme_bytes // config.nvme_segment_bytes + directories if directories else 0
+        event_sockets = bool(config.kv_events) + bool(config.kv_events_replay)
+        return needed(
+            sessions, regions=len(config.region_sizes()), directories=directories, segments=segments,
+            remote=bool(config.listen), event_sockets=event_sockets,
+        )  # fmt: skip
+
+    wanted = takes(config.max_sessions)
+    if wanted <= limit:
+        return config
+    remedy = f"raise the limit to {wanted} (ulimit -Hn, LimitNOFILE= of a systemd unit)"
+    each = takes(1) - takes(0)
+    sessions = (limit - takes(0)) // each
+    least = min(_LEAST_SESSIONS, config.max_sessions)
+    if sessions < least:
+        text = f"this process may open {limit} files, and the daemon needs {takes(least)} for {least} clients alone"
+        raise ConfigError(f"{text}: {remedy}")
+    log.warning(
+        "max_sessions is %d instead of %d, since this process may open %d files: %s",
+        sessions, config.max_sessions, limit, remedy,
+    )  # fmt: skip
+    return dataclasses.replace(config, max_sessions=sessions)

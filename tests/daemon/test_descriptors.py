@@ -1,0 +1,168 @@
+"""The limit of descriptors: what is let in so that it is never met, and what is shut out."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tiercache.config import DaemonConfig
+from tiercache.daemon.connections import UNSEEN_EVENTS, Connections
+from tiercache.daemon.descriptors import CONNECTIONS_PER_SESSION, fit, needed, raise_limit
+from tiercache.daemon.publisher import MAX_SUBSCRIBERS
+from tiercache.errors import ConfigError
+
+CONFIG = DaemonConfig(arena_bytes=64 << 20, region_bytes=2 << 20, max_sessions=100)
+
+
+def _needs(config: DaemonConfig) -> int:
+    """The smallest limit that changes nothing."""
+    low, high = 0, 1 << 30
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            enough = fit(config, middle) == config
+        except ConfigError:
+            enough = False
+        low, high = (low, middle) if enough else (middle + 1, high)
+    return low
+
+
+def test_each_thing_that_takes_descriptors_counts() -> None:
+    def more(**changed: object) -> int:
+        return _needs(dataclasses.replace(CONFIG, **changed)) - _needs(CONFIG)  # type: ignore[arg-type]
+
+    assert more(max_sessions=101) == 3 + CONNECTIONS_PER_SESSION
+    assert more(arena_bytes=128 << 20) == 32
+    assert more(listen="tcp://127.0.0.1:7411", curve_keys=Path("/k")) == 100 * CONNECTIONS_PER_SESSION + UNSEEN_EVENTS
+    events = more(kv_events="ipc:///tmp/e")
+    assert events == MAX_SUBSCRIBERS + UNSEEN_EVENTS
+    assert more(kv_events="ipc:///tmp/e", kv_events_replay="ipc:///tmp/r") == 2 * events
+    nvme = {"nvme_dirs": (Path("/a"),), "nvme_bytes": 1 << 40}
+    assert more(**nvme, nvme_segment_bytes=1 << 30) - more(**nvme, nvme_segment_bytes=1 << 40) == 1023
+
+
+def test_fewer_clients_are_let_in_where_there_are_fewer_descriptors(caplog: pytest.LogCaptureFixture) -> None:
+    enough = _needs(CONFIG)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert fit(CONFIG, enough) == CONFIG
+        assert not caplog.records
+        fitted = fit(CONFIG, enough - 1)
+    assert fitted == dataclasses.replace(CONFIG, max_sessions=99)
+    (line,) = caplog.messages
+    assert f"99 instead of 100, since this process may open {enough - 1} files: raise the limit to {enough} " in line
+    assert needed(99, regions=32) <= enough - 1
+
+
+def test_too_few_are_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=f"may open 1000 files.*raise the limit to {_needs(CONFIG)} .ulimit"):
+        fit(CONFIG, 1000)
+    assert fit(dataclasses.replace(CONFIG, max_sessions=1), needed(1, regions=32)).max_sessions == 1
+
+
+def test_the_soft_limit_becomes_the_hard_one() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        assert raise_limit() == hard
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class _Listener:
+    """A ROUTER with at most three peers."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.connections = Connections(self.socket, 3)
+        self.socket.bind(endpoint)
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.peers: list[socket.socket] = []
+
+    def raw(self) -> socket.socket:
+        """A peer that says nothing."""
+        scheme, _, where = self.endpoint.partition("://")
+        if scheme == "ipc":
+            peer = socket.socket(socket.AF_UNIX)
+            peer.connect(where)
+        else:
+            peer = socket.create_connection(("127.0.0.1", int(where.rpartition(":")[2])))
+        peer.settimeout(20)
+        self.peers.append(peer)
+        return peer
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < end_s, "waited in vain"
+            self.connections.look()
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.connections.close()
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[_Listener]:
+    listening = _Listener(f"ipc://{tmp_path}/socket" if request.param == "ipc" else "tcp://127.0.0.1:*")
+    yield listening
+    listening.close()
+
+
+def _is_shut(peer: socket.socket) -> bool:
+    while data := peer.recv(4096):  # ZeroMQ's greeting, then nothing, then the end
+        assert data
+    return True
+
+
+def test_one_too_many_takes_the_place_of_who_has_said_nothing_for_longest(listener: _Listener) -> None:
+    good = [listener.context.socket(zmq.DEALER) for _ in range(2)]
+    for count, dealer in enumerate(good, 1):
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(listener.endpoint)
+        dealer.send(b"hello")
+        if count == 1:  # of the other one a message is read before its coming is seen
+            listener.until(lambda: listener.connections.count == 1)
+        identity, frame = listener.socket.recv_multipart(copy=False)
+        listener.connections.heard(int(frame.get(zmq.SRCFD)))
+        listener.socket.send_multipart((identity.bytes, b"welcome"))
+        assert dealer.recv() == b"welcome"
+    silent = [listener.raw()]
+    listener.until(lambda: listener.connections.count == 3)
+    for refused in range(1, 4):
+        silent.append(listener.raw())
+        listener.until(lambda refused=refused: listener.connections.refused == refused)
+        assert _is_shut(silent.pop(0)), "the one before"
+    listener.until(lambda: listener.connections.count == 3)
+    for dealer in good:
+        dealer.send(b"still here")
+        assert listener.socket.recv_multipart()[1] == b"still here"
+        dealer.close()
+    for peer in silent:
+        peer.close()
+    listener.until(lambda: listener.connections.count == 0)
+
+
+def test_a_number_that_is_another_file_by_now_is_left_alone(listener: _Listener) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for fd in (ours.fileno(), os.dup(0)):
+            listener.connections._refuse(fd)
+        ours.sendall(b"unharmed")
+        assert theirs.recv(100) == b"unharmed"
