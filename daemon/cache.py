@@ -30,6 +30,7 @@ from tiercache.daemon.reads import Found, Reads
 from tiercache.daemon.reuse import WhatIf
 from tiercache.daemon.space import SLICE, Namespace, Space
 from tiercache.daemon.traffic import Traffic
+from tiercache.daemon.unfinished import Unfinished
 from tiercache.daemon.writes import Reservation, Writes
 from tiercache.messages import KEY_BYTES
 
@@ -39,14 +40,15 @@ _FLUSH_AT_ONCE = 2048
 
 @dataclass(frozen=True, slots=True)
 class CacheLimits:
-    """What bounds the cache beside the size of its arena."""
+    """What bounds the cache beside the size of its arena; of the last two see `Unfinished`."""
 
     policy: str = "lru"
     headroom_bytes: int = 0
     pin_share: float = 0.5
-    quarantine_bytes: int = 1 << 30
     quota: Mapping[str, int] = field(default_factory=dict)
     quota_below: Mapping[str, int] = field(default_factory=dict)
+    quarantine_bytes: int = 1 << 30
+    floor_share: float = 0.0
 
 
 class Cache:
@@ -66,7 +68,8 @@ class Cache:
         self.space = Space(policies, self.counters, quotas, limits.headroom_bytes, Quotas(limits.quota_below))
         self.reads = Reads(self.space, self.below, clock_s, limits.pin_share)
         self.ahead = Ahead(self.reads, clock_s)
-        self.writes = Writes(self.space, self.below.published, clock_s, limits.quarantine_bytes, events)
+        unfinished = Unfinished(limits.quarantine_bytes, limits.floor_share, self.space.allocator)
+        self.writes = Writes(self.space, self.below.published, clock_s, unfinished, events)
         self.events = events
         self.ages = Ages()
         if events is not None:
@@ -200,6 +203,9 @@ class Cache:
         index = space.index
         owned = index.frames_in_use() + self.writes.owned_frames()
         findings = index.check_integrity() + space.allocator.check_integrity(owned)
+        findings += self.writes.unfinished.check_integrity(
+            [*self.writes.leases.values(), *self.writes.quarantined.values()]
+        )
         findings += [] if self.events is None else self.events.check_integrity()
         findings += space.policies.hints.check_integrity()
         findings += [] if self.what_if is None else self.what_if.stack.check_integrity()

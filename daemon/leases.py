@@ -30,17 +30,25 @@ class Owner:
     """One session as far as leases are concerned.
 
     `instance` is shared by all sessions of an engine: its workers may copy under its scheduler's
-    lease, and finish what a lost session of it was writing.
+    lease, and finish what a lost session of it was writing. The client chooses it, so no limit counts by it:
+    `party` is who answers for the session, a process of this host or a tenant on others.
+    `mapped`: it writes into frames by itself. Of all others the daemon has every byte that is in their frames.
     """
 
-    __slots__ = ("grants", "instance", "internal", "reads", "writes")
+    __slots__ = ("grants", "instance", "internal", "mapped", "party", "reads", "writes")
 
-    def __init__(self, instance: bytes, internal: bool = False) -> None:
+    def __init__(self, instance: bytes, internal: bool = False, mapped: bool = True, party: str = "") -> None:
         self.instance = instance
         self.internal = internal  # the daemon itself, bringing blocks up: these are no stores
+        self.mapped = mapped
+        self.party = party or f"instance {instance.hex()}"
         self.reads: dict[int, ReadLease] = {}
         self.writes: dict[int, WriteLease] = {}
         self.grants: set[int] = set()  # ids of write leases in the tier below
+
+    def same_engine(self, other: Owner) -> bool:
+        """Whether one may go on with what the other has begun."""
+        return self.instance == other.instance and self.internal is other.internal
 
 
 class ReadLease:

@@ -63,7 +63,8 @@ class ReadRequests:
         check_keys(request.keys, m.MAX_KEYS)
         namespaces = self._desk.namespaces(request.namespaces)
         ttl_s = self._desk.lease_ttl_s(session, request.ttl_ms) if request.ttl_ms else 0.0
-        wants = request.promote, request.extents
+        # On another host nobody can read the disks, so nothing there is kept for it.
+        wants = request.promote, request.extents and not session.tenant
         found = self._cache.match(session.owner, namespaces, request.keys, ttl_s, *wants)
         self._cache.traffic.matched(namespaces, request.keys, len(request.keys) // KEY_BYTES, found)
         if self._desk.recorder is not None:

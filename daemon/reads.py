@@ -229,7 +229,7 @@ class Reads:
         lease = self.leases.get(lease_id)
         if lease is None or not lease.holders or not self._is_whole(lease):
             return False
-        if all(holder.instance != owner.instance for holder in lease.holders):
+        if not any(holder.same_engine(owner) for holder in lease.holders):
             return False
         lease.holders.add(owner)
         owner.reads[lease_id] = lease

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -54,12 +55,13 @@ _decode_start = msgspec.msgpack.Decoder(_Start).decode
 
 
 class RemoteSession(Session):
-    """A client on another host."""
+    """A client on another host. `key`: the public one, by which alone it is known."""
 
-    def __init__(self, hello: Hello, tenant: str, now_s: float) -> None:
+    def __init__(self, hello: Hello, key: str, tenant: str, now_s: float) -> None:
         # Tenants share nothing by saying that they are one engine.
         own = hashlib.blake2b(hello.instance, digest_size=INSTANCE_BYTES, key=tenant.encode()).digest()
-        super().__init__(msgspec.structs.replace(hello, instance=own), tenant=tenant)
+        super().__init__(msgspec.structs.replace(hello, instance=own), f"tenant {tenant}", tenant=tenant)
+        self.key = key
         self.heard_s = now_s
 
 
@@ -69,30 +71,30 @@ class AllowedClients:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._names: dict[bytes, str] = {}
-        self._seen: tuple[int, ...] = ()
+        self._seen: list[tuple[str, int, int]] | None = None
         self._told: list[str] = []
 
-    def read(self) -> Collection[str]:
-        """The names, read again if files have come or gone. Costs a `stat` otherwise."""
+    def read(self) -> None:
+        """Read the files again if any has come, gone or changed. Costs a `stat` of each otherwise."""
         folder = self._directory / CLIENTS_DIR
         try:
-            seen: tuple[int, ...] = (folder.stat().st_mtime_ns,)
+            files = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
+            seen: list[tuple[str, int, int]] | None = sorted((name, st.st_mtime_ns, st.st_ino) for name, st in files)
         except OSError:
-            seen = ()
-        if seen != self._seen or not seen:
+            seen = None
+        if seen != self._seen or seen is None:
             # What changes again within one step of the file system's clock leaves the same time behind.
-            young = bool(seen) and time.time_ns() - seen[0] < _CLOCK_STEP_NS
-            self._names, problems = load_allowed(self._directory) if seen else ({}, [f"{folder} cannot be read"])
-            self._seen = () if young else seen
+            young = seen is not None and any(time.time_ns() - changed < _CLOCK_STEP_NS for _, changed, _ in seen)
+            unreadable: tuple[dict[bytes, str], list[str]] = {}, [f"{folder} cannot be read"]
+            self._names, problems = unreadable if seen is None else load_allowed(self._directory)
+            self._seen = None if young else seen
             if problems != self._told:
                 for problem in problems:
                     log.warning("%s", problem)
             self._told = problems
-        return self._names.values()
 
     def name_of(self, public_key: bytes) -> str | None:
-        """Whose key (Z85) this is; None for nobody's."""
-        self.read()
+        """Whose key (Z85) this is, as of the last `read`; None for nobody's."""
         return self._names.get(public_key)
 
 
@@ -107,14 +109,15 @@ class _Authenticator(ThreadAuthenticator):
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether the owner of a key may connect."""
+        self._clients.read()
         known = self._clients.name_of(key) is not None
         if not known:
             self._counters.handshakes_refused += 1
         return known
 
     def curve_user_id(self, client_public_key: bytes) -> str:
-        """The tenant of a key that was let in."""
-        return self._clients.name_of(z85.encode(client_public_key)) or ""
+        """What the messages of a connection come with: the key, since its file may be another one's by then."""
+        return z85.encode(client_public_key).decode()
 
 
 class RemoteGate:
@@ -153,14 +156,14 @@ class RemoteGate:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
 
     def _serve(self, identity: bytes, header: bytes, parts: list[zmq.Frame]) -> Answer | None:
-        tenant = self.router.peer
+        key = self.router.peer
         try:
             start = _decode_start(header)
         except UNREADABLE:
-            greeted = self._greet(tenant, header)
+            greeted = self._greet(key, header)
             return self._handle(identity, header, parts) if greeted is None else greeted  # it says what is wrong
         session = self._gate.sessions.get(start.session)
-        if isinstance(session, RemoteSession) and session.tenant == tenant:
+        if isinstance(session, RemoteSession) and session.key == key:
             session.heard_s = self._loop.time()
         elif session is not None:
             text = "this session is another client's: connect again"
@@ -168,7 +171,7 @@ class RemoteGate:
             return Answer(_encode(error), None)
         return self._handle(identity, header, parts)
 
-    def _greet(self, tenant: str, header: bytes) -> Answer | None:
+    def _greet(self, key: str, header: bytes) -> Answer | None:
         """The answer to a hello; None where it is none."""
         if len(header) > MAX_HELLO_BYTES:
             return None
@@ -176,19 +179,24 @@ class RemoteGate:
             hello = _decode_hello(header)
         except UNREADABLE:
             return None
-        refused = refusal(hello)
-        if not tenant or tenant not in self._allowed.read():
-            refused = Refused(ErrorCode.FORBIDDEN.value, "this key may connect no more")
-        elif (text := self._no_session_for(tenant)) is not None:
-            refused = Refused(ErrorCode.LIMIT.value, text)
-        if refused is not None:
+        self._allowed.read()
+        tenant = self._allowed.name_of(key.encode())
+        refused = refusal(hello) or self._refusal_of(tenant)
+        if tenant is None or refused is not None:
             self._counters.sessions_refused += 1
             return Answer(_encode(refused), None)
-        session = RemoteSession(hello, tenant, self._loop.time())
+        session = RemoteSession(hello, key, tenant, self._loop.time())
         self._gate.sessions[session.token] = session
         self._counters.sessions_opened += 1
         log.info("session %s of tenant %s has begun", session.name, tenant)
         return Answer(_encode(self._welcome(session, min(PROTOCOL, hello.protocol_max))), session)
+
+    def _refusal_of(self, tenant: str | None) -> Refused | None:
+        """Why there is no session for a tenant now, or None."""
+        if tenant is None:
+            return Refused(ErrorCode.FORBIDDEN.value, "this key may connect no more")
+        text = self._no_session_for(tenant)
+        return None if text is None else Refused(ErrorCode.LIMIT.value, text)
 
     def _no_session_for(self, tenant: str) -> str | None:
         """Why a tenant may not have one more session, or None."""
@@ -209,11 +217,11 @@ class RemoteGate:
         if now_s < self._looked_s + LOOK_S:
             return
         self._looked_s = now_s
-        allowed = self._allowed.read()
+        self._allowed.read()
         for session in list(self._gate.sessions.values()):
             if not isinstance(session, RemoteSession):
                 continue
-            if session.tenant not in allowed:
+            if self._allowed.name_of(session.key.encode()) != session.tenant:
                 self._gate.cut(session, "its key may connect no more")
             elif now_s > session.heard_s + REMOTE_SILENCE_S:
                 log.info("session %s of tenant %s is over: nothing heard of it", session.name, session.tenant)

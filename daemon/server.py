@@ -40,6 +40,7 @@ from tiercache.daemon.service import Service
 from tiercache.daemon.sessions import Session, SessionGate
 from tiercache.daemon.slow import SlowRequests
 from tiercache.daemon.stats import build_stats, health_of
+from tiercache.daemon.unfinished import FLOOR_SHARE
 from tiercache.errors import TierCacheError
 from tiercache.messages import Welcome
 from tiercache.units import format_bytes
@@ -73,8 +74,8 @@ class Server:
         self.regions: dict[int, Region] = {}
         self.nvme = self._make_nvme() if config.nvme_dirs else None
         limits = CacheLimits(
-            config.policy, config.headroom_bytes, config.pin_share, config.quarantine_per_client_bytes,
-            dict(config.quota), dict(config.nvme_quota),
+            config.policy, config.headroom_bytes, config.pin_share, dict(config.quota), dict(config.nvme_quota),
+            config.quarantine_per_client_bytes, FLOOR_SHARE,
         )  # fmt: skip
         self.events = _make_events(config) if config.kv_events else None
         below_bytes = config.nvme_bytes if config.nvme_dirs else 0
@@ -138,9 +139,9 @@ class Server:
             self.recorder = _make_recorder(config, self.clock)
 
         def welcome(session: Session, protocol: int) -> Welcome:
-            wants_events = self.events is not None
+            wants_events, control = self.events is not None, "" if session.tenant else endpoint
             return Welcome(
-                protocol, self.generation, session.token, endpoint, __version__, config.arena_bytes, wants_events,
+                protocol, self.generation, session.token, control, __version__, config.arena_bytes, wants_events,
                 hints=True,
             )  # fmt: skip
 

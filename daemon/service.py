@@ -33,10 +33,11 @@ log = logging.getLogger("tiercache.daemon")
 
 MAX_ERROR_CHARS = 400
 
-NOT_FOR_TENANTS = (
-    m.Stats, m.Check, m.Inspect, m.Pins, m.Specs, m.Extents, m.BadExtent, m.ReserveExtents, m.CommitExtents,
-)  # fmt: skip
-"""What would tell one tenant of others, or is of use on the daemon's host only."""
+FOR_TENANTS = frozenset((
+    m.Ping, m.RegisterNamespace, m.Match, m.Peek, m.Resolve, m.Hold, m.Release, m.Renew, m.Reserve, m.Commit, m.Abort,
+    m.Read, m.Write, m.Pin, m.Unpin, m.Prefetch, m.Hint, m.Flush, m.Report, m.Models, m.Bye,
+))  # fmt: skip
+"""What clients on other hosts may ask. All else would tell one tenant of others, or is of use on this host only."""
 
 _decoder = msgspec.msgpack.Decoder(m.AnyRequest)
 
@@ -100,7 +101,7 @@ class Service:
             request_id = request.request_id
             session = self._session_of(request)
             self.desk.tenant = session.tenant
-            if session.tenant and isinstance(request, NOT_FOR_TENANTS):
+            if session.tenant and type(request) not in FOR_TENANTS:
                 text = "clients of other hosts may not ask this: ask on the daemon's own host"
                 raise RequestRefused(ErrorCode.FORBIDDEN.value, text)
             answer: Answer | None = self._dispatch(session, request, parts)

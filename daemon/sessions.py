@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -68,20 +69,22 @@ class Ends(Protocol):
 
 
 class Session:
-    """One connected client. `pid` is 0 where that is not known.
+    """One connected client. What it may do follows from the way it came, never from what it says.
 
-    `tenant`: what its keys say that it is, and all it may touch; empty for clients on this host, which are trusted.
+    `pid` is 0 where that is not known. `mapped`: it has the memory of the arena. `party`: who answers for it, see
+    `Owner`. `tenant`: what its keys say that it is, and all it may touch; empty for clients on this host, which are
+    trusted.
     """
 
-    def __init__(self, hello: Hello, pid: int = 0, tenant: str = "") -> None:
+    def __init__(self, hello: Hello, party: str, *, mapped: bool = False, pid: int = 0, tenant: str = "") -> None:
         self.pid = pid
         self.tenant = tenant
+        self.mapped = mapped
         self.name = "".join(char if char.isprintable() else "?" for char in hello.name[:64])  # it goes into logs
-        self.map_arena = hello.map_arena
         self.protocol = min(PROTOCOL, hello.protocol_max)
         self.since_s = time.monotonic()
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self.owner = Owner(hello.instance)
+        self.owner = Owner(hello.instance, mapped=mapped, party=party)
         # From the client's monotonic clock to ours; late by the hello's way here, never early.
         self.clock_offset_us = time.monotonic_ns() // 1000 - hello.clock_us
         self.registration = "none"
@@ -102,10 +105,9 @@ class LocalSession(Session):
     """A client on this host, with its session socket and the pidfd of its process."""
 
     def __init__(self, sock: socket.socket, pidfd: int, pid: int, hello: Hello) -> None:
-        super().__init__(hello, pid)
+        super().__init__(hello, _process_of(pidfd, pid, hello.instance), mapped=hello.map_arena, pid=pid)
         self.sock = sock
         self.pidfd = pidfd
-        self.map_arena = hello.map_arena
 
 
 def refusal(hello: Hello) -> Refused | None:
@@ -220,7 +222,7 @@ class SessionGate:
         log.debug("session %s (pid %d) has begun", session.name, session.pid)
         self._loop.add_reader(sock, self._on_packet, session)
         self._loop.add_reader(session.pidfd, self._on_process_exit, session)
-        if session.map_arena:
+        if session.mapped:
             for first in range(0, len(self._regions), MAX_FDS_PER_MESSAGE):
                 self._send_regions(session, self._regions[first : first + MAX_FDS_PER_MESSAGE])
 
@@ -238,7 +240,7 @@ class SessionGate:
         """Send a new region to all who map the arena; from here on its frames may be named."""
         self._regions.append((region, fd))
         for session in list(self.sessions.values()):
-            if isinstance(session, LocalSession) and session.map_arena:
+            if isinstance(session, LocalSession) and session.mapped:
                 self._send_regions(session, [(region, fd)])
 
     def _send_regions(self, session: LocalSession, regions: list[tuple[Region, int]]) -> None:
@@ -321,6 +323,22 @@ class SessionGate:
 def _span(oldest: int, newest: int) -> str:
     """Protocol versions, for people."""
     return str(newest) if oldest == newest else f"{oldest} to {newest}"
+
+
+def _process_of(pidfd: int, pid: int, instance: bytes) -> str:
+    """What tells a client's process from all others, however often it connects.
+
+    The number of a pidfd where the kernel has one (Linux 6.9), else when the process began. Of a process in
+    another pid namespace an older kernel tells nothing, so there the client's word has to do.
+    """
+    status = os.fstat(pidfd)
+    with select.epoll() as anonymous:
+        if status.st_dev != os.fstat(anonymous.fileno()).st_dev:
+            return f"process {pid or 'of another pid namespace'} (pidfd {status.st_ino})"
+    if not pid:
+        return f"instance {instance.hex()}"
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return f"process {pid} (begun at {stat.rpartition(')')[2].split()[19]})"
 
 
 def _checked_pid(sock: socket.socket, fd: int) -> int:

@@ -95,6 +95,7 @@ def health_of(server: Server) -> dict[str, Any]:
     parts: dict[str, list[str]] = {"arena": [], "index": [], "nvme": [], "http": []}
     if server.maker.shortage and server.cache.space.allocator.arena_bytes < server.config.arena_bytes:
         parts["arena"].append(server.maker.shortage)
+    parts["arena"] += server.cache.writes.unfinished.reasons()
     if server.cache.space.index.invariant_failures:
         parts["index"].append("the index has contradicted itself, or a client sent keys that are no chain")
     if server.nvme is not None:
@@ -121,7 +122,7 @@ def _sessions(server: Server) -> list[dict[str, Any]]:
             "name": session.name,
             "pid": session.pid,
             "tenant": session.tenant,
-            "mapped": session.map_arena,
+            "mapped": session.mapped,
             "registration": session.registration,
             "protocol": session.protocol,
             "connected_s": round(session.age_s, 1),
@@ -162,7 +163,7 @@ def _arena(server: Server) -> dict[str, Any]:
         "regions": len(server.regions),
         "used_bytes": allocator.used_bytes,
         "free_bytes": allocator.arena_bytes - allocator.used_bytes,
-        "quarantined_bytes": sum(server.cache.writes.quarantine_bytes.values()),
+        "quarantined_bytes": server.cache.writes.unfinished.quarantined_bytes,
         "classes": [
             {
                 "frame_bytes": size_class.frame_bytes,

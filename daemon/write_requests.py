@@ -51,7 +51,7 @@ class WriteRequests:
             raise RequestRefused(ErrorCode.LIMIT.value, str(error)) from error
         if session.tenant and len(session.registered) < MAX_TENANT_NAMESPACES:
             session.registered[request.spec.fingerprint()] = namespace.fingerprint
-        namespace.direct |= request.direct
+        namespace.direct |= request.direct and not session.tenant
         return m.Namespace(request.request_id, self._generation, namespace.number, request.spec.frame_bytes)
 
     def _reserve(self, session: Session, request: m.Reserve) -> m.Reply:
@@ -83,9 +83,6 @@ class WriteRequests:
             text = f"blocks must be u32le indices, at most {m.MAX_RESERVE}"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         numbers = m.unpack_indices(request.blocks)
-        if not session.map_arena:
-            # What such a client did not write is a former owner's, and not for its eyes.
-            self._cache.writes.fail_unwritten(session.owner, request.lease, numbers)
         states = self._cache.writes.commit(session.owner, request.lease, numbers)
         return m.Committed(request.request_id, self._generation, bytes(states))
 

@@ -20,7 +20,8 @@ from tiercache.daemon.events import Events, Named
 from tiercache.daemon.leases import BlockPhase, Deadlines, Owner, PendingBlock, WriteLease, new_lease_id
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace, Space
-from tiercache.messages import KEY_BYTES, MAX_RESERVE, NO_LEASE, BlockState, CommitState
+from tiercache.daemon.unfinished import Unfinished
+from tiercache.messages import KEY_BYTES, NO_LEASE, BlockState, CommitState
 from tiercache.metrics import LatencyHistogram
 
 _COMMIT_STATE = {
@@ -50,12 +51,11 @@ class Writes:
 
     def __init__(
         self, space: Space, published: Callable[[Namespace, bytes, bytes], None], clock_s: Callable[[], float],
-        quarantine_limit_bytes: int, events: Events | None = None,
+        unfinished: Unfinished, events: Events | None = None,
     ) -> None:  # fmt: skip
         self.leases: dict[int, WriteLease] = {}
         self.quarantined: dict[int, WriteLease] = {}
-        self.quarantine_limit_bytes = quarantine_limit_bytes
-        self.quarantine_bytes: dict[bytes, int] = {}  # by instance, so that a reconnect does not clear it
+        self.unfinished = unfinished
         self.pending: dict[tuple[int, bytes], PendingBlock] = {}
         self.ages = LatencyHistogram()
         """How long clients were at their stores, quarantine included."""
@@ -159,7 +159,7 @@ class Writes:
         self, lease: WriteLease, namespace: Namespace, fresh: dict[bytes, int], entry: int, block: PendingBlock | None
     ) -> int:
         """A frame and a pending block for each of `fresh`, below `entry` or `block`; returns for how many."""
-        most = self._most_frames(lease.owner, lease.frame_bytes)
+        most = self.unfinished.most_frames(lease)
         table, number, pending = namespace.table, namespace.number, self.pending
         frames = self._space.take_frames(namespace, min(len(fresh), most))
         for (key, place), frame in zip(fresh.items(), frames, strict=False):
@@ -172,20 +172,9 @@ class Writes:
                 self._space.index.pin(entry)
             if not table.windowed:
                 block = new
-        lease.writing += len(frames)
+        self.unfinished.count(lease, len(frames))
         namespace.use.pending_blocks += len(frames)
         return len(frames)
-
-    def _most_frames(self, owner: Owner, frame_bytes: int) -> int:
-        """How many frames this client may be given: what it writes to and what it left in quarantine are limited.
-
-        A client that stops for good keeps all of them. One frame it gets in any case, to get on at all.
-        """
-        if owner.internal:
-            return MAX_RESERVE
-        writing = sum(lease.writing * lease.frame_bytes for lease in owner.writes.values())
-        held = writing + self.quarantine_bytes.get(owner.instance, 0)
-        return max(0 if held else 1, (self.quarantine_limit_bytes - held) // frame_bytes)
 
     def _count(self, states: Sequence[BlockState], namespace: Namespace) -> None:
         counters = self._space.counters
@@ -207,8 +196,10 @@ class Writes:
         for block in blocks:
             if block is None:
                 continue
+            if block.phase is _WRITING and not self._is_whole(block):
+                self._drop(block)
             if block.phase is _WRITING:
-                lease.writing -= 1
+                self.unfinished.count(lease, -1)
                 block.phase = _HELD
                 complete.append(block)
             elif block.phase is _PHASE_DROPPED:
@@ -225,11 +216,7 @@ class Writes:
         lease = self._find(owner, lease_id)
         if lease is None:
             return
-        self._give_up(lease)
-        if finished:
-            self._finish(lease)
-        elif lease.writing:
-            self._space.counters.quarantines += 1
+        self._give_up(lease, finished)
 
     def fail(self, owner: Owner, lease_id: int, number: int) -> None:
         """The copy into one block has failed and ended: it is dropped, and what hangs below it."""
@@ -248,12 +235,10 @@ class Writes:
         block = lease.blocks.get(number) if lease is not None and not lease.over else None
         return block if block is not None and block.phase is BlockPhase.WRITING else None
 
-    def fail_unwritten(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> None:
-        """Drop those of `numbers` of which not every byte came as payload."""
-        for number in numbers:
-            block = self.writable_block(owner, lease_id, number)
-            if block is not None and block.written < self._space.namespaces[block.table.number].spec.block_bytes:
-                self.fail(owner, lease_id, number)
+    def _is_whole(self, block: PendingBlock) -> bool:
+        """Whether its writer can have written all of it. What did not come as payload is a former owner's."""
+        needed = self._space.namespaces[block.table.number].spec.block_bytes
+        return block.lease.owner.mapped or block.written >= needed
 
     def renew(self, lease: WriteLease, ttl_s: float) -> None:
         """Move the deadline of a live lease."""
@@ -261,9 +246,10 @@ class Writes:
         self._deadlines.add(lease.deadline_s, lease.lease_id)
 
     def _find(self, owner: Owner, lease_id: int) -> WriteLease | None:
-        """A live or quarantined lease of the same instance."""
+        """A live or quarantined lease of the same instance; those of the daemon itself are nobody else's."""
         lease = self.leases.get(lease_id) or self.quarantined.get(lease_id)
-        return lease if lease is not None and lease.owner.instance == owner.instance else None
+        same = lease is not None and lease.owner.same_engine(owner)
+        return lease if same else None
 
     def _publish(self, first: PendingBlock) -> None:
         """Make a complete block visible, then those that were held for it, as deep as they go.
@@ -356,13 +342,11 @@ class Writes:
             lease = self.leases.get(lease_id)
             if lease is not None and lease.deadline_s <= now_s:
                 self._space.counters.leases_expired += 1
-                self._space.counters.quarantines += 1
                 self._give_up(lease)
 
     def session_lost(self, owner: Owner) -> None:
         """The session is closed; its process may still be copying."""
         for lease in list(owner.writes.values()):
-            self._space.counters.quarantines += 1
             self._give_up(lease)
 
     def process_gone(self, owner: Owner) -> None:
@@ -374,26 +358,26 @@ class Writes:
         """Whether frames wait for this session's process to exit."""
         return any(lease.owner is owner for lease in self.quarantined.values())
 
-    def _give_up(self, lease: WriteLease) -> None:
-        """Nothing more of this lease is published; its frames wait in quarantine."""
+    def _give_up(self, lease: WriteLease, finished: bool = False) -> None:
+        """Nothing more of this lease is published; its frames wait in quarantine, unless its copies have `finished`.
+
+        Clients without the mapping have no copies: the daemon writes for them, and does so no more.
+        """
         if lease.over:
+            if finished:
+                self._finish(lease)
             return
-        lease.over = True
+        self.unfinished.give_up(lease)
         for block in lease.blocks.values():
             if block.phase is BlockPhase.WRITING:
                 self._drop(block)
         del self.leases[lease.lease_id], lease.owner.writes[lease.lease_id]
         self.quarantined[lease.lease_id] = lease
-        self._count_quarantine(lease, lease.writing)
+        if finished or not lease.owner.mapped:
+            self._finish(lease)
+            return
+        self._space.counters.quarantines += lease.writing > 0
         self._end_if_done(lease)
-
-    def _count_quarantine(self, lease: WriteLease, frames: int) -> None:
-        instance = lease.owner.instance
-        left = self.quarantine_bytes.get(instance, 0) + frames * lease.frame_bytes
-        if left:
-            self.quarantine_bytes[instance] = left
-        else:
-            self.quarantine_bytes.pop(instance, None)
 
     def _finish(self, lease: WriteLease) -> None:
         """All copies of a lease that is over have ended."""
@@ -406,9 +390,7 @@ class Writes:
         """A dropped block's frame, with which its writer is done."""
         if block.frame == NO_FRAME:
             return
-        if lease.over:
-            self._count_quarantine(lease, -1)
-        lease.writing -= 1
+        self.unfinished.count(lease, -1)
         self._space.allocator.give_back(block.frame)
         block.frame = NO_FRAME
 

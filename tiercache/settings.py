@@ -85,7 +85,8 @@ _TABLE = (
         "quarantine_per_client", "quarantine_per_client_bytes", QUARANTINE,
         "Frames of one client's unfinished stores that wait for proof that nobody writes to them any more; as much "
         "again of places on NVMe that it writes itself. "
-        "Beyond it the client's stores are refused; its loads go on. 0: a quarter of the arena, at least 64MiB.",
+        "Beyond it the client's stores are refused; its loads go on. 0: a quarter of the arena, at least 64MiB. Never "
+        "more than half of the arena for a client (a process, or a tenant of other hosts), and three quarters for all.",
     ),
     Setting(
         "group", "group", GROUP,

@@ -160,7 +160,7 @@ class Grants:
     ) -> tuple[list[int], bool]:
         """Free slots for the leading ones of `keys`; and if there is none, whether there may be one soon."""
         size_bytes = namespace.spec.frame_bytes
-        held_bytes = sum(grant.bytes for grant in self._all() if grant.owner.instance == owner.instance)
+        held_bytes = sum(grant.bytes for grant in self._all() if grant.owner.party == owner.party)
         most = max(0 if held_bytes else 1, (self._limit_bytes - held_bytes) // size_bytes)
         table, slots = shelf.table(namespace), list[int]()
         self._fairness.look_again()
@@ -236,7 +236,7 @@ class Grants:
     def _find(self, owner: Owner, lease_id: int) -> Grant | None:
         """A live or quarantined lease of the same instance."""
         grant = self.leases.get(lease_id) or self.quarantined.get(lease_id)
-        return grant if grant is not None and grant.owner.instance == owner.instance else None
+        return grant if grant is not None and grant.owner.same_engine(owner) else None
 
     # --- the ends of leases ----------------------------------------------------------------------
 

@@ -123,14 +123,14 @@ def test_an_expired_writer_keeps_its_frames_in_quarantine_until_it_says_so_or_is
     h.clock.now += 11
     h.cache.expire()
     h.check()
-    assert h.cache.writes.quarantine_bytes == {h.owner.instance: 8192}
+    assert h.cache.writes.unfinished.quarantined_bytes == 8192
     other = Owner(b"b" * 16)
     assert h.cache.reserve(other, ns, b"", chain(7), 10).states == [BlockState.NONE]
     assert h.cache.writes.commit(h.owner, got.lease_id, [0]) == [CommitState.DROPPED]
     assert h.cache.reserve(other, ns, b"", chain(7), 10).states == [BlockState.FRAME]
     h.cache.process_gone(h.owner)
     h.check()
-    assert h.cache.writes.quarantine_bytes == {}
+    assert h.cache.writes.unfinished.quarantined_bytes == 0
     assert h.length(ns, chain(1)) == 0
 
 

@@ -158,13 +158,15 @@ def test_batches_come_in_order_and_can_be_had_again(tmp_path: Path) -> None:
 
 def test_what_is_evicted_has_left(tmp_path: Path) -> None:
     with following(tmp_path, arena="2MiB") as (client, sub):
-        number, frames = client.namespace(1 << 18), 8
-        old = new_chain(frames)
-        store(client, number, old, range(frames))
+        number = client.namespace(1 << 18)  # eight frames, of which four may be written at a time
+        store(client, number, new_chain(4), range(4))
+        store(client, number, new_chain(4), range(10, 14))
         store(client, number, new_chain(2), [100, 101])
-        until(lambda: len(sub.all()) == 4)
-        removed = {"type": "BlockRemoved", "block_hashes": [7, 6], "medium": "CPU", "group_idx": 0}
-        assert sub.all() == [CLEARED, stored(range(frames)), removed, stored([100, 101])]
+        until(lambda: len(sub.all()) == 5)
+        cleared, *arrived = sub.all()
+        removed = {"type": "BlockRemoved", "block_hashes": [3, 2], "medium": "CPU", "group_idx": 0}
+        assert cleared == CLEARED
+        assert arrived == [stored(range(4)), stored(range(10, 14)), removed, stored([100, 101])]
 
 
 def test_a_flush_and_the_end_leave_nothing(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_slow_requests_say_what_took_the_time(caplog: pytest.LogCaptureFixture) 
 
     counters = Counters()
     slow = SlowRequests(0.1, counters)
-    session = Session(Hello(1, 1, bytes(16), "engine", 0, False), pid=7)
+    session = Session(Hello(1, 1, bytes(16), "engine", 0, False), "process 7", pid=7)
     request = Match(1, b"", 1, 0, [1], bytes(48))
     slow.queue_empty_ns = lambda: 0
     with caplog.at_level(logging.INFO, "tiercache.daemon"):

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import zmq
 from fault_processes import Daemon, wait_until
+from fault_tenants import Site, free_port
 
 import tiercache
 from tiercache import messages as m
@@ -28,35 +29,9 @@ SPEC = tiercache.NamespaceSpec(engine="remote/1", layout="x", dtype="uint8", blo
 KEYS = tiercache.KeyChain(tiercache.root_key("a model"), 4, range(16)).packed()  # of 4 blocks
 
 
-class Site:
-    """A daemon that listens on TCP, and the keys of two tenants."""
-
-    def __init__(self, folder: Path, port: int) -> None:
-        self.keys = folder / "keys"
-        self.port = port
-        make_server(self.keys)
-        for name in ("team-a", "team-b"):
-            make_client(self.keys, name, folder / f"{name}.toml")
-        self.flags = (
-            "--arena", "16MiB", "--region", "4MiB",
-            "--listen", f"tcp://127.0.0.1:{port}", "--curve-keys", str(self.keys),
-        )  # fmt: skip
-        self._folder = folder
-
-    def file(self, name: str) -> Path:
-        """The key file of a tenant."""
-        return self._folder / f"{name}.toml"
-
-    def address(self, name: str, port: int | None = None) -> str:
-        """How a tenant's client reaches the daemon."""
-        return f"tcp://127.0.0.1:{port or self.port}?key={self.file(name)}"
-
-
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    return Site(tmp_path, port)
+    return Site(tmp_path, free_port())
 
 
 @pytest.fixture

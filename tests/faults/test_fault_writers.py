@@ -230,16 +230,15 @@ def test_39_a_peer_cannot_lend_another_process_for_its_own(
 
 
 def test_12_the_quarantine_of_one_client_is_capped(
-    start_daemon: Callable[..., Daemon], connect: Callable[..., Peer]
+    start_daemon: Callable[..., Daemon], start_child: Callable[..., Child], connect: Callable[..., Peer]
 ) -> None:
     daemon = start_daemon("--arena", "4MiB", "--region", "2MiB", "--quarantine-per-client", "1MiB")
-    sinner, other = connect(daemon), connect(daemon)
+    sinner, other = start_child("peer", daemon, **SETTINGS), connect(daemon)
     lost = 0
     for number in range(6):
-        reserved = sinner.reserve(SPEC, chain(f"lost {number}", 2))
-        lost += list(reserved.states).count(m.BlockState.FRAME)
-        if reserved.lease:
-            sinner.ask(m.Abort, lease=reserved.lease, finished=False)
+        given = sinner.do("reserve", seed=f"lost {number}", blocks=2, ttl_ms=1)
+        lost += given["states"].count(m.BlockState.FRAME)
+        wait_until(lambda: other.stats()["leases"]["write"] == 0, "its lease is over")
     assert lost == 4, "a mebibyte is four frames"
     press(other, FRAMES - 4)
 

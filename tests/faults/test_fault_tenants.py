@@ -1,0 +1,128 @@
+"""Tenants that say what they like: none reads another's bytes, takes another's place, or learns of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from fault_blocks import spec_of
+from fault_peer import Peer
+from fault_processes import Daemon, wait_until
+from fault_tenants import Site, Tenant, free_port
+
+from tiercache import messages as m
+from tiercache.client import Client
+from tiercache.curve import make_client
+from tiercache.daemon.service import FOR_TENANTS
+
+MIB = 1 << 20
+VISIBLE, DROPPED = 0, 2
+FRAME = 2
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path, free_port())
+
+
+@pytest.fixture
+def tenant(site: Site, closing: ExitStack) -> Callable[..., Tenant]:
+    return lambda name, **settings: closing.enter_context(Tenant(site, name, **settings))
+
+
+def stats_of(daemon: Daemon) -> dict[str, Any]:
+    with Client.connect(daemon.run_dir, map_arena=False) as client:
+        return client.stats()
+
+
+@pytest.mark.parametrize("claim", [False, True])
+def test_frames_never_show_what_they_held_before(
+    site: Site, start_daemon: Callable[..., Daemon], tenant: Callable[..., Tenant], claim: bool
+) -> None:
+    """Whatever a client on another host says of a mapping: it has none, so what it did not send is not its block."""
+    start_daemon("--arena", "2MiB", "--region", "2MiB", *site.flags[4:])
+    secret = b"another tenant's KV " * (MIB // 20 + 1)
+    first, second = tenant("team-a"), tenant("team-b", map_arena=claim)
+    theirs, ours = first.namespace(MIB - 4000), second.namespace(MIB - 4000)
+    for _ in range(2):  # the whole arena
+        assert first.store(theirs, os.urandom(16), secret[: MIB - 4000]) == [VISIBLE]
+    for sent in (0, 1, MIB - 4001):
+        key = os.urandom(16)
+        lease, states = second.reserve(ours, key)  # evicts, and has the other one's frame
+        assert states == [FRAME]
+        if sent:
+            assert second.ask("write", lease, 0, 0, payload=b"x" * sent) == ["done"]
+        assert second.commit(lease) == [DROPPED]
+        assert second.load(ours, key, 4096) == b""
+    # A gap is not filled by what comes after it, and the rest of the frame behind the block is nobody's to read.
+    lease, _ = second.reserve(ours, key)
+    assert second.ask("write", lease, 0, 1, payload=b"x")[:2] == ["error", "bad_value"]
+    assert second.ask("write", lease, 0, 0, payload=b"y" * (MIB - 4000)) == ["done"]
+    assert second.commit(lease) == [VISIBLE]
+    assert second.load(ours, key, MIB - 4000) == b"y" * (MIB - 4000)
+    _, _, _, lease, *_ = second.ask("match", [ours], key, 20_000)
+    for offset, length in ((MIB - 4000, 1), (0, MIB - 3999), (-1, 1), (1 << 40, 1)):
+        assert second.ask("read", lease, ours, 0, offset, length)[:2] == ["error", "bad_value"]
+    assert second.ask("read", lease, ours, 1, 0, 1)[:2] == ["error", "bad_value"]
+    assert second.ask("read", lease, theirs, 0, 0, 1)[:2] == ["error", "unknown_namespace"]
+
+
+def test_a_client_of_this_host_without_a_mapping_commits_only_what_it_wrote(
+    daemon: Daemon, connect: Callable[..., Peer]
+) -> None:
+    peer = connect(daemon, map_arena=False)
+    assert peer.commit(peer.reserve(spec_of(), os.urandom(16)).lease, [0]) == [DROPPED]
+
+
+def test_what_tells_of_others_is_refused(
+    site: Site, start_daemon: Callable[..., Daemon], tenant: Callable[..., Tenant]
+) -> None:
+    daemon = start_daemon(*site.flags)
+    other = tenant("team-b")
+    number, key = other.namespace(4096), os.urandom(16)
+    fields: dict[type, tuple[Any, ...]] = {
+        m.Stats: (), m.Check: (), m.Inspect: ([], key), m.Pins: (), m.Specs: ([number],), m.Extents: (1, number, 0, 1),
+        m.BadExtent: (1, number, 0), m.ReserveExtents: (number, b"", key, 1000), m.CommitExtents: (1, b""),
+    }  # fmt: skip
+    # What is new is refused until it is said that tenants may ask it.
+    assert fields.keys() == set(get_args(m.AnyRequest)) - FOR_TENANTS
+    for kind, its in fields.items():
+        assert other.ask(kind.__struct_config__.tag, *its)[:2] == ["error", "forbidden"], kind
+    assert other.ask("flush", "all", [], b"")[:2] == ["error", "forbidden"]
+    assert daemon.run_dir not in str(other.welcome)
+
+
+def test_sessions_of_a_key_that_was_replaced_end(
+    site: Site, start_daemon: Callable[..., Daemon], tenant: Callable[..., Tenant], tmp_path: Path
+) -> None:
+    """The name is allowed as before, but not whom it was: a stolen key is locked out by a new one."""
+    start_daemon(*site.flags)
+    stolen = tenant("team-a")
+    assert stolen.ask("ping") == ["done"]
+    allowed = site.keys / "clients" / "team-a.toml"
+    allowed.unlink()
+    make_client(site.keys, "team-a", tmp_path / "new.toml")
+    wait_until(lambda: stolen.ask("ping")[:2] == ["error", "unknown_session"], "the session of the old key is cut")
+    site.file("team-a").unlink()
+    (tmp_path / "new.toml").rename(site.file("team-a"))
+    assert tenant("team-a").ask("ping") == ["done"]
+
+
+def test_a_process_has_one_quarantine_however_often_it_connects(
+    start_daemon: Callable[..., Daemon], connect: Callable[..., Peer]
+) -> None:
+    """Instances are the client's to choose, so they get it nothing; and a part of the arena is left to others."""
+    daemon = start_daemon("--arena", "16MiB", "--region", "16MiB", "--quarantine-per-client", "64MiB")
+    wait_until(lambda: stats_of(daemon)["arena"]["populated_bytes"] == 16 * MIB, "the arena is there")
+    for _ in range(6):
+        with Peer(daemon.run_dir, instance=os.urandom(16)) as peer:
+            peer.reserve(spec_of(65536), os.urandom(16 * 512))
+    arena = wait_until(lambda: (its := stats_of(daemon)["arena"])["quarantined_bytes"] and its, "stores are given up")
+    assert arena["quarantined_bytes"] <= 8 * MIB
+    health = stats_of(daemon)["health"]
+    assert health["state"] == "degraded"
+    assert f"wait in quarantine for process {os.getpid()} " in health["reasons"][0]
