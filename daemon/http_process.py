@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import threading
+import time
 
+from tiercache import listening
 from tiercache.config import DaemonConfig
+from tiercache.errors import ConfigError
 from tiercache.isolated import python_command
+from tiercache.setting_kinds import split_http
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 5.0
 """A child that lived so long has started well."""
 STOP_S = 2.0
+PATIENCE_S = 1.0
+"""The child of a daemon that was killed just now needs a moment to let go of the port."""
+_LOOK_S = 0.05
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -32,11 +40,15 @@ class HttpProcess:
     """
 
     def __init__(self, config: DaemonConfig) -> None:
+        """Raises ConfigError where the address cannot be had: now, and not in the child later."""
         self.problem = ""
+        # Ours for as long as we live, so that nobody else takes the port while a child is started again.
+        self._socket = _bound(config.http)
         self._command = python_command(
             "tiercache.http", str(config.run_dir), "--listen", config.http,
             "--log-level", config.log_level, "--log-format", config.log_format,
         )  # fmt: skip
+        self._command += ["--listen-fd", str(self._socket.fileno())]
         if config.http_allow_remote:
             self._command.append("--allow-remote")
         if config.http_hosts:
@@ -59,6 +71,7 @@ class HttpProcess:
             self._thread.join(STOP_S)
             self._child.kill()
         self._thread.join(STOP_S)
+        self._socket.close()
 
     def _watch(self) -> None:
         pause_s = FIRST_PAUSE_S
@@ -80,8 +93,8 @@ class HttpProcess:
                     return "was not wanted any more", False
                 # A session of its own: Control-C at a terminal is for the daemon, which ends it.
                 self._child = subprocess.Popen(
-                    [*self._command, "--parent-fd", str(its)], stdin=subprocess.DEVNULL, pass_fds=[its],
-                    start_new_session=True,
+                    [*self._command, "--parent-fd", str(its)], stdin=subprocess.DEVNULL,
+                    pass_fds=[its, self._socket.fileno()], start_new_session=True,
                 )  # fmt: skip
             try:
                 return f"ended with status {self._child.wait(STEADY_S)}", False
@@ -93,3 +106,15 @@ class HttpProcess:
         finally:
             os.close(its)
             os.close(ours)
+
+
+def _bound(address: str) -> socket.socket:
+    """A socket at the address. Blocks for a second at most. Raises ConfigError."""
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return listening.bind(*split_http(address), f"http = {address}")
+        except ConfigError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(_LOOK_S)

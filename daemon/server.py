@@ -84,7 +84,7 @@ class Server:
         if self.nvme is not None:
             self.nvme.attach(self.cache)
         self.recorder: Recorder | None = None
-        self.http = HttpProcess(config) if config.http else None
+        self.http: HttpProcess | None = None
         self.problem = ""
         self._working = False
         self._undrained_ticks = 0
@@ -135,6 +135,8 @@ class Server:
         config, endpoint = self.config, control_endpoint(self.config.run_dir)
         if self.events is not None:
             self.events.publisher.open()
+        if config.http:
+            self.http = HttpProcess(config)
         if config.record is not None:
             self.recorder = _make_recorder(config, self.clock)
 

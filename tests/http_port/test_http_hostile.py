@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
+from contextlib import ExitStack
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from http_helpers import TIMEOUT_S, connect, request, spec
+from http_helpers import TIMEOUT_S, connect, request, spec, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 import tiercache
+from tiercache.http.limits import MAX_CONNECTIONS
+from tiercache.http.server import ACCEPTED_AT_ONCE
 
 EVIL = 'x"} 1\ntiercache_up 0\n# HELP tiercache_up \\"'
 
@@ -62,6 +67,25 @@ def test_the_request_is_refused_and_the_next_one_answered(url: str, data: bytes,
     assert (said.split(b" ", 2)[1] if said else b"") in status, said[:200]
     assert b"Traceback" not in said
     assert request(f"{url}/healthz").status == 200
+
+
+def test_a_flood_of_connections_disables_nothing(
+    url: str, daemon: tiercache.LaunchedDaemon, client: tiercache.Client
+) -> None:
+    """They say nothing. Health is answered meanwhile, and no more stay than may."""
+    pid = next(one["pid"] for one in client.stats()["sessions"] if one["name"] == "http")
+    files = Path(f"/proc/{pid}/fd")
+    before, address = len(list(files.iterdir())), (urlsplit(url).hostname, urlsplit(url).port)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4000), hard), hard))
+    with ExitStack() as closing:
+        closing.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1500):
+            closing.enter_context(socket.create_connection(address, timeout=TIMEOUT_S))
+        assert request(f"{url}/healthz").status == 200
+        assert len(list(files.iterdir())) - before < MAX_CONNECTIONS + 4 * ACCEPTED_AT_ONCE
+    assert request(f"{url}/healthz").status == 200
+    wait_until(lambda: len(list(files.iterdir())) <= before + 1, "all of them are forgotten")
 
 
 def test_names_stay_names(url: str, daemon: tiercache.LaunchedDaemon) -> None:

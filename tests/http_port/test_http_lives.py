@@ -79,7 +79,7 @@ def test_it_is_started_again_when_it_dies(launched: Launch) -> None:
     second = url_in(Path(daemon.log), 2)
     wait_until(lambda: http_pid(daemon) not in (0, pid), "another one is connected")
     wait_until(lambda: request(f"{second}/readyz").status == 200, "it is ready")
-    assert first != second
+    assert first == second
     assert "the HTTP process ended with status -9: it is started again in 1 s" in Path(daemon.log).read_text()
 
 
@@ -147,18 +147,33 @@ def test_a_daemon_that_hangs_is_unhealthy(launched: Launch) -> None:
     wait_until(lambda: request(f"{url}/readyz").status == 200, "it is ready again")
 
 
-def test_a_port_that_is_taken_costs_no_cache(launched: Launch) -> None:
+def test_a_port_that_is_taken_is_said_at_the_start(launched: Launch) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        daemon = launched(f"127.0.0.1:{port}")
-        wait_until(lambda: stats(daemon)["health"]["reasons"], "the daemon says what is wrong")
-        assert stats(daemon)["health"]["reasons"] == [
-            "no HTTP at the moment: its process ended with status 2, and the log says why"
-        ]
-        assert f"127.0.0.1:{port} cannot be listened on: Address already in use" in Path(daemon.log).read_text()
-    wait_until(lambda: http_pid(daemon), "it is tried again")
-    assert url_in(Path(daemon.log)) == f"http://127.0.0.1:{port}"
-    wait_until(lambda: stats(daemon)["health"]["state"] == "ok", "all is well")
+        text = rf"http = 127\.0\.0\.1:{port} cannot be listened on: Address already in use: choose another"
+        with pytest.raises(DaemonUnavailable, match=text):
+            launched(f"127.0.0.1:{port}")
+    launched(f"127.0.0.1:{port}")
+
+
+def test_it_keeps_its_port_while_it_is_started_again(launched: Launch) -> None:
+    daemon = launched()
+    url = url_in(Path(daemon.log))
+    wait_until(lambda: http_pid(daemon), "it is connected")
+    os.kill(http_pid(daemon), signal.SIGKILL)
+    with pytest.raises(OSError, match="Address already in use"):
+        socket.create_server(("127.0.0.1", int(url.rpartition(":")[2]))).close()
+    assert url_in(Path(daemon.log), 2) == url
+
+
+def test_a_hangup_is_none_of_its_business(launched: Launch) -> None:
+    daemon = launched()
+    url = url_in(Path(daemon.log))
+    wait_until(lambda: http_pid(daemon), "it is connected")
+    pid = http_pid(daemon)
+    os.kill(pid, signal.SIGHUP)
+    assert request(f"{url}/healthz").status == 200
+    assert http_pid(daemon) == pid
 
 
 def test_other_hosts_are_let_in_only_if_that_is_said(launched: Launch) -> None:

@@ -52,6 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="auto", choices=["auto", "text", "json"])
     parser.add_argument("--parent-fd", type=int, help="end when this inherited pipe reaches its end of file")
+    parser.add_argument("--listen-fd", type=int, help="an inherited socket that is bound to the address")
     return parser
 
 
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"request_timeout: {error}") from None
         settings = HttpSettings(
             run_dir=args.run_dir or default_run_dir(), listen=args.listen, allow_remote=args.allow_remote,
-            hosts=args.hosts, request_s=request_s, parent_fd=args.parent_fd,
+            hosts=args.hosts, request_s=request_s, parent_fd=args.parent_fd, listen_fd=args.listen_fd,
         )  # fmt: skip
         return serve(settings)
     except TierCacheError as error:

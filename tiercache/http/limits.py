@@ -37,7 +37,10 @@ class LimitedConnection(H11Protocol):
             # Otherwise whoever opens so many and says nothing keeps out the probes that a pod lives by.
             silent = [one for one in self.connections if isinstance(one, LimitedConnection) and one._is_silent]
             if silent:
-                min(silent, key=lambda one: one._armed_s).transport.abort()
+                given_up = min(silent, key=lambda one: one._armed_s)
+                given_up.transport.abort()
+                # Its end is told later. Until then the next one too many must not choose it once more.
+                self.connections.discard(given_up)
             else:
                 self._refuse(503, "busy", f"{MAX_CONNECTIONS} connections are open: try again")
         self._arm()

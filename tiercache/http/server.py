@@ -17,12 +17,14 @@ from tiercache.client import Client
 from tiercache.errors import ConfigError
 from tiercache.http.app import build_app
 from tiercache.http.hosts import HostCheck, allowed_hosts
-from tiercache.http.limits import MAX_CONNECTIONS, MAX_HEADER_BYTES, LimitedConnection
+from tiercache.http.limits import MAX_HEADER_BYTES, LimitedConnection
 from tiercache.setting_kinds import hosts_problem, http_problem, split_http
 
 REQUEST_TIMEOUT_S = 2.0
 """Deadline of one request to the daemon: patient, since a slow daemon is no dead one."""
 KEEP_ALIVE_S = 5
+ACCEPTED_AT_ONCE = 8
+BACKLOG = 1024
 LAST_WORDS_S = 2
 _PR_SET_PDEATHSIG = 1
 
@@ -40,6 +42,7 @@ class HttpSettings:
         hosts: further names that requests may be for, with commas between them; see `hosts.allowed_hosts`.
         request_s: how long a request may take to come.
         parent_fd: end when this pipe reads end of file.
+        listen_fd: a socket that is bound already.
     """
 
     run_dir: Path
@@ -48,6 +51,7 @@ class HttpSettings:
     hosts: str = ""
     request_s: float = 30.0
     parent_fd: int | None = None
+    listen_fd: int | None = None
 
     def __post_init__(self) -> None:
         if problem := http_problem(self.listen, self.allow_remote):
@@ -63,12 +67,29 @@ def serve(settings: HttpSettings) -> int:
     if settings.parent_fd is not None:
         # Should our loop hang when the daemon is killed. The thread that started us lives as long as the daemon.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    with listening.bind(*split_http(settings.listen), settings.listen) as listener:
+    with _bound(settings) as listener:
         client = Client(settings.run_dir, name="http", map_arena=False, request_timeout_s=REQUEST_TIMEOUT_S)
         with client:
             client.start(0, required=False)
             asyncio.run(_run(settings, client, listener))
     return 0
+
+
+def _bound(settings: HttpSettings) -> socket.socket:
+    if settings.listen_fd is not None:
+        return socket.socket(fileno=settings.listen_fd)
+    return listening.bind(*split_http(settings.listen), settings.listen)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but a flood of connections is let in a few at a time, so that those beyond the limit are gone before."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # asyncio takes in as many connections in one go as its backlog is long. The kernel's is to be longer, since
+        # who finds it full comes again after a second.
+        for listener in sockets or []:
+            listener.listen(BACKLOG)
 
 
 async def _run(settings: HttpSettings, client: Client, listener: socket.socket) -> None:
@@ -79,8 +100,9 @@ async def _run(settings: HttpSettings, client: Client, listener: socket.socket) 
         HostCheck(app, allowed) if allowed else app, http=connection, ws="none", lifespan="off", log_config=None,
         log_level="error", access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WORDS_S, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        backlog=ACCEPTED_AT_ONCE,
     )  # fmt: skip
-    server = uvicorn.Server(config)
+    server = _Server(config)
 
     def stop() -> None:
         server.should_exit = True
@@ -92,9 +114,10 @@ async def _run(settings: HttpSettings, client: Client, listener: socket.socket) 
     # uvicorn raises the signals that it got once more when it has stopped: that must not kill this process.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop())
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there is nothing to read again here
     if settings.parent_fd is not None:
         asyncio.get_running_loop().add_reader(settings.parent_fd, orphaned, settings.parent_fd)
-    listening.listen(listener, MAX_CONNECTIONS, settings.listen)
+    listening.listen(listener, BACKLOG, settings.listen)
     host, port = listener.getsockname()[:2]
     logger.info("serving http://%s:%d for %s", f"[{host}]" if ":" in host else host, port, settings.run_dir)
     await server.serve(sockets=[listener])
