@@ -14,6 +14,7 @@ import queue
 import select
 import threading
 import time
+from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 _SYSTEMD_LEVELS = {"CRITICAL": 2, "ERROR": 3, "WARNING": 4, "INFO": 6, "DEBUG": 7}
@@ -52,9 +53,14 @@ def _one_line(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def rfc3339(unix_s: float) -> str:
+    """A time in UTC: `2026-11-22T17:14:03.125000Z`."""
+    return datetime.fromtimestamp(unix_s, timezone.utc).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        line = {"time_s": record.created, "level": record.levelname, "message": record.getMessage()}
+        line = {"time": rfc3339(record.created), "level": record.levelname, "message": record.getMessage()}
         line |= getattr(record, "fields", {})
         if record.exc_text:
             line["traceback"] = record.exc_text

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tiercache import __version__
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.histograms import build_histograms
+from tiercache.daemon.own_process import process_figures
 from tiercache.messages import Stats
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def _daemon(server: Server) -> dict[str, Any]:
         "uptime_s": time.monotonic() - server.started_s,
         "rss_bytes": rss,
         "rss_besides_arena_bytes": rss - shared,
+        **process_figures(),
         "policy": server.config.policy,
         **server.log_figures(),
     }

@@ -49,6 +49,7 @@ log = logging.getLogger("tiercache.daemon")
 
 CLOSE_S = 5.0
 FLUSH_S = 10.0
+LEAST_AMPLIFIED_BYTES = 64 << 20
 """After which a flush that some disk did not take note of is answered, with that."""
 PATIENCE_S = 30.0
 """How long nothing is written for the sake of directories that have not opened yet."""
@@ -409,10 +410,15 @@ class NvmeTier:
         """By directory: what histograms are taken from."""
         return {str(shelf.directory.path): shelf.queue for shelf in self._shelves}
 
-    def _write_amplification(self) -> float:
-        """Bytes that went to the disks, padding, lost writes and databases included, for each byte kept there."""
+    def _write_amplification(self) -> float | None:
+        """Bytes that went to the disks, padding, lost writes and databases included, for each byte kept there.
+
+        None while too little was written: a database of an idle daemon over nothing is no ratio.
+        """
+        if self._writes.written_bytes < LEAST_AMPLIFIED_BYTES:
+            return None
         disks = sum(shelf.queue.written_bytes + shelf.catalog.written_bytes for shelf in self._shelves)
-        return round(disks / max(1, self._writes.written_bytes), 4)
+        return round(disks / self._writes.written_bytes, 4)
 
     def reasons(self) -> list[str]:
         """What is not well, for `health`."""

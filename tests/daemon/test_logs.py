@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,11 @@ def test_lines_come_out_in_order_and_with_their_fields() -> None:
         log.handle(failed)
         log.stop()
         first, second = map(json.loads, read_lines(reader, 2))
-    assert first | {"time_s": 0} == {
-        "time_s": 0, "level": "INFO", "message": "3 blocks of engine", "event": "stored", "blocks": 3,
+    written = datetime.fromisoformat(first["time"].replace("Z", "+00:00"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", first["time"]), "RFC 3339, in UTC"
+    assert abs((written - datetime.now(timezone.utc)).total_seconds()) < 60
+    assert first | {"time": ""} == {
+        "time": "", "level": "INFO", "message": "3 blocks of engine", "event": "stored", "blocks": 3,
     }  # fmt: skip
     assert (second["message"], second["traceback"].splitlines()[-1]) == ("it failed", "ValueError: a bug")
 

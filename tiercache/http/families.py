@@ -25,241 +25,354 @@ class Family(NamedTuple):
     samples: Callable[[Tree], Samples]
     steps: Steps = Steps((), 1)
 
+    @property
+    def full_name(self) -> str:
+        """As it is exported: those of the process have the names that all programs give them."""
+        return self.name if self.name.startswith("process_") else PREFIX + self.name
+
 
 _NAMESPACE = ("namespace", "engine", "rank")
 _QUOTA = ("quota", "tier")
 
 COUNTERS = {
-    "match_requests": "Lookups, prefetches included.",
-    "match_blocks_asked": "Blocks looked up.",
-    "match_blocks_hit": "Blocks found in DRAM.",
-    "match_blocks_below": "Blocks found in the tier below, behind those in DRAM.",
-    "loads_good": "Read leases that were released as good.",
-    "loads_revoked": "Read leases that had been revoked when they were released: the load is a miss.",
-    "reserved_blocks": "Blocks for which a frame was given to a writer.",
-    "dedup_blocks": "Blocks that were offered and are here already, or on their way.",
-    "refused_blocks": "Blocks for which there was no frame.",
-    "refused_by_quota_blocks": "Those of them that a tenant's quota left no room for.",
-    "stored_blocks": "Blocks stored by clients and visible.",
-    "stored_bytes": "Their bytes.",
-    "dropped_blocks": "Blocks that were reserved and never became visible.",
-    "evicted_blocks": "Blocks evicted from DRAM.",
-    "flushed_blocks": "Blocks that a flush took.",
-    "flushes": "Flushes.",
-    "leases_expired": "Leases whose time was up.",
-    "quarantines": "Write leases that ended without a word that their copies have.",
-    "regions_drained": "Regions of the arena that were emptied for blocks of another size.",
-    "invariant_failures": "Contradictions in the index, or lists of keys that are no chain. 0 in a healthy system.",
-    "payload_bytes_read": "Bytes sent to clients that do not map the arena.",
-    "payload_bytes_written": "Bytes that such clients sent.",
-    "requests": "Requests, all of them.",
-    "requests_malformed": "Those that are no message of the protocol.",
-    "requests_refused": "Those answered with an error.",
-    "requests_expired": "Those read after their deadline.",
-    "requests_slow": "Those that took so long that the log has a line.",
-    "requests_failed": "Those at which the daemon failed: its log has a traceback.",
-    "sessions_opened": "Sessions of clients.",
-    "sessions_refused": "Clients that were not let in.",
-    "sessions_cut": "Sessions that the daemon ended.",
-    "handshakes_refused": "Connections of other hosts whose key is not allowed.",
-    "loop_stalls": "Times that the daemon did not run for more than a tenth of a second.",
-    "connections_refused": "Connections to the control socket beyond the limit.",
+    "match_requests": "Requests that looked up a prompt's blocks, including prefetches.",
+    "match_blocks_asked": "Blocks that clients looked up, including prefetches.",
+    "match_blocks_hit": "Blocks that were looked up and found in DRAM.",
+    "match_blocks_below": "Blocks that were looked up and found on NVMe, beyond those found in DRAM.",
+    "loads_good": "Loads that the daemon confirmed after the client had copied the blocks.",
+    "loads_revoked": "Loads that the daemon revoked before the client had copied the blocks; the client computes "
+    "them instead.",
+    "reserved_blocks": "Blocks for which a client was given a frame of the arena to write to.",
+    "dedup_blocks": "Blocks that a client offered and that were stored already, or were being stored by another "
+    "client.",
+    "refused_blocks": "Blocks that were not stored because no frame of the arena was free for them.",
+    "refused_by_quota_blocks": "Blocks that were not stored because the client's quota left no room; part of "
+    "refused_blocks.",
+    "stored_blocks": "Blocks that clients have stored in DRAM.",
+    "stored_bytes": "Bytes of the blocks that clients have stored in DRAM.",
+    "dropped_blocks": "Blocks whose store was begun and never finished.",
+    "evicted_blocks": "Blocks evicted from DRAM to make room; they may still be on NVMe.",
+    "flushed_blocks": "Blocks removed by `tiercache flush`.",
+    "flushes": "Calls of `tiercache flush`.",
+    "leases_expired": "Loads and stores that the daemon ended because the client did not renew them in time.",
+    "quarantines": "Stores whose client went away before it said that its copies had ended; their frames wait for "
+    "its process to exit.",
+    "regions_drained": "Regions of the arena that were emptied to hold blocks of another size.",
+    "invariant_failures": "Contradictions in the daemon's index, or keys from a client that form no chain; 0 in a "
+    "healthy system.",
+    "payload_bytes_read": "Bytes of blocks sent in messages to clients that do not share the arena's memory.",
+    "payload_bytes_written": "Bytes of blocks received in messages from clients that do not share the arena's memory.",
+    "requests": "Requests that the daemon received.",
+    "requests_malformed": "Requests that are no valid message of the protocol.",
+    "requests_refused": "Requests that were answered with an error.",
+    "requests_expired": "Requests that the daemon did not carry out because their deadline had passed.",
+    "requests_slow": "Requests that took longer than the setting slow_request; each has a line in the log.",
+    "requests_failed": "Requests during which the daemon itself failed; each has a traceback in the log. 0 in a "
+    "healthy system.",
+    "sessions_opened": "Connections that clients opened and the daemon accepted.",
+    "sessions_refused": "Connections that the daemon refused, for example beyond max_sessions or without a common "
+    "protocol version.",
+    "sessions_cut": "Connections that the daemon ended, for example of a client that did not read its replies.",
+    "handshakes_refused": "Connections from other hosts whose key is not among the allowed clients.",
+    "loop_stalls": "Times that the daemon's event loop stood still for more than 0.1 s, usually for want of a "
+    "processor.",
+    "connections_refused": "Connections to the control socket beyond its limit.",
 }
 """The daemon's counters, by their names in the stats."""
 
 _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("uptime_seconds", "Since the daemon was started.", ("daemon", "uptime_s")),
-    ("resident_bytes", "Memory of the daemon besides the arena.", ("daemon", "rss_besides_arena_bytes")),
-    ("arena_bytes", "Size of the arena that was asked for.", ("arena", "bytes")),
-    ("arena_populated_bytes", "What of it has its memory.", ("arena", "populated_bytes")),
-    ("arena_locked_bytes", "What of it is locked in memory.", ("arena", "locked_bytes")),
-    ("arena_used_bytes", "Frames in use.", ("arena", "used_bytes")),
-    ("arena_free_bytes", "What is left of the populated part.", ("arena", "free_bytes")),
-    ("arena_quarantined_bytes", "Frames that wait for the end of a writer.", ("arena", "quarantined_bytes")),
-    ("arena_regions", "Pieces that the arena is made of.", ("arena", "regions")),
-    ("pinned_bytes", "Bytes that pins keep.", ("pins", "bytes")),
+    ("uptime_seconds", "Seconds since the daemon started.", ("daemon", "uptime_s")),
     (
-        "nvme_write_budget_bytes_per_day", "How much may be written in a day; 0: no limit.",
+        "resident_bytes", "Physical memory of the daemon in bytes, without the arena.",
+        ("daemon", "rss_besides_arena_bytes"),
+    ),
+    ("arena_bytes", "Configured size of the arena, the memory for blocks in DRAM, in bytes.", ("arena", "bytes")),
+    ("arena_populated_bytes", "Bytes of the arena that have physical memory by now.", ("arena", "populated_bytes")),
+    (
+        "arena_locked_bytes", "Bytes of the arena that are locked in memory and cannot be swapped.",
+        ("arena", "locked_bytes"),
+    ),
+    ("arena_used_bytes", "Bytes of the arena in use by blocks and stores under way.", ("arena", "used_bytes")),
+    ("arena_free_bytes", "Bytes of the populated arena that are free.", ("arena", "free_bytes")),
+    (
+        "arena_quarantined_bytes",
+        "Bytes of the arena that stay unused until the process of a client that broke off a store has exited.",
+        ("arena", "quarantined_bytes"),
+    ),
+    ("arena_regions", "Regions that the arena is made of.", ("arena", "regions")),
+    ("pinned_bytes", "Bytes of the arena that `tiercache pin` keeps from eviction.", ("pins", "bytes")),
+    (
+        "nvme_write_budget_bytes_per_day",
+        "Bytes that may be written to NVMe in a day (nvme_write_budget); 0 means no limit.",
         ("tiers", "nvme", "write_budget_bytes_per_day"),
     ),
-    ("nvme_write_budget_left_ratio", "What is left of two hours' worth of it.", ("tiers", "nvme", "write_budget_left")),
     (
-        "nvme_write_amplification_ratio", "Bytes written to disks for each byte of a block kept there.",
+        "nvme_write_budget_left_ratio",
+        "Part of the write budget of two hours that is left, 0 to 1; near 0 only blocks that were asked for twice are "
+        "written.",
+        ("tiers", "nvme", "write_budget_left"),
+    ),
+    (
+        "nvme_write_amplification_ratio",
+        "Bytes written to disks, the index included, for each byte of a block kept there; missing until 64 MiB of "
+        "blocks are written.",
         ("tiers", "nvme", "write_amplification"),
     ),
-    ("nvme_promotion_in_flight_bytes", "Reads under way for DRAM.", ("tiers", "nvme", "promotion_in_flight_bytes")),
-    ("nvme_write_in_flight_bytes", "Writes under way.", ("tiers", "nvme", "write_in_flight_bytes")),
+    (
+        "nvme_promotion_in_flight_bytes", "Bytes being read from NVMe into DRAM now.",
+        ("tiers", "nvme", "promotion_in_flight_bytes"),
+    ),
+    ("nvme_write_in_flight_bytes", "Bytes being written to NVMe now.", ("tiers", "nvme", "write_in_flight_bytes")),
 )  # fmt: skip
 
 _TIER_COUNTERS = {
-    "written_blocks": "Blocks written from DRAM.",
-    "promoted_blocks": "Blocks read into DRAM.",
-    "direct_blocks": "Blocks that clients read there themselves.",
-    "direct_stored_blocks": "Blocks that clients wrote there themselves.",
-    "bad_blocks": "Blocks that failed their checksum when somebody wanted them, and were dropped.",
-    "failed_reads": "Reads that a disk failed.",
-    "write_failed_blocks": "Blocks that could not be written.",
+    "written_blocks": "Blocks written from DRAM to this tier.",
+    "promoted_blocks": "Blocks read from this tier into DRAM.",
+    "direct_blocks": "Blocks that clients read from this tier's disks themselves (GPUDirect).",
+    "direct_stored_blocks": "Blocks that clients wrote to this tier's disks themselves (GPUDirect).",
+    "bad_blocks": "Blocks of this tier that failed their checksum when they were read, and were dropped.",
+    "failed_reads": "Reads of blocks of this tier that a disk failed.",
+    "write_failed_blocks": "Blocks that could not be written to this tier.",
 }
 
 
 _STATE = (
-    Family("gauge", "up", (), "1 when the daemon answers; without it nothing else is here.", lambda tree: ()),
     Family(
-        "gauge", "build_info", ("version",), "The daemon's version.",
+        "gauge", "up", (), "1 if the daemon answers, 0 if only its HTTP process does; then there are no other metrics.",
+        lambda tree: (),
+    ),
+    Family(
+        "gauge", "build_info", ("version",), "Always 1; the label has the daemon's version.",
         lambda tree: [((tree["daemon"]["version"],), 1)],
     ),
     Family(
-        "gauge", "healthy", (), "0 when there is a reason to look.",
+        "gauge", "healthy", (), "1 if nothing is wrong, 0 if health_problems and health_reason_info say what is.",
         lambda tree: [((), int(tree["health"]["state"] == "ok"))],
     ),
     Family(
-        "gauge", "health_problems", ("part",), "What is not well in each part of the daemon, counted.",
+        "gauge", "health_problems", ("part",), "Problems that each part of the daemon has now; 0 if it is well.",
         lambda tree: (((part,), count) for part, count in tree["health"]["parts"].items()),
     ),
-    Family("gauge", "health_reason_info", ("reason",), f"Why, in words (the first {read.MAX_REASONS}).", read.reasons),
+    Family(
+        "gauge", "health_reason_info", ("reason",),
+        f"Always 1 for each problem that there is now, in words (the first {read.MAX_REASONS}).", read.reasons,
+    ),
     *(Family("gauge", name, (), text, read.at(*path)) for name, text, path in _GAUGES),
     Family(
-        "gauge", "sessions", (), "Clients that are connected (up to 256).",
+        "gauge", "sessions", (), "Clients connected now, with the daemon's HTTP process and the commands (up to 256).",
         lambda tree: [((), len(tree["sessions"]))],
+    ),
+    Family(
+        "gauge", "engines", (), "Clients connected now, without the daemon's HTTP process and the commands.",
+        read.engines,
     ),
 )  # fmt: skip
 _TRAFFIC = (
     Family(
-        "histogram", "request_seconds", ("request",), "In the daemon, from decoding to the encoded reply.",
+        "histogram", "request_seconds", ("request",),
+        "Time the daemon took for a request, in seconds, from decoding it to its encoded reply.",
         read.histogram("request_ns", "request"), read.seconds(10_000, 10 * read.NS),
     ),
     Family(
-        "histogram", "match_asked_tokens", (), "Tokens that a lookup asked for.",
+        "histogram", "match_asked_tokens", (), "Tokens that one lookup asked for.",
         read.histogram("asked_tokens"), read.powers(4, 20),
     ),
     Family(
-        "histogram", "match_hit_tokens", (), "Tokens that it found, in all tiers together.",
+        "histogram", "match_hit_tokens", (), "Tokens that one lookup found, in all tiers together.",
         read.histogram("hit_tokens"), read.powers(4, 20),
     ),
     Family(
-        "counter", "asked_tokens_total", (), "Tokens looked up, without those of prefetches.",
+        "counter", "asked_tokens_total", (), "Tokens of prompts that engines looked up, without prefetches.",
         read.at("traffic", "asked_tokens"),
     ),
     Family(
-        "counter", "hit_tokens_total", ("tier",), "Those found, by tier: over `asked_tokens_total` it is the hit rate.",
+        "counter", "hit_tokens_total", ("tier",),
+        "Tokens of prompts that were found, by tier; divided by asked_tokens_total it is the hit rate.",
         read.hit_tokens,
     ),
     Family(
-        "counter", "hit_blocks_total", ("tier",), "Blocks found, by tier: over `match_blocks_asked_total`.",
-        read.hit_blocks,
+        "counter", "hit_blocks_total", ("tier",), "Blocks that were looked up and found, by tier.", read.hit_blocks,
     ),
     Family(
         "counter", "moved_bytes_total", ("tier", "direction"),
-        "Bytes of blocks `in` to a tier and `out` of it. Out of DRAM: of frames that were named to readers.",
+        "Bytes of blocks moved into a tier (in) and out of it (out). Out of DRAM: bytes named to clients that copy "
+        "them.",
         read.moved,
     ),
     Family(
-        "gauge", "leases", ("kind",), "Leases that are open (`read`, `write`), and writes in quarantine.",
+        "gauge", "leases", ("kind",),
+        "Loads (read) and stores (write) under way, and stores in quarantine (quarantined).",
         lambda tree: (((kind,), tree["leases"][kind]) for kind in ("read", "write", "quarantined")),
     ),
     Family(
-        "histogram", "lease_seconds", ("kind",), "How long leases had been open when they ended.",
+        "histogram", "lease_seconds", ("kind",),
+        "How long a load (read) or store (write) had been under way when it ended, in seconds.",
         read.histogram("lease_ns", "kind"), read.seconds(100_000, 1000 * read.NS),
     ),
     Family(
         "gauge", "queue_depth", ("queue", "directory"),
-        "What waits: requests for blocks on their way up, blocks for their writers, blocks to be written, operations "
-        "for each disk and those it is at.", read.queues,
+        "What waits now: requests for blocks that come up from NVMe (parked_requests), blocks being stored "
+        "(pending_blocks), blocks to be written to NVMe (write_behind), and for each disk operations that wait "
+        "(disk_...) and run (disk_running).",
+        read.queues,
     ),
 )  # fmt: skip
 _TIERS = (
-    Family("gauge", "tier_blocks", ("tier",), "Blocks in a tier.", read.each_tier("blocks")),
-    Family("gauge", "tier_bytes", ("tier",), "Their bytes.", read.each_tier("bytes")),
-    Family("gauge", "tier_capacity_bytes", ("tier",), "Bytes that fit.", read.each_tier("capacity_bytes")),
-    Family("counter", "tier_evicted_blocks_total", ("tier",), "Blocks evicted to make room.", read.evicted),
+    Family("gauge", "tier_blocks", ("tier",), "Blocks that a tier holds now.", read.each_tier("blocks")),
+    Family("gauge", "tier_bytes", ("tier",), "Bytes of the blocks that a tier holds now.", read.each_tier("bytes")),
+    Family(
+        "gauge", "tier_capacity_bytes", ("tier",), "Bytes of blocks that a tier can hold.",
+        read.each_tier("capacity_bytes"),
+    ),
+    Family(
+        "counter", "tier_evicted_blocks_total", ("tier",),
+        "Blocks evicted from a tier to make room for others.",
+        read.evicted
+    ),
     *(
         Family("counter", f"tier_{name}_total", ("tier",), text, read.each_tier(name))
         for name, text in _TIER_COUNTERS.items()
     ),
     Family(
-        "counter", "tier_skipped_blocks_total", ("reason",), "Blocks that were not written to NVMe, and why.",
+        "counter", "tier_skipped_blocks_total", ("reason",), "Blocks that were not written to NVMe, by reason.",
         read.skipped,
     ),
 )  # fmt: skip
 _DISKS = (
     Family(
         "histogram", "promotion_seconds", ("directory", "urgency"),
-        "A block from NVMe into DRAM: waiting, reading, checksum. `load`: somebody waits for it; else `prefetch`.",
+        "Time to bring a block from NVMe into DRAM, in seconds: waiting, reading, checksum; urgency is load if a "
+        "client waits, else prefetch.",
         read.histogram("promotion_ns", "directory", "urgency"), read.seconds(10_000, 10 * read.NS),
     ),
     Family(
-        "histogram", "demotion_seconds", ("directory",), "A block from DRAM to NVMe, likewise.",
+        "histogram", "demotion_seconds", ("directory",),
+        "Time to write a block from DRAM to NVMe, in seconds: waiting and writing.",
         read.histogram("demotion_ns", "directory"), read.seconds(10_000, 10 * read.NS),
     ),
     Family(
         "histogram", "disk_call_seconds", ("directory", "call"),
-        "In the system calls of one run of blocks that adjoin; `read` or `write`.",
+        "Time of one system call that reads or writes adjoining blocks, in seconds.",
         read.histogram("disk_call_ns", "directory", "call"), read.seconds(10_000, 10 * read.NS),
     ),
     Family(
-        "histogram", "disk_call_bytes", ("directory", "call"), "What these moved.",
+        "histogram", "disk_call_bytes", ("directory", "call"),
+        "Bytes moved by one system call that reads or writes adjoining blocks.",
         read.histogram("disk_call_bytes", "directory", "call"), read.powers(12, 24),
     ),
     Family(
-        "gauge", "disk_oldest_seconds", ("directory",), "How long the oldest operation has been with the disk.",
+        "gauge", "disk_oldest_seconds", ("directory",),
+        "Age of the oldest operation that a disk has not finished, in seconds; it grows while the disk hangs.",
         read.each_directory("oldest_age_s"),
     ),
     Family(
-        "counter", "disk_checksum_failures_total", ("directory",), "Blocks read that are not what was stored.",
+        "counter", "disk_checksum_failures_total", ("directory",),
+        "Blocks read from a directory whose bytes are not those that were written; they were dropped.",
         read.each_directory("checksum_failures"),
     ),
-    Family("counter", "disk_errors_total", ("directory", "errno"), "Operations that a disk failed.", read.errors),
+    Family(
+        "counter", "disk_failures_total", ("directory",),
+        "Reads and writes of blocks that a disk failed, for any reason.",
+        read.failures,
+    ),
+    Family(
+        "counter", "disk_errors_total", ("directory", "errno"),
+        "Reads and writes of blocks that a disk failed, by error number; only errors that have happened are listed.",
+        read.errors,
+    ),
 )  # fmt: skip
 _NAMESPACES = (
     Family(
-        "gauge", "namespaces", (), "Namespaces that are registered (up to 1024).",
+        "gauge", "namespaces", (), "Namespaces (model, layout and rank) that clients have registered (up to 1024).",
         lambda tree: [((), len(tree["namespaces"]))],
     ),
     Family(
         "gauge", "namespace_blocks", (*_NAMESPACE, "tier"),
-        f"Blocks of a namespace: of the {read.MAX_NAMESPACES} that have most or are asked for most.",
+        f"Blocks of a namespace in a tier now, for the {read.MAX_NAMESPACES} namespaces with most blocks and lookups.",
         read.namespaces(read.blocks_by_tier),
     ),
-    Family("gauge", "namespace_bytes", (*_NAMESPACE, "tier"), "Their bytes.", read.namespaces(read.bytes_by_tier)),
     Family(
-        "counter", "namespace_asked_blocks_total", _NAMESPACE, "Blocks looked up.", read.namespaces(read.asked_blocks)
+        "gauge", "namespace_bytes", (*_NAMESPACE, "tier"), "Bytes of the blocks of a namespace in a tier now.",
+        read.namespaces(read.bytes_by_tier),
     ),
     Family(
-        "counter", "namespace_hit_blocks_total", (*_NAMESPACE, "tier"), "Those found.",
-        read.namespaces(read.hits_by_tier),
+        "counter", "namespace_asked_blocks_total", _NAMESPACE, "Blocks of a namespace that were looked up.",
+        read.namespaces(read.asked_blocks),
+    ),
+    Family(
+        "counter", "namespace_hit_blocks_total", (*_NAMESPACE, "tier"),
+        "Blocks of a namespace that were looked up and found in a tier.", read.namespaces(read.hits_by_tier),
     ),
     Family(
         "gauge", "quota_bytes", _QUOTA,
-        f"What a tenant or namespace with a quota may have (the first {read.MAX_QUOTAS}).", read.quotas("limit_bytes"),
+        f"Bytes that a tenant or namespace with a quota may have in a tier (the first {read.MAX_QUOTAS} quotas).",
+        read.quotas("limit_bytes"),
     ),
-    Family("gauge", "quota_used_bytes", _QUOTA, "What it has.", read.quotas("used_bytes")),
+    Family(
+        "gauge", "quota_used_bytes", _QUOTA, "Bytes that a tenant or namespace with a quota has in a tier now.",
+        read.quotas("used_bytes"),
+    ),
     Family(
         "counter", "quota_refused_blocks_total", _QUOTA,
-        "Blocks that were not stored there because nothing more of its own could go.", read.quotas("refused_blocks"),
+        "Blocks that were not stored because their quota was used up and none of its own blocks could be evicted.",
+        read.quotas("refused_blocks"),
     ),
 )  # fmt: skip
 
 _HINTS = (
     Family(
-        "counter", "hints_total", ("said",), "What hints of clients said; one may say several things.",
+        "counter", "hints_total", ("said",),
+        "Hints from clients: the session is over (done), comes back (returning), expires (ttl), or has a priority.",
         read.hints("done", "returning", "ttl", "priority"),
     ),
     Family(
-        "counter", "hint_expired_blocks_total", (), "Blocks that were evicted because the time of a hint was up.",
+        "counter", "hint_expired_blocks_total", (), "Blocks evicted because the time that a hint gave them was over.",
         read.at("hints", "expired_blocks"),
     ),
     Family(
-        "counter", "hint_ahead_blocks_total", (), "Blocks brought up to DRAM shortly before a client was to be back.",
+        "counter", "hint_ahead_blocks_total", (),
+        "Blocks brought from NVMe to DRAM shortly before a hint said they would be needed.",
         read.at("hints", "ahead_blocks"),
     ),
     Family(
-        "gauge", "hint_kept_blocks", ("why",), "Blocks that are kept for a client to be back, or of high priority.",
+        "gauge", "hint_kept_blocks", ("why",),
+        "Blocks kept now because a hint says that the client comes back (awaited), or that they matter more (high).",
         read.hints("awaited_blocks", "high_blocks"),
     ),
 )  # fmt: skip
 
+_PROCESS = (
+    Family(
+        "counter", "process_cpu_seconds_total", (),
+        "Processor time that the daemon has used, user and system, in seconds.",
+        read.at("daemon", "cpu_s"),
+    ),
+    Family(
+        "gauge", "process_start_time_seconds", (), "When the daemon started, in seconds since 1970 (UTC).",
+        read.at("daemon", "start_time_s"),
+    ),
+    Family(
+        "gauge", "process_resident_memory_bytes", (), "Physical memory of the daemon in bytes, the arena included.",
+        read.at("daemon", "rss_bytes"),
+    ),
+    Family(
+        "gauge", "process_virtual_memory_bytes", (), "Address space of the daemon in bytes.", read.at("daemon",
+        "vm_bytes"),
+    ),
+    Family(
+        "gauge", "process_open_fds", (), "File descriptors that the daemon has open.", read.at("daemon",
+        "open_fds"),
+    ),
+    Family(
+        "gauge", "process_max_fds", (), "File descriptors that the daemon may have open.", read.at("daemon",
+        "max_fds"),
+    ),
+)  # fmt: skip
+"""Under the names that every dashboard looks for. Of the daemon, which says them itself: this process may be in another
+PID namespace, where prometheus_client's collector would read of somebody else."""
+
 FAMILIES: tuple[Family, ...] = (
-    *_STATE, *_TRAFFIC, *_TIERS, *_DISKS, *_NAMESPACES, *_HINTS,
+    *_STATE, *_TRAFFIC, *_TIERS, *_DISKS, *_NAMESPACES, *_HINTS, *_PROCESS,
     *(Family("counter", f"{name}_total", (), text, read.at("counters", name)) for name, text in COUNTERS.items()),
 )  # fmt: skip
 
@@ -269,7 +382,7 @@ def table() -> str:
     lines = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
     for family in FAMILIES:
         labels = ", ".join(f"`{label}`" for label in family.labels)
-        lines.append(f"| `{PREFIX}{family.name}` | {family.kind} | {labels} | {family.text} |")
+        lines.append(f"| `{family.full_name}` | {family.kind} | {labels} | {family.text} |")
     return "\n".join(lines)
 
 

@@ -14,6 +14,8 @@ from tiercache.daemon.traffic import PROBE_ENGINE
 MAX_NAMESPACES = 32
 """Those with the most blocks asked for and stored have metrics of their own."""
 MAX_QUOTAS = 64
+OWN_CLIENTS = ("http", "tiercache-cli")
+"""Names of the sessions of this process and of the commands."""
 MAX_REASONS = 16
 MAX_REASON_CHARS = 200
 NS = 1_000_000_000
@@ -50,7 +52,8 @@ def at(*path: str) -> Callable[[Tree], Samples]:
             if not isinstance(value, Mapping) or name not in value:
                 return
             value = value[name]
-        yield (), value
+        if value is not None:
+            yield (), value
 
     return samples
 
@@ -145,6 +148,17 @@ def skipped(tree: Tree) -> Samples:
     for name, value in _nvme(tree).items():
         if name.startswith("skipped_"):
             yield (name.removeprefix("skipped_"),), value
+
+
+def failures(tree: Tree) -> Samples:
+    """By directory, with 0 from the start: a counter that is born at 1 never rises for Prometheus."""
+    for its in _directories(tree):
+        yield (its["path"],), sum(its["errors"].values())
+
+
+def engines(tree: Tree) -> Samples:
+    """Clients that are none of ours."""
+    yield (), sum(1 for one in tree["sessions"] if one["name"] not in OWN_CLIENTS)
 
 
 def errors(tree: Tree) -> Samples:

@@ -251,9 +251,12 @@ def test_a_chain_that_was_flushed_and_stored_again_keeps_no_old_tail(tmp_path: P
     play(scenario)
 
 
-def test_write_amplification_counts_blocks_and_database(tmp_path: Path) -> None:
+def test_write_amplification_counts_blocks_and_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
+        assert rig.tier.stats()["write_amplification"] is None, "of an idle daemon there is none"
+        monkeypatch.setattr("tiercache.daemon.nvme.tier.LEAST_AMPLIFIED_BYTES", 1)
+        assert rig.tier.stats()["write_amplification"] is None
         rig.store(rig.namespace(), keys_of("a", 40))
         await rig.settled()
         stats = rig.tier.stats()
