@@ -22,6 +22,7 @@ import tiercache
 from tiercache.errors import DaemonUnavailable
 from tiercache.http import history
 from tiercache.http.app import build_app
+from tiercache.messages import ModelCard, ModelList
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -52,17 +53,24 @@ class Told:
 
     def __init__(self, tree: dict[str, Any]) -> None:
         self.tree: dict[str, Any] | None = tree
+        self.models: list[ModelCard] = []
 
     def stats(self, **wanted: Any) -> dict[str, Any]:
         if self.tree is None:
             raise DaemonUnavailable("no daemon answers at /run/x")
         return self.tree
 
+    def session(self) -> Told:
+        return self
+
+    def call(self, *wanted: Any) -> ModelList:
+        return ModelList(0, 0, self.models, {})
+
 
 @pytest.fixture
 def told(client: tiercache.Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Told]]:
     """The real app on a port, in front of a client that tells whatever it is given."""
-    monkeypatch.setattr(history, "HOT_EVERY_S", 0.0)
+    monkeypatch.setattr(history, "SLOW_EVERY_S", 0.0)
     nothing = {"hot_prefixes": [], "namespaces": [], "what_if": {"curve": []}}
     story = Told({**client.stats(histograms=True, hot_prefixes=32), **nothing})
     config = uvicorn.Config(build_app(story, 30.0), lifespan="off", log_level="error")  # type: ignore[arg-type]
@@ -112,14 +120,35 @@ def test_charts_and_tables_have_what_happened(browser: Browser, url: str, client
 
 
 def test_before_anything_happened_it_says_so(browser: Browser, told: tuple[str, Told]) -> None:
-    browser.open(told[0])
+    url, story = told
+    browser.open(url)
     browser.wait(LIVE, "it is connected")
     text = browser.words()
     for words in (
         "Nothing has been looked up", "No disk has been used", "Not enough data yet", "No prefix has been hit yet",
-        "No engine has stored anything yet", "not configured",
+        "No engine has stored anything yet", "not configured", "Connect an engine",
     ):  # fmt: skip
         assert words in text
+    assert story.tree is not None
+    run_dir = story.tree["daemon"]["run_dir"]
+    assert f'"kv_connector_extra_config": {{"address": "{run_dir}"}}' in text
+    assert f"tiercache serve MODEL_DIR --daemon {run_dir}" in text
+
+
+def test_models_and_tenants_have_names(browser: Browser, url: str, client: tiercache.Client) -> None:
+    card = ModelCard(["Qwen3-8B", "qwen"], bytes(16), [spec().fingerprint()], 16)
+    with connect(client.address, spec()) as connector:
+        connector.client.announce([card])
+        traffic(connector, "named")
+        browser.open(url)
+        browser.wait_for_text("Qwen3-8B")
+        heads, row = (
+            browser.run(f"return [...document.querySelectorAll('#namespaces {place} > *')].map((one) => one.innerText)")
+            for place in ("thead tr", "tbody tr")
+        )
+        told = dict(zip(heads, row, strict=True))
+        assert (told["Model"], told["Tenant"]) == ("Qwen3-8B", "–")
+        assert browser.run("return document.querySelector('#connect').hidden") is True
 
 
 def test_prefixes_stand_below_each_other_and_sizes_on_a_curve(browser: Browser, told: tuple[str, Told]) -> None:
@@ -161,7 +190,7 @@ def test_what_clients_name_is_text(browser: Browser, told: tuple[str, Told]) -> 
     story.tree.update(sessions=[session], health={"state": "degraded", "reasons": [evil], "parts": {}})
     story.tree["daemon"]["run_dir"] = evil
     browser.open(url)
-    browser.wait(f"return document.body.innerText.split({json.dumps(evil)}).length === 4", "it is there three times")
+    browser.wait(f"return document.body.innerText.split({json.dumps(evil)}).length === 6", "it is there five times")
     assert browser.run("return document.title") == "tiercache"
     assert all(one.startswith((url, "data:")) for one in browser.urls())
 
@@ -175,7 +204,7 @@ def test_a_page_opened_later_shows_the_past(browser: Browser, told: tuple[str, T
         story.tree["traffic"] = {**story.tree["traffic"], "asked_tokens": story.tree["traffic"]["asked_tokens"] + 10}
         return len(request(f"{url}/v1/history?after=0&life={life}").tree["samples"])
 
-    wait_until(lambda: asked_for() >= 4, "there is a past")
+    wait_until(lambda: asked_for() >= 5, "there is a past")
     browser.open(url)
     browser.wait(LIVE, "it is connected")
     line = browser.run("return document.querySelector('path.series')?.getAttribute('d') ?? ''")
@@ -233,6 +262,69 @@ def test_it_fits_the_screen(browser: Browser, told: tuple[str, Told], width: int
     places = "[...document.querySelectorAll('#charts .card')].map((one) => one.offsetLeft)"
     columns = browser.run(f"return new Set({places}).size")
     assert columns == (1 if width == 375 else 3)
+
+
+def test_many_prefixes_do_not_lengthen_the_page(browser: Browser, told: tuple[str, Told]) -> None:
+    url, story = told
+    assert story.tree is not None
+    story.tree["hot_prefixes"] = [
+        {"namespace": "f" * 32, "name": f"{number:08x}", "parent": number - 1 if number else None, "blocks": 4,
+         "tokens": 64, "bytes": 1 << 20, "dram_blocks": 3, "hits": 100.0 - number}
+        for number in range(32)
+    ]  # fmt: skip
+    browser.open(url)
+    browser.wait_for_text("0000001f")
+    bottom = "document.querySelector('footer').getBoundingClientRect().bottom + window.scrollY"
+    assert browser.run(f"return document.documentElement.scrollHeight - ({bottom})") <= 32
+
+
+def test_no_two_marks_of_an_axis_have_the_same_text(browser: Browser, told: tuple[str, Told]) -> None:
+    url, _ = told
+    browser.open(url)
+    browser.wait(LIVE, "it is connected")
+    # Minutes of a past that no test waits for, in charts as wide as those of a large screen.
+    script = """return (async () => {
+        const { TimeChart } = await import('/static/chart.js');
+        const told = {};
+        for (const seconds of [60, 100, 170, 200, 300, 700, 1800]) {
+          const figure = document.createElement('figure');
+          figure.style.width = '1100px';
+          document.body.append(figure);
+          const chart = new TimeChart(figure, { title: 'x', series: [], max: 1, format: String, empty: '' });
+          chart.update([], 1.7e9, 1.7e9 + seconds);
+          told[seconds] = [...figure.querySelector('svg').querySelectorAll('.time')].map((one) => one.textContent);
+        }
+        return told;
+    })()"""
+    for seconds, texts in browser.run(script).items():
+        assert len(texts) >= 3, seconds
+        assert len(set(texts)) == len(texts), (seconds, texts)
+
+
+def test_the_headline_says_what_its_chart_says(browser: Browser, url: str, client: tiercache.Client) -> None:
+    with connect(client.address, spec()) as connector:
+        traffic(connector, "headline")
+        browser.open(url)
+        browser.wait("return /s at worst/.test(document.querySelector('#tiles').innerText)", "a match was timed")
+        script = """
+            const all = (kind) => [...document.querySelectorAll(kind)];
+            const named = (kind, name) => all(kind).find((one) => one.innerText.startsWith(name));
+            const tile = named('.tile', 'Lookup p99'), chart = named('#charts figure', 'Lookups');
+            return [tile.querySelector('dd').textContent, chart.querySelectorAll('.legend b')[1].textContent];
+        """
+        headline, legend = browser.run(script)
+        assert headline == legend != "–"
+
+
+def test_a_table_that_goes_on_beyond_the_edge_shows_that(browser: Browser, url: str, client: tiercache.Client) -> None:
+    browser.resize(375, 900)
+    with connect(client.address, spec()) as connector:
+        traffic(connector, "phone")
+        browser.open(url)
+        browser.wait_for_text(spec().fingerprint()[:8])
+        script = "return [at.scrollWidth > at.clientWidth, getComputedStyle(at).backgroundAttachment]"
+        beyond, attached = browser.run(f"const at = document.querySelector('#namespaces .scroll'); {script}")
+        assert (beyond, attached) == (True, "local, local, scroll, scroll")
 
 
 def test_a_keyboard_is_enough(browser: Browser, told: tuple[str, Told]) -> None:

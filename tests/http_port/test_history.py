@@ -169,7 +169,7 @@ def test_asking_goes_on_whatever_comes(monkeypatch: pytest.MonkeyPatch, daemon_t
         yield from repeat(daemon_told.tree)
 
     asked = Asked(answers())
-    kept = History(asked)
+    kept = History(asked, dict)
     kept.start()
     asked.wait(3)
     wait_until(lambda: json.loads(kept.encode(0, ""))["reachable"], "it is understood")
@@ -178,7 +178,7 @@ def test_asking_goes_on_whatever_comes(monkeypatch: pytest.MonkeyPatch, daemon_t
 def test_who_looks_is_told_soon(daemon_told: Daemon) -> None:
     """The thread sleeps for ten seconds otherwise; a page that is opened ends that."""
     asked = Asked(repeat(daemon_told.tree))
-    kept = History(asked)
+    kept = History(asked, dict)
     kept.start()
     asked.wait(1)
     kept.encode(0, "")
@@ -193,7 +193,7 @@ def test_prefixes_are_asked_for_now_and_then(monkeypatch: pytest.MonkeyPatch, da
         asked.append(hot_prefixes)
         return {**daemon_told.tree, **({"hot_prefixes": [{"name": "abcd"}]} if hot_prefixes else {})}
 
-    kept = History(ask)
+    kept = History(ask, dict)
     kept.start()
     wait_until(lambda: len(asked) >= 5, "it was asked five times")
     assert asked[:5] == [history.HOT_PREFIXES, 0, 0, 0, 0]
@@ -204,7 +204,7 @@ def test_the_client_down_is_a_miss(daemon_told: Daemon) -> None:
     def down(hot_prefixes: int) -> dict[str, Any]:
         raise DaemonUnavailable("nobody there")
 
-    kept = History(down)
+    kept = History(down, dict)
     kept.start()
     wait_until(lambda: json.loads(kept.encode(0, ""))["problem"] == "nobody there", "it says so")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tiercache.cli.control import connected
 from tiercache.cli.main import EXIT_OK
 from tiercache.cli.report import Section, print_json, print_sections, with_human
+from tiercache.http.models import models_by_namespace
 from tiercache.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -24,12 +25,8 @@ def namespaces(address: str | None, *, as_json: bool) -> int:
     with connected(address) as client:
         tree = client.stats()
         models = client.session().call(Models, ModelList).models
-    named: dict[str, list[str]] = {}
-    for card in models:
-        for fingerprint in card.namespaces:
-            label = f"{card.names[0] if card.names else '?'}+{card.adapter}" if card.adapter else None
-            named.setdefault(fingerprint, []).append(label or (card.names[0] if card.names else card.content.hex()[:8]))
-    rows = [{**row, "models": sorted(set(named.get(row["fingerprint"], [])))} for row in tree.get("namespaces", [])]
+    named = models_by_namespace(models)
+    rows = [{**row, "models": named.get(row["fingerprint"], [])} for row in tree.get("namespaces", [])]
     if as_json:
         print_json(with_human(rows))
     elif not rows:

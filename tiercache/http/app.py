@@ -21,9 +21,11 @@ from tiercache.http.affinity import Affinity, Query, UnknownModel
 from tiercache.http.history import History
 from tiercache.http.limits import error_body
 from tiercache.http.metrics import CONTENT_TYPE, metrics_text
+from tiercache.http.models import models_by_namespace
 from tiercache.http.page import page_routes
 from tiercache.http.probe import Probe
 from tiercache.http.trees import Trees
+from tiercache.messages import ModelList, Models
 
 MAX_BODY_BYTES = 2 << 20
 """A prompt of about 300 000 tokens."""
@@ -60,7 +62,10 @@ class Routes:
         self._affinity = Affinity(client)
         self._probe = Probe(client)
         self._trees = Trees(lambda: self._ask(lambda: client.stats(histograms=True)))
-        self._history = History(lambda hot: client.stats(histograms=True, hot_prefixes=hot))
+        self._history = History(
+            lambda hot: client.stats(histograms=True, hot_prefixes=hot),
+            lambda: models_by_namespace(client.session().call(Models, ModelList).models),
+        )
         self._history.start()
         self._request_s = request_s
         self._queries = 0

@@ -28,8 +28,8 @@ LOOKED_AT_S = 15.0
 KEEP_S = 1800.0
 MAX_SAMPLES = int(KEEP_S / WATCHED_S)
 HOT_PREFIXES = 32
-HOT_EVERY_S = 10.0
-"""They change slowly, and cost the daemon as much as all the rest."""
+SLOW_EVERY_S = 10.0
+"""Hot prefixes and names of models change slowly, and cost the daemon as much as all the rest."""
 MAX_SESSIONS = 32
 
 logger = logging.getLogger("tiercache.http")
@@ -214,10 +214,11 @@ def _rounded(value: Value) -> Value:
 
 def _shown(tree: Tree) -> dict[str, Any]:
     """What a page shows of a tree: no histograms, and lists that are not too long."""
-    left_out = {"histograms", "namespaces", "sessions"}
+    left_out = {"histograms", "namespaces", "sessions", "models"}
+    models = tree.get("models", {})
     return {
         **{name: branch for name, branch in tree.items() if name not in left_out},
-        "namespaces": namespaces_of(tree),
+        "namespaces": [{**one, "models": models.get(one["fingerprint"], [])} for one in namespaces_of(tree)],
         "namespace_count": len(tree["namespaces"]),
         "sessions": [
             {name: value for name, value in session.items() if name != "counters"}
@@ -230,13 +231,15 @@ def _shown(tree: Tree) -> dict[str, Any]:
 class History:
     """Asks again and again, in a thread of its own, until the process ends.
 
-    `ask(hot_prefixes)` gives the daemon's stats with histograms and so many prefixes.
+    `ask(hot_prefixes)` gives the daemon's stats with histograms and so many prefixes; `ask_models()` gives the names
+    of models by the fingerprint of a namespace.
     """
 
-    def __init__(self, ask: Callable[[int], Tree]) -> None:
+    def __init__(self, ask: Callable[[int], Tree], ask_models: Callable[[], Mapping[str, list[str]]]) -> None:
         self._ask = ask
-        self._hot: list[Any] = []
-        self._hot_s = float("-inf")
+        self._ask_models = ask_models
+        self._slow: dict[str, Any] = {}
+        self._slow_s = float("-inf")
         self._recorder = Recorder()
         self._looked = threading.Event()
         self._looked_s = -LOOKED_AT_S
@@ -254,11 +257,12 @@ class History:
         return self._recorder.encode(after, life)
 
     def _tree(self, now_s: float) -> Tree:
-        if now_s - self._hot_s < HOT_EVERY_S:
-            return {**self._ask(0), "hot_prefixes": self._hot}
+        if now_s - self._slow_s < SLOW_EVERY_S:
+            return {**self._ask(0), **self._slow}
         tree = self._ask(HOT_PREFIXES)
-        self._hot, self._hot_s = list(tree.get("hot_prefixes", [])), now_s
-        return tree
+        self._slow = {"hot_prefixes": list(tree.get("hot_prefixes", [])), "models": self._ask_models()}
+        self._slow_s = now_s
+        return {**tree, **self._slow}
 
     def _run(self) -> None:
         while True:

@@ -35,10 +35,11 @@ function ticks(largest, base) {
   return marks;
 }
 
+// Marks on whole steps of time, each with its text: to the second where a step is shorter than a minute.
 function timeTicks(from, to, room) {
   const step = [15, 30, 60, 120, 300, 600, 900].find((size) => (to - from) / size <= room) ?? 1800;
   const marks = [];
-  for (let mark = Math.ceil(from / step) * step; mark <= to; mark += step) marks.push(mark);
+  for (let mark = Math.ceil(from / step) * step; mark <= to; mark += step) marks.push([mark, clock(mark, step < 60)]);
   return marks;
 }
 
@@ -158,8 +159,8 @@ export class TimeChart extends Plot {
     const y = this.frame(this.max ?? Math.max(this.floor, ...seen, Number.MIN_VALUE), this.base, this.format);
     const inner = this.width - this.left - EDGE.right;
     const x = (t) => this.left + ((t - from) / (to - from || 1)) * inner;
-    for (const mark of to > from ? timeTicks(from, to, inner / 76) : []) {
-      this.svg.append(shape("text", { x: x(mark), y: HEIGHT - 6, class: "time" }, clock(mark, to - from <= 180)));
+    for (const [mark, text] of to > from ? timeTicks(from, to, inner / 76) : []) {
+      this.svg.append(shape("text", { x: x(mark), y: HEIGHT - 6, class: "time" }, text));
     }
     this.places = rows.map((row) => x(row.t));
     this.stacks = stacks;

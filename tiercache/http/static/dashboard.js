@@ -6,6 +6,7 @@ import * as format from "./format.js";
 const POLL_MS = 2000;
 const PATIENCE_MS = 8000;
 const SHORTEST_S = 60;
+const { MISSING } = format;
 const DRAM = "dram";
 const NVME = "nvme";
 
@@ -80,9 +81,10 @@ function mean(column, weight) {
   return total ? rows.reduce((sum, row, place) => sum + row[column] * weights[place], 0) / total : null;
 }
 
-function worst(column) {
+// The last and the largest value of a column in the time shown.
+function lastAndWorst(column) {
   const seen = page.rows.filter((row) => row.t > page.now - page.range && row[column] != null).map((row) => row[column]);
-  return seen.length ? Math.max(...seen) : null;
+  return seen.length ? [seen[seen.length - 1], Math.max(...seen)] : [null, null];
 }
 
 // --- drawing -----------------------------------------------------------------------------------
@@ -98,7 +100,8 @@ function drawOverTime() {
   const hit = dram == null ? null : dram + nvme;
   show("Hit rate", format.percent(hit), hit == null ? "nothing looked up" : `of tokens, ${span}`);
   show("Tokens reused", hit == null ? "–" : format.perSecond(asked * hit), `of ${format.perSecond(asked)} asked for`);
-  show("Lookup p99", format.seconds(worst("match_p99_s")), `worst of ${span}`);
+  const [p99, worst] = lastAndWorst("match_p99_s");
+  show("Lookup p99", format.seconds(p99), p99 == null ? "nothing looked up" : `${format.seconds(worst)} at worst, ${span}`);
   const evicted = mean("dram_evicted");
   show("Evicted", evicted == null ? "–" : format.perSecond(evicted), `from DRAM, ${span}`);
 }
@@ -111,6 +114,7 @@ function show(name, value, note) {
 
 function drawState(stats) {
   find("where").textContent = stats.daemon.run_dir;
+  for (const place of document.querySelectorAll(".address")) place.textContent = stats.daemon.run_dir;
   find("footer").textContent = `tiercache ${stats.daemon.version}, pid ${stats.daemon.pid}, up for ` +
     `${format.age(stats.daemon.uptime_s)}, ${format.bytes(stats.daemon.rss_besides_arena_bytes)} besides its arena`;
   for (const [name, key] of [["DRAM", "dram"], ["NVMe", "nvme"]]) {
@@ -181,23 +185,30 @@ function drawNamespaces(stats) {
   const rows = stats.namespaces.map((space) => {
     const asked = space.asked_blocks;
     const hit = asked ? (space.hit_blocks + space.hit_below_blocks) / asked : null;
-    return [element("code", { title: space.fingerprint }, space.fingerprint.slice(0, 8)), space.engine, space.dtype,
-      space.rank, format.bytes(space.block_bytes), format.count(space.block_size),
+    return [element("code", { title: space.fingerprint }, space.fingerprint.slice(0, 8)), modelsOf(space),
+      space.tenant || MISSING, space.engine, space.dtype, space.rank, format.bytes(space.block_bytes), format.count(space.block_size),
       format.bytes(space.blocks * space.block_bytes), format.bytes(space.below_blocks * space.block_bytes),
       format.count(asked), format.percent(hit)];
   });
   const right = true;
-  fill("namespaces", [{ name: "Namespace" }, { name: "Engine" }, { name: "Type" }, { name: "Rank" },
+  find("connect").hidden = rows.length > 0;
+  fill("namespaces", [{ name: "Namespace" }, { name: "Model" }, { name: "Tenant" }, { name: "Engine" }, { name: "Type" }, { name: "Rank" },
     { name: "Block", right }, { name: "Tokens", right }, { name: "DRAM", right }, { name: "NVMe", right },
     { name: "Blocks asked", right }, { name: "Hit rate", right }], rows, "No engine has stored anything yet");
 }
 
+function modelsOf(space) {
+  const names = space.models ?? [];
+  return names.length > 1 ? element("span", { title: names.join(", ") }, `${names[0]} and ${names.length - 1} more`)
+    : names[0] ?? MISSING;
+}
+
 function drawSessions(stats) {
-  const rows = stats.sessions.map((session) => [session.name, String(session.pid || "–"),
+  const rows = stats.sessions.map((session) => [session.name || MISSING, session.tenant || MISSING, String(session.pid || MISSING),
     session.mapped ? "shared memory" : "messages", session.registration, format.count(session.read_leases),
     format.count(session.write_leases), format.age(session.connected_s)]);
   const right = true;
-  fill("sessions", [{ name: "Client" }, { name: "Process", right }, { name: "Bytes by" }, { name: "Memory" },
+  fill("sessions", [{ name: "Client" }, { name: "Tenant" }, { name: "Process", right }, { name: "Bytes by" }, { name: "Memory" },
     { name: "Reading", right }, { name: "Writing", right }, { name: "Connected for", right }], rows,
   "No client is connected");
 }

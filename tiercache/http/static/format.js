@@ -1,6 +1,6 @@
 // Numbers as people read them, each with its unit.
 
-const MISSING = "–";
+export const MISSING = "–";
 const NARROW = "\u202f"; // between a number and its unit, which stay on one line
 
 function digits(value) {
