@@ -132,12 +132,12 @@ def test_half_an_hour_is_kept(daemon_told: Daemon) -> None:
 
 def test_lists_have_a_limit_and_counters_of_clients_stay_here(daemon_told: Daemon) -> None:
     space = {"asked_blocks": 1, "blocks": 1, "below_blocks": 0, "engine": "x"}
-    daemon_told.tree["namespaces"] = [{**space, "id": number, "fingerprint": f"{number:032x}"} for number in range(1000)]
+    daemon_told.tree["namespaces"] = [{**space, "id": number, "fingerprint": f"{number:032x}"} for number in range(999)]
     daemon_told.tree["models"] = {f"{0:032x}": ["Qwen3-8B"]}
     daemon_told.tree["sessions"] = [{"name": str(number), "counters": {"x": 1}} for number in range(200)]
     daemon_told.tell()
     stats = daemon_told.told()["stats"]
-    assert (len(stats["namespaces"]), stats["namespace_count"]) == (32, 1000)
+    assert (len(stats["namespaces"]), stats["namespace_count"]) == (32, 999)
     assert [one["models"] for one in stats["namespaces"]][:2] == [["Qwen3-8B"], []]
     assert (len(stats["sessions"]), stats["session_count"]) == (history.MAX_SESSIONS, 200)
     assert stats["sessions"][0] == {"name": "0"}
