@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -108,6 +109,28 @@ def test_every_rule_is_tested_and_explained() -> None:
     assert set(alerts) - fired == set(), "each has a case in alerts_test.yaml in which it fires"
     guide = (ROOT / "daemon" / "OPERATING.md").read_text()
     assert [name for name in alerts if f"`{name}`" not in guide] == [], "each has its remedy in OPERATING.md"
+
+
+def logged_texts() -> set[str]:
+    """The fixed texts of lines of level warning and above that the daemon and its HTTP process may log."""
+    texts = set()
+    for path in [*(ROOT / "daemon").rglob("*.py"), *(ROOT / "tiercache" / "http").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                of, level = node.func.value, node.func.attr
+                named = isinstance(of, ast.Name) and of.id in ("log", "logger")
+                if named and level in ("warning", "error", "critical", "exception"):
+                    texts |= {str(node.args[0].value)} if isinstance(node.args[0], ast.Constant) else set()
+    return texts
+
+
+def test_every_line_of_the_log_is_explained() -> None:
+    texts = logged_texts()
+    assert len(texts) > 25
+    guide = (ROOT / "daemon" / "OPERATING.md").read_text()
+    lines = {re.sub(r"(%[sdg]|%\.\d+f)+", "…", text) for text in texts} - {"…"}
+    unknown = sorted(line for line in lines if f"`{line}`" not in guide)
+    assert unknown == [], "say in daemon/OPERATING.md, under 'Lines of the log', what to do about these"
 
 
 def test_promtool_takes_the_queries_of_the_dashboard(tmp_path: Path) -> None:
