@@ -1,14 +1,14 @@
-"""How long one client can hold up all others: the worst request of each kind, with a full index, while another process pings.
+"""How long one client can hold up all others: the worst request of each kind, while another process pings.
 
     python bench/bench_worst.py [CASE ...] [--blocks N] [--list]
 
-Each case asks a real daemon for the most that a request may name (keys, namespaces, leases), or for what leaves the most
-work behind (a flush, the end of a session). Two figures for each:
+Each case asks a real daemon with a full index for the most that a request may name (keys, namespaces, leases), or for
+what leaves the most work behind (a flush, the end of a session). Two figures for each:
 
-    ping     the longest round trip of another process meanwhile, that pings every 2 ms. On a shared machine a part of it is
-             waiting for a core: compare it with the first line, where nothing is asked.
-    held     the longest time that the daemon's loop spent on one thing (a request, a tick, a slice of put-off work),
-             in seconds of its own thread's CPU: what the code costs, whoever else uses the machine.
+    ping     the longest round trip of another process meanwhile, that pings every 2 ms. On a shared machine a part of
+             it is waiting for a core: compare it with the first line, where nothing is asked.
+    held     the longest time that the daemon's loop spent on one thing (a request, a tick, a slice of put-off work), in
+             milliseconds of its own thread's CPU: what the code costs, whoever else uses the machine.
 
 Prints a table and one JSON object as the last line. The target is for `held`.
 """
@@ -81,6 +81,7 @@ def watched_main(arguments: list[str]) -> int:
 
     from tiercache.daemon.__main__ import main
     from tiercache.daemon.router import Router
+    from tiercache.daemon.service import Service
 
     with open(os.environ["TIERCACHE_BENCH_HOLDS"], "r+b") as file:
         held = mmap.mmap(file.fileno(), _HOLDS.size)
@@ -91,16 +92,23 @@ def watched_main(arguments: list[str]) -> int:
         if cpu > 1e6 * cast(float, _HOLDS.unpack_from(held)[0]):
             _HOLDS.pack_into(held, 0, cpu / 1e6, wall / 1e6, what.encode()[:48])
 
-    serve, run = Router._serve_one, asyncio.Handle._run
+    serve, run, observe = Router._serve_one, asyncio.Handle._run, Service._observe
+    kind = "a request"
+
+    def observe_one(self: Service, session: Any, request: Any, started_ns: int) -> None:
+        nonlocal kind
+        kind = type(request).__name__
+        observe(self, session, request, started_ns)
 
     def serve_one(self: Router) -> bool:
-        nonlocal served_cpu, served_wall
+        nonlocal served_cpu, served_wall, kind
+        kind = "a request"
         cpu, wall = cpu_ns(), now_ns()
         found = serve(self)
         cpu, wall = cpu_ns() - cpu, now_ns() - wall
         served_cpu += cpu
         served_wall += wall
-        note(cpu, wall, "a request")
+        note(cpu, wall, kind)
         return found
 
     def run_one(self: asyncio.Handle) -> None:
@@ -110,6 +118,7 @@ def watched_main(arguments: list[str]) -> int:
         note(cpu_ns() - served_cpu - cpu, now_ns() - served_wall - wall, name)
 
     Router._serve_one = serve_one  # type: ignore[method-assign]
+    Service._observe = observe_one  # type: ignore[method-assign]
     asyncio.Handle._run = run_one  # type: ignore[attr-defined]
     return main(arguments)
 

@@ -187,6 +187,14 @@ def _windows_with_one_block(bench: Bench) -> list[int]:
     return numbers
 
 
+def _one_window(bench: Bench) -> list[int]:
+    return _windows_with_one_block(bench)[:1]
+
+
+def _thousand(bench: Bench) -> bytes:
+    return bench.long[: 16 * 1024]
+
+
 def _wide_windows(bench: Bench) -> list[int]:
     """32 namespaces with windows of 512 blocks, all there."""
     numbers = bench.many("wide", 32, window=512)
@@ -227,19 +235,19 @@ def _pin_long(bench: Bench) -> Act:
 
 
 def _many_pins(bench: Bench) -> Act:
-    keys = bench.long[: 16 * 20_000]
-    for start in range(0, len(keys), 16):
-        bench.call(m.Pin, namespaces=[bench.main], keys=keys[: start + 16][-16 * 4 :], ttl_ms=TTL_MS)
+    """As many as there can be, each of a chain of one block."""
+    number = bench.client.register(spec("pins"))
+    keys = [bench.keys(1) for _ in range(17_000)]
+    for key in keys:
+        bench.store(number, key)
+        bench.call(m.Pin, namespaces=[number], keys=key, ttl_ms=TTL_MS)
 
     def act() -> None:
-        bench.call(m.Pins)
-        bench.stats()
-        for start in range(0, len(keys), 16):
-            bench.call(m.Unpin, namespaces=[bench.main], keys=keys[start : start + 16])
+        for _ in range(3):
+            bench.call(m.Pins)
+            bench.stats()
+        bench.call(m.Flush, tier="dram", namespaces=[number], key=b"")
 
-    for end in range(1, 20_000):
-        bench.call(m.Pin, namespaces=[bench.main], keys=keys[: 16 * end][: 16 * 1] if False else keys[:16], ttl_ms=1)
-        break
     return act
 
 
@@ -260,17 +268,8 @@ def _session_ends(bench: Bench) -> Act:
 
 
 def _leases_expire(bench: Bench) -> Act:
-    _leases(bench, 16, ttl_ms=TTL_MS)
-    ids = []
-    for client in bench._others:
-        # All at once: their deadlines are moved to the same moment.
-        ids.append(client)
-
-    def act() -> None:
-        time.sleep(0.1)
-        bench.drop_others()
-
-    return act
+    _leases(bench, 8, ttl_ms=1500)
+    return lambda: time.sleep(2.5)
 
 
 def _flush_below_leases(bench: Bench) -> Act:
@@ -394,16 +393,17 @@ CASES = (
     Case("match_miss", "match, 65536 keys, none there", _match(_main, _random), FULL),
     Case("match_zero_words", "match, 65536 keys with zero words", _match(_main, _zero_words), FULL),
     Case("match_256_chains", "match, 256 namespaces, 512 frames of each", _match(_chains, _long, resolve=512), FULL),
-    Case("match_window", "match, 65536 keys, a window of 1, none there", _match(lambda b: _windows_with_one_block(b)[:1], _random)),
+    Case("match_window", "match, 65536 keys, a window of 1", _match(_one_window, _random)),
     Case("match_256_windows", "match, 65536 keys, 256 windows of 1", _match(_windows_with_one_block, _random)),
     Case("peek_256_windows", "peek, 65536 keys, 256 windows of 1", _peek(_windows_with_one_block, _random)),
-    Case("match_wide", "match and release, 32 windows of 512, all there", _match(_wide_windows, lambda b: b.long[: 16 * 1024]), FULL),
+    Case("match_wide", "match and release, 32 windows of 512, all there", _match(_wide_windows, _thousand), FULL),
     Case("peek_256_chains", "peek, 256 namespaces", _peek(_chains, _long), FULL),
     Case("prefetch", "prefetch, 256 namespaces", _prefetch, FULL),
     Case("hint", "hint, 256 namespaces", _hint, FULL),
     Case("pin_long", "pin and unpin, 65536 keys", _pin_long, FULL),
-    Case("pins", "stats and pins with 20000 pins", _many_pins, FULL),
+    Case("pins", "stats, pins and a flush with 16384 pins", _many_pins, FULL),
     Case("session_ends", "16 sessions with 1024 leases each end", _session_ends, FULL),
+    Case("leases_expire", "8192 leases expire within a moment", _leases_expire, FULL),
     Case("flush_below_leases", "flush a chain that 16384 leases hold", _flush_below_leases, FULL),
     Case("commit_releases_many", "commit a run that 60000 blocks wait for", _commit_releases_many, FULL),
     Case("abort_drops_many", "abort a run that 60000 blocks wait for", _abort_drops_many, FULL),
