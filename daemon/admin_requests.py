@@ -211,7 +211,7 @@ class AdminRequests:
             left_bytes -= len(self._cache.space.save(namespace))
             if left_bytes < 0:
                 break
-            specs[namespace.number] = namespace.spec
+            specs[namespace.number] = msgspec.to_builtins(namespace.spec)
         return m.SpecList(request.request_id, self._generation, specs)
 
 

@@ -26,8 +26,9 @@ from tiercache.daemon.router import Answer
 from tiercache.daemon.sessions import Session
 from tiercache.daemon.slices import Steps
 from tiercache.daemon.slow import SlowRequests
-from tiercache.daemon.write_requests import WriteRequests
+from tiercache.daemon.write_requests import MAX_SPEC_BYTES, WriteRequests
 from tiercache.errors import RequestRefused
+from tiercache.layout import NamespaceSpec
 from tiercache.messages import ErrorCode
 from tiercache.metrics import LatencyHistogram
 from tiercache.wire import UNREADABLE
@@ -35,6 +36,8 @@ from tiercache.wire import UNREADABLE
 log = logging.getLogger("tiercache.daemon")
 
 MAX_ERROR_CHARS = 400
+MAX_REGISTER_BYTES = 2 * MAX_SPEC_BYTES
+"""Of a message that is looked at once more for fields that we do not know."""
 MAX_SLICED = 16
 """Requests of one session that may be under way in slices: each keeps its keys, up to 1 MiB."""
 
@@ -55,6 +58,10 @@ class _Start(msgspec.Struct, array_like=True):
 
 
 _decode_start = msgspec.msgpack.Decoder(_Start).decode
+_decode_elements = msgspec.msgpack.Decoder(list[Any]).decode
+_REGISTER = m.RegisterNamespace.__struct_config__.tag
+_SPEC = 1 + m.RegisterNamespace.__struct_fields__.index("spec")
+"""Where the spec stands in the array, which begins with the tag."""
 
 
 class Service:
@@ -145,8 +152,7 @@ class Service:
 
     def _decode(self, header: bytes) -> m.Request:
         try:
-            request: m.Request = _decoder.decode(header)
-            return request
+            return _decode(header)
         except UNREADABLE as error:
             self._cache.counters.requests_malformed += 1
             raise RequestRefused(ErrorCode.MALFORMED.value, str(error)) from error
@@ -242,6 +248,21 @@ class Service:
     def _bye(self, session: Session, request: m.Bye) -> m.Reply:
         self._end(session)
         return m.Done(request.request_id, self._generation)
+
+
+def _decode(header: bytes) -> m.Request:
+    """A request, with whatever a later release has added to it. Raises one of UNREADABLE."""
+    try:
+        request: m.Request = _decoder.decode(header)
+        return request
+    except msgspec.ValidationError:
+        # Further elements of arrays are skipped; the one map is the spec of a namespace, of which nothing may be.
+        elements = _decode_elements(header) if len(header) <= MAX_REGISTER_BYTES else []
+        if elements[:1] != [_REGISTER] or len(elements) <= _SPEC or not isinstance(elements[_SPEC], dict):
+            raise
+        spec = NamespaceSpec.received(elements[_SPEC])
+        request = _decoder.decode(encoder.encode([*elements[:_SPEC], spec, *elements[_SPEC + 1 :]]))
+        return request
 
 
 def _request_id_of(header: bytes) -> int:

@@ -6,6 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from tiercache.daemon.quotas import NOBODY, Quotas
 from tiercache.daemon.tails import Prompts, Tails
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import REGION_SHIFT
+from tiercache.wire import UNREADABLE
 
 MAX_NAMESPACES = 4096
 MAX_TENANT_NAMESPACES = 256
@@ -137,8 +139,8 @@ class Space:
     def open_saved(self, spec: bytes) -> Namespace | None:
         """The namespace of a saved spec; None when it cannot be read or served any more."""
         try:
-            known = msgspec.msgpack.decode(spec, type=NamespaceSpec)
-        except msgspec.MsgspecError:
+            known = NamespaceSpec.received(msgspec.msgpack.decode(spec, type=dict[str, Any]))
+        except UNREADABLE:
             return None
         return None if known.problem() else self.open_namespace(known)
 
