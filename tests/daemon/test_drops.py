@@ -130,6 +130,21 @@ def test_the_row_of_a_dropped_block_may_be_anothers_at_once() -> None:
     finish(h)
 
 
+def test_an_evicted_entry_is_no_longer_known_as_attached() -> None:
+    """Its row may belong to a block below what is being unlinked next."""
+    h, namespace, keys = deep()
+    index = h.cache.space.index
+    other = fill(h, namespace, 2, 3)
+    h.cache.space.tails.give_up()
+    index.drop(namespace.table.get(keys[:16]))
+    evicted, doomed = namespace.table.get(other[-16:]), namespace.table.get(keys[-16:])
+    assert index.attached(evicted)
+    frame = index.frame[evicted]
+    assert index.evict_run(evicted, 1) == 1
+    assert index.insert(namespace.table, chain(3, 1), doomed, frame) == evicted
+    assert not index.attached(evicted)
+
+
 def test_no_other_session_holds_a_lease_that_has_lost_a_block() -> None:
     h = Harness()
     namespace = h.space()
