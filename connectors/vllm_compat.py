@@ -50,6 +50,11 @@ def block_tables(kv_cache_manager: Any) -> list[Mapping[str, Sequence[Any]]]:
     return [manager.req_to_blocks for manager in kv_cache_manager.coordinator.single_type_managers]
 
 
+def local_cache(kv_cache_manager: Any) -> object:
+    """What vLLM's own prefix cache is kept in: another object after `reset_prefix_cache`."""
+    return getattr(getattr(kv_cache_manager, "block_pool", None), "cached_block_hash_to_block", None)
+
+
 __all__ = [
     "VERSION",
     "CacheHitSource",
@@ -61,5 +66,6 @@ __all__ = [
     "create_metric_per_engine",
     "kv_cache_interface",
     "kv_cache_utils",
+    "local_cache",
     "resolve_kv_cache_block_sizes",
 ]

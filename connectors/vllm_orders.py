@@ -56,6 +56,8 @@ class Orders(base.KVConnectorMetadata):  # type: ignore[misc]
         cancel: requests that no longer want their load.
         hints: of requests that have ended.
         idle: the step computes nothing.
+        moves: by rank, how often its weights have changed, as far as the names in these orders know of it.
+        renamed: all names are given anew with these orders: they are of the weights that are there now.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -65,15 +67,21 @@ class Orders(base.KVConnectorMetadata):  # type: ignore[misc]
     cancel: list[str] = field(default_factory=list)
     hints: list[Said] = field(default_factory=list)
     idle: bool = False
+    moves: dict[int, int] = field(default_factory=dict)
+    renamed: bool = False
 
 
 @dataclass
 class Report(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Which store jobs have ended, at how many ranks, and which of them left blocks out; what loads have taken."""
+    """Which store jobs have ended, at how many ranks, and which of them left blocks out; what loads have taken.
+
+    `moves`: by rank, how often its weights have changed, where the orders do not know it yet.
+    """
 
     ended: dict[int, int] = field(default_factory=dict)
     incomplete: set[int] = field(default_factory=set)
     load_seconds: dict[str, float] = field(default_factory=dict)
+    moves: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: Report) -> Report:
         """This and another rank's report as one."""
@@ -81,7 +89,7 @@ class Report(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
         ended = {job: self.ended.get(job, 0) + other.ended.get(job, 0) for job in jobs}
         loads = self.load_seconds.keys() | other.load_seconds.keys()
         longest = {name: max(self.load_seconds.get(name, 0.0), other.load_seconds.get(name, 0.0)) for name in loads}
-        return Report(ended, self.incomplete | other.incomplete, longest)
+        return Report(ended, self.incomplete | other.incomplete, longest, {**self.moves, **other.moves})
 
 
 @dataclass

@@ -3,7 +3,8 @@
 A request is looked up once, in the background, as soon as it arrives; vLLM asks again and again and
 is answered from memory. What was found stays leased until it is loaded or not wanted. Lookups are done in
 order: while the daemon is slow with each, a request waits for its turn no longer than for one answer, and
-then goes without the cache.
+then goes without the cache. An adapter's files are read in a thread of its own: only requests for that adapter wait
+for them, and no longer than for one answer either.
 
     arrives ─ lookup ─► known ─ blocks allocated ─► loading ─► running ─► finished
                           └──── nothing new: lease back ─────────┘  stores on the way
@@ -13,15 +14,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from tiercache.connector import Connector
-from tiercache.connectors.vllm_compat import CacheHitSource, block_tables
+from tiercache.connectors.vllm_apart import Apart
+from tiercache.connectors.vllm_compat import CacheHitSource, block_tables, local_cache
 from tiercache.connectors.vllm_costs import Costs
 from tiercache.connectors.vllm_hints import hint_of
+from tiercache.connectors.vllm_log import RequestLog
 from tiercache.connectors.vllm_names import Names, keys_of
 from tiercache.connectors.vllm_orders import Load, Orders, Report, Said
 from tiercache.connectors.vllm_stores import Stores, runs_of
@@ -46,7 +49,8 @@ logger = logging.getLogger("tiercache.connectors.vllm")
 class _Lookup:
     """What the cache has of a request; the lookups' thread sets it, `done` last. Without a root there is no cache."""
 
-    until_s: float  # it is waited for so long if lookups are slow
+    until_s: float  # it is waited for so long if lookups are slow, or its adapter has to be read
+    wanted: bool = True
     root: bytes = b""
     keys: bytes = b""
     match: Match = MISS
@@ -66,6 +70,11 @@ class _Request:
     preemptions: int = 0  # as many as there were before the lookup
 
 
+def _number(adapter: Any) -> Any:
+    """vLLM's number of an adapter."""
+    return getattr(adapter, "lora_int_id", adapter)
+
+
 def _tiers(match: Match, first: int, end: int) -> tuple[int, int]:
     """How many of blocks `first ..< end` of a match are in DRAM, and how many below it."""
     in_dram = min(max(0, match.blocks - match.below_blocks - first), end - first)
@@ -80,6 +89,8 @@ class _Load:
     first_key: bytes
     in_dram: int
     below: int  # blocks on NVMe, after those in DRAM
+    local: int  # blocks before it
+    prompt_tokens: int
     seconds: float = 0.0  # at the rank that took longest, of those that have ended
 
 
@@ -94,6 +105,8 @@ class Scheduler:
         windowed: whether vLLM forgets the early blocks of any KV cache group.
         kv_cache_manager: vLLM's, which knows the blocks of its requests.
         costs: say which loads are worth it; without, all are.
+        log: says what requests got.
+        introduce: says which cache this is, and returns whether it is there. May block for a request.
     """
 
     def __init__(
@@ -105,6 +118,8 @@ class Scheduler:
         windowed: bool,
         kv_cache_manager: Any,
         costs: Costs | None = None,
+        log: RequestLog | None = None,
+        introduce: Callable[[], bool] = lambda: True,
     ) -> None:
         self.connector = connector
         self._specs = list({spec.fingerprint(): spec for specs in ranks for spec in specs}.values())
@@ -112,7 +127,9 @@ class Scheduler:
         self._per_block = per_block
         self._block_size = connector.namespace.block_size
         self._background = Background("tiercache-lookup")
+        self._adapters = Apart("tiercache-adapter")
         self._slow = False  # the last lookup was; set by their thread
+        self._began_s: float | None = None  # when the lookup under way began; set by their thread
         self._requests: dict[str, _Request] = {}
         self._leased: set[str] = set()  # requests whose match has an end to come
         self._loads: dict[str, _Load] = {}
@@ -120,7 +137,16 @@ class Scheduler:
         self._declined = 0  # blocks, when they were counted
         self.stores = Stores(connector, block_tables(kv_cache_manager), len(ranks), per_block, windowed)
         self._orders = Orders()
+        self._moves: dict[int, int] = {}  # of each rank's weights
+        self._renamed = False  # since the last orders
+        # Blocks that vLLM had itself when the weights changed may be stored under the new names, until vLLM resets.
+        self._mixed = False
+        self._kv_cache_manager = kv_cache_manager
+        self._local = local_cache(kv_cache_manager)
+        self._log = log or RequestLog("off")
+        self._introduce, self._introduced = introduce, False
         names.read_later("vLLM")
+        self._background.begin_with(self._greet)
 
     # --- lookups ---------------------------------------------------------------------------------
 
@@ -138,9 +164,32 @@ class Scheduler:
 
     def _find(self, request: Any, lookup: _Lookup) -> None:
         """In the background thread."""
+        adapter = request.lora_request
+        if adapter is None:
+            self._match(request, lookup, partial(self._names.root, None))
+        elif not self._adapters.begin(_number(adapter), partial(self._find_adapter, request, lookup)):
+            lookup.done = True
+
+    def _greet(self) -> None:
+        """In the background thread."""
+        self._introduced = self._introduced or self._introduce()
+
+    def _find_adapter(self, request: Any, lookup: _Lookup) -> None:
+        """In a thread of the adapter's, where its files may take long."""
+        root = b""
         try:
-            root = self._names.root(request.lora_request)
-            if root and request.request_id in self._leased:  # else nobody waits for it any more
+            if lookup.wanted:
+                root = self._names.root(request.lora_request)
+        except (TierCacheError, OSError) as error:
+            logger.warning("a request goes without the cache: %s", error)
+        self._background.begin_with(partial(self._match, request, lookup, lambda: root))
+
+    def _match(self, request: Any, lookup: _Lookup, name: Callable[[], bytes]) -> None:
+        """In the background thread."""
+        self._began_s = began_s = time.monotonic()
+        try:
+            root = name()
+            if root and lookup.wanted:
                 hashes = list(request.block_hashes)
                 keys = keys_of(root, hashes, self._per_block, 0, min(len(hashes) // self._per_block, MAX_KEYS))
                 began_s = time.monotonic()
@@ -148,10 +197,20 @@ class Scheduler:
                 self._slow = time.monotonic() - began_s > SLOW_LOOKUP_S
                 lookup.ticket = lookup.match.ticket()
                 lookup.root, lookup.keys = root, keys
+                self._greet()
         except (TierCacheError, OSError) as error:
             logger.warning("a request goes without the cache: %s", error)
         finally:
+            self._began_s = None
             lookup.done = True
+
+    def _waits(self, state: _Request, lookup: _Lookup) -> bool:
+        """Whether a request goes on waiting for its lookup. While lookups are quick it is as good as there."""
+        if lookup.done:
+            return False
+        now_s, began_s = time.monotonic(), self._began_s
+        slow = self._slow or (began_s is not None and now_s - began_s > SLOW_LOOKUP_S)
+        return now_s <= lookup.until_s or not (slow or state.request.lora_request is not None)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
         """How many tokens can be loaded after the first `local_tokens`; None while that is not known."""
@@ -164,7 +223,7 @@ class Scheduler:
             self._look_up(state)
         lookup = state.lookup
         assert lookup is not None
-        if not lookup.done and not (self._slow and time.monotonic() > lookup.until_s):
+        if self._waits(state, lookup):
             self._background.begin()
             return None
         if not lookup.done or not lookup.root:
@@ -175,6 +234,8 @@ class Scheduler:
         if not state.running:
             state.running = True
             self.stores.begin(request, lookup.root, lookup.keys, lookup.match.blocks)
+            if not lookup.match.blocks:
+                self._log.missed(request_id, request.num_prompt_tokens)
         local = local_tokens // self._block_size
         if local != state.local:
             state.local, state.end = local, None
@@ -204,6 +265,7 @@ class Scheduler:
         if lookup is None or state.request.request_id not in self._leased:
             return
         self._leased.discard(state.request.request_id)
+        lookup.wanted = False
         if not lookup.done or lookup.match.blocks:
             self._background.later(partial(self._release, lookup))  # after the lookup, which may be still to come
 
@@ -224,7 +286,9 @@ class Scheduler:
         match, end = state.lookup.match, state.local + tokens // self._block_size
         runs = runs_of(blocks.blocks, state.local, end)
         self._leased.discard(request.request_id)
-        self._loads[request.request_id] = _Load(match, self._first_key(state), *_tiers(match, state.local, end))
+        self._loads[request.request_id] = _Load(
+            match, self._first_key(state), *_tiers(match, state.local, end), state.local, request.num_prompt_tokens
+        )  # fmt: skip
         self._orders.loads.append(Load(request.request_id, state.lookup.ticket, runs))
 
     def hit_sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
@@ -245,8 +309,16 @@ class Scheduler:
                 self._background.later(partial(self.connector.release, ended.match))
                 if self.costs is not None and ended.seconds:
                     self.costs.loaded(ended.in_dram, ended.below, ended.seconds)
+                if not failed:
+                    size, blocks = self._block_size, ended.in_dram + ended.below
+                    self._log.served(
+                        request_id, blocks * size, ended.prompt_tokens, ended.local * size, ended.below * size,
+                        ended.seconds,
+                    )  # fmt: skip
             if failed:
                 self.stores.begin_again(request_id)
+        if failed:
+            self._log.failed(request_ids)
 
     # --- steps and their end
 
@@ -256,10 +328,21 @@ class Scheduler:
         for request_id, seconds in report.load_seconds.items():
             if (load := self._loads.get(request_id)) is not None:
                 load.seconds = max(load.seconds, seconds)
+        if any(moves > self._moves.get(rank, 0) for rank, moves in report.moves.items()):
+            self._moves.update(report.moves)
+            self._mixed = True
+            logger.warning("the weights have changed: vLLM finds only what it has computed itself since then")
+            self.reset()
 
     def step(self, output: Any) -> Orders:
         """The orders of a step that has just been scheduled."""
+        local = local_cache(self._kv_cache_manager)
+        if self._mixed and local is not self._local:
+            self._mixed = False
+            self.reset()
+        self._local = local
         orders, self._orders = self._orders, Orders()
+        orders.moves, orders.renamed, self._renamed = dict(self._moves), self._renamed, False
         self._background.begin()
         self.stores.step(output, orders)
         orders.idle = not output.num_scheduled_tokens
@@ -303,6 +386,7 @@ class Scheduler:
     def reset(self) -> None:
         """The weights may have changed: nothing found or computed so far is used or stored from here on."""
         self._names.new_epoch()
+        self._renamed = True
         for state in self._requests.values():
             self._let_go(state)
         self._requests.clear()

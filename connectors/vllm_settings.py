@@ -26,6 +26,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         request_timeout_s: deadline of one request to the daemon.
         gds: `auto` reads from NVMe straight into the GPU where that is faster.
         gds_store: with `gds`, new blocks go from the GPU straight to NVMe too, where that is faster.
+        log_requests: a line at INFO for each request that the cache has served: `auto` while they are few, counted
+            where they are many; `all`; `off`.
     """
 
     address: str = ""
@@ -37,6 +39,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     request_timeout_s: float = REQUEST_TIMEOUT_S
     gds: str = "off"
     gds_store: bool = False
+    log_requests: Literal["auto", "all", "off"] = "auto"
 
     @classmethod
     def read(cls, given: dict[str, Any]) -> Settings:

@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from tiercache.connector import Connector
 from tiercache.connectors.vllm_compat import check_version, resolve_kv_cache_block_sizes
 from tiercache.connectors.vllm_events import event_groups, name_blocks, of_group
+from tiercache.connectors.vllm_log import introduce, join_vllm
 from tiercache.connectors.vllm_names import Names
 from tiercache.connectors.vllm_settings import Settings, absence
 from tiercache.connectors.vllm_tier_form import engine_of_caller, make_namespaces
@@ -77,6 +78,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._results: list[JobResult] = []  # of jobs that never began
         self._orphans: deque[Orphan] = deque(maxlen=MAX_ORPHANS)
         self._background = Background("tiercache-jobs")
+        join_vllm()
         try:
             self._begin(Settings.read(settings))
         except TierCacheError as error:
@@ -111,6 +113,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         names.read_later("vLLM's offloading")
         served = [group.namespace for group in self._groups]  # with the tenant
         self._lookups = Lookups(matcher, served, names, settings.request_timeout_s)
+        introduce(matcher, 1)
         if why := absence(matcher):
             logger.warning("vLLM's offloading is served without the cache until that changes: %s", why)
 

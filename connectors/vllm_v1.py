@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from functools import partial
 from typing import Any
 
 from tiercache.connector import Connector
@@ -19,12 +20,14 @@ from tiercache.connectors.vllm_cards import Cards
 from tiercache.connectors.vllm_compat import CacheHitSource, base, check_version, resolve_kv_cache_block_sizes
 from tiercache.connectors.vllm_costs import Costs
 from tiercache.connectors.vllm_events import event_groups
+from tiercache.connectors.vllm_log import RequestLog, introduce, join_vllm
 from tiercache.connectors.vllm_names import Names, check_hashes
 from tiercache.connectors.vllm_orders import Orders, RankForm
 from tiercache.connectors.vllm_pool import check_groups, make_pools, replicated
 from tiercache.connectors.vllm_scheduler import Scheduler
 from tiercache.connectors.vllm_settings import Settings, absence
 from tiercache.connectors.vllm_stats import PromMetrics, Stats
+from tiercache.connectors.vllm_weights import RunnerTensors, Weights, runner_of_caller
 from tiercache.connectors.vllm_worker import Worker
 from tiercache.errors import ConfigError, TierCacheError, VersionError
 from tiercache.messages import INSTANCE_BYTES
@@ -40,6 +43,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._form = RankForm([])
+        join_vllm()
         # A load that fails is computed instead: no request may fail because its cache did.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         try:
@@ -68,7 +72,10 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         if self._form.problem:
             return
         groups: list[Connector] = []
+        parallel = self._vllm_config.parallel_config
         try:
+            # Where vLLM moves experts between ranks, theirs are not looked at: who changes them changes others too.
+            weights = Weights(RunnerTensors(runner_of_caller(), experts=not parallel.enable_eplb))
             for spec, pool in make_pools(self._vllm_config, self._kv_cache_config, kv_caches):
                 direct = {"gds": self._settings.gds, "gds_store": self._settings.gds_store}
                 groups.append(self._connect(namespace=spec, pool=pool, **direct))
@@ -77,10 +84,10 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             for connector in groups:
                 connector.close()
             return
-        first = self._vllm_config.parallel_config.rank % self._vllm_config.parallel_config.tensor_parallel_size == 0
+        first = parallel.rank % parallel.tensor_parallel_size == 0
         writers = [first or not replicated(self._vllm_config, group) for group in self._kv_cache_config.kv_cache_groups]
-        names = event_groups(self._kv_cache_config) if self._vllm_config.parallel_config.rank == 0 else None
-        self._worker = Worker(groups, writers, names)
+        names = event_groups(self._kv_cache_config) if parallel.rank == 0 else None
+        self._worker = Worker(groups, writers, names, weights, parallel.rank)
         specs = [connector.namespace for connector in groups]
         self._form = RankForm(specs, absence=next(filter(None, map(absence, groups)), ""))
 
@@ -150,7 +157,10 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         block_size, batches = connector.namespace.block_size, self._vllm_config.max_concurrent_batches
         costs = Costs(block_size, batches, partial=not windowed) if settings.load == "auto" else None
         rank_specs = [form.specs for form in ranks]
-        self._scheduler = Scheduler(connector, rank_specs, names, per_block, windowed, self._kv_cache_manager, costs)
+        log, introduction = RequestLog(settings.log_requests), partial(introduce, connector, len(ranks))
+        self._scheduler = Scheduler(
+            connector, rank_specs, names, per_block, windowed, self._kv_cache_manager, costs, log, introduction
+        )
         for why in dict.fromkeys(filter(None, (absence(connector), *(form.absence for form in ranks)))):
             logger.warning("vLLM is served without the cache until that changes: %s", why)
 

@@ -384,13 +384,15 @@ class Connector:
 
     def store_async(
         self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None,
-        hint: Hint | None = None,
+        hint: Hint | None = None, proof: Callable[[], bool] | None = None,
     ) -> Transfer[StoreResult]:  # fmt: skip
         """As `store`, in the background. On a GPU it follows what the calling thread has queued so far.
 
-        The blocks must not change before the transfer is done. A full queue drops the store.
+        The blocks must not change before the transfer is done. A full queue drops the store. `proof` is asked in the
+        background once blocks are copied, perhaps several times: when it is False they are not committed.
         """
         prepared = self._prepare_store(keys, block_ids, first, events)
+        prepared[3].proof = proof
         count = len(prepared[1])
         dropped = StoreResult(dropped=count)
         if self._client.alive:

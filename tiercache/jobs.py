@@ -75,7 +75,7 @@ class Transfer(Generic[T]):
 
         A block whose copy had not ended by now is so never seen by anyone.
         """
-        self._limit.void = self._limit.stopped = True
+        self._limit.annul()
 
     def perform(self) -> None:
         """Do the work, in the thread of a queue."""
@@ -187,6 +187,10 @@ class Background:
         if self._batch:
             batch, self._batch = self._batch, []
             self._batches.put(batch)
+
+    def begin_with(self, work: Callable[[], object]) -> None:
+        """Have it done soon. For any thread."""
+        self._batches.put([work])
 
     def finish(self, timeout_s: float) -> bool:
         """Wait until all that has been handed over is done, for `timeout_s` at most; returns whether it is."""

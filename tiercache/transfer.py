@@ -64,9 +64,7 @@ class Pool:
         writable: False for read-only arrays, which can be stored from but not loaded into.
     """
 
-    def __init__(
-        self, segments: Sequence[Segment], num_blocks: int, device: str, writable: bool, arrays: Any
-    ) -> None:
+    def __init__(self, segments: Sequence[Segment], num_blocks: int, device: str, writable: bool, arrays: Any) -> None:
         self.segments = tuple(segments)
         self.num_blocks = num_blocks
         self.block_bytes = sum(segment.bytes for segment in self.segments)
@@ -124,9 +122,7 @@ class Pool:
             raise LayoutError("block ids must be a flat list of integers")
         listed = ids.tolist()
         if listed and (min(listed) < 0 or max(listed) >= self.num_blocks):
-            raise LayoutError(
-                f"block ids must be 0 to {self.num_blocks - 1}, not {min(listed)} to {max(listed)}"
-            )
+            raise LayoutError(f"block ids must be 0 to {self.num_blocks - 1}, not {min(listed)} to {max(listed)}")
         if writing:
             if not self.writable:
                 raise LayoutError("this pool is read-only: blocks cannot be loaded into it")
@@ -188,17 +184,23 @@ def _segments(view: _View, block_axis: int, name: str) -> list[Segment]:
 
 
 class Limit:
-    """When to begin no further copy: at a deadline, or when somebody says stop.
+    """When to begin no further copy. What `proof` says no to, once it is copied, is not committed."""
 
-    `void`: what has not been committed yet must not be, because its source is about to change.
-    """
-
-    __slots__ = ("deadline_s", "stopped", "void")
+    __slots__ = ("_void", "deadline_s", "proof", "stopped")
 
     def __init__(self, deadline_s: float = math.inf) -> None:
         self.deadline_s = deadline_s
-        self.stopped = False
-        self.void = False
+        self.stopped = self._void = False
+        self.proof: Callable[[], bool] | None = None
+
+    def annul(self) -> None:
+        """What has not been committed yet never will be: its source is about to change."""
+        self._void = self.stopped = True
+
+    @property
+    def void(self) -> bool:
+        """Whether what has been copied must not be committed."""
+        return self._void or (self.proof is not None and not self.proof())
 
     def reached(self) -> bool:
         """True when no further copy may begin."""
@@ -307,9 +309,7 @@ class CpuCopier:
                 np.take(items, ids, out=arena, mode="clip")
         return len(block_ids)
 
-    def _copy_scattered(
-        self, block_ids: Addresses, addresses: Addresses, limit: Limit, *, into_pool: bool
-    ) -> int:
+    def _copy_scattered(self, block_ids: Addresses, addresses: Addresses, limit: Limit, *, into_pool: bool) -> int:
         segments = self._pool.segments
         for done, (block, address) in enumerate(zip(block_ids.tolist(), addresses.tolist(), strict=True)):
             if limit.reached():

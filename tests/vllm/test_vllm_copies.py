@@ -22,9 +22,7 @@ Start = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
-def small(
-    model: str, daemon: tiercache.LaunchedDaemon, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
+def small(model: str, daemon: tiercache.LaunchedDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """An engine with a pool of 17 blocks."""
     sizes = {"max_model_len": 512, "kv_cache_memory_bytes": 18 * 64 << 10}
     engine = Engine(model, tmp_path_factory.mktemp("small") / "log", daemon.address, **sizes)

@@ -251,9 +251,7 @@ def test_a_subscriber_keeps_up_while_vllm_stores_and_evicts(
     The arena has room for 64 blocks of 84, and what a router makes of the events is what vLLM then finds.
     """
     ours, theirs = f"ipc://{tmp_path}/ours", f"ipc://{tmp_path}/theirs"
-    with launch(
-        "4MiB", region="2MiB", kv_events=f"{ours}-pub", kv_events_replay=ours, kv_events_topic="kv"
-    ) as daemon:
+    with launch("4MiB", region="2MiB", kv_events=f"{ours}-pub", kv_events_replay=ours, kv_events_topic="kv") as daemon:
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"{theirs}-pub"}
         engine = start(daemon.address, kv_events_config={**events, "replay_endpoint": theirs, "topic": "kv"})
         below, above = Subscriber(f"{ours}-pub", ours, "kv"), Subscriber(f"{theirs}-pub", theirs, "kv")

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_engines import PATIENCE_S
+from vllm_engines import PATIENCE_S, wait_until
 
 import tiercache
+from tiercache.connectors.vllm_apart import MAX_THREADS
 from tiercache.connectors.vllm_compat import CacheHitSource
 from tiercache.connectors.vllm_costs import LAST_LOADS, LEAST_SAMPLES, Costs
 from tiercache.connectors.vllm_orders import Report
-from tiercache.connectors.vllm_scheduler import DECLINED, Scheduler
+from tiercache.connectors.vllm_scheduler import DECLINED, SLOW_LOOKUP_S, Scheduler
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import KEY_BYTES, Priority
 
@@ -57,11 +60,18 @@ class Names:
     def read_later(self, who: str) -> None:
         """There is nothing to read."""
 
+    def __init__(self) -> None:
+        self.epochs = 0
+        self.hangs, self.goes_on = threading.Event(), threading.Event()
+
     def root(self, lora_request: Any) -> bytes:
-        return b"r" * KEY_BYTES
+        if lora_request is not None and lora_request.lora_path == "hangs":
+            self.hangs.set()
+            assert self.goes_on.wait(PATIENCE_S)
+        return bytes([self.epochs]) * KEY_BYTES
 
     def new_epoch(self) -> None:
-        """Not looked at here."""
+        self.epochs += 1
 
 
 class Rig:
@@ -72,16 +82,19 @@ class Rig:
         self.tables: dict[str, list[Any]] = {}
         manager = SimpleNamespace(req_to_blocks=self.tables)
         blocks = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[manager]))
+        blocks.block_pool = self.pool = SimpleNamespace(cached_block_hash_to_block={})
         cache: Any = self.cache
-        names: Any = Names()
+        self.names = Names()
+        names: Any = self.names
         self.costs = Costs(SIZE)
         self.scheduler = Scheduler(cache, [[SPEC]], names, 1, False, blocks, self.costs)
 
-    def add(self, name: str, blocks: int) -> Any:
+    def add(self, name: str, blocks: int, adapter: Any = None) -> Any:
         """A request of so many blocks, all of which begin alike."""
         request = SimpleNamespace(
             request_id=name, num_prompt_tokens=blocks * SIZE + 1, num_computed_tokens=0, num_preemptions=0,
-            block_hashes=[bytes([block]) * 32 for block in range(blocks)], lora_request=None, kv_transfer_params=None,
+            block_hashes=[bytes([block]) * 32 for block in range(blocks)], lora_request=adapter,
+            kv_transfer_params=None,
         )  # fmt: skip
         self.tables[name] = [SimpleNamespace(block_id=block, is_null=False) for block in range(blocks)]
         self.scheduler.add(request)
@@ -110,12 +123,14 @@ def rig() -> Iterator[Rig]:
     rig = Rig()
     yield rig
     rig.cache.go_on.set()
+    rig.names.goes_on.set()
     rig.scheduler.close()
 
 
 def test_a_lookup_that_comes_when_the_request_has_asked_again_is_given_back(rig: Rig) -> None:
     request = rig.add("a", 2)
     rig.step()
+    assert rig.cache.asked.wait(PATIENCE_S)
     request.num_preemptions = 1
     assert rig.scheduler.matched_tokens(request, 0) is None
     rig.cache.go_on.set()
@@ -170,6 +185,99 @@ def test_what_is_not_wanted_is_given_back_and_a_reset_forgets(rig: Rig) -> None:
     rig.looked_up()
     assert rig.cache.released == rig.cache.found
     assert rig.scheduler.matched_tokens(reset, 0) == 0
+
+
+def adapter(number: int, path: str, **options: Any) -> Any:
+    return SimpleNamespace(lora_int_id=number, lora_path=path, **{"load_inplace": False, **options})
+
+
+def answer(rig: Rig, request: Any) -> int:
+    """What vLLM is told in the end, asking again and again."""
+    told: list[int] = []
+
+    def asked() -> bool:
+        tokens = rig.scheduler.matched_tokens(request, 0)
+        told.extend([] if tokens is None else [tokens])
+        return bool(told)
+
+    wait_until(asked)
+    return told[0]
+
+
+def test_an_adapter_that_cannot_be_read_holds_up_its_own_requests_alone(rig: Rig) -> None:
+    hanging = [rig.add(f"hangs {number}", 2, adapter(1, "hangs")) for number in range(20)]
+    plain, other = rig.add("plain", 2), rig.add("other", 2, adapter(2, "fine"))
+    rig.cache.go_on.set()
+    rig.step()
+    assert answer(rig, plain) == answer(rig, other) == 2 * SIZE
+    assert rig.names.hangs.wait(PATIENCE_S)
+    assert {rig.scheduler.matched_tokens(request, 0) for request in hanging} == {None}, "the deadline is far away"
+    for request in hanging[1:]:
+        lookup = rig.scheduler._requests[request.request_id].lookup
+        assert lookup is not None
+        lookup.until_s = 0.0
+    assert [rig.scheduler.matched_tokens(request, 0) for request in hanging[1:]] == [0] * 19, "they are computed"
+    rig.names.goes_on.set()
+    assert answer(rig, hanging[0]) == 2 * SIZE, "its name came in time"
+    rig.looked_up()
+    assert len(rig.cache.found) == 3, "nothing is looked up for those that have gone on without"
+
+
+def test_adapters_that_hang_are_no_more_than_so_many_threads(rig: Rig) -> None:
+    names = [rig.add(f"{number}", 2, adapter(number, "hangs")) for number in range(MAX_THREADS + 2)]
+    rig.cache.go_on.set()
+    rig.step()
+    assert [answer(rig, request) for request in names[MAX_THREADS:]] == [0, 0]
+    assert answer(rig, rig.add("plain", 2)) == 2 * SIZE
+    rig.names.goes_on.set()
+    assert answer(rig, names[0]) == 2 * SIZE
+
+
+def test_a_lookup_that_hangs_is_waited_for_no_longer_than_for_one_answer(rig: Rig) -> None:
+    first, second = rig.add("a", 2), rig.add("b", 2)
+    rig.step()
+    assert rig.cache.asked.wait(PATIENCE_S)
+    wait_until(lambda: time.monotonic() - (rig.scheduler._began_s or math.inf) > SLOW_LOOKUP_S)
+    assert rig.scheduler.matched_tokens(second, 0) is None
+    for request in (first, second):
+        lookup = rig.scheduler._requests[request.request_id].lookup
+        assert lookup is not None
+        lookup.until_s = 0.0
+    assert [rig.scheduler.matched_tokens(request, 0) for request in (first, second)] == [0, 0]
+
+
+def test_names_are_given_anew_when_a_rank_says_that_its_weights_have_changed(rig: Rig) -> None:
+    loading, waiting = rig.add("a", 2), rig.add("b", 3)
+    rig.cache.go_on.set()
+    rig.looked_up()
+    assert rig.scheduler.matched_tokens(loading, 0) == 2 * SIZE
+    rig.load(loading, 2 * SIZE)
+    rig.step()
+    rig.scheduler.reported(Report(moves={1: 1}).aggregate(Report(moves={0: 2})))
+    assert rig.names.epochs == 1
+    orders = rig.step()
+    assert (orders.moves, orders.renamed, orders.cancel) == ({0: 2, 1: 1}, True, ["a"])
+    assert rig.scheduler.matched_tokens(waiting, 0) == 0
+    rig.scheduler.reported(Report(moves={1: 1}))
+    orders = rig.step()
+    assert (orders.moves, orders.renamed, rig.names.epochs) == ({0: 2, 1: 1}, False, 1), "that was known"
+    rig.scheduler.reported(Report(moves={1: 2}))
+    assert rig.names.epochs == 2
+    assert orders.moves == {0: 2, 1: 1}, "orders that were given say what they said"
+    rig.scheduler.loads_ended({"a"}, True)
+
+
+def test_vllm_forgets_what_it_had_when_the_weights_changed(rig: Rig) -> None:
+    """Until `reset_prefix_cache` it may store old blocks of its own under the names of the new weights."""
+    rig.pool.cached_block_hash_to_block = {}
+    assert not rig.step().renamed, "as for a benchmark"
+    rig.scheduler.reported(Report(moves={0: 1}))
+    assert rig.step().renamed
+    rig.pool.cached_block_hash_to_block = {}
+    assert rig.step().renamed
+    assert rig.names.epochs == 2
+    rig.pool.cached_block_hash_to_block = {}
+    assert not rig.step().renamed, "it has nothing of before any more"
 
 
 def prefill_takes(rig: Rig, seconds_per_block: float) -> None:

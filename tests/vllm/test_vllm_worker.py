@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm_engines import launch, wait_until
 
 import tiercache
-from tiercache.connectors.vllm_orders import Orders, Report, Run, Store
+from tiercache.connectors.vllm_orders import Load, Orders, Report, Run, Store
+from tiercache.connectors.vllm_weights import Look, Weights
 from tiercache.connectors.vllm_worker import Worker
 from tiercache.gds_backend import Fault, HostBackend
 
@@ -84,3 +86,120 @@ def test_stores_whose_blocks_are_overwritten_count_for_nothing(rig: tuple[Worker
     pool[:] = 0
     assert connector.load(match, range(BLOCKS)) == BLOCKS
     assert (pool == 9).all()
+
+
+class Moving:
+    """Weights of one tensor, whose changes are known when `known` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tensor = torch.zeros(8)
+        self.known = True
+        monkeypatch.setattr(Look, "known", lambda look: self.known)
+        self.weights = Weights(lambda: [("tensor", self.tensor)])
+
+    def change(self) -> None:
+        self.tensor.data += 1
+
+
+@pytest.fixture
+def moving(monkeypatch: pytest.MonkeyPatch) -> Moving:
+    return Moving(monkeypatch)
+
+
+@pytest.fixture
+def cached(tmp_path: Path, moving: Moving) -> Iterator[tuple[Worker, Any, bytes]]:
+    """A worker of such weights, its pool, and the keys of as many blocks as that has, of which half are stored."""
+    pool = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
+    with launch("16MiB", region="8MiB", run_dir=tmp_path / "run") as daemon:
+        connector = tiercache.connect(
+            daemon.address, namespace=SPEC, pool=tiercache.Pool.from_blocks(pool), required=True
+        )
+        worker = Worker([connector], [True], weights=moving.weights, rank=3)
+        chain = tiercache.KeyChain(tiercache.root_key("weights"), block_size=16)
+        chain.extend(range(16 * BLOCKS))
+        assert connector.store(chain.packed(), range(BLOCKS // 2)).stored == BLOCKS // 2
+        yield worker, pool, chain.packed()
+        worker.close()
+
+
+def order_load(worker: Worker, keys: bytes, name: str = "r", **known: Any) -> None:
+    ticket = worker._groups[0].match(keys).ticket()
+    worker.begin(Orders(loads=[Load(name, ticket, (Run(0, list(range(BLOCKS // 2))),))], **known))
+
+
+def ended(worker: Worker) -> tuple[set[str], set[int]]:
+    """Requests whose loads have ended, and blocks that are not good."""
+    names: set[str] = set()
+    wait_until(lambda: names.update(worker.ended_loads(True)[0]) or names)
+    return names, worker.take_bad_blocks()
+
+
+ALL = set(range(BLOCKS // 2))
+REST = (Run(BLOCKS // 2, list(range(BLOCKS // 2, BLOCKS))),)
+
+
+def test_loads_count_for_the_weights_that_they_are_named_by(cached: tuple[Worker, Any, bytes], moving: Moving) -> None:
+    worker, _, keys = cached
+    order_load(worker, keys)
+    assert ended(worker) == ({"r"}, set())
+    moving.change()
+    order_load(worker, keys)
+    assert ended(worker) == ({"r"}, ALL), "they have changed before it began"
+    assert report_of(worker).moves == {3: 1}
+    order_load(worker, keys)
+    assert ended(worker) == ({"r"}, ALL), "the scheduler does not know it yet"
+    assert report_of(worker).moves == {3: 1}
+    order_load(worker, keys, moves={3: 1}, renamed=True)
+    assert ended(worker) == ({"r"}, set())
+    worker.report()
+    assert worker.report() is None
+    order_load(worker, keys, moves={3: 1})
+    moving.change()
+    worker.begin(Orders(moves={3: 1}))
+    assert ended(worker) == ({"r"}, ALL), "they have changed while it went on"
+
+
+def test_a_load_is_good_only_once_that_is_known(cached: tuple[Worker, Any, bytes], moving: Moving) -> None:
+    worker, _, keys = cached
+    moving.known = False
+    order_load(worker, keys)
+    wait_until(lambda: all(part.done() for _, part in worker._loads["r"]))
+    assert worker.ended_loads(False) == (set(), set())
+    moving.known = True
+    assert worker.ended_loads(False) == ({"r"}, set())
+
+
+def test_stores_count_for_the_weights_that_they_are_named_by(cached: tuple[Worker, Any, bytes], moving: Moving) -> None:
+    worker, _, keys = cached
+    connector = worker._groups[0]
+    worker.begin(Orders(fresh=[Store(1, keys, REST)]))
+    moving.change()  # before or while the step computes them
+    worker.begin(Orders())
+    report = report_of(worker)
+    assert (report.ended, report.incomplete, report.moves) == ({1: 1}, {1}, {3: 1})
+    worker.begin(Orders(ready=[Store(2, keys, REST)]))
+    assert report_of(worker).incomplete == {2}, "the scheduler does not know it yet"
+    worker.begin(Orders(moves={3: 1}, renamed=True, fresh=[Store(3, keys, REST)], ready=[Store(4, keys, REST)]))
+    assert report_of(worker).incomplete == {4}, "it was computed before all was named anew"
+    assert connector.match(keys).blocks == BLOCKS // 2
+    worker.begin(Orders(moves={3: 1}))
+    assert report_of(worker) == Report({3: 1}, set())
+    assert connector.match(keys).blocks == BLOCKS
+
+
+def test_a_store_is_committed_only_once_that_is_known(cached: tuple[Worker, Any, bytes], moving: Moving) -> None:
+    """On a GPU: when the blocks are copied the answer may still be on its way."""
+    worker, _, keys = cached
+    moving.known = False
+    worker.begin(Orders(fresh=[Store(1, keys, REST)]))
+    moving.change()
+    worker.begin(Orders())
+    assert report_of(worker).incomplete == {1}
+    assert worker._groups[0].match(keys).blocks == BLOCKS // 2
+
+
+def test_without_loads_and_stores_nothing_is_looked_at(cached: tuple[Worker, Any, bytes], moving: Moving) -> None:
+    worker, _, _ = cached
+    moving.weights.look = None  # type: ignore[assignment, method-assign]
+    worker.begin(Orders())
+    assert worker.report() is None

@@ -82,6 +82,17 @@ def slow(worker: Any, seconds: float) -> None:
     copier.copy_in = slowed
 
 
+def scale(worker: Any, factor: float = 1.3) -> bool:
+    """In the process of a rank: update its weights in place, as a trainer does, through `.data`.
+
+    Those of norms: the others are packed on a CPU, and what computes does not follow them.
+    """
+    for name, parameter in worker.model_runner.model.named_parameters():
+        if "norm" in name:
+            parameter.data.mul_(factor)
+    return True
+
+
 class Child:
     """The engine, with the orders that it takes as methods."""
 
@@ -192,6 +203,9 @@ class Child:
         self.llm.collective_rpc(slow, args=(order["seconds"],))
         return {"done": True}
 
+    def scale(self, order: dict[str, Any]) -> dict[str, Any]:
+        return {"done": all(self.llm.collective_rpc(scale))}
+
     def fork(self, order: dict[str, Any]) -> dict[str, Any]:
         """A child that has open what this process has, and does nothing until it is killed."""
         pid = os.fork()
@@ -231,6 +245,7 @@ ORDERS: dict[str, Callable[[Child, dict[str, Any]], dict[str, Any]]] = {
     "abort": Child.abort,
     "hold": Child.hold,
     "slow": Child.slow,  # every copy from the cache takes so many `seconds`
+    "scale": Child.scale,  # its weights are updated in place
     "fork": Child.fork,
     "count": Child.count,
     "check": Child.check,  # the scheduler's books, and its counts

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from tiercache.layout import NamespaceSpec
 from tiercache.messages.names import ModelCard
 from tiercache.messages.replies import Reply
 from tiercache.messages.requests import Request
@@ -160,6 +161,6 @@ class PinList(Reply, tag="pin_list"):
 
 
 class SpecList(Reply, tag="spec_list"):
-    """Specs by the number of their namespace, up to 1 MiB of them: maps, for `NamespaceSpec.received`."""
+    """Specs by the number of their namespace, up to 1 MiB of them."""
 
-    specs: dict[int, dict[str, Any]]
+    specs: dict[int, NamespaceSpec]
