@@ -35,24 +35,25 @@ from tiercache.setting_kinds import (
 _TABLE = (
     Setting(
         "run_dir", "run_dir", DIRECTORY,
-        "Directory of the daemon's sockets. Its path is the daemon's address: clients that are given none "
-        "look in the same place.",
+        "Directory of the daemon's sockets. Its path is the daemon's address; clients that are given no address look "
+        "in the same default place.",
     ),
     Setting(
         "arena", "arena_bytes", ARENA,
-        "Page-locked host memory for KV blocks, shared with the clients that map it. Taken when the daemon "
-        "starts, in whole 2MiB pages, and never grown.",
+        "Memory for KV blocks in DRAM, page-locked and shared with the engines that map it. Taken when the daemon "
+        "starts, in whole 2MiB pages; it does not grow.",
     ),
     Setting(
         "region", "region_bytes", size(check_region),
-        "The arena is made of regions of this size, one memfd each: the unit in which memory is populated, "
-        "registered with CUDA and re-split between block sizes. A multiple of 2MiB; raised by itself so that "
-        f"{MAX_REGIONS} are enough, and never larger than the arena.",
+        "Size of the pieces that the arena is made of. Memory is populated, registered with CUDA and divided among "
+        "block sizes by the piece. A multiple of 2MiB; the daemon raises it so that "
+        f"{MAX_REGIONS} pieces are enough, and keeps it within the arena.",
     ),
     Setting(
         "lock_memory", "lock_memory", choice("auto", "off", "require"),
-        "Lock the arena in RAM (mlock). auto: try, and say in `tiercache stats` when the limit (ulimit -l) "
-        "is too low. require: do not start without it. off: do not try.",
+        "Lock the arena in memory, so that it is never swapped. auto: try, and show in `tiercache stats` how much is "
+        "locked if the limit (ulimit -l) is too low. require: do not start unless all of it can be locked. off: do "
+        "not try.",
     ),
     Setting(
         "policy", "policy", choice("lru", "hazard", "arc", "s3fifo", "wtinylfu", "workload-aware"),
@@ -65,21 +66,21 @@ _TABLE = (
     ),
     Setting(
         "headroom", "headroom_bytes", QUARANTINE,
-        "Kept free in the arena, by evicting ahead of need when nothing waits to be written: stores and loads then "
-        "find room at once, and new blocks stay only if the policy prefers them to what was there. 0: room is made "
-        "when it is asked for.",
+        "Memory that is kept free in the arena by evicting blocks ahead of need. Stores and loads then find room at "
+        "once. 0: blocks are evicted when room is needed.",
     ),
     Setting(
         "max_sessions", "max_sessions", count(1, 4096),
-        "Clients connected at once. One more is refused with a line that says so.",
+        "Maximum number of clients connected at the same time. Another one is refused, with the reason.",
     ),
     Setting(
         "max_leases_per_session", "max_leases_per_session", count(1, 1 << 20),
-        "Leases of one client at once: its loads and stores under way.",
+        "Maximum number of loads and stores that one client may have under way at the same time.",
     ),
     Setting(
         "lease_ttl_max", "lease_ttl_max_s", TTL,
-        "Longest time that a lease lasts without being renewed: what a client that hangs can hold up.",
+        "Longest time a load or store may take without a sign of life from the client. It bounds how long a client "
+        "that hangs can hold up memory.",
     ),
     Setting(
         "quarantine_per_client", "quarantine_per_client_bytes", QUARANTINE,
@@ -90,29 +91,33 @@ _TABLE = (
     ),
     Setting(
         "group", "group", GROUP,
-        "Group whose members may connect too, by name or number: the run directory is 0750 then and its sockets 0660, "
-        "not 0700 and 0600. Whoever connects can read and write the whole arena. Empty: the daemon's user alone.",
+        "Group, by name or number, whose members may connect in addition to the daemon's own user. The run directory "
+        "then has mode 0750 and its sockets 0660 instead of 0700 and 0600. Members can read and write the whole "
+        "arena. Empty: the daemon's user alone.",
     ),
     Setting(
         "quota", "quota", QUOTA,
-        "How much of the arena tenants may have: team-a=16GiB,team-b=4GiB,*=1GiB, * for each other one. A tenant at "
-        "its limit makes room among its own blocks, and nobody else loses one for it. Clients on this host say their "
-        "tenant, for others their key does; those of none have no limit. ns:5d1e0b3a=4GiB is for a namespace, by the "
-        "start of its fingerprint (tiercache ls), which then does not count for its tenant. Empty: no quotas.",
+        "Maximum memory for each tenant in the arena, such as team-a=16GiB,team-b=4GiB,*=1GiB; * stands for "
+        "every other tenant. A tenant at its limit evicts its own blocks and never those of others. A client on this "
+        "host names its tenant itself, a client on another host by its key; clients without a tenant have no limit. "
+        "ns:5d1e0b3a=4GiB limits a namespace, named by the start of its fingerprint (tiercache ls), which then does "
+        "not count for its tenant. Empty: no quotas.",
     ),
     Setting(
         "listen", "listen", LISTEN,
-        "Serve clients on other hosts at this address (tcp://0.0.0.0:7411), encrypted, and with the keys of curve_keys "
-        "only. Their blocks go through messages, and each sees its own tenant's alone. Empty: this host only.",
+        "TCP address at which clients on other hosts may connect, such as tcp://0.0.0.0:7411. Connections are "
+        "encrypted and need a key from curve_keys; each client sees the blocks of its own tenant only. Empty: clients "
+        "on this host only.",
     ),
     Setting(
         "curve_keys", "curve_keys", OPTIONAL_DIRECTORY,
-        "Directory with the daemon's keys and those of the clients that may connect to listen; `tiercache keygen DIR` "
-        "makes it.",
+        "Directory with the daemon's own key and the keys of clients that may connect to the listen address. Make it "
+        "with `tiercache keygen DIR`.",
     ),
     Setting(
         "pin_share", "pin_share", SHARE,
-        "Part of the arena that pins may hold, 0 to 1. A pin beyond it keeps fewer blocks.",
+        "Largest part of the arena, 0 to 1, that `tiercache pin` may keep from eviction. A pin beyond it keeps fewer "
+        "blocks.",
     ),
     Setting(
         "nvme", "nvme_dirs", DIRECTORIES,
@@ -125,100 +130,103 @@ _TABLE = (
     ),
     Setting(
         "nvme_segment", "nvme_segment_bytes", size(check_region),
-        "Size of the files that the directories are filled with. Those of a directory that exists stay as they are.",
+        "Size of the files that an nvme directory is filled with. Directories that exist already keep the size of "
+        "their files.",
     ),
     Setting(
         "nvme_codec", "nvme_codec", choice("raw", "lz4", "zstd"),
-        "How blocks are written to nvme directories, losing nothing: raw as they are, lz4 or zstd made smaller, byte "
-        "planes of the namespace's elements apart. It saves bytes moved (bandwidth, wear) and no room, since slots are "
-        "as large as blocks; it costs CPU time, so try `tiercache bench codec` first. Blocks that are there already "
-        "stay readable whatever this says. zstd needs the extra zstd.",
+        "Lossless compression of blocks on NVMe. raw: none. lz4, zstd: compressed, which saves disk bandwidth and "
+        "wear for CPU time, but no disk space, because every block keeps a slot of full size. Try `tiercache bench "
+        "codec` first. Blocks written with another codec stay readable. zstd needs the extra zstd.",
     ),
     Setting(
         "nvme_key", "nvme_key", OPTIONAL_FILE,
-        "File with a key (64 hex digits, readable by its owner alone) that blocks in nvme directories are encrypted "
-        "with: AES-256-GCM, about half a millisecond of CPU for 2 MiB. What was stored without it, or with another "
-        "one, is forgotten. GPUDirect does not go with it. Needs the extra encryption. "
-        "Empty: not encrypted.",
+        "File with the key that encrypts blocks on NVMe (AES-256-GCM): 64 hex digits, readable by its owner only. "
+        "Costs about half a millisecond of CPU time for 2MiB. Blocks written without a key or with another one cannot "
+        "be used any more. Rules out GPUDirect. Needs the extra encryption. Empty: blocks are not encrypted.",
     ),
     Setting(
         "nvme_write_budget", "nvme_write_budget_bytes", BUDGET,
-        "Bytes a day that may be written to nvme directories, to spare SSDs: blocks that were asked for twice "
-        "come first. 0: no limit.",
+        "Maximum bytes written to all nvme directories in a day, to spare SSDs. When it runs short, only "
+        "blocks that were asked for twice are written. 0: no limit.",
     ),
     Setting(
         "nvme_quota", "nvme_quota", QUOTA,
-        "How much of all nvme directories together tenants or namespaces may have, written as in quota. Who is at its "
-        "limit makes room among its own blocks there; what does not fit is not written, and nobody else loses a block "
-        "for it. Empty: no quotas.",
+        "Maximum bytes for each tenant or namespace in all nvme directories together, written as in quota. A "
+        "tenant at its limit evicts its own blocks there; what does not fit is not written. Empty: no quotas.",
     ),
     Setting(
         "grace", "grace_s", GRACE,
-        "On SIGTERM, how long to go on writing blocks that are only in DRAM to the nvme directories.",
+        "After SIGTERM, how long the daemon may go on writing blocks that are only in DRAM to NVMe before it ends.",
     ),
     Setting(
         "what_if", "what_if", SWITCH,
-        "Estimate the hit rate that caches of other sizes would have, from a sample of at most 16,384 blocks (about "
-        "2.5 MB, and about 1 ms of CPU time a second); shown by `tiercache stats`.",
+        "Estimate the hit rate that the cache would have with more or less memory; `tiercache stats` shows it. Takes "
+        "about 2.5MB of memory and 1ms of CPU time a second.",
     ),
     Setting(
         "record", "record", OPTIONAL_FILE,
-        "Write what engines ask to this file (packed if it ends in .gz), for `tiercache replay`: times and hashes of "
-        "keys with a secret that is kept nowhere, no tokens, names or tenants. An earlier file is kept as FILE.1. "
-        "Empty: nothing is recorded.",
+        "File to record lookups and stores in, for `tiercache replay`; compressed if the name ends in .gz. It holds "
+        "times and hashes that cannot be traced back to prompts: no tokens, names or tenants. An earlier file is kept "
+        "as FILE.1. Empty: nothing is recorded.",
     ),
     Setting(
         "record_max", "record_max_bytes", size(within(1 << 20, 1 << 50, toml_bytes)),
-        "Size at which the recording ends.",
+        "Size of the recording at which it ends.",
     ),
     Setting(
         "kv_events", "kv_events", ENDPOINT,
-        "Publish which blocks come to DRAM and NVMe and which leave them, in vLLM's format, on a ZeroMQ PUB socket at "
-        "this address (tcp://127.0.0.1:5557, or ipc:// and a path), for routers that look for prefixes. Events carry "
-        "token ids: whoever can connect can read prompts. Empty: no events.",
+        "Address at which to publish which blocks enter and leave DRAM and NVMe, in vLLM's format over ZeroMQ PUB, "
+        "for routers that are aware of prefixes: tcp://127.0.0.1:5557, or ipc:// and a path. Events contain token "
+        "ids, so whoever can connect can read prompts. Empty: no events.",
     ),
     Setting(
         "kv_events_replay", "kv_events_replay", ENDPOINT,
-        "Address of a ROUTER socket where subscribers ask for events that they missed. Empty: no such socket.",
+        "Address of a ZeroMQ ROUTER socket at which subscribers ask for events that they missed. Empty: none.",
     ),
-    Setting("kv_events_topic", "kv_events_topic", TOPIC, "Topic of the events, as their subscribers expect it."),
+    Setting("kv_events_topic", "kv_events_topic", TOPIC,
+        "Topic that KV events are published under; use what the subscribers expect.",
+    ),
     Setting(
         "kv_events_buffer", "kv_events_buffer", count(1, 1_000_000),
-        "Batches of events that are kept to be sent again, as long as they take no more than 64MiB.",
+        "Maximum number of batches of KV events kept for subscribers that missed some; at most 64MiB of them.",
     ),
     Setting(
         "kv_events_allow_remote", "kv_events_allow_remote", SWITCH,
-        "yes: kv_events may be addresses that other hosts reach (tcp://*:5557). There is no password and no "
-        "encryption: whoever reaches them reads the tokens of all prompts.",
+        "yes: kv_events may be an address that other hosts can reach, such as tcp://*:5557. There is no password and "
+        "no encryption: whoever reaches it reads the tokens of all prompts.",
     ),
     Setting(
         "http", "http", HTTP,
-        "Serve health, metrics, statistics and the affinity query over HTTP at this address (127.0.0.1:8181), from a "
-        "process of its own that ends with the daemon. Needs the extra http. Empty: no HTTP.",
+        "Address at which to serve health checks, metrics, statistics, the dashboard and the affinity query over "
+        "HTTP, such as 127.0.0.1:8181. A process of its own does it and ends with the daemon. Needs the extra http. "
+        "Empty: no HTTP.",
     ),
     Setting(
         "http_allow_remote", "http_allow_remote", SWITCH,
-        "yes: http may be an address that other hosts reach. There is no password: they can read the statistics "
-        "(names of models and clients, no tokens, no KV) and ask how much is stored of prompts whose salt they know.",
+        "yes: http may be an address that other hosts can reach. There is no password: they can read statistics "
+        "(names of models and clients, but no tokens and no KV), and ask how much is stored of prompts whose salt "
+        "they know.",
     ),
     Setting(
         "http_hosts", "http_hosts", HOSTS,
-        "Further names that requests over HTTP may be for, with commas between them, such as those of a proxy. Without "
-        "any, an address of this host is only asked as localhost, 127.0.0.1, [::1] or itself, so that no web page that "
-        "was given its address can read it in somebody's browser.",
+        "Further host names, separated by commas, that HTTP requests may be addressed to, such as that of a proxy. "
+        "Without any, an address of this host answers only to localhost, 127.0.0.1, [::1] and itself, so that no web "
+        "page can read it through a browser.",
     ),
     Setting(
         "log_level", "log_level", choice("debug", "info", "warning", "error"),
-        "Least important lines that are logged, to stderr.",
+        "Least severe messages that are logged, to stderr.",
     ),
     Setting(
         "log_format", "log_format", choice("auto", "text", "json"),
-        "auto: text; under systemd without the time and with the journal's level. json: one object a line.",
+        "How log messages are written. text: one line for people. json: one JSON object a line, with the time in RFC "
+        "3339. auto: text, and under systemd without the time and with the journal's levels.",
     ),
     Setting(
         "slow_request", "slow_request_s", SLOW,
-        "Log requests for which the daemon took longer, with the time at work and in the queue: half of what clients "
-        "give a request (500ms) is where they are about to lose patience. 0: none.",
+        "Log each request that takes the daemon longer than this, with its time in the queue and at work. Clients "
+        "give up after 500ms unless told otherwise. 0: none.",
     ),
 )  # fmt: skip
 
