@@ -9,18 +9,26 @@ something outside (a ZeroMQ send, later a disk) still reads it is free only when
 from __future__ import annotations
 
 from array import array
+from collections import Counter
+from collections.abc import Iterator
 from itertools import compress
 
 from tiercache.messages import OFFSET_MASK, REGION_SHIFT
 
 NO_FRAME = -1
+NO_ACCOUNT = 0
 _OTHER = bytes((1, 0)) + bytes(254)
 
 
 class _Region:
-    """One region's frames: never used from `fresh` on, given back ones on the stack `returned`."""
+    """One region's frames: never used from `fresh` on, given back ones on the stack `returned`.
 
-    __slots__ = ("draining", "entries", "frames", "fresh", "owned", "region_id", "returned", "size_bytes")
+    `counts` are its frames by account, and `accounts` says whose each frame is, from the first that is anybody's.
+    """
+
+    __slots__ = (
+        "accounts", "counts", "draining", "entries", "frames", "fresh", "owned", "region_id", "returned", "size_bytes",
+    )  # fmt: skip
 
     def __init__(self, region_id: int, size_bytes: int) -> None:
         self.region_id = region_id
@@ -34,6 +42,8 @@ class _Region:
         self.owned = 0
         self.draining = False
         self.entries = array("i", bytes(4 * self.frames))  # index entry + 1 of each frame, 0 without one
+        self.accounts: array[int] | None = None
+        self.counts: dict[int, int] = {}
 
 
 class SizeClass:
@@ -52,13 +62,20 @@ class SizeClass:
 
 
 class Allocator:
-    """Frames of the arena. Event loop only; O(1) but for the re-splitting of a region."""
+    """Frames of the arena. Event loop only; O(1) but for the re-splitting of a region.
+
+    A frame is an account's from `take` until it is free, whatever becomes of its block meanwhile: being written,
+    evicted while something still reads it, dropped and waiting for its turn. Account 0 is nobody's and not counted.
+    """
 
     def __init__(self) -> None:
         self.classes: dict[int, SizeClass] = {}
         self.unassigned: list[_Region] = []
         self.arena_bytes = 0
         self.used_bytes = 0
+        self.account_bytes: Counter[int] = Counter()
+        self.waiting_bytes: Counter[int] = Counter()
+        """Of `account_bytes` those that were given back, and are free when their last holder is done."""
         self._holders: dict[int, int] = {}
         self._waiting: set[int] = set()
         self._class_of: dict[int, SizeClass] = {}
@@ -91,7 +108,7 @@ class Allocator:
             self.classes[frame_bytes] = SizeClass(frame_bytes)
         return self.classes[frame_bytes]
 
-    def take(self, size_class: SizeClass) -> int:
+    def take(self, size_class: SizeClass, account: int = NO_ACCOUNT) -> int:
         """A free frame, or NO_FRAME. Frames taken one after another tend to be neighbours."""
         if not size_class.open and not self._open_region(size_class):
             return NO_FRAME
@@ -106,6 +123,12 @@ class Allocator:
         self.used_bytes += size_class.frame_bytes
         if region.owned == region.frames:
             size_class.open.pop()
+        if account:
+            if region.accounts is None:
+                region.accounts = array("H", bytes(2 * region.frames))
+            region.accounts[number] = account
+            region.counts[account] = region.counts.get(account, 0) + 1
+            self.account_bytes[account] += size_class.frame_bytes
         return region.region_id << REGION_SHIFT | number * size_class.frame_bytes
 
     def give_back(self, frame: int) -> None:
@@ -115,9 +138,14 @@ class Allocator:
         region = size_class.regions[region_id]
         number = (frame & OFFSET_MASK) // size_class.frame_bytes
         region.entries[number] = 0  # the entry may be another block's before the last holder is done
+        account = region.accounts[number] if region.accounts is not None else NO_ACCOUNT
         if frame in self._holders:
             self._waiting.add(frame)
+            if account:
+                self.waiting_bytes[account] += size_class.frame_bytes
             return
+        if account:
+            self._leave_account(region, number, account, size_class.frame_bytes)
         region.returned.append(number)
         region.owned -= 1
         self.used_bytes -= size_class.frame_bytes
@@ -139,7 +167,29 @@ class Allocator:
             del self._holders[frame]
             if frame in self._waiting:
                 self._waiting.remove(frame)
+                if account := self.account_of(frame):
+                    self.waiting_bytes[account] -= self.frame_bytes(frame)
                 self.give_back(frame)
+
+    def _leave_account(self, region: _Region, number: int, account: int, frame_bytes: int) -> None:
+        assert region.accounts is not None
+        region.accounts[number] = NO_ACCOUNT
+        region.counts[account] -= 1
+        if not region.counts[account]:
+            del region.counts[account]
+        self.account_bytes[account] -= frame_bytes
+
+    def account_of(self, frame: int) -> int:
+        """Whose a frame in use is."""
+        size_class = self._class_of[frame >> REGION_SHIFT]
+        accounts = size_class.regions[frame >> REGION_SHIFT].accounts
+        return NO_ACCOUNT if accounts is None else accounts[(frame & OFFSET_MASK) // size_class.frame_bytes]
+
+    def shares(self) -> Iterator[tuple[int, int, int, dict[int, int]]]:
+        """Each region in use: its id, its bytes, its frames in use, and how many of these each account has."""
+        for region_id, size_class in self._class_of.items():
+            region = size_class.regions[region_id]
+            yield region_id, region.size_bytes, region.owned, region.counts
 
     def set_entry(self, frame: int, entry: int) -> None:
         """Remember which index entry the frame belongs to, so that a region can be emptied."""
@@ -244,6 +294,25 @@ class Allocator:
                         findings.append(f"region {region.region_id} frame {number} is free and owned")
             if free != size_class.free:
                 findings.append(f"class {size_class.frame_bytes} counts {size_class.free} free, has {free}")
+        findings += self._check_accounts()
         if used_bytes != self.used_bytes:
             findings.append(f"{self.used_bytes} bytes counted in use, {used_bytes} are")
+        return findings
+
+    def _check_accounts(self) -> list[str]:
+        findings, total = [], Counter[int]()
+        for region_id, size_class in self._class_of.items():
+            region = size_class.regions[region_id]
+            counts = Counter(account for account in region.accounts or () if account)
+            total.update({account: count * size_class.frame_bytes for account, count in counts.items()})
+            if counts != region.counts:
+                findings.append(f"region {region_id} counts {region.counts} frames by account, has {dict(counts)}")
+        if total != +self.account_bytes:
+            findings.append("bytes by account are not counted as they are")
+        waiting = Counter[int]()
+        for frame in self._waiting:
+            waiting[self.account_of(frame)] += self.frame_bytes(frame)
+        del waiting[NO_ACCOUNT]
+        if waiting != +self.waiting_bytes:
+            findings.append("bytes that wait for their last holder are not counted as they are")
         return findings

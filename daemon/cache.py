@@ -18,6 +18,7 @@ from functools import partial
 
 from tiercache.daemon.ages import Ages
 from tiercache.daemon.ahead import Ahead
+from tiercache.daemon.allocator import NO_ACCOUNT, NO_FRAME
 from tiercache.daemon.below import GrantsBelow, NoTierBelow, TierBelow
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.events import Events, Named
@@ -209,6 +210,7 @@ class Cache:
         findings += [] if self.events is None else self.events.check_integrity()
         findings += space.policies.hints.check_integrity()
         findings += [] if self.what_if is None else self.what_if.stack.check_integrity()
+        findings += self._check_accounts()
         pins = [0] * len(index.key)
         for lease in self.reads.leases.values():
             for entry in lease.pinned():
@@ -225,3 +227,13 @@ class Cache:
             if index.state[entry] != 0 and index.pins[entry] != count:
                 findings.append(f"entry {entry} counts {index.pins[entry]} pins, has {count}")
         return findings
+
+    def _check_accounts(self) -> list[str]:
+        """Frames that are not their namespace's account's."""
+        space, index = self.space, self.space.index
+        rows = zip(index.frame, index.table, index.state, strict=True)
+        owned = [(frame, number) for frame, number, state in rows if state and frame != NO_FRAME]
+        owned += [(block.frame, block.table.number) for block in self.writes.pending.values()]
+        numbers = {one.number: space.quotas.numbers.get(one.account, NO_ACCOUNT) for one in self.all_namespaces()}
+        wrong = [frame for frame, number in owned if space.allocator.account_of(frame) != numbers[number]]
+        return [f"{len(wrong)} frames are in an account that is not their namespace's"] if wrong else []

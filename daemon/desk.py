@@ -13,6 +13,7 @@ from tiercache.daemon.cache import Cache
 from tiercache.daemon.router import Answer
 from tiercache.daemon.sessions import Session
 from tiercache.daemon.space import Namespace
+from tiercache.daemon.unsent import Unsent
 from tiercache.errors import RequestRefused
 from tiercache.messages import KEY_BYTES, ErrorCode
 
@@ -38,6 +39,7 @@ class Desk:
     Attributes:
         identity: the connection that the present request came by.
         tenant: whose it is: it can name the namespaces of that tenant only. Empty for a client that is trusted.
+        unsent: what of earlier answers waits to be read.
         send: gives an answer to a connection, once there is a router.
         recorder: is told what is asked, if anybody wants that written down.
     """
@@ -53,6 +55,7 @@ class Desk:
         self.lease_ttl_max_s = lease_ttl_max_s
         self.max_leases = max_leases
         self.region_bytes = region_bytes
+        self.unsent = Unsent()
         self.identity = b""
         self.tenant = ""
         self.send: Callable[[bytes, Answer], None] = _nowhere

@@ -5,7 +5,7 @@
     *=1GiB                each other tenant
 
 Who has a limit is an *account*: it has eviction policies of its own, so that it can make room among its own blocks;
-all without a limit share theirs. What counts is places: of blocks that are here, and of those being stored.
+all without a limit share theirs. What counts in DRAM is frames, each from when it is given until it is free.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Quotas:
 
     Attributes:
         members: numbers of namespaces, by account.
+        numbers: of the accounts, for the allocator; from 1 on.
         refused: blocks that were not stored for want of room, by account.
     """
 
@@ -35,6 +36,7 @@ class Quotas:
         # The longest first: of two that fit, the one that says more.
         self._starts = sorted((name for name in self._limits if name.startswith(NAMESPACE)), key=len, reverse=True)
         self.members: dict[str, list[int]] = {name: [] for name in self._limits}
+        self.numbers: dict[str, int] = {name: number for number, name in enumerate(self._limits, 1)}
         self.refused: Counter[str] = Counter()
 
     def enter(self, number: int, tenant: str, fingerprint: str) -> str:
@@ -42,6 +44,7 @@ class Quotas:
         account = self._account(tenant, fingerprint)
         if account != NOBODY:
             self.members.setdefault(account, []).append(number)
+            self.numbers.setdefault(account, len(self.numbers) + 1)
         return account
 
     def _account(self, tenant: str, fingerprint: str) -> str:

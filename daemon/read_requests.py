@@ -16,8 +16,6 @@ from tiercache.daemon.space import Namespace
 from tiercache.errors import RequestRefused
 from tiercache.messages import KEY_BYTES, NO_LEASE, OFFSET_MASK, REGION_SHIFT, ErrorCode
 
-MAX_UNSENT_BYTES = 64 << 20
-"""Payload on its way to one session: what a peer that does not read can hold of the arena."""
 MAX_PARKED = 64
 """Requests of one session that may wait for the tier below."""
 PARK_S = 0.2
@@ -198,20 +196,16 @@ class ReadRequests:
         frames = self._cache.reads.frames(lease, namespace, request.index, 1) if request.index >= 0 else []
         if not frames:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, f"block {request.index} is not under this lease")
-        if session.unsent_bytes + request.length > MAX_UNSENT_BYTES:
-            text = f"{session.unsent_bytes} payload bytes wait to be read: read them first"
-            raise RequestRefused(ErrorCode.LIMIT.value, text)
+        if (problem := self._desk.unsent.problem(session, request.length)) is not None:
+            raise RequestRefused(ErrorCode.LIMIT.value, problem)
         frame, allocator = frames[0], self._cache.space.allocator
-        allocator.hold(frame)
-        session.unsent_bytes += request.length
         self._cache.counters.payload_bytes_read += request.length
         self._cache.traffic.read(namespace, request.length)
         region = self._desk.regions[frame >> REGION_SHIFT]
         view = region.view((frame & OFFSET_MASK) + request.offset, request.length)
         header = encoder.encode(m.Payload(request.request_id, self._generation, request.length))
-
-        def sent() -> None:
-            session.unsent_bytes -= request.length
-            allocator.unhold(frame)
-
-        return Answer(header, session, view, sent)
+        if session.tenant:
+            # Of other hosts none holds a frame by reading slowly: a copy is nothing to what the network takes.
+            return Answer(header, session, bytes(view))
+        allocator.hold(frame)
+        return Answer(header, session, view, lambda: allocator.unhold(frame))

@@ -26,6 +26,7 @@ from tiercache.curve import CLIENTS_DIR, load_allowed, load_server
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.router import Answer, Handler, Router
 from tiercache.daemon.sessions import Session, SessionGate, refusal
+from tiercache.daemon.unsent import Unsent
 from tiercache.errors import ConfigError
 from tiercache.messages import INSTANCE_BYTES, MAX_HELLO_BYTES, PROTOCOL, Error, ErrorCode, Hello, Refused, Welcome
 from tiercache.wire import UNREADABLE
@@ -125,7 +126,7 @@ class RemoteGate:
 
     def __init__(
         self, config: DaemonConfig, gate: SessionGate, handle: Handler, welcome: Callable[[Session, int], Welcome],
-        counters: Counters, connections: int, generation: int,
+        counters: Counters, unsent: Unsent, connections: int, generation: int,
     ) -> None:  # fmt: skip
         assert config.curve_keys is not None
         self._gate = gate
@@ -141,8 +142,9 @@ class RemoteGate:
         keys = load_server(config.curve_keys)
         try:
             self.router = Router(
-                config.listen, self._serve, gate.cut, connections, lambda socket: self._guard(socket, keys.secure)
-            )
+                config.listen, self._serve, gate.cut, unsent, connections,
+                lambda socket: self._guard(socket, keys.secure),
+            )  # fmt: skip
         except ConfigError:
             self._authenticator.stop()
             raise

@@ -23,6 +23,7 @@ import zmq
 from tiercache.daemon.connections import Connections
 from tiercache.daemon.rundir import guard
 from tiercache.daemon.sessions import Session
+from tiercache.daemon.unsent import Unsent
 from tiercache.errors import ConfigError
 from tiercache.messages import MAX_MESSAGE_BYTES
 
@@ -30,15 +31,31 @@ BATCH = 64
 MAX_OUTSTANDING = 1024
 """Replies that may wait for one peer; one more ends its session."""
 DRAIN_REQUESTS = 4 * MAX_OUTSTANDING
+SMALL_BYTES = 4096
+"""Up to so much of an answer is not looked after until it is sent: MAX_OUTSTANDING bounds these."""
 
 
 class Answer(NamedTuple):
-    """A reply to a session: its header, and a payload with what to call once nobody reads it."""
+    """A reply to a session: its header, and a payload, maybe with what to call once nobody reads that."""
 
     header: bytes
     session: Session | None
-    payload: memoryview | None = None
+    payload: memoryview | bytes | None = None
     payload_done: Callable[[], None] | None = None
+
+
+class _Sending(NamedTuple):
+    """A large part that ZeroMQ may still read."""
+
+    tracker: zmq.MessageTracker
+    session: Session
+    length: int
+    done: Callable[[], None] | None
+
+    def end(self, unsent: Unsent) -> None:
+        unsent.sent(self.session, self.length)
+        if self.done is not None:
+            self.done()
 
 
 Handler = Callable[[bytes, bytes, "list[zmq.Frame]"], "Answer | None"]
@@ -53,7 +70,7 @@ class Router:
     """
 
     def __init__(
-        self, endpoint: str, handle: Handler, cut: Callable[[Session, str], None], max_connections: int,
+        self, endpoint: str, handle: Handler, cut: Callable[[Session, str], None], unsent: Unsent, max_connections: int,
         prepare: Callable[[zmq.Socket[bytes]], None] | None = None, group: int | None = None,
     ) -> None:  # fmt: skip
         self.peer = ""
@@ -64,7 +81,9 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context(io_threads=1)
         self._socket = socket_ = self._context.socket(zmq.ROUTER)
-        self._sending: list[tuple[zmq.MessageTracker, Callable[[], None]]] = []
+        self._socket.copy_threshold = 0  # what is copied is not tracked
+        self._unsent = unsent
+        self._sending: list[_Sending] = []
         self._scheduled = False
         for option, value in (
             (zmq.LINGER, 0),
@@ -132,35 +151,43 @@ class Router:
 
     def reply(self, identity: bytes, answer: Answer) -> None:
         """Send an answer, or drop it when its peer has gone or does not read."""
-        flags = zmq.NOBLOCK | zmq.SNDMORE
+        session, last = answer.session, answer.header if answer.payload is None else answer.payload
+        large = session if answer.payload is not None or len(last) > SMALL_BYTES else None
+        if large is not None and answer.payload is None and self._unsent.problem(large, len(last)) is not None:
+            self._cut_later(large)
+            return
         try:
-            self._socket.send(identity, flags)
-            if answer.payload is None:
-                self._socket.send(answer.header, zmq.NOBLOCK)
+            self._socket.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
+            if answer.payload is not None:
+                self._socket.send(answer.header, zmq.NOBLOCK | zmq.SNDMORE)
+            if large is None:
+                self._socket.send(last, zmq.NOBLOCK)
                 return
-            self._socket.send(answer.header, flags)
-            tracker = self._socket.send(answer.payload, zmq.NOBLOCK, copy=False, track=True)
+            tracker = self._socket.send(last, zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError as error:
             if answer.payload_done is not None:
                 answer.payload_done()
             # EHOSTUNREACH: the peer has gone, and its session socket says so too.
-            if error.errno == zmq.EAGAIN and answer.session is not None:
-                # Not at once: an end drains this socket, and we may be in the middle of that.
-                self._loop.call_soon(self._cut, answer.session, "it does not read its replies")
+            if error.errno == zmq.EAGAIN and session is not None:
+                self._cut_later(session)
             return
         assert isinstance(tracker, zmq.MessageTracker)
-        assert answer.payload_done is not None
-        self._sending.append((tracker, answer.payload_done))
+        self._unsent.add(large, len(last))
+        self._sending.append(_Sending(tracker, large, len(last), answer.payload_done))
+
+    def _cut_later(self, session: Session) -> None:
+        # Not at once: an end drains this socket, and we may be in the middle of that.
+        self._loop.call_soon(self._cut, session, "it does not read its replies")
 
     def tick(self) -> None:
         """What is looked at now and then: finished payloads, new and lost connections."""
         if self._sending:
             still = []
-            for tracker, done in self._sending:
-                if tracker.done:
-                    done()
+            for part in self._sending:
+                if part.tracker.done:
+                    part.end(self._unsent)
                 else:
-                    still.append((tracker, done))
+                    still.append(part)
             self._sending = still
         self._look()
 
@@ -179,8 +206,8 @@ class Router:
         self._loop.remove_reader(self._fd)
         self.connections.close()
         self._socket.close()
-        for _, done in self._sending:
-            done()
+        for part in self._sending:
+            part.end(self._unsent)
         self._context.term()
 
 

@@ -41,6 +41,7 @@ from tiercache.daemon.sessions import Session, SessionGate
 from tiercache.daemon.slow import SlowRequests
 from tiercache.daemon.stats import build_stats, health_of
 from tiercache.daemon.unfinished import FLOOR_SHARE
+from tiercache.daemon.unsent import Unsent
 from tiercache.errors import TierCacheError
 from tiercache.messages import Welcome
 from tiercache.units import format_bytes
@@ -161,8 +162,8 @@ class Server:
             stats=lambda request: build_stats(self, request), slow=slow,
         )  # fmt: skip
         connections = config.max_sessions * CONNECTIONS_PER_SESSION
-        self.router = Router(endpoint, self.service.handle, self.gate.cut, connections, group=group)
-        self.remote = self._make_remote(welcome, connections) if config.listen else None
+        self.router = Router(endpoint, self.service.handle, self.gate.cut, desk.unsent, connections, group=group)
+        self.remote = self._make_remote(welcome, desk.unsent, connections) if config.listen else None
         desk.send = self._reply
         slow.queue_empty_ns = self._queue_empty_ns
         self.maker = RegionMaker(
@@ -172,13 +173,15 @@ class Server:
         )  # fmt: skip
         self.maker.start()
 
-    def _make_remote(self, welcome: Callable[[Session, int], Welcome], connections: int) -> RemoteGate:
+    def _make_remote(
+        self, welcome: Callable[[Session, int], Welcome], unsent: Unsent, connections: int
+    ) -> RemoteGate:
         # Imported here: most daemons serve their own host alone.
         from tiercache.daemon.remote import RemoteGate
 
         counters = self.cache.counters
         return RemoteGate(
-            self.config, self.gate, self.service.handle, welcome, counters, connections, self.generation
+            self.config, self.gate, self.service.handle, welcome, counters, unsent, connections, self.generation
         )  # fmt: skip
 
     def _reply(self, identity: bytes, answer: Answer) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tiercache.daemon.allocator import NO_FRAME, Allocator, SizeClass
+from tiercache.daemon.allocator import NO_ACCOUNT, NO_FRAME, Allocator, SizeClass
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.index import LIVE, Index, Table
 from tiercache.daemon.policies import Policies
@@ -148,6 +148,7 @@ class Space:
         Whatever must survive this (the new blocks' ancestors) has to be pinned by the caller.
         """
         allocator, size_class = self.allocator, namespace.size_class
+        account = self.quotas.numbers.get(namespace.account, NO_ACCOUNT)
         self.tails.lapse()
         limit_bytes = self.quotas.limit_bytes(namespace.account)
         if limit_bytes is not None:
@@ -155,7 +156,7 @@ class Space:
         frames: list[int] = []
         steps = room = ROOM_STEPS
         while len(frames) < count:
-            frame = allocator.take(size_class)
+            frame = allocator.take(size_class, account)
             if frame != NO_FRAME:
                 frames.append(frame)
             elif steps > 0 and (done := self.index.unlink_slice(min(SLICE, steps))):
@@ -167,14 +168,22 @@ class Space:
         return frames
 
     def used_bytes(self, account: str) -> int:
-        """What an account with a quota has of the arena. O(its namespaces)."""
-        its = [self.namespaces[number] for number in self.quotas.members.get(account, ())]
-        return sum((one.table.blocks + one.use.pending_blocks) * one.size_class.frame_bytes for one in its)
+        """What an account with a quota has of the arena."""
+        return self.allocator.account_bytes[self.quotas.numbers.get(account, NO_ACCOUNT)]
 
     def _within_quota(self, namespace: Namespace, count: int, limit_bytes: int) -> int:
-        """How many of `count` frames its account may have, once it has given up blocks of its own for them."""
+        """How many of `count` frames its account may have, once it has given up blocks of its own for them.
+
+        No more are given up than would do if all of them were free at once; what is still read counts until it is not.
+        """
         account, frame_bytes = namespace.account, namespace.size_class.frame_bytes
-        over = self.used_bytes(account) + count * frame_bytes - limit_bytes
+        steps, wanted_bytes = ROOM_STEPS, count * frame_bytes
+        while steps > 0 and self.used_bytes(account) + wanted_bytes > limit_bytes:
+            if not (done := self.index.unlink_slice(min(SLICE, steps))):
+                break
+            steps -= done
+        waiting_bytes = self.allocator.waiting_bytes[self.quotas.numbers[account]]
+        over = self.used_bytes(account) - waiting_bytes + wanted_bytes - limit_bytes
         accounts = [its[account] for its in self._policies.values() if account in its]
         most = EVICT_AT_ONCE
         while over > 0 and most > 0:
@@ -189,12 +198,13 @@ class Space:
             self.counters.evicted_blocks += evicted
             over -= evicted * size
             most -= evicted
-        if over <= 0:
+        room = max(0, limit_bytes - self.used_bytes(account)) // frame_bytes
+        if room >= count:
             return count
-        refused = min(count, -(-over // frame_bytes))
+        refused = count - room
         self.counters.refused_by_quota_blocks += refused
         self.quotas.refused[account] += refused
-        return count - refused
+        return room
 
     def _make_room(self, namespace: Namespace, count: int) -> int:
         """Evict `count` blocks, or fewer where that is all there is; returns how many.

@@ -146,3 +146,45 @@ def test_quotas_as_they_are_written() -> None:
     for text, problem in wrong.items():
         with pytest.raises(ConfigError, match=problem):
             load_config(flags={"quota": text}, env={})
+
+
+def test_a_frame_counts_until_nobody_reads_it() -> None:
+    """A block that was evicted while it was being sent is gone, and its frame is not there for others yet."""
+    cache = make_cache(64, a=8)
+    a = open_for(cache, "a")
+    assert store(cache, a, chain("sent", 8)) == 8
+    frames = cache.space.index.frames_in_use()
+    for frame in frames:
+        cache.space.allocator.hold(frame)
+    assert store(cache, a, chain("more", 8)) == 0
+    assert cache.space.used_bytes("a") == 8 * FRAME
+    assert cache.counters.evicted_blocks == 8  # no more than were needed
+    for frame in frames[:3]:
+        cache.space.allocator.unhold(frame)
+    assert store(cache, a, chain("more", 8)) == 3
+    for frame in frames[3:]:
+        cache.space.allocator.unhold(frame)
+    assert store(cache, a, chain("more", 8)) == 8
+
+
+def test_frames_in_quarantine_count() -> None:
+    cache = make_cache(64, a=8)
+    a, writer = open_for(cache, "a"), Owner(b"w" * 16)
+    cache.reserve(writer, a, b"", chain("lost", 5), 60.0)
+    cache.session_lost(writer)
+    assert store(cache, a, chain("next", 8)) == 3
+    assert cache.space.used_bytes("a") == 8 * FRAME
+    cache.process_gone(writer)
+    assert store(cache, a, chain("next", 8)) == 8
+
+
+def test_flushed_blocks_count_until_their_frames_are_free() -> None:
+    cache = make_cache(64, a=8)
+    a, reader = open_for(cache, "a"), Owner(b"r" * 16)
+    assert store(cache, a, chain("read", 8)) == 8
+    assert cache.match(reader, [a], chain("read", 8), 60.0).lease is not None
+    cache.space.index.drop(a.table.get(chain("read", 8)[:16]))
+    assert cache.space.used_bytes("a") == 8 * FRAME
+    while cache.work():
+        pass  # the lease ends
+    assert cache.space.used_bytes("a") == 0

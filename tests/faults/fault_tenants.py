@@ -56,6 +56,7 @@ class Tenant:
         self._name = name
         self._context = zmq.Context()
         self._ids = itertools.count(1)
+        self._sockets: list[zmq.Socket[bytes]] = []
         self._socket = self.also()
         hello = ["hello", 1, 1, instance or os.urandom(16), name, _now_us(), map_arena]
         self.welcome = self._exchange(hello)[0]
@@ -66,6 +67,10 @@ class Tenant:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hang up, without a word."""
         self._context.destroy(linger=0)
 
     def also(self, high_water: int = 1000) -> zmq.Socket[bytes]:
@@ -76,6 +81,7 @@ class Tenant:
         sock.setsockopt(zmq.RCVBUF, 4096)
         load_client(self._site.file(self._name)).secure(sock)
         sock.connect(f"tcp://127.0.0.1:{self._site.port}")
+        self._sockets.append(sock)
         return sock
 
     def header(self, tag: str, *fields: Any) -> bytes:

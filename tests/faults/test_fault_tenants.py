@@ -126,3 +126,42 @@ def test_a_process_has_one_quarantine_however_often_it_connects(
     health = stats_of(daemon)["health"]
     assert health["state"] == "degraded"
     assert f"wait in quarantine for process {os.getpid()} " in health["reasons"][0]
+
+
+def refused_to_the_deaf(session: Tenant, namespace: int, key: bytes) -> str:
+    """Ask over a connection that is never drained, as long as there is an answer; what the refusal says."""
+    lease, deaf = session.ask("match", [namespace], key, 60_000)[3], session.also(high_water=1)
+    for _ in range(16):
+        deaf.send(session.header("read", lease, namespace, 0, 0, 2 * MIB))
+    while True:
+        deaf.send(session.header("read", lease, namespace, 0, 0, 2 * MIB))
+        answer = session.ask("read", lease, namespace, 0, 0, 1)
+        if answer[0] == "error":
+            assert answer[1] == "limit"
+            return str(answer[2])
+
+
+def test_a_tenant_that_does_not_read_holds_no_frames_and_little_memory(
+    site: Site, start_daemon: Callable[..., Daemon], tenant: Callable[..., Tenant]
+) -> None:
+    """It asks over connections that it never drains, and begins a new session when one is full."""
+    daemon = start_daemon("--arena", "8MiB", "--region", "8MiB", "--quota", "team-a=4MiB", *site.flags[4:])
+    other, session = tenant("team-b"), tenant("team-a")
+    theirs, ours, key, data = other.namespace(2 * MIB), session.namespace(2 * MIB), os.urandom(16), os.urandom(2 * MIB)
+    wait_until(lambda: other.store(theirs, key, data), "the arena is there")
+    assert session.store(ours, key, data) == [VISIBLE]
+    assert "answers to this session" in refused_to_the_deaf(session, ours, key)
+    more = [tenant("team-a") for _ in range(5)]
+    assert "answers to tenant team-a wait" in [refused_to_the_deaf(one, ours, key) for one in more][-1]
+    for _ in range(4):  # its blocks go and come, and every frame that goes is free
+        assert session.store(ours, os.urandom(16), data) == [VISIBLE]
+    stats = stats_of(daemon)
+    assert stats["arena"]["used_bytes"] <= 6 * MIB
+    assert [its["used_bytes"] for its in stats["quotas"] if its["name"] == "team-a"] == [4 * MIB]
+    assert other.load(theirs, key, 2 * MIB) == data
+    for one in (session, *more):
+        one.close()
+    again = tenant("team-a")
+    wait_until(lambda: again.ask("match", [ours], key, 1)[1] or again.store(ours, key, data), "the block is there")
+    lease = again.ask("match", [ours], key, 60_000)[3]
+    wait_until(lambda: again.ask("read", lease, ours, 0, 0, 4096)[0] == "payload", "what nobody reads is dropped")

@@ -1,0 +1,53 @@
+"""What peers that do not read can make the daemon keep: each limit holds, however the answers are cut and asked for."""
+
+from __future__ import annotations
+
+from tiercache.daemon.sessions import Session
+from tiercache.daemon.unsent import ALL_BYTES, LEAST_BYTES, PARTY_BYTES, SESSION_BYTES, Unsent
+from tiercache.messages import Hello
+
+MIB = 1 << 20
+
+
+def session_of(party: str) -> Session:
+    return Session(Hello(1, 1, bytes(16), "s", 0, False), party)
+
+
+def fill(unsent: Unsent, session: Session, length: int = 2 * MIB) -> int:
+    """Let it ask until it is refused; bytes that wait for it."""
+    while unsent.problem(session, length) is None:
+        unsent.add(session, length)
+    return session.unsent_bytes
+
+
+def test_a_session_has_a_limit() -> None:
+    unsent, session = Unsent(), session_of("a")
+    assert fill(unsent, session) == SESSION_BYTES
+    assert unsent.problem(session, 1) == "32 MiB of answers to this session wait to be read: read them first"
+    unsent.sent(session, 2 * MIB)
+    assert unsent.problem(session, 2 * MIB) is None
+
+
+def test_small_answers_count_for_their_work() -> None:
+    unsent, session = Unsent(), session_of("a")
+    assert fill(unsent, session, 1) == SESSION_BYTES
+    for _ in range(SESSION_BYTES // LEAST_BYTES):
+        unsent.sent(session, 1)
+    assert session.unsent_bytes == unsent.bytes == 0
+
+
+def test_sessions_of_one_party_share_a_limit_that_outlives_them() -> None:
+    unsent, parties = Unsent(), PARTY_BYTES // SESSION_BYTES
+    gone = [session_of("a") for _ in range(parties)]
+    assert [fill(unsent, one) for one in gone] == [SESSION_BYTES] * parties
+    for one in gone:
+        one.open = False
+    assert unsent.problem(session_of("a"), 1) == "128 MiB of answers to a wait to be read: read them first"
+    assert unsent.problem(session_of("b"), 2 * MIB) is None
+
+
+def test_all_parties_share_a_limit() -> None:
+    unsent = Unsent()
+    for number in range(ALL_BYTES // SESSION_BYTES):
+        assert fill(unsent, session_of(str(number))) == SESSION_BYTES
+    assert unsent.problem(session_of("new"), 1) == "512 MiB of answers to all clients wait to be read: read them first"
