@@ -231,7 +231,8 @@ class Channels:
     def wait(self, pending: Pending[R]) -> R:
         """The reply to a posted request, once. Raises as `call` does."""
         channel = pending.channel
-        owed, broken = 1, True
+        # Whatever ends the wait, the reply may still come and grant something, unless the connection makes no sense.
+        owed, broken = 1, False
         try:
             while (received := self._receive(channel, pending.deadline_ns)) is not None:
                 reply = received[0]
@@ -241,15 +242,13 @@ class Channels:
                     self._on_late(reply)
                     continue
                 owed = 0
-                answer = _expected(reply, pending.expect)
-                broken = False
-                return answer
-            broken = False
+                return _expected(reply, pending.expect)
             raise DeadlineExceeded(f"no answer from the daemon in {pending.timeout_s:g} s")
-        except RequestRefused:
-            broken = False
+        except ProtocolError:
+            broken = True
             raise
         except zmq.ZMQError as error:
+            broken = True
             raise DaemonUnavailable(f"the connection to the daemon failed: {error}") from error
         finally:
             self._check_in(channel, owed=owed, broken=broken)

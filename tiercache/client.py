@@ -22,9 +22,10 @@ import select
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from tiercache import forks, messages
 from tiercache.channel import ANSWERS
@@ -40,6 +41,7 @@ from tiercache.errors import (
     TierCacheError,
 )
 from tiercache.layout import NamespaceSpec
+from tiercache.leases import Leases
 from tiercache.messages import (
     AnyReply,
     Bye,
@@ -47,14 +49,11 @@ from tiercache.messages import (
     Flush,
     Flushed,
     Ping,
-    Release,
-    Renew,
-    Renewed,
     Request,
     Stats,
     StatsReply,
 )
-from tiercache.session import Session
+from tiercache.session import Errands, Session
 
 REQUEST_TIMEOUT_S = 0.5
 BACK_OFF_FIRST_S = 0.05
@@ -62,24 +61,16 @@ BACK_OFF_LAST_S = 2.0
 GOOD_PINGS = 3
 STEADY_S = 10.0
 """UP for this long makes the next back-off short again: a daemon that is too slow does not flap."""
-HOLD_AT_MOST_S = 600.0
-"""A lease that nobody ended is renewed for this long."""
+CLOSE_S = 2.0
+LINGER_S = 60.0
+"""A session outlives `close` for so long at most: while copies run, or the daemon cannot be told of their end."""
 TIDY_S = 0.02
+BYE_S = 0.2
 RAMP_S = 1.0
 _CHANCE = random.Random()
 """Our own: who has seeded the process's numbers counts on nobody else drawing some."""
 
 logger = logging.getLogger("tiercache.client")
-
-
-class _Kept(NamedTuple):
-    """A lease that is renewed in the background for as long as `holder` lives."""
-
-    session: Session
-    ttl_ms: int
-    due_s: float
-    until_s: float
-    holder: weakref.ref[Any]
 
 
 class Client:
@@ -116,11 +107,12 @@ class Client:
         self._lock = threading.Lock()
         self._up: Session | None = None  # the session while UP
         self._session: Session | None = None  # also while DOWN, if it may come back
-        self._former: Session | None = None  # the last one, for what it had to give back
+        self._errands: Errands = deque()
         self._reason = "it has not been reached yet"
         self._specs: dict[str, NamespaceSpec] = {}
         self._direct: set[str] = set()  # fingerprints of specs that are read on NVMe by ourselves
-        self._kept: dict[int, _Kept] = {}
+        self.leases = Leases()
+        """What this client holds, and which loads and stores are under way."""
         self._back_off_s = BACK_OFF_FIRST_S
         self._up_since_s = 0.0
         self._closed = False
@@ -288,42 +280,23 @@ class Client:
             raise ArenaError("this client does not map the arena: it was connected with map_arena=False")
         return int(arena.addresses(messages.pack_frames([frame]), length, self.request_timeout_s)[0])
 
-    def keep(self, session: Session, lease: int, ttl_ms: int, holder: Any) -> None:
-        """Renew `lease` in the background until `let_go`, for 10 minutes at most, while `holder` exists."""
-        now_s = time.monotonic()
-        kept = _Kept(session, ttl_ms, now_s + ttl_ms / 2000, now_s + HOLD_AT_MOST_S, weakref.ref(holder))
-        with self._lock:
-            self._kept[lease] = kept
-
-    def let_go(self, lease: int) -> None:
-        """Stop renewing `lease`."""
-        with self._lock:
-            self._kept.pop(lease, None)
-
     def close(self) -> None:
-        """Say good-bye and end the session. Blocks for at most about 2 s. Idempotent."""
+        """Say good-bye and end the session. Blocks for at most about 2 s. Idempotent.
+
+        Loads and stores under way begin no further copy. Copies that take longer than this end in the background,
+        and the session after them, so that the daemon learns that their frames are free.
+        """
         if self._closed or self.forked:
             return
-        session = self._up
         self._closed = True
         self._reason = "this client was closed"
-        if session is not None:
-            try:
-                session.call(Bye, Done, 0.2)
-            except TierCacheError as error:
-                logger.debug("good-bye was not answered: %s", error)
         self._up = None
+        self.leases.stop()
         self._wake()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(2.0)
-        with self._lock:
-            session, self._session = self._session, None
-            self._kept.clear()
-            if self._thread is None or not self._thread.is_alive():
-                os.close(self._wakeup)
-                self._wakeup = -1
-        if session is not None:
-            session.end()
+        if self._thread is None:
+            self._take_leave()
+        elif self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_S)
 
     def __enter__(self) -> Client:
         return self
@@ -401,13 +374,11 @@ class Client:
         )
         session.on_trouble = self._go_down
         session.on_work = self._wake
+        session.errands = self._errands
         session.counters = self.counters
         session.models = lambda: self._models
         with self._lock:
-            former, self._former = self._former, session
             self._session = session
-        if former is not None:
-            session.inherit(former)
         return session
 
     def _prove(self, session: Session) -> None:
@@ -433,6 +404,51 @@ class Client:
     # --- the background thread ---------------------------------------------------------------------
 
     def _watch(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._take_leave()
+
+    def _take_leave(self) -> None:
+        """After `close`: end what is under way, tell the daemon so, and say good-bye."""
+        deadline_s = time.monotonic() + LINGER_S
+        while time.monotonic() < deadline_s:
+            idle = self.leases.wait_idle(TIDY_S)
+            told = idle and not self._errands
+            try:
+                if (session := self._session) is None:
+                    if told:
+                        break
+                    if not idle:
+                        continue
+                    session = self._open_session()  # the one in which they began was lost meanwhile
+                if self._say_good_bye(session, idle):
+                    break
+            except (TierCacheError, OSError) as error:
+                logger.debug("good-bye could not be said: %s", error)
+                if told or (self._session is None and not isinstance(error, DeadlineExceeded)):
+                    break  # there is nothing that the daemon would have to know, or no daemon
+                time.sleep(self._next_back_off_s())
+        with self._lock:
+            session, self._session = self._session, None
+            if self._wakeup >= 0:
+                os.close(self._wakeup)
+            self._wakeup = -1
+        if session is not None:
+            session.end()
+
+    def _say_good_bye(self, session: Session, idle: bool) -> bool:
+        """Run the errands that are left, then end the session; False when there is still something under way."""
+        if not session.receive():
+            self._go_down(session, "the daemon is gone", True)
+            return False
+        with session.probing():
+            if session.settle() or not idle:
+                return False
+            session.call(Bye, Done, BYE_S)
+        return True
+
+    def _serve(self) -> None:
         while not self._closed:
             session = self._up
             if session is None:
@@ -445,8 +461,8 @@ class Client:
                 self._back_off_s = BACK_OFF_FIRST_S
             try:
                 soon = session.tidy()
-                self._renew(session)
-                self._wait(session, TIDY_S if soon else self._until_next_renewal_s())
+                self.leases.renew(session)
+                self._wait(session, TIDY_S if soon else self.leases.until_next_renewal_s())
             except TierCacheError as error:
                 # `Session.call` has brought the client down where that is due.
                 logger.debug("background work for %s: %s", self.address, error)
@@ -480,36 +496,6 @@ class Client:
         except (ProtocolError, ArenaError, OSError) as error:
             self._go_down(session, str(error), True)
 
-    def _until_next_renewal_s(self) -> float:
-        with self._lock:
-            due_s = min((kept.due_s for kept in self._kept.values()), default=None)
-        return 1.0 if due_s is None else min(1.0, max(0.001, due_s - time.monotonic()))
-
-    def _renew(self, session: Session) -> None:
-        """Extend the kept leases that are due; give back those whose holder is gone."""
-        now_s = time.monotonic()
-        due: list[int] = []
-        dropped: list[int] = []
-        with self._lock:
-            for lease, kept in list(self._kept.items()):
-                if kept.session is not session or now_s > kept.until_s:
-                    del self._kept[lease]
-                elif kept.holder() is None:
-                    del self._kept[lease]
-                    dropped.append(lease)
-                elif kept.due_s <= now_s:
-                    due.append(lease)
-                    self._kept[lease] = kept._replace(due_s=now_s + kept.ttl_ms / 2000)
-            ttl_ms = max((self._kept[lease].ttl_ms for lease in due), default=0)
-        for lease in dropped:
-            session.give_back(Release, lease=lease)
-        if due:
-            alive = session.call(Renew, Renewed, leases=due, ttl_ms=ttl_ms).alive
-            with self._lock:
-                for lease, still in zip(due, alive, strict=False):
-                    if not still:
-                        self._kept.pop(lease, None)
-
     def forget_in_child(self) -> None:
         """In a forked child: the session, the thread and what it waits for are the parent's."""
         if self._closed:
@@ -517,7 +503,6 @@ class Client:
         self.forked = True
         self._reason = forks.FORKED
         self._session = self._up = None
-        self._kept.clear()
         if self._wakeup >= 0:
             os.close(self._wakeup)
             self._wakeup = -1

@@ -72,6 +72,7 @@ from tiercache.messages import Hint as HintRequest
 from tiercache.moves import Mover
 from tiercache.storing import StoreResult, store_blocks
 from tiercache.transfer import Addresses, BlockIds, CopyLost, Limit, Pool, make_copier
+from tiercache.uninterrupted import uninterrupted
 
 LOAD_TIMEOUT_S = 10.0
 STORE_TIMEOUT_S = 60.0
@@ -306,9 +307,10 @@ class Connector:
         """Copy blocks `first..` of a match into the pool blocks `block_ids`, and end the match.
 
         Returns how many leading blocks of `block_ids` are good; the others hold anything. After
-        `timeout_s` no further copy begins. Blocks until the copies have ended.
+        `timeout_s` no further copy begins. Blocks until the copies have ended, through Ctrl-C too.
         """
-        return self._perform_load(*self._prepare_load(match, block_ids, first, timeout_s))
+        prepared = self._prepare_load(match, block_ids, first, timeout_s)
+        return uninterrupted(lambda: self._perform_load(*prepared), prepared[3].stop)
 
     def load_async(
         self, match: Match | bytes, block_ids: BlockIds, *, first: int = 0, timeout_s: float | None = None
@@ -378,9 +380,10 @@ class Connector:
             events: what KV events say of these blocks; see `wants_events`.
             hint: what is known of their further use; see `hint`, which is asked once they are stored.
 
-        Blocks until the copies have ended.
+        Blocks until the copies have ended, through Ctrl-C too.
         """
-        return self._perform_store(*self._prepare_store(keys, block_ids, first, events), hint)
+        prepared = self._prepare_store(keys, block_ids, first, events)
+        return uninterrupted(lambda: self._perform_store(*prepared, hint), prepared[3].stop)
 
     def store_async(
         self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None,

@@ -80,6 +80,14 @@ def store_past_dram(
 
     When it returns or raises, no write is under way (but for CopyLost). Raises TierCacheError.
     """
+    with client.leases.operation(limit):
+        return _store(client, storer, spec, keys, block_ids, first, limit, after, events)
+
+
+def _store(
+    client: Client, storer: DirectStorer, spec: NamespaceSpec, keys: bytes, block_ids: Addresses, first: int,
+    limit: Limit, after: Any, events: EventRun | None,
+) -> PastDram:  # fmt: skip
     session = client.session()
     store = _Store(client, session, storer, spec, keys, limit, after)
     events = wanted_events(session, spec, events)
@@ -135,6 +143,7 @@ class _Store:
                 self._storer.note(str(error))  # the daemon is older, or has too many leases of ours
                 return None
             if not 0 <= reserved.present <= count:
+                abort_lease(self._session, reserved.lease, finished=True)
                 raise ProtocolError("the daemon has more blocks than it was asked about")
             waits = reserved.soon and not reserved.present and reserved.lease == NO_LEASE
             if not waits or self._while_up.reached() or time.monotonic() > until_s:
@@ -145,9 +154,9 @@ class _Store:
         """Write what was granted and commit it; how many blocks were granted, are written, and visible."""
         session, lease = self._session, reserved.lease
         writing = Writing()
-        self._client.keep(session, lease, WRITE_TTL_MS, writing)
         over, finished = False, True
         try:
+            self._client.leases.keep(session, lease, WRITE_TTL_MS, writing, writing=True)
             places = self._places(reserved, len(block_ids))
             seeds = [self._seed(first + number) for number in range(len(places))]
             ids, where = block_ids[: len(places)], reserved.directory
@@ -161,7 +170,7 @@ class _Store:
             finished = False
             raise
         finally:
-            self._client.let_go(lease)
+            self._client.leases.let_go(lease)
             if not over:
                 abort_lease(session, lease, finished=finished)
         if len(states) != len(sums):

@@ -141,7 +141,7 @@ def match_blocks(
     frames = dict(zip(numbers, reply.frames, strict=False))
     held = keys[: blocks * KEY_BYTES] if reply.extents else b""
     match = Match(session, reply.lease, blocks, reply.below_blocks, frames, held)
-    client.keep(session, reply.lease, READ_TTL_MS, match)
+    client.leases.keep(session, reply.lease, READ_TTL_MS, match, writing=False)
     return match
 
 
@@ -164,7 +164,7 @@ def adopt_match(client: Client, ticket: bytes) -> Match:
         session.give_back(Release, lease=known.lease)
         raise
     match = Match(session, known.lease, known.blocks, known.below_blocks, known.frames, known.keys)
-    client.keep(session, known.lease, READ_TTL_MS, match)
+    client.leases.keep(session, known.lease, READ_TTL_MS, match, writing=False)
     return match
 
 
@@ -194,21 +194,30 @@ def load_blocks(
     if taken is None:
         return 0
     session, lease = taken
-    copied = 0
-    try:
-        number = session.namespace_id(spec)
-        if direct is not None and match.direct_keys:
-            in_dram = max(0, match.blocks - match.below_blocks - first)
-            copied = _copy(session, lease, number, mover, match, block_ids[:in_dram], first, limit, after)
-            if copied == in_dram:
-                ids = block_ids[copied : match.blocks - first]
-                whose = number, spec.fingerprint(), match.direct_keys
-                copied += load_direct(session, lease, *whose, direct, ids, first + copied, limit, after)
-        copied += _copy(session, lease, number, mover, match, block_ids[copied:], first + copied, limit, after)
-    finally:
-        # The one word that makes the bytes good: asked for after the last of them has arrived.
-        good = _release(client, session, lease)
+    with client.leases.operation(limit):
+        copied = 0
+        try:
+            copied = _copy_all(session, lease, mover, spec, match, block_ids, first, limit, after, direct)
+        finally:
+            # The one word that makes the bytes good: asked for after the last of them has arrived.
+            good = _release(client, session, lease)
     return copied if good else 0
+
+
+def _copy_all(
+    session: Session, lease: int, mover: Mover, spec: NamespaceSpec, match: Match, block_ids: Addresses, first: int,
+    limit: Limit, after: Any, direct: DirectLoader | None,
+) -> int:  # fmt: skip
+    """How many leading blocks came, by whichever way."""
+    copied, number = 0, session.namespace_id(spec)
+    if direct is not None and match.direct_keys:
+        in_dram = max(0, match.blocks - match.below_blocks - first)
+        copied = _copy(session, lease, number, mover, match, block_ids[:in_dram], first, limit, after)
+        if copied == in_dram:
+            ids = block_ids[copied : match.blocks - first]
+            whose = number, spec.fingerprint(), match.direct_keys
+            copied += load_direct(session, lease, *whose, direct, ids, first + copied, limit, after)
+    return copied + _copy(session, lease, number, mover, match, block_ids[copied:], first + copied, limit, after)
 
 
 def _copy(
@@ -259,7 +268,7 @@ def _copy(
 
 
 def _release(client: Client, session: Session, lease: int) -> bool:
-    client.let_go(lease)
+    client.leases.let_go(lease)
     try:
         return session.call(Release, Released, lease=lease).good
     except DaemonUnavailable:

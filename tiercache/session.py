@@ -61,6 +61,8 @@ REPORT_S = 5.0
 
 logger = logging.getLogger("tiercache.client")
 R = TypeVar("R", bound=Reply)
+Errands = deque[tuple[int, type[Request], dict[str, Any]]]
+"""Requests that end leases, each with the life of the daemon that granted it."""
 _decode = msgspec.msgpack.Decoder(messages.SessionMessage).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -132,7 +134,8 @@ class Session:
         self._paused = True
         self._reported: tuple[str, list[ModelCard], dict[str, int]] = ("none", [], {})
         self._report_due_s = 0.0
-        self._to_give_back: deque[tuple[type[Request], dict[str, Any]]] = deque()
+        self.errands: Errands = deque()
+        """What `give_back` was given; shared by the sessions of one client, so that a later one can run it."""
         self._remote = remote is not None
         self._asked_s = time.monotonic()
         endpoint, keys = (self.welcome.control, None) if remote is None else remote
@@ -224,6 +227,7 @@ class Session:
         """Wait for it no longer; a lease that it may grant is given back."""
         if pending is not None:
             self._channels.abandon(pending)
+            self.on_work()
 
     def pause(self) -> None:
         """Refuse calls at once, but for the thread that is `probing`. New sessions are paused."""
@@ -280,9 +284,12 @@ class Session:
         return known[1]
 
     def give_back(self, request_type: type[Request], **fields: Any) -> None:
-        """Send this `Release` or `Abort` once the daemon answers: the lease could not be ended in time."""
-        if len(self._to_give_back) < MAX_GIVE_BACK:
-            self._to_give_back.append((request_type, fields))
+        """Send this `Release` or `Abort` once the daemon answers: the lease could not be ended in time.
+
+        In this session or a later one with the same life of the daemon.
+        """
+        if len(self.errands) < MAX_GIVE_BACK:
+            self.errands.append((self.generation, request_type, fields))
             self.on_work()
 
     def _on_late(self, reply: AnyReply) -> None:
@@ -292,20 +299,26 @@ class Session:
             self.give_back(Abort, lease=reply.lease, finished=True)
 
     def tidy(self) -> bool:
-        """Read late replies, give back what is to be given back, report. Called by one thread.
+        """`settle`, and report. Called by one thread; returns and raises as that does."""
+        waiting = self.settle()
+        self._report()
+        self._keep_alive()
+        return waiting
+
+    def settle(self) -> bool:
+        """Read late replies, give back what is to be given back. Called by one thread.
 
         True when late replies are still awaited. Raises as `call` does.
         """
         waiting = self._channels.collect_late()
-        while self._to_give_back:
-            request_type, fields = self._to_give_back[0]
+        while self.errands:
+            generation, request_type, fields = self.errands[0]
             try:
-                self.call(request_type, ANSWERS[request_type], **fields)
+                if generation == self.generation:  # else the lease has ended with that life of the daemon
+                    self.call(request_type, ANSWERS[request_type], **fields)
             except RequestRefused as error:
                 logger.debug("the daemon would not take back %s: %s", fields, error)
-            self._to_give_back.popleft()
-        self._report()
-        self._keep_alive()
+            self.errands.popleft()
         return waiting
 
     def _keep_alive(self) -> None:
@@ -332,11 +345,6 @@ class Session:
     def _arena_is_ready(self, registration: str) -> None:
         logger.debug("the arena is mapped and populated: %s", registration)
         self.on_work()
-
-    def inherit(self, former: Session) -> None:
-        """Take over what a former session with the same daemon life still had to give back."""
-        if former.generation == self.generation:
-            self._to_give_back.extend(former._to_give_back)
 
     def end(self) -> None:
         """Close the sockets; the arena is unmapped after the last copy. Idempotent."""

@@ -85,10 +85,11 @@ def store_blocks(
     When it returns or raises, no copy is under way (but for CopyLost).
     """
     session = client.session()
-    number = session.namespace_id(spec)
     sizes = window_sizes(len(block_ids), spec.block_bytes)
     events = wanted_events(session, spec, events)
-    return _Store(client, session, mover, number, keys, block_ids, first, sizes, events).run(limit, after)
+    with client.leases.operation(limit):
+        number = session.namespace_id(spec)
+        return _Store(client, session, mover, number, keys, block_ids, first, sizes, events).run(limit, after)
 
 
 def wanted_events(session: Session, spec: NamespaceSpec, events: EventRun | None) -> EventRun | None:
@@ -137,6 +138,8 @@ class _Store:
         self._sizes: Iterator[int] = iter(sizes)
         self._asked = 0  # blocks of the reserve that is under way
         self._reserving: Pending[Reserved] | None = None
+        self._granted = NO_LEASE  # until it is committed in full or given up
+        self._finished = True  # no copy of ours can still write to its frames
         self._committing: _Commit | None = None
         self._stored = 0
         self._present = 0
@@ -150,6 +153,7 @@ class _Store:
             while self._reserving is not None and not limit.reached():
                 pending, self._reserving = self._reserving, None
                 reserved = self._session.wait(pending)
+                self._granted = reserved.lease
                 if reserved.parent_missing:
                     missing = done == 0
                     self._finish_commit()
@@ -170,6 +174,7 @@ class _Store:
             if self._committing is not None:
                 self._session.abandon(self._committing.pending)
                 abort_lease(self._session, self._committing.lease, finished=True)
+            self._give_up_granted()
         assert self._stored + self._present <= count
         return self._result()
 
@@ -203,14 +208,11 @@ class _Store:
         indices = [index for index, state in enumerate(reserved.states) if state == BlockState.FRAME]
         session, lease = self._session, reserved.lease
         if len(reserved.states) != len(block_ids) or len(reserved.frames) != len(indices) * FRAME_BYTES:
-            abort_lease(session, lease, finished=True)
             raise ProtocolError("the daemon reserved other blocks than were asked for")
         if lease == NO_LEASE or not indices:
             return
         writing = Writing()
-        self._client.keep(session, lease, WRITE_TTL_MS, writing)
-        committed = False
-        finished = True
+        self._client.leases.keep(session, lease, WRITE_TTL_MS, writing, writing=True)
         try:
             ids = block_ids if len(indices) == len(block_ids) else block_ids[indices]
             copied = self._mover.put(session, lease, indices, reserved.frames, ids, limit, after)
@@ -220,16 +222,20 @@ class _Store:
             if copied:
                 blocks = pack_indices(indices[:copied])
                 self._committing = _Commit(lease, copied, session.post(Commit, Committed, lease=lease, blocks=blocks))
-            committed = copied == len(indices)
-            if not committed:
+            if copied == len(indices):
+                self._granted = NO_LEASE  # it ends with the commit
+            else:
                 self._finish_commit()
+                self._give_up_granted()
         except CopyLost:
-            finished = False
+            self._finished = False
             raise
         finally:
-            self._client.let_go(lease)
-            if not committed:
-                abort_lease(session, lease, finished=finished)
+            self._client.leases.let_go(lease)
+
+    def _give_up_granted(self) -> None:
+        lease, self._granted = self._granted, NO_LEASE
+        abort_lease(self._session, lease, finished=self._finished)
 
     def _finish_commit(self) -> None:
         """Take the answer to the commit that is under way, if there is one."""

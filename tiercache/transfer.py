@@ -202,6 +202,10 @@ class Limit:
         """Whether what has been copied must not be committed."""
         return self._void or (self.proof is not None and not self.proof())
 
+    def stop(self) -> None:
+        """Begin no further copy."""
+        self.stopped = True
+
     def reached(self) -> bool:
         """True when no further copy may begin."""
         return self.stopped or time.monotonic() >= self.deadline_s

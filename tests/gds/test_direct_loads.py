@@ -255,7 +255,7 @@ def test_a_lease_that_expired_is_a_miss(make: Make) -> None:
     taken = match._lease
     transfer = cluster.connector.load_async(match, range(10))
     wait_for("a read is under way", lambda: cluster.backend.hanging == 1)
-    cluster.connector.client.let_go(taken)  # nobody renews it any more
+    cluster.connector.client.leases.let_go(taken)  # nobody renews it any more
     wait_for("it is over", lambda: cluster.nvme()["direct_leases"] == 0)
     cluster.backend.resume()
     assert transfer.result(20) == 0
