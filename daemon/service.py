@@ -156,7 +156,12 @@ class Service:
         session = self._sessions.get(request.session)
         if session is None:
             raise RequestRefused(ErrorCode.UNKNOWN_SESSION.value, "this session has ended: connect again")
-        if request.deadline_us + session.clock_offset_us < time.monotonic_ns() // 1000:
+        now_us = time.monotonic_ns() // 1000
+        if isinstance(request, m.Ping) and request.clock_us:
+            # Clocks of two hosts drift, and stand still while a machine is paused.
+            # This never expires: it would not be heard.
+            session.clock_offset_us = now_us - request.clock_us
+        elif request.deadline_us + session.clock_offset_us < now_us:
             self._cache.counters.requests_expired += 1
             raise RequestRefused(ErrorCode.EXPIRED.value, "its deadline was over before it was read")
         return session

@@ -85,7 +85,8 @@ class Session:
         self.since_s = time.monotonic()
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.owner = Owner(hello.instance, mapped=mapped, party=party)
-        # From the client's monotonic clock to ours; late by the hello's way here, never early.
+        # From the client's monotonic clock to ours. Late by the way here of what said the client's time last, the hello
+        # or a ping, and never early.
         self.clock_offset_us = time.monotonic_ns() // 1000 - hello.clock_us
         self.registration = "none"
         self.counters: dict[str, int] = {}

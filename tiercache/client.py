@@ -449,6 +449,7 @@ class Client:
         return True
 
     def _serve(self) -> None:
+        pause_s = BACK_OFF_FIRST_S
         while not self._closed:
             session = self._up
             if session is None:
@@ -463,9 +464,12 @@ class Client:
                 soon = session.tidy()
                 self.leases.renew(session)
                 self._wait(session, TIDY_S if soon else self.leases.until_next_renewal_s())
+                pause_s = BACK_OFF_FIRST_S
             except TierCacheError as error:
-                # `Session.call` has brought the client down where that is due.
+                # `Session.call` has brought the client down where that is due; else it is tried again later.
                 logger.debug("background work for %s: %s", self.address, error)
+                self._pause(pause_s * _CHANCE.uniform(0.75, 1.25))
+                pause_s = min(pause_s * 2, BACK_OFF_LAST_S)
 
     def _pause(self, seconds: float) -> None:
         """Wait while DOWN; an end of file on a session that was only slow ends that session meanwhile."""

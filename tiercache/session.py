@@ -34,6 +34,7 @@ from tiercache.messages import (
     Abort,
     AnyReply,
     Done,
+    ErrorCode,
     Hello,
     Matched,
     ModelCard,
@@ -61,8 +62,8 @@ REPORT_S = 5.0
 
 logger = logging.getLogger("tiercache.client")
 R = TypeVar("R", bound=Reply)
-Errands = deque[tuple[int, type[Request], dict[str, Any]]]
-"""Requests that end leases, each with the life of the daemon that granted it."""
+Errands = deque[tuple[int, bytes, type[Request], dict[str, Any]]]
+"""Requests that end leases, each with the life of the daemon and the session that granted it."""
 _decode = msgspec.msgpack.Decoder(messages.SessionMessage).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -138,6 +139,7 @@ class Session:
         """What `give_back` was given; shared by the sessions of one client, so that a later one can run it."""
         self._remote = remote is not None
         self._asked_s = time.monotonic()
+        self._clock_differs = False
         endpoint, keys = (self.welcome.control, None) if remote is None else remote
         self._channels = Channels(endpoint, self.welcome.session, self.generation, timeout_s, self._on_late, keys)
 
@@ -263,6 +265,10 @@ class Session:
             if error.code in SESSION_OVER_CODES:
                 self.on_trouble(self, str(error), True)
                 raise DaemonUnavailable(f"the daemon does not know this session: {error.text}") from error
+            if error.code == ErrorCode.EXPIRED.value:
+                # We have waited for the answer, so it was in time: the daemon is wrong about our clock.
+                self._clock_differs = True
+                self.on_work()
         elif isinstance(error, ProtocolError):
             self.on_trouble(self, str(error), True)
         elif isinstance(error, DaemonUnavailable):
@@ -286,10 +292,10 @@ class Session:
     def give_back(self, request_type: type[Request], **fields: Any) -> None:
         """Send this `Release` or `Abort` once the daemon answers: the lease could not be ended in time.
 
-        In this session or a later one with the same life of the daemon.
+        An `Abort` in a later session with the same life of the daemon, if need be.
         """
         if len(self.errands) < MAX_GIVE_BACK:
-            self.errands.append((self.generation, request_type, fields))
+            self.errands.append((self.generation, self.welcome.session, request_type, fields))
             self.on_work()
 
     def _on_late(self, reply: AnyReply) -> None:
@@ -300,6 +306,8 @@ class Session:
 
     def tidy(self) -> bool:
         """`settle`, and report. Called by one thread; returns and raises as that does."""
+        if self._clock_differs:
+            self._tell_clock()
         waiting = self.settle()
         self._report()
         self._keep_alive()
@@ -312,9 +320,11 @@ class Session:
         """
         waiting = self._channels.collect_late()
         while self.errands:
-            generation, request_type, fields = self.errands[0]
+            generation, session, request_type, fields = self.errands[0]
+            # Read leases have ended with their session; frames that were written to wait for this word.
+            alive = session == self.welcome.session or (request_type is Abort and generation == self.generation)
             try:
-                if generation == self.generation:  # else the lease has ended with that life of the daemon
+                if alive:
                     self.call(request_type, ANSWERS[request_type], **fields)
             except RequestRefused as error:
                 logger.debug("the daemon would not take back %s: %s", fields, error)
@@ -322,10 +332,22 @@ class Session:
         return waiting
 
     def _keep_alive(self) -> None:
-        """Ask something now and then: a daemon on another host has no other way to know that we live."""
+        """Ping now and then: a daemon on another host has no other way to know that we live, and our clock."""
         if self._remote and time.monotonic() > self._asked_s + KEEP_ALIVE_S:
-            self.call(Ping, Done)
+            self._tell_clock()
             self._asked_s = time.monotonic()
+
+    def _tell_clock(self) -> None:
+        """Have the daemon take our deadlines by the clock as it is now: one of the two may have stood still."""
+        try:
+            self.call(Ping, Done, clock_us=time.monotonic_ns() // 1000)
+        except RequestRefused as error:
+            if error.code != ErrorCode.EXPIRED.value:
+                raise
+            text = "it is wrong about our clock, and too old to be told: a new session"
+            self.on_trouble(self, text, True)
+            raise DaemonUnavailable(text) from error
+        self._clock_differs = False
 
     def _report(self) -> None:
         """Tell the daemon how the arena is held here and of which models; now and then the counters."""
@@ -339,6 +361,8 @@ class Session:
             try:
                 self.call(Report, Done, registration=registration, models=models, counters=report[2])
             except RequestRefused as error:
+                if error.code == ErrorCode.EXPIRED.value:
+                    raise
                 logger.warning("the daemon takes no note of what this client reports: %s", error)
             self._reported = report
 

@@ -141,7 +141,7 @@ def test_closing_without_a_daemon_is_quick_and_twice_is_once(
         connector = tiercache.connect(daemon.address, namespace=spec(4096), pool=pool, required=True)
         os.kill(daemon.pid, signal.SIGKILL)
         wait_until(lambda: not connector.available)
-        connector.client._errands.append((1, Release, {"lease": 1}))  # of a life that is over
+        connector.client._errands.append((1, bytes(16), Release, {"lease": 1}))  # of a life that is over
         for _ in range(2):
             connector.close()
         thread = connector.client._thread

@@ -18,7 +18,9 @@ class Request(msgspec.Struct, array_like=True, tag="request"):
 
 
 class Ping(Request, tag="ping"):
-    """Answered with `Done`."""
+    """Answered with `Done`. `clock_us`: the sender's monotonic clock now, which deadlines are meant by; 0: unsaid."""
+
+    clock_us: int = 0
 
 
 class RegisterNamespace(Request, tag="register_namespace"):

@@ -1,0 +1,146 @@
+"""Clocks that differ: deadlines stand on the client's, and one of the two may have stood still for a while."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from fake_daemon import FakeDaemon
+
+import tiercache
+from tiercache import messages as m
+from tiercache import session
+from tiercache.errors import DaemonUnavailable, RequestRefused
+
+SPEC = tiercache.NamespaceSpec(engine="clocks/1", layout="x", dtype="uint8", block_size=4, block_bytes=4096)
+KEYS = tiercache.KeyChain(tiercache.root_key("clocks"), 4, range(12)).packed()
+FAR_US = 3_600_000_000
+
+
+def wait_until(condition: Any, timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come true in time"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[tiercache.LaunchedDaemon]:
+    with tiercache.launch("8MiB", region="2MiB") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def connector(daemon: tiercache.LaunchedDaemon) -> Iterator[tiercache.Connector]:
+    pool = tiercache.Pool.from_blocks(np.zeros((8, 4096), np.uint8))
+    with tiercache.connect(daemon.address, namespace=SPEC, pool=pool, required=True) as connector:
+        assert sum(connector.store(KEYS, range(3))[:2]) == 3
+        yield connector
+
+
+def say_clock(connector: tiercache.Connector, ahead_us: int) -> None:
+    """Have the daemon believe something about the client's clock."""
+    connector.client.call(m.Ping, clock_us=time.monotonic_ns() // 1000 + ahead_us)
+
+
+def test_a_client_whose_clock_fell_behind_is_served_again(connector: tiercache.Connector) -> None:
+    session = connector.client.session()
+    before = connector.client.stats()["counters"]["requests_expired"]
+    say_clock(connector, FAR_US)
+    assert connector.match(KEYS).blocks == 0, "it is too late for the daemon"
+    wait_until(lambda: connector.match(KEYS).blocks == 3)
+    assert connector.client.session() is session, "nothing but the clock was wrong"
+    assert connector.counters["times_down"] == 0
+    expired = connector.client.stats()["counters"]["requests_expired"] - before
+    assert 0 < expired < 100, "it does not ask again and again"
+
+
+def test_a_client_whose_clock_is_ahead_has_its_late_requests_refused_again(
+    connector: tiercache.Connector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a client of another host, which says its time now and then."""
+
+    def ask_late() -> None:
+        ours = connector.client.session()
+        deadline_us = time.monotonic_ns() // 1000 - 1_000_000
+        channel = ours._channels._check_out()
+        channel.send(m.Match(1, ours.welcome.session, ours.generation, deadline_us, namespaces=[1], keys=KEYS))
+        received = channel.receive(time.monotonic_ns() + 60_000_000_000)
+        ours._channels._check_in(channel)
+        assert received is not None
+        if isinstance(received[0], m.Error):
+            raise RequestRefused(received[0].code, received[0].text)
+
+    say_clock(connector, -FAR_US)
+    ask_late()  # taken as if there were an hour left
+    ours = connector.client.session()
+    monkeypatch.setattr(session, "KEEP_ALIVE_S", 0.0)
+    ours._remote = True
+    asked_s = ours._asked_s
+    connector.client._wake()
+    wait_until(lambda: ours._asked_s > asked_s)
+    with pytest.raises(RequestRefused, match="expired"):
+        ask_late()
+    assert connector.match(KEYS).blocks == 3
+
+
+def expired(fake: FakeDaemon, request: m.Request) -> list[bytes]:
+    error = m.Error(request.request_id, fake.generation, m.ErrorCode.EXPIRED.value, "as the test wants it")
+    return [msgspec.msgpack.encode(error)]
+
+
+def test_a_daemon_that_cannot_be_told_is_greeted_anew(tmp_path: Path) -> None:
+    """An earlier release: it knows the clock from the hello alone."""
+    fake = FakeDaemon(tmp_path / "fake")
+    try:
+        with tiercache.Client.connect(fake.address) as client:
+            assert len(fake.hellos) == 1
+            fake.rules[m.Ping] = fake.rules[m.Stats] = lambda request, reply: (
+                expired(fake, request) if len(fake.hellos) == 1 else None
+            )
+            with pytest.raises(RequestRefused, match="expired"):
+                client.stats()
+            wait_until(lambda: client.times_up == 2)
+            assert len(fake.hellos) == 2
+            client.ping()
+    finally:
+        fake.close()
+
+
+def test_what_is_refused_again_and_again_is_asked_for_less_and_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, pauses = FakeDaemon(tmp_path / "fake"), []
+    pause = tiercache.Client._pause
+
+    def noted(self: tiercache.Client, seconds: float) -> None:
+        if self.alive:
+            pauses.append((seconds, len(fake.requests)))
+        pause(self, min(seconds, 0.001))
+
+    try:
+        with tiercache.Client.connect(fake.address) as client:
+            fake.rules[m.Report] = lambda request, reply: expired(fake, request)
+            monkeypatch.setattr(tiercache.Client, "_pause", noted)
+            client.announce([m.ModelCard(["model"], bytes(16), ["x"], 4)])
+            wait_until(lambda: len(pauses) >= 8)
+            assert client.alive
+    finally:
+        fake.close()
+    seconds, requests = zip(*pauses[:8], strict=True)
+    assert seconds[0] < 0.1 < 1 < seconds[-1] < 3, "pauses grow to seconds"
+    assert len(set(seconds)) == 8, "no two clients come in step"
+    assert all(later - earlier <= 3 for earlier, later in pairwise(requests))
+
+
+def test_a_closed_client_says_so() -> None:
+    client = tiercache.Client("/nowhere")
+    client.close()
+    with pytest.raises(DaemonUnavailable, match="this client was closed"):
+        client.ping()
