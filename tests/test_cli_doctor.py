@@ -63,6 +63,16 @@ def test_a_good_host_has_no_remedies(host: Host) -> None:
     assert {one.state.value for one in found.values()} <= STATES
 
 
+def test_a_distribution_of_the_same_files_is_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doctor_host._version
+    monkeypatch.setattr(doctor_host, "_version", lambda name: "0.1.13" if name == "tiercache" else real(name))
+    found = look(host)["distribution"]
+    assert found.state is State.WARNING
+    assert "tiercache 0.1.13 is installed beside tiercache-kv" in found.figure
+    monkeypatch.setattr(doctor_host, "_version", lambda name: "" if name == "tiercache" else real(name))
+    assert "distribution" not in look(host)
+
+
 @pytest.mark.parametrize(
     ("files", "needs", "name", "state", "figure"),
     [

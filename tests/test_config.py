@@ -102,6 +102,27 @@ def test_errors_name_key_value_source_and_remedy(
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("word", ["yes", "true", "True", "on", "1", True])
+def test_switches_take_yes_and_true_from_everywhere(tmp_path: Path, word: str | bool) -> None:
+    text = "true" if word is True else f'"{word}"'
+    assert load_config(write(tmp_path, f"http_allow_remote = {text}"), {}).http_allow_remote is True
+    assert load_config(None, {"TIERCACHE_HTTP_ALLOW_REMOTE": str(word)}).http_allow_remote is True
+    assert load_config(None, {}, {"http_allow_remote": word}).http_allow_remote is True
+
+
+@pytest.mark.parametrize("word", ["no", "false", "False", "off", "0", False])
+def test_switches_take_no_and_false_from_everywhere(tmp_path: Path, word: str | bool) -> None:
+    text = "false" if word is False else f'"{word}"'
+    assert load_config(write(tmp_path, f"what_if = {text}"), {}).what_if is False
+    assert load_config(None, {"TIERCACHE_WHAT_IF": str(word)}).what_if is False
+    assert load_config(None, {}, {"what_if": word}).what_if is False
+
+
+def test_false_is_off_where_there_is_an_off(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "lock_memory = false"), {}).lock_memory == "off"
+    assert load_config(None, {"TIERCACHE_LOCK_MEMORY": "false"}).lock_memory == "off"
+
+
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"/nowhere\.toml.*No such file.*--config"):
         load_config("/nowhere.toml", {})

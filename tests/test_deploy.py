@@ -73,6 +73,16 @@ def test_memory_counts_the_arena(path: Path) -> None:
         assert "emptyDir" not in mounts[mount] or path != mount, f"{name} is the emptyDir itself"
 
 
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_every_container_has_tiercache(path: Path) -> None:
+    images = set(re.findall(r"^ +image: (\S+)", path.read_text(), re.MULTILINE))
+    assert images
+    assert all(re.match(r"(vllm-)?tiercache:", image) for image in images), images
+    stages = re.findall(r"^FROM \S+ AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert stages[-1] == "daemon", "what is built without --target"
+    assert "engine" in stages, "what makes vllm-tiercache"
+
+
 def test_the_image_takes_what_the_package_is_made_of() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     allowed = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"}

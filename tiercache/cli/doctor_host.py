@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tiercache import __version__
 from tiercache.cli.findings import Finding, Host, Needs, collect, failure, limit_of, ok, skipped, warning
-from tiercache.extras import install_packages
+from tiercache.extras import DISTRIBUTION, install_packages
 from tiercache.units import format_bytes, format_duration
 
 TOPIC = "host"
@@ -59,6 +59,9 @@ def _libraries() -> Iterator[Finding]:
         yield failure(TOPIC, "libraries", f"without {', '.join(missing)}", install_packages(*missing))
     else:
         yield ok(TOPIC, "libraries", figure)
+    if other := _version("tiercache"):  # another project's, or ours of before it had a name of its own
+        figure = f"tiercache {other} is installed beside {DISTRIBUTION}, and has the same files"
+        yield warning(TOPIC, "distribution", figure, f"uninstall both, and install {DISTRIBUTION} again")
 
 
 def _version(name: str) -> str:
