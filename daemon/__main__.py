@@ -48,11 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from tiercache.daemon.descriptors import fit, raise_limit
     from tiercache.daemon.logs import last_words, start_logging
+    from tiercache.daemon.regions import check_fits
     from tiercache.daemon.server import Server
 
     log = start_logging(config.log_level, config.log_format)
 
     async def serve() -> int:
+        check_fits(config.arena_bytes)
         return await Server(fit(config, raise_limit()), log.figures).run(args.parent_fd)
 
     try:

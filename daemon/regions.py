@@ -7,15 +7,27 @@ import os
 import threading
 from collections.abc import Callable
 
-from tiercache.arena import Region, create_region
-from tiercache.errors import ArenaError
-from tiercache.units import round_up
+from tiercache.arena import Region, capacity_bytes, create_region, largest_arena_bytes
+from tiercache.errors import ArenaError, ConfigError
+from tiercache.setting_kinds import toml_bytes
+from tiercache.units import format_bytes, round_up
 
 log = logging.getLogger("tiercache.daemon")
 
 RETRY_S = 2.0
 NICENESS = 10
 _REGION_GRANULE_BYTES = 2 << 20
+
+
+def check_fits(arena_bytes: int) -> None:
+    """Raise ConfigError for an arena that this host can never give: the kernel would end engines to make room for it.
+
+    What is taken only now does not count: it may be what the clients of a killed daemon still map.
+    """
+    largest = largest_arena_bytes()
+    if arena_bytes > largest:
+        text = f"this host, or the cgroup, has {format_bytes(capacity_bytes())}, and engines need some of it"
+        raise ConfigError(f"arena = {toml_bytes(arena_bytes)}: {text}: write arena = {toml_bytes(largest)} or less")
 
 
 class RegionMaker(threading.Thread):

@@ -15,9 +15,11 @@ import fcntl
 import mmap
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tiercache.errors import ArenaError
+from tiercache.setting_kinds import HUGE_PAGE_BYTES
 from tiercache.units import format_bytes
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -37,22 +39,44 @@ _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 # One step holds the address space against other threads' mmap calls: 2 ms at 2 GB/s.
 _POPULATE_STEP_BYTES = 4 << 20
-# Left to the rest of the machine when a region is made.
-_HEADROOM_BYTES = 128 << 20
+# Left to the rest of the machine: of what it has in all, and of what is free when a region is made.
+_LEAST_RESERVE_BYTES = 128 << 20
+_MOST_RESERVE_BYTES = 8 << 30
+_RESERVE_SHARE = 16
+_LEAST_HEADROOM_BYTES = 128 << 20
+_HEADROOM_SHARE = 64
 
 
 def available_bytes() -> int:
     """Memory that can still be taken: MemAvailable, or what the cgroup leaves if that is less."""
-    available = 1 << 62
+    left = [
+        limit - int((folder / used).read_text()) + _reclaimable_bytes(folder)
+        for folder, limit, used in _cgroup_limits()
+    ]
+    return min([_meminfo_bytes("MemAvailable:"), *left])
+
+
+def capacity_bytes() -> int:
+    """Memory that this process could ever have: that of the host, or the tightest cgroup limit if that is less."""
+    return min([_meminfo_bytes("MemTotal:"), *(limit for _, limit, _ in _cgroup_limits())])
+
+
+def largest_arena_bytes() -> int:
+    """What of that an arena may take: the rest is for the daemon, the engines and the system."""
+    capacity = capacity_bytes()
+    reserve = min(max(capacity // _RESERVE_SHARE, _LEAST_RESERVE_BYTES), _MOST_RESERVE_BYTES)
+    return max(capacity - reserve, 0) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+
+
+def _meminfo_bytes(name: str) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    return min(available, _cgroup_left_bytes())
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    return 1 << 62
 
 
-def _cgroup_left_bytes() -> int:
-    """What the tightest cgroup limit above this process leaves to it; very large without one."""
-    left = 1 << 62
+def _cgroup_limits() -> Iterator[tuple[Path, int, str]]:
+    """Each cgroup above us that limits memory: its folder, the limit in bytes, the file that says what is used."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -67,9 +91,8 @@ def _cgroup_left_bytes() -> int:
             if (folder / limit).exists():
                 maximum = (folder / limit).read_text().strip()
                 if maximum != "max":
-                    left = min(left, int(maximum) - int((folder / used).read_text()) + _reclaimable_bytes(folder))
+                    yield folder, int(maximum), used
             folder = folder.parent
-    return left
 
 
 def _reclaimable_bytes(folder: Path) -> int:
@@ -86,10 +109,11 @@ def create_region(size_bytes: int, name: str = "tiercache") -> int:
 
     Blocks for about 15 ms per 256 MiB. Raises ArenaError when the memory is not there.
     """
-    if available_bytes() < size_bytes + _HEADROOM_BYTES:
+    available, headroom = available_bytes(), max(capacity_bytes() // _HEADROOM_SHARE, _LEAST_HEADROOM_BYTES)
+    if available < size_bytes + headroom:
         raise ArenaError(
-            f"no memory for another region of {format_bytes(size_bytes)}: {format_bytes(available_bytes())} "
-            f"available, {format_bytes(_HEADROOM_BYTES)} of it kept free; make the arena smaller"
+            f"no memory for another region of {format_bytes(size_bytes)}: {format_bytes(available)} "
+            f"available, {format_bytes(headroom)} of it kept free; make the arena smaller"
         )
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

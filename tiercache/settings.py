@@ -41,7 +41,8 @@ _TABLE = (
     Setting(
         "arena", "arena_bytes", ARENA,
         "Memory for KV blocks in DRAM, page-locked and shared with the engines that map it. Taken when the daemon "
-        "starts, in whole 2MiB pages; it does not grow.",
+        "starts, in whole 2MiB pages; it does not grow. Refused where "
+        "the host or its cgroup has not so much and a sixteenth (8GiB at most) besides.",
     ),
     Setting(
         "region", "region_bytes", size(check_region),

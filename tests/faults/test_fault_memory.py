@@ -232,11 +232,12 @@ def _lets_in(daemon: Daemon) -> bool:
         return False
 
 
-def test_an_arena_larger_than_memory_is_said_and_survived(
+def test_a_lack_of_memory_is_said_and_survived(
     start_daemon: Callable[..., Daemon], engine_of: Callable[..., Engine], closing: ExitStack
 ) -> None:
     """No region fits: a line that says what to do, a daemon that answers, and an engine that goes on."""
-    daemon = Daemon("--arena", "32TiB", "--region", "16TiB")
+    nothing_left = "import tiercache.arena\ntiercache.arena.available_bytes = lambda: 0"
+    daemon = Daemon("--arena", "32MiB", "--region", "16MiB", patch=nothing_left)
     closing.callback(daemon.close)
     daemon.start(complete=False)
     wait_until(lambda: "make the arena smaller" in daemon.log(), "the log says what to do")
@@ -247,7 +248,7 @@ def test_an_arena_larger_than_memory_is_said_and_survived(
     assert stats["health"]["state"] == "degraded"
     assert "make the arena smaller" in stats["health"]["reasons"][0]
     assert stats["arena"]["populated_bytes"] == 0
-    assert stats["arena"]["bytes"] == 32 << 40
+    assert stats["arena"]["bytes"] == 32 * MIB
 
 
 def test_an_arena_that_fits_in_part_is_used_in_part(

@@ -1,0 +1,54 @@
+"""How large an arena may be on this host."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiercache import arena
+from tiercache.config import DaemonConfig
+from tiercache.daemon.regions import check_fits
+from tiercache.errors import ArenaError, ConfigError
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("capacity", "largest"),
+    [(23 * GIB, 23 * GIB * 15 // 16), (GIB // 2, GIB * 3 // 8), (2048 * GIB, 2040 * GIB), (0, 0)],
+)
+def test_some_is_left_to_others(monkeypatch: pytest.MonkeyPatch, capacity: int, largest: int) -> None:
+    monkeypatch.setattr(arena, "capacity_bytes", lambda: capacity)
+    assert arena.largest_arena_bytes() == largest // (2 << 20) * (2 << 20)
+
+
+def test_more_than_the_host_has_is_refused_with_what_would_fit(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'arena = "32TiB": this host, or the cgroup, has .*: write arena = "\d+MiB"'):
+        check_fits(32 << 40)
+    check_fits(arena.largest_arena_bytes())
+    command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", str(tmp_path / "run"), "--arena", "32TiB"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "write arena = " in ended.stderr
+    assert not (tmp_path / "run").exists(), "nothing was begun"
+    DaemonConfig(arena_bytes=32 << 40)  # a file that is meant for a larger host can be looked at here
+
+
+def test_the_tightest_cgroup_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limits = [(tmp_path, 8 * GIB, "used"), (tmp_path, 4 * GIB, "used")]
+    (tmp_path / "used").write_text(str(3 * GIB))
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n")
+    monkeypatch.setattr(arena, "_cgroup_limits", lambda: iter(limits))
+    monkeypatch.setattr(arena, "_meminfo_bytes", {"MemTotal:": 64 * GIB, "MemAvailable:": 32 * GIB}.__getitem__)
+    assert arena.capacity_bytes() == 4 * GIB
+    assert arena.available_bytes() == 2 * GIB
+
+
+def test_a_region_is_only_made_where_some_memory_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "capacity_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(arena, "available_bytes", lambda: GIB + (2 << 20) - 1)
+    with pytest.raises(ArenaError, match=r"1\.0 GiB of it kept free; make the arena smaller"):
+        arena.create_region(2 << 20)
