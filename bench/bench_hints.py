@@ -28,6 +28,7 @@ from traces import trace_files
 
 from tiercache.daemon.index import Index
 from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.slices import finish
 from tiercache.messages import KEY_BYTES
 from tiercache.replay.played import Played, play
 from tiercache.replay.requests import Kind, Request, Told
@@ -120,7 +121,7 @@ class Predicting(Simulation):
                 if dram.get(index.key[entry]) == NO_ENTRY and done < self.at_once:
                     done += 1
                     keys = b"".join(chain_to(index, entry))
-                    self.cache.ahead.blocks += self.cache.reads.bring_ahead([namespace], keys, 1 << 30)
+                    self.cache.ahead.blocks += finish(self.cache.reads.bring_ahead([namespace], keys, lambda: 1 << 30))
                     self._settle()
                 after = index.columns.next[entry] - 1
                 if after in (first, NO_ENTRY) or done == self.at_once:

@@ -48,7 +48,7 @@ class Port:
         self._connection = http.client.HTTPConnection(str(where.hostname), where.port, timeout=10)
 
     def ask(self, path: str, body: bytes | None = None) -> bytes:
-        self._connection.request("GET" if body is None else "POST", path, body)
+        self._connection.request("GET" if body is None else "POST", path, body, {"Content-Type": "application/json"})
         answer = self._connection.getresponse()
         text = answer.read()
         if answer.status != 200:

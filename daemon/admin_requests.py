@@ -7,10 +7,11 @@ import logging
 import msgspec
 
 from tiercache import messages as m
-from tiercache.daemon.desk import Desk, Method, check_keys, encoder, positive
+from tiercache.daemon.desk import Desk, Method, check_keys, check_windows, encoder, positive
 from tiercache.daemon.hints import said_at
 from tiercache.daemon.inspect import chain_of, pins_of, places_of
 from tiercache.daemon.sessions import Session
+from tiercache.daemon.slices import Steps
 from tiercache.errors import RequestRefused
 from tiercache.messages import NO_LEASE, ErrorCode
 
@@ -54,10 +55,12 @@ class AdminRequests:
             m.Specs: self._specs,
         }
 
-    def _pin(self, session: Session, request: m.Pin) -> m.Reply:
+    def _pin(self, session: Session, request: m.Pin) -> Steps[m.Reply]:
         check_keys(request.keys, m.MAX_KEYS)
         ttl_s = min(positive(request.ttl_ms, "ttl_ms"), m.MAX_PIN_TTL_MS) / 1000
-        blocks = self._cache.reads.pin(self._desk.namespaces(request.namespaces), request.keys, ttl_s)
+        namespaces = self._desk.namespaces(request.namespaces)
+        check_windows(namespaces, request.keys)
+        blocks = yield from self._cache.reads.pin(namespaces, request.keys, ttl_s)
         return m.Pinned(request.request_id, self._generation, blocks)
 
     def _unpin(self, session: Session, request: m.Unpin) -> m.Reply:
@@ -65,9 +68,11 @@ class AdminRequests:
         blocks = self._cache.reads.unpin(self._desk.namespaces(request.namespaces), request.keys)
         return m.Pinned(request.request_id, self._generation, blocks)
 
-    def _prefetch(self, session: Session, request: m.Prefetch) -> m.Reply:
+    def _prefetch(self, session: Session, request: m.Prefetch) -> Steps[m.Reply]:
         check_keys(request.keys, m.MAX_KEYS)
-        found = self._cache.prefetch(session.owner, self._desk.namespaces(request.namespaces), request.keys)
+        namespaces = self._desk.namespaces(request.namespaces)
+        check_windows(namespaces, request.keys)
+        found = yield from self._cache.prefetch_in_slices(session.owner, namespaces, request.keys)
         return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
 
     def _hint(self, session: Session, request: m.Hint) -> m.Reply:
@@ -206,7 +211,7 @@ class AdminRequests:
             left_bytes -= len(self._cache.space.save(namespace))
             if left_bytes < 0:
                 break
-            specs[namespace.number] = namespace.spec
+            specs[namespace.number] = msgspec.to_builtins(namespace.spec)
         return m.SpecList(request.request_id, self._generation, specs)
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tiercache.daemon.hinted import HintedPolicy
 from tiercache.daemon.hints import Said
 from tiercache.daemon.reads import Reads
+from tiercache.daemon.slices import Slices, Steps
 from tiercache.daemon.space import Namespace
 from tiercache.messages import KEY_BYTES
 
@@ -44,10 +45,11 @@ _Name = tuple[tuple[int, ...], bytes]
 class Ahead:
     """Event loop only; nothing here blocks."""
 
-    def __init__(self, reads: Reads, clock_s: Callable[[], float]) -> None:
+    def __init__(self, reads: Reads, clock_s: Callable[[], float], slices: Slices) -> None:
         self.blocks = 0
         """That were brought up so far, or set out to be."""
         self._reads = reads
+        self._slices = slices
         self._clock_s = clock_s
         self._plans: OrderedDict[_Name, _Plan] = OrderedDict()
         self._bytes = 0
@@ -93,7 +95,10 @@ class Ahead:
                 continue  # said again since, for later: that has its own note
             self._drop(name)
             if plan.late_s > now_s:
-                self.blocks += self._reads.bring_ahead(plan.namespaces, plan.keys, self._room(plan))
+                self._slices.add(self._bring(plan))
+
+    def _bring(self, plan: _Plan) -> Steps[None]:
+        self.blocks += yield from self._reads.bring_ahead(plan.namespaces, plan.keys, lambda: self._room(plan))
 
     def _room(self, plan: _Plan) -> int:
         """How many blocks of each namespace would stay in DRAM until they are asked for, not go for others' sake."""

@@ -23,13 +23,14 @@ from tiercache.daemon.below import GrantsBelow, NoTierBelow, TierBelow
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.events import Events, Named
 from tiercache.daemon.hints import Said
-from tiercache.daemon.leases import Owner, ReadLease
+from tiercache.daemon.leases import Owner
 from tiercache.daemon.policies import Policies
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.quotas import Quotas
 from tiercache.daemon.reads import Found, Reads
 from tiercache.daemon.reuse import WhatIf
-from tiercache.daemon.space import SLICE, Namespace, Space
+from tiercache.daemon.slices import Slices, Steps, finish
+from tiercache.daemon.space import Namespace, Space
 from tiercache.daemon.traffic import Traffic
 from tiercache.daemon.unfinished import Unfinished
 from tiercache.daemon.writes import Reservation, Writes
@@ -68,7 +69,9 @@ class Cache:
         policies, quotas = Policies(limits.policy, clock_s), Quotas(limits.quota)
         self.space = Space(policies, self.counters, quotas, limits.headroom_bytes, Quotas(limits.quota_below))
         self.reads = Reads(self.space, self.below, clock_s, limits.pin_share)
-        self.ahead = Ahead(self.reads, clock_s)
+        self.slices = Slices()
+        """Requests and the like that take more than one go of the loop."""
+        self.ahead = Ahead(self.reads, clock_s, self.slices)
         unfinished = Unfinished(limits.quarantine_bytes, limits.floor_share, self.space.allocator)
         self.writes = Writes(self.space, self.below.published, clock_s, unfinished, events)
         self.events = events
@@ -80,19 +83,34 @@ class Cache:
         self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False,
         extents: bool = False,
     ) -> Found:  # fmt: skip
-        """See `Reads.match`. With `promote` it may evict, so leases are looked after as at `reserve`."""
-        found = self.reads.match(owner, namespaces, keys, ttl_s, promote, extents)
+        """See `Reads.match`: all of it at once, however long it takes."""
+        return finish(self.match_in_slices(owner, namespaces, keys, ttl_s, promote, extents))
+
+    def peek(self, namespaces: Sequence[Namespace], keys: bytes) -> tuple[int, int]:
+        """See `Reads.peek`: likewise."""
+        return finish(self.reads.peek(namespaces, keys))
+
+    def pin(self, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float) -> int:
+        """See `Reads.pin`: likewise."""
+        return finish(self.reads.pin(namespaces, keys, ttl_s))
+
+    def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Found:
+        """See `Reads.prefetch`: likewise."""
+        return finish(self.prefetch_in_slices(owner, namespaces, keys))
+
+    def match_in_slices(
+        self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False,
+        extents: bool = False,
+    ) -> Steps[Found]:  # fmt: skip
+        """See `Reads.match`."""
+        found = yield from self.reads.match(owner, namespaces, keys, ttl_s, promote, extents)
         if self.what_if is not None:
             self.what_if.looked_up(namespaces, keys, found.dram, found.below)
         return found
 
-    def bring_up(self, lease: ReadLease, end: int) -> None:
-        """See `Reads.bring_up`."""
-        self.reads.bring_up(lease, end)
-
-    def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Found:
+    def prefetch_in_slices(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Steps[Found]:
         """See `Reads.prefetch`."""
-        found = self.reads.prefetch(owner, namespaces, keys)
+        found = yield from self.reads.prefetch(owner, namespaces, keys)
         if self.what_if is not None:
             self.what_if.looked_up(namespaces, keys, found.dram, found.below)
         return found
@@ -152,7 +170,8 @@ class Cache:
 
     def work(self) -> bool:
         """One slice of what was put off; True while there is more. About a millisecond."""
-        more = self.space.work()
+        more = self.slices.work()
+        more = self.space.work() or more
         more = self._end_cut() or more
         more = self.below.work() or more
         # Not while something waits to be written: it would be gone before its turn.
@@ -165,7 +184,7 @@ class Cache:
             index.has_cut = False
             self.reads.suspect_all()
             self.space.tails.let_go_detached()
-        return self.reads.end_cut(SLICE) >= SLICE
+        return self.reads.work()
 
     def expire(self) -> None:
         """End what has run out of time."""
@@ -218,7 +237,8 @@ class Cache:
         for block in self.writes.pending.values():
             if block.parent_entry != NO_ENTRY:
                 pins[block.parent_entry] += 1
-        for entry in (*space.tails, *index.unlinking_entries(), *(table.root for table in index.tables.values())):
+        roots = (table.root for table in index.tables.values())
+        for entry in (*space.tails, *self.reads.loose_pins(), *index.unlinking_entries(), *roots):
             pins[entry] += 1
         pinned = Counter(region for lease in self.reads.pins.values() for region in lease.pin_regions)
         if pinned != space.pinned_regions:

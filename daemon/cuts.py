@@ -16,9 +16,12 @@ from collections.abc import Callable, Sequence
 from tiercache.daemon.below import TierBelow
 from tiercache.daemon.index import Index
 from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.slices import LOOKUPS, Steps
 from tiercache.daemon.space import Namespace, Space
 from tiercache.messages import KEY_BYTES
 
+_CHAINS = 16
+"""Chains looked for in the tier below in one slice: each of its directories is asked."""
 Lookup = Callable[[bytes], bool]
 """Whether a block of a window is here."""
 
@@ -30,32 +33,36 @@ class Cuts:
         self._index: Index = space.index
         self._below = below
 
-    def in_dram(self, namespaces: Sequence[Namespace], keys: bytes, limit: int) -> int:
+    def in_dram(self, namespaces: Sequence[Namespace], keys: bytes, limit: int) -> Steps[int]:
         """The longest cut of at most `limit` blocks that DRAM has alone."""
         cut, windowed = limit, []
         for namespace in namespaces:
             if namespace.table.windowed:
                 windowed.append(namespace)
-            else:
-                cut = self._index.prefix_length(namespace.table, keys, cut)
+                continue
+            cut = self._index.prefix_length(namespace.table, keys, cut)
+            if namespace.table.unlinking:
+                yield  # it may have walked up all of a long chain
         if not windowed or not cut:
             return cut
-        return _behind_windows(windowed, [self._index.lookup(one.table) for one in windowed], keys, cut, 0)
+        return (yield from _behind_windows(windowed, lambda one: self._index.lookup(one.table), keys, cut, 0))
 
-    def with_below(self, namespaces: Sequence[Namespace], keys: bytes, in_dram: int) -> int:
+    def with_below(self, namespaces: Sequence[Namespace], keys: bytes, in_dram: int) -> Steps[int]:
         """The longest cut of both tiers together, where DRAM alone has `in_dram` blocks."""
         cut = len(keys) // KEY_BYTES
         if not self._below.name or in_dram == cut:
             return in_dram
         windowed = []
-        for namespace in namespaces:
+        for number, namespace in enumerate(namespaces, 1):
             if namespace.table.windowed:
                 windowed.append(namespace)
             elif (cut := self._chain_length(namespace, keys, cut)) <= in_dram:
                 return in_dram
+            if not number % _CHAINS:
+                yield
         if not windowed:
             return cut
-        return _behind_windows(windowed, [self._lookup(one) for one in windowed], keys, cut, in_dram)
+        return (yield from _behind_windows(windowed, self._lookup, keys, cut, in_dram))
 
     def _chain_length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
         length, table = self._below.length(namespace, keys, limit), namespace.table
@@ -70,47 +77,39 @@ class Cuts:
             return here or there
         return lambda key: here(key) or there(key)
 
-    def ends(self, namespaces: Sequence[Namespace], keys: bytes, blocks: int) -> list[int]:
-        """The entries whose pins hold the first `blocks` in DRAM: of a window each, of a chain the deepest."""
-        entries = []
-        for namespace in namespaces:
-            for number in range(first_of_window(namespace, blocks) if namespace.table.windowed else blocks - 1, blocks):
-                entries.append(namespace.table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]))
-        return entries
-
-
 def first_of_window(namespace: Namespace, cut: int) -> int:
     """The first block that a cut needs: of a chain all before it."""
     return max(0, cut - namespace.spec.window_blocks) if namespace.table.windowed else 0
 
 
 def _behind_windows(
-    namespaces: Sequence[Namespace], lookups: Sequence[Lookup | None], keys: bytes, cut: int, least: int
-) -> int:
+    namespaces: Sequence[Namespace], lookup: Callable[[Namespace], Lookup | None], keys: bytes, cut: int, least: int
+) -> Steps[int]:
     """The longest cut, `cut` at most, whose windows are whole; `least` is known to be one."""
-    if None in lookups:
-        return least
     # A missing block m rules out every cut in m+1 ..= m+w, so m is the next one to try: the first one that is
     # missing of a window leads furthest, and a list of which nothing is here takes a look-up for each window. What
     # was seen of one is not looked at again: each block is, at most once for each namespace.
     seen_from = [cut] * len(namespaces)
-    settled = False
+    lookups = [lookup(one) for one in namespaces]
+    if None in lookups:
+        return least
+    settled, left = False, LOOKUPS
     while cut > least and not settled:
         settled = True
-        for place, (namespace, here) in enumerate(zip(namespaces, lookups, strict=True)):
-            assert here is not None
-            first = first_of_window(namespace, cut)
-            missing = _first_missing(here, keys, first, min(seen_from[place], cut))
+        for place, namespace in enumerate(namespaces):
+            number = first = first_of_window(namespace, cut)
+            end = min(seen_from[place], cut)
+            while number < end:
+                if not left:
+                    yield
+                    lookups, left = [lookup(one) for one in namespaces], LOOKUPS
+                here = lookups[place]
+                if here is None:
+                    return least  # there is nothing of it at all
+                left -= 1
+                if not here(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]):
+                    cut, settled = number, False
+                    break
+                number += 1
             seen_from[place] = first
-            if missing is not None:
-                cut = missing
-                settled = False
     return max(cut, least)
-
-
-def _first_missing(here: Lookup, keys: bytes, first: int, end: int) -> int | None:
-    """The first block of `first ..< end` that is not here."""
-    for number in range(first, end):
-        if not here(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]):
-            return number
-    return None

@@ -12,6 +12,7 @@ from tiercache.arena import Region
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.router import Answer
 from tiercache.daemon.sessions import Session
+from tiercache.daemon.slices import Steps
 from tiercache.daemon.space import Namespace
 from tiercache.daemon.unsent import Unsent
 from tiercache.errors import RequestRefused
@@ -25,8 +26,12 @@ encoder = msgspec.msgpack.Encoder()
 MAX_LEASED_KEYS_BYTES = 16 << 20
 """Of a session of a tenant: what the daemon remembers of its read leases, a million blocks."""
 
-Method = Callable[[Session, Any], "m.Reply | None"]
-"""Answers one kind of request; None for what is given to `Desk.answer` later."""
+MAX_WINDOW_BLOCKS = 32_768
+"""Of all windows that one request needs: each of these blocks is pinned, and looked at again whenever something is
+dropped."""
+
+Method = Callable[[Session, Any], "m.Reply | Steps[m.Reply] | None"]
+"""Answers one kind of request, perhaps in slices; None for what is given to `Desk.answer` later."""
 
 
 def _nowhere(identity: bytes, answer: Answer) -> None:
@@ -102,6 +107,15 @@ def check_keys(keys: bytes, limit: int) -> None:
         raise RequestRefused(ErrorCode.BAD_VALUE.value, f"keys are {len(keys)} bytes: 16 for each, at least one")
     if len(keys) > limit * KEY_BYTES:
         raise RequestRefused(ErrorCode.TOO_LARGE.value, f"{len(keys) // KEY_BYTES} keys: at most {limit} here")
+
+
+def check_windows(namespaces: Sequence[Namespace], keys: bytes) -> None:
+    """Refuse a look-up that would pin too many blocks one by one."""
+    most = len(keys) // KEY_BYTES
+    blocks = sum(min(one.spec.window_blocks, most) for one in namespaces)
+    if blocks > MAX_WINDOW_BLOCKS:
+        text = f"the windows of these namespaces are {blocks} blocks: at most {MAX_WINDOW_BLOCKS} in one request"
+        raise RequestRefused(ErrorCode.TOO_LARGE.value, text)
 
 
 def check_run(parent: bytes, keys: bytes) -> None:

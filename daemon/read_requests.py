@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from tiercache import messages as m
 from tiercache.daemon.below import HeldBelow
-from tiercache.daemon.desk import Desk, Method, check_keys, check_range, encoder, positive
+from tiercache.daemon.desk import Desk, Method, check_keys, check_range, check_windows, encoder, positive
 from tiercache.daemon.leases import ReadLease
 from tiercache.daemon.router import Answer
 from tiercache.daemon.sessions import Session
+from tiercache.daemon.slices import Steps
 from tiercache.daemon.slow import SlowRequests
 from tiercache.daemon.space import Namespace
 from tiercache.errors import RequestRefused
@@ -18,6 +19,10 @@ from tiercache.messages import KEY_BYTES, NO_LEASE, OFFSET_MASK, REGION_SHIFT, E
 
 MAX_PARKED = 64
 """Requests of one session that may wait for the tier below."""
+MAX_MATCHED_FRAMES = 4096
+"""In the reply to a match, of all its namespaces together: about a millisecond."""
+_PEEKS = 64
+"""Namespaces looked into in one slice where they are chains."""
 PARK_S = 0.2
 """How long at most, and at most half of the time that the client gives the request."""
 
@@ -57,20 +62,21 @@ class ReadRequests:
             m.BadExtent: self._bad_extent,
         }
 
-    def _match(self, session: Session, request: m.Match) -> m.Reply:
+    def _match(self, session: Session, request: m.Match) -> Steps[m.Reply]:
         check_keys(request.keys, m.MAX_KEYS)
         namespaces = self._desk.namespaces(request.namespaces)
+        check_windows(namespaces, request.keys)
         ttl_s = self._desk.lease_ttl_s(session, request.ttl_ms) if request.ttl_ms else 0.0
         # On another host nobody can read the disks, so nothing there is kept for it.
         wants = request.promote, request.extents and not session.tenant
-        found = self._cache.match(session.owner, namespaces, request.keys, ttl_s, *wants)
+        found = yield from self._cache.match_in_slices(session.owner, namespaces, request.keys, ttl_s, *wants)
         self._cache.traffic.matched(namespaces, request.keys, len(request.keys) // KEY_BYTES, found)
         if self._desk.recorder is not None:
             promote = request.promote and request.ttl_ms > 0
             self._desk.recorder.looked(namespaces, request.keys, found.dram, found.below, promote)
         if found.lease is None:
             return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
-        named = min(request.resolve, m.MAX_RESOLVE)
+        named = min(request.resolve, m.MAX_RESOLVE, max(1, MAX_MATCHED_FRAMES // len(namespaces)))
         frames = []
         if named > 0:
             for namespace in namespaces:
@@ -81,11 +87,15 @@ class ReadRequests:
         held = found.lease.held is not None
         return m.Matched(request.request_id, self._generation, found.dram, found.below, lease_id, frames, held)
 
-    def _peek(self, session: Session, request: m.Peek) -> m.Reply:
+    def _peek(self, session: Session, request: m.Peek) -> Steps[m.Reply]:
         check_keys(request.keys, m.MAX_KEYS)
         namespaces = self._desk.namespaces(request.namespaces)
-        together = self._cache.reads.peek(namespaces, request.keys)
-        each = [self._cache.reads.peek([namespace], request.keys) for namespace in namespaces]
+        together = yield from self._cache.reads.peek(namespaces, request.keys)
+        each = []
+        for number, namespace in enumerate(namespaces, 1):
+            each.append((yield from self._cache.reads.peek([namespace], request.keys)))
+            if not number % _PEEKS:
+                yield
         return m.Peeked(request.request_id, self._generation, *together, each)
 
     def _resolve(self, session: Session, request: m.Resolve) -> m.Reply | None:
@@ -96,7 +106,7 @@ class ReadRequests:
         if lease is None:
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
         namespace = self._desk.namespace(request.namespace)
-        self._cache.bring_up(lease, request.first + request.count)
+        self._cache.reads.bring_up(lease, request.first + request.count)
         reply = self._resolved(lease, namespace, request)
         mine = sum(parked.session is session for parked in self._parked)
         if reply.frames or not reply.more or mine >= MAX_PARKED:

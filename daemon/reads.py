@@ -7,7 +7,8 @@ has a descendant. A windowed namespace has no chains, so there each block of the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 
 from tiercache.daemon.below import TierBelow
 from tiercache.daemon.cuts import Cuts, first_of_window
@@ -15,12 +16,19 @@ from tiercache.daemon.growth import Run
 from tiercache.daemon.index import DEAD
 from tiercache.daemon.leases import Deadlines, Owner, ReadLease, new_lease_id
 from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.slices import LOOKUPS, PINS, Steps, noted
 from tiercache.daemon.space import Namespace, Space
 from tiercache.messages import KEY_BYTES, REGION_SHIFT
 from tiercache.metrics import LatencyHistogram
 
 PREFETCH_S = 30.0
 MAX_PREFETCHES = 256
+MAX_PINS = 16_384
+"""Pins of clients, of whatever length: each look at them all takes some milliseconds."""
+EXPIRED_AT_ONCE = 512
+"""Leases that end in one tick because their time is up."""
+_TRIES = 4
+"""How often a run is looked for that others flush or evict meanwhile."""
 
 
 class Found:
@@ -42,6 +50,8 @@ class Reads:
         self.growing: dict[int, ReadLease] = {}
         self.pins: dict[tuple[tuple[int, ...], bytes], ReadLease] = {}
         self.pinned_bytes = 0
+        self.pinned_blocks: Counter[int] = Counter()
+        """By pins of clients, by namespace."""
         self.ages = LatencyHistogram()
         """How long leases of clients were held."""
         self._space = space
@@ -52,31 +62,21 @@ class Reads:
         self._deadlines = Deadlines(self.leases)
         self._suspected = False  # something was dropped since `_suspects` were listed
         self._suspects: list[ReadLease] = []  # which may have lost a block
+        self._taken: dict[int, list[int]] = {}  # pinned entries that are to become a lease's, by the list's id
+        self._unpinning: list[int] = []  # entries of which one pin each is to be undone
 
     def match(
         self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False,
         extents: bool = False,
-    ) -> Found:  # fmt: skip
+    ) -> Steps[Found]:  # fmt: skip
         """The longest run; with `ttl_s` > 0 also a lease on it, which `promote` lets grow.
 
         With `extents` the lease keeps what is below where it is, if it can; see `bring_up`.
         """
         asked = len(keys) // KEY_BYTES
         self._space.tails.lapse()
-        blocks, ends = self._find(namespaces, keys, asked)
-        counters, now_s = self._space.counters, self._clock_s()
-        counters.match_requests += 1
-        counters.match_blocks_asked += asked
-        counters.match_blocks_hit += blocks
-        below = self._cuts.with_below(namespaces, keys, blocks) - blocks
-        counters.match_blocks_below += below
-        for namespace in namespaces:
-            use = namespace.use
-            use.asked_blocks += asked
-            use.hit_blocks += blocks
-            use.below_blocks += below
-            use.used_s = now_s
-        self._used(namespaces, keys, blocks, below, ends)
+        blocks, below, ends = yield from self._use(namespaces, keys, asked, ttl_s > 0)
+        self._count(namespaces, asked, blocks, below)
         run = keys[: (blocks + below) * KEY_BYTES]
         held = self._below.hold(namespaces, run, blocks) if extents and below > 0 and ttl_s > 0 else None
         growing = promote and below > 0 and held is None
@@ -93,26 +93,77 @@ class Reads:
             self._rise(lease, blocks + below)
         return Found(lease.blocks, lease.target - lease.blocks, lease)
 
-    def _used(self, namespaces: Sequence[Namespace], keys: bytes, blocks: int, below: int, ends: list[int]) -> None:
-        """Tell the policies of both tiers what is wanted; the deepest block that each of them has stands for all."""
-        if not keys:
-            return
-        self._space.prompts.asked(keys)
-        predictor, hints = self._space.policies.predictor, self._space.policies.hints
-        hints.asked = True
-        if predictor is not None:
-            predictor.asked(keys, blocks, blocks + below)
-        self._below.matched(namespaces, keys, blocks, blocks + below)
-        for entry in ends:
-            self._space.index.touch(entry)
-        hints.asked = False
-        if predictor is not None:
-            predictor.answered()
+    def _count(self, namespaces: Sequence[Namespace], asked: int, blocks: int, below: int) -> None:
+        counters, now_s = self._space.counters, self._clock_s()
+        counters.match_requests += 1
+        counters.match_blocks_asked += asked
+        counters.match_blocks_hit += blocks
+        counters.match_blocks_below += below
+        for namespace in namespaces:
+            use = namespace.use
+            use.asked_blocks += asked
+            use.hit_blocks += blocks
+            use.below_blocks += below
+            use.used_s = now_s
 
-    def peek(self, namespaces: Sequence[Namespace], keys: bytes) -> tuple[int, int]:
+    def _use(
+        self, namespaces: Sequence[Namespace], keys: bytes, limit: int, pin: bool
+    ) -> Steps[tuple[int, int, list[int]]]:
+        """The longest run, in DRAM and how much longer with what is below; the policies are told that it is used.
+
+        Also the entries that hold it, if they are to be pinned; see `_hold`.
+        """
+        for _ in range(_TRIES):
+            blocks, searched_in_slices = yield from noted(self._cuts.in_dram(namespaces, keys, limit))
+            below, extended_in_slices = yield from noted(self._cuts.with_below(namespaces, keys, blocks))
+            use = self._user(namespaces, keys, blocks, below)
+            ends, held_in_slices = yield from noted(self._hold(namespaces, keys, blocks, use, pin))
+            if ends is not None:
+                return blocks, below - blocks, ends
+            limit = self._shortened(blocks, searched_in_slices or extended_in_slices or held_in_slices)
+        self._user(namespaces, keys, 0, 0)([], True)
+        return 0, 0, []
+
+    def _shortened(self, blocks: int, sliced: bool) -> int:
+        """How far to look next, after a run of so many blocks turned out not to be here."""
+        if sliced:
+            return blocks
+        # The search of one namespace was cut shorter by another one's, at a key that the first
+        # does not have although it has a later one: the list is no chain.
+        self._space.index.invariant_failures += 1
+        return 0
+
+    def _user(
+        self, namespaces: Sequence[Namespace], keys: bytes, blocks: int, found: int
+    ) -> Callable[[list[int], bool], None]:
+        """What tells the policies of both tiers what is wanted, and of blocks that they are used.
+
+        The deepest block that each of them has stands for all. What comes after the first slice is used too, but
+        others have asked for something meanwhile, so that nothing is learnt of it.
+        """
+        predictor, hints = self._space.policies.predictor, self._space.policies.hints
+
+        def use(entries: list[int], first: bool) -> None:
+            if not keys:
+                return
+            hints.asked = True
+            if first:
+                self._space.prompts.asked(keys)
+                if predictor is not None:
+                    predictor.asked(keys, blocks, found)
+                self._below.matched(namespaces, keys, blocks, found)
+            for entry in entries:
+                self._space.index.touch(entry)
+            hints.asked = False
+            if first and predictor is not None:
+                predictor.answered()
+
+        return use
+
+    def peek(self, namespaces: Sequence[Namespace], keys: bytes) -> Steps[tuple[int, int]]:
         """Blocks in DRAM and below that `match` would find. Changes nothing, not even recency."""
-        blocks = self._cuts.in_dram(namespaces, keys, len(keys) // KEY_BYTES)
-        return blocks, self._cuts.with_below(namespaces, keys, blocks) - blocks
+        blocks = yield from self._cuts.in_dram(namespaces, keys, len(keys) // KEY_BYTES)
+        return blocks, (yield from self._cuts.with_below(namespaces, keys, blocks)) - blocks
 
     def bring_up(self, lease: ReadLease, end: int) -> None:
         """Somebody wants the frames of blocks up to `end`: what is held below comes up, once."""
@@ -120,47 +171,111 @@ class Reads:
             lease.rises = False
             self._rise(lease, lease.held.blocks)
 
-    def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Found:
+    def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Steps[Found]:
         """As `match`, with what is below brought up for nobody in particular, in the background."""
-        found = self.match(owner, namespaces, keys, 0.0)
+        found = yield from self.match(owner, namespaces, keys, 0.0)
         if found.below and len(self.growing) < MAX_PREFETCHES:
-            self._fetch(namespaces, keys, found.dram, found.dram + found.below)
+            yield from self._fetch(namespaces, keys, found.dram, found.dram + found.below)
         return found
 
-    def bring_ahead(self, namespaces: Sequence[Namespace], keys: bytes, most: int) -> int:
+    def bring_ahead(self, namespaces: Sequence[Namespace], keys: bytes, most: Callable[[], int]) -> Steps[int]:
         """As `prefetch`, before anybody asks: nothing is counted as asked for or used. Blocks that set out.
 
-        None where there are more than `most` of them.
+        None where there are more than `most()` of them.
         """
-        blocks, below = self.peek(namespaces, keys)
-        if not 0 < below <= most:
+        blocks, below = yield from self.peek(namespaces, keys)
+        if not 0 < below <= most():
             return 0
-        self._fetch(namespaces, keys, blocks, blocks + below)
+        yield from self._fetch(namespaces, keys, blocks, blocks + below)
         return below
 
-    def _fetch(self, namespaces: Sequence[Namespace], keys: bytes, in_dram: int, target: int) -> None:
+    def _fetch(self, namespaces: Sequence[Namespace], keys: bytes, in_dram: int, target: int) -> Steps[None]:
         """Bring up the first `target` blocks for nobody in particular."""
-        blocks, ends = self._find(namespaces, keys, in_dram)
+        blocks, ends = yield from self._take(namespaces, keys, in_dram)
         lease = self._grant(namespaces, keys, blocks, ends, PREFETCH_S)
         lease.keys = keys[: target * KEY_BYTES]
         self._rise(lease, target)
 
-    def _find(self, namespaces: Sequence[Namespace], keys: bytes, limit: int) -> tuple[int, list[int]]:
-        """The longest run of at most `limit` blocks, and the entries whose pins hold all of it."""
-        blocks = self._cuts.in_dram(namespaces, keys, limit)
-        ends = self._cuts.ends(namespaces, keys, blocks) if blocks else []
-        if NO_ENTRY in ends:
-            # The search of one namespace was cut shorter by another one's, at a key that the first
-            # does not have although it has a later one: the list is no chain.
-            self._space.index.invariant_failures += 1
-            return 0, []
-        return blocks, ends
+    # --- finding and pinning -----------------------------------------------------------------------
+
+    def _take(self, namespaces: Sequence[Namespace], keys: bytes, limit: int) -> Steps[tuple[int, list[int]]]:
+        """The longest run of at most `limit` blocks, and the entries whose pins hold all of it, pinned.
+
+        The pins are for `_grant` or `_untake`. What is lost between two slices makes the run shorter.
+        """
+        for _ in range(_TRIES):
+            blocks, searched_in_slices = yield from noted(self._cuts.in_dram(namespaces, keys, limit))
+            ends, held_in_slices = yield from noted(self._hold(namespaces, keys, blocks))
+            if ends is not None:
+                return blocks, ends
+            limit = self._shortened(blocks, searched_in_slices or held_in_slices)
+        return 0, []
+
+    def _hold(
+        self, namespaces: Sequence[Namespace], keys: bytes, blocks: int,
+        use: Callable[[list[int], bool], None] = lambda entries, first: None, pin: bool = True,
+    ) -> Steps[list[int] | None]:  # fmt: skip
+        """Pin the entries that hold a run: of a window each of its blocks, of a chain the deepest.
+
+        None where one is not here (any more). `use` gets them a slice at a time, and whether it is the first.
+        """
+        index = self._space.index
+        drops, ends, entries = index.drops, list[int](), self._ends(namespaces, keys, blocks)
+        if pin:
+            self._taken[id(ends)] = ends
+        first, whole = True, False
+        try:
+            while True:
+                some = list(islice(entries, PINS))
+                if NO_ENTRY in some:
+                    return None
+                if first or some:
+                    use(some, first)
+                if pin:
+                    for entry in some:
+                        index.pin(entry)
+                    ends.extend(some)
+                if len(some) < PINS:
+                    break
+                first = False
+                yield
+            whole = index.drops == drops or all(map(index.attached, ends))
+            return ends if whole else None
+        finally:
+            if not whole:
+                self._untake(ends)
+
+    def _ends(self, namespaces: Sequence[Namespace], keys: bytes, blocks: int) -> Iterator[int]:
+        """Entries, looked up when they are asked for; NO_ENTRY for what is not here."""
+        attached = self._space.index.attached
+        for namespace in namespaces if blocks else ():
+            table = namespace.table
+            for number in range(first_of_window(namespace, blocks) if table.windowed else blocks - 1, blocks):
+                entry = table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+                yield entry if entry != NO_ENTRY and attached(entry) else NO_ENTRY
+
+    def _untake(self, ends: list[int]) -> None:
+        """Let go what was taken and has not become a lease's."""
+        if self._taken.pop(id(ends), None) is not None:
+            self._unpin(ends)
+
+    def _unpin(self, entries: list[int]) -> None:
+        """Undo one pin of each: of many a slice at a time."""
+        if len(entries) > PINS:
+            self._unpinning.extend(entries)
+            return
+        for entry in entries:
+            self._space.index.unpin(entry)
+
+    def loose_pins(self) -> Iterator[int]:
+        """Entries with a pin that is no lease's: not yet, or no more."""
+        return chain(self._unpinning, *self._taken.values())
 
     def _grant(
         self, namespaces: Sequence[Namespace], keys: bytes, blocks: int, ends: list[int], ttl_s: float
     ) -> ReadLease:
-        for entry in ends:
-            self._space.index.pin(entry)
+        """A lease that takes over the pins of `ends`."""
+        self._taken.pop(id(ends), None)
         run, now_s = keys[: blocks * KEY_BYTES], self._clock_s()
         lease = ReadLease(new_lease_id(), list(namespaces), run, blocks, ends, now_s, ttl_s)
         self.leases[lease.lease_id] = lease
@@ -218,8 +333,7 @@ class Reads:
             # only those before this cut are the lease's.
             lease.blocks = min(run.end for run in lease.runs)
             lease.pins = pins
-            for entry in former:
-                self._space.index.unpin(entry)
+            self._unpin(former)
         lease.runs, lease.target = [], lease.blocks
         if not lease.holders:
             self._end(lease)
@@ -253,35 +367,47 @@ class Reads:
         lease.deadline_s = self._clock_s() + ttl_s
         self._deadlines.add(lease.deadline_s, lease.lease_id)
 
-    def pin(self, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float) -> int:
+    def pin(self, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float) -> Steps[int]:
         """Keep the present prefix until the time is up; blocks pinned, 0 when over the share."""
         self.unpin(namespaces, keys)
         block_bytes = sum(namespace.spec.frame_bytes for namespace in namespaces)
-        room = self.pin_limit_bytes - self.pinned_bytes
-        limit = min(len(keys) // KEY_BYTES, max(0, int(room // block_bytes)))
-        blocks, ends = self._find(namespaces, keys, limit)
+        blocks, ends = yield from self._take(namespaces, keys, min(len(keys) // KEY_BYTES, self._pinnable(block_bytes)))
         if blocks == 0:
+            return 0
+        self.unpin(namespaces, keys)  # somebody else may have pinned it between two slices
+        if blocks > self._pinnable(block_bytes):
+            self._untake(ends)
             return 0
         lease = self._grant(namespaces, keys, blocks, ends, ttl_s)
         lease.pin_name = _pin_name(namespaces, keys)
-        lease.pin_regions = self._regions(lease)
-        self._space.pinned_regions.update(lease.pin_regions)
         self.pins[lease.pin_name] = lease
         self.pinned_bytes += blocks * block_bytes
+        self.pinned_blocks.update({namespace.number: blocks for namespace in namespaces})
+        yield from self._keep_regions(lease)
         return blocks
+
+    def _pinnable(self, block_bytes: int) -> int:
+        """How many blocks of each namespace another pin may keep."""
+        room = 0 if len(self.pins) >= MAX_PINS else self.pin_limit_bytes - self.pinned_bytes
+        return max(0, int(room // block_bytes))
 
     @property
     def pin_limit_bytes(self) -> int:
         """What all pins together may keep."""
         return int(self._space.allocator.arena_bytes * self._pin_share)
 
-    def _regions(self, lease: ReadLease) -> set[int]:
-        """Where the blocks of a lease lie; a lease pins only the last one of each chain itself."""
+    def _keep_regions(self, lease: ReadLease) -> Steps[None]:
+        """Have the regions that a pin lies in not emptied; a lease pins only the last block of each chain itself."""
         frames = [self._space.index.frame[entry] for entry in lease.pins]
+        regions = {frame >> REGION_SHIFT for frame in frames}
         for namespace in lease.namespaces:
-            if not namespace.table.windowed:
-                frames += self.frames(lease, namespace, 0, lease.blocks)
-        return {frame >> REGION_SHIFT for frame in frames}
+            for first in range(0, 0 if namespace.table.windowed else lease.blocks, LOOKUPS):
+                regions.update(frame >> REGION_SHIFT for frame in self.frames(lease, namespace, first, LOOKUPS))
+                if first + LOOKUPS < lease.blocks:
+                    yield
+        if not lease.over:
+            lease.pin_regions = regions
+            self._space.pinned_regions.update(regions)
 
     def unpin(self, namespaces: Sequence[Namespace], keys: bytes) -> int:
         """Undo `pin` with the same arguments; blocks that were pinned."""
@@ -292,9 +418,9 @@ class Reads:
         return lease.blocks
 
     def expire(self) -> None:
-        """End every lease and pin whose time is up. A reader that goes on copying gets a miss."""
+        """End leases and pins whose time is up, a slice of them. A reader that goes on copying gets a miss."""
         now_s = self._clock_s()
-        for lease_id in self._deadlines.due(now_s):
+        for lease_id in islice(self._deadlines.due(now_s), EXPIRED_AT_ONCE):
             lease = self.leases.get(lease_id)
             if lease is None or lease.deadline_s > now_s:
                 continue
@@ -334,22 +460,24 @@ class Reads:
         """Something that is pinned was dropped: leases on it are to end soon, so that its frame comes back."""
         self._suspected = True
 
-    def end_cut(self, limit: int) -> int:
-        """End leases and pins that have lost a block, looking at `limit` pins or so; returns at how many."""
+    def work(self) -> bool:
+        """A slice of what is to end: pins, and leases that have lost a block; True while there is more."""
+        for _ in range(min(PINS, len(self._unpinning))):
+            self._space.index.unpin(self._unpinning.pop())
         done, state = 0, self._space.index.state
-        while done < limit:
+        while done < PINS:
             if not self._suspects:
                 if not self._suspected:
                     break
                 self._suspected = False
                 self._suspects = list(self.leases.values())
-            while self._suspects and done < limit:
+            while self._suspects and done < PINS:
                 lease = self._suspects.pop()
                 pinned = lease.pinned()
                 done += 1 + len(pinned)
                 if not lease.over and any(state[entry] == DEAD for entry in pinned):
                     self._end(lease)
-        return done
+        return bool(self._unpinning) or done >= PINS
 
     def _end(self, lease: ReadLease, good: bool = False) -> None:
         """Unpin, and take the lease from whoever still holds it: a release then finds none."""
@@ -361,13 +489,13 @@ class Reads:
         for holder in lease.holders:
             del holder.reads[lease.lease_id]
         lease.holders.clear()
-        for entry in lease.pinned():
-            self._space.index.unpin(entry)
+        self._unpin(lease.pinned())
         if lease.held is not None:
             lease.held.let_go(good)
         if lease.pin_name is not None:
             del self.pins[lease.pin_name]
             self._space.pinned_regions -= Counter(lease.pin_regions)
+            self.pinned_blocks.subtract({namespace.number: lease.blocks for namespace in lease.namespaces})
             frames = (namespace.spec.frame_bytes for namespace in lease.namespaces)
             self.pinned_bytes -= lease.blocks * sum(frames)
 

@@ -165,6 +165,7 @@ class Server:
         self.router = Router(endpoint, self.service.handle, self.gate.cut, desk.unsent, connections, group=group)
         self.remote = self._make_remote(welcome, desk.unsent, connections) if config.listen else None
         desk.send = self._reply
+        self.service.soon = self._work_soon
         slow.queue_empty_ns = self._queue_empty_ns
         self.maker = RegionMaker(
             config.arena_bytes, config.region_bytes, config.lock_memory,

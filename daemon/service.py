@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -22,9 +24,11 @@ from tiercache.daemon.desk import Desk, Method, encoder
 from tiercache.daemon.read_requests import ReadRequests
 from tiercache.daemon.router import Answer
 from tiercache.daemon.sessions import Session
+from tiercache.daemon.slices import Steps
 from tiercache.daemon.slow import SlowRequests
-from tiercache.daemon.write_requests import WriteRequests
+from tiercache.daemon.write_requests import MAX_SPEC_BYTES, WriteRequests
 from tiercache.errors import RequestRefused
+from tiercache.layout import NamespaceSpec
 from tiercache.messages import ErrorCode
 from tiercache.metrics import LatencyHistogram
 from tiercache.wire import UNREADABLE
@@ -32,6 +36,10 @@ from tiercache.wire import UNREADABLE
 log = logging.getLogger("tiercache.daemon")
 
 MAX_ERROR_CHARS = 400
+MAX_REGISTER_BYTES = 2 * MAX_SPEC_BYTES
+"""Of a message that is looked at once more for fields that we do not know."""
+MAX_SLICED = 16
+"""Requests of one session that may be under way in slices: each keeps its keys, up to 1 MiB."""
 
 FOR_TENANTS = frozenset((
     m.Ping, m.RegisterNamespace, m.Match, m.Peek, m.Resolve, m.Hold, m.Release, m.Renew, m.Reserve, m.Commit, m.Abort,
@@ -50,6 +58,10 @@ class _Start(msgspec.Struct, array_like=True):
 
 
 _decode_start = msgspec.msgpack.Decoder(_Start).decode
+_decode_elements = msgspec.msgpack.Decoder(list[Any]).decode
+_REGISTER = m.RegisterNamespace.__struct_config__.tag
+_SPEC = 1 + m.RegisterNamespace.__struct_fields__.index("spec")
+"""Where the spec stands in the array, which begins with the tag."""
 
 
 class Service:
@@ -72,6 +84,9 @@ class Service:
         self._end = end
         self._stats = stats
         self.slow = slow
+        self.soon: Callable[[], None] = lambda: None
+        """Says that there is a slice to do before the next tick."""
+        self._sliced: Counter[Session] = Counter()  # requests under way in slices, by session
         self.reads = ReadRequests(desk, slow)
         self._writes = WriteRequests(desk)
         self._methods: dict[type, Method] = {
@@ -86,7 +101,7 @@ class Service:
     def handle(self, identity: bytes, header: bytes, parts: list[zmq.Frame]) -> Answer | None:
         """Answer one message: its header part, and the payload parts that followed.
 
-        None for what waits for the tier below and is given to `send` later.
+        None for what waits for the tier below, or takes several slices, and is given to `send` later.
         """
         started_ns = time.perf_counter_ns()
         counters = self._cache.counters
@@ -106,17 +121,11 @@ class Service:
                 raise RequestRefused(ErrorCode.FORBIDDEN.value, text)
             answer: Answer | None = self._dispatch(session, request, parts)
         except RequestRefused as refusal:
-            counters.requests_refused += 1
-            text = refusal.text[:MAX_ERROR_CHARS]  # some quote what was sent
-            error = m.Error(request_id or _request_id_of(header), self._generation, refusal.code, text)
+            error = self._refused(request_id or _request_id_of(header), refusal)
             answer = Answer(encoder.encode(error), session)
         except Exception:
-            # The one place where a bug of ours must not become a client that waits for ever.
             log.exception("a request failed")
-            counters.requests_failed += 1
-            text = "the daemon failed at this request; its log says where"
-            error = m.Error(request_id, self._generation, ErrorCode.INTERNAL.value, text)
-            answer = Answer(encoder.encode(error), session)
+            answer = Answer(encoder.encode(self._failed(request_id)), session)
         else:
             self._observe(session, request, started_ns)
         return answer
@@ -143,8 +152,7 @@ class Service:
 
     def _decode(self, header: bytes) -> m.Request:
         try:
-            request: m.Request = _decoder.decode(header)
-            return request
+            return _decode(header)
         except UNREADABLE as error:
             self._cache.counters.requests_malformed += 1
             raise RequestRefused(ErrorCode.MALFORMED.value, str(error)) from error
@@ -175,8 +183,66 @@ class Service:
         if isinstance(request, m.Write):
             reply: m.Reply | None = self._writes.write(session, request, parts[0].buffer)
         else:
-            reply = self._methods[type(request)](session, request)
+            asked = self._methods[type(request)](session, request)
+            reply = self._begin(session, request, asked) if isinstance(asked, Generator) else asked
         return None if reply is None else Answer(encoder.encode(reply), session)
+
+    # --- requests that take several slices -----------------------------------------------------------
+
+    def _begin(self, session: Session, request: m.Request, steps: Steps[m.Reply]) -> m.Reply | None:
+        """The first slice of a request: nearly always all of it."""
+        try:
+            next(steps)
+        except StopIteration as end:
+            reply: m.Reply = end.value
+            return reply
+        if self._sliced[session] >= MAX_SLICED:
+            steps.close()
+            text = f"{MAX_SLICED} long requests of this session are being answered: wait for one of them"
+            raise RequestRefused(ErrorCode.LIMIT.value, text)
+        self._sliced[session] += 1
+        self._cache.slices.add(self._go_on(self.desk.identity, session, request, steps))
+        self.soon()
+        return None
+
+    def _go_on(self, identity: bytes, session: Session, request: m.Request, steps: Steps[m.Reply]) -> Steps[None]:
+        """The further slices of a request, and its answer; as long as the session lasts and its client waits."""
+        until_us = request.deadline_us + session.clock_offset_us
+        reply: m.Reply | None = None
+        with closing(steps):
+            while reply is None and session.open:
+                try:
+                    if until_us < time.monotonic_ns() // 1000:
+                        self._cache.counters.requests_expired += 1
+                        raise RequestRefused(ErrorCode.EXPIRED.value, "its deadline was over before it was answered")
+                    next(steps)
+                except StopIteration as end:
+                    reply = end.value
+                except RequestRefused as refusal:
+                    reply = self._refused(request.request_id, refusal)
+                except Exception:
+                    log.exception("a request failed")
+                    reply = self._failed(request.request_id)
+                else:
+                    yield
+        self._sliced[session] -= 1
+        if not self._sliced[session]:
+            del self._sliced[session]
+        if reply is not None and session.open:
+            self.desk.answer(identity, session, reply)
+
+    def _refused(self, request_id: int, refusal: RequestRefused) -> m.Error:
+        self._cache.counters.requests_refused += 1
+        text = refusal.text[:MAX_ERROR_CHARS]  # some quote what was sent
+        return m.Error(request_id, self._generation, refusal.code, text)
+
+    def _failed(self, request_id: int) -> m.Error:
+        """A bug of ours must not become a client that waits for ever."""
+        self._cache.counters.requests_failed += 1
+        text = "the daemon failed at this request; its log says where"
+        return m.Error(request_id, self._generation, ErrorCode.INTERNAL.value, text)
+
+    # --- answers of its own --------------------------------------------------------------------------
 
     def _ping(self, session: Session, request: m.Ping) -> m.Reply:
         return m.Done(request.request_id, self._generation)
@@ -187,6 +253,21 @@ class Service:
     def _bye(self, session: Session, request: m.Bye) -> m.Reply:
         self._end(session)
         return m.Done(request.request_id, self._generation)
+
+
+def _decode(header: bytes) -> m.Request:
+    """A request, with whatever a later release has added to it. Raises one of UNREADABLE."""
+    try:
+        request: m.Request = _decoder.decode(header)
+        return request
+    except msgspec.ValidationError:
+        # Further elements of arrays are skipped; the one map is the spec of a namespace, of which nothing may be.
+        elements = _decode_elements(header) if len(header) <= MAX_REGISTER_BYTES else []
+        if elements[:1] != [_REGISTER] or len(elements) <= _SPEC or not isinstance(elements[_SPEC], dict):
+            raise
+        spec = NamespaceSpec.received(elements[_SPEC])
+        request = _decoder.decode(encoder.encode([*elements[:_SPEC], spec, *elements[_SPEC + 1 :]]))
+        return request
 
 
 def _request_id_of(header: bytes) -> int:

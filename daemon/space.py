@@ -6,6 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from tiercache.daemon.quotas import NOBODY, Quotas
 from tiercache.daemon.tails import Prompts, Tails
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import REGION_SHIFT
+from tiercache.wire import UNREADABLE
 
 MAX_NAMESPACES = 4096
 MAX_TENANT_NAMESPACES = 256
@@ -137,8 +139,8 @@ class Space:
     def open_saved(self, spec: bytes) -> Namespace | None:
         """The namespace of a saved spec; None when it cannot be read or served any more."""
         try:
-            known = msgspec.msgpack.decode(spec, type=NamespaceSpec)
-        except msgspec.MsgspecError:
+            known = NamespaceSpec.received(msgspec.msgpack.decode(spec, type=dict[str, Any]))
+        except UNREADABLE:
             return None
         return None if known.problem() else self.open_namespace(known)
 
@@ -213,22 +215,39 @@ class Space:
         is taken first, so that the frames come out in the order in which they once were filled.
         """
         accounts = list(self._policies[namespace.size_class.frame_bytes].values())
-        # With several accounts in turn, so that the coldest goes whoever has it; there may be thousands, so only the
-        # one that gave is asked anew.
+        if len(accounts) == 1:
+            self._consider_drain(namespace.size_class, coldest_of(accounts))
+            evicted = self._evict(accounts[0], count)
+        else:
+            evicted = self._evict_in_turn(namespace.size_class, accounts, count)
+        self.counters.evicted_blocks += evicted
+        return evicted
+
+    def _evict(self, policy: Policy, count: int) -> int:
+        """Evict `count` blocks of one account, or all that there are; returns how many."""
+        evicted = 0
+        while evicted < count and (victim := policy.victim()) != NO_ENTRY:
+            evicted += self.index.evict_run(victim, count - evicted)
+        return evicted
+
+    def _evict_in_turn(self, size_class: SizeClass, accounts: list[Policy], count: int) -> int:
+        """Evict `count` blocks, or fewer, the coldest whoever has it.
+
+        There may be thousands of accounts, so each is asked once, and then the one that gave.
+        """
         order = [(stamp, place) for place, one in enumerate(accounts) if (stamp := one.coldest_stamp()) is not None]
         heapq.heapify(order)
-        self._consider_drain(namespace.size_class, accounts[order[0][1]] if order else None)
+        self._consider_drain(size_class, accounts[order[0][1]] if order else None)
         evicted = 0
         while evicted < count and order:
             place = order[0][1]
-            most = count - evicted if len(accounts) == 1 else min(count - evicted, _TURN)
-            evicted += self.index.evict_run(accounts[place].victim(), most)
-            stamp = accounts[place].coldest_stamp()
-            if stamp is None:
-                heapq.heappop(order)
-            else:
-                heapq.heapreplace(order, (stamp, place))
-        self.counters.evicted_blocks += evicted
+            evicted += self.index.evict_run(accounts[place].victim(), min(count - evicted, _TURN))
+            if evicted < count:
+                stamp = accounts[place].coldest_stamp()
+                if stamp is None:
+                    heapq.heappop(order)
+                else:
+                    heapq.heapreplace(order, (stamp, place))
         return evicted
 
     def work(self) -> bool:

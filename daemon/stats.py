@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
 from itertools import islice
@@ -180,9 +179,7 @@ def _arena(server: Server) -> dict[str, Any]:
 
 def _namespaces(server: Server) -> list[dict[str, Any]]:
     cache = server.cache
-    now_s, pinned = cache.clock_s(), Counter[int]()
-    for lease in cache.reads.pins.values():
-        pinned.update({namespace.number: lease.blocks for namespace in lease.namespaces})
+    now_s, pinned = cache.clock_s(), cache.reads.pinned_blocks
     listed = islice(cache.space.namespaces.values(), MAX_LISTED_NAMESPACES)
     return [_namespace(one, now_s, pinned[one.number], cache.below.blocks_of(one.number)) for one in listed]
 

@@ -8,6 +8,8 @@ integer on the wire from then on, so a hit of the wrong rank, dtype or layout ca
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -18,6 +20,10 @@ FRAME_ALIGNMENT_BYTES = 4096
 MAX_BLOCK_BYTES = 256 << 20
 TENANT = "tenant"
 """In `NamespaceSpec.extra`: whose blocks these are. Each tenant has namespaces of its own, and perhaps a quota."""
+UNKNOWN_FIELD = "field:"
+"""In `NamespaceSpec.extra`: how a field of a later release is called there."""
+
+
 class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides how the bytes of a block are to be read.
 
@@ -37,7 +43,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         extra: anything else that changes the bytes. `tiers` = `dram` is for the daemon: it keeps such blocks
             in DRAM only.
 
-    A field that a daemon does not know is refused: it would merge what the sender tells apart.
+    What comes from others is read by `received`, which loses none of the fields that a later release may have.
     """
 
     engine: str
@@ -56,6 +62,20 @@ class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pp_size: int = 1
     window_blocks: int = 0
     extra: dict[str, str] = {}
+
+    @classmethod
+    def received(cls, fields: Mapping[str, Any]) -> NamespaceSpec:
+        """The spec of a sender that may know more fields than we do. Raises msgspec.ValidationError.
+
+        To forget them would merge what the sender tells apart, so they stand in `extra`, each as its bytes in msgpack.
+        """
+        known = {name: value for name, value in fields.items() if name in cls.__struct_fields__}
+        spec = msgspec.convert(known, cls)
+        unknown = {
+            UNKNOWN_FIELD + name: msgspec.msgpack.encode(value, order="sorted").hex()
+            for name, value in fields.items() if name not in known
+        }  # fmt: skip
+        return msgspec.structs.replace(spec, extra={**spec.extra, **unknown}) if unknown else spec
 
     def fingerprint(self) -> str:
         """32 hex digits that are equal exactly when two specs are."""

@@ -187,6 +187,11 @@ class Client:
         """One request whose answer is left lying."""
         self._dealer.send(msgpack.packb([tag, *self.header(), *fields]), zmq.NOBLOCK)
 
+    def answer(self) -> list[Any]:
+        """The next answer to what was sent, whole."""
+        assert self._dealer.poll(int(WAIT_S * 1000)), "no answer"
+        return list(msgpack.unpackb(self._dealer.recv(), strict_map_key=False))
+
     def writable(self) -> bool:
         """Whether another request can be sent at once."""
         return bool(self._dealer.poll(0, zmq.POLLOUT))

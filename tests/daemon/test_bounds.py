@@ -122,7 +122,7 @@ def test_what_hangs_below_a_dropped_block_is_out_of_sight_while_it_is_being_unli
     assert namespace.table.unlinking
     for asked, found in ((5000, 100), (101, 100), (100, 100), (50, 50)):
         assert h.cache.match(h.owner, [namespace], keys[: 16 * asked], 0).dram == found
-        assert h.cache.reads.peek([namespace], keys[: 16 * asked])[0] == found
+        assert h.cache.peek([namespace], keys[: 16 * asked])[0] == found
     assert h.cache.reads.find(h.owner, lease.lease_id) is None
     finish(h)
     assert not h.cache.reads.leases

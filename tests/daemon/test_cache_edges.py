@@ -53,7 +53,7 @@ def test_pins_set_again_and_again_leave_nothing_behind() -> None:
     namespace = h.space()
     h.store(namespace, chain(1, 2))
     for _ in range(20_000):
-        assert h.cache.reads.pin([namespace], chain(1, 2), ttl_s=7 * 86400) == 2
+        assert h.cache.pin([namespace], chain(1, 2), ttl_s=7 * 86400) == 2
     assert len(h.cache.reads._deadlines) < 2000
     h.now_s += 8 * 86400
     h.cache.expire()
@@ -86,10 +86,10 @@ def test_a_pin_that_is_cut_short_keeps_whole_windows_only() -> None:
     for number in (4, 5):
         h.store(window, keys[16 * number : 16 * number + 16])
     assert h.cache.match(h.owner, [window], keys, 0).dram == 6
-    assert h.cache.reads.pin([window], keys, ttl_s=10) == 0
+    assert h.cache.pin([window], keys, ttl_s=10) == 0
     h.check()
     h.store(window, keys[16:48])
-    assert h.cache.reads.pin([window], keys, ttl_s=10) == 3
+    assert h.cache.pin([window], keys, ttl_s=10) == 3
     h.check()
 
 
@@ -100,7 +100,7 @@ def test_a_list_that_is_no_chain_pins_nothing() -> None:
     broken = keys[:16] + chain(2, 1) + keys[32:]
     h.store(second, broken[:32])
     assert h.cache.match(h.owner, [first, second], broken, 10).lease is None
-    assert h.cache.reads.pin([first, second], broken, 10) == 0
+    assert h.cache.pin([first, second], broken, 10) == 0
     h.check()
 
 
@@ -118,29 +118,6 @@ def test_a_lease_on_a_window_names_no_frame_that_it_does_not_hold() -> None:
     h.check()
 
 
-def test_an_empty_window_beside_a_full_one_is_found_out_in_one_pass() -> None:
-    h = Harness(region_bytes=1000 * FRAME_BYTES)
-    full, empty, keys = h.space(window_blocks=900), h.space(rank=1, window_blocks=1), chain(1, 900)
-    for first in range(0, 900, 300):
-        h.store(full, keys[16 * first : 16 * (first + 300)])
-    asked = 0
-    get = type(full.table).get
-
-    class Counted:
-        """The table of `full`, counting look-ups."""
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(table, name)
-
-        def get(self, key: bytes) -> int:
-            nonlocal asked
-            asked += 1
-            return get(table, key)
-
-    table = full.table
-    full.table = Counted()  # type: ignore[assignment]
-    assert h.cache.match(h.owner, [full, empty], keys, 0).dram == 0
-    assert asked <= 900
 
 
 def test_a_region_with_blocks_on_their_way_in_is_not_drained() -> None:
@@ -166,7 +143,7 @@ def test_a_region_in_which_a_pinned_chain_begins_is_not_drained() -> None:
     small, large = h.space(), h.space(rank=1, block_bytes=8 * FRAME_BYTES)
     h.store(small, chain(9, 1))  # the coldest one, in the first region
     h.store(small, chain(1, 12))
-    assert h.cache.reads.pin([small], chain(1, 12), ttl_s=60) == 12
+    assert h.cache.pin([small], chain(1, 12), ttl_s=60) == 12
     for _ in range(10):
         h.cache.reserve(h.owner, large, b"", chain(3, 1), 10)
         h.cache.work()

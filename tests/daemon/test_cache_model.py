@@ -224,7 +224,7 @@ def test_a_pinned_region_does_not_starve_a_new_size_class() -> None:
     small, large = h.space(), h.space(block_bytes=40_000, rank=1)
     for number in range(48):
         h.store(small, chain(number))
-    assert h.cache.reads.pin([small], chain(5), 1000) == 1  # in the region of the coldest blocks
+    assert h.cache.pin([small], chain(5), 1000) == 1  # in the region of the coldest blocks
     for number in range(200):
         if h.store(large, chain(number % 200)) == [BlockState.FRAME]:
             break
@@ -238,7 +238,7 @@ def test_pins_keep_blocks_until_their_time_is_up() -> None:
     h = Harness(frames=4)
     ns = h.space()
     h.store(ns, chain(1, 2))
-    assert h.cache.reads.pin([ns], chain(1, 2), ttl_s=60) == 2
+    assert h.cache.pin([ns], chain(1, 2), ttl_s=60) == 2
     assert h.store(ns, chain(5, 6, 7)) == [BlockState.FRAME, BlockState.FRAME, BlockState.NONE]
     h.clock.now += 61
     h.cache.expire()
@@ -290,7 +290,7 @@ def test_random_histories_stay_consistent(policy: str, seed: int) -> None:
             if rng.random() < 0.3:
                 h.cache.process_gone(owner)
             if rng.random() < 0.2:
-                h.cache.reads.pin([ns], keys, 5)
+                h.cache.pin([ns], keys, 5)
         elif action == 11:
             h.cache.flush([ns.number], rng.choice([b"", keys[-16:]]))
             if rng.random() < 0.5:

@@ -10,6 +10,7 @@ from test_cache_model import Harness, chain, key
 
 from tiercache.daemon.below import NoTierBelow
 from tiercache.daemon.cuts import Cuts
+from tiercache.daemon.slices import finish
 from tiercache.daemon.space import Namespace
 
 BLOCKS = 9
@@ -61,10 +62,10 @@ def test_the_cut_is_the_longest_one(windows: list[int], data: st.DataObject) -> 
             h.cache.writes.commit(h.owner, got.lease_id, [0])
     both = {number: dram[number] | below[number] for number in dram}
     cuts = Cuts(h.cache.space, Shelved(below))
-    in_dram = cuts.in_dram(spaces, KEYS, BLOCKS)
+    in_dram = finish(cuts.in_dram(spaces, KEYS, BLOCKS))
     assert in_dram == longest(spaces, dram)
-    assert cuts.with_below(spaces, KEYS, in_dram) == longest(spaces, both)
-    assert Cuts(h.cache.space, NoTierBelow()).with_below(spaces, KEYS, in_dram) == in_dram
+    assert finish(cuts.with_below(spaces, KEYS, in_dram)) == longest(spaces, both)
+    assert finish(Cuts(h.cache.space, NoTierBelow()).with_below(spaces, KEYS, in_dram)) == in_dram
 
 
 def test_what_was_flushed_is_in_no_window() -> None:
@@ -75,11 +76,11 @@ def test_what_was_flushed_is_in_no_window() -> None:
         h.store(window, keys[16 * first : 16 * (first + 450)])
     index, table = h.cache.space.index, window.table
     cuts = Cuts(h.cache.space, NoTierBelow())
-    assert cuts.in_dram([window], keys, 900) == 900
+    assert finish(cuts.in_dram([window], keys, 900)) == 900
     index.drop_table(table)
     index.unlink_slice(100)
     assert table.unlinking
-    assert cuts.in_dram([window], keys, 900) == 0
+    assert finish(cuts.in_dram([window], keys, 900)) == 0
     while index.unlink_slice(100):
         pass
     assert h.cache.check_integrity() == []

@@ -226,5 +226,5 @@ def test_what_was_just_stored_is_there_however_fast_the_cache_turns_over(
         h.store(ns, keys)
         if number >= 2:
             before = chains[number - 2]
-            here = h.length(ns, before) if asked in ("after", "both") else h.cache.reads.peek([ns], before)[0]
+            here = h.length(ns, before) if asked in ("after", "both") else h.cache.peek([ns], before)[0]
             assert here == 4, f"{number}"

@@ -47,7 +47,7 @@ class Hinting(Harness):
 
     def here(self, ns: Namespace, *chains: bytes) -> list[int]:
         """How many blocks of each are here, without a trace."""
-        return [self.cache.reads.peek([ns], keys)[0] for keys in chains]
+        return [self.cache.peek([ns], keys)[0] for keys in chains]
 
     def policy(self, ns: Namespace) -> HintedPolicy:
         policy = ns.table.policy
@@ -214,7 +214,7 @@ def test_leases_and_pins_hold_what_is_of_no_use_any_more(h: Hinting) -> None:
     h.store(ns, chain(2, 2))
     found = h.cache.match(h.owner, [ns], chain(1, 1), 100)
     assert found.lease is not None
-    assert h.cache.reads.pin([ns], chain(2, 2), 1000) == 2
+    assert h.cache.pin([ns], chain(2, 2), 1000) == 2
     for keys in (chain(1, 1), chain(2, 2)):
         h.hint(ns, keys, ttl_s=5.0, done=True)
     h.later(50.0)
@@ -432,7 +432,7 @@ def test_nothing_that_is_said_breaks_anything(policy: str, steps: list[Any]) -> 
         elif chance.random() < 0.3:
             h.cache.flush([ns.number], chance.choice([b"", keys[-16:]]))
         else:
-            h.cache.reads.pin([ns], keys, 5)
+            h.cache.pin([ns], keys, 5)
         h.check()
     for ns in spaces:
         index = h.cache.space.index

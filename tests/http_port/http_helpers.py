@@ -49,10 +49,13 @@ class Answer(NamedTuple):
         return str(self.tree["error"]["code"])
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 def request(url: str, body: bytes | None = None) -> Answer:
     """GET, or POST with a body."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=TIMEOUT_S) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, body, JSON), timeout=TIMEOUT_S) as answer:
             return Answer(answer.status, answer.read().decode())
     except urllib.error.HTTPError as error:
         return Answer(error.code, error.read().decode())

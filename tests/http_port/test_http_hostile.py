@@ -32,7 +32,7 @@ def answer_to(url: str, data: bytes) -> bytes:
 
 
 HOST = b"Host: localhost\r\n"
-POST = b"POST /v1/affinity HTTP/1.1\r\n" + HOST
+POST = b"POST /v1/affinity HTTP/1.1\r\nContent-Type: application/json\r\n" + HOST
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,15 @@ from tiercache.http.hosts import allowed_hosts
 from tiercache.http.server import HttpSettings
 
 
-def ask(url: str, host: str, method: str = "GET", path: str = "/healthz") -> tuple[int, dict[str, object]]:
+def ask(
+    url: str, host: str, method: str = "GET", path: str = "/healthz", headers: dict[str, str] | None = None
+) -> tuple[int, dict[str, object]]:
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)
     connection.putrequest(method, path, skip_host=True)
     if host:
         connection.putheader("Host", host)
+    for name, value in (headers or {}).items():
+        connection.putheader(name, value)
     connection.endheaders()
     answer = connection.getresponse()
     body = json.loads(answer.read())
@@ -48,6 +52,23 @@ def test_another_name_gets_nothing(url: str, path: str) -> None:
         assert repr(host) in error["message"]
         assert "--http-hosts" in error["message"]
     assert ask(url, "evil.example", "POST", "/v1/affinity")[0] == 421
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "http://localhost.evil.example:80", "null", "file://"])
+def test_pages_of_others_get_nothing(url: str, origin: str) -> None:
+    for method, path in (("GET", "/v1/stats"), ("POST", "/v1/affinity"), ("OPTIONS", "/v1/affinity")):
+        status, body = ask(url, "localhost", method, path, {"Origin": origin, "Content-Type": "application/json"})
+        assert status == 403
+        assert body["error"]["code"] == "wrong_origin"  # type: ignore[index]
+    assert ask(url, "localhost", headers={"Origin": f"http://127.0.0.1:{urlsplit(url).port}"})[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; b=1", ""])
+def test_forms_of_a_page_are_no_queries(url: str, kind: str) -> None:
+    headers = {"Content-Type": kind} if kind else {}
+    status, body = ask(url, "localhost", "POST", "/v1/affinity", headers)
+    assert (status, body["error"]["code"]) == (415, "wrong_type")  # type: ignore[index]
+    assert ask(url, "localhost", "POST", "/v1/affinity", {"Content-Type": "Application/JSON; charset=utf-8"})[0] == 400
 
 
 def test_further_names_are_served_too(tmp_path: Path) -> None:

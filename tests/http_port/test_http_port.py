@@ -27,7 +27,7 @@ from tiercache.http.page import FOLDER
 from tiercache.http.probe import FULL, Probe
 from tiercache.http.trees import Trees
 
-HEAD = b"POST /v1/affinity HTTP/1.1\r\nHost: localhost\r\n"
+HEAD = b"POST /v1/affinity HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from tiercache.engine import SamplingParams
 from tiercache.serve.failures import ApiError
 from tiercache.serve.requests import check_size
 
+POST = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 pytestmark = pytest.mark.engine
 FLAGS = ("--pool-blocks", "640", "--block-size", "8", "--chunk-size", "32", "--arena", "64MiB")
 MODEL = "tiny-chat"
@@ -50,7 +51,7 @@ def chat(client: OpenAI, text: str = "Why?", **more: Any) -> Any:
 def post(server: ServerProcess, body: bytes, path: str = "/v1/completions", method: str = "POST") -> tuple[int, Any]:
     """A request as no client library would send it; the status and the `error` of the answer."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=TIMEOUT_S)
-    connection.request(method, path, body)
+    connection.request(method, path, body, {"Content-Type": "application/json"})
     answer = connection.getresponse()
     tree = json.loads(answer.read())
     connection.close()
@@ -320,7 +321,7 @@ def test_a_client_that_hangs_up_frees_its_blocks(server: ServerProcess, client: 
     body = json.dumps({"prompt": PROMPT, "max_tokens": 980, "temperature": 0}).encode()
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), TIMEOUT_S) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"{POST}Content-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         wait_until(lambda: server.metric("num_requests_running") == 1, "the request runs")
     server.wait_until_idle()
@@ -330,7 +331,7 @@ def test_a_client_that_hangs_up_frees_its_blocks(server: ServerProcess, client: 
 def test_a_client_that_hangs_up_in_its_own_body(server: ServerProcess, client: OpenAI) -> None:
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), TIMEOUT_S) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(f"{POST}Content-Length: 100\r\n\r\n{{".encode())
     assert complete(client).choices[0].finish_reason == "length"
     assert "Traceback" not in server.log.read_text()
 

@@ -71,8 +71,8 @@ def _ask(run_dir: Path) -> tuple[Tree, dict[int, NamespaceSpec], str]:
         with quiet_client(), connected(str(run_dir)) as client:
             tree = client.stats()
             numbers = [int(one["id"]) for one in tree.get("namespaces", [])][-MAX_NAMESPACES_PER_REQUEST:]
-            specs = client.session().call(Specs, SpecList, namespaces=numbers).specs if numbers else {}
-            return tree, specs, ""
+            sent = client.session().call(Specs, SpecList, namespaces=numbers).specs if numbers else {}
+            return tree, {number: NamespaceSpec.received(fields) for number, fields in sent.items()}, ""
     except TierCacheError as error:
         return {}, {}, str(error)
 

@@ -30,7 +30,7 @@ Examples:
   tiercache serve ./Qwen3-0.6B --kv-cache-memory 4GiB
   tiercache serve ./Qwen3-0.6B --arena 32GiB --nvme /mnt/nvme0/kv --nvme-size 1TiB
   tiercache serve ./Qwen3-0.6B --daemon /run/tiercache --host 0.0.0.0 --port 8000
-  curl localhost:8000/v1/completions -d '{"prompt": "Once upon", "max_tokens": 16}'
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once upon", "max_tokens": 16}'
 """
 API_KEY_VARIABLE = "TIERCACHE_API_KEY"
 
@@ -61,6 +61,9 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     for name, kind, metavar, text in (
         ("host", str, "ADDRESS", "address to listen on"),
         ("port", int, "N", "port to listen on; 0 is any that is free"),
+        ("allowed_hosts", str, "HOST,...",
+         "further names that requests and web pages may be of, such as a proxy's. Without any, an address of this host "
+         "is only asked as localhost, 127.0.0.1, [::1] or itself"),
         ("served_model_name", str, "NAME", "what clients call the model (default: the folder's name)"),
         ("api_key", str, "KEY", f"what clients must send as a bearer token (or ${API_KEY_VARIABLE})"),
         ("chat_template", Path, "FILE", "Jinja template that stands in for the model's own"),

@@ -1,13 +1,16 @@
-"""Whom requests may be for: a port of this host only answers those that name it.
+"""Requests that no page of somebody else may send by way of a browser on this host.
 
-A page in a browser can be given a name of its author's that resolves to 127.0.0.1 a moment later (DNS rebinding);
-the browser then lets its script read what is served there. It says the author's name as `Host`, which gives it away.
+A page can be given a name of its author's that resolves to 127.0.0.1 a moment later (DNS rebinding); the browser then
+lets its script read what is served there. It says the author's name as `Host`, which gives it away. And without any
+such trick a page may send the forms of old, which no browser asks us about before: they come with an `Origin`, and
+cannot be of type application/json.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -17,6 +20,7 @@ from tiercache.setting_kinds import is_loopback
 
 OF_THIS_HOST = ("localhost", "127.0.0.1", "::1")
 MISDIRECTED = 421
+JSON = "application/json"
 MAX_SHOWN_CHARS = 100
 
 
@@ -47,24 +51,61 @@ def _without_port(value: str) -> str:
     return name if colon and (port.isdecimal() or not port) and (":" not in name or name.endswith("]")) else value
 
 
-class HostCheck:
-    """An ASGI application in front of another one: requests for other hosts are answered with 421.
+class Complaint(NamedTuple):
+    """Why a request is refused."""
 
-    What has no `Host` is let through: no browser sends such a request.
+    status: int
+    code: str
+    text: str
+
+
+class HostCheck:
+    """An ASGI application in front of another one, which gets no request that a page of others could have sent.
+
+    Those for other hosts are answered with 421, those of pages of other hosts with 403, and POSTs of anything but JSON
+    with 415. What has no `Host` and no `Origin` is let through there: no browser sends such a request.
+
+    Args:
+        allowed: of `allowed_hosts`; empty: any `Host` and any `Origin`.
+        refuse: makes the answer.
+        remedy: how one allows further names.
     """
 
-    def __init__(self, app: Any, allowed: frozenset[str]) -> None:
+    def __init__(
+        self, app: Any, allowed: frozenset[str], refuse: Callable[[Complaint], Response], remedy: str
+    ) -> None:
         self._app = app
         self._allowed = allowed
+        self._refuse = refuse
+        self._remedy = remedy
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """As ASGI has it."""
-        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
-        app = self._app if not host or _normal(_without_port(host)) in self._allowed else _refusal(host)
-        await app(scope, receive, send)
+        complaint = self._complaint(scope) if scope["type"] == "http" else None
+        await (self._app if complaint is None else self._refuse(complaint))(scope, receive, send)
+
+    def _complaint(self, scope: Any) -> Complaint | None:
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin", "")
+        if self._allowed and host and not self._is_allowed(host):
+            known = f"ask for 127.0.0.1 or localhost, or name it with {self._remedy}"
+            return Complaint(MISDIRECTED, "wrong_host", f"{_shown(host)} is no name of this port: {known}")
+        if self._allowed and origin and not self._is_allowed(origin.partition("://")[2]):
+            text = f"pages of {_shown(origin)} may not ask here: name its host with {self._remedy}"
+            return Complaint(403, "wrong_origin", text)
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != JSON:
+            return Complaint(415, "wrong_type", f"the body's type is {_shown(kind)}: send it as Content-Type: {JSON}")
+        return None
+
+    def _is_allowed(self, host: str) -> bool:
+        return _normal(_without_port(host)) in self._allowed
 
 
-def _refusal(host: str) -> Response:
-    known = "ask for 127.0.0.1 or localhost, or name it with --hosts (a daemon: with --http-hosts)"
-    body = error_body("wrong_host", f"{host[:MAX_SHOWN_CHARS]!r} is no name of this port: {known}")
-    return Response(body, MISDIRECTED, media_type="application/json")
+def _shown(text: str) -> str:
+    return repr(text[:MAX_SHOWN_CHARS])
+
+
+def refusal(complaint: Complaint) -> Response:
+    """The answer of the daemon's port."""
+    return Response(error_body(complaint.code, complaint.text), complaint.status, media_type=JSON)

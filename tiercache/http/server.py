@@ -16,7 +16,7 @@ from tiercache import listening
 from tiercache.client import Client
 from tiercache.errors import ConfigError
 from tiercache.http.app import build_app
-from tiercache.http.hosts import HostCheck, allowed_hosts
+from tiercache.http.hosts import HostCheck, allowed_hosts, refusal
 from tiercache.http.limits import MAX_HEADER_BYTES, LimitedConnection
 from tiercache.setting_kinds import hosts_problem, http_problem, split_http
 
@@ -26,6 +26,7 @@ KEEP_ALIVE_S = 5
 ACCEPTED_AT_ONCE = 8
 BACKLOG = 1024
 LAST_WORDS_S = 2
+_REMEDY = "--hosts (a daemon: with --http-hosts)"
 _PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger("tiercache.http")
@@ -97,7 +98,7 @@ async def _run(settings: HttpSettings, client: Client, listener: socket.socket) 
     allowed = allowed_hosts(split_http(settings.listen)[0], settings.hosts)
     app = build_app(client, settings.request_s)
     config = uvicorn.Config(
-        HostCheck(app, allowed) if allowed else app, http=connection, ws="none", lifespan="off", log_config=None,
+        HostCheck(app, allowed, refusal, _REMEDY), http=connection, ws="none", lifespan="off", log_config=None,
         log_level="error", access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WORDS_S, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         backlog=ACCEPTED_AT_ONCE,

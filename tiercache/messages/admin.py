@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from tiercache.layout import NamespaceSpec
 from tiercache.messages.names import ModelCard
 from tiercache.messages.replies import Reply
 from tiercache.messages.requests import Request
@@ -161,6 +160,6 @@ class PinList(Reply, tag="pin_list"):
 
 
 class SpecList(Reply, tag="spec_list"):
-    """Specs by the number of their namespace, up to 1 MiB of them."""
+    """Specs by the number of their namespace, up to 1 MiB of them: maps, for `NamespaceSpec.received`."""
 
-    specs: dict[int, NamespaceSpec]
+    specs: dict[int, dict[str, Any]]

@@ -15,10 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tiercache.engine.async_engine import AsyncEngine, EngineDied, NobodyReads, Stalled, Stopping, Stream, StreamOutput
 from tiercache.engine.prompts import Prompts
+from tiercache.http.hosts import Complaint, HostCheck, allowed_hosts
 from tiercache.serve.answers import ChatAnswer, CompletionAnswer, Piece, TokenTexts, Usage
 from tiercache.serve.bodies import Bodies
 from tiercache.serve.encoding import END_OF_EVENTS, event, json_response
@@ -32,7 +33,10 @@ HUNG_UP = 499
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What the routes work with. `defaults` are those of `SamplingParams` for this model."""
+    """What the routes work with.
+
+    `defaults` are those of `SamplingParams` for this model, and `hosts` those that requests may be for.
+    """
 
     engine: AsyncEngine
     prompts: Prompts
@@ -41,6 +45,7 @@ class Service:
     defaults: Mapping[str, Any]
     api_key: str = ""
     created_s: int = 0
+    hosts: frozenset[str] = allowed_hosts("127.0.0.1", "")
 
 
 class _Accepted(NamedTuple):
@@ -198,8 +203,12 @@ async def _close_on_hang_up(request: Request, close: Callable[[], None]) -> None
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def build_app(service: Service) -> Starlette:
-    """The ASGI application of a service."""
+def _refusal(complaint: Complaint) -> Response:
+    return ApiError(complaint.status, complaint.text, code=complaint.code).response()
+
+
+def build_app(service: Service) -> ASGIApp:
+    """The ASGI application of a service. What pages of others can have a browser send never comes to its routes."""
     routes = Routes(service)
 
     def guarded(endpoint: Endpoint) -> Endpoint:
@@ -209,7 +218,7 @@ def build_app(service: Service) -> Starlette:
 
         return authorised
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", routes.health),
             Route("/metrics", routes.metrics),
@@ -229,6 +238,7 @@ def build_app(service: Service) -> Starlette:
             Exception: _on_defect,
         },
     )
+    return HostCheck(app, service.hosts, _refusal, "--allowed-hosts")
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

@@ -25,6 +25,7 @@ from tiercache.engine.prompts import Prompts, load_tokenizer
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.text_engine import TextEngine
 from tiercache.errors import ConfigError
+from tiercache.http.hosts import allowed_hosts
 from tiercache.serve.app import Service, build_app
 from tiercache.serve.connections import SWEEP_S, Sweeper, cut_unsent
 from tiercache.serve.metrics import Metrics
@@ -141,6 +142,7 @@ class _Server:
             defaults=self._defaults,
             api_key=settings.api_key,
             created_s=int(time.time()),
+            hosts=allowed_hosts(settings.host, settings.allowed_hosts),
         )
         config = uvicorn.Config(
             build_app(service), http="h11", ws="none", lifespan="off", log_config=None, log_level="warning",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tiercache.engine.settings import MAX_WAITING, STALL_TIMEOUT_S
 from tiercache.errors import ConfigError
+from tiercache.setting_kinds import hosts_problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,8 @@ class ServeSettings:
         model: a Hugging Face decoder folder.
         host, port: where it listens; port 0 is any that is free.
         served_model_name: what clients call the model; the name of its folder if empty.
+        allowed_hosts: further names that requests may be for, with commas between them, such as a proxy's. Without any,
+            an address of this host is only asked as localhost, 127.0.0.1, [::1] or itself.
         api_key: what clients must send, if not empty.
         chat_template: a file with a Jinja template that stands in for the model's own.
         max_queued_requests: prompts that may wait for their first token; one more is refused with 429.
@@ -34,6 +37,7 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str = ""
+    allowed_hosts: str = ""
     api_key: str = ""
     chat_template: Path | None = None
     max_queued_requests: int = MAX_WAITING
@@ -48,6 +52,8 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}: must be 0 (any) to 65535")
+        if problem := hosts_problem(self.allowed_hosts):
+            raise ConfigError(f"allowed_hosts is {self.allowed_hosts}: {problem}")
         if self.max_queued_requests < 1:
             raise ConfigError(f"max_queued_requests is {self.max_queued_requests}: must be at least 1")
         if not 0 <= self.grace_s < math.inf:

@@ -46,7 +46,7 @@ def test_a_chain_and_a_window_come_up_together(tmp_path: Path) -> None:
             rig.store(space, chain)
         await rig.settled()
         rig.forget_dram()
-        assert rig.cache.reads.peek(spaces, chain + keys_of("b", 1)) == (0, 12)
+        assert rig.cache.peek(spaces, chain + keys_of("b", 1)) == (0, 12)
         assert await rig.load_all(spaces, chain) == 12
         assert rig.tier.stats()["promoted_blocks"] == 12 + WINDOW
         rig.check()
@@ -376,7 +376,7 @@ def test_a_window_over_several_directories_is_right_or_a_miss(tmp_path: Path, mo
         await rig.until(lambda: lease.lease_id not in rig.cache.reads.growing)
         assert rig.read(lease, window) == 0
         assert hung.offline
-        assert rig.cache.reads.peek([window], chain) == (0, 1), "the first block alone, as a short prompt"
+        assert rig.cache.peek([window], chain) == (0, 1), "the first block alone, as a short prompt"
         gate.set()
         await rig.until(lambda: not hung.offline and hung.queue.in_flight == 0)
         rig.forget_dram()

@@ -1,0 +1,247 @@
+"""Look-ups that take several slices: bounded, one consistent answer, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from raw_client import Client, block_of, new_chain
+from test_bounds import counted, fill, finish
+from test_cache_edges import FRAME_BYTES, Harness, chain
+
+from tiercache.daemon.index import Index
+from tiercache.daemon.slices import LOOKUPS, PINS, Slices, Steps
+from tiercache.daemon.space import Namespace
+from tiercache.messages import KEY_BYTES
+
+WINDOW = 3000
+
+
+def in_slices(steps: Steps[Any], after_each: Callable[[], object]) -> tuple[Any, int]:
+    """The result, and how many slices it took."""
+    slices = 1
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            after_each()
+            return end.value, slices
+        slices += 1
+        after_each()
+
+
+def windowed(h: Harness, blocks: int = WINDOW, rank: int = 0) -> tuple[Namespace, bytes]:
+    """A namespace with one whole window."""
+    namespace = h.space(rank=rank, window_blocks=WINDOW)
+    return namespace, fill(h, namespace, 1, blocks)
+
+
+def counted_lookups(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many blocks of windows were looked up since this was asked the last time."""
+    looked, lookup = 0, Index.lookup
+
+    def counting(self: Index, table: Any) -> Callable[[bytes], bool] | None:
+        here = lookup(self, table)
+
+        def one(key: bytes) -> bool:
+            nonlocal looked
+            looked += 1
+            assert here is not None
+            return here(key)
+
+        return None if here is None else one
+
+    def since() -> int:
+        nonlocal looked
+        asked, looked = looked, 0
+        return asked
+
+    monkeypatch.setattr(Index, "lookup", counting)
+    return since
+
+
+@pytest.mark.parametrize("window", [1, 7])
+def test_a_long_list_of_which_nothing_is_here_takes_slices(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    h = Harness()
+    spaces = [h.space(rank=rank, window_blocks=window) for rank in range(3)]
+    for rank, namespace in enumerate(spaces):
+        h.store(namespace, chain(10 + rank, 1))
+    looked = counted_lookups(monkeypatch)
+    most = 0
+
+    def look() -> None:
+        nonlocal most
+        most = max(most, looked())
+
+    found, slices = in_slices(h.cache.reads.match(h.owner, spaces, chain(1, 20_000), 10), look)
+    assert (found.dram, found.lease) == (0, None)
+    assert slices > 20_000 // window // LOOKUPS
+    assert most <= LOOKUPS
+    h.check()
+
+
+def test_an_empty_window_beside_a_full_one_is_found_out_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = Harness(region_bytes=1000 * FRAME_BYTES)
+    full, empty = h.space(window_blocks=900), h.space(rank=1, window_blocks=1)
+    keys = fill(h, full, 1, 900)
+    h.store(empty, chain(2, 1))
+    looked = counted_lookups(monkeypatch)
+    assert h.cache.match(h.owner, [full, empty], keys, 0).dram == 0
+    assert looked() <= 2 * 900
+
+
+@pytest.mark.parametrize("ttl_s", [0, 10])
+def test_a_wide_window_is_pinned_touched_and_let_go_in_slices(monkeypatch: pytest.MonkeyPatch, ttl_s: int) -> None:
+    h = Harness(region_bytes=(WINDOW + 100) * FRAME_BYTES)
+    namespace, keys = windowed(h)
+    counts = [counted(monkeypatch, Index, name) for name in ("pin", "touch", "unpin")]
+    most = 0
+
+    def look() -> None:
+        nonlocal most
+        most = max(most, *(count() for count in counts))
+        h.check()
+
+    found, _ = in_slices(h.cache.reads.match(h.owner, [namespace], keys, ttl_s), look)
+    assert found.dram == WINDOW
+    if ttl_s:
+        assert h.cache.reads.release(h.owner, found.lease.lease_id)
+        look()
+    while h.cache.work():
+        look()
+    assert 0 < most <= PINS
+    h.check()
+    assert not any(h.cache.space.index.pins[namespace.table.get(keys[at : at + 16])] for at in range(0, len(keys), 16))
+
+
+@pytest.mark.parametrize("after", range(5))
+@pytest.mark.parametrize("what", ["all", "first", "last", "evicted"])
+def test_what_is_lost_between_two_slices_is_not_held(after: int, what: str) -> None:
+    h = Harness(region_bytes=(WINDOW + 100) * FRAME_BYTES)
+    namespace, keys = windowed(h)
+    wanted, slices = keys, 0
+
+    def lose() -> None:
+        nonlocal slices
+        slices += 1
+        if slices != after + 1:
+            return
+        if what == "evicted":
+            entry = namespace.table.get(keys[-KEY_BYTES:])
+            if h.cache.space.index.pins[entry] == 0:
+                h.cache.space.index.evict(entry)
+        else:
+            h.cache.flush([namespace.number], {"all": b"", "first": keys[:16], "last": keys[-16:]}[what])
+
+    found, _ = in_slices(h.cache.reads.match(h.owner, [namespace], wanted, 10), lose)
+    whole = found.lease is not None and all(
+        namespace.table.get(keys[16 * number : 16 * number + 16]) >= 0 for number in range(found.lease.blocks)
+    )
+    if found.lease is not None:
+        assert h.cache.reads.release(h.owner, found.lease.lease_id) is whole
+    assert h.cache.space.index.invariant_failures == 0
+    finish(h)
+    assert not list(h.cache.reads.loose_pins())
+
+
+@pytest.mark.parametrize("after", range(3))
+def test_a_lookup_that_is_given_up_leaves_no_pin(after: int) -> None:
+    h = Harness(region_bytes=(WINDOW + 100) * FRAME_BYTES)
+    namespace, keys = windowed(h)
+    steps = h.cache.reads.match(h.owner, [namespace], keys, 10)
+    for _ in range(after):
+        next(steps)
+    steps.close()
+    finish(h)
+    assert not h.cache.reads.leases
+    assert not list(h.cache.reads.loose_pins())
+    h.store(namespace, chain(2, 200))  # room is made of what nobody holds
+
+
+def test_a_pin_of_a_long_chain_looks_at_it_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = Harness(region_bytes=10_000 * FRAME_BYTES, pin_share=1.0)
+    namespace = h.space()
+    keys = fill(h, namespace, 1, 9000)
+    frames = Index.run_frames
+    most = 0
+
+    def counting(self: Index, table: Any, keys: bytes, first: int, count: int) -> list[int]:
+        nonlocal most
+        most = max(most, count)
+        return frames(self, table, keys, first, count)
+
+    monkeypatch.setattr(Index, "run_frames", counting)
+    blocks, slices = in_slices(h.cache.reads.pin([namespace], keys, 10), h.check)
+    assert (blocks, slices) == (9000, 3)
+    assert most <= LOOKUPS
+    assert h.cache.space.pinned_regions == {0: 1}
+    assert h.cache.reads.pinned_blocks[namespace.number] == 9000
+    assert h.cache.reads.unpin([namespace], keys) == 9000
+    assert not +h.cache.space.pinned_regions
+    assert not +h.cache.reads.pinned_blocks
+    h.check()
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_pin_that_ends_while_it_is_made_keeps_no_region(after: int) -> None:
+    h = Harness(region_bytes=10_000 * FRAME_BYTES, pin_share=1.0)
+    namespace = h.space()
+    keys = fill(h, namespace, 1, 9000)
+    steps = h.cache.reads.pin([namespace], keys, 10)
+    for _ in range(after + 1):
+        next(steps)
+    assert h.cache.pin([namespace], keys, 20) == 9000  # instead of the first one
+    in_slices(steps, h.check)
+    assert len(h.cache.reads.pins) == 1
+    assert h.cache.reads.pinned_bytes == 9000 * FRAME_BYTES
+    assert h.cache.reads.unpin([namespace], keys) == 9000
+    assert (len(h.cache.reads.leases), h.cache.reads.pinned_bytes) == (0, 0)
+    h.check()
+
+
+def test_slices_take_turns() -> None:
+    slices, done = Slices(), list[str]()
+
+    def steps(name: str) -> Steps[None]:
+        for number in range(2):
+            done.append(f"{name}{number}")
+            yield
+
+    slices.add(steps("a"))
+    slices.add(steps("b"))
+    while slices.work():
+        pass
+    assert done == ["a0", "b0", "a1", "b1"]
+    assert len(slices) == 0
+
+
+def test_others_are_served_while_a_long_request_is_answered(client: Client, run_dir: Path) -> None:
+    numbers = [client.namespace(window_blocks=1, tp_rank=rank, tp_size=4) for rank in range(4)]
+    for number in numbers:
+        client.store(number, new_chain(1), [block_of(0)])
+    wanted = new_chain(1) * 65_536
+    client.send("peek", numbers, wanted)
+    client.send("ping")
+    assert client.answer()[0] == "done"
+    answer = client.answer()
+    assert (answer[0], answer[3:]) == ("peeked", [0, 0, [[0, 0]] * 4])
+    # A client that has gone is not answered, and nothing of it stays.
+    with Client(run_dir) as leaver:
+        leaver.send("match", numbers, wanted, 1000)
+        leaver.ask("bye")
+    assert client.ask("check")[1] == []
+    # And no session keeps more than a few of them going.
+    for _ in range(17):
+        client.send("peek", numbers, wanted)
+    answers = [client.answer() for _ in range(17)]
+    assert sorted(answer[0] for answer in answers) == ["error"] + ["peeked"] * 16
+
+
+def test_windows_of_too_many_blocks_are_refused(client: Client) -> None:
+    numbers = [client.namespace(window_blocks=300, tp_rank=rank, tp_size=200) for rank in range(110)]
+    assert client.refusal("match", numbers, new_chain(300), 0) == "too_large"
+    assert client.refusal("pin", numbers, new_chain(300), 1000) == "too_large"
+    assert client.refusal("prefetch", numbers, new_chain(300)) == "too_large"
+    assert client.ask("match", numbers, new_chain(297), 0)[0] == "matched"

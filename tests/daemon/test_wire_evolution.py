@@ -1,0 +1,76 @@
+"""What a later release may add to the protocol: fields that this one does not know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from raw_client import VISIBLE, Client, daemon, new_spec, until
+
+from tiercache.layout import NamespaceSpec
+
+
+def _number(client: Client, spec: dict[str, object]) -> int:
+    tag, number, frame_bytes = client.ask("register_namespace", spec)
+    assert (tag, frame_bytes) == ("namespace", 4096)
+    return int(number)
+
+
+def test_specs_that_differ_in_unknown_fields_are_different_namespaces(client: Client) -> None:
+    """To forget such a field would hand the blocks of one form to those who asked for another."""
+    plain = new_spec(4096, engine="evolution")
+    later = [
+        {**plain, "sink_tokens": 4}, {**plain, "sink_tokens": 5}, {**plain, "sink_tokens": "4"},
+        {**plain, "sink_tokens": b"4"}, {**plain, "sink_tokens": None}, {**plain, "sinks": {"b": 1, "a": [2, 3]}},
+        {**plain, "sink_tokens": 4, "other": 1},
+    ]  # fmt: skip
+    numbers = [_number(client, spec) for spec in (plain, *later)]
+    assert len(set(numbers)) == len(numbers)
+    assert [_number(client, spec) for spec in (plain, *later)] == numbers
+    assert _number(client, {**plain, "sinks": {"a": [2, 3], "b": 1}}) == numbers[6], "the order in a map says nothing"
+
+
+@pytest.mark.parametrize("spec", [{"later": 1}, {**new_spec(4096), "block_size": "x", "later": 1}, {1: 2}])
+def test_what_is_wrong_with_the_known_ones_is_still_said(client: Client, spec: dict[object, object]) -> None:
+    assert client.refusal("register_namespace", spec) == "malformed"
+    assert client.refusal("register_namespace", {**new_spec(4096), "later": "x" * 9000}) in ("bad_value", "malformed")
+    assert client.refusal("register_namespace", {**new_spec(0), "later": 1}) == "bad_value"
+
+
+def test_further_elements_of_requests_are_ignored(client: Client) -> None:
+    spec = {**new_spec(4096, engine="further"), "later": 1}
+    number = client.ask("register_namespace", spec)[1]
+    assert client.ask("register_namespace", spec, False, "more", [1]) == client.ask("register_namespace", spec)
+    key = b"k" * 16
+    _, lease, states, *_ = client.ask("reserve", number, b"", key, 5000, None, "more")
+    assert states == b"\2"
+    assert client.ask("commit", lease, b"\0\0\0\0", {"more": 1})[1] == bytes([VISIBLE])
+    assert client.ask("match", [number], key, 0, 0, False, False, 7, 8)[1] == 1
+    assert client.ask("ping", "more")[0] == "done"
+
+
+def test_blocks_of_a_later_form_are_found_again_after_a_restart(tmp_path: Path) -> None:
+    """And those of the plain form are not taken for them."""
+    flags = ("--arena", "8MiB", "--region", "2MiB", "--nvme", str(tmp_path / "nvme"), "--nvme-size", "64MiB")
+    flags += ("--nvme-segment", "4MiB")
+    plain, key = new_spec(4096, engine="restart"), b"r" * 16
+    later = {**plain, "sink_tokens": 4}
+    with daemon(tmp_path / "run", *flags), Client(tmp_path / "run") as client:
+        until(lambda: not client.stats()["health"]["reasons"])
+        number = _number(client, later)
+        lease = client.ask("reserve", number, b"", key, 5000)[1]
+        assert client.ask("commit", lease, bytes(4))[1] == bytes([VISIBLE])
+        until(lambda: client.stats()["tiers"]["nvme"]["blocks"] == 1)
+    with daemon(tmp_path / "run", *flags), Client(tmp_path / "run") as client:
+        until(lambda: client.stats()["tiers"]["nvme"]["blocks"] == 1)
+        assert client.ask("peek", [_number(client, later)], key)[1:3] == [0, 1]
+        assert client.ask("peek", [_number(client, plain)], key)[1:3] == [0, 0]
+
+
+def test_a_spec_reads_as_it_was_sent() -> None:
+    spec = NamespaceSpec(engine="e", layout="l", dtype="d", block_size=1, block_bytes=8, extra={"a": "b"})
+    fields = {"engine": "e", "layout": "l", "dtype": "d", "block_size": 1, "block_bytes": 8, "extra": {"a": "b"}}
+    assert NamespaceSpec.received(fields) == spec
+    later = NamespaceSpec.received({**fields, "later": 4})
+    assert later.extra == {"a": "b", "field:later": "04"}
+    assert later.fingerprint() != spec.fingerprint()
