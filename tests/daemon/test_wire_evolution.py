@@ -46,7 +46,7 @@ def test_further_elements_of_requests_are_ignored(client: Client) -> None:
     assert states == b"\2"
     assert client.ask("commit", lease, b"\0\0\0\0", {"more": 1})[1] == bytes([VISIBLE])
     assert client.ask("match", [number], key, 0, 0, False, False, 7, 8)[1] == 1
-    assert client.ask("ping", "more")[0] == "done"
+    assert client.ask("ping", 0, "more")[0] == "done"
 
 
 def test_blocks_of_a_later_form_are_found_again_after_a_restart(tmp_path: Path) -> None:
