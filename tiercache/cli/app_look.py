@@ -152,9 +152,9 @@ def affinity(
 
 
 @app.command(rich_help_panel=LOOK, epilog=ending("""\
-  tiercache ping                      exit status 0 when the daemon answers, else 1
+  tiercache ping                      exit status 0 when the daemon answers
   tiercache ping --count 1000         with percentiles of the round trip
-""", "0 it answers, 1 it does not, 2 a wrong command line"))
+""", "0 it answers, 1 there is no daemon, 2 a wrong command line, 3 there is one and it does not answer"))
 def ping(
     count: Annotated[int, typer.Option("--count", metavar="N", min=1, max=1_000_000, help="How often.")] = 1,
     as_json: Json = False,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiercache.cli.main import NotAnswering
 from tiercache.config import default_address, session_socket_path
 from tiercache.curve import is_remote
 from tiercache.errors import DaemonUnavailable
@@ -43,9 +46,46 @@ def connected(address: str | None) -> Iterator[Client]:
             where, name="tiercache-cli", map_arena=False, request_timeout_s=REQUEST_S, timeout_s=CONNECT_DEADLINE_S
         )
     except DaemonUnavailable as error:
+        _say_if_it_hangs(where)
         refused = isinstance(error.__cause__, PermissionError)
         raise DaemonUnavailable(f"{error}: {_NOT_OURS if refused else _REMEDY}") from None
     try:
         yield client
+    except DaemonUnavailable:
+        _say_if_it_hangs(where)
+        raise
     finally:
         client.close()
+
+
+def _say_if_it_hangs(where: str) -> None:
+    """Raise NotAnswering where a daemon runs all the same."""
+    pid = None if is_remote(where) else serving_pid(Path(where))
+    if pid is None:
+        return
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return  # it ended just now
+    why, remedy = "it hangs, or is very busy", f"look at its log, and if it stays so end it with kill -9 {pid}"
+    if state in "Tt":
+        why, remedy = "it was stopped (SIGSTOP)", f"let it go on with kill -CONT {pid}"
+    elif state == "D":
+        why = "it waits for a disk"
+    raise NotAnswering(f"the daemon at {where} (pid {pid}) does not answer: {why}: {remedy}", pid) from None
+
+
+def serving_pid(run_dir: Path) -> int | None:
+    """The process that serves a run directory; None where there is none, or we may not know."""
+    try:
+        fd = os.open(run_dir / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        return int(text) if text.isdecimal() else None
+    finally:
+        os.close(fd)
+    return None

@@ -1,7 +1,7 @@
 """Entry point of the `tiercache` command.
 
 Exit status: 0 it is well, 1 the thing asked about is not (no daemon), 2 a wrong command line,
-setting or installation. Errors are one line on stderr.
+setting or installation, 3 there is a daemon and it does not answer. Errors are one line on stderr.
 """
 
 from __future__ import annotations
@@ -10,11 +10,20 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tiercache.errors import ConfigError, TierCacheError
+from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError
 
 EXIT_OK = 0
 EXIT_UNWELL = 1
 EXIT_USAGE = 2
+EXIT_NO_ANSWER = 3
+
+
+class NotAnswering(DaemonUnavailable):
+    """A daemon runs at the address, and does not answer: `pid` is its process."""
+
+    def __init__(self, text: str, pid: int) -> None:
+        super().__init__(text)
+        self.pid = pid
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except TierCacheError as error:
         print(f"tiercache: {error}", file=sys.stderr)
+        if isinstance(error, NotAnswering):
+            return EXIT_NO_ANSWER
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNWELL
     except BrokenPipeError:
         # The reader has gone. Python would complain about that once more while it exits.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiercache.cli.control import connected
-from tiercache.cli.main import EXIT_OK, EXIT_UNWELL
+from tiercache.cli.main import EXIT_NO_ANSWER, EXIT_OK, EXIT_UNWELL, NotAnswering
 from tiercache.cli.report import print_json
 from tiercache.config import default_address
 from tiercache.errors import DaemonUnavailable
@@ -19,6 +19,9 @@ def ping(address: str | None, *, count: int, as_json: bool) -> int:
     except DaemonUnavailable as error:
         if not as_json:
             raise
+        if isinstance(error, NotAnswering):
+            print_json({"ok": False, "address": where, "pid": error.pid, "error": str(error)})
+            return EXIT_NO_ANSWER
         print_json({"ok": False, "address": where, "error": str(error)})
         return EXIT_UNWELL
     figures = {

@@ -1,0 +1,52 @@
+"""A daemon that does not answer: every command says which process that is, and that it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiercache
+from tiercache.cli import control
+from tiercache.cli.main import EXIT_NO_ANSWER, EXIT_UNWELL, main
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiercache.LaunchedDaemon]:
+    with tiercache.launch("4MiB", region="2MiB", log=tmp_path_factory.mktemp("hung") / "log") as daemon:
+        os.kill(daemon.pid, signal.SIGSTOP)
+        yield daemon
+        os.kill(daemon.pid, signal.SIGCONT)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "CONNECT_DEADLINE_S", 0.2)
+    monkeypatch.setattr(control, "REQUEST_S", 0.2)
+
+
+@pytest.mark.parametrize("command", [["ping"], ["stats"], ["ls"], ["flush", "--yes"], ["unpin", "--all"], ["check"]])
+def test_it_is_named(stopped: tiercache.LaunchedDaemon, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status = main([*command, "--address", stopped.address])
+    said = capsys.readouterr().err
+    assert f"(pid {stopped.pid}) does not answer: it was stopped (SIGSTOP): let it go on with kill -CONT" in said
+    assert (status, said.count("\n")) == (EXIT_NO_ANSWER, 1)
+
+
+def test_programs_are_told_its_pid(stopped: tiercache.LaunchedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ping", "--json", "--address", stopped.address]) == EXIT_NO_ANSWER
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], told["pid"]) == (False, stopped.pid)
+
+
+def test_where_nobody_serves_there_is_no_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not even where one that was killed left its files behind."""
+    (tmp_path / "lock").write_text(f"{os.getpid()}\n")
+    (tmp_path / "session.sock").touch()
+    assert control.serving_pid(tmp_path) is None
+    assert main(["ping", "--address", str(tmp_path)]) == EXIT_UNWELL
+    assert "does not answer" not in capsys.readouterr().err
