@@ -215,6 +215,7 @@ def main(arguments: Sequence[str]) -> None:
                 act = case.prepare(bench)
                 bench.settle(CASE_S)
                 measure(report, case.name, case.label, daemon, pings, lambda act=act: bench.run(act, CASE_S))
+                bench.drop_others()
             findings = bench.check()
             if findings:
                 raise RuntimeError(f"the daemon's books disagree: {findings}")

@@ -173,6 +173,7 @@ class Cache:
         more = self.slices.work()
         more = self.space.work() or more
         more = self._end_cut() or more
+        more = self.writes.work() or more
         more = self.below.work() or more
         # Not while something waits to be written: it would be gone before its turn.
         return more or (self.below.settled and self.space.keep_free())
@@ -200,14 +201,16 @@ class Cache:
         """A session has ended, its process maybe not."""
         self.reads.session_lost(owner)
         self.space.tails.writer_gone(owner.instance)
-        for writes in self._all_writes():
-            writes.session_lost(owner)
+        if self.below.grants is not None:
+            self.below.grants.session_lost(owner)
+        self.slices.begin(self.writes.session_lost(owner))
 
     def process_gone(self, owner: Owner) -> None:
         """The session's process has exited, so nothing of it is being written any more."""
         self.session_lost(owner)
-        for writes in self._all_writes():
-            writes.process_gone(owner)
+        if self.below.grants is not None:
+            self.below.grants.process_gone(owner)
+        self.slices.begin(self.writes.process_gone(owner))
 
     def has_quarantine(self, owner: Owner) -> bool:
         """Whether something waits for the exit of this session's process."""

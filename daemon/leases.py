@@ -133,7 +133,7 @@ class PendingBlock:
         self.place = place  # of its key in the request
         self.parent_entry = NO_ENTRY
         self.parent_block: PendingBlock | None = None
-        self.children: list[PendingBlock] = []
+        self.children: dict[PendingBlock, None] = {}  # in order
         self.phase = BlockPhase.WRITING
         self.written = 0  # bytes that came as payload, from the start without a gap
 

@@ -56,6 +56,14 @@ class Slices:
         """Something more to be done; it begins with its next turn."""
         self._under_way.append(steps)
 
+    def begin(self, steps: Steps[None]) -> None:
+        """The first slice of something now, nearly always all of it, and the rest in turn."""
+        try:
+            next(steps)
+        except StopIteration:
+            return
+        self.add(steps)
+
     def work(self) -> bool:
         """One slice; True while there is more."""
         if self._under_way:

@@ -13,15 +13,17 @@ its process has ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from itertools import islice
 from typing import NamedTuple
 
 from tiercache.daemon.allocator import NO_FRAME
 from tiercache.daemon.events import Events, Named
 from tiercache.daemon.leases import BlockPhase, Deadlines, Owner, PendingBlock, WriteLease, new_lease_id
 from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.slices import Steps
 from tiercache.daemon.space import Namespace, Space
 from tiercache.daemon.unfinished import Unfinished
-from tiercache.messages import KEY_BYTES, NO_LEASE, BlockState, CommitState
+from tiercache.messages import KEY_BYTES, MAX_RESERVE, NO_LEASE, BlockState, CommitState
 from tiercache.metrics import LatencyHistogram
 
 _COMMIT_STATE = {
@@ -29,6 +31,12 @@ _COMMIT_STATE = {
     BlockPhase.HELD: CommitState.HELD,
     BlockPhase.DROPPED: CommitState.DROPPED,
 }
+BLOCKS_AT_ONCE = 1024
+"""Published or dropped in one go: a millisecond or two of the loop. No less than one commit may name."""
+LEASES_AT_ONCE = 4
+"""Given up in one go: each has up to `MAX_RESERVE` blocks."""
+NOTES_AT_ONCE = 512
+"""Deadlines looked at in one go; most are of leases that have ended before."""
 
 # Members by short names: to look one up on its class costs as much as the rest of a step in a loop.
 _HAVE, _PENDING, _FRAME, _NONE = BlockState.HAVE, BlockState.PENDING, BlockState.FRAME, BlockState.NONE
@@ -64,6 +72,9 @@ class Writes:
         self._clock_s = clock_s
         self._events = events
         self._deadlines = Deadlines(self.leases)
+        self._ready: list[PendingBlock] = []  # complete, below what is published: to be published
+        self._doomed: list[PendingBlock] = []  # dropped, with blocks below them that are to be
+        self._flushed: list[tuple[Set[int], list[PendingBlock]]] = []  # namespaces, and what may be pending there
 
     # --- reserve ---------------------------------------------------------------------------------
 
@@ -153,6 +164,8 @@ class Writes:
         """Whether it hangs below a block that was dropped meanwhile: its commit will drop it too."""
         while block.parent_block is not None:
             block = block.parent_block
+        if block.phase is _PHASE_DROPPED:
+            return True
         return block.parent_entry != NO_ENTRY and not self._space.index.attached(block.parent_entry)
 
     def _fill(
@@ -166,7 +179,7 @@ class Writes:
             new = lease.blocks[place] = pending[number, key] = PendingBlock(table, key, frame, lease, place)
             if block is not None:
                 new.parent_block = block
-                block.children.append(new)
+                block.children[new] = None
             else:
                 new.parent_entry = entry
                 self._space.index.pin(entry)
@@ -205,9 +218,11 @@ class Writes:
             elif block.phase is _PHASE_DROPPED:
                 self._give_back(lease, block)
         # All of them are complete before the first is published, so that runs of them become visible at once.
-        for block in complete:
-            if block.phase is _HELD and block.parent_block is None:
-                self._publish(block)
+        if complete:
+            self._space.namespaces[complete[0].table.number].use.used_s = self._clock_s()
+            self._ready.extend(block for block in reversed(complete) if block.parent_block is None)
+            self._publish_some()
+        self._drop_some()
         self._end_if_done(lease)
         return [_DROPPED if block is None else _COMMIT_STATE[block.phase] for block in blocks]
 
@@ -217,6 +232,7 @@ class Writes:
         if lease is None:
             return
         self._give_up(lease, finished)
+        self._drop_some()
 
     def fail(self, owner: Owner, lease_id: int, number: int) -> None:
         """The copy into one block has failed and ended: it is dropped, and what hangs below it."""
@@ -226,6 +242,7 @@ class Writes:
             return
         if block.phase is BlockPhase.WRITING:
             self._drop(block)
+            self._drop_some()
         self._give_back(lease, block)
         self._end_if_done(lease)
 
@@ -251,21 +268,22 @@ class Writes:
         same = lease is not None and lease.owner.same_engine(owner)
         return lease if same else None
 
-    def _publish(self, first: PendingBlock) -> None:
-        """Make a complete block visible, then those that were held for it, as deep as they go.
+    def _publish_some(self) -> None:
+        """Make complete blocks visible, then those that were held for them, as deep as they go: a slice of them.
 
-        HELD → VISIBLE, or DROPPED where what they hang below has gone.
+        HELD → VISIBLE, or DROPPED where what they hang below has gone. The newest first: a commit sees its own.
         """
-        index = self._space.index
-        self._space.namespaces[first.table.number].use.used_s = self._clock_s()
-        ready = [first]
-        while ready:
+        index, ready, done = self._space.index, self._ready, 0
+        while ready and done < BLOCKS_AT_ONCE:
             block = ready.pop()
+            if block.phase is not _HELD:
+                continue  # dropped meanwhile
             parent = block.parent_entry
             if not index.attached(parent):
                 self._drop(block)
                 continue
             run = _complete_run(block)
+            done += len(run)
             last = run[-1]
             keys, frames = [block.key for block in run], [block.frame for block in run]
             entries = index.insert_run(last.table, keys, parent, frames, pins=len(last.children))
@@ -278,7 +296,7 @@ class Writes:
                 child.parent_block, child.parent_entry = None, entries[-1]  # one of the pins is its
                 if child.phase is _HELD:
                     ready.append(child)
-            last.children = []
+            last.children = {}
 
     def _show(self, block: PendingBlock, entry: int) -> None:
         """A block is in the index: it is pending no more, and whoever wants to know is told."""
@@ -297,66 +315,96 @@ class Writes:
         del self.pending[table.number, block.key]
         namespace.use.pending_blocks -= 1
 
-    def _drop(self, first: PendingBlock) -> None:
-        """A pending block will never be published, nor those below it.
+    def _drop(self, block: PendingBlock) -> None:
+        """A pending block will never be published, nor those below it, which `work` drops if they are many.
 
         Complete ones give their frame back; frames that are being written stay their writer's.
         """
-        if first.parent_block is not None:
-            first.parent_block.children.remove(first)
-        doomed = [first]
-        while doomed:
-            block = doomed.pop()
-            doomed.extend(block.children)
-            block.children, block.parent_block = [], None
-            if block.parent_entry != NO_ENTRY:
-                self._space.index.unpin(block.parent_entry)
-                block.parent_entry = NO_ENTRY
-            del self.pending[block.table.number, block.key]
-            self._space.namespaces[block.table.number].use.pending_blocks -= 1
-            self._space.counters.dropped_blocks += 1
-            complete = block.phase is BlockPhase.HELD
-            block.phase = BlockPhase.DROPPED
-            if complete:
-                self._space.allocator.give_back(block.frame)
-                block.frame = NO_FRAME
+        if block.parent_block is not None:
+            block.parent_block.children.pop(block, None)
+            block.parent_block = None
+        if block.parent_entry != NO_ENTRY:
+            self._space.index.unpin(block.parent_entry)
+            block.parent_entry = NO_ENTRY
+        if block.children:
+            self._doomed.append(block)
+        del self.pending[block.table.number, block.key]
+        self._space.namespaces[block.table.number].use.pending_blocks -= 1
+        self._space.counters.dropped_blocks += 1
+        complete = block.phase is BlockPhase.HELD
+        block.phase = BlockPhase.DROPPED
+        if complete:
+            self._space.allocator.give_back(block.frame)
+            block.frame = NO_FRAME
+
+    def _drop_some(self) -> None:
+        """Drop a slice of what hangs below dropped blocks, and of what was pending in flushed namespaces."""
+        done = 0
+        while done < BLOCKS_AT_ONCE and (self._doomed or self._flushed):
+            done += 1
+            if not self._doomed:
+                numbers, blocks = self._flushed[-1]
+                if not blocks:
+                    self._flushed.pop()
+                elif (block := blocks.pop()).table.number in numbers and block.phase in (_WRITING, _HELD):
+                    self._drop(block)
+            elif children := self._doomed[-1].children:
+                self._drop(next(iter(children)))
+            else:
+                self._doomed.pop()
+
+    def work(self) -> bool:
+        """A slice of what was put off; True while there is more."""
+        self._publish_some()
+        self._drop_some()
+        return bool(self._ready or self._doomed or self._flushed)
 
     def drop_namespaces(self, numbers: Set[int]) -> None:
-        """Drop all pending blocks of these namespaces."""
-        for block in [block for (table, _), block in self.pending.items() if table in numbers]:
-            if block.phase is not BlockPhase.DROPPED:
-                self._drop(block)
+        """Drop all pending blocks of these namespaces. Meanwhile none is published: their root is not attached."""
+        self._flushed.append((numbers, list(self.pending.values())))
+        self._drop_some()
 
     def drop_key(self, number: int, key: bytes) -> None:
         """Drop a pending block and those below it."""
         block = self.pending.get((number, key))
         if block is not None:
             self._drop(block)
+            self._drop_some()
 
     # --- the ends of leases ----------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Quarantine every lease whose time is up."""
-        now_s = self._clock_s()
-        for lease_id in self._deadlines.due(now_s):
+        """Quarantine leases whose time is up, a slice of them."""
+        now_s, ended = self._clock_s(), 0
+        for lease_id in islice(self._deadlines.due(now_s), NOTES_AT_ONCE):
             lease = self.leases.get(lease_id)
             if lease is not None and lease.deadline_s <= now_s:
                 self._space.counters.leases_expired += 1
                 self._give_up(lease)
+                ended += 1
+                if ended == LEASES_AT_ONCE:
+                    break
+        self._drop_some()
 
-    def session_lost(self, owner: Owner) -> None:
+    def session_lost(self, owner: Owner) -> Steps[None]:
         """The session is closed; its process may still be copying."""
-        for lease in list(owner.writes.values()):
+        for number, lease in enumerate(list(owner.writes.values()), 1):
             self._give_up(lease)
+            if not number % LEASES_AT_ONCE:
+                yield
 
-    def process_gone(self, owner: Owner) -> None:
+    def process_gone(self, owner: Owner) -> Steps[None]:
         """The process has exited: nobody writes to its frames any more."""
-        for lease in [lease for lease in self.quarantined.values() if lease.owner is owner]:
+        yield from self.session_lost(owner)
+        its = [lease for lease in self.quarantined.values() if lease.owner is owner]
+        for number, lease in enumerate(its, 1):
             self._finish(lease)
+            if not number % LEASES_AT_ONCE:
+                yield
 
     def has_quarantine(self, owner: Owner) -> bool:
-        """Whether frames wait for this session's process to exit."""
-        return any(lease.owner is owner for lease in self.quarantined.values())
+        """Whether frames wait for this session's process to exit, or may soon."""
+        return bool(owner.writes) or any(lease.owner is owner for lease in self.quarantined.values())
 
     def _give_up(self, lease: WriteLease, finished: bool = False) -> None:
         """Nothing more of this lease is published; its frames wait in quarantine, unless its copies have `finished`.
@@ -415,11 +463,13 @@ class Writes:
 
 
 def _complete_run(first: PendingBlock) -> list[PendingBlock]:
-    """A complete block, and those below it that are complete too, as far as each is the only one there."""
+    """A complete block, and some below it that are complete too, as far as each is the only one there."""
     run, last = [first], first
-    while len(last.children) == 1 and last.children[0].phase is _HELD:
-        child = last.children[0]
-        child.parent_block, last.children = None, []
+    while len(last.children) == 1 and len(run) < MAX_RESERVE:
+        child = next(iter(last.children))
+        if child.phase is not _HELD:
+            break
+        child.parent_block, last.children = None, {}
         run.append(child)
         last = child
     return run

@@ -1,0 +1,153 @@
+"""Long chains of blocks that are being stored: published and dropped in slices, and right in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from test_bounds import counted, finish
+from test_cache_edges import FRAME_BYTES, Harness, chain
+
+from tiercache.daemon.leases import Owner
+from tiercache.daemon.space import Namespace
+from tiercache.daemon.writes import BLOCKS_AT_ONCE, LEASES_AT_ONCE, Writes
+from tiercache.messages import MAX_RESERVE, BlockState, CommitState
+
+BLOCKS = 6000
+
+
+def waiting(fan: int = 1) -> tuple[Harness, Namespace, bytes, list[int]]:
+    """A chain of which all is complete but its beginning; with `fan` above 1 as many chains below that."""
+    h = Harness(region_bytes=2 * BLOCKS * FRAME_BYTES)
+    namespace, leases = h.space(), list[int]()
+    first = chain(1, MAX_RESERVE)
+    leases.append(h.cache.reserve(h.owner, namespace, b"", first, 10).lease_id)
+    keys = first
+    for tag in range(2, 2 + fan):
+        parent, its = first[-16:], chain(tag, BLOCKS // fan)
+        keys += its
+        for at in range(0, len(its), 16 * MAX_RESERVE):
+            part = its[at : at + 16 * MAX_RESERVE]
+            got = h.cache.reserve(h.owner, namespace, parent, part, 10)
+            states = h.cache.writes.commit(h.owner, got.lease_id, range(len(part) // 16))
+            assert set(states) == {CommitState.HELD}
+            parent = part[-16:]
+    h.check()
+    return h, namespace, keys, leases
+
+
+def worked(h: Harness, calls: Callable[[], int]) -> int:
+    """Do what was put off; the most calls in one go."""
+    most = calls()
+    while True:
+        more = h.cache.work()
+        most = max(most, calls())
+        h.check()
+        if not more:
+            return most
+
+
+@pytest.mark.parametrize("fan", [1, 40])
+def test_what_waits_for_a_block_is_published_in_slices(monkeypatch: pytest.MonkeyPatch, fan: int) -> None:
+    h, namespace, keys, (lease,) = waiting(fan)
+    shown = counted(monkeypatch, Writes, "_show")
+    assert set(h.cache.writes.commit(h.owner, lease, range(MAX_RESERVE))) == {CommitState.VISIBLE}
+    assert namespace.table.blocks < MAX_RESERVE + BLOCKS
+    assert 0 < worked(h, shown) <= BLOCKS_AT_ONCE + MAX_RESERVE
+    assert namespace.table.blocks == MAX_RESERVE + BLOCKS // fan * fan
+    assert not h.cache.writes.pending
+    if fan == 1:
+        assert h.cache.match(h.owner, [namespace], keys, 0).dram == MAX_RESERVE + BLOCKS
+
+
+@pytest.mark.parametrize("fan", [1, 40])
+@pytest.mark.parametrize("how", ["abort", "flush", "flush_key", "expiry", "session"])
+def test_what_hangs_below_a_lost_block_is_dropped_in_slices(
+    monkeypatch: pytest.MonkeyPatch, fan: int, how: str
+) -> None:
+    h, namespace, keys, (lease,) = waiting(fan)
+    dropped = counted(monkeypatch, Writes, "_drop")
+    if how == "abort":
+        h.cache.writes.abort(h.owner, lease, finished=True)
+    elif how == "flush":
+        h.cache.flush([namespace.number], b"")
+    elif how == "flush_key":
+        h.cache.flush([namespace.number], keys[:16])
+    elif how == "expiry":
+        h.now_s += 11
+        h.cache.expire()
+    else:
+        h.cache.process_gone(h.owner)
+    assert h.cache.writes.pending
+    assert h.cache.match(h.owner, [namespace], keys, 0).dram == 0
+    assert 0 < worked(h, dropped) <= BLOCKS_AT_ONCE + MAX_RESERVE
+    assert not h.cache.writes.pending
+    assert set(h.cache.writes.commit(h.owner, lease, range(MAX_RESERVE))) == {CommitState.DROPPED}
+    finish(h)
+    assert h.cache.space.allocator.used_bytes == 0
+    h.store(namespace, chain(1, 3))
+    assert h.cache.match(h.owner, [namespace], chain(1, 3), 0).dram == 3
+
+
+def test_a_flush_drops_what_is_about_to_be_published() -> None:
+    h, namespace, keys, (lease,) = waiting()
+    h.cache.writes.commit(h.owner, lease, range(MAX_RESERVE))
+    published = namespace.table.blocks
+    assert published < BLOCKS
+    h.cache.flush([namespace.number], b"")
+    finish(h)
+    assert (namespace.table.blocks, h.cache.space.allocator.used_bytes) == (0, 0)
+    assert h.cache.match(h.owner, [namespace], keys, 0).dram == 0
+
+
+def test_what_is_stored_below_a_block_that_is_to_be_dropped_is_dropped_too() -> None:
+    h, namespace, keys, (lease,) = waiting()
+    h.cache.writes.abort(h.owner, lease, finished=True)
+    assert (namespace.number, keys[-16:]) in h.cache.writes.pending
+    late = h.cache.reserve(h.owner, namespace, keys[-16:], chain(9, 3), 10)
+    assert late.states == [BlockState.FRAME] * 3
+    states = h.cache.writes.commit(h.owner, late.lease_id, range(3))
+    assert CommitState.VISIBLE not in states
+    assert h.cache.reserve(h.owner, namespace, keys[-32:-16], keys[-16:], 10).states != [BlockState.FRAME]
+    finish(h)
+    assert h.cache.space.index.invariant_failures == 0
+    assert h.cache.space.allocator.used_bytes == 0
+
+
+def test_many_leases_of_a_session_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = Harness(region_bytes=BLOCKS * FRAME_BYTES)
+    namespace, other = h.space(), Owner(b"b" * 16)
+    for tag in range(50):
+        h.cache.reserve(h.owner, namespace, b"", chain(tag, 2), 10)
+    kept = h.cache.reserve(other, namespace, b"", chain(99, 1), 10)
+    given_up = counted(monkeypatch, Writes, "_give_up")
+    h.cache.session_lost(h.owner)
+    assert h.cache.has_quarantine(h.owner)
+    assert 0 < worked(h, given_up) <= LEASES_AT_ONCE
+    assert len(h.cache.writes.quarantined) == 50
+    finished = counted(monkeypatch, Writes, "_finish")
+    h.cache.process_gone(h.owner)
+    assert 0 < worked(h, finished) <= LEASES_AT_ONCE
+    assert not h.cache.writes.quarantined
+    assert not h.cache.has_quarantine(h.owner)
+    assert h.cache.writes.commit(other, kept.lease_id, [0]) == [CommitState.VISIBLE]
+    finish(h)
+
+
+def test_leases_that_expire_together_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = Harness(region_bytes=BLOCKS * FRAME_BYTES)
+    namespace = h.space()
+    h.store(namespace, chain(1, 1))
+    reads = [h.cache.match(h.owner, [namespace], chain(1, 1), 5).lease for _ in range(1500)]
+    for tag in range(2, 22):
+        h.cache.reserve(h.owner, namespace, b"", chain(tag, 1), 5)
+    h.now_s = 6
+    counts = []
+    while h.cache.reads.leases or h.cache.writes.leases:
+        before = len(h.cache.reads.leases), len(h.cache.writes.leases)
+        h.cache.expire()
+        counts.append((before[0] - len(h.cache.reads.leases), before[1] - len(h.cache.writes.leases)))
+        h.check()
+    assert max(writes for _, writes in counts) <= LEASES_AT_ONCE
+    assert max(reads for reads, _ in counts) < 1500
+    assert all(lease is not None and lease.over for lease in reads)
