@@ -108,7 +108,7 @@ def make_daemon(where: Path, case: Case, name: str = "nvme", **settings: str) ->
     with daemon.connect() as client:
         wait_populated(client)
         deadline = time.perf_counter() + DEADLINE_S
-        while not (directories := client.stats()["tiers"]["nvme"]["directories"]):
+        while (directories := client.stats()["tiers"]["nvme"]["directories"])[0]["state"] != "ok":
             if time.perf_counter() > deadline:
                 raise RuntimeError("the directory does not open")
             time.sleep(0.01)

@@ -138,7 +138,7 @@ def start_daemon(path: Path, rows: int) -> Start:
     with Daemon("64MiB", **settings) as daemon, daemon.connect() as client:
         first_s = time.perf_counter() - daemon.started_s
         with PingWatch(daemon.directory) as pings:
-            while not (found := client.stats()["tiers"]["nvme"]["directories"]) or found[0]["state"] != "ok":
+            while (found := client.stats()["tiers"]["nvme"]["directories"])[0]["state"] != "ok":
                 if time.perf_counter() - daemon.started_s > DEADLINE_S:
                     raise RuntimeError(f"the index is not complete in time: {found}")
                 time.sleep(POLL_S)

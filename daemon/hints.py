@@ -75,6 +75,10 @@ class Hints:
             made.wake()
         return made
 
+    def forget(self, index: Index) -> None:
+        """A tier's part has gone, and its policies with it."""
+        self._policies = [policy for policy in self._policies if policy.index is not index]
+
     # --- what is said ----------------------------------------------------------------------------
 
     def count(self, said: Said) -> None:

@@ -265,7 +265,7 @@ def _header(config: DaemonConfig, start_s: float) -> dict[str, Any]:
         "clock_s": start_s,
         "arena_bytes": config.arena_bytes,
         "region_bytes": config.region_bytes,
-        "nvme_bytes": config.nvme_bytes if nvme else 0,
+        "nvme_bytes": config.nvme_capacity_bytes if nvme else 0,
         "nvme_dirs": len(config.nvme_dirs),
         "nvme_segment_bytes": config.nvme_segment_bytes,
         "headroom_bytes": config.headroom_bytes,

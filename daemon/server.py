@@ -42,7 +42,6 @@ from tiercache.daemon.slow import SlowRequests
 from tiercache.daemon.stats import build_stats, health_of
 from tiercache.daemon.unfinished import FLOOR_SHARE
 from tiercache.daemon.unsent import Unsent
-from tiercache.errors import TierCacheError
 from tiercache.messages import Welcome
 from tiercache.units import format_bytes
 
@@ -53,6 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tiercache.daemon")
 
+OPENING_S = 2.0
+"""How long the daemon waits at the start for directories, before it serves without those that take longer."""
 TICK_S = 0.01
 IDLE_TICK_S = 0.05
 IDLE_S = 0.25
@@ -79,7 +80,7 @@ class Server:
             config.quarantine_per_client_bytes, FLOOR_SHARE,
         )  # fmt: skip
         self.events = _make_events(config) if config.kv_events else None
-        below_bytes = config.nvme_bytes if config.nvme_dirs else 0
+        below_bytes = config.nvme_capacity_bytes
         what_if = WhatIf(self.clock, config.arena_bytes, below_bytes) if config.what_if else None
         self.cache = Cache(self.clock, limits, self.nvme, self.events, what_if)
         if self.nvme is not None:
@@ -101,9 +102,10 @@ class Server:
         self.loop = asyncio.get_running_loop()
         run_dir = RunDir(self.config.run_dir, find_group(self.config.group))
         try:
+            self._watch(parent_fd)
+            await self._open_nvme()
             self._open()
             go_first()  # now that ZeroMQ's threads are there: those that follow do not inherit it
-            self._watch(parent_fd)
             log.info(
                 "tiercache %s serves %s: arena %s, pid %d",
                 __version__, self.config.run_dir, format_bytes(self.config.arena_bytes), os.getpid(),
@@ -115,12 +117,10 @@ class Server:
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
             self._tick()
-            opening = asyncio.ensure_future(self._open_nvme())
             await self._stopping.wait()
             _notify_systemd("STOPPING=1")
             if self.http is not None:
                 await self.loop.run_in_executor(None, self.http.stop)
-            opening.cancel()  # a disk that hangs while it is opened must not keep the daemon from stopping
             self._close()
             await self._close_nvme()
         finally:
@@ -237,15 +237,21 @@ class Server:
         return NvmeTier(self.config, self.regions, self._landed, soon=self._work_soon)
 
     async def _open_nvme(self) -> None:
-        """Open the directories while the daemon answers already; without them it does not go on."""
-        if self.nvme is not None:
-            try:
-                await self.nvme.open()
-            except TierCacheError as error:
-                self._fail(str(error))
-            except Exception:
-                log.exception("the nvme directories could not be opened")
-                self._fail("the nvme directories could not be opened; the log says where it went wrong")
+        """Begin to open the directories. Raises ConfigError for a setting that can never work.
+
+        One that has not opened after a little while, or cannot be, is seen to while the daemon serves without it.
+        """
+        if self.nvme is None:
+            return
+        opening = asyncio.ensure_future(self.nvme.open(OPENING_S))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait([opening, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if opening.done():
+                opening.result()
+        finally:
+            opening.cancel()
+            stopping.cancel()
 
     async def _close_nvme(self) -> None:
         if self.nvme is not None:

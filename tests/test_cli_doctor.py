@@ -295,7 +295,7 @@ def test_with_a_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
                 daemon.address, namespace=one, pool=pool, name="e", required=True, request_timeout_s=10.0
             ) as connector:
                 deadline_s = time.monotonic() + 20
-                while not connector.client.stats()["tiers"]["nvme"]["directories"]:
+                while connector.client.stats()["tiers"]["nvme"]["directories"][0]["state"] != "ok":
                     assert time.monotonic() < deadline_s, "the directory is open"
                     time.sleep(0.01)
                 if does == "store":

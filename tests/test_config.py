@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -219,3 +220,33 @@ def test_socket_paths_have_a_limit() -> None:
     assert len(os.fsencode(session_socket_path(longest))) == MAX_SOCKET_PATH_BYTES
     with pytest.raises(ConfigError, match=r"run_dir = /x+: session\.sock .* 109 bytes.*107.*shorter"):
         session_socket_path("/" + "x" * 95)
+
+
+# --- nvme directories --------------------------------------------------------------------------------
+
+
+def test_nvme_directories_may_have_sizes_of_their_own() -> None:
+    config = load_config(env={}, flags={"nvme": "/mnt/a:2TiB, /mnt/b ,/mnt/c", "nvme_size": "1TiB"})
+    assert config.nvme_paths == (Path("/mnt/a"), Path("/mnt/b"), Path("/mnt/c"))
+    assert list(config.nvme_shares().values()) == [2 << 40, 1 << 39, 1 << 39]
+    assert config.nvme_capacity_bytes == 3 << 40
+    all_sized = load_config(env={}, flags={"nvme": "/mnt/a:2TiB,/mnt/b:512GiB", "nvme_size": "1TiB"})
+    assert all_sized.nvme_capacity_bytes == (2 << 40) + (1 << 39)
+    assert load_config(env={}).nvme_capacity_bytes == 0
+    assert 'nvme = "/mnt/a:2TiB,/mnt/b:512GiB"' in render_toml(all_sized, comments=False)
+    by_path = load_config(env={}, flags={"nvme": "/dev/disk/by-path/pci-0000:01:00.0/kv"})
+    assert by_path.nvme_paths == (Path("/dev/disk/by-path/pci-0000:01:00.0/kv"),)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("/mnt/a:2Tirb", "'/mnt/a:2Tirb' has no size behind its colon: write for example /mnt/nvme0/kv:2TiB"),
+        ("/mnt/a:", "has no size behind its colon"),
+        ("/mnt/a:1MiB", "the size of a directory must be"),
+        ("/mnt/a:1TiB,/mnt/a:2TiB", "names a directory twice"),
+    ],
+)
+def test_nvme_sizes_that_are_none_are_refused(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        load_config(env={}, flags={"nvme": text})

@@ -23,6 +23,7 @@ from tiercache.setting_kinds import (
     HUGE_PAGE_BYTES,
     MAX_REGIONS,
     MAX_SOCKET_PATH_BYTES,
+    NvmeDirectory,
     events_problem,
     http_problem,
     parse_directory,
@@ -65,8 +66,10 @@ class DaemonConfig:
     lease_ttl_max_s: float = 60.0
     quarantine_per_client_bytes: int = 0
     pin_share: float = 0.5
-    nvme_dirs: tuple[Path, ...] = ()
+    nvme_dirs: tuple[NvmeDirectory, ...] = ()
     nvme_bytes: int = 64 << 30
+    nvme_shrink: bool = False
+    nvme_require_mount: bool = False
     nvme_segment_bytes: int = 1 << 30
     nvme_codec: str = "raw"
     nvme_key: Path | None = None
@@ -114,6 +117,22 @@ class DaemonConfig:
         set_field(self, "region_bytes", min(max(self.region_bytes, least), self.arena_bytes))
         if self.quarantine_per_client_bytes == 0:
             set_field(self, "quarantine_per_client_bytes", max(self.arena_bytes // 4, QUARANTINE_FLOOR_BYTES))
+
+    @property
+    def nvme_paths(self) -> tuple[Path, ...]:
+        """The nvme directories, without their sizes."""
+        return tuple(one.path for one in self.nvme_dirs)
+
+    def nvme_shares(self) -> dict[Path, int]:
+        """What each nvme directory may take, in bytes."""
+        part_bytes = self.nvme_bytes // max(1, sum(not one.size_bytes for one in self.nvme_dirs))
+        return {one.path: one.size_bytes or part_bytes for one in self.nvme_dirs}
+
+    @property
+    def nvme_capacity_bytes(self) -> int:
+        """What all of them may take together; 0 without any."""
+        rest_bytes = self.nvme_bytes if any(not one.size_bytes for one in self.nvme_dirs) else 0
+        return sum(one.size_bytes for one in self.nvme_dirs) + rest_bytes
 
     def region_sizes(self) -> list[int]:
         """Sizes of the arena's regions in bytes: all `region_bytes`, the last one perhaps less."""

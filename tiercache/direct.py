@@ -171,7 +171,7 @@ class DirectPath:
             if "nvme" not in tiers:
                 self._give_up("the daemon has no NVMe directories", "the daemon has no NVMe directories")
                 return []
-            if found := [str(one["path"]) for one in tiers["nvme"]["directories"]]:
+            if found := [str(one["path"]) for one in tiers["nvme"]["directories"] if one["state"] in ("loading", "ok")]:
                 return found
         return []
 

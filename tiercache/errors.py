@@ -9,6 +9,7 @@
     │   └── DeadlineExceeded  no answer within the deadline
     ├── ArenaError            shared memory could not be made, mapped or trusted
     ├── CatalogUnavailable    the index of an NVMe directory cannot be read or written now
+    ├── DirectoryUnavailable  an NVMe directory cannot be used now; it may be later
     ├── LayoutError           a KV pool whose shape, strides or dtype cannot be served
     └── ModelRefused          the engine cannot serve this model; the text says why
 
@@ -58,6 +59,10 @@ class ArenaError(TierCacheError):
 
 class CatalogUnavailable(TierCacheError):
     """The index of an NVMe directory cannot be used now (disk full, I/O error, no permission). It was left as it is."""
+
+
+class DirectoryUnavailable(TierCacheError):
+    """An NVMe directory cannot be used now; the text says which file, why, and what to do. It may be used later."""
 
 
 class LayoutError(TierCacheError):

@@ -14,6 +14,7 @@ from tiercache.units import BYTES_PATTERN, DURATION_PATTERN, parse_bytes, parse_
 
 HUGE_PAGE_BYTES = 2 << 20
 MAX_REGIONS = 256
+MIN_NVME_BYTES, MAX_NVME_BYTES = 16 << 20, 1 << 50
 TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """What a tenant may be called: its name is that of a key file, and stands in settings, logs and metrics."""
 _QUOTA_NAME = re.compile(rf"\*|{TENANT_NAME.pattern}|ns:[0-9a-f]{{8,32}}")
@@ -127,9 +128,31 @@ def parse_directory(value: object) -> Path:
     return Path(str(value)).expanduser().absolute()
 
 
-def _parse_directories(value: object) -> tuple[Path, ...]:
-    parts = [str(part) for part in value] if isinstance(value, list | tuple) else str(value).split(",")
-    return tuple(parse_directory(part.strip()) for part in parts if part.strip())
+class NvmeDirectory(NamedTuple):
+    """A directory of the tier below DRAM. `size_bytes` 0: its part of `nvme_size`."""
+
+    path: Path
+    size_bytes: int = 0
+
+
+def _parse_directories(value: object) -> tuple[NvmeDirectory, ...]:
+    """`/mnt/a,/mnt/b` or, with a size for some, `/mnt/a:2TiB,/mnt/b:1TiB`."""
+    return tuple(_parse_nvme_directory(part.strip()) for part in str(value).split(",") if part.strip())
+
+
+def _parse_nvme_directory(text: str) -> NvmeDirectory:
+    path, colon, size = text.rpartition(":")
+    if not colon or "/" in size:
+        return NvmeDirectory(parse_directory(text))
+    try:
+        return NvmeDirectory(parse_directory(path), parse_bytes(size))
+    except ValueError:
+        raise ValueError(f"{text!r} has no size behind its colon: write for example /mnt/nvme0/kv:2TiB") from None
+
+
+def _render_directories(value: tuple[NvmeDirectory, ...]) -> str:
+    sizes = [f":{toml_bytes(one.size_bytes).strip(chr(34))}" if one.size_bytes else "" for one in value]
+    return _toml_string(",".join(f"{one.path}{size}" for one, size in zip(value, sizes, strict=True)))
 
 
 def _parse_quota(value: object) -> tuple[tuple[str, int], ...]:
@@ -150,8 +173,13 @@ def _parse_quota(value: object) -> tuple[tuple[str, int], ...]:
     return tuple((tenant, parse_bytes(size)) for tenant, size in pairs)
 
 
-def _check_directories(value: tuple[Path, ...]) -> str | None:
-    return "names a directory twice: write each once" if len(set(value)) != len(value) else None
+def _check_directories(value: tuple[NvmeDirectory, ...]) -> str | None:
+    if len({one.path for one in value}) != len(value):
+        return "names a directory twice: write each once"
+    least, most = MIN_NVME_BYTES, MAX_NVME_BYTES
+    if any(one.size_bytes and not least <= one.size_bytes <= most for one in value):
+        return f"the size of a directory must be {toml_bytes(least)} to {toml_bytes(most)}"
+    return None
 
 
 def split_http(value: str) -> tuple[str, int]:
@@ -250,7 +278,7 @@ QUOTA = Kind(
 )  # fmt: skip
 LISTEN = Kind("ENDPOINT", str, lambda value: _listen_problem(value) if value else None, _toml_string)
 DIRECTORIES = Kind(
-    "DIR[,DIR]", _parse_directories, _check_directories, lambda value: _toml_string(",".join(map(str, value)))
+    "DIR[:SIZE][,..]", _parse_directories, _check_directories, _render_directories
 )
 BUDGET = size(lambda value: None if value >= 0 else "must be 0 (no limit) or more")
 ARENA = size(within(HUGE_PAGE_BYTES, 64 << 40, toml_bytes))

@@ -13,7 +13,9 @@ from tiercache.setting_kinds import (
     HOSTS,
     HTTP,
     LISTEN,
+    MAX_NVME_BYTES,
     MAX_REGIONS,
+    MIN_NVME_BYTES,
     OPTIONAL_DIRECTORY,
     OPTIONAL_FILE,
     QUARANTINE,
@@ -123,11 +125,23 @@ _TABLE = (
     Setting(
         "nvme", "nvme_dirs", DIRECTORIES,
         "Directories on local disks for the tier below DRAM, one for each disk; none: no such tier. Blocks "
-        "there survive a restart. Each belongs to one daemon.",
+        "there survive a restart. Each belongs to one daemon. A size may follow, for example "
+        "/mnt/nvme0/kv:2TiB,/mnt/nvme1/kv:1TiB; without one a directory has an equal part of nvme_size. While one "
+        "cannot be used the daemon goes on without it, and tries again.",
     ),
     Setting(
-        "nvme_size", "nvme_bytes", size(within(16 << 20, 1 << 50, toml_bytes)),
-        "What all nvme directories together may take, their database included.",
+        "nvme_size", "nvme_bytes", size(within(MIN_NVME_BYTES, MAX_NVME_BYTES, toml_bytes)),
+        "What all nvme directories without a size of their own may take together, their databases included.",
+    ),
+    Setting(
+        "nvme_shrink", "nvme_shrink", SWITCH,
+        "Whether an nvme directory whose part has become smaller loses the blocks beyond it when the daemon starts. "
+        "Otherwise they are kept, and the log says how many there are.",
+    ),
+    Setting(
+        "nvme_require_mount", "nvme_require_mount", SWITCH,
+        "Use an nvme directory only on another file system than that of /, so that / does not fill up while a disk is "
+        "not mounted. A mount point that /etc/fstab names is waited for in any case.",
     ),
     Setting(
         "nvme_segment", "nvme_segment_bytes", size(check_region),

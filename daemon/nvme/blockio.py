@@ -1,6 +1,6 @@
 """One run of operations, from frames to slots or back: what a disk worker does between two waits.
 
-    read:   preadv into the frame ─► checksum over the stored bytes ─► decode       ─► OK | CORRUPT
+    read:   preadv into the frame ─► checksum over the stored bytes ─► decode       ─► OK | CORRUPT | OTHER_KEY
     write:  encode ─► zero the padding ─► checksum over the stored bytes ─► pwritev ─► OK
 
 Blocks stored as they are move straight between frame and disk; encoded and encrypted ones pass through a bounce
@@ -23,7 +23,8 @@ import xxhash
 from tiercache.checksum import CHECKSUM_XXH3, KINDS, block_checksum, block_seed
 from tiercache.daemon.nvme import codecs
 from tiercache.daemon.nvme.cipher import OVERHEAD_BYTES, CipherError, whose
-from tiercache.daemon.nvme.directory import PAGE_BYTES, Directory, DiskIO
+from tiercache.daemon.nvme.directory import Directory
+from tiercache.daemon.nvme.disk import PAGE_BYTES, DiskIO
 from tiercache.messages import OFFSET_MASK, REGION_SHIFT
 from tiercache.units import round_up
 
@@ -44,6 +45,8 @@ class Outcome(Enum):
     OK = "ok"
     CORRUPT = "corrupt"
     """The bytes read are not what was stored. The frame holds rubbish."""
+    OTHER_KEY = "other_key"
+    """The bytes read are what was stored, under another nvme_key or while there was none. The frame holds rubbish."""
     IO_ERROR = "io_error"
     """`op.errno` says which. After a failed read the frame, after a failed write the slot, holds rubbish."""
     CANCELLED = "cancelled"
@@ -210,7 +213,9 @@ class BlockMover:
                 self._open(op, stored)
             elif op.codec != codecs.RAW:
                 codecs.decode(op.codec, stored, self._frame(op, op.length))
-        except (codecs.CodecError, CipherError) as error:
+        except CipherError:
+            return Outcome.OTHER_KEY
+        except codecs.CodecError as error:
             log.error("a block with a good checksum could not be decoded: %s", error)
             return Outcome.CORRUPT
         return Outcome.OK

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from tiercache.daemon.nvme.database import (
     CatalogState,
     SavedNamespace,
     Tombstone,
+    close_and_leave_files,
     is_malformed,
     marker_of,
     open_database,
@@ -140,6 +141,7 @@ class Catalog:
         self._closing = False
         self._abandoned = False
         self._written = False
+        self._replaced = False
         self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
         self._opened: Future[CatalogState] = Future()
 
@@ -203,6 +205,14 @@ class Catalog:
         values = (segment, slot_bytes, row_checksum(segment, slot_bytes))
         self._keep(
             ("segment", segment), ("INSERT OR REPLACE INTO segments VALUES(?, ?, ?)", values), done=done
+        )
+
+    def set_key(self, key_id: bytes, since: int) -> None:
+        """Encrypted rows from this sequence on are of that key, and those before of another one."""
+        self._keep(
+            ("key",),
+            ("INSERT OR REPLACE INTO meta VALUES('key_id', ?)", (key_id,)),
+            ("INSERT OR REPLACE INTO meta VALUES('key_since', ?)", (since,)),
         )
 
     def drop_segment(self, segment: int, done: Done | None = None) -> None:
@@ -287,12 +297,14 @@ class Catalog:
         except FutureTimeoutError:
             return False
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float, replaced: bool = False) -> bool:
         """Write what waits, put the log into the database, close. Blocks. True: all was written.
 
-        After `timeout_s` the rest is given up unanswered. Nothing may be posted from here on.
+        After `timeout_s` the rest is given up unanswered. Nothing may be posted from here on. `replaced`: another
+        directory may be at the path by now, whose files are left alone.
         """
         deadline_s = time.monotonic() + timeout_s
+        self._replaced = replaced
         if self._loading is not None:
             self._loading.cancel()
             self._loading.join(timeout_s)
@@ -371,16 +383,23 @@ class Catalog:
         except BaseException as error:
             self._opened.set_exception(error)
             raise
-        with closing(db):
+        try:
             self._probe(db)
             self._opened.set_result(state)
             while not (self._closing and self._changes.empty()):
                 self._turn(db)
                 if self._abandoned:
                     return
+            if self._replaced:
+                return
             if self._kept:
                 self._retry(db)
             self._truncate_log(db)
+        finally:
+            if self._replaced:
+                close_and_leave_files(db)
+            else:
+                db.close()
         self._written = not self.error
 
     def _turn(self, db: sqlite3.Connection) -> None:

@@ -77,8 +77,11 @@ def mend(directory: Path, places: Sequence[int], segments: Sequence[int], sequen
         raise CatalogUnavailable(f"{path} cannot be mended: {error}") from error
 
 
-def set_aside(directory: Path) -> Path:
-    """Rename a closed database that is not to be believed; the next start makes a new one. Blocks; OSError."""
+def set_aside(directory: Path) -> Path | None:
+    """Rename a closed database that is not to be believed; the next start makes a new one. Blocks; OSError.
+
+    None: there was no room for that, it is deleted.
+    """
     return rename_aside(directory / NAME)
 
 
@@ -90,6 +93,17 @@ def check_database(directory: Path) -> list[str]:
     except SQLITE_ERRORS as error:
         return [str(error)]
     return [] if found == ["ok"] else found
+
+
+def count_rows(directory: Path, segments: Sequence[int]) -> int:
+    """The rows of these segments. Read-only; blocks, about 50 ns a row. Raises CatalogUnavailable."""
+    query = "SELECT count(*) FROM blocks WHERE place BETWEEN ? AND ?"
+    bounds = [(place_of(segment, 0), place_of(segment, MAX_SLOTS - 1)) for segment in segments]
+    try:
+        with closing(connect_to_read(directory / NAME)) as db:
+            return sum(int(db.execute(query, its).fetchone()[0]) for its in bounds)
+    except SQLITE_ERRORS as error:
+        raise CatalogUnavailable(f"{directory / NAME} cannot be read: {error}") from error
 
 
 def check_rows(directory: Path, page_rows: int = 4096) -> Iterator[tuple[int, Row | None]]:

@@ -36,14 +36,9 @@ from tiercache.daemon.nvme.catalog_check import (
 )
 from tiercache.daemon.nvme.cipher import sealed_bytes
 from tiercache.daemon.nvme.database import CatalogState
-from tiercache.daemon.nvme.directory import (
-    DATABASE_NAME,
-    PAGE_BYTES,
-    LockedBy,
-    holds_data,
-    segment_id,
-    take_lock,
-)
+from tiercache.daemon.nvme.directory import DATABASE_NAME, holds_data, segment_id
+from tiercache.daemon.nvme.disk import PAGE_BYTES
+from tiercache.daemon.nvme.lock import LockedBy, take_lock
 from tiercache.daemon.nvme.rows import ROOT_KEY, Row, segment_and_slot
 from tiercache.daemon.nvme.superblock import DamagedSuperblock, NewerSuperblock, Superblock, read_superblock
 from tiercache.errors import CatalogUnavailable, ConfigError
@@ -436,7 +431,8 @@ class _Check:
         if not readable:
             if not is_empty(self.path):
                 kept = set_aside(self.path)
-                self.report.notes.append(f"the database is set aside as {kept.name}; the directory starts empty")
+                what = "deleted, the disk is full" if kept is None else f"set aside as {kept.name}"
+                self.report.notes.append(f"the database is {what}; the directory starts empty")
             for name in os.listdir(self.path / "segments") if (self.path / "segments").is_dir() else []:
                 if segment_id(name) is not None:
                     (self.path / "segments" / name).unlink()

@@ -5,7 +5,7 @@
 The tag also covers whose block it is, so that bytes under a wrong row do not decrypt. Each block has a key of its own,
 made of the file's and of whose it is (keyed BLAKE2b, RFC 7693), and each writing of it a random nonce: two that are
 equal matter within one block only, and no number of blocks wears the file's key out (SP 800-38D, 8.3). What another
-key has written is a miss.
+key has written is dropped at the start: the catalog of each directory knows which key its rows are of.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ OVERHEAD_BYTES = 28
 KEY_BYTES = 32
 _NONCE_BYTES = 12
 _PERSON = b"tiercache-block"
+_PERSON_OF_ID = b"tiercache-key-id"
 _PAGE_BYTES = 4096
 _KEY = re.compile(rb"[0-9a-fA-F]{64}\s*")
 
@@ -56,6 +57,8 @@ class Cipher:
             text = f"nvme_key needs the package cryptography: {install_extra('encryption')}"
             raise ConfigError(text) from error
         self._key = key
+        self.key_id = hashlib.blake2b(digest_size=16, key=key, person=_PERSON_OF_ID).digest()
+        """What tells this key from others, and nothing else of it."""
         self._make: Callable[[bytes], Any] = AESGCM
         self._invalid = InvalidTag
 

@@ -1,6 +1,7 @@
 """The SQLite file of one NVMe directory: its tables, how it is opened, and when it is not believed.
 
-    meta         schema, directory_id, and two counts: sequence (the largest of any row), synced
+    meta         schema, directory_id, and two counts: sequence (the largest of any row), synced; and with encryption
+                 key_id, key_since (the first sequence of a row of that key)
     namespaces   number ─► fingerprint, spec, epoch      one row each, with a checksum over its columns
     segments     segment ─► bytes of its slots           likewise
     tombstones   namespace, key ─► epoch                 likewise
@@ -12,9 +13,13 @@ its log, and an empty one is made. One that cannot be reached now, or of a newer
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
 import os
 import sqlite3
+import stat
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -23,6 +28,7 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from tiercache.daemon.nvme.aside import remove
 from tiercache.errors import ConfigError
 
 log = logging.getLogger("tiercache.daemon")
@@ -35,6 +41,8 @@ ROWS_PER_STATEMENT = (128, 16, 1)
 """A statement lets go of the interpreter lock once however many rows it has; with one row each, a
 busy loop takes the lock away at every row and a batch of 2000 takes seconds."""
 
+FILE_ENDS = ("", "-wal", "-shm")
+"""What follows the name of each of its files."""
 _ALONE_VFS = "unix-excl"
 
 _TABLES = {
@@ -89,7 +97,8 @@ class CatalogState(NamedTuple):
     """What stood in the database besides the rows.
 
     `fresh`: it was made just now, so nothing in the directory's segments can be reached.
-    `segments`: slot_bytes by segment. `next_sequence` is larger than that of every committed row.
+    `segments`: slot_bytes by segment. `next_sequence` is larger than that of every committed row. `key_id`: of the
+    nvme_key that encrypted rows from `key_since` on are of, by their sequence; empty: none is known.
     """
 
     fresh: bool
@@ -97,6 +106,8 @@ class CatalogState(NamedTuple):
     segments: dict[int, int]
     tombstones: list[Tombstone]
     next_sequence: int
+    key_id: bytes = b""
+    key_since: int = 0
 
 
 # --- opening ----------------------------------------------------------------------------------------
@@ -121,13 +132,18 @@ def open_database(
             raise
         problem = str(error)
     kept = rename_aside(path)
-    log.warning("%s: %s; the blocks of its directory are lost, it is kept as %s", path, problem, kept.name)
+    what = "deleted, since the disk is full" if kept is None else f"kept as {kept.name}"
+    log.warning("%s: %s; the blocks of its directory are lost, it is %s", path, problem, what)
     return _open_as_it_is(path, directory_id, alone)
 
 
 def _open_as_it_is(path: Path, directory_id: bytes, alone: bool) -> tuple[sqlite3.Connection, CatalogState, int]:
-    if marker_of(path).exists():
+    if os.path.lexists(marker_of(path)):
         raise Damaged("found damaged while it was in use")
+    for end in FILE_ENDS:
+        file = Path(f"{path}{end}")
+        if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
+            raise Damaged(f"{file.name} is no plain file")
     if size_of(path) > 0:
         check_header(path)
         if not alone:
@@ -215,21 +231,30 @@ def check_tables(db: sqlite3.Connection, path: Path, directory_id: bytes) -> Non
 # --- setting aside ----------------------------------------------------------------------------------
 
 
-def rename_aside(path: Path) -> Path:
-    """Rename the database with its log; at most one such is kept. Raises OSError.
+def rename_aside(path: Path) -> Path | None:
+    """Rename the database with its log; at most one such is kept. None: there was no room for that, it is deleted.
 
-    The marker stands meanwhile: killed half-way, the next start must not take what is left for whole.
+    Raises OSError. The marker stands meanwhile: killed half-way, the next start must not take what is left for whole.
     A log that stayed behind would be played into the new database.
     """
-    marker_of(path).touch()
     for old in path.parent.glob(f"{path.name}.damaged-*"):
-        old.unlink()
+        remove(old)
+    try:
+        if not os.path.lexists(marker_of(path)):
+            marker_of(path).touch()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        for end in FILE_ENDS:  # the database first: SQLite believes no log without one
+            with suppress(FileNotFoundError):
+                remove(Path(f"{path}{end}"))
+        return None
     kept = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
     for end in ("-wal", "-shm", ""):
         with suppress(FileNotFoundError):
             os.rename(f"{path}{end}", f"{kept}{end}")
     _fsync_directory(path.parent)
-    marker_of(path).unlink()
+    remove(marker_of(path))
     return kept
 
 
@@ -280,12 +305,16 @@ def read_small_tables(db: sqlite3.Connection, fresh: bool) -> CatalogState:
             raise Damaged("a row of its small tables fails its checksum")
     if not isinstance(meta.get("sequence"), int) or not isinstance(meta.get("synced"), int):
         raise Damaged("its counts are not numbers")
+    if not isinstance(meta.get("key_id", b""), bytes) or not isinstance(meta.get("key_since", 0), int):
+        raise Damaged("what it says of its key is not to be understood")
     return CatalogState(
         fresh=fresh,
         namespaces=[SavedNamespace(*row[:-1]) for row in namespaces],
         segments={segment: slot_bytes for segment, slot_bytes, _ in segments},
         tombstones=[Tombstone(*row[:-1]) for row in tombstones],
         next_sequence=meta["sequence"] + 1,
+        key_id=meta.get("key_id", b""),
+        key_since=meta.get("key_since", 0),
     )
 
 
@@ -304,6 +333,18 @@ def connect_to_write(path: Path, alone: bool = False) -> sqlite3.Connection:
     """
     mode = f"?vfs={_ALONE_VFS}" if alone else ""
     return sqlite3.connect(f"{path.absolute().as_uri()}{mode}", uri=True, isolation_level=None, timeout=1.0)
+
+
+def close_and_leave_files(db: sqlite3.Connection) -> None:
+    """End a connection without a change on the disk.
+
+    SQLite removes the log by its path when the last connection is closed; that may be another database's by now.
+    """
+    if sys.version_info >= (3, 12):
+        db.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE)
+        db.close()
+    else:  # it is never closed: a few descriptors for each directory that was replaced
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(db))
 
 
 def connect_to_read(path: Path, alone: bool = False) -> sqlite3.Connection:

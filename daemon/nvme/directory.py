@@ -15,89 +15,38 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
-import mmap
 import os
 import re
-import shutil
-import time
-from collections.abc import Sequence
+import stat
 from pathlib import Path
+from typing import NamedTuple
 
 from tiercache.daemon.nvme import superblock as superblocks
+from tiercache.daemon.nvme.aside import aside_bytes, is_aside, put_aside, remove_aside
 from tiercache.daemon.nvme.cipher import Cipher
-from tiercache.daemon.nvme.superblock import ALIGNMENT_BYTES, DamagedSuperblock, NewerSuperblock, Superblock
-from tiercache.errors import ConfigError
+from tiercache.daemon.nvme.disk import PAGE_BYTES, DiskIO, refusal_of_direct_io
+from tiercache.daemon.nvme.lock import LOCK_NAME, LockedBy, take_lock
+from tiercache.daemon.nvme.mounts import check_mounted, device_below, mount_point_of
+from tiercache.daemon.nvme.superblock import DamagedSuperblock, NewerSuperblock, Superblock
+from tiercache.daemon.nvme.troubles import unavailable
+from tiercache.errors import ConfigError, DirectoryUnavailable
 from tiercache.units import format_bytes
 
 log = logging.getLogger("tiercache.daemon")
 
-PAGE_BYTES = ALIGNMENT_BYTES
 MAX_SEGMENT_ID = 32767
 """Slots are `segment_id << 48 | offset` and must fit a signed 64-bit integer."""
 DATABASE_NAME = "index.db"
 SPARE_BYTES = 128 << 10
 """Room that is given up when the database cannot be opened: it needs some for its log, on a full disk too."""
 _SEGMENT_NAME = re.compile(r"([0-9]{8})\.seg")
-_ASIDE_NAME = re.compile(r"damaged-[0-9TZ]+")
 _MAX_NAMED = 10
-_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS)
-
-
-class DiskIO:
-    """The system calls of this tier in one place, so that a test can make any of them fail.
-
-    All raise OSError and may block for as long as the disk does.
-    """
-
-    def open(self, path: Path, flags: int) -> int:
-        """A descriptor of a file, made 0600 where `flags` say so."""
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-    def fallocate(self, fd: int, size_bytes: int) -> None:
-        """Give the file all its room: nothing written later runs out of it."""
-        os.posix_fallocate(fd, 0, size_bytes)
-
-    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        """Fill the views; returns how many bytes, fewer than asked perhaps."""
-        return os.preadv(fd, views, offset)
-
-    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        """Write the views; returns how many bytes, fewer than given perhaps."""
-        return os.pwritev(fd, views, offset)
-
-    def unlink(self, path: Path) -> None:
-        """Remove a file and its room: 250 ms per GiB on some file systems."""
-        os.unlink(path)
 
 
 def segments_within(cap_bytes: int, segment_bytes: int, db_reserve_bytes: int) -> int:
     """How many segments a byte cap allows beside the database and its log."""
     return min(MAX_SEGMENT_ID, max(0, cap_bytes - db_reserve_bytes) // segment_bytes)
-
-
-class LockedBy(Exception):
-    """The directory is in use; the text is the pid of who uses it."""
-
-
-def take_lock(path: Path) -> int:
-    """Be the only one who uses a directory until the descriptor is closed. Raises LockedBy and OSError."""
-    # An flock on an open file ends with the process, however it ends.
-    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
-        raise LockedBy(pid) from None
-    except OSError:
-        os.close(fd)
-        raise
-    with contextlib.suppress(OSError):  # the pid is for the other one's message; a full disk may lack it
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
 
 
 def segment_id(name: str) -> int | None:
@@ -109,6 +58,14 @@ def segment_id(name: str) -> int | None:
 def holds_data(path: Path) -> bool:
     """Whether a folder has anything in it that this tier keeps. Raises OSError."""
     return any(_is_data(name) for name in os.listdir(path))
+
+
+class Home(NamedTuple):
+    """Where a directory was when it was open: what to expect when it is opened again in the same life."""
+
+    directory_id: bytes
+    device_below: int | None
+    """The device that its path is on when its file system is not mounted."""
 
 
 class Directory:
@@ -123,11 +80,14 @@ class Directory:
         segment_bytes: for a new directory; one that exists keeps its own.
         db_reserve_bytes: part of the cap that is left to the database.
         disk: the system calls.
+        require_mount: not on the file system of /.
+        before: where it was earlier in this life, if it was open then.
     """
 
     def __init__(
-        self, path: Path, cap_bytes: int, segment_bytes: int, db_reserve_bytes: int = 0, disk: DiskIO | None = None
-    ) -> None:
+        self, path: Path, cap_bytes: int, segment_bytes: int, db_reserve_bytes: int = 0, disk: DiskIO | None = None,
+        require_mount: bool = False, before: Home | None = None,
+    ) -> None:  # fmt: skip
         if segment_bytes <= 0 or segment_bytes % PAGE_BYTES:
             raise ConfigError(f"a segment of {segment_bytes} bytes: must be a multiple of {PAGE_BYTES}, e.g. 1GiB")
         self.path = path
@@ -135,6 +95,7 @@ class Directory:
         self.segment_bytes = segment_bytes
         self.db_reserve_bytes = db_reserve_bytes
         self.disk = disk or DiskIO()
+        self.home = before
         self.cipher: Cipher | None = None
         """What new blocks are encrypted with, and those that are read."""
         self.direct = False
@@ -144,8 +105,12 @@ class Directory:
         self.is_new = False
         """Whether `open` found no blocks to keep: rows of an older life cannot be true."""
         self.superblock = Superblock(b"", segment_bytes, 0)
+        self.kept_bytes = 0
+        """Of segments beyond the cap that are kept, since their blocks would be lost."""
+        self._require_mount = require_mount
         self._fds: dict[int, int] = {}
-        self._lock_fd = -1
+        self._lock_fd = self._folder_fd = -1
+        self._database: tuple[int, int] | None = None
 
     @property
     def max_segments(self) -> int:
@@ -171,56 +136,95 @@ class Directory:
 
     def free_bytes(self) -> int:
         """Room that the file system has left for this user. Blocks as the disk does; OSError."""
-        stat = os.statvfs(self.path)
-        return stat.f_bavail * stat.f_frsize
+        found = os.fstatvfs(self._folder_fd)
+        return found.f_bavail * found.f_frsize
+
+    @property
+    def _here(self) -> Path:
+        """The folder that was opened, whatever its path leads to meanwhile."""
+        return Path(f"/proc/self/fd/{self._folder_fd}")
 
     # --- opening ---------------------------------------------------------------------------------
 
-    def _keep_others_out(self) -> None:
-        """Who can write to the folder could have our files lie elsewhere. Raises ConfigError."""
-        mode = self.path.stat().st_mode
+    def open(self) -> None:
+        """Take the lock, judge what is there, open the segments.
+
+        Raises ConfigError, in one line, for what no waiting mends: it is no directory, it is everybody's, another
+        daemon has it, a newer version has made it. And DirectoryUnavailable for what may be otherwise later.
+        """
+        try:
+            self._open_folder()
+            self._lock()
+            self._read_superblock()
+            self._make_segments_folder()
+            self._name_foreign_files()
+            self._probe_direct()
+            self._open_segments()
+            self._make_spare()
+            self.home = Home(self.superblock.directory_id, device_below(self.path))
+        except OSError as error:
+            self.close()
+            raise unavailable(self.path, error) from error
+        except (ConfigError, DirectoryUnavailable):
+            self.close()
+            raise
+
+    def _open_folder(self) -> None:
+        """Find the folder, or make it, and keep others out."""
+        check_mounted(self.path, self._require_mount)
+        try:
+            if self.home is None:  # one that was here and is gone is not made anew: its disk is
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (NotADirectoryError, FileExistsError):
+            raise ConfigError(
+                f"nvme directory {self.path} is no directory, or is below a file: name another one, or move that away"
+            ) from None
+        if self.home is not None and os.fstat(self._folder_fd).st_dev == self.home.device_below:
+            raise DirectoryUnavailable(
+                f"nvme directory {self.path} cannot be used: its file system is not mounted any more: mount it"
+            )
+        # Who can write to the folder could have our files lie elsewhere.
+        mode = os.fstat(self._folder_fd).st_mode
         if mode & 0o1002 == 0o1002:
             text = "is a folder for everybody's files: name one in it"
             raise ConfigError(f"nvme directory {self.path} {text}")
         if mode & 0o002:  # a volume in a pod is like that, where nobody else is
             log.warning("nvme directory %s can be written by everybody: chmod 0700 it, or name one in it", self.path)
 
-    def open(self) -> None:
-        """Take the lock, judge what is there, open the segments.
-
-        Raises ConfigError, in one line, when another daemon has it, a newer version has made it, or
-        the file system does not let us.
-        """
-        try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._keep_others_out()
-            self._lock()
-            self._read_superblock()
-            (self.path / "segments").mkdir(mode=0o700, exist_ok=True)
-            self._name_foreign_files()
-            self._probe_direct()
-            self._open_segments()
-            self._make_spare()
-        except OSError as error:
-            self.close()
-            raise ConfigError(
-                f"nvme directory {self.path} cannot be used ({error.strerror}): make it writable, or choose another one"
-            ) from error
-        except ConfigError:
-            self.close()
-            raise
-
     def close(self) -> None:
         """Close all files and let go of the lock. No I/O may be in flight. Idempotent."""
         while self._fds:
             os.close(self._fds.popitem()[1])
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        for fd in (self._lock_fd, self._folder_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._lock_fd = self._folder_fd = -1
+
+    def note_database(self) -> None:
+        """From now on `look` sees to it that the database stays where it is. Blocks; OSError."""
+        self._database = _identity(os.stat(self.database_path))
+
+    def look(self) -> str:
+        """Why the path is not this directory any more; empty when it is. Blocks for some microseconds; OSError.
+
+        Descriptors outlive what they were opened by: blocks would go on and on to a disk that nobody can reach.
+        """
+        mine = {LOCK_NAME: _identity(os.fstat(self._lock_fd))}
+        if self._database is not None:
+            mine[DATABASE_NAME] = self._database
+        for name, identity in mine.items():
+            try:
+                found = _identity(os.stat(self.path / name, follow_symlinks=False))
+            except (FileNotFoundError, NotADirectoryError):
+                return f"{name} is gone: the directory was removed or unmounted"
+            if found != identity:
+                return f"{name} is another file: the directory was replaced, or something was mounted over it"
+        return ""
 
     def _lock(self) -> None:
         try:
-            self._lock_fd = take_lock(self.path)
+            self._lock_fd = take_lock(self._here)
         except LockedBy as holder:
             raise ConfigError(
                 f"another daemon (pid {holder}) uses nvme directory {self.path}: stop it, or give each daemon its own"
@@ -230,7 +234,7 @@ class Directory:
         why = "there is none"
         found = None
         try:
-            found = superblocks.read_superblock(self.path)
+            found = superblocks.read_superblock(self._here)
         except DamagedSuperblock as error:
             why = str(error)
         except NewerSuperblock as error:
@@ -241,8 +245,9 @@ class Directory:
         if found is None:
             self._put_aside(why)
             found = Superblock.new(self.segment_bytes)
-            superblocks.write_superblock(self.path, found)
+            superblocks.write_superblock(self._here, found)
             self.is_new = True
+            self._tell_new()
         self.superblock = found
         if found.segment_bytes != self.segment_bytes:
             log.warning(
@@ -251,34 +256,34 @@ class Directory:
             )  # fmt: skip
             self.segment_bytes = found.segment_bytes
 
+    def _tell_new(self) -> None:
+        """So that a disk which is not mounted is noticed before the one below is full."""
+        place = mount_point_of(self._here)
+        log.info("nvme directory %s is new, on the file system mounted at %s", self.path, place)
+
     def _put_aside(self, why: str) -> None:
         """Move what looks like ours out of the way, whatever is in it."""
-        ours = [path for path in self.path.iterdir() if _is_data(path.name)]
-        if not ours:
-            return
-        self._remove_aside()
-        aside = self.path / time.strftime("damaged-%Y%m%dT%H%M%SZ", time.gmtime())
-        aside.mkdir(mode=0o700)
-        for path in ours:
-            path.rename(aside / path.name)
-        log.error(
-            "nvme directory %s: superblock not usable (%s); its content is now in %s until the room is needed, "
-            "and the directory starts empty", self.path, why, aside.name,
-        )  # fmt: skip
+        ours = [path for path in self._here.iterdir() if _is_data(path.name)]
+        if ours:
+            log.error(
+                "nvme directory %s: superblock not usable (%s); its content is now in %s until the room is needed, "
+                "and the directory starts empty", self.path, why, put_aside(self._here, ours),
+            )  # fmt: skip
 
-    def _remove_aside(self) -> bool:
-        """Delete what was put aside; True when there was something."""
-        found = [path for path in self.path.iterdir() if _ASIDE_NAME.fullmatch(path.name)]
-        for path in found:
-            log.warning("nvme directory %s: removing %s", self.path, path.name)
-            shutil.rmtree(path)
-        return bool(found)
+    def _make_segments_folder(self) -> None:
+        path = self._here / "segments"
+        if _mode_of(path) and not stat.S_ISDIR(_mode_of(path)):
+            aside = put_aside(self._here, [path])
+            log.error(
+                "nvme directory %s: segments is no folder; it is now in %s, and its blocks are lost", self.path, aside
+            )
+        path.mkdir(mode=0o700, exist_ok=True)
 
     def _name_foreign_files(self) -> None:
         known = {"lock", "probe", "spare", "lost+found"}
         foreign = sorted(
-            path.name for path in self.path.iterdir()
-            if path.name not in known and not _is_data(path.name) and not _ASIDE_NAME.fullmatch(path.name)
+            path.name for path in self._here.iterdir()
+            if path.name not in known and not _is_data(path.name) and not is_aside(path.name)
         )  # fmt: skip
         if foreign:
             more = f" and {len(foreign) - _MAX_NAMED} more" if len(foreign) > _MAX_NAMED else ""
@@ -286,37 +291,23 @@ class Directory:
             log.warning("nvme directory %s holds files that are not ours, left alone: %s%s", self.path, names, more)
 
     def _probe_direct(self) -> None:
-        """Try direct I/O on this very file system; some refuse it only when it comes to reading."""
-        path = self.path / "probe"
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-        self.direct, self.direct_reason = True, ""
-        try:
-            fd = self.disk.open(path, flags | os.O_DIRECT)
-            try:
-                area = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
-                area[:PAGE_BYTES] = os.urandom(PAGE_BYTES)
-                self.disk.pwritev(fd, [area[:PAGE_BYTES]], 0)
-                self.disk.preadv(fd, [area[PAGE_BYTES:]], 0)
-                if area[:PAGE_BYTES] != area[PAGE_BYTES:]:
-                    raise OSError(errno.EIO, "a page written was not read back")
-            finally:
-                os.close(fd)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                return  # a full disk still has blocks to read
-            if error.errno not in _NO_DIRECT_IO:
-                raise
-            self.direct, self.direct_reason = False, f"this file system refuses O_DIRECT ({error.strerror})"
+        refusal = refusal_of_direct_io(self.disk, self._here / "probe")
+        self.direct = not refusal
+        self.direct_reason = f"this file system refuses O_DIRECT ({refusal})" if refusal else ""
+        if refusal:
             log.warning("nvme directory %s: %s; I/O goes through the page cache", self.path, self.direct_reason)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                self.disk.unlink(path)
 
     def _open_segments(self) -> None:
-        for path in sorted((self.path / "segments").iterdir()):
+        for path in sorted((self._here / "segments").iterdir()):
             number = segment_id(path.name)
             if number is None:
                 log.warning("nvme directory %s: %s is no segment of ours, left alone", self.path, path.name)
+                continue
+            if not stat.S_ISREG(_mode_of(path)):
+                log.error(
+                    "nvme directory %s: segments/%s is no plain file: left alone, and its blocks are lost; remove it",
+                    self.path, path.name,
+                )  # fmt: skip
                 continue
             size_bytes = path.lstat().st_size
             if size_bytes != self.segment_bytes:
@@ -324,13 +315,19 @@ class Directory:
                     "nvme directory %s: segment %s has %d bytes, not %d: dropped",
                     self.path, path.name, size_bytes, self.segment_bytes,
                 )  # fmt: skip
-                self.disk.unlink(path)
+                self._drop(path)
                 continue
             self._fds[number] = self.disk.open(path, self._flags())
 
+    def _drop(self, path: Path) -> None:
+        try:
+            self.disk.unlink(path)
+        except OSError as error:  # immutable, perhaps: it takes room and does no harm
+            log.error("%s", unavailable(self.path, error))
+
     def _make_spare(self) -> None:
         with contextlib.suppress(OSError):  # a full disk has none to spare
-            fd = self.disk.open(self.path / "spare", os.O_RDWR | os.O_CREAT)
+            fd = self.disk.open(self._here / "spare", os.O_RDWR | os.O_CREAT)
             try:
                 self.disk.fallocate(fd, SPARE_BYTES)
             finally:
@@ -339,7 +336,7 @@ class Directory:
     def give_up_spare(self) -> bool:
         """Give back a little room, until the next `open`; False when there was none. Blocks; OSError."""
         try:
-            self.disk.unlink(self.path / "spare")
+            self.disk.unlink(self._here / "spare")
         except FileNotFoundError:
             return False
         return True
@@ -350,8 +347,11 @@ class Directory:
     # --- segments --------------------------------------------------------------------------------
 
     def segment_path(self, segment_id: int) -> Path:
-        """Where a segment's file is."""
-        return self.path / "segments" / f"{segment_id:08d}.seg"
+        """Where a segment's file is, for people."""
+        return self.path / "segments" / segment_name(segment_id)
+
+    def _segment_file(self, segment_id: int) -> Path:
+        return self._here / "segments" / segment_name(segment_id)
 
     def create_segment(self, segment_id: int) -> None:
         """Make and open a segment with all its room. Blocks: 0.3 to some 100 ms.
@@ -363,17 +363,17 @@ class Directory:
             raise OSError(errno.EINVAL, f"segment ids are 1 to {MAX_SEGMENT_ID}, not {segment_id}")
         if len(self._fds) >= self.max_segments:
             raise OSError(errno.ENOSPC, f"the cap of {format_bytes(self.cap_bytes)} is reached")
-        if self._aside_bytes() + (len(self._fds) + 1) * self.segment_bytes + self.db_reserve_bytes > self.cap_bytes:
-            self._remove_aside()
+        if aside_bytes(self._here) + (len(self._fds) + 1) * self.segment_bytes + self.db_reserve_bytes > self.cap_bytes:
+            remove_aside(self._here)
         try:
             self._create(segment_id)
         except OSError as error:
-            if error.errno != errno.ENOSPC or not self._remove_aside():
+            if error.errno != errno.ENOSPC or not remove_aside(self._here):
                 raise
             self._create(segment_id)
 
     def _create(self, segment_id: int) -> None:
-        path = self.segment_path(segment_id)
+        path = self._segment_file(segment_id)
         fd = self.disk.open(path, self._flags() | os.O_CREAT | os.O_EXCL)
         try:
             self.disk.fallocate(fd, self.segment_bytes)
@@ -388,14 +388,24 @@ class Directory:
         fd = self.fd(segment_id)
         del self._fds[segment_id]
         os.close(fd)
-        self.disk.unlink(self.segment_path(segment_id))
+        self.disk.unlink(self._segment_file(segment_id))
 
-    def _aside_bytes(self) -> int:
-        total = 0
-        for aside in self.path.iterdir():
-            if _ASIDE_NAME.fullmatch(aside.name):
-                total += sum(path.lstat().st_blocks * 512 for path in aside.rglob("*"))
-        return total
+
+def segment_name(segment_id: int) -> str:
+    """The name of a segment's file."""
+    return f"{segment_id:08d}.seg"
+
+
+def _mode_of(path: Path) -> int:
+    """The mode of what is there, itself and not what it points to; 0 when there is nothing."""
+    try:
+        return path.lstat().st_mode
+    except FileNotFoundError:
+        return 0
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _is_data(name: str) -> bool:

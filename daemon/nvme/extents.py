@@ -34,7 +34,7 @@ MAX_DOUBTS = 16
 class Extents:
     """All that is held for clients that read from the disks. Event loop only; nothing here blocks."""
 
-    def __init__(self, find_shelf: Callable[[bytes], Shelf]) -> None:
+    def __init__(self, find_shelf: Callable[[bytes], Shelf | None]) -> None:
         self.direct_blocks = 0
         self.direct_bytes = 0
         self.held_leases = 0
@@ -49,6 +49,8 @@ class Extents:
         That is so too where not all of it is here, in one directory: then it comes up to DRAM.
         """
         shelf = self._find_shelf(keys[:KEY_BYTES])
+        if shelf is None:
+            return None
         path = str(shelf.directory.path)
         if shelf.offline or not shelf.directory.direct or not path.isprintable():
             return None

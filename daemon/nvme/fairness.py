@@ -88,6 +88,6 @@ class Fairness:
             namespace = self._space.namespaces[number]
             tables = [table for shelf in self._shelves if (table := shelf.index.tables.get(number)) is not None]
             blocks = namespace.use.pending_below_blocks + sum(table.blocks for table in tables)
-            if blocks:
+            if blocks and self._shelves:
                 used_bytes += blocks * self._shelves[0].slot_bytes(namespace)
         return used_bytes

@@ -29,7 +29,7 @@ from tiercache.daemon.events import Named
 from tiercache.daemon.leases import Deadlines, Owner, new_lease_id
 from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.codecs import RAW
-from tiercache.daemon.nvme.directory import PAGE_BYTES
+from tiercache.daemon.nvme.disk import PAGE_BYTES
 from tiercache.daemon.nvme.fairness import Fairness, Room
 from tiercache.daemon.nvme.placement import Placement
 from tiercache.daemon.nvme.shelf import Shelf, Stored
@@ -189,7 +189,7 @@ class Grants:
         grant = self._find(owner, lease_id)
         if grant is None:
             return [_DROPPED] * len(checksums)
-        visible = 0 if grant.over else self._publish(grant, checksums)
+        visible = 0 if grant.over or grant.shelf.retired else self._publish(grant, checksums)
         self._end(grant)
         return [_VISIBLE] * visible + [_DROPPED] * (len(checksums) - visible)
 

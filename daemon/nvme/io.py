@@ -21,7 +21,8 @@ from itertools import islice
 
 from tiercache.daemon.nvme.blockio import AnyOp, BlockMover, Outcome, ReadOp, TaskOp, WriteOp, adjoins
 from tiercache.daemon.nvme.codecs import RAW
-from tiercache.daemon.nvme.directory import PAGE_BYTES, Directory
+from tiercache.daemon.nvme.directory import Directory
+from tiercache.daemon.nvme.disk import PAGE_BYTES
 from tiercache.metrics import POWERS_OF_TWO, Histogram, LatencyHistogram
 
 __all__ = ["DiskQueue", "Outcome", "Priority", "ReadOp", "TaskOp", "WriteOp"]
@@ -33,6 +34,12 @@ MAX_RUN_BYTES = 2 << 20
 """A run is one system call: larger ones gain nothing and keep others waiting."""
 DELIVER_BATCH = 64
 """Completions handled in one go of the loop."""
+LATENCIES = ("load", "prefetch", "write", "read_call", "write_call")
+COUNTERS = (
+    "reads", "read_bytes", "read_calls", "writes", "written_bytes", "write_calls", "checksum_failures",
+    "other_key_blocks", "cancelled", "abandoned", "refused",
+)  # fmt: skip
+"""What only grows, by its name in the stats."""
 _IDLE_LOOK_S = 60.0
 
 
@@ -77,12 +84,10 @@ class DiskQueue:
         """Operations accepted and not yet given to `done`."""
         self.reads = self.read_bytes = self.read_calls = 0
         self.writes = self.written_bytes = self.write_calls = 0
-        self.checksum_failures = self.cancelled = self.abandoned = self.refused = 0
+        self.checksum_failures = self.other_key_blocks = self.cancelled = self.abandoned = self.refused = 0
         self.errors: dict[int, int] = {}
         """I/O errors by errno."""
-        self.latency = {
-            name: LatencyHistogram() for name in ("load", "prefetch", "write", "read_call", "write_call")
-        }
+        self.latency = {name: LatencyHistogram() for name in LATENCIES}
         """From submit to done by priority, and time inside the system calls of one run."""
         self.call_bytes = {"read_call": Histogram(POWERS_OF_TWO), "write_call": Histogram(POWERS_OF_TWO)}
         """Moved by the system calls of one run."""
@@ -190,12 +195,8 @@ class DiskQueue:
 
     def stats(self) -> dict[str, object]:
         """Everything counted so far, as plain numbers."""
-        names = (
-            "reads", "read_bytes", "read_calls", "writes", "written_bytes", "write_calls", "checksum_failures",
-            "cancelled", "abandoned", "refused", "in_flight", "in_flight_bytes",
-        )  # fmt: skip
         return {
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in (*COUNTERS, "in_flight", "in_flight_bytes")},
             "queued": self.queued(),
             "waiting": {priority.name.lower(): self.queued(priority) for priority in Priority},
             "oldest_age_s": self.oldest_age_s(),
@@ -223,6 +224,7 @@ class DiskQueue:
             self.read_bytes += moved_bytes
             self.read_calls += op.calls
             self.checksum_failures += outcome is Outcome.CORRUPT
+            self.other_key_blocks += outcome is Outcome.OTHER_KEY
         else:
             self.writes += 1
             self.written_bytes += moved_bytes

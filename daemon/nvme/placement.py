@@ -76,9 +76,9 @@ class Placement:
 
         return here
 
-    def with_chain(self, first_key: bytes) -> Shelf:
-        """Who has a chain that begins so, of whatever namespace; else where a new one would go."""
+    def with_chain(self, first_key: bytes) -> Shelf | None:
+        """Who has a chain that begins so, of whatever namespace; else where a new one would go. None: none is open."""
         for shelf in self.shelves:
             if shelf.has_any(first_key):
                 return shelf
-        return self.home(first_key)
+        return self.home(first_key) if self.shelves else None

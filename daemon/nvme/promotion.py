@@ -234,6 +234,8 @@ class Promotion:
         self._read_bytes[job.shelf] -= job.namespace.size_class.frame_bytes
         if not job.reading:
             self._reading.get(job.shelf, set()).discard(job)
+        if job.shelf.retired and not self._reads[job.shelf]:
+            del self._reads[job.shelf], self._read_bytes[job.shelf]
         if op.outcome is Outcome.ABANDONED:
             return  # only at the end: the kernel may still write to the frame
         job.shelf.allocator.unhold(read.slot)
@@ -255,6 +257,8 @@ class Promotion:
         name = read.job.namespace.number, read.key
         if op.outcome is Outcome.CORRUPT:
             self.bad_blocks += 1
+            read.job.shelf.drop(read.job.namespace, read.key)
+        elif op.outcome is Outcome.OTHER_KEY:
             read.job.shelf.drop(read.job.namespace, read.key)
         elif op.outcome is Outcome.IO_ERROR:
             self.failed_reads += 1

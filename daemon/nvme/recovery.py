@@ -2,7 +2,7 @@
 
 A row is visible when its parent is; until that comes it waits, and what has none at the end is deleted. Rows of a
 windowed namespace, as its spec says, have no parent and are visible at once.
-Rows of what was flushed, and rows that cannot be true, are deleted too.
+Rows of what was flushed, of what cannot be decrypted, and rows that cannot be true are deleted too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tiercache.daemon.index import Table
+from tiercache.daemon.nvme.codecs import SEALED
 from tiercache.daemon.nvme.rows import (
     PLACED_BYTES,
     ROOT_KEY,
@@ -38,12 +39,16 @@ ROWS_AT_ONCE = 512
 class Recovery:
     """The rows of one shelf. Event loop only; nothing here blocks."""
 
-    def __init__(self, shelf: Shelf, rows: Loading) -> None:
+    def __init__(self, shelf: Shelf, rows: Loading, key_since: int = 0) -> None:
         self.rows = rows
         self.loaded_rows = 0
         self.orphan_rows = 0
+        self.other_key_rows = 0
+        """Of another nvme_key than now, or of none where there is one now: dropped."""
         self.over = False
         self._shelf = shelf
+        self._sealed = shelf.directory.cipher is not None
+        self._key_since = key_since
         self._slots = shelf.slots
         self._registry = shelf.registry
         # Rows that wait for their parent, packed, by its key, by namespace; and parents that have come.
@@ -158,6 +163,8 @@ class Recovery:
             and (not namespace.table.windowed or set(rows.fields[1]) == {ROOT_KEY})
             and set(rows.fields[4]) == {namespace.spec.block_bytes}
             and min(rows.fields[3]) >= self._registry.oldest_epochs[namespace.number]
+            and all(bool(codec & SEALED) is self._sealed for codec in set(rows.fields[6]))
+            and (not self._sealed or min(rows.fields[9]) >= self._key_since)
             and all(sizes.get(segment) == frame_bytes and segment in self._slots.owned for segment in segments)
             and max(offsets) < end
             and (pages_each == 1 or not any(offset % pages_each for offset in offsets))
@@ -168,6 +175,9 @@ class Recovery:
     def _is_wanted(self, namespace: Namespace, place: int, row: Row) -> bool:
         """Not flushed, of the right length, and at a place where a slot of its size can be."""
         segment, frame_bytes = place >> SLOT_BITS, self._shelf.slot_bytes(namespace)
+        if bool(row.codec & SEALED) is not self._sealed or (self._sealed and row.sequence < self._key_since):
+            self.other_key_rows += 1
+            return False
         if row.length != namespace.spec.block_bytes or self._slots.slot_bytes.get(segment) != frame_bytes:
             return False
         if namespace.table.windowed and row.parent != ROOT_KEY:
@@ -187,6 +197,11 @@ class Recovery:
             "%s: %d blocks are back, %d without a parent were dropped",
             self._shelf.directory.path, self.loaded_rows, self.orphan_rows,
         )  # fmt: skip
+        if self.other_key_rows:
+            log.warning(
+                "%s: %d blocks that were stored under another nvme_key, or without one, are dropped",
+                self._shelf.directory.path, self.other_key_rows,
+            )  # fmt: skip
         self._shelf.recovered(complete=not self.rows.error)
         return False
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tiercache.daemon.index import LIVE
 from tiercache.daemon.nvme.blockio import Outcome, ReadOp
-from tiercache.daemon.nvme.directory import PAGE_BYTES
+from tiercache.daemon.nvme.disk import PAGE_BYTES
 from tiercache.daemon.nvme.io import Priority
 from tiercache.daemon.nvme.shelf import Shelf, Stored
 from tiercache.daemon.space import Namespace
@@ -139,7 +139,7 @@ class Scan:
             self._bad += 1
             if len(self._findings) < MAX_NAMED:
                 self._findings.append(_finding(shelf, op))
-        if op.outcome is Outcome.CORRUPT:
+        if op.outcome in (Outcome.CORRUPT, Outcome.OTHER_KEY):  # of another key: no fault of the disk
             shelf.drop(namespace, op.key)
 
 

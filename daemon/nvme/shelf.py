@@ -62,6 +62,8 @@ class Shelf:
         self.slots = Slots(directory, catalog, queue, state, space, self.index, self.registry.row_gone, soon)
         self.directory_seed = int.from_bytes(directory.superblock.directory_id[:8], "little")
         self.loading = True
+        self.retired = False
+        """Whether its directory has gone: what is still under way comes to nothing."""
         self.recovery: Recovery | None = None
         self._soon = soon
         self._hints = space.policies.hints
@@ -72,6 +74,17 @@ class Shelf:
         self._codec = array("B")
         self._kind = array("B")
         self._sequence = state.next_sequence
+        self._key_since = self._adopt_key(state)
+
+    def _adopt_key(self, state: CatalogState) -> int:
+        """Note which key blocks are encrypted with from now on; the first sequence that is of that key."""
+        cipher = self.directory.cipher
+        if cipher is None or state.key_id == cipher.key_id:
+            return state.key_since
+        # Rows of a release that did not note their key are tried with this one.
+        since = state.next_sequence if state.key_id else 0
+        self.catalog.set_key(cipher.key_id, since)
+        return since
 
     @property
     def allocator(self) -> Allocator:
@@ -231,7 +244,7 @@ class Shelf:
 
     def start_loading(self) -> None:
         """Begin to read the catalog's rows; `work` takes them in."""
-        self.recovery = Recovery(self, self.catalog.load(self._soon, ROWS_AT_ONCE))
+        self.recovery = Recovery(self, self.catalog.load(self._soon, ROWS_AT_ONCE), self._key_since)
 
     def recovered(self, complete: bool) -> None:
         """All rows are in; `complete` if all of them could be read."""
@@ -266,7 +279,7 @@ class Shelf:
     @property
     def offline(self) -> bool:
         """Whether the disk hangs: nothing is asked of it until its oldest I/O has come back."""
-        return self.queue.oldest_age_s() > OFFLINE_AGE_S
+        return self.retired or self.queue.oldest_age_s() > OFFLINE_AGE_S
 
     @property
     def _catalog_hangs(self) -> bool:
@@ -301,11 +314,13 @@ class Shelf:
             "blocks": sum(table.blocks for table in self.index.tables.values()),
             "used_bytes": self.allocator.used_bytes,
             "segments": len(self.directory.segments),
+            "kept_bytes": self.directory.kept_bytes,
             "database_bytes": self.catalog.bytes_on_disk(),
             "database_queue": self.catalog.pending,
             "database_written_bytes": self.catalog.written_bytes,
             "loaded_rows": self.recovery.loaded_rows if self.recovery is not None else 0,
             "orphan_rows": self.recovery.orphan_rows if self.recovery is not None else 0,
+            "other_key_rows": self.recovery.other_key_rows if self.recovery is not None else 0,
             "lost_slots": self.slots.lost,
             "evicted_blocks": self.slots.evicted_blocks,
             "writing": self.health.reason or "on",

@@ -19,8 +19,10 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 import struct
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,17 +92,25 @@ class Superblock:
 
 def read_superblock(folder: Path) -> Superblock | None:
     """The superblock of a folder, None when there is none. Raises as `decode`, or OSError. Blocks."""
+    path = folder / NAME
     try:
-        with open(folder / NAME, "rb", buffering=0) as file:
-            return Superblock.decode(file.read(SIZE_BYTES + 1))
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise DamagedSuperblock("it is no plain file")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
+    try:
+        return Superblock.decode(os.pread(fd, SIZE_BYTES + 1, 0))
+    finally:
+        os.close(fd)
 
 
 def write_superblock(folder: Path, superblock: Superblock) -> None:
     """Make it the folder's, durably: all of it or nothing is there after a crash. Blocks; OSError."""
     draft = folder / f"{NAME}.new"
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with suppress(FileNotFoundError):  # of a maker that was killed
+        draft.unlink()
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         if os.write(fd, superblock.encode()) != SIZE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

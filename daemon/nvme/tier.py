@@ -4,6 +4,7 @@
     WriteBehind  DRAM → NVMe
     Promotion    NVMe → DRAM
 
+    Keeper       opens a directory, and sees to it that it stays usable
     Placement    which shelf a chain lives on
 
 All on the event loop; disks, SQLite and the opening of directories are on threads of their own.
@@ -30,12 +31,14 @@ from tiercache.daemon.nvme import viewing
 from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.cipher import load_cipher
 from tiercache.daemon.nvme.codecs import codec_number
-from tiercache.daemon.nvme.directory import DiskIO
+from tiercache.daemon.nvme.disk import DiskIO
 from tiercache.daemon.nvme.extents import Extents, Held
 from tiercache.daemon.nvme.fairness import Fairness
+from tiercache.daemon.nvme.flushes import Flushes
 from tiercache.daemon.nvme.grants import Grants
 from tiercache.daemon.nvme.io import DiskQueue
-from tiercache.daemon.nvme.opening import in_thread, open_directory
+from tiercache.daemon.nvme.keeper import Keeper
+from tiercache.daemon.nvme.opening import OpenDirectory, Plan, in_thread
 from tiercache.daemon.nvme.placement import Placement
 from tiercache.daemon.nvme.promotion import Promotion
 from tiercache.daemon.nvme.scanning import Scan
@@ -48,39 +51,13 @@ from tiercache.messages import KEY_BYTES, BlockView
 log = logging.getLogger("tiercache.daemon")
 
 CLOSE_S = 5.0
-FLUSH_S = 10.0
 LEAST_AMPLIFIED_BYTES = 64 << 20
-"""After which a flush that some disk did not take note of is answered, with that."""
+"""Of blocks: before so many were written there is no write amplification to speak of."""
 PATIENCE_S = 30.0
 """How long nothing is written for the sake of directories that have not opened yet."""
 MATCHED_AT_ONCE = 256
 """Blocks of one match that are offered for writing; the next match offers what follows."""
 _POLL_S = 0.01
-
-
-class _Flush:
-    """One flush on its way to the disks; answered once."""
-
-    def __init__(self, done: Callable[[int, bool], None]) -> None:
-        self.blocks = 0
-        self.waiting = 1  # disks' words, and that all have been asked
-        self.over = False
-        self.end_s = time.monotonic() + FLUSH_S
-        self._done = done
-        self._durable = True
-
-    def noted(self, ok: bool) -> None:
-        """One more of those that were waited for."""
-        self.waiting -= 1
-        self._durable = self._durable and ok
-        if self.waiting == 0:
-            self.answer(self._durable)
-
-    def answer(self, durable: bool) -> None:
-        """Say how it went, if nobody has."""
-        if not self.over:
-            self.over = True
-            self._done(self.blocks, durable)
 
 
 class NvmeTier:
@@ -103,9 +80,8 @@ class NvmeTier:
         codec_number(config.nvme_codec)  # a missing library is told now, and not at the first write
         self._placement = Placement(self._shelves)
         self._hung: set[Shelf] = set()
-        self._unopened = list(config.nvme_dirs)
-        self._flushes: list[_Flush] = []
-        self._early: dict[Path, list[tuple[Sequence[Namespace] | None, bytes, _Flush]]] = {}
+        self._keepers = [self._keeper(path, cap_bytes) for path, cap_bytes in config.nvme_shares().items()]
+        self._keeping: list[asyncio.Task[None]] = []
         self._writing_from_s = 0.0
         self._closing = False
         self._scan: Scan | None = None
@@ -115,6 +91,7 @@ class NvmeTier:
         """Say whose tier below this is."""
         self._cache = cache
         self.fairness = Fairness(cache.space, self._shelves)
+        self._flushes = Flushes(cache.all_namespaces)
         self._writes = WriteBehind(
             self._placement, cache.space, self._regions, self._budget, self.fairness, self._config.nvme_codec,
             self._soon, cache.events, sealed=self._cipher is not None,
@@ -126,45 +103,69 @@ class NvmeTier:
             self._config.quarantine_per_client_bytes,
         )  # fmt: skip
 
-    async def open(self) -> None:
-        """Open all directories, each on a thread; what is open is used meanwhile. Raises ConfigError."""
-        self._writing_from_s = time.monotonic() + PATIENCE_S
-        opening = [asyncio.ensure_future(self._open_one(path)) for path in self._config.nvme_dirs]
-        try:
-            await asyncio.gather(*opening)
-        finally:
-            for task in opening:
-                task.cancel()
-        self._writing_from_s = 0.0
-
-    async def _open_one(self, path: Path) -> None:
-        config, loop = self._config, asyncio.get_running_loop()
-        post = loop.call_soon_threadsafe
-        cap_bytes = config.nvme_bytes // len(config.nvme_dirs)
-        arguments = path, cap_bytes, config.nvme_segment_bytes, self._disk_of(path), post, self._cipher
-        directory, catalog, state = await in_thread(f"open {path}", lambda: open_directory(*arguments))
-        shelf = Shelf(
-            directory, catalog, DiskQueue(directory, post, again=loop.call_soon), state, self._cache.space,
-            self._soon,
+    def _keeper(self, path: Path, cap_bytes: int) -> Keeper:
+        config = self._config
+        plan = Plan(
+            path, cap_bytes, config.nvme_segment_bytes, self._cipher, config.nvme_shrink,
+            config.nvme_require_mount,
         )  # fmt: skip
+        return Keeper(plan, self._disk_of(path), self._opened, self._gone)
+
+    async def open(self, patience_s: float | None = None) -> None:
+        """Begin to open all directories; returns when each has been tried, or after `patience_s`.
+
+        What is open is used meanwhile; what cannot be is tried again for as long as the daemon lives. Raises
+        ConfigError when a setting was found to be wrong by then.
+        """
+        self._writing_from_s = time.monotonic() + PATIENCE_S
+        self._keeping = [asyncio.ensure_future(keeper.keep()) for keeper in self._keepers]
+        for task in self._keeping:
+            task.add_done_callback(_tell_bug)
+        tried = [asyncio.ensure_future(keeper.tried.wait()) for keeper in self._keepers]
+        await asyncio.wait(tried, timeout=patience_s)
+        for waiting in tried:
+            waiting.cancel()
+        for keeper in self._keepers:
+            keeper.strict = False
+        if refusal := next((keeper.refusal for keeper in self._keepers if keeper.refusal is not None), None):
+            self._stop_keeping()
+            raise refusal
+
+    def _opened(self, found: OpenDirectory) -> Shelf:
+        """Make the shelf of a directory that is open, and use it."""
+        directory, catalog, state = found
+        loop = asyncio.get_running_loop()
+        queue = DiskQueue(directory, loop.call_soon_threadsafe, again=loop.call_soon)
+        shelf = Shelf(directory, catalog, queue, state, self._cache.space, self._soon)
         if self._cache.events is not None:
             shelf.tell(self._cache.events)
-        self._unopened.remove(path)
         self._shelves.append(shelf)
-        self._shelves.sort(key=lambda shelf: config.nvme_dirs.index(shelf.directory.path))
+        order = [keeper.path for keeper in self._keepers]
+        self._shelves.sort(key=lambda shelf: order.index(shelf.directory.path))
         shelf.start_loading()
-        for namespaces, key, flush in self._early.pop(path, ()):
-            for namespace in self._cache.all_namespaces() if namespaces is None else namespaces:
-                flush.waiting += 1
-                flush.blocks += shelf.flush(namespace, key, flush.noted)
-            flush.noted(True)
+        self._flushes.opened(directory.path, shelf)
         how = "direct I/O" if directory.direct else f"buffered I/O: {directory.direct_reason}"
         log.info("nvme directory %s: %d segments, %s", directory.path, len(directory.segments), how)
+        return shelf
+
+    def _gone(self, shelf: Shelf) -> None:
+        """A directory has gone: nothing is asked of it any more, and nobody waits for it."""
+        shelf.retired = True
+        self._shelves.remove(shelf)
+        self._hung.discard(shelf)
+        self._promotion.give_up(shelf)
+        self._writes.give_up(shelf)
+        self._cache.space.policies.hints.forget(shelf.index)
+
+    def _stop_keeping(self) -> None:
+        for task in self._keeping:
+            task.cancel()
 
     @property
     def _may_write(self) -> bool:
         """A chain that waits to be found in a directory not yet open must not begin anew in another one."""
-        return bool(self._shelves) and (not self._unopened or time.monotonic() >= self._writing_from_s)
+        untried = any(not keeper.tried.is_set() for keeper in self._keepers)
+        return bool(self._shelves) and (not untried or time.monotonic() >= self._writing_from_s)
 
     # --- what DRAM asks and tells ----------------------------------------------------------------
 
@@ -228,18 +229,8 @@ class NvmeTier:
 
     def flush(self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None]) -> None:
         """See `TierBelow`. In memory at once; answered when every directory has it on disk."""
-        flush = _Flush(done)
-        for shelf in self._shelves:
-            for namespace in namespaces:
-                flush.waiting += 1
-                flush.blocks += shelf.flush(namespace, key, flush.noted)
-        # If it is about all that are known, it is also about those that only a closed directory knows.
-        wanted = None if len(namespaces) == len(self._cache.all_namespaces()) else namespaces
-        for path in self._unopened:
-            flush.waiting += 1
-            self._early.setdefault(path, []).append((wanted, key, flush))
-        self._flushes.append(flush)
-        flush.noted(True)
+        closed = [(keeper.path, keeper.away) for keeper in self._keepers if keeper.shelf is None]
+        self._flushes.begin(namespaces, key, done, self._shelves, closed)
 
     @property
     def settled(self) -> bool:
@@ -250,7 +241,7 @@ class NvmeTier:
         """Unlinking, loading, writing and reading, a slice of each; True while there is more at once."""
         more = [shelf.work() for shelf in self._shelves]
         self._see_to_hung_disks()
-        self._see_to_flushes()
+        self._flushes.work()
         if self._scan is not None and not self._scan.over:
             more.append(self._scan.pump())
         if not self._closing:
@@ -273,22 +264,12 @@ class NvmeTier:
                 self._hung.add(shelf)
                 self._promotion.give_up(shelf)
 
-    def _see_to_flushes(self) -> None:
-        if not self._flushes:
-            return
-        now_s = time.monotonic()
-        for flush in self._flushes:
-            if now_s >= flush.end_s:
-                flush.answer(durable=False)
-        self._flushes = [flush for flush in self._flushes if not flush.over]
-
     # --- the end ---------------------------------------------------------------------------------
 
     async def close(self, grace_s: float) -> int:
         """Write what is dirty, roots first, for `grace_s`; returns the blocks that were left."""
-        if not self._shelves:
-            return 0
         self._closing = True
+        self._stop_keeping()
         if self._scan is not None:
             self._scan.stop()
         deadline_s = time.monotonic() + grace_s
@@ -299,18 +280,24 @@ class NvmeTier:
             if self._writes.idle or time.monotonic() >= deadline_s:
                 break
             await asyncio.sleep(0 if more else _POLL_S)
-        # Together, so that many hung disks take no longer than one.
-        for shelf in self._shelves:
-            shelf.queue.begin_stop()
-        end_s = time.monotonic() + CLOSE_S
-        stopped = [shelf.queue.stop(end_s) for shelf in self._shelves]
         left = sum(1 for _ in self._dirty())
-        await asyncio.gather(*(in_thread("catalog end", partial(one.catalog.close, CLOSE_S)) for one in self._shelves))
-        for shelf, all_done in zip(self._shelves, stopped, strict=True):
-            if all_done:  # else something is still in the kernel, with these files
-                shelf.directory.close()
+        leaving = [keeper.leaving for keeper in self._keepers if keeper.leaving is not None]
+        await self._close_shelves(self._shelves, leaving)
         self._shelves.clear()
         return left
+
+    async def _close_shelves(self, shelves: Sequence[Shelf], leaving: Sequence[Shelf]) -> None:
+        """Together, so that many hung disks take no longer than one."""
+        for shelf in (*shelves, *leaving):
+            shelf.queue.begin_stop()
+        end_s = time.monotonic() + CLOSE_S
+        stopped = [shelf.queue.stop(end_s) for shelf in shelves]
+        for shelf in leaving:
+            shelf.queue.stop(end_s)
+        await asyncio.gather(*(in_thread("catalog end", partial(one.catalog.close, CLOSE_S)) for one in shelves))
+        for shelf, all_done in zip(shelves, stopped, strict=True):
+            if all_done:  # else something is still in the kernel, with these files
+                shelf.directory.close()
 
     def _dirty(self) -> Iterator[tuple[Namespace, bytes]]:
         """Blocks of DRAM that are not here: chains, parents before children, then windows, which go where those are."""
@@ -375,7 +362,7 @@ class NvmeTier:
         return {
             "blocks": sum(table.blocks for shelf in shelves for table in shelf.index.tables.values()),
             "bytes": sum(shelf.allocator.used_bytes for shelf in shelves),
-            "capacity_bytes": self._config.nvme_bytes,
+            "capacity_bytes": self._config.nvme_capacity_bytes,
             "written_blocks": writes.written_blocks,
             "written_bytes": writes.written_bytes,
             "codec": writes.codec,
@@ -403,7 +390,7 @@ class NvmeTier:
             **({} if self.grants is None else self.grants.stats()),
             "bad_blocks": promotion.bad_blocks + extents.bad_blocks,
             "failed_reads": promotion.failed_reads,
-            "directories": [shelf.stats() for shelf in shelves],
+            "directories": [keeper.stats() for keeper in self._keepers],
         }
 
     def queues(self) -> dict[str, DiskQueue]:
@@ -417,13 +404,17 @@ class NvmeTier:
         """
         if self._writes.written_bytes < LEAST_AMPLIFIED_BYTES:
             return None
-        disks = sum(shelf.queue.written_bytes + shelf.catalog.written_bytes for shelf in self._shelves)
-        return round(disks / self._writes.written_bytes, 4)
+        written = [(one["written_bytes"], one["database_written_bytes"]) for one in map(Keeper.stats, self._keepers)]
+        return round(sum(map(sum, written)) / self._writes.written_bytes, 4)
 
     def reasons(self) -> list[str]:
         """What is not well, for `health`."""
-        closed = [f"nvme directory {path}: it is not open yet" for path in self._unopened]
-        return closed + [reason for shelf in self._shelves for reason in shelf.reasons()]
+        return [reason for keeper in self._keepers for reason in keeper.reasons()]
+
+
+def _tell_bug(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a directory is not seen to any more", exc_info=error)
 
 
 def _key(keys: bytes, number: int) -> bytes:

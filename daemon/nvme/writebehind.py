@@ -26,7 +26,7 @@ from tiercache.daemon.events import Block, Events
 from tiercache.daemon.nvme import codecs
 from tiercache.daemon.nvme.blockio import Outcome, WriteOp
 from tiercache.daemon.nvme.budget import WriteBudget
-from tiercache.daemon.nvme.directory import PAGE_BYTES
+from tiercache.daemon.nvme.disk import PAGE_BYTES
 from tiercache.daemon.nvme.fairness import Fairness, Room
 from tiercache.daemon.nvme.io import Priority
 from tiercache.daemon.nvme.placement import Placement
@@ -159,6 +159,13 @@ class WriteBehind:
     def idle(self) -> bool:
         """Nothing waits and nothing is under way."""
         return not (self._queue or self._in_lane or self._flying or self._parked or self._rest)
+
+    def give_up(self, shelf: Shelf) -> None:
+        """Its directory has gone: what waits for it stays in DRAM; what is under way ends as it may."""
+        for place in [place for place in self._lanes if place[0] is shelf]:
+            del self._lanes[place]
+        self._in_lane = {name: other for name, other in self._in_lane.items() if other is not shelf}
+        self._writable.pop(shelf, None)
 
     def _next(self) -> Wanted | None:
         if self._queue:
@@ -352,7 +359,9 @@ class WriteBehind:
         frame_bytes = write.namespace.size_class.frame_bytes
         self._space.allocator.unhold(write.frame)
         self._count(write.shelf, -1, -frame_bytes)
-        if self._loads[write.shelf][1] < MAX_IN_FLIGHT_BYTES // 2 and (self._queue or self._in_lane):
+        if write.shelf.retired and not self._loads[write.shelf][0]:
+            del self._loads[write.shelf]
+        elif self._loads[write.shelf][1] < MAX_IN_FLIGHT_BYTES // 2 and (self._queue or self._in_lane):
             self._soon()  # not at each one: blocks that begin together share system calls
         if op.outcome is Outcome.ABANDONED:
             return  # only at the end: the kernel may still write to the slot
@@ -383,7 +392,7 @@ class WriteBehind:
             table = shelf.table(write.namespace)
             parent = table.get(write.parent) if write.parent else table.root
             here = shelf.has(write.namespace, write.key)
-            if flushed or here or parent == NO_ENTRY or not shelf.index.attached(parent):
+            if flushed or here or shelf.retired or parent == NO_ENTRY or not shelf.index.attached(parent):
                 self._lose(write)
                 continue
             shelf.add(write.namespace, write.key, write.parent, write.slot, stored, write.said)

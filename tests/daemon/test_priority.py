@@ -64,7 +64,7 @@ def test_of_a_daemon_only_the_loop_goes_first(tmp_path: Path) -> None:
     with tiercache.launch("16MiB", region="8MiB", nvme=str(tmp_path / "nvme"), nvme_size="64MiB") as daemon:
         deadline_s = time.monotonic() + 30
         with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=5.0) as client:
-            while not client.stats()["tiers"]["nvme"]["directories"]:
+            while client.stats()["tiers"]["nvme"]["directories"][0]["state"] != "ok":
                 assert time.monotonic() < deadline_s
         threads = map(int, os.listdir(f"/proc/{daemon.pid}/task"))
         niceness = {thread: os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}

@@ -103,12 +103,18 @@ def patch(directory: Path, gate: Gate, only_database: bool = False, **constants:
     return "\n".join(lines)
 
 
+def _followed(path: str) -> str:
+    """A path by way of an open folder, by its name."""
+    parts = path.split("/", 5)
+    return "/".join([os.readlink("/".join(parts[:5])), *parts[5:]]) if path.startswith("/proc/self/fd/") else path
+
+
 def install(directory: str, gate: str, only_database: bool) -> None:
     """Hold up what goes to `directory` while the file `gate` is locked; `only_database`: what SQLite does there."""
     real_open, real_close = os.open, os.close
 
     def wait_for(path: object) -> None:
-        if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(directory):
+        if isinstance(path, (str, os.PathLike)) and _followed(os.fspath(path)).startswith(directory):
             fd = real_open(gate, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH)

@@ -57,7 +57,8 @@ class Disks:
 
     def of(self, path: Path) -> dict[str, Any]:
         """A directory's statistics; empty while it is not open."""
-        return next((one for one in self.nvme["directories"] if one["path"] == str(path)), {})
+        found = next(one for one in self.nvme["directories"] if one["path"] == str(path))
+        return {} if found["state"] in ("opening", "away") else found
 
     def blocks(self, path: Path) -> int:
         return int(self.of(path).get("blocks", 0))

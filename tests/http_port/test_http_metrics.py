@@ -20,7 +20,7 @@ from tiercache.http.metrics import metrics_text
 from tiercache.http.readings import MAX_NAMESPACES, MAX_REASONS
 
 ROOT = Path(__file__).resolve().parents[2]
-ONLY_WHEN_BROKEN = {"health_reason_info", "disk_errors_total"}
+ONLY_WHEN_BROKEN = {"health_reason_info"}
 Values = dict[tuple[str, ...], float]
 
 

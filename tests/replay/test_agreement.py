@@ -80,7 +80,7 @@ def connect(run_dir: str) -> tiercache.Connector:
         while True:
             stats = connector.client.stats()
             ready = stats["health"]["state"] == "ok" and stats["tiers"]["dram"]["capacity_bytes"] == 4 << 20
-            if ready and stats["tiers"]["nvme"]["directories"]:
+            if ready and stats["tiers"]["nvme"]["directories"][0]["state"] == "ok":
                 return connector
             assert time.monotonic() < end_s, "the daemon does not get ready"
             Event().wait(0.02)

@@ -37,7 +37,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Worker
             gds=backend if request.param else "off", gds_store=request.param,
         )  # fmt: skip
         worker = Worker([connector], [True])
-        wait_until(lambda: connector.client.stats()["tiers"]["nvme"]["directories"])
+        wait_until(lambda: connector.client.stats()["tiers"]["nvme"]["directories"][0]["state"] == "ok")
         yield worker, pool, backend
         backend.resume()
         worker.close()

@@ -73,7 +73,7 @@ def check(options: Options) -> int:
             except DaemonUnavailable:
                 if options.address is not None:
                     raise
-        directories = list(resolve_config(options.config).config.nvme_dirs)
+        directories = list(resolve_config(options.config).config.nvme_paths)
     if not directories:
         raise ConfigError(
             "no daemon runs and no nvme directory is configured: name one with --nvme, or a daemon with --address"

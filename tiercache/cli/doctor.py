@@ -80,10 +80,10 @@ def _ask(run_dir: Path) -> tuple[Tree, dict[int, NamespaceSpec], str]:
 def _needs(config: DaemonConfig, tree: Tree) -> Needs:
     from tiercache.daemon.descriptors import needed
 
-    directories = config.nvme_dirs
+    directories = config.nvme_paths
     if tree:
         directories = tuple(Path(one["path"]) for one in tree.get("tiers", {}).get("nvme", {}).get("directories", []))
-    nvme_bytes = int(at(tree, "tiers.nvme.capacity_bytes")) or config.nvme_bytes
+    nvme_bytes = int(at(tree, "tiers.nvme.capacity_bytes")) or config.nvme_capacity_bytes
     segments = nvme_bytes // config.nvme_segment_bytes if directories else 0
     arena_bytes = int(at(tree, "arena.bytes")) or config.arena_bytes
     regions = -(-arena_bytes // config.region_bytes)

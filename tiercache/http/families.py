@@ -266,6 +266,24 @@ _DISKS = (
         read.each_directory("oldest_age_s"),
     ),
     Family(
+        "gauge", "disk_open", ("directory",),
+        "1 if the daemon uses a directory, 0 while it goes on without it and tries to open it again.",
+        read.open_directories,
+    ),
+    Family(
+        "counter", "disk_open_failures_total", ("directory",), "Attempts to open a directory that failed.",
+        read.each_directory("open_failures"),
+    ),
+    Family(
+        "counter", "disk_other_key_blocks_total", ("directory",),
+        "Blocks read that were stored under another nvme_key, and were dropped; no fault of the disk.",
+        read.each_directory("other_key_blocks"),
+    ),
+    Family(
+        "counter", "disk_write_failures_total", ("directory",),
+        "Writes of blocks, and new segments, that a disk failed.", read.each_directory("write_failures"),
+    ),
+    Family(
         "counter", "disk_checksum_failures_total", ("directory",),
         "Blocks read from a directory whose bytes are not those that were written; they were dropped.",
         read.each_directory("checksum_failures"),
@@ -277,7 +295,7 @@ _DISKS = (
     ),
     Family(
         "counter", "disk_errors_total", ("directory", "errno"),
-        "Reads and writes of blocks that a disk failed, by error number; only errors that have happened are listed.",
+        "Reads and writes of blocks that a disk failed, by error number; of EIO, ENOSPC and EROFS from the start.",
         read.errors,
     ),
 )  # fmt: skip

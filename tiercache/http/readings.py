@@ -78,6 +78,11 @@ def each_directory(name: str) -> Callable[[Tree], Samples]:
     return lambda tree: (((its["path"],), its[name]) for its in _directories(tree))
 
 
+def open_directories(tree: Tree) -> Samples:
+    """Whether each NVMe directory is open."""
+    return (((its["path"],), int(its["state"] not in ("opening", "away"))) for its in _directories(tree))
+
+
 def histogram(name: str, *labels: str) -> Callable[[Tree], Samples]:
     """The daemon's histograms of that name."""
 

@@ -84,7 +84,8 @@ class Cluster:
             self.daemon.address, namespace=self.spec, pool=tiercache.Pool.from_blocks(self.pool), required=True,
             request_timeout_s=5.0, connect_timeout_s=60.0,
         )  # fmt: skip
-        wait_for("directories are open", lambda: len(self.nvme()["directories"]) == len(self.directories))
+        states = {"loading", "ok"}
+        wait_for("directories are open", lambda: all(one["state"] in states for one in self.nvme()["directories"]))
         wait_for("all memory is there", self.has_memory)
 
     def has_memory(self) -> bool:

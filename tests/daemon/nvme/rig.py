@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tiercache.daemon.nvme.directory import PAGE_BYTES, Directory, DiskIO
+from tiercache.daemon.nvme.directory import Directory
+from tiercache.daemon.nvme.disk import PAGE_BYTES, DiskIO
 from tiercache.daemon.nvme.io import DiskQueue, Outcome, Priority, ReadOp, WriteOp
 
 DEADLINE_S = 60.0

@@ -16,7 +16,7 @@ from cluster import BLOCK_BYTES, Cluster, chain_of
 
 from tiercache.daemon.nvme.checking import ALL, MAX_NAMED, Report, check_directory
 from tiercache.daemon.nvme.database import row_checksum as _checksum
-from tiercache.daemon.nvme.directory import take_lock
+from tiercache.daemon.nvme.lock import take_lock
 from tiercache.daemon.nvme.rows import SLOT_BITS, Row, pack_row, place_of, segment_and_slot, unpack_row
 from tiercache.errors import ConfigError
 from tiercache.layout import NamespaceSpec

@@ -17,6 +17,7 @@ from tiercache.daemon.nvme.blockio import plausible_length
 from tiercache.daemon.nvme.cipher import OVERHEAD_BYTES, Cipher, CipherError, load_cipher, sealed_bytes, whose
 from tiercache.daemon.nvme.tier import NvmeTier
 from tiercache.errors import ConfigError
+from tiercache.setting_kinds import NvmeDirectory
 
 pytestmark = [
     pytest.mark.faults,
@@ -142,7 +143,7 @@ def test_key_files_of_the_wrong_form(tmp_path: Path, text: str, mode: int, probl
     path = tmp_path / "key"
     path.write_text(text)
     path.chmod(mode)
-    config = DaemonConfig(nvme_dirs=(tmp_path / "nvme",), nvme_key=path)
+    config = DaemonConfig(nvme_dirs=(NvmeDirectory(tmp_path / "nvme"),), nvme_key=path)
     with pytest.raises(ConfigError, match=problem):
         NvmeTier(config, {}, lambda: None)
     with pytest.raises(ConfigError, match="cannot be read"):

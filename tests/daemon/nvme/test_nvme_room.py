@@ -109,7 +109,7 @@ def test_a_disk_that_fills_up_and_empties_again(mount: Callable[[str], Path]) ->
 
 
 def test_the_cap_holds_over_lives_with_other_settings(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, nvme_size="40MiB", nvme_segment="8MiB")
+    cluster = Cluster(tmp_path, nvme_size="40MiB", nvme_segment="8MiB", nvme_shrink="yes")
     chains = [chain_of(str(number), 50) for number in range(30)]
     lives = [{}, {"nvme_segment": "4MiB"}, {"nvme_size": "24MiB"}, {"nvme_size": "64MiB", "nvme_segment": "32MiB"}]
     for changed in lives:

@@ -9,7 +9,7 @@ import pytest
 from disk_troubles import hang
 from tier_rig import BLOCK_BYTES, TierRig, key_of, keys_of, play
 
-from tiercache.daemon.nvme import tier
+from tiercache.daemon.nvme import flushes
 
 # --- the end --------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ def test_a_flush_before_the_directories_are_open_counts(tmp_path: Path) -> None:
 
 def test_a_flush_that_a_disk_does_not_note_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(tier, "FLUSH_S", 0.2)
+        monkeypatch.setattr(flushes, "FLUSH_S", 0.2)
         rig = await TierRig(tmp_path).open()
         rig.namespace()
         gate = hang(rig.shelves[0].catalog)

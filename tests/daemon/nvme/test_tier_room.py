@@ -160,7 +160,10 @@ def test_a_cap_below_one_segment_gets_smaller_segments(tmp_path: Path, nvme_byte
     play(scenario)
 
 
-def test_a_smaller_cap_takes_segments_away(tmp_path: Path) -> None:
+@pytest.mark.parametrize("may_shrink", [True, False])
+def test_a_smaller_cap_takes_segments_away_when_that_is_allowed(
+    tmp_path: Path, may_shrink: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path, nvme_bytes=64 << 20).open()
         space = rig.namespace()
@@ -169,11 +172,19 @@ def test_a_smaller_cap_takes_segments_away(tmp_path: Path) -> None:
             rig.store(space, chain)
             await rig.settled()
         await rig.close()
-        again = await TierRig(tmp_path, nvme_bytes=16 << 20).open()
+        again = await TierRig(tmp_path, nvme_bytes=16 << 20, nvme_shrink=may_shrink).open()
         used = sum(path.stat().st_blocks * 512 for path in again.dirs[0].rglob("*") if path.is_file())
-        assert used <= 16 << 20
+        assert (used <= 16 << 20) is may_shrink
         space = again.namespace()
-        assert sum([await again.load(space, chain) for chain in chains]) > 0
+        found = sum([await again.load(space, chain) for chain in chains])
+        assert 0 < found < 400 if may_shrink else found == 400
+        [directory] = again.tier.stats()["directories"]
+        assert (directory["kept_bytes"] == 0) is may_shrink
+        told = "with 176 blocks: they are kept. To delete them: --nvme-shrink yes" in caplog.text
+        assert told is not may_shrink
+        again.store(space, keys_of("more", 20))
+        await again.settled()
+        assert await again.load(space, keys_of("more", 20)) == 20, "in the segments that there are"
         await again.settled()
         again.check()
         await again.close()

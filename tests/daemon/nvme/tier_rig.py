@@ -23,6 +23,7 @@ from tiercache.daemon.nvme.tier import NvmeTier
 from tiercache.daemon.space import Namespace
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
+from tiercache.setting_kinds import NvmeDirectory
 
 BLOCK_BYTES = 64 << 10
 REGION_BYTES = 2 << 20
@@ -89,7 +90,7 @@ class TierRig:
         self.dirs = dirs or [root / f"nvme{number}" for number in range(disks)]
         self.disks = {path: ObedientDisk() for path in self.dirs}
         config = DaemonConfig(
-            run_dir=root / "run", nvme_dirs=tuple(self.dirs), nvme_bytes=nvme_bytes,
+            run_dir=root / "run", nvme_dirs=tuple(map(NvmeDirectory, self.dirs)), nvme_bytes=nvme_bytes,
             nvme_segment_bytes=segment_bytes, **settings,
         )  # fmt: skip
         self.regions: dict[int, Region] = {}
@@ -122,6 +123,7 @@ class TierRig:
 
     async def crash(self) -> None:
         """As much like kill -9 as one process allows: nothing that waits is written any more."""
+        self.tier._stop_keeping()
         for shelf in self.shelves:
             self.disks[shelf.directory.path].gate.set()
             shelf.queue.stop(time.monotonic() + DEADLINE_S)

@@ -1,0 +1,104 @@
+"""Flushes on their way to the disks: each is answered once, when every directory has taken note of it, or cannot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tiercache.daemon.nvme.shelf import Shelf
+from tiercache.daemon.space import Namespace
+
+FLUSH_S = 10.0
+"""After which a flush that some disk did not take note of is answered, with that."""
+MAX_KEPT = 4096
+"""Flushes that wait for one directory; when there are more, it is flushed as a whole."""
+
+
+class Flush:
+    """One flush; `done(blocks, durable)` is called once."""
+
+    def __init__(self, done: Callable[[int, bool], None]) -> None:
+        self.blocks = 0
+        self.waiting = 1  # disks' words, and that all have been asked
+        self.over = False
+        self.end_s = time.monotonic() + FLUSH_S
+        self._done = done
+        self._durable = True
+
+    def noted(self, ok: bool) -> None:
+        """One more of those that were waited for."""
+        self.waiting -= 1
+        self._durable = self._durable and ok
+        if self.waiting == 0:
+            self.answer(self._durable)
+
+    def answer(self, durable: bool) -> None:
+        """Say how it went, if that has not been said."""
+        if not self.over:
+            self.over = True
+            self._done(self.blocks, durable)
+
+
+_Kept = tuple[Sequence[Namespace] | None, bytes, Flush]
+"""Of which namespaces (None: all that there are), which key (empty: all), and who waits for it."""
+
+
+class Flushes:
+    """Event loop only; nothing here blocks. `every()` are all namespaces that are known."""
+
+    def __init__(self, every: Callable[[], Sequence[Namespace]]) -> None:
+        self._every = every
+        self._under_way: list[Flush] = []
+        self._kept: dict[Path, list[_Kept]] = {}
+
+    def begin(
+        self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], shelves: Sequence[Shelf],
+        closed: Sequence[tuple[Path, bool]],
+    ) -> None:  # fmt: skip
+        """Flush what `shelves` have, at once in memory; `closed` directories when they open.
+
+        `closed`: paths, and whether that may last. A flush is not durable then, and nobody waits for it.
+        """
+        flush = Flush(done)
+        for shelf in shelves:
+            self._flush(shelf, namespaces, key, flush)
+        # If it is about all that are known, it is also about those that only a closed directory knows.
+        wanted = None if len(namespaces) == len(self._every()) else namespaces
+        for path, lasting in closed:
+            flush.waiting += 1
+            self._keep(path, (wanted, key, flush))
+            if lasting:
+                flush.noted(False)
+        self._under_way.append(flush)
+        flush.noted(True)
+
+    def _flush(self, shelf: Shelf, namespaces: Sequence[Namespace], key: bytes, flush: Flush) -> None:
+        for namespace in namespaces:
+            flush.waiting += 1
+            flush.blocks += shelf.flush(namespace, key, flush.noted)
+
+    def _keep(self, path: Path, one: _Kept) -> None:
+        kept = self._kept.setdefault(path, [])
+        if len(kept) >= MAX_KEPT:
+            everything: _Kept = None, b"", Flush(lambda blocks, durable: None)
+            for _, _, flush in kept:
+                flush.noted(False)
+            kept[:] = [everything]
+        kept.append(one)
+
+    def opened(self, path: Path, shelf: Shelf) -> None:
+        """A directory is open: what was flushed before goes now."""
+        for namespaces, key, flush in self._kept.pop(path, ()):
+            self._flush(shelf, self._every() if namespaces is None else namespaces, key, flush)
+            flush.noted(True)
+
+    def work(self) -> None:
+        """Answer those whose time is up."""
+        if not self._under_way:
+            return
+        now_s = time.monotonic()
+        for flush in self._under_way:
+            if now_s >= flush.end_s:
+                flush.answer(durable=False)
+        self._under_way = [flush for flush in self._under_way if not flush.over]

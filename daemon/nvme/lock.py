@@ -1,0 +1,36 @@
+"""Who uses a directory: an flock on a file in it, which ends with the process, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+LOCK_NAME = "lock"
+
+
+class LockedBy(Exception):
+    """The directory is in use; the text is the pid of who uses it."""
+
+
+def take_lock(path: Path) -> int:
+    """Be the only one who uses a directory until the descriptor is closed. Raises LockedBy and OSError."""
+    fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EEXIST, "is no plain file", str(path / LOCK_NAME))
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise LockedBy(pid) from None
+    except OSError:
+        os.close(fd)
+        raise
+    with contextlib.suppress(OSError):  # the pid is for the other one's message; a full disk may lack it
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd

@@ -1,0 +1,393 @@
+"""Directories that cannot be used, or go away: each costs itself and nothing else, and comes back by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tier_rig import TierRig, key_of, keys_of, play
+
+from tiercache.daemon.nvme import keeper, mounts
+from tiercache.daemon.nvme.directory import Directory, Home
+from tiercache.daemon.nvme.disk import DiskIO
+from tiercache.daemon.nvme.opening import Plan, open_directory
+from tiercache.errors import ConfigError, DirectoryUnavailable
+
+MIB = 1 << 20
+CHAINS = [keys_of(str(number), 8) for number in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is waited for long."""
+    monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(keeper, "LAST_PAUSE_S", 0.05)
+    monkeypatch.setattr(keeper, "LOOK_S", 0.02)
+    monkeypatch.setattr(keeper, "QUIET_POLL_S", 0.005)
+
+
+async def filled(root: Path, disks: int = 2) -> TierRig:
+    """A tier with all chains on its disks, and none in DRAM."""
+    rig = await TierRig(root, disks=disks).open()
+    for chain in CHAINS:
+        rig.store(rig.namespace(), chain)
+    await rig.settled()
+    rig.forget_dram()
+    return rig
+
+
+async def found(rig: TierRig) -> list[int]:
+    """How much of each chain is there; every byte of it is compared."""
+    return [await rig.load(rig.namespace(), chain) for chain in CHAINS]
+
+
+def states(rig: TierRig) -> list[str]:
+    return [one["state"] for one in rig.tier.stats()["directories"]]
+
+
+# --- at the start ------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_cannot_be_opened_costs_itself_and_comes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        rig = await filled(tmp_path)
+        bad = rig.dirs[0]
+        mine = {chain for chain in CHAINS if rig.shelves[0].has(rig.namespace(), key_of(chain, 0))}
+        await rig.close()
+        (bad / "lock").unlink()
+        (bad / "lock").mkdir()
+        again = await TierRig(tmp_path, disks=2).open()
+        assert states(again) == ["away", "ok"]
+        assert await found(again) == [0 if chain in mine else 8 for chain in CHAINS]
+        [reason] = again.tier.reasons()
+        assert reason.startswith(f"nvme directory {bad} cannot be used: lock: Is a directory: ")
+        new = keys_of("new", 4)
+        again.store(again.namespace(), new)
+        await again.settled()
+        assert again.shelves[0].has(again.namespace(), key_of(new, 3)), "what is new goes to the one that works"
+        await again.until(lambda: again.tier.stats()["directories"][0]["open_failures"] >= 3)
+        assert sum("goes on without it" in record.message for record in caplog.records) == 1, "it is said once"
+        (bad / "lock").rmdir()
+        await again.until(lambda: states(again) == ["ok", "ok"])
+        assert again.tier.reasons() == []
+        again.forget_dram()
+        assert await found(again) == [8] * len(CHAINS)
+        again.check()
+        await again.close()
+
+    play(scenario)
+
+
+def test_without_any_directory_the_tier_is_empty_and_waits(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await filled(tmp_path, disks=1)
+        await rig.close()
+        segments = rig.dirs[0] / "lock"
+        segments.unlink()
+        segments.symlink_to("elsewhere")
+        again = await TierRig(tmp_path).open()
+        space = again.namespace()
+        assert (states(again), await found(again)) == (["away"], [0] * len(CHAINS))
+        assert again.tier.hold([space], CHAINS[0], 0) is None
+        again.store(space, CHAINS[0])
+        assert await again.load(space, CHAINS[0]) == 8, "DRAM has it"
+        assert not await asyncio.wait_for(again.flush(), 5), "a flush that cannot be durable says so at once"
+        segments.unlink()
+        await again.until(lambda: states(again) == ["ok"])
+        assert await found(again) == [0] * len(CHAINS), "what was flushed meanwhile is flushed there too"
+        again.check()
+        await again.close()
+
+    play(scenario)
+
+
+def test_a_setting_that_can_never_work_ends_the_start(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        (tmp_path / "nvme1").write_text("a file")
+        rig = TierRig(tmp_path, disks=2)
+        with pytest.raises(ConfigError, match=f"{tmp_path}/nvme1 is no directory"):
+            await rig.open()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_the_figures_of_a_directory_are_the_same_whether_it_is_open_or_not(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = TierRig(tmp_path)
+        [before] = rig.tier.stats()["directories"]
+        await rig.open()
+        [after] = rig.tier.stats()["directories"]
+        assert before.keys() == after.keys()
+        assert (before["state"], after["state"]) == ("opening", "ok")
+        for name in ("checksum_failures", "other_key_blocks", "write_failures", "open_failures"):
+            assert before[name] == 0
+        assert before["errors"] == {str(number): 0 for number in (errno.EIO, errno.ENOSPC, errno.EROFS)}
+        await rig.close()
+
+    play(scenario)
+
+
+# --- every file of a directory ------------------------------------------------------------------------
+
+
+def _missing(path: Path) -> None:
+    return
+
+
+def _link(path: Path) -> None:
+    target = path.with_name("precious")
+    target.write_bytes(b"precious" * 1000)
+    path.symlink_to(target)
+
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "missing": _missing, "folder": Path.mkdir, "link": _link, "pipe": os.mkfifo, "empty": Path.touch,
+}  # fmt: skip
+FILES = (
+    "lock", "superblock", "superblock.new", "segments", "segments/00000001.seg", "index.db", "index.db-wal",
+    "index.db-shm", "index.db.suspect", "index.db.damaged-20200101T000000Z", "damaged-20200101T000000Z", "spare",
+    "probe",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lived_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of an earlier life, to be copied."""
+    root = tmp_path_factory.mktemp("earlier")
+
+    async def scenario() -> None:
+        rig = await filled(root, disks=1)
+        await rig.crash()
+
+    play(scenario)
+    return root / "nvme0"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("file", FILES)
+def test_whatever_stands_for_a_file_costs_blocks_and_nothing_else(
+    tmp_path: Path, lived_in: Path, file: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is used, with fewer blocks or none; or it is not, and the reason names the file until that has gone."""
+    directory = tmp_path / "nvme0"
+    shutil.copytree(lived_in, directory)
+    place = directory / file
+    if place.is_dir():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
+    KINDS[kind](place)
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        if rig.shelves:
+            await rig.loaded()
+        else:
+            [reason] = rig.tier.reasons()
+            assert f": {Path(file).name}: " in reason
+            assert file in ("lock", "probe"), reason
+            if kind == "folder":
+                place.rmdir()
+            else:
+                place.unlink()
+            await rig.until(lambda: states(rig) == ["ok"])
+        assert set(await found(rig)) <= {0, 8}
+        space, new = rig.namespace(), keys_of("new", 4)
+        rig.store(space, new)
+        await rig.settled()
+        rig.forget_dram()
+        assert await rig.load(space, new) == 4
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+    if kind == "link":
+        precious = place.with_name("precious")
+        assert not precious.exists() or precious.read_bytes() == b"precious" * 1000
+    assert "Traceback" not in caplog.text
+
+
+def test_an_immutable_directory_is_away_until_it_is_not(tmp_path: Path, lived_in: Path) -> None:
+    directory = tmp_path / "nvme0"
+    shutil.copytree(lived_in, directory)
+    paths = [str(directory), str(directory / "lock")]
+    if subprocess.run(["chattr", "+i", *paths], capture_output=True, check=False).returncode:
+        pytest.skip("this file system knows no immutable files")
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        try:
+            [reason] = rig.tier.reasons()
+            assert "see whether it is immutable (lsattr)" in reason
+        finally:
+            subprocess.run(["chattr", "-i", *paths], check=True)
+        await rig.until(lambda: states(rig) == ["ok"])
+        assert await found(rig) == [8] * len(CHAINS)
+        await rig.close()
+
+    play(scenario)
+
+
+# --- while it runs ------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_is_replaced_is_given_up_and_both_are_right(tmp_path: Path) -> None:
+    """Nothing more is written to where the path does not lead, and nothing of the new one is touched by the old."""
+
+    async def scenario() -> None:
+        rig = await filled(tmp_path)
+        first = rig.dirs[0]
+        mine = [chain for chain in CHAINS if rig.shelves[0].has(rig.namespace(), key_of(chain, 0))]
+        elsewhere = tmp_path / "elsewhere"
+        first.rename(elsewhere)
+        await rig.until(lambda: states(rig) == ["away", "ok"])
+        [reason] = rig.tier.reasons()
+        assert "lock is gone: the directory was removed or unmounted" in reason
+        assert await found(rig) == [0 if chain in mine else 8 for chain in CHAINS]
+        assert not first.exists(), "it is not made anew where its disk may be missing"
+        rig.check()
+        first.mkdir()
+        await rig.until(lambda: states(rig) == ["ok", "ok"])
+        for chain in mine:
+            rig.store(rig.namespace(), chain)
+        await rig.settled()
+        rig.forget_dram()
+        assert await found(rig) == [8] * len(CHAINS)
+        log = first / "index.db-wal"
+        assert log.exists()
+        # And back: the new one is put away while it is open, the old one has its place again.
+        first.rename(tmp_path / "new")
+        elsewhere.rename(first)
+        before = {path: path.read_bytes() for path in first.glob("index.db*")}
+        await rig.until(lambda: len(rig.shelves) == 1)
+        assert {path: path.read_bytes() for path in before} == before, "what leaves touches no file of the other"
+        await rig.until(lambda: states(rig) == ["ok", "ok"])
+        rig.forget_dram()
+        assert await found(rig) == [8] * len(CHAINS)
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_blocks_under_way_when_a_directory_goes_end_as_misses(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await filled(tmp_path, disks=1)
+        [directory] = rig.dirs
+        space, gate = rig.namespace(), rig.disks[directory].gate
+        gate.clear()
+        lease = rig.match([space], CHAINS[0])
+        assert lease is not None
+        rig.store(space, keys_of("new", 6))
+        await rig.until(lambda: rig.tier.stats()["write_in_flight_bytes"] > 0)
+        directory.rename(tmp_path / "elsewhere")
+        gate.set()
+        await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing)
+        assert rig.read(lease, space) in range(9)
+        assert await rig.load(space, keys_of("new", 6)) == 6, "DRAM has them"
+        await rig.until(lambda: rig.tier._keepers[0].leaving is None)
+        assert rig.tier.stats()["write_in_flight_bytes"] == 0
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_counters_outlive_the_directory(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await filled(tmp_path, disks=1)
+        [before] = rig.tier.stats()["directories"]
+        rig.dirs[0].rename(tmp_path / "elsewhere")
+        await rig.until(lambda: states(rig) == ["away"])
+        [away] = rig.tier.stats()["directories"]
+        assert away["writes"] == before["writes"] == 8 * len(CHAINS)
+        (tmp_path / "elsewhere").rename(rig.dirs[0])
+        await rig.until(lambda: states(rig) == ["ok"])
+        assert rig.tier.stats()["directories"][0]["writes"] == before["writes"]
+        await rig.close()
+
+    play(scenario)
+
+
+def test_a_directory_is_seen_to_while_its_writes_fail(tmp_path: Path) -> None:
+    """An error of a look is one of the disk: it is given up, so that its file system can be mended."""
+
+    async def scenario() -> None:
+        rig = await filled(tmp_path, disks=1)
+        shelf = rig.shelves[0]
+
+        def broken() -> str:
+            raise OSError(errno.EIO, "Input/output error")
+
+        shelf.directory.look = broken  # type: ignore[method-assign]
+        await rig.until(lambda: rig.shelves != [shelf] and states(rig) == ["ok"])
+        [now] = rig.tier.stats()["directories"]
+        assert now["errors"][str(errno.EIO)] == 1
+        assert await found(rig) == [8] * len(CHAINS)
+        await rig.close()
+
+    play(scenario)
+
+
+# --- mounts -------------------------------------------------------------------------------------------
+
+
+def plan(path: Path, **more: Any) -> Plan:
+    return Plan(path, 32 * MIB, 4 * MIB, **more)
+
+
+def test_a_mount_point_of_fstab_without_its_mount_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "my disk"
+    place.mkdir()
+    fstab = tmp_path / "fstab"
+    fstab.write_text(f"# disks\n/dev/x {str(place).replace(' ', chr(92) + '040')} xfs defaults 0 0\nshort\n")
+    monkeypatch.setattr(mounts, "FSTAB", fstab)
+    with pytest.raises(DirectoryUnavailable, match=f"nothing is mounted at {place}, as /etc/fstab says: mount it"):
+        open_directory(plan(place / "kv"), DiskIO(), lambda *args: None)
+    assert list(place.iterdir()) == []
+    monkeypatch.setattr(mounts, "_mounted", lambda path: path == place)
+    mounts.check_mounted(place / "kv", needed=False)
+    mounts.check_mounted(tmp_path / "other", needed=False)
+
+
+def test_a_disk_of_its_own_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounts, "mount_point_of", lambda path: Path("/"))
+    with pytest.raises(DirectoryUnavailable, match="it is on the file system of /, and nvme_require_mount is set"):
+        open_directory(plan(tmp_path / "kv", require_mount=True), DiskIO(), lambda *args: None)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(mounts, "mount_point_of", lambda path: Path("/mnt"))
+    mounts.check_mounted(tmp_path / "kv", needed=True)
+
+
+def test_the_folder_below_a_mount_that_has_gone_is_not_taken_for_the_directory(
+    tmp_path: Path, mount: Callable[[str], Path]
+) -> None:
+    disk = mount("40m")
+    disk.chmod(0o700)
+    directory = Directory(disk, 32 * MIB, MIB)
+    directory.open()
+    home = directory.home
+    assert home is not None
+    assert home.device_below == tmp_path.stat().st_dev
+    directory.close()
+    again = Directory(disk, 32 * MIB, MIB, before=home)
+    again.open()
+    again.close()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    below = Home(home.directory_id, folder.stat().st_dev)
+    with pytest.raises(DirectoryUnavailable, match="its file system is not mounted any more: mount it"):
+        Directory(folder, 32 * MIB, MIB, before=below).open()
+    assert list(folder.iterdir()) == []
