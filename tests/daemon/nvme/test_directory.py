@@ -330,7 +330,7 @@ def test_a_disk_that_cannot_be_used_is_one_clear_line(path: Path, tmp_path: Path
         opened(path, disk=disk)
     opened(path).close()  # the lock was let go of
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be used"):
+    with pytest.raises(ConfigError, match="is no directory, or is below a file"):
         opened(tmp_path / "file")
 
 

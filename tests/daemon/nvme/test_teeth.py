@@ -1,0 +1,165 @@
+"""What keeps a block right while it is under way: each of these fails when its protection is taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from catalog_bench import Bench
+from tier_rig import TierRig, key_of, keys_of, play
+
+from tiercache.daemon.nvme.blockio import ReadOp, WriteOp
+from tiercache.daemon.nvme.database import rename_aside
+from tiercache.daemon.nvme.shelf import Shelf
+
+
+def watch_slots(shelf: Shelf) -> list[str]:
+    """From now on, every operation that is begun on a slot which another one is still at."""
+    busy: dict[int, int] = {}
+    clashes: list[str] = []
+    submit_many = shelf.queue.submit_many
+
+    def submit(ops: Any, priority: Any) -> int:
+        moving = [op for op in ops if isinstance(op, (ReadOp, WriteOp))]
+        for op in moving:
+            if busy.get(op.slot) and isinstance(op, WriteOp):
+                clashes.append(f"slot {op.slot:x} is written while it is in use")
+            busy[op.slot] = busy.get(op.slot, 0) + 1
+            done, slot = op.done, op.slot
+
+            def ended(ended_op: Any, done: Any = done, slot: int = slot) -> None:
+                busy[slot] -= 1
+                done(ended_op)
+
+            op.done = ended
+        return submit_many(ops, priority)
+
+    shelf.queue.submit_many = submit  # type: ignore[method-assign]
+    return clashes
+
+
+def test_a_promotion_holds_its_slots_until_the_kernel_is_done(tmp_path: Path) -> None:
+    """Flushed while they are read, the slots have no new owner before the reads have ended."""
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path, nvme_bytes=16 << 20, arena_regions=16).open()
+        [shelf], space, chain = rig.shelves, rig.namespace(), keys_of("a", 12)
+        rig.store(space, chain)
+        await rig.settled()
+        rig.forget_dram()
+        clashes = watch_slots(shelf)
+        gate = rig.disks[rig.dirs[0]].gate
+        gate.clear()
+        lease = rig.match([space], chain)
+        assert lease is not None
+        await rig.until(lambda: shelf.queue.in_flight == 12)
+        read = [stored.slot for number in range(12) if (stored := shelf.find(space, key_of(chain, number)))]
+        assert set(read) <= shelf.allocator._holders.keys(), "each is held, whatever becomes of its entry"
+        assert await rig.flush()
+        await rig.committed()
+        others = [keys_of(f"other {number}", 24) for number in range(10)]
+        for other in others:  # more than there are slots: every free one is taken
+            rig.store(space, other)
+        for _ in range(50):
+            rig.cache.work()
+            await asyncio.sleep(0)
+        gate.set()
+        await rig.settled()
+        assert clashes == []
+        rig.cache.reads.release(rig.owner, lease.lease_id)
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("parent_first", [True, False], ids=["written", "under way"])
+def test_a_write_keeps_what_it_hangs_below(tmp_path: Path, parent_first: bool) -> None:
+    """Else the parent is the coldest leaf there is, and the child comes to nothing when it arrives."""
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        [shelf], space, chain = rig.shelves, rig.namespace(), keys_of("a", 2)
+        disk, second = rig.disks[rig.dirs[0]], threading.Event()
+        if parent_first:
+            rig.store(space, chain[:16])
+            await rig.settled()
+            disk.gate.clear()
+            rig.store(space, chain)
+            await rig.until(lambda: shelf.queue.in_flight == 1)
+        else:
+            disk.gate.clear()
+            rig.store(space, chain[:16])
+            await rig.until(lambda: bool(disk.running))
+            rig.store(space, chain)
+            await rig.until(lambda: disk.running == 2)
+            calls = iter([None])
+
+            def hook(name: str, size: int) -> None:
+                if next(calls, "later") == "later":
+                    assert second.wait(30)
+
+            disk.hook = hook
+            disk.gate.set()
+            await rig.until(lambda: shelf.has(space, key_of(chain, 0)) or shelf.has(space, key_of(chain, 1)))
+        evicted = shelf.slots.evict_of(space.account_below, 1 << 30)
+        assert evicted == 0, "there is nothing that may go"
+        disk.gate.set()
+        second.set()
+        await rig.settled()
+        rig.forget_dram()
+        assert await rig.load(space, chain) == 2
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_a_row_that_was_refused_is_asked_for_again(tmp_path: Path) -> None:
+    """The block is found at once; without its row the next life would not know of it."""
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        space, chain = rig.namespace(), keys_of("a", 20)
+        rig.store(space, keys_of("first", 1))
+        await rig.settled()
+        catalog = rig.shelves[0].catalog
+        commit, full = catalog._commit, threading.Event()
+        full.set()
+        catalog._commit = lambda db, batch: "full" if full.is_set() else commit(db, batch)  # type: ignore[method-assign]
+        rig.store(space, chain)
+        await rig.until(lambda: rig.tier.stats()["blocks"] == 21 and len(rig.shelves[0]._unrecorded) > 0)
+        full.clear()
+        await rig.until(lambda: not rig.shelves[0]._unrecorded and not catalog.error)
+        await rig.settled()
+        await rig.crash()
+        again = await TierRig(tmp_path).open()
+        assert await again.load(again.namespace(), chain) == 20
+        again.check()
+        await again.close()
+
+    play(scenario)
+
+
+def test_the_log_goes_aside_before_its_database(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log that is left alone by a crash is played into nothing; the other way round it might be."""
+    path = bench.path
+    for end in ("", "-wal", "-shm"):
+        Path(f"{path}{end}").write_bytes(b"x")
+    moved: list[str] = []
+    rename = os.rename
+
+    def noted(source: Any, target: Any) -> None:
+        assert path.with_name("index.db.suspect").exists(), "the marker stands meanwhile"
+        moved.append(Path(source).name)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", noted)
+    rename_aside(path)
+    assert moved[-1] == "index.db"
+    assert sorted(moved) == ["index.db", "index.db-shm", "index.db-wal"]
+    assert not path.with_name("index.db.suspect").exists()
