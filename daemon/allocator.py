@@ -211,6 +211,10 @@ class Allocator:
         """Ids of all regions of the same class."""
         return sorted(self._class_of[region_id].regions)
 
+    def bytes_in_use(self, region_id: int) -> int:
+        """Of a region, in its frames that are in use."""
+        return self.owned_frames(region_id) * self._class_of[region_id].frame_bytes
+
     def owned_frames(self, region_id: int) -> int:
         """Frames of a region in use, with or without an index entry."""
         return self._class_of[region_id].regions[region_id].owned

@@ -23,7 +23,7 @@ from tiercache.daemon.below import GrantsBelow, NoTierBelow, TierBelow
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.events import Events, Named
 from tiercache.daemon.hints import Said
-from tiercache.daemon.leases import Owner
+from tiercache.daemon.leases import Owner, Reservation
 from tiercache.daemon.policies import Policies
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.quotas import Quotas
@@ -33,7 +33,7 @@ from tiercache.daemon.slices import Slices, Steps, finish
 from tiercache.daemon.space import Namespace, Space
 from tiercache.daemon.traffic import Traffic
 from tiercache.daemon.unfinished import Unfinished
-from tiercache.daemon.writes import Reservation, Writes
+from tiercache.daemon.writes import Writes
 from tiercache.messages import KEY_BYTES
 
 _FLUSH_AT_ONCE = 2048
@@ -74,6 +74,7 @@ class Cache:
         self.ahead = Ahead(self.reads, clock_s, self.slices)
         unfinished = Unfinished(limits.quarantine_bytes, limits.floor_share, self.space.allocator)
         self.writes = Writes(self.space, self.below.published, clock_s, unfinished, events)
+        self.space.on_taken_back = self.writes.take_back
         self.events = events
         self.ages = Ages()
         if events is not None:

@@ -11,11 +11,11 @@ import heapq
 import secrets
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tiercache.daemon.index import Table
 from tiercache.daemon.policy import NO_ENTRY
-from tiercache.messages import KEY_BYTES
+from tiercache.messages import KEY_BYTES, MAX_RESERVE, BlockState
 
 if TYPE_CHECKING:
     from tiercache.daemon.below import HeldBelow
@@ -167,6 +167,28 @@ class WriteLease:
         """The key of the block before that one of the run, as its writer has named it; empty for none."""
         parent, keys = self.chain
         return keys[(place - 1) * KEY_BYTES : place * KEY_BYTES] if place else parent
+
+
+class Reservation(NamedTuple):
+    """Answer to `reserve`: one state per key, frames of those in state FRAME, in order."""
+
+    lease_id: int
+    states: list[BlockState]
+    frames: list[int]
+    parent_missing: bool
+
+
+def complete_run(first: PendingBlock) -> list[PendingBlock]:
+    """A complete block, and some below it that are complete too, as far as each is the only one there."""
+    run, last = [first], first
+    while len(last.children) == 1 and len(run) < MAX_RESERVE:
+        child = next(iter(last.children))
+        if child.phase is not BlockPhase.HELD:
+            break
+        child.parent_block, last.children = None, {}
+        run.append(child)
+        last = child
+    return run
 
 
 class Lease(Protocol):

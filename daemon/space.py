@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from tiercache.daemon.index import LIVE, Index, Table
 from tiercache.daemon.policies import Policies
 from tiercache.daemon.policy import NO_ENTRY, Policy, coldest_of
 from tiercache.daemon.quotas import NOBODY, Quotas
+from tiercache.daemon.shares import Shares
 from tiercache.daemon.tails import Prompts, Tails
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import REGION_SHIFT
@@ -96,6 +97,9 @@ class Space:
         self._policies: dict[int, dict[str, Policy]] = {}  # of a size of frames, by account
         self.quotas = quotas or Quotas({})
         self.quotas_below = quotas_below or Quotas({})
+        self.shares = Shares(self.allocator, self.quotas)
+        self.on_taken_back: Callable[[int], None] = lambda region_id: None
+        """Is told of a region that is emptied whatever keeps it."""
         self._headroom_bytes = headroom_bytes
         self._draining: tuple[int, int] | None = None  # region id, next frame to look at
         self._drain_rest = 0  # times that no drain is considered
@@ -157,12 +161,15 @@ class Space:
             count = self._within_quota(namespace, count, limit_bytes)
         frames: list[int] = []
         steps = room = ROOM_STEPS
+        may_take_back = self._draining is None and len(self._policies) > 1
         while len(frames) < count:
             frame = allocator.take(size_class, account)
             if frame != NO_FRAME:
                 frames.append(frame)
             elif steps > 0 and (done := self.index.unlink_slice(min(SLICE, steps))):
                 steps -= done
+            elif may_take_back and self._take_back(size_class, account):
+                may_take_back = False
             elif room > 0 and (gone := self._make_room(namespace, count - len(frames))):
                 room -= gone
             elif not self.tails.give_up():
@@ -216,10 +223,10 @@ class Space:
         """
         accounts = list(self._policies[namespace.size_class.frame_bytes].values())
         if len(accounts) == 1:
-            self._consider_drain(namespace.size_class, coldest_of(accounts))
+            self._consider_drain(namespace, coldest_of(accounts))
             evicted = self._evict(accounts[0], count)
         else:
-            evicted = self._evict_in_turn(namespace.size_class, accounts, count)
+            evicted = self._evict_in_turn(namespace, accounts, count)
         self.counters.evicted_blocks += evicted
         return evicted
 
@@ -230,14 +237,14 @@ class Space:
             evicted += self.index.evict_run(victim, count - evicted)
         return evicted
 
-    def _evict_in_turn(self, size_class: SizeClass, accounts: list[Policy], count: int) -> int:
+    def _evict_in_turn(self, namespace: Namespace, accounts: list[Policy], count: int) -> int:
         """Evict `count` blocks, or fewer, the coldest whoever has it.
 
         There may be thousands of accounts, so each is asked once, and then the one that gave.
         """
         order = [(stamp, place) for place, one in enumerate(accounts) if (stamp := one.coldest_stamp()) is not None]
         heapq.heapify(order)
-        self._consider_drain(size_class, accounts[order[0][1]] if order else None)
+        self._consider_drain(namespace, accounts[order[0][1]] if order else None)
         evicted = 0
         while evicted < count and order:
             place = order[0][1]
@@ -275,16 +282,37 @@ class Space:
     # A class that is out of frames gets a region of another one whose coldest block is colder than
     # its own. The region is emptied in slices and cannot be used before its last frame is back.
 
-    def _consider_drain(self, size_class: SizeClass, policy: Policy | None) -> None:
+    def _take_back(self, size_class: SizeClass, account: int) -> bool:
+        """Have an account that takes too many regions give one back; True when that is free at once.
+
+        Nothing keeps it: leases and pins of that account are revoked, and what is written there is dropped.
+        """
+        region_id = self.shares.to_give_back(size_class, account)
+        if region_id is None:
+            return False
+        self._drain(region_id)
+        self.on_taken_back(region_id)
+        return self.allocator.entries_of(region_id, draining=True) is None
+
+    def _drain(self, region_id: int) -> None:
+        self.allocator.drain(region_id)
+        self._draining = region_id, 0
+        self.counters.regions_drained += 1
+        self._drain_slice()
+
+    def _consider_drain(self, namespace: Namespace, policy: Policy | None) -> None:
         if self._draining is not None or len(self._policies) < 2:
             return
         if self._drain_rest:
             self._drain_rest -= 1
             return
-        own = None if policy is None else policy.coldest_stamp()
+        own, size_class = None if policy is None else policy.coldest_stamp(), namespace.size_class
+        # Who takes as much as he may in whole regions has one of his own emptied, or none.
+        alone = self.shares.at_limit(self.quotas.numbers.get(namespace.account, NO_ACCOUNT))
         coldest: tuple[int, Policy] | None = None
         for frame_bytes, accounts in self._policies.items():
-            other = None if frame_bytes == size_class.frame_bytes else coldest_of(list(accounts.values()))
+            its = [one for account, one in accounts.items() if not alone or account == namespace.account]
+            other = None if frame_bytes == size_class.frame_bytes or not its else coldest_of(its)
             stamp = None if other is None else other.coldest_stamp()
             if other is not None and stamp is not None and (coldest is None or stamp < coldest[0]):
                 coldest = stamp, other
@@ -297,10 +325,7 @@ class Space:
         self._drain_turn += 1
         if self._drainable(region_id):
             self._drain_turn = 0
-            self.allocator.drain(region_id)
-            self._draining = region_id, 0
-            self.counters.regions_drained += 1
-            self._drain_slice()
+            self._drain(region_id)
 
     def _drainable(self, region_id: int) -> bool:
         """Whether all its frames belong to blocks that nobody pins: then it can be emptied for good.

@@ -141,11 +141,13 @@ def _quotas(server: Server) -> list[dict[str, Any]]:
     used: dict[str, tuple[Quotas, Callable[[str], int]]] = {"dram": (space.quotas, space.used_bytes)}
     if nvme is not None:
         used["nvme"] = space.quotas_below, nvme.fairness.used_bytes
+    taken = space.shares.taken_bytes()
     return [
         {
             "name": account,
             "tier": tier,
             "used_bytes": used_bytes(account),
+            **({"region_bytes": taken[space.quotas.numbers[account]]} if tier == "dram" else {}),
             "limit_bytes": quotas.limit_bytes(account),
             "refused_blocks": quotas.refused[account],
         }

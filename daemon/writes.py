@@ -14,16 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from itertools import islice
-from typing import NamedTuple
 
 from tiercache.daemon.allocator import NO_FRAME
 from tiercache.daemon.events import Events, Named
-from tiercache.daemon.leases import BlockPhase, Deadlines, Owner, PendingBlock, WriteLease, new_lease_id
+from tiercache.daemon.index import LIVE
+from tiercache.daemon.leases import (
+    BlockPhase,
+    Deadlines,
+    Owner,
+    PendingBlock,
+    Reservation,
+    WriteLease,
+    complete_run,
+    new_lease_id,
+)
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.slices import Steps
 from tiercache.daemon.space import Namespace, Space
 from tiercache.daemon.unfinished import Unfinished
-from tiercache.messages import KEY_BYTES, MAX_RESERVE, NO_LEASE, BlockState, CommitState
+from tiercache.messages import KEY_BYTES, NO_LEASE, REGION_SHIFT, BlockState, CommitState
 from tiercache.metrics import LatencyHistogram
 
 _COMMIT_STATE = {
@@ -43,15 +52,6 @@ _HAVE, _PENDING, _FRAME, _NONE = BlockState.HAVE, BlockState.PENDING, BlockState
 _VISIBLE, _DROPPED = CommitState.VISIBLE, CommitState.DROPPED
 _WRITING, _HELD, _PHASE_DROPPED = BlockPhase.WRITING, BlockPhase.HELD, BlockPhase.DROPPED
 _PHASE_VISIBLE = BlockPhase.VISIBLE
-
-
-class Reservation(NamedTuple):
-    """Answer to `reserve`: one state per key, frames of those in state FRAME, in order."""
-
-    lease_id: int
-    states: list[BlockState]
-    frames: list[int]
-    parent_missing: bool
 
 
 class Writes:
@@ -282,7 +282,7 @@ class Writes:
             if not index.attached(parent):
                 self._drop(block)
                 continue
-            run = _complete_run(block)
+            run = complete_run(block)
             done += len(run)
             last = run[-1]
             keys, frames = [block.key for block in run], [block.frame for block in run]
@@ -370,6 +370,24 @@ class Writes:
         if block is not None:
             self._drop(block)
             self._drop_some()
+
+    def take_back(self, region_id: int) -> None:
+        """A region is emptied: drop what clients without the mapping write there, and what hangs below blocks there."""
+        state = self._space.index.state
+        doomed = [
+            block
+            for block in self.pending.values()
+            if (block.frame >> REGION_SHIFT == region_id and not block.lease.owner.mapped)
+            or (block.parent_entry != NO_ENTRY and state[block.parent_entry] != LIVE)
+        ]
+        for block in doomed:
+            if block.phase is not _PHASE_DROPPED:  # as it hung below another one of them
+                self._drop(block)
+        for lease in {block.lease for block in doomed if not block.lease.owner.mapped}:
+            for block in lease.blocks.values():
+                if block.phase is _PHASE_DROPPED:
+                    self._give_back(lease, block)
+            self._end_if_done(lease)
 
     # --- the ends of leases ----------------------------------------------------------------------
 
@@ -460,16 +478,3 @@ class Writes:
             dropped = (block for block in lease.blocks.values() if block.phase is BlockPhase.DROPPED)
             frames += [block.frame for block in dropped if block.frame != NO_FRAME]
         return frames
-
-
-def _complete_run(first: PendingBlock) -> list[PendingBlock]:
-    """A complete block, and some below it that are complete too, as far as each is the only one there."""
-    run, last = [first], first
-    while len(last.children) == 1 and len(run) < MAX_RESERVE:
-        child = next(iter(last.children))
-        if child.phase is not _HELD:
-            break
-        child.parent_block, last.children = None, {}
-        run.append(child)
-        last = child
-    return run

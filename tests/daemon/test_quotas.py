@@ -7,6 +7,7 @@ import pytest
 from tiercache.config import load_config
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.leases import Owner
+from tiercache.daemon.slices import finish
 from tiercache.daemon.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
 from tiercache.errors import ConfigError
 from tiercache.keys import KeyChain, root_key
@@ -188,3 +189,80 @@ def test_flushed_blocks_count_until_their_frames_are_free() -> None:
     while cache.work():
         pass  # the lease ends
     assert cache.space.used_bytes("a") == 0
+
+
+def squat(cache: Cache, tenant: str, regions: int) -> tuple[Owner, list[Namespace]]:
+    """One small block of another size in each region, each kept by a lease."""
+    owner, its = Owner(b"s" * 16), []
+    for number in range(regions):
+        its.append(open_for(cache, tenant, FRAME * (number + 1)))
+        assert store(cache, its[-1], chain("tiny", 1)) == 1
+        assert cache.match(owner, [its[-1]], chain("tiny", 1), 60.0).lease is not None
+    return owner, its
+
+
+def settle(cache: Cache) -> None:
+    while cache.work():
+        assert cache.check_integrity() == []
+    assert cache.check_integrity() == []
+
+
+def regions(count: int, **quota: int) -> Cache:
+    """An arena of so many regions of 16 frames; quotas in frames."""
+    cache = make_cache(16, **quota)
+    for number in range(1, count):
+        cache.space.allocator.add_region(number, REGION)
+    return cache
+
+
+def test_small_blocks_in_every_region_do_not_take_the_arena() -> None:
+    cache = regions(4, s=12, a=60)
+    owner, its = squat(cache, "s", 4)
+    a = open_for(cache, "a", 16 * FRAME)
+    for number in range(8):  # a region is back when it is asked for the next time
+        store(cache, a, chain(f"a{number}", 1))
+        settle(cache)
+    assert cache.space.used_bytes("a") == 48 * FRAME
+    assert len(owner.reads) == 1  # one region it has in any case
+    # And the rest that it wants it cannot have by driving others out.
+    assert store(cache, its[1], chain("again", 1)) + store(cache, its[2], chain("again", 1)) < 2
+    settle(cache)
+    assert cache.space.used_bytes("a") == 48 * FRAME
+
+
+def test_a_region_that_is_kept_by_stores_and_pins_comes_back_too() -> None:
+    cache = regions(3, s=12, a=60)
+    remote, pinned = Owner(b"r" * 16, mapped=False), open_for(cache, "s", 2 * FRAME)
+    assert cache.reserve(remote, open_for(cache, "s"), b"", chain("open", 1), 60.0).frames
+    assert store(cache, pinned, chain("pinned", 1)) == 1
+    assert finish(cache.reads.pin([pinned], chain("pinned", 1), 1000.0)) == 1
+    below = chain("parent", 2)
+    parent = open_for(cache, "s", 3 * FRAME)
+    assert store(cache, parent, below[:16]) == 1
+    assert cache.reserve(remote, parent, below[:16], below[16:], 60.0).frames
+    a = open_for(cache, "a", 16 * FRAME)
+    for number in range(2):
+        store(cache, a, chain(f"a{number}", 1))
+        settle(cache)
+        assert store(cache, a, chain(f"a{number}", 1)) == 1
+    settle(cache)
+
+
+def test_what_a_mapped_client_writes_to_is_never_given_to_others() -> None:
+    cache = regions(2, s=1, a=60)
+    writer = Owner(b"w" * 16)
+    frames = cache.reserve(writer, open_for(cache, "s"), b"", chain("open", 1), 60.0).frames
+    assert store(cache, open_for(cache, "s", 2 * FRAME), chain("x", 1)) == 0  # its quota is used up
+    a = open_for(cache, "a", 16 * FRAME)
+    for number in range(3):
+        store(cache, a, chain(f"a{number}", 1))
+        settle(cache)
+    assert not set(frames) & set(cache.space.index.frames_in_use())
+
+
+def test_nobody_gives_back_what_its_quota_allows() -> None:
+    cache = regions(3, s=48, a=48)
+    owner, _ = squat(cache, "s", 3)
+    store(cache, open_for(cache, "a", 16 * FRAME), chain("a", 1))
+    settle(cache)
+    assert len(owner.reads) == 3
