@@ -75,7 +75,7 @@ class AdminRequests:
         found = yield from self._cache.prefetch_in_slices(session.owner, namespaces, request.keys)
         return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
 
-    def _hint(self, session: Session, request: m.Hint) -> m.Reply:
+    def _hint(self, session: Session, request: m.Hint) -> Steps[m.Reply]:
         check_keys(request.keys, m.MAX_KEYS)
         namespaces = self._desk.namespaces(request.namespaces)
         if request.first < 0 or request.return_in_ms < 0 or request.ttl_ms < 0:
@@ -90,7 +90,7 @@ class AdminRequests:
             self._cache.clock_s(), request.done, min(request.return_in_ms, m.MAX_HINT_MS) / 1000,
             min(request.ttl_ms, m.MAX_HINT_MS) / 1000, m.Priority(request.priority) if request.priority else None,
         )  # fmt: skip
-        blocks = self._cache.hint(namespaces, request.keys, request.first, said)
+        blocks = yield from self._cache.hint_in_slices(namespaces, request.keys, request.first, said)
         if self._desk.recorder is not None:
             self._desk.recorder.hinted(namespaces, request)
         return m.Hinted(request.request_id, self._generation, blocks)
@@ -190,12 +190,14 @@ class AdminRequests:
             findings = [*findings[:MAX_FINDINGS], f"{len(findings) - MAX_FINDINGS} more"]
         return m.CheckReply(request.request_id, self._generation, findings, blocks, scanned)
 
-    def _inspect(self, session: Session, request: m.Inspect) -> m.Reply:
+    def _inspect(self, session: Session, request: m.Inspect) -> Steps[m.Reply]:
         check_keys(request.key, 1)
         cache = self._cache
         namespaces = self._desk.namespaces(request.namespaces) if request.namespaces else cache.all_namespaces()
-        blocks = places_of(cache, namespaces, request.key)
-        chain = chain_of(cache, namespaces, request.key) if blocks else []
+        blocks = yield from places_of(cache, namespaces, request.key)
+        # Only those that have it are looked into.
+        known = [cache.space.namespaces[number] for number in dict.fromkeys(view.namespace for view in blocks)]
+        chain = yield from chain_of(cache, known, request.key)
         packed = b"".join(chain) if request.chain else b""
         return m.Inspected(request.request_id, self._generation, blocks, len(chain), packed)
 

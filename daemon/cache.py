@@ -36,8 +36,10 @@ from tiercache.daemon.unfinished import Unfinished
 from tiercache.daemon.writes import Writes
 from tiercache.messages import KEY_BYTES
 
-_FLUSH_AT_ONCE = 2048
+_FLUSH_AT_ONCE = 1024
 """Entries unlinked before a flush is answered; the rest goes in the background."""
+_HINTED_AT_ONCE = 32
+"""Namespaces that a hint is about in one slice: each may take a walk over its chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +119,19 @@ class Cache:
         return found
 
     def hint(self, namespaces: Sequence[Namespace], keys: bytes, first: int, said: Said) -> int:
+        """See `hint_in_slices`: all of it at once."""
+        return finish(self.hint_in_slices(namespaces, keys, first, said))
+
+    def hint_in_slices(self, namespaces: Sequence[Namespace], keys: bytes, first: int, said: Said) -> Steps[int]:
         """What a client knows of the further use of blocks `first..` of `keys`; returns how many of `keys` are here."""
         hints, index, blocks = self.space.policies.hints, self.space.index, 0
         hints.count(said)
-        for namespace in namespaces:
+        for number, namespace in enumerate(namespaces, 1):
             places = [(index, namespace.table), *self.below.holders(namespace, keys)]
             window = namespace.spec.window_blocks
             blocks = max(blocks, hints.say(places, keys, first, said, window, len(namespaces)))
+            if not number % _HINTED_AT_ONCE:
+                yield
         if blocks and self.below.name:
             self.ahead.say(namespaces, keys[: blocks * KEY_BYTES], said)
         return blocks
@@ -161,7 +169,8 @@ class Cache:
         else:
             self.writes.drop_namespaces(set(numbers))
             for table in tables:
-                index.drop_table(table)
+                if not index.is_untouched(table):
+                    index.drop_table(table)
         index.unlink_slice(_FLUSH_AT_ONCE)
         self._end_cut()
         gone = before - sum(table.blocks for table in tables) if key else before

@@ -464,6 +464,10 @@ class Index:
         self._attached.clear()
         self._unlink(entry)
 
+    def is_untouched(self, table: Table) -> bool:
+        """Whether a namespace has no blocks, none on their way to its root, and none to be unlinked below that."""
+        return not self.children[table.root] and self.pins[table.root] == 1
+
     def drop_table(self, table: Table) -> int:
         """Forget all blocks of a namespace, in slices; returns how many there were."""
         root, blocks = table.root, table.blocks

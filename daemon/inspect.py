@@ -7,14 +7,22 @@ from collections.abc import Sequence
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.index import Index, Table
 from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.slices import Steps
 from tiercache.daemon.space import Namespace
 from tiercache.messages import MAX_INSPECTED, MAX_KEYS, MAX_LISTED_PINS, BlockView, PinView
 
+_NAMESPACES_AT_ONCE = 256
 
-def places_of(cache: Cache, namespaces: Sequence[Namespace], key: bytes) -> list[BlockView]:
+
+def places_of(cache: Cache, namespaces: Sequence[Namespace], key: bytes) -> Steps[list[BlockView]]:
     """Every place of the block, those in DRAM first; at most MAX_INSPECTED."""
-    here = [view for namespace in namespaces if (view := _in_dram(cache, namespace, key)) is not None]
-    below = [view for namespace in namespaces for view in cache.below.places(namespace, key)]
+    here, below = list[BlockView](), list[BlockView]()
+    for number, namespace in enumerate(namespaces, 1):
+        view = _in_dram(cache, namespace, key)
+        here += [] if view is None else [view]
+        below += cache.below.places(namespace, key)
+        if not number % _NAMESPACES_AT_ONCE:
+            yield
     return (here + below)[:MAX_INSPECTED]
 
 
@@ -30,12 +38,13 @@ def _in_dram(cache: Cache, namespace: Namespace, key: bytes) -> BlockView | None
     )
 
 
-def chain_of(cache: Cache, namespaces: Sequence[Namespace], key: bytes) -> list[bytes]:
+def chain_of(cache: Cache, namespaces: Sequence[Namespace], key: bytes) -> Steps[list[bytes]]:
     """The keys from the first block to this one, as one of the tiers has them; empty if none knows the chain.
 
     A step for each block: 5 ms for the longest.
     """
     for namespace in namespaces:
+        yield
         found = path_to(cache.space.index, namespace.table, key) or cache.below.chain(namespace, key)
         if found:
             return found
@@ -44,14 +53,15 @@ def chain_of(cache: Cache, namespaces: Sequence[Namespace], key: bytes) -> list[
 
 def path_to(index: Index, table: Table | None, key: bytes) -> list[bytes]:
     """Keys from the root of a table down to a block of it; empty where it is not, or has no chain."""
-    entry = NO_ENTRY if table is None or table.windowed else table.get(key)
-    path: list[bytes] = []
-    while entry != NO_ENTRY and table is not None and entry != table.root and len(path) < MAX_KEYS:
-        path.append(index.key[entry])
-        entry = index.parent[entry]
+    if table is None or table.windowed:
+        return []
+    entry, root, parent = table.get(key), table.root, index.parent
+    path: list[int] = []
+    while entry not in (NO_ENTRY, root) and len(path) < MAX_KEYS:
+        path.append(entry)
+        entry = parent[entry]
     # One that ends elsewhere than at the root is being unlinked, or is longer than a request may name.
-    whole = table is not None and entry == table.root
-    return path[::-1] if whole else []
+    return [index.key[at] for at in reversed(path)] if entry == root else []
 
 
 def pins_of(cache: Cache) -> list[PinView]:

@@ -15,9 +15,9 @@ from typing import TypeVar
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 
-LOOKUPS = 4096
+LOOKUPS = 2048
 """Keys looked up in one slice, about a millisecond."""
-PINS = 1024
+PINS = 512
 """Blocks pinned, touched or let go of in one slice: likewise."""
 
 

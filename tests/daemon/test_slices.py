@@ -116,7 +116,7 @@ def test_a_wide_window_is_pinned_touched_and_let_go_in_slices(monkeypatch: pytes
     assert not any(h.cache.space.index.pins[namespace.table.get(keys[at : at + 16])] for at in range(0, len(keys), 16))
 
 
-@pytest.mark.parametrize("after", range(5))
+@pytest.mark.parametrize("after", range(8))
 @pytest.mark.parametrize("what", ["all", "first", "last", "evicted"])
 def test_what_is_lost_between_two_slices_is_not_held(after: int, what: str) -> None:
     h = Harness(region_bytes=(WINDOW + 100) * FRAME_BYTES)
@@ -146,7 +146,7 @@ def test_what_is_lost_between_two_slices_is_not_held(after: int, what: str) -> N
     assert not list(h.cache.reads.loose_pins())
 
 
-@pytest.mark.parametrize("after", range(3))
+@pytest.mark.parametrize("after", range(6))
 def test_a_lookup_that_is_given_up_leaves_no_pin(after: int) -> None:
     h = Harness(region_bytes=(WINDOW + 100) * FRAME_BYTES)
     namespace, keys = windowed(h)
@@ -174,7 +174,7 @@ def test_a_pin_of_a_long_chain_looks_at_it_in_slices(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Index, "run_frames", counting)
     blocks, slices = in_slices(h.cache.reads.pin([namespace], keys, 10), h.check)
-    assert (blocks, slices) == (9000, 3)
+    assert (blocks, slices) == (9000, -(-9000 // LOOKUPS))
     assert most <= LOOKUPS
     assert h.cache.space.pinned_regions == {0: 1}
     assert h.cache.reads.pinned_blocks[namespace.number] == 9000
@@ -245,3 +245,25 @@ def test_windows_of_too_many_blocks_are_refused(client: Client) -> None:
     assert client.refusal("pin", numbers, new_chain(300), 1000) == "too_large"
     assert client.refusal("prefetch", numbers, new_chain(300)) == "too_large"
     assert client.ask("match", numbers, new_chain(297), 0)[0] == "matched"
+
+
+def test_lists_that_are_far_too_long_are_not_built(client: Client) -> None:
+    numbers = [client.namespace()]
+    assert client.refusal("renew", [1] * 65_537, 1000) == "malformed"
+    assert client.ask("renew", [1] * 65_536, 1000)[0] == "renewed"
+    assert client.refusal("match", numbers * 65_537, new_chain(1)) == "malformed"
+    assert client.refusal("match", numbers * 257, new_chain(1)) == "bad_value"
+    assert client.refusal("flush", "dram", numbers * 65_537, b"") == "malformed"
+
+
+def test_a_flush_of_many_namespaces_leaves_the_empty_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = Harness(regions=1)
+    spaces = [h.space(rank=rank, layers=layers) for rank in range(8) for layers in range(1, 20)]
+    h.store(spaces[5], chain(1, 2))
+    writing = h.cache.reserve(h.owner, spaces[9], b"", chain(2, 1), 10)
+    dropped = counted(monkeypatch, Index, "drop_table")
+    assert h.cache.flush([namespace.number for namespace in spaces], b"")[0] == 2
+    assert dropped() == 2
+    assert [int(state) for state in h.cache.writes.commit(h.owner, writing.lease_id, [0])] == [2]
+    assert h.cache.match(h.owner, [spaces[5]], chain(1, 2), 0).dram == 0
+    finish(h)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from tiercache.messages.limits import MAX_LISTED, Numbers
 from tiercache.messages.names import ModelCard
 from tiercache.messages.replies import Reply
 from tiercache.messages.requests import Request
@@ -19,7 +20,7 @@ class Flush(Request, tag="flush"):
     """
 
     tier: str
-    namespaces: list[int]
+    namespaces: Numbers
     key: bytes
 
 
@@ -27,8 +28,8 @@ class Report(Request, tag="report"):
     """What the client did with its mapping (`cuda`, `mlock`, `none`), its own counters, its models. -> `Done`."""
 
     registration: str
-    counters: dict[str, int]
-    models: list[ModelCard] = msgspec.field(default_factory=list)
+    counters: Annotated[dict[str, int], msgspec.Meta(max_length=MAX_LISTED)]
+    models: Annotated[list[ModelCard], msgspec.Meta(max_length=MAX_LISTED >> 4)] = msgspec.field(default_factory=list)
 
 
 class Models(Request, tag="models"):
@@ -61,7 +62,7 @@ class Inspect(Request, tag="inspect"):
     Empty `namespaces` means every one. `chain` asks for the keys from the first block to this one.
     """
 
-    namespaces: list[int]
+    namespaces: Numbers
     key: bytes
     chain: bool = False
 
@@ -73,7 +74,7 @@ class Pins(Request, tag="pins"):
 class Specs(Request, tag="specs"):
     """The specs of namespaces, in full. Answered with `SpecList`."""
 
-    namespaces: list[int]
+    namespaces: Numbers
 
 
 class Flushed(Reply, tag="flushed"):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from enum import Enum, IntEnum
+from typing import Annotated
+
+import msgspec
 
 PROTOCOL = 1
 OLDEST_PROTOCOL = 1
@@ -29,6 +32,11 @@ MAX_PIN_TTL_MS = 7 * 86_400_000
 MAX_HINT_MS = 7 * 86_400_000
 MAX_INSPECTED = 256
 MAX_LISTED_PINS = 1024
+MAX_LISTED = 65_536
+"""Values in one array of a request: a longer one is malformed, and not even built."""
+
+Numbers = Annotated[list[int], msgspec.Meta(max_length=MAX_LISTED)]
+"""Of namespaces or leases, in a request."""
 
 REGION_SHIFT = 48
 OFFSET_MASK = (1 << REGION_SHIFT) - 1

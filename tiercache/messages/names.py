@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from tiercache.messages.limits import CHAIN_HASHING, KEY_BYTES, MAX_NAMESPACES_PER_REQUEST
+from tiercache.messages.limits import CHAIN_HASHING, KEY_BYTES, MAX_NAMESPACES_PER_REQUEST, MAX_RESERVE
 
 
 class EventRun(msgspec.Struct, array_like=True, frozen=True):
@@ -21,7 +21,7 @@ class EventRun(msgspec.Struct, array_like=True, frozen=True):
         extra_keys: for each block what else the hash covers (images, salt), if anything.
     """
 
-    hashes: list[int | bytes]
+    hashes: Annotated[list[int | bytes], msgspec.Meta(max_length=MAX_RESERVE)]
     parent: int | bytes | None
     tokens: bytes
     group: int | None = None
@@ -29,7 +29,7 @@ class EventRun(msgspec.Struct, array_like=True, frozen=True):
     window: int | None = None
     lora_id: int | None = None
     lora_name: str | None = None
-    extra_keys: list[Any] | None = None
+    extra_keys: Annotated[list[Any], msgspec.Meta(max_length=MAX_RESERVE)] | None = None
 
     def part(self, first: int, count: int) -> EventRun:
         """Blocks `first ..< first + count` of these."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tiercache.layout import NamespaceSpec
+from tiercache.messages.limits import Numbers
 from tiercache.messages.names import EventRun
 
 
@@ -44,7 +45,7 @@ class Match(Request, tag="match"):
     `Resolve` asks for one of them, and only if `promote` is set too.
     """
 
-    namespaces: list[int]
+    namespaces: Numbers
     keys: bytes
     ttl_ms: int = 0
     resolve: int = 0
@@ -55,7 +56,7 @@ class Match(Request, tag="match"):
 class Peek(Request, tag="peek"):
     """What a `Match` would find, without a trace: no lease, no recency, no counters. Answered with `Peeked`."""
 
-    namespaces: list[int]
+    namespaces: Numbers
     keys: bytes
 
 
@@ -83,7 +84,7 @@ class Release(Request, tag="release"):
 class Renew(Request, tag="renew"):
     """Extend leases (read or write). Answered with `Renewed`."""
 
-    leases: list[int]
+    leases: Numbers
     ttl_ms: int
 
 
@@ -146,7 +147,7 @@ class Write(Request, tag="write"):
 class Pin(Request, tag="pin"):
     """Keep the stored prefix of `keys` from eviction for `ttl_ms`. Answered with `Pinned`."""
 
-    namespaces: list[int]
+    namespaces: Numbers
     keys: bytes
     ttl_ms: int
 
@@ -154,14 +155,14 @@ class Pin(Request, tag="pin"):
 class Unpin(Request, tag="unpin"):
     """End pins that were set with the same keys. Answered with `Pinned` (blocks unpinned)."""
 
-    namespaces: list[int]
+    namespaces: Numbers
     keys: bytes
 
 
 class Prefetch(Request, tag="prefetch"):
     """Bring the stored prefix of `keys` up into DRAM. Answered with `Matched`, without a lease."""
 
-    namespaces: list[int]
+    namespaces: Numbers
     keys: bytes
 
 
@@ -174,7 +175,7 @@ class Hint(Request, tag="hint"):
     `Priority`. Times are cut to MAX_HINT_MS.
     """
 
-    namespaces: list[int]
+    namespaces: Numbers
     keys: bytes
     first: int = 0
     done: bool = False
