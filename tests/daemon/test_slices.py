@@ -263,7 +263,7 @@ def test_a_flush_of_many_namespaces_leaves_the_empty_ones_alone(monkeypatch: pyt
     writing = h.cache.reserve(h.owner, spaces[9], b"", chain(2, 1), 10)
     dropped = counted(monkeypatch, Index, "drop_table")
     assert h.cache.flush([namespace.number for namespace in spaces], b"")[0] == 2
-    assert dropped() == 2
+    assert dropped() == 1  # what was pending in the other one was dropped by itself
     assert [int(state) for state in h.cache.writes.commit(h.owner, writing.lease_id, [0])] == [2]
     assert h.cache.match(h.owner, [spaces[5]], chain(1, 2), 0).dram == 0
     finish(h)
