@@ -18,8 +18,8 @@ from tiercache.errors import ConfigError
 
 log = logging.getLogger("tiercache.daemon")
 
-CONNECTIONS_PER_SESSION = 4
-"""To each control socket (this host's, and the TCP one), for each session allowed."""
+CONNECTIONS_PER_SESSION = 16
+"""To each control socket (this host's, and the TCP one), for each session allowed; sessions are told at their hello."""
 _PER_SESSION = 3
 """Its socket, its pidfd, and one of a process whose session has ended with frames in quarantine."""
 _PER_DIRECTORY = 24

@@ -145,7 +145,7 @@ class Server:
             wants_events, control = self.events is not None, "" if session.tenant else endpoint
             return Welcome(
                 protocol, self.generation, session.token, control, __version__, config.arena_bytes, wants_events,
-                hints=True,
+                hints=True, connections=CONNECTIONS_PER_SESSION,
             )  # fmt: skip
 
         socket_path = session_socket_path(config.run_dir)

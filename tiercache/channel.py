@@ -30,7 +30,8 @@ from tiercache.wire import UNREADABLE
 
 HIGH_WATER_MESSAGES = 1024
 PIPELINE_DEPTH = 8
-MAX_IDLE_CHANNELS = 16
+MAX_CHANNELS = 16
+"""Connections of one session, with a daemon that does not say how many it may have."""
 LATE_CHANNEL_S = 30.0
 """How long a channel with a missing reply is watched for it, before it is closed."""
 LOOK_UP_NS = 100_000_000
@@ -105,7 +106,7 @@ def _forget_context() -> None:
 class Channel:
     """One DEALER socket to the daemon's ROUTER. Not thread-safe."""
 
-    __slots__ = ("_receive_timeout_ms", "_socket", "late_until_s", "owed")
+    __slots__ = ("_receive_timeout_ms", "_socket", "holder", "late_until_s", "owed")
 
     def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
         socket = process_context().socket(zmq.DEALER)
@@ -118,6 +119,8 @@ class Channel:
         socket.connect(endpoint)
         self._socket = socket
         self._receive_timeout_ms = -1
+        self.holder = 0
+        """The thread that has checked it out."""
         self.owed = 0
         """Replies that its former users did not wait for."""
         self.late_until_s = 0.0
@@ -170,11 +173,15 @@ class Pending(Generic[R]):
 
 
 class Channels:
-    """All channels of one session. Thread-safe.
+    """All channels of one session, no more than the daemon allows. Thread-safe.
+
+    A thread that holds none waits while half as many threads as there may be channels hold some. One that holds
+    one gets a second at once, so that nobody waits for those who wait.
 
     Args:
         endpoint, session, generation: from the daemon's `Welcome`.
         keys: for a daemon on another host.
+        most: connections that this session may have; 0: unsaid.
         timeout_s: deadline of a request whose caller names none.
         on_late: gets every reply of this generation that came after its caller had gone. Called
             in the thread that finds it; must not block.
@@ -188,6 +195,7 @@ class Channels:
         timeout_s: float,
         on_late: Callable[[AnyReply], None],
         keys: ClientKeys | None = None,
+        most: int = 0,
     ) -> None:
         self.generation = generation
         self.timeout_s = timeout_s
@@ -195,12 +203,14 @@ class Channels:
         self._session = session
         self._on_late = on_late
         self._keys = keys
-        self._lock = threading.Lock()
+        self._changed = threading.Condition(threading.Lock())
+        self._most = most or MAX_CHANNELS
+        self._holders: dict[int, int] = {}  # threads, and how many channels they have checked out
         self._idle: list[Channel] = []
         self._late: deque[Channel] = deque()
         self._closed = False
         self._why_closed = "the session with the daemon is over"
-        forks.watch(self, "_lock")
+        forks.watch(self, "_changed")
 
     def call(
         self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
@@ -216,8 +226,8 @@ class Channels:
         self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
     ) -> Pending[R]:
         """Send one request. Its reply must be taken with `wait`, or given up with `abandon`."""
-        channel = self._check_out()
         timeout_s = timeout_s or self.timeout_s
+        channel = self._check_out(timeout_s)
         deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         request_id = next(_request_ids)
         request = request_type(request_id, self._session, self.generation, deadline_ns // 1000, **fields)
@@ -239,7 +249,7 @@ class Channels:
                 if reply.generation != self.generation and not _says_session_is_over(reply):
                     continue
                 if reply.request_id != pending.request_id:
-                    self._on_late(reply)
+                    self._take_late(channel, reply)
                     continue
                 owed = 0
                 return _expected(reply, pending.expect)
@@ -269,7 +279,7 @@ class Channels:
         Every request has a deadline of its own. Raises as `call` does; replies still missing then
         are treated as late ones.
         """
-        channel = self._check_out()
+        channel = self._check_out(timeout_s or self.timeout_s)
         waiting: dict[int, tuple[int, int]] = {}
         broken = True
         try:
@@ -319,7 +329,7 @@ class Channels:
                 continue
             slot = waiting.pop(reply.request_id, None)
             if slot is None:
-                self._on_late(reply)
+                self._take_late(channel, reply)
                 continue
             on_reply(slot[0], _expected(reply, expect), payload)
 
@@ -337,10 +347,10 @@ class Channels:
 
     def collect_late(self) -> bool:
         """Read what came in on late channels, without waiting. True while there are such channels."""
-        with self._lock:
+        with self._changed:
             channels, self._late = self._late, deque()
         kept = [channel for channel in channels if self._read_late(channel)]
-        with self._lock:
+        with self._changed:
             if self._closed:
                 for channel in kept:
                     channel.close()
@@ -353,8 +363,7 @@ class Channels:
         try:
             while channel.owed and (received := channel.receive(0)) is not None:
                 if received[0].generation == self.generation:
-                    channel.owed -= 1
-                    self._on_late(received[0])
+                    self._take_late(channel, received[0])
         except (ProtocolError, zmq.ZMQError):
             channel.close()
             return False
@@ -366,10 +375,16 @@ class Channels:
             return False
         return True
 
+    def _take_late(self, channel: Channel, reply: AnyReply) -> None:
+        """A reply that its caller did not wait for."""
+        channel.owed = max(0, channel.owed - 1)
+        self._on_late(reply)
+
     def close(self) -> None:
         """End all channels; those in use are closed when their call returns. Idempotent."""
-        with self._lock:
+        with self._changed:
             self._closed = True
+            self._changed.notify_all()
             channels = [*self._idle, *self._late]
             self._idle.clear()
             self._late.clear()
@@ -383,29 +398,53 @@ class Channels:
         self._idle.clear()
         self._late.clear()
 
-    def _check_out(self) -> Channel:
-        with self._lock:
+    def _check_out(self, timeout_s: float) -> Channel:
+        thread = threading.get_ident()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._may_hold(thread), timeout_s):
+                text = f"requests of {len(self._holders)} threads of this client are under way: ask less at once"
+                raise RequestRefused(ErrorCode.LIMIT.value, text)
             if self._closed:
                 raise DaemonUnavailable(self._why_closed)
-            if self._idle:
-                return self._idle.pop()
+            # One whose late replies are still to come does as well: they are told from others by their request ids.
+            channel = self._idle.pop() if self._idle else self._late.popleft() if self._late else None
+            self._holders[thread] = self._holders.get(thread, 0) + 1
         try:
-            return Channel(self._endpoint, self._keys)
-        except zmq.ZMQError as error:
-            raise DaemonUnavailable(f"no connection to {self._endpoint}: {error}") from error
+            if channel is None:
+                channel = Channel(self._endpoint, self._keys)
+            channel.holder = thread
+        except BaseException as error:
+            self._let_go(thread)
+            if isinstance(error, zmq.ZMQError):
+                raise DaemonUnavailable(f"no connection to {self._endpoint}: {error}") from error
+            raise
+        return channel
+
+    def _may_hold(self, thread: int) -> bool:
+        return self._closed or thread in self._holders or len(self._holders) < max(1, self._most // 2)
+
+    def _let_go(self, thread: int) -> None:
+        with self._changed:
+            left = self._holders.pop(thread, 1) - 1
+            if left:
+                self._holders[thread] = left
+            else:
+                self._changed.notify()
 
     def _check_in(self, channel: Channel, *, owed: int = 0, broken: bool = False) -> None:
-        with self._lock:
+        with self._changed:
             channel.owed += owed
-            if not self._closed and not broken:
-                if channel.owed:
-                    channel.late_until_s = time.monotonic() + LATE_CHANNEL_S
-                    self._late.append(channel)
-                    return
-                if len(self._idle) < MAX_IDLE_CHANNELS:
-                    self._idle.append(channel)
-                    return
-        channel.close()
+            kept = not self._closed and not broken and len(self._idle) + len(self._late) < self._most
+            if kept and channel.owed:
+                channel.late_until_s = time.monotonic() + LATE_CHANNEL_S
+                self._late.append(channel)
+            elif kept:
+                self._idle.append(channel)
+        if channel.holder:
+            thread, channel.holder = channel.holder, 0
+            self._let_go(thread)
+        if not kept:
+            channel.close()
 
 
 def _says_session_is_over(reply: AnyReply) -> bool:

@@ -141,7 +141,9 @@ class Session:
         self._asked_s = time.monotonic()
         self._clock_differs = False
         endpoint, keys = (self.welcome.control, None) if remote is None else remote
-        self._channels = Channels(endpoint, self.welcome.session, self.generation, timeout_s, self._on_late, keys)
+        self._channels = Channels(
+            endpoint, self.welcome.session, self.generation, timeout_s, self._on_late, keys, self.welcome.connections
+        )
 
     def _say_hello(self, address: str | Path, hello: Hello, timeout_s: float) -> Welcome:
         path = session_socket_path(address)

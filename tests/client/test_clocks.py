@@ -69,7 +69,7 @@ def test_a_client_whose_clock_is_ahead_has_its_late_requests_refused_again(
     def ask_late() -> None:
         ours = connector.client.session()
         deadline_us = time.monotonic_ns() // 1000 - 1_000_000
-        channel = ours._channels._check_out()
+        channel = ours._channels._check_out(60)
         channel.send(m.Match(1, ours.welcome.session, ours.generation, deadline_us, namespaces=[1], keys=KEYS))
         received = channel.receive(time.monotonic_ns() + 60_000_000_000)
         ours._channels._check_in(channel)

@@ -24,6 +24,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     """The daemon's answer. `control` is the ZeroMQ endpoint of the ROUTER.
 
     `kv_events`: the daemon publishes events, and wants an `EventRun` with what is stored. `hints`: it takes a `Hint`.
+    `connections`: how many this session may have to the control socket at a time; 0: unsaid.
     """
 
     protocol: int
@@ -34,6 +35,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     arena_bytes: int
     kv_events: bool = False
     hints: bool = False
+    connections: int = 0
 
 
 class Regions(msgspec.Struct, array_like=True, tag="regions"):
