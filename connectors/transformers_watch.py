@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from tiercache import forks
 from tiercache.connectors.transformers_model import constant_rope_tokens
 from tiercache.connectors.weight_sample import WeightSample
 from tiercache.errors import ModelRefused
@@ -129,6 +130,7 @@ class ModelWatch:
         self._salt = salt
         self._sample = WeightSample()
         self._lock = threading.Lock()
+        forks.watch(self, "_lock")
         self._form: list[tuple[torch.dtype, torch.device]] = []
         self._named: _Look | None = None  # what `_weights` names
         self._last: _Look | None = None

@@ -7,6 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 
+from tiercache import forks
+
 MAX_THREADS = 8
 MAX_WAITING = 1024
 """Pieces of work with one key."""
@@ -25,6 +27,11 @@ class Apart:
         self._name = name
         self._lock = threading.Lock()
         self._waiting: dict[Hashable, deque[Callable[[], object]]] = {}  # of keys that have a thread
+        forks.watch(self, "_lock")
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child, where no thread is left to do it."""
+        self._waiting.clear()
 
     def begin(self, key: Hashable, work: Callable[[], object]) -> bool:
         """Have it done soon; returns whether it will be."""
