@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from tiercache.arguments import HelpFormatter
-from tiercache.config import add_config_flags, flags_from_args, load_config
+from tiercache.config import Resolved, add_config_flags, flags_from_args, resolve_config
 from tiercache.errors import TierCacheError
 
 EXAMPLES = """\
@@ -40,8 +40,12 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a daemon; exit status 0 after a clean stop, 1 when it failed, 2 for a wrong setting."""
     args = make_parser().parse_args(argv)
+
+    def read() -> Resolved:
+        return resolve_config(args.config, flags=flags_from_args(args))
+
     try:
-        config = load_config(args.config, flags=flags_from_args(args))
+        running = read()
     except TierCacheError as error:
         print(f"tiercache daemon: {error}", file=sys.stderr)
         return 2
@@ -51,11 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tiercache.daemon.regions import check_fits
     from tiercache.daemon.server import Server
 
+    config = running.config
     log = start_logging(config.log_level, config.log_format)
 
     async def serve() -> int:
-        check_fits(config.arena_bytes)
-        return await Server(fit(config, raise_limit()), log.figures).run(args.parent_fd)
+        files = raise_limit()
+
+        def checked(found: Resolved, *, quiet: bool) -> Resolved:
+            check_fits(found.config.arena_bytes)
+            return found._replace(config=fit(found.config, files, quiet=quiet))
+
+        server = Server(checked(running, quiet=False), lambda: checked(read(), quiet=True), log.figures)
+        return await server.run(args.parent_fd)
 
     try:
         return asyncio.run(serve())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import msgspec
@@ -12,8 +13,9 @@ from tiercache.daemon.hints import said_at
 from tiercache.daemon.inspect import chain_of, pins_of, places_of
 from tiercache.daemon.sessions import Session
 from tiercache.daemon.slices import Steps
-from tiercache.errors import RequestRefused
+from tiercache.errors import ConfigError, RequestRefused
 from tiercache.messages import NO_LEASE, ErrorCode
+from tiercache.settings import SETTINGS
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -38,6 +40,7 @@ class AdminRequests:
         self._desk = desk
         self._cache = desk.cache
         self._generation = desk.generation
+        self._tasks: set[asyncio.Future[None]] = set()  # the loop itself keeps none of them alive
 
     def methods(self) -> dict[type, Method]:
         """What answers each kind of request."""
@@ -53,6 +56,8 @@ class AdminRequests:
             m.Inspect: self._inspect,
             m.Pins: self._pins,
             m.Specs: self._specs,
+            m.Settings: self._settings,
+            m.ChangeSetting: self._change_setting,
         }
 
     def _pin(self, session: Session, request: m.Pin) -> Steps[m.Reply]:
@@ -215,6 +220,31 @@ class AdminRequests:
                 break
             specs[namespace.number] = msgspec.to_builtins(namespace.spec)
         return m.SpecList(request.request_id, self._generation, specs)
+
+    def _settings(self, session: Session, request: m.Settings) -> m.Reply | None:
+        identity, settings = self._desk.identity, self._desk.settings
+        assert settings is not None
+
+        async def answer() -> None:
+            listed, problem = await settings.view()
+            reply = m.SettingList(request.request_id, self._generation, listed, problem)
+            self._desk.answer(identity, session, reply)
+
+        task = asyncio.ensure_future(answer())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return None
+
+    def _change_setting(self, session: Session, request: m.ChangeSetting) -> m.Reply:
+        settings = self._desk.settings
+        assert settings is not None
+        try:
+            note = settings.change(request.key, request.value)
+        except ConfigError as error:
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, str(error)) from None
+        setting = SETTINGS[request.key]
+        value = setting.kind.render(getattr(settings.config, setting.field))
+        return m.Changed(request.request_id, self._generation, value, note)
 
 
 def models_of(session: Session) -> dict[bytes, m.ModelCard]:

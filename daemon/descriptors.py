@@ -53,10 +53,10 @@ def needed(
     )  # fmt: skip
 
 
-def fit(config: DaemonConfig, limit: int) -> DaemonConfig:
+def fit(config: DaemonConfig, limit: int, *, quiet: bool = False) -> DaemonConfig:
     """The settings with as many sessions as `limit` descriptors are enough for. Raises ConfigError for too few.
 
-    Says in the log if these are fewer than asked for.
+    Says in the log if these are fewer than asked for, unless it is to be `quiet`.
     """
 
     def takes(sessions: int) -> int:
@@ -78,7 +78,8 @@ def fit(config: DaemonConfig, limit: int) -> DaemonConfig:
     if sessions < least:
         text = f"this process may open {limit} files, and the daemon needs {takes(least)} for {least} clients alone"
         raise ConfigError(f"{text}: {remedy}")
-    log.warning(
+    log.log(
+        logging.DEBUG if quiet else logging.WARNING,
         "max_sessions is %d instead of %d, since this process may open %d files: %s",
         sessions, config.max_sessions, limit, remedy,
     )  # fmt: skip

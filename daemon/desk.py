@@ -19,6 +19,7 @@ from tiercache.errors import RequestRefused
 from tiercache.messages import KEY_BYTES, ErrorCode
 
 if TYPE_CHECKING:
+    from tiercache.daemon.live_settings import LiveSettings
     from tiercache.daemon.recorder import Recorder
 
 encoder = msgspec.msgpack.Encoder()
@@ -47,6 +48,7 @@ class Desk:
         unsent: what of earlier answers waits to be read.
         send: gives an answer to a connection, once there is a router.
         recorder: is told what is asked, if anybody wants that written down.
+        settings: what the daemon runs with.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Desk:
         self.tenant = ""
         self.send: Callable[[bytes, Answer], None] = _nowhere
         self.recorder: Recorder | None = None
+        self.settings: LiveSettings | None = None
 
     def answer(self, identity: bytes, session: Session, reply: m.Reply) -> None:
         """Answer a request that had to wait."""

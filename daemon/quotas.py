@@ -31,23 +31,31 @@ class Quotas:
     """
 
     def __init__(self, limits: Mapping[str, int]) -> None:
+        self.members: dict[str, list[int]] = {}
+        self.numbers: dict[str, int] = {}
+        self.refused: Counter[str] = Counter()
+        self.change(limits)
+
+    def change(self, limits: Mapping[str, int]) -> None:
+        """Other limits from now on. Namespaces keep their accounts: one that is in none has no limit."""
         self._limits = dict(limits)
         self._every_other = self._limits.pop(EVERY_OTHER, None)
         # The longest first: of two that fit, the one that says more.
         self._starts = sorted((name for name in self._limits if name.startswith(NAMESPACE)), key=len, reverse=True)
-        self.members: dict[str, list[int]] = {name: [] for name in self._limits}
-        self.numbers: dict[str, int] = {name: number for number, name in enumerate(self._limits, 1)}
-        self.refused: Counter[str] = Counter()
+        for name in self._limits:
+            self.members.setdefault(name, [])
+            self.numbers.setdefault(name, len(self.numbers) + 1)
 
     def enter(self, number: int, tenant: str, fingerprint: str) -> str:
         """The account of a new namespace."""
-        account = self._account(tenant, fingerprint)
+        account = self.account_of(tenant, fingerprint)
         if account != NOBODY:
             self.members.setdefault(account, []).append(number)
             self.numbers.setdefault(account, len(self.numbers) + 1)
         return account
 
-    def _account(self, tenant: str, fingerprint: str) -> str:
+    def account_of(self, tenant: str, fingerprint: str) -> str:
+        """Whose limit such a namespace is under if it is new."""
         for name in self._starts:
             if fingerprint.startswith(name.removeprefix(NAMESPACE)):
                 return name
@@ -56,4 +64,6 @@ class Quotas:
 
     def limit_bytes(self, account: str) -> int | None:
         """What an account may have, or None for all there is."""
-        return None if account == NOBODY else self._limits.get(account, self._every_other)
+        if account == NOBODY or (account.startswith(NAMESPACE) and account not in self._limits):
+            return None
+        return self._limits.get(account, self._every_other)

@@ -11,6 +11,7 @@ was stopped for a while reads the renewals in its queue before it judges.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import os
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache import __version__
 from tiercache.arena import Region
-from tiercache.config import DaemonConfig, control_endpoint, session_socket_path
+from tiercache.config import DaemonConfig, Resolved, control_endpoint, session_socket_path
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.changes import HealthLog
 from tiercache.daemon.clock import LeaseClock
@@ -30,6 +31,8 @@ from tiercache.daemon.descriptors import CONNECTIONS_PER_SESSION
 from tiercache.daemon.desk import Desk
 from tiercache.daemon.events import Events
 from tiercache.daemon.http_process import HttpProcess
+from tiercache.daemon.live_settings import LiveSettings
+from tiercache.daemon.logs import STDERR
 from tiercache.daemon.priority import go_first
 from tiercache.daemon.publisher import Publisher
 from tiercache.daemon.regions import RegionMaker
@@ -66,8 +69,11 @@ _GC_THRESHOLDS = (50_000, 20, 100)
 class Server:
     """One daemon. `run` returns its exit status."""
 
-    def __init__(self, config: DaemonConfig, log_figures: Callable[[], dict[str, Any]] = dict) -> None:
-        self.config = config
+    def __init__(
+        self, running: Resolved, again: Callable[[], Resolved], log_figures: Callable[[], dict[str, Any]] = dict
+    ) -> None:
+        """`again` reads the settings anew, for a reload."""
+        config = self.config = running.config
         self.log_figures = log_figures
         self._health_log = HealthLog()
         self.started_s = time.monotonic()
@@ -83,6 +89,7 @@ class Server:
         below_bytes = config.nvme_capacity_bytes
         what_if = WhatIf(self.clock, config.arena_bytes, below_bytes) if config.what_if else None
         self.cache = Cache(self.clock, limits, self.nvme, self.events, what_if)
+        self.settings = LiveSettings(running, again, self.cache)
         if self.nvme is not None:
             self.nvme.attach(self.cache)
         self.recorder: Recorder | None = None
@@ -155,7 +162,7 @@ class Server:
             self.cache, self.generation, self.gate.sessions, self.regions, lease_ttl_max_s=config.lease_ttl_max_s,
             max_leases=config.max_leases_per_session, region_bytes=min(config.region_bytes, config.arena_bytes),
         )  # fmt: skip
-        desk.recorder = self.recorder
+        desk.recorder, desk.settings = self.recorder, self.settings
         slow = SlowRequests(config.slow_request_s, self.cache.counters)
         self.service = Service(
             desk, self.clock, end=lambda session: self._later(self.gate.end, session),
@@ -207,9 +214,25 @@ class Server:
     def _watch(self, parent_fd: int | None) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self._stopping.set)
+        self.loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         if parent_fd is not None:
             # The parent holds the other end and never writes: readable means that it has ended.
             self.loop.add_reader(parent_fd, self._stopping.set)
+
+    def _hang_up(self) -> None:
+        """SIGHUP: settings are read again. From a terminal that has gone it is the end, as it always was."""
+        try:
+            os.tcgetpgrp(STDERR)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                self._stopping.set()
+                return
+        self._reloading = asyncio.ensure_future(self._reload())
+
+    async def _reload(self) -> None:
+        _notify_systemd(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        await self.settings.reload()
+        _notify_systemd("READY=1")
 
     def _later(self, call: Any, *args: Any) -> None:
         self.loop.call_soon(call, *args)

@@ -68,6 +68,8 @@ ANSWERS: Mapping[type[Request], type[Reply]] = {
     messages.Pins: messages.PinList,
     messages.Specs: messages.SpecList,
     messages.Hint: messages.Hinted,
+    messages.Settings: messages.SettingList,
+    messages.ChangeSetting: messages.Changed,
 }
 """The reply that each request is answered with, when it is not an `Error`."""
 

@@ -196,12 +196,13 @@ def resolve_config(
     sources = dict.fromkeys(SETTINGS, DEFAULT)
     for layer in layers:
         for key, (value, source) in layer.items():
-            values[SETTINGS[key].field] = _checked(key, value, source)
+            values[SETTINGS[key].field] = parse_setting(key, value, source)
             sources[key] = source
     return Resolved(DaemonConfig(**values), sources)
 
 
-def _checked(key: str, value: Any, source: str) -> Any:
+def parse_setting(key: str, value: Any, source: str) -> Any:
+    """The field's value of one setting. Raises ConfigError, which names `source`."""
     setting = SETTINGS[key]
     where = f"{key} = {value} (from {source})"
     takes = isinstance(value, (str, int, float, os.PathLike))
@@ -369,6 +370,7 @@ __all__ = [
     "flag_name",
     "flags_from_args",
     "load_config",
+    "parse_setting",
     "render_toml",
     "resolve_config",
     "session_socket_path",

@@ -261,6 +261,11 @@ def check_region(value: int) -> str | None:
     return f"must be a multiple of 2MiB (a huge page): write {nearest}"
 
 
+def _plain_bytes(value: int) -> str:
+    """As `toml_bytes`, without the quotes: it stands in a text already."""
+    return toml_bytes(value).strip('"')
+
+
 ENDPOINT = Kind("ENDPOINT", str, lambda value: events_problem(value, True) if value else None, _toml_string)
 HTTP = Kind("HOST:PORT", str, lambda value: http_problem(value, True) if value else None, _toml_string)
 HOSTS = Kind("HOST,...", str, hosts_problem, _toml_string)
@@ -274,7 +279,7 @@ OPTIONAL_FILE = OPTIONAL_DIRECTORY._replace(metavar="FILE")
 GROUP = Kind("NAME", lambda value: str(value), lambda value: None, _toml_string)
 QUOTA = Kind(
     "WHO=SIZE[,..]", _parse_quota, lambda value: None,
-    lambda value: _toml_string(",".join(f"{tenant}={toml_bytes(size)}" for tenant, size in value)),
+    lambda value: _toml_string(",".join(f"{tenant}={_plain_bytes(size)}" for tenant, size in value)),
 )  # fmt: skip
 LISTEN = Kind("ENDPOINT", str, lambda value: _listen_problem(value) if value else None, _toml_string)
 DIRECTORIES = Kind(

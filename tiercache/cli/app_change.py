@@ -88,3 +88,22 @@ def unpin(
     from tiercache.cli import pin as command
 
     return command.unpin(address, key=key, everything=everything, as_json=as_json)
+
+
+@app.command("set", rich_help_panel=CHANGE, epilog=ending("""\
+  tiercache set log_level=debug       until the daemon reloads its settings or is restarted
+  tiercache set quota='team-a=16GiB,*=1GiB'
+  tiercache config --running          shows what was set by hand
+""", "0 it was changed, 1 no daemon answers, 2 a wrong setting or value"))
+def set_(
+    assignment: Annotated[str, typer.Argument(metavar="KEY=VALUE", help="log_level, quota or nvme_quota.")],
+    as_json: Json = False,
+    address: Address = None,
+) -> int:
+    """Change a setting of a running daemon: log_level, quota or nvme_quota.
+
+    It holds until the daemon reloads its settings (SIGHUP) or is restarted: to keep it write it into the file too.
+    """
+    from tiercache.cli import config as command
+
+    return command.change(address, assignment, as_json=as_json)

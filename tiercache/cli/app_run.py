@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tiercache.cli.command_line import OWN_HELP, RUN, Json, app, ending
+from tiercache.cli.command_line import OWN_HELP, RUN, Address, Json, app, ending
 
 
 @app.command(rich_help_panel=RUN, **OWN_HELP)
@@ -22,16 +22,24 @@ def daemon(context: typer.Context) -> int:
   tiercache config > tiercache.toml   a file to start from: every setting, explained
   TIERCACHE_ARENA=16GiB tiercache config
                                       says where each value that was chosen came from
+  tiercache config --running          what a daemon runs with, and what a restart would change
 """))
 def config(
     path: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="TOML file (default: $TIERCACHE_CONFIG).")
     ] = None,
+    running: Annotated[bool, typer.Option("--running", help="Those of the daemon that runs.")] = False,
     as_json: Json = False,
+    address: Address = None,
 ) -> int:
-    """Print the settings that a daemon started here would have."""
+    """Print the settings that a daemon started here would have, or with --running those that one has.
+
+    SIGHUP (systemctl reload) has a daemon read its settings again: log_level and the quotas change at once.
+    """
     from tiercache.cli import config as command
 
+    if running:
+        return command.show_running(address, as_json=as_json)
     return command.show(path, as_json=as_json)
 
 

@@ -1,4 +1,4 @@
-"""`tiercache config` and `tiercache version`."""
+"""`tiercache config`, `tiercache set` and `tiercache version`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from tiercache import __version__
 from tiercache.cli.main import EXIT_OK
 from tiercache.cli.report import print_json
-from tiercache.config import render_toml, resolve_config
+from tiercache.config import DEFAULT, render_toml, resolve_config
+from tiercache.errors import ConfigError, RequestRefused
 from tiercache.settings import SETTINGS
 
 
@@ -26,6 +27,54 @@ def show(path: Path | None, *, as_json: bool) -> int:
         raw = value if isinstance(value, (int, float)) else str(value)
         tree[key] = {"value": raw, "text": setting.kind.render(value).strip('"'), "source": sources[key]}
     print_json(tree)
+    return EXIT_OK
+
+
+def show_running(address: str | None, *, as_json: bool) -> int:
+    """Print the settings that a running daemon uses. Raises DaemonUnavailable."""
+    from tiercache.cli.control import connected
+    from tiercache.messages import SettingList, Settings
+
+    with connected(address) as client:
+        answer = client.session().call(Settings, SettingList)
+    if as_json:
+        settings = {
+            one.key: {"value": one.value.strip('"'), "source": one.source, "live": one.live,
+                      "next_start": one.next_start and one.next_start.strip('"')}
+            for one in answer.settings
+        }  # fmt: skip
+        print_json({"settings": settings, "problem": answer.problem})
+        return EXIT_OK
+    for one in answer.settings:
+        notes = [f"from {one.source}"] if one.source != DEFAULT else []
+        if one.next_start is not None:
+            when = "a reload or restart" if one.live else "a restart"
+            notes.append(f"{when} makes it {one.next_start}")
+        print(f"{one.key} = {one.value}" + (f"  # {'; '.join(notes)}" if notes else ""))
+    if answer.problem:
+        print(f"# what a restart would have is not known: {answer.problem}")
+    return EXIT_OK
+
+
+def change(address: str | None, assignment: str, *, as_json: bool) -> int:
+    """Change a setting of a running daemon. Raises ConfigError, RequestRefused, DaemonUnavailable."""
+    from tiercache.cli.control import connected
+    from tiercache.messages import Changed, ChangeSetting
+
+    key, equals, value = assignment.partition("=")
+    if not equals:
+        raise ConfigError(f"{assignment}: write KEY=VALUE, for example log_level=debug")
+    with connected(address) as client:
+        try:
+            answer = client.session().call(ChangeSetting, Changed, key=key.strip(), value=value.strip())
+        except RequestRefused as error:
+            raise ConfigError(error.text) from None
+    if as_json:
+        print_json({"key": key.strip(), "value": answer.value.strip('"'), "note": answer.note})
+        return EXIT_OK
+    print(f"{key.strip()} = {answer.value} until the daemon reloads its settings or is restarted")
+    if answer.note:
+        print(answer.note)
     return EXIT_OK
 
 

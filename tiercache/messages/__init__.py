@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from tiercache.messages.admin import (
     BlockView,
+    Changed,
+    ChangeSetting,
     Check,
     CheckReply,
     Flush,
@@ -31,6 +33,9 @@ from tiercache.messages.admin import (
     Pins,
     PinView,
     Report,
+    SettingList,
+    Settings,
+    SettingView,
     SpecList,
     Specs,
     Stats,
@@ -134,13 +139,13 @@ from tiercache.messages.requests import (
 AnyRequest = (
     Ping | RegisterNamespace | Match | Resolve | Hold | Release | Renew | Reserve | Commit | Abort
     | Read | Write | Pin | Unpin | Prefetch | Flush | Report | Stats | Check | Bye | Extents | BadExtent
-    | ReserveExtents | CommitExtents | Peek | Models | Inspect | Pins | Specs | Hint
+    | ReserveExtents | CommitExtents | Peek | Models | Inspect | Pins | Specs | Hint | Settings | ChangeSetting
 )  # fmt: skip
 
 AnyReply = (
     Done | Error | Namespace | Matched | Frames | Released | Renewed | Reserved | Committed
     | Payload | Pinned | Flushed | StatsReply | CheckReply | ExtentList | ReservedExtents
-    | Peeked | ModelList | Inspected | PinList | SpecList | Hinted
+    | Peeked | ModelList | Inspected | PinList | SpecList | Hinted | SettingList | Changed
 )  # fmt: skip
 
 __all__ = [
@@ -174,6 +179,8 @@ __all__ = [
     "BlockState",
     "BlockView",
     "Bye",
+    "ChangeSetting",
+    "Changed",
     "Check",
     "CheckReply",
     "Commit",
@@ -230,6 +237,9 @@ __all__ = [
     "ReservedExtents",
     "Resolve",
     "SessionMessage",
+    "SettingList",
+    "SettingView",
+    "Settings",
     "SpecList",
     "Specs",
     "Stats",

@@ -164,3 +164,38 @@ class SpecList(Reply, tag="spec_list"):
     """Specs by the number of their namespace, up to 1 MiB of them: maps, for `NamespaceSpec.received`."""
 
     specs: dict[int, dict[str, Any]]
+
+
+class Settings(Request, tag="settings"):
+    """The settings that the daemon runs with. Answered with `SettingList`."""
+
+
+class SettingView(msgspec.Struct, array_like=True):
+    """One setting, as TOML; `live`: it can be set while the daemon runs; `next_start`: what a start now would have."""
+
+    key: str
+    value: str
+    source: str
+    live: bool
+    next_start: str | None = None
+
+
+class SettingList(Reply, tag="setting_list"):
+    """All of them. `problem`: why it is not known what a start now would have."""
+
+    settings: list[SettingView]
+    problem: str = ""
+
+
+class ChangeSetting(Request, tag="set"):
+    """Change a live setting until the next reload or restart. Answered with `Changed`."""
+
+    key: str
+    value: str
+
+
+class Changed(Reply, tag="changed"):
+    """The setting's value now, as TOML, and what there is to say of it."""
+
+    value: str
+    note: str = ""
