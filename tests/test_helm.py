@@ -97,6 +97,11 @@ def test_memory_follows_from_the_arena(arena: str | float) -> None:
     assert arena_bytes + (256 << 20) <= memory_bytes({"arena": arena}) <= arena_bytes * 1.05 + (1 << 30)
 
 
+@pytest.mark.parametrize("grace", ["50s", "0.5min", 30.0, "900ms"])
+def test_the_pod_is_given_its_grace(grace: str | float) -> None:
+    assert config_of({"grace": grace}).grace_s < daemon_set({"grace": grace})["terminationGracePeriodSeconds"]
+
+
 def test_memory_may_be_said() -> None:
     assert memory_bytes({"arenaMemoryLimit": "40Gi"}) == 40 * GIB
     assert memory_bytes({"arena": "8GiB", "memoryOverhead": "2Gi"}) == 10 * GIB
@@ -119,6 +124,7 @@ def test_memory_may_be_said() -> None:
         ({"settings": {"slow_request": "soon"}}, "slow_request"),
         ({"listen": {"enabled": True}}, "listen.serverKeySecret"),
         ({"image": {"digest": "latest"}}, "digest"),
+        ({"grace": "1min"}, "terminationGracePeriodSeconds 60 is too short for grace 1min"),
     ],
     ids=str,
 )

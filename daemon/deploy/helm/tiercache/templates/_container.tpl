@@ -39,6 +39,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- printf "%.0f" (mulf (float64 $number) (get $units (trimPrefix $number $text))) }}
 {{- end }}
 
+{{/* Seconds of a duration: 20s, 2min, 0.5. */}}
+{{- define "tiercache.seconds" -}}
+{{- $text := include "tiercache.text" . | nospace | lower }}
+{{- $number := regexFind "^[0-9]+([.][0-9]+)?" $text }}
+{{- $units := dict "" 1 "s" 1 "us" 0.000001 "ms" 0.001 "m" 60 "min" 60 "h" 3600 "d" 86400 }}
+{{- printf "%.3f" (mulf (float64 $number) (get $units (trimPrefix $number $text))) }}
+{{- end }}
+
 {{/* Memory of the container: the arena is shared memory that the daemon fills, so all of it counts. */}}
 {{- define "tiercache.memory" -}}
 {{- $arena := include "tiercache.bytes" .Values.arena | float64 }}
