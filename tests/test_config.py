@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from pathlib import Path
@@ -27,9 +28,11 @@ from tiercache.config import (
 from tiercache.errors import ConfigError
 from tiercache.setting_kinds import MAX_REGIONS, MAX_SOCKET_PATH_BYTES
 from tiercache.settings import SETTINGS
+from tiercache.settings_schema import OF_THE_CHART, written_into
 
 MIB = 1 << 20
 GIB = 1 << 30
+SCHEMA = Path(__file__).parents[1] / "daemon" / "deploy" / "helm" / "tiercache" / "values.schema.json"
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -222,6 +225,7 @@ def test_socket_paths_have_a_limit() -> None:
         session_socket_path("/" + "x" * 95)
 
 
+<<<<<<< HEAD
 # --- nvme directories --------------------------------------------------------------------------------
 
 
@@ -250,3 +254,12 @@ def test_nvme_directories_may_have_sizes_of_their_own() -> None:
 def test_nvme_sizes_that_are_none_are_refused(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         load_config(env={}, flags={"nvme": text})
+=======
+def test_the_schema_is_that_of_the_settings() -> None:
+    text = SCHEMA.read_text()
+    again = "python -m tiercache.settings_schema daemon/deploy/helm/tiercache/values.schema.json"
+    assert written_into(text) == text, f"make it anew: {again}"
+    named = set(json.loads(text)["properties"]["settings"]["properties"])
+    assert named | set(OF_THE_CHART) == set(SETTINGS)
+    assert not named & set(OF_THE_CHART)
+>>>>>>> 68cfab0 (Test: the schema of the settings is held to them by the quick tests)

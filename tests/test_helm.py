@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
 import subprocess
@@ -16,8 +15,7 @@ from tiercache import __version__
 from tiercache.config import DaemonConfig, load_config, render_toml
 from tiercache.curve import load_allowed, load_server, make_client, make_server
 from tiercache.daemon.nvme.cipher import load_cipher
-from tiercache.settings import SETTINGS
-from tiercache.settings_schema import OF_THE_CHART, settings_schema, written_into
+from tiercache.settings_schema import settings_schema
 
 CHART = Path(__file__).parents[1] / "daemon" / "deploy" / "helm" / "tiercache"
 GIB = 1 << 30
@@ -226,16 +224,7 @@ def test_a_sidecar_in_another_chart(tmp_path: Path) -> None:
     assert mounted <= {one["name"] for one in pod["spec"]["volumes"]}
 
 
-# --- the schema, which is made from the settings -----------------------------------------------------
-
-
-def test_the_schema_is_that_of_the_settings() -> None:
-    text = (CHART / "values.schema.json").read_text()
-    again = "python -m tiercache.settings_schema daemon/deploy/helm/tiercache/values.schema.json"
-    assert written_into(text) == text, f"make it anew: {again}"
-    named = set(json.loads(text)["properties"]["settings"]["properties"])
-    assert named | set(OF_THE_CHART) == set(SETTINGS)
-    assert not named & set(OF_THE_CHART)
+# --- the schema, which is made from the settings (tests/test_config.py holds it to them) ----------
 
 
 def test_the_schema_takes_what_a_printed_file_holds() -> None:
