@@ -225,7 +225,6 @@ def test_socket_paths_have_a_limit() -> None:
         session_socket_path("/" + "x" * 95)
 
 
-<<<<<<< HEAD
 # --- nvme directories --------------------------------------------------------------------------------
 
 
@@ -254,7 +253,8 @@ def test_nvme_directories_may_have_sizes_of_their_own() -> None:
 def test_nvme_sizes_that_are_none_are_refused(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         load_config(env={}, flags={"nvme": text})
-=======
+
+
 def test_the_schema_is_that_of_the_settings() -> None:
     text = SCHEMA.read_text()
     again = "python -m tiercache.settings_schema daemon/deploy/helm/tiercache/values.schema.json"
@@ -262,4 +262,3 @@ def test_the_schema_is_that_of_the_settings() -> None:
     named = set(json.loads(text)["properties"]["settings"]["properties"])
     assert named | set(OF_THE_CHART) == set(SETTINGS)
     assert not named & set(OF_THE_CHART)
->>>>>>> 68cfab0 (Test: the schema of the settings is held to them by the quick tests)

@@ -100,6 +100,17 @@ def test_the_pod_is_given_its_grace(grace: str | float) -> None:
     assert config_of({"grace": grace}).grace_s < daemon_set({"grace": grace})["terminationGracePeriodSeconds"]
 
 
+def test_directories_may_have_sizes_of_their_own() -> None:
+    values = {"nvme": {"paths": ["/mnt/nvme0:2TiB", "/mnt/by-path/pci-0000:01", "/mnt/c"], "size": "1TiB"}}
+    spec, config = daemon_set(values), config_of(values)
+    assert list(config.nvme_shares().values()) == [2 << 40, 1 << 39, 1 << 39]
+    assert [str(path) for path in config.nvme_paths] == [f"/nvme/{number}/tiercache" for number in range(3)]
+    hosts = [one["hostPath"]["path"] for one in spec["volumes"] if one["name"].startswith("tiercache-nvme")]
+    assert hosts == ["/mnt/nvme0", "/mnt/by-path/pci-0000:01", "/mnt/c"]
+    assert spec["initContainers"][0]["command"][-3:] == [f"/nvme/{number}/tiercache" for number in range(3)]
+    assert memory_bytes(values) >= memory_bytes({}) + (2 << 40) // 2000
+
+
 def test_memory_may_be_said() -> None:
     assert memory_bytes({"arenaMemoryLimit": "40Gi"}) == 40 * GIB
     assert memory_bytes({"arena": "8GiB", "memoryOverhead": "2Gi"}) == 10 * GIB

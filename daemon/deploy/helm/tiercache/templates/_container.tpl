@@ -57,19 +57,49 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- .Values.arenaMemoryLimit }}
 {{- else }}
 {{- $nvme := 0.0 }}
-{{- if .Values.nvme.enabled }}{{ $nvme = include "tiercache.bytes" .Values.nvme.size | float64 }}{{ end }}
+{{- if .Values.nvme.enabled }}
+{{- $nvme = include "tiercache.bytes" .Values.nvme.size | float64 }}
+{{- range .Values.nvme.paths }}
+{{- with include "tiercache.sizeOf" . }}{{ $nvme = addf $nvme (include "tiercache.bytes" . | float64) }}{{ end }}
+{{- end }}
+{{- end }}
 {{- $overhead := addf 268435456 (divf (addf $arena $nvme) 2000) }}
 {{- if .Values.memoryOverhead }}{{ $overhead = include "tiercache.bytes" .Values.memoryOverhead | float64 }}{{ end }}
 {{- printf "%.0fMi" (ceil (divf (addf $arena $overhead) 1048576)) }}
 {{- end }}
 {{- end }}
 
+{{/* The size behind a path of the node, as in /mnt/nvme0:2TiB; empty where it has none. */}}
+{{- define "tiercache.sizeOf" -}}
+{{- regexFind ":[0-9.]+ *[KMGTkmgt]([Ii]?[Bb])?$" . | trimPrefix ":" }}
+{{- end }}
+
+{{- define "tiercache.pathOf" -}}
+{{- $size := include "tiercache.sizeOf" . }}
+{{- if $size }}{{ trimSuffix (printf ":%s" $size) . }}{{ else }}{{ . }}{{ end }}
+{{- end }}
+
+{{/* The directories in the container, without their sizes. */}}
 {{- define "tiercache.nvmeDirs" -}}
 {{- $dirs := list }}
 {{- if eq .Values.nvme.type "emptyDir" }}
 {{- $dirs = list "/nvme/0/tiercache" }}
 {{- else }}
 {{- range $number, $path := .Values.nvme.paths }}{{ $dirs = append $dirs (printf "/nvme/%d/tiercache" $number) }}{{ end }}
+{{- end }}
+{{- join "," $dirs }}
+{{- end }}
+
+{{/* The same as the setting `nvme` has them. */}}
+{{- define "tiercache.nvmeSetting" -}}
+{{- $dirs := splitList "," (include "tiercache.nvmeDirs" .) }}
+{{- if ne .Values.nvme.type "emptyDir" }}
+{{- $sized := list }}
+{{- range $number, $path := .Values.nvme.paths }}
+{{- $size := include "tiercache.sizeOf" $path }}
+{{- $sized = append $sized (printf "%s%s" (index $dirs $number) (ternary (printf ":%s" $size) "" (ne $size ""))) }}
+{{- end }}
+{{- $dirs = $sized }}
 {{- end }}
 {{- join "," $dirs }}
 {{- end }}
@@ -94,7 +124,7 @@ env:
   - {name: TIERCACHE_GROUP, value: {{ include "tiercache.text" .Values.socketGroup | quote }}}
   {{- end }}
   {{- if .Values.nvme.enabled }}
-  - {name: TIERCACHE_NVME, value: {{ include "tiercache.nvmeDirs" . | quote }}}
+  - {name: TIERCACHE_NVME, value: {{ include "tiercache.nvmeSetting" . | quote }}}
   - {name: TIERCACHE_NVME_SIZE, value: {{ include "tiercache.text" .Values.nvme.size | quote }}}
   {{- if .Values.nvme.keySecret.name }}
   - {name: TIERCACHE_NVME_KEY, value: /keys/nvme.key}
@@ -192,7 +222,7 @@ capabilities: {drop: [ALL]}
 {{- else }}
 {{- range $number, $path := .Values.nvme.paths }}
 - name: tiercache-nvme-{{ $number }}
-  hostPath: {path: {{ $path | quote }}, type: Directory}
+  hostPath: {path: {{ include "tiercache.pathOf" $path | quote }}, type: Directory}
 {{- end }}
 {{- end }}
 {{- end }}
