@@ -295,7 +295,7 @@ _DISKS = (
     ),
     Family(
         "counter", "disk_errors_total", ("directory", "errno"),
-        "Reads and writes of blocks that a disk failed, by error number; of EIO, ENOSPC and EROFS from the start.",
+        "Reads and writes of blocks that a disk failed, by errno; 5, 28 and 30 are listed from the start.",
         read.errors,
     ),
 )  # fmt: skip
