@@ -25,6 +25,16 @@ from tiercache.messages import KEY_BYTES, EventRun, unpack_indices
 
 BATCH_BYTES = 64 << 10
 """A batch with more than this is published at once, smaller ones with the next tick."""
+MAX_BLOCK_BYTES = 64 << 10
+"""Of what is said of one block: 16000 tokens."""
+MAX_WAITING_BYTES = 16 << 20
+"""Of what is said in stores of one session that are under way."""
+MAX_TENANT_BYTES = 256 << 20
+"""Of what is remembered of the blocks of one tenant: about a million of 16 tokens."""
+MAX_KNOWN_BYTES = 1 << 30
+"""Of what is remembered of all."""
+_BLOCK_BYTES = 256
+"""What a block takes besides what was said of it, about."""
 _EVENT_BYTES = 32
 """What an event of a block takes besides tokens, about."""
 
@@ -74,16 +84,21 @@ class _Form(msgspec.Struct, frozen=True, gc=False):
     window: int | None
     lora_id: int | None
     lora_name: str | None
+    tenant: str = ""
 
 
 class Block(msgspec.Struct, gc=False):
-    """A block that may be in events. `copies` counts those in each medium, in `Medium.one`."""
+    """A block that may be in events; `size` is what it takes of the daemon's memory, about.
+
+    `copies` counts those in each medium, in `Medium.one`.
+    """
 
     hash: Hash
     parent: Hash | None
     tokens: bytes
     extra: Any
     form: _Form
+    size: int = 0
     copies: int = 0
 
 
@@ -91,16 +106,34 @@ Named = Callable[[int], "Block | None"]
 """What events say of the block at a place of a store."""
 
 
-def name_blocks(run: EventRun, block_size: int) -> Named:
+class NamedBlocks:
+    """The blocks of a client's store; `bytes` is what was said of all of them."""
+
+    __slots__ = ("_block_bytes", "_form", "_run", "_size", "bytes")
+
+    def __init__(self, run: EventRun, block_size: int, tenant: str = "") -> None:
+        self._run = run
+        self._size = 4 * block_size
+        self._form = _Form(block_size, run.group, run.kind, run.window, run.lora_id, run.lora_name, tenant)
+        self.bytes = len(msgspec.msgpack.encode(run))
+        self._block_bytes = _BLOCK_BYTES + self.bytes // max(1, len(run.hashes))
+
+    @property
+    def too_large(self) -> bool:
+        """Whether more is said of each block than is kept."""
+        return self._block_bytes > MAX_BLOCK_BYTES
+
+    def __call__(self, place: int) -> Block:
+        run, size = self._run, self._size
+        parent = run.hashes[place - 1] if place else run.parent
+        tokens = run.tokens[place * size : (place + 1) * size]
+        extra = run.extra_keys and run.extra_keys[place]
+        return Block(run.hashes[place], parent, tokens, extra, self._form, self._block_bytes)
+
+
+def name_blocks(run: EventRun, block_size: int, tenant: str = "") -> NamedBlocks:
     """The blocks of a client's store."""
-    hashes, tokens, extra, size = run.hashes, run.tokens, run.extra_keys, 4 * block_size
-    form = _Form(block_size, run.group, run.kind, run.window, run.lora_id, run.lora_name)
-
-    def block(place: int) -> Block:
-        parent = hashes[place - 1] if place else run.parent
-        return Block(hashes[place], parent, tokens[place * size : (place + 1) * size], extra and extra[place], form)
-
-    return block
+    return NamedBlocks(run, block_size, tenant)
 
 
 class Medium:
@@ -155,6 +188,9 @@ class Events:
         self.storage = Medium("STORAGE", 1 << 16, 0xFFFF << 16)
         self.stored_blocks = 0
         self.removed_blocks = 0
+        self.unnamed_blocks = 0
+        self.known_bytes = 0
+        self._tenant_bytes: Counter[str] = Counter()
         self._blocks: defaultdict[int, dict[bytes, Block]] = defaultdict(dict)  # by namespace and key
         self._pending: list[_Stored | BlockRemoved | AllBlocksCleared] = [AllBlocksCleared()]
         self._pending_bytes = 0
@@ -170,10 +206,11 @@ class Events:
         blocks = self._blocks[number]
         block = blocks.get(key)
         if block is None:
-            if said is None:
+            if said is None or not self._has_room(said):
                 return
             block = blocks[key] = said
             block.copies = 0  # it may have been somewhere before, and left
+            self._remember(block, block.size)
         block.copies += medium.one
         named = medium.named[block.form.group]
         count = named[block.hash] = named.get(block.hash, 0) + 1
@@ -202,6 +239,7 @@ class Events:
         block.copies -= medium.one
         if not block.copies:
             del blocks[key]
+            self._remember(block, -block.size)
         group = block.form.group
         named = medium.named[group]
         named[block.hash] -= 1
@@ -219,9 +257,25 @@ class Events:
     def cleared(self) -> None:
         """Everything is forgotten, in all tiers; what is said to have left after this is known no more."""
         self._blocks.clear()
+        self._tenant_bytes.clear()
+        self.known_bytes = 0
         self.dram.named.clear()
         self.storage.named.clear()
         self._pending.append(AllBlocksCleared())
+
+    def _has_room(self, block: Block) -> bool:
+        """Whether one more can be remembered. What cannot is not told of, and is cached as any other."""
+        tenant = block.form.tenant
+        most = self.known_bytes + block.size <= MAX_KNOWN_BYTES
+        if most and (not tenant or self._tenant_bytes[tenant] + block.size <= MAX_TENANT_BYTES):
+            return True
+        self.unnamed_blocks += 1
+        return False
+
+    def _remember(self, block: Block, more_bytes: int) -> None:
+        self.known_bytes += more_bytes
+        if block.form.tenant:
+            self._tenant_bytes[block.form.tenant] += more_bytes
 
     def _grown(self, token_bytes: int) -> None:
         self._pending_bytes += token_bytes + _EVENT_BYTES
@@ -245,6 +299,11 @@ class Events:
                 counts[block.form.group][block.hash] += (block.copies & medium.mask) // medium.one
             if any(medium.named[group] != +counts[group] for group in counts.keys() | medium.named.keys()):
                 findings.append(f"events do not count the blocks of {medium.name} as they are")
+        sizes = Counter[str]()
+        for block in (block for blocks in self._blocks.values() for block in blocks.values()):
+            sizes[block.form.tenant] += block.size
+        if sizes.total() != self.known_bytes or any(sizes[one] != its for one, its in self._tenant_bytes.items()):
+            findings.append("events do not count the bytes of what they remember as they are")
         return findings
 
     def tick(self) -> None:
@@ -261,5 +320,6 @@ class Events:
     def stats(self) -> dict[str, int]:
         """What `stats` shows of events."""
         known = sum(len(blocks) for blocks in self._blocks.values())
+        known_counts = {"known_blocks": known, "known_bytes": self.known_bytes, "unnamed_blocks": self.unnamed_blocks}
         counts = {"stored_blocks": self.stored_blocks, "removed_blocks": self.removed_blocks}
-        return {"known_blocks": known, **counts, **self.publisher.stats()}
+        return {**known_counts, **counts, **self.publisher.stats()}

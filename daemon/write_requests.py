@@ -5,7 +5,8 @@ from __future__ import annotations
 from tiercache import messages as m
 from tiercache.daemon.below import Granted
 from tiercache.daemon.desk import Desk, Method, check_range, check_run, encoder
-from tiercache.daemon.events import Named, name_blocks
+from tiercache.daemon.events import MAX_WAITING_BYTES, Named, NamedBlocks, name_blocks
+from tiercache.daemon.leases import Owner
 from tiercache.daemon.sessions import Session
 from tiercache.daemon.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
 from tiercache.errors import RequestRefused
@@ -58,15 +59,17 @@ class WriteRequests:
         check_run(request.parent, request.keys)
         ttl_s = self._desk.lease_ttl_s(session, request.ttl_ms)
         namespace = self._desk.namespace(request.namespace)
-        named = self._named(request, namespace)
+        named = self._named(session.owner, request, namespace)
         got = self._cache.reserve(session.owner, namespace, request.parent, request.keys, ttl_s, named)
         if self._desk.recorder is not None:
             self._desk.recorder.stored(namespace, request.parent, request.keys)
         frames, states = m.pack_frames(got.frames), bytes(got.states)
         return m.Reserved(request.request_id, self._generation, got.lease_id, states, frames, got.parent_missing)
 
-    def _named(self, request: m.Reserve | m.ReserveExtents, namespace: Namespace) -> Named | None:
-        """What events will say of the blocks of a store, if there are events."""
+    def _named(
+        self, owner: Owner, request: m.Reserve | m.ReserveExtents, namespace: Namespace
+    ) -> Named | None:
+        """What events will say of the blocks of a store, if there are events. Nothing where it is too much to keep."""
         run, block_size = request.events, namespace.spec.block_size
         if run is None or self._cache.events is None:
             return None
@@ -76,7 +79,12 @@ class WriteRequests:
             text = f"events name {len(run.hashes)} blocks, {extra} extra keys and {len(run.tokens)} bytes of tokens"
             text += f": must be {blocks} blocks of {block_size} tokens"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
-        return name_blocks(run, block_size)
+        named, events = name_blocks(run, block_size, namespace.spec.tenant), self._cache.events
+        waiting_bytes = sum(one.named.bytes for one in owner.writes.values() if isinstance(one.named, NamedBlocks))
+        if named.too_large or waiting_bytes + named.bytes > MAX_WAITING_BYTES:
+            events.unnamed_blocks += blocks
+            return None
+        return named
 
     def _commit(self, session: Session, request: m.Commit) -> m.Reply:
         if len(request.blocks) % 4 or len(request.blocks) > 4 * m.MAX_RESERVE:
@@ -98,7 +106,7 @@ class WriteRequests:
         namespace = self._desk.namespace(request.namespace)
         grants, got = self._cache.below.grants, Granted()
         if grants is not None:
-            named = self._named(request, namespace)
+            named = self._named(session.owner, request, namespace)
             got = grants.reserve(session.owner, namespace, request.parent, request.keys, ttl_s, named)
             if self._cache.what_if is not None:
                 self._cache.what_if.stored(namespace, request.parent, request.keys)

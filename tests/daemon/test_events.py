@@ -18,8 +18,10 @@ import zmq
 from raw_client import ROOT, VISIBLE, WAIT_S, Client, daemon, new_chain, until
 
 from tiercache.config import DaemonConfig, load_config
+from tiercache.daemon.events import Events, name_blocks
 from tiercache.daemon.publisher import Publisher
 from tiercache.errors import ConfigError
+from tiercache.messages import EventRun
 
 END = -1
 Batch = tuple[int, list[dict[str, Any]]]
@@ -330,3 +332,45 @@ def test_an_address_that_is_taken_is_said_in_a_line_and_left_alone(tmp_path: Pat
         with socket.socket(socket.AF_UNIX) as mine:
             mine.connect(str(tmp_path / "socket"))
     assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_what_is_remembered_of_blocks_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tenant and in all, and what has left makes room."""
+    events = Events(Publisher("", "", "", 10))
+    size = name_blocks(EventRun([1], None, bytes(4)), 1)(0).size
+    monkeypatch.setattr("tiercache.daemon.events.MAX_TENANT_BYTES", 2 * size)
+    monkeypatch.setattr("tiercache.daemon.events.MAX_KNOWN_BYTES", 5 * size)
+
+    def known(tenant: str, numbers: range) -> int:
+        before = events.stats()["known_blocks"]
+        for number in numbers:
+            said = name_blocks(EventRun([number], None, bytes(4)), 1, tenant)
+            events.arrived(events.dram, 1, bytes([number]) * 16, said(0))
+        assert events.check_integrity() == []
+        return events.stats()["known_blocks"] - before
+
+    assert known("a", range(3)) == 2
+    assert known("b", range(10, 13)) == 2
+    assert known("", range(20, 23)) == 1
+    assert events.stats()["unnamed_blocks"] == 4
+    events.left(events.dram, 1, bytes([0]) * 16)
+    assert known("a", range(30, 32)) == 1
+    events.cleared()
+    assert events.known_bytes == 0
+    assert known("a", range(3)) == 2
+
+
+def test_what_is_said_of_one_block_is_limited(tmp_path: Path) -> None:
+    """It is cached all the same."""
+    with daemon(tmp_path / "run", *flags(tmp_path)), connected(tmp_path) as client:
+        number, keys = client.namespace(4096, block_size=20_000), new_chain(1)
+        lease = client.ask("reserve", number, b"", keys, 10_000, [[1], None, bytes(80_000)])[1]
+        assert client.commit(lease, [0]) == [VISIBLE]
+        small = client.namespace(4096, block_size=4)
+        leases = []
+        for _ in range(20):  # a mebibyte each, in stores that are never committed
+            said = [[bytes(60_000)] * 16, None, bytes(16 * 16), 0, "full_attention"]
+            leases.append(client.ask("reserve", small, b"", new_chain(16), 10_000, said)[1])
+        its = client.stats()["kv_events"]
+        assert its["known_blocks"] == 0
+        assert its["unnamed_blocks"] == 1 + 16 * 3
