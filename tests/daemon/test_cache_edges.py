@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
+
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.leases import Owner
 from tiercache.daemon.space import Namespace
@@ -188,3 +190,28 @@ def test_flushes_of_several_namespaces_take_everything_with_them() -> None:
     states = [h.cache.writes.commit(h.owner, lease, [0]) for lease in pending]
     assert states == [[CommitState.DROPPED], [CommitState.DROPPED], [CommitState.VISIBLE]]
     h.check()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_growing_lease_is_revoked_for_what_has_landed_for_it(asked: bool) -> None:
+    """It pins the block that came last besides the end of what it began with; either may be flushed alone."""
+    h = Harness()
+    space, keys = h.space(), chain(1, 4)
+    h.store(space, keys[:32])
+    lease = h.cache.match(h.owner, [space], keys, 10).lease
+    assert lease is not None
+    lease.keys = keys
+    h.cache.reads._rise(lease, 4)
+    h.store(space, keys[32:48], keys[16:32])
+    h.cache.reads.grow(lease)
+    assert (lease.blocks, lease.target) == (3, 4)
+    assert h.cache.check_integrity() == []
+    h.cache.space.index.drop(space.table.get(keys[32:48]))
+    if asked:  # found out when it is used, else in the background
+        assert h.cache.reads.find(h.owner, lease.lease_id) is None
+    while h.cache.work():
+        pass
+    assert lease.over
+    assert not h.cache.reads.release(h.owner, lease.lease_id)
+    assert h.cache.check_integrity() == []
+    assert h.cache.space.allocator.used_bytes == 2 * space.size_class.frame_bytes

@@ -358,6 +358,7 @@ def test_what_is_remembered_of_blocks_is_limited(monkeypatch: pytest.MonkeyPatch
     events.cleared()
     assert events.known_bytes == 0
     assert known("a", range(3)) == 2
+    events.close()
 
 
 def test_what_is_said_of_one_block_is_limited(tmp_path: Path) -> None:

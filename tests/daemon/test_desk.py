@@ -1,0 +1,48 @@
+"""What a session may ask for beyond what its requests say: leases, and what the daemon keeps for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiercache.daemon.cache import Cache
+from tiercache.daemon.desk import MAX_LEASED_KEYS_BYTES, Desk
+from tiercache.daemon.leases import ReadLease
+from tiercache.daemon.sessions import Session
+from tiercache.errors import RequestRefused
+from tiercache.messages import Hello
+
+MIB = 1 << 20
+
+
+def desk_of(tenant: str, max_leases: int = 1000) -> tuple[Desk, Session]:
+    session = Session(Hello(1, 1, bytes(16), "s", 0, False), "p", tenant=tenant)
+    desk = Desk(Cache(lambda: 0.0), 1, {session.token: session}, {}, 60.0, max_leases, MIB)
+    desk.tenant = tenant
+    return desk, session
+
+
+def lease_keys(session: Session, count: int) -> None:
+    """Leases with a mebibyte of keys each."""
+    for number in range(count):
+        session.owner.reads[number] = ReadLease(number, [], bytes(MIB), MIB // 16, [], 0.0, 60.0)
+
+
+def test_what_leases_of_a_tenant_make_the_daemon_keep_is_limited() -> None:
+    desk, session = desk_of("a")
+    lease_keys(session, MAX_LEASED_KEYS_BYTES // MIB - 1)
+    assert desk.lease_ttl_s(session, 1000) == 1.0
+    lease_keys(session, MAX_LEASED_KEYS_BYTES // MIB)
+    with pytest.raises(RequestRefused, match="hold too many blocks: release some"):
+        desk.lease_ttl_s(session, 1000)
+    del session.owner.reads[0]
+    assert desk.lease_ttl_s(session, 1000) == 1.0
+
+
+def test_a_session_has_so_many_leases_of_all_kinds() -> None:
+    desk, session = desk_of("", max_leases=3)
+    lease_keys(session, 1)
+    session.owner.grants.update((7, 8))
+    with pytest.raises(RequestRefused, match="3 leases are open in this session"):
+        desk.lease_ttl_s(session, 1000)
+    session.owner.grants.clear()
+    assert desk.lease_ttl_s(session, 1 << 40) == 60.0
