@@ -30,7 +30,7 @@ Examples:
   tiercache serve ./Qwen3-0.6B --kv-cache-memory 4GiB
   tiercache serve ./Qwen3-0.6B --arena 32GiB --nvme /mnt/nvme0/kv --nvme-size 1TiB
   tiercache serve ./Qwen3-0.6B --daemon /run/tiercache --host 0.0.0.0 --port 8000
-  curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once upon"}'
+  curl localhost:8000/v1/completions --json '{"prompt": "Once upon", "max_tokens": 16}'
 """
 API_KEY_VARIABLE = "TIERCACHE_API_KEY"
 
