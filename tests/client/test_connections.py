@@ -129,6 +129,17 @@ def test_who_holds_one_gets_another_at_once(
     assert ours._holders == {}
 
 
+def test_no_more_are_kept_than_the_daemon_allows(fake: FakeDaemon, channels: Callable[..., Channels]) -> None:
+    ours = channels(2)
+    for pending in [ours.post(m.Ping, m.Done) for _ in range(5)]:
+        ours.wait(pending)
+    assert len(ours._idle) == 2
+    fake.hold_back(m.Ping)
+    for pending in [ours.post(m.Ping, m.Done) for _ in range(5)]:
+        ours.abandon(pending)
+    assert (len(ours._idle), len(ours._late)) == (0, 2)
+
+
 def test_who_asks_for_too_much_at_once_is_told_and_the_client_stays_up(
     fake: FakeDaemon, client: tiercache.Client
 ) -> None:

@@ -65,6 +65,19 @@ def test_a_flush_drops_what_is_being_written(client: Client) -> None:
     assert client.length(number, keys) == 0
 
 
+def test_a_flush_by_key_drops_what_is_being_written_below_it(client: Client) -> None:
+    """The old child never hangs itself below a block that was stored again, and another writer waits for its end."""
+    number, keys = client.namespace(), new_chain(2)
+    client.store(number, keys[:16], [block_of(0)])
+    lease, _, _, _ = client.reserve(number, keys[16:], keys[:16])
+    client.ask("flush", "all", [number], keys[:16])
+    client.store(number, keys[:16], [block_of(1)])
+    assert client.reserve(number, keys[16:], keys[:16])[:2] == (0, [NONE])
+    assert client.commit(lease, [0]) == [DROPPED]
+    assert client.length(number, keys) == 1
+    assert client.store(number, keys[16:], [block_of(2)], keys[:16]) == [VISIBLE]
+
+
 def test_a_peek_finds_what_a_match_would(client: Client) -> None:
     numbers, keys = [client.namespace(), client.namespace()], new_chain(5)
     for number, stored in zip(numbers, (4, 2), strict=True):
