@@ -137,6 +137,7 @@ class _Store:
         self._events = events
         self._sizes: Iterator[int] = iter(sizes)
         self._asked = 0  # blocks of the reserve that is under way
+        self._filled = 0  # frames of the last window that had any
         self._reserving: Pending[Reserved] | None = None
         self._granted = NO_LEASE  # until it is committed in full or given up
         self._finished = True  # no copy of ours can still write to its frames
@@ -183,10 +184,16 @@ class _Store:
         return StoreResult(self._stored, self._present, dropped, parent_missing)
 
     def _go_on_after(self, done: int, granted: int) -> None:
-        """Fewer frames were given than asked: finish with those, then ask for as many again."""
+        """Fewer frames were given than asked: finish with those, then ask for as many again.
+
+        If there was none, what is being committed may have been all that one client may have at a time: then it
+        goes on with half of that, so that one window is copied while the next is reserved.
+        """
+        size = granted or (self._filled + 1) // 2
+        more = granted > 0 or self._committing is not None
         self._finish_commit()
-        if granted:
-            self._sizes = itertools.repeat(granted)
+        if more:
+            self._sizes = itertools.repeat(size)
             self._reserve(done)
 
     def _reserve(self, done: int) -> None:
@@ -211,6 +218,7 @@ class _Store:
             raise ProtocolError("the daemon reserved other blocks than were asked for")
         if lease == NO_LEASE or not indices:
             return
+        self._filled = len(indices)
         writing = Writing()
         self._client.leases.keep(session, lease, WRITE_TTL_MS, writing, writing=True)
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,20 @@ from tiercache.messages import CommitState, Extent
 
 pytestmark = pytest.mark.faults
 
+OTHER_PROCESS = """
+import sys
+from types import SimpleNamespace
+sys.path.insert(0, "../daemon/nvme")
+import tiercache
+from cluster import BLOCK_BYTES, chain_of
+from test_grants import Writer, slots
+spec = tiercache.NamespaceSpec(
+    engine="test/1", layout="bytes", dtype="uint8", block_size=1, block_bytes=BLOCK_BYTES
+)
+writer = Writer(SimpleNamespace(daemon=SimpleNamespace(address=sys.argv[1]), spec=spec))
+print(len(slots(writer.granted(chain_of("c", 40)))))
+writer.client.close()
+"""
 VISIBLE, DROPPED = CommitState.VISIBLE, CommitState.DROPPED
 
 
@@ -194,11 +210,15 @@ def test_what_one_client_may_hold_is_limited(cluster: Cluster, writer: Writer) -
     assert len(slots(second)) == 24
     full = writer.reserve(chain_of("c", 4))
     assert (full.lease, full.soon) == (0, False)
-    other = Writer(cluster)
-    assert len(slots(other.granted(chain_of("c", 40)))) == 40, "others have their own limit"
+    same = Writer(cluster)
+    full = same.reserve(chain_of("c", 4))
+    assert (full.lease, full.soon) == (0, False), "a process has one limit, whatever instances it names"
+    others = [sys.executable, "-c", OTHER_PROCESS, str(cluster.daemon.address)]
+    done = subprocess.run(others, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["40"], "others have their own"
     writer.abort(first.lease, True)
     assert len(slots(writer.granted(chain_of("d", 50)))) == 40
-    other.client.close()
+    same.client.close()
 
 
 def test_a_flush_ends_what_is_being_written(cluster: Cluster, writer: Writer) -> None:

@@ -37,7 +37,7 @@ _RATES = {
 """What --watch gives per second -> the counter that says so."""
 
 _COLUMNS = ("time", "hit%", *(f"{name}/s" for name in _RATES), "blocks", "used", "sessions", "match p99")
-_WIDTHS = (9, 5, 9, 9, 9, 9, 9, 9, 9, 10, 8, 9)
+_WIDTHS = (8, 5, 9, 9, 9, 9, 9, 9, 9, 10, 8, 9)
 _FIRST_TO_GO = ("dedup/s", "sessions", "matches/s", "blocks")
 """Columns of --watch that a narrow terminal does not get."""
 
