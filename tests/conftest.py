@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
 import pytest
+
+with contextlib.suppress(ImportError):  # not in every environment that runs tests
+    from hypothesis import settings
+
+    # By default an example that takes more than 200 ms fails, which is what a busy machine does.
+    settings.register_profile("tiercache", deadline=None)
+    settings.load_profile("tiercache")
 
 
 @pytest.fixture(autouse=True)
