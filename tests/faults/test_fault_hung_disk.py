@@ -226,7 +226,7 @@ def _is_told(disks: Disks, hung: Path) -> None:
 
 def test_54_a_database_that_hangs(start_disks: Callable[..., Disks], gate: Gate) -> None:
     """Blocks there are read, and nothing is written that could not be found again."""
-    disks = start_disks(only_database=True, tier__FLUSH_S=0.5)
+    disks = start_disks(only_database=True, flushes__FLUSH_S=0.5)
     hung, well = disks.paths
     disks.fill()
     disks.forget_dram()

@@ -15,6 +15,7 @@ import pytest
 from tier_rig import TierRig, key_of, keys_of, play
 
 from tiercache.daemon.nvme import keeper, mounts
+from tiercache.daemon.nvme.catalog import Catalog
 from tiercache.daemon.nvme.directory import Directory, Home
 from tiercache.daemon.nvme.disk import DiskIO
 from tiercache.daemon.nvme.opening import Plan, open_directory
@@ -190,6 +191,8 @@ def test_whatever_stands_for_a_file_costs_blocks_and_nothing_else(
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
+        strange = kind in ("folder", "link", "pipe") if file == "lock" else kind == "folder" and file == "probe"
+        assert bool(rig.shelves) is not strange
         if rig.shelves:
             await rig.loaded()
         else:
@@ -254,6 +257,7 @@ def test_a_directory_that_is_replaced_is_given_up_and_both_are_right(tmp_path: P
         [reason] = rig.tier.reasons()
         assert "lock is gone: the directory was removed or unmounted" in reason
         assert await found(rig) == [0 if chain in mine else 8 for chain in CHAINS]
+        await rig.until(lambda: rig.tier.stats()["directories"][0]["open_failures"] >= 2)
         assert not first.exists(), "it is not made anew where its disk may be missing"
         rig.check()
         first.mkdir()
@@ -301,6 +305,67 @@ def test_blocks_under_way_when_a_directory_goes_end_as_misses(tmp_path: Path) ->
         await rig.close()
 
     play(scenario)
+
+
+def test_nobody_waits_for_what_is_still_in_the_kernel_of_a_directory_that_went(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await filled(tmp_path, disks=1)
+        [directory], [shelf], space = rig.dirs, rig.shelves, rig.namespace()
+        gate = rig.disks[directory].gate
+        gate.clear()
+        lease = rig.match([space], CHAINS[0][: 4 * 16])  # four workers wait, and another one looks
+        assert lease is not None
+        directory.rename(tmp_path / "elsewhere")
+        await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing)
+        assert rig.read(lease, space) == 0, "a miss, while the reads are still under way"
+        assert shelf.queue.in_flight == 4
+        assert "operations from before are still under way" in rig.tier.reasons()[0]
+        gate.set()
+        await rig.until(lambda: rig.tier._keepers[0].leaving is None)
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_what_waits_for_a_directory_that_goes_waits_no_more(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await filled(tmp_path, disks=2)
+        shelf = rig.shelves[0]
+        shelf.loading = True  # as good as any reason not to write
+        chains = [keys_of(f"new {number}", 4) for number in range(12)]
+        for chain in chains:
+            rig.store(rig.namespace(), chain)
+        waiting = [chain for chain in chains if rig.tier._placement.home(key_of(chain, 0)) is shelf]
+        await rig.until(lambda: rig.tier.stats()["write_queue_blocks"] == 4 * len(waiting) > 0)
+        rig.dirs[0].rename(tmp_path / "elsewhere")
+        await rig.until(lambda: states(rig) == ["away", "ok"])
+        await rig.settled()
+        for chain in chains:  # those that are asked for go to the other one
+            rig.match([rig.namespace()], chain)
+        await rig.settled()
+        assert all(rig.shelves[0].has(rig.namespace(), key_of(chain, 3)) for chain in chains)
+        await rig.close()
+
+    play(scenario)
+
+
+def test_a_database_that_leaves_touches_nothing_at_its_path(tmp_path: Path) -> None:
+    """SQLite removes the log by its name; by then it may be the log of the directory that has come instead."""
+    home = tmp_path / "nvme"
+    home.mkdir()
+    catalog = Catalog(home, b"i" * 16, lambda call, *args: call(*args))
+    catalog.open()
+    catalog.set_segment(1, 4096)
+    assert catalog.sync(30)
+    home.rename(tmp_path / "elsewhere")
+    home.mkdir()
+    for name in ("index.db", "index.db-wal", "index.db-shm"):
+        (home / name).write_bytes(b"of another one")
+    catalog.close(30, replaced=True)
+    assert {path.name: path.read_bytes() for path in home.iterdir()} == dict.fromkeys(
+        ("index.db", "index.db-wal", "index.db-shm"), b"of another one"
+    )
 
 
 def test_counters_outlive_the_directory(tmp_path: Path) -> None:
