@@ -154,6 +154,17 @@ def test_a_lookup_that_comes_when_the_request_has_gone_is_given_back(rig: Rig) -
     assert rig.scheduler.matched_tokens(request, 0) == 0
 
 
+def test_a_request_that_has_gone_is_not_looked_up(rig: Rig) -> None:
+    rig.add("a", 2)
+    gone = rig.add("b", 2)
+    rig.step()
+    assert rig.cache.asked.wait(PATIENCE_S)
+    rig.scheduler.finished(gone)
+    rig.cache.go_on.set()
+    rig.looked_up()
+    assert len(rig.cache.found) == 1
+
+
 def test_a_request_waits_for_the_load_of_another_with_its_beginning(rig: Rig) -> None:
     first, second = rig.add("a", 2), rig.add("b", 3)
     rig.cache.go_on.set()

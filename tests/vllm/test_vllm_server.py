@@ -94,3 +94,9 @@ def test_a_server_finds_what_the_one_before_computed(
         assert metric(url, "vllm:external_prefix_cache_hits_total") == 992
         assert metric(url, "vllm:prompt_tokens_cached_by_source_total", 'source="host"') == 992
         wait_until(lambda: moved(url, "loaded_blocks") == 31)
+    lines = (tmp_path / "second").read_text().splitlines()  # as vLLM logs by default
+    (connected,) = [line for line in lines if "connected to the cache at" in line]
+    assert f"connected to the cache at {daemon.address} (daemon {tiercache.__version__}, pid {daemon.pid})" in connected
+    (served,) = [line for line in lines if "prompt tokens from the cache" in line]
+    assert "992 of 1,000 prompt tokens from the cache (DRAM 992, NVMe 0) in" in served
+    assert "INFO" in served

@@ -17,6 +17,8 @@ from tiercache.connectors.vllm_orders import Load, Orders, Report, Run, Store
 from tiercache.connectors.vllm_weights import Look, Weights
 from tiercache.connectors.vllm_worker import Worker
 from tiercache.gds_backend import Fault, HostBackend
+from tiercache.jobs import Transfer
+from tiercache.storing import StoreResult
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(60)]
 BLOCKS = 8
@@ -86,6 +88,24 @@ def test_stores_whose_blocks_are_overwritten_count_for_nothing(rig: tuple[Worker
     pool[:] = 0
     assert connector.load(match, range(BLOCKS)) == BLOCKS
     assert (pool == 9).all()
+
+
+class Group:
+    """A connector whose stores have ended, and have left out so many blocks."""
+
+    def __init__(self, dropped: int) -> None:
+        self.dropped = dropped
+
+    def store_async(self, keys: bytes, ids: list[int], **options: Any) -> Transfer[StoreResult]:
+        return Transfer.finished(StoreResult(len(ids) - self.dropped, 0, self.dropped))
+
+
+@pytest.mark.parametrize(("dropped", "incomplete"), [([0, 0], set()), ([0, 1], {1}), ([2, 0], {1})])
+def test_a_store_is_complete_when_it_is_in_all_groups(dropped: list[int], incomplete: set[int]) -> None:
+    groups: list[Any] = [Group(count) for count in dropped]
+    worker = Worker(groups, [True, True])
+    worker.begin(Orders(ready=[Store(1, b"k" * 32, (Run(0, [1, 2]), Run(0, [3, 4])))]))
+    assert worker.report() == Report({1: 1}, incomplete)
 
 
 class Moving:
