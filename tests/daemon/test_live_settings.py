@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from raw_client import Client, until
 
 import tiercache
 from tiercache.cli.main import main
+from tiercache.config import DaemonConfig, Resolved
+from tiercache.daemon.live_settings import LiveSettings
 from tiercache.daemon.quotas import NOBODY, Quotas
+from tiercache.daemon.rundir import RunDir
+from tiercache.errors import ConfigError
 
 FILE = 'region = "2MiB"\nquota = "team-a=1MiB"\nlog_level = "info"\n'
 
@@ -132,3 +139,24 @@ def test_quotas_change_under_those_who_have_one() -> None:
     assert len(set(quotas.numbers.values())) == len(quotas.numbers)
     quotas.change({})
     assert quotas.limit_bytes("a") is None
+
+
+def test_each_quota_is_for_its_own_tier() -> None:
+    quotas, below = Quotas({}), Quotas({})
+    cache: Any = SimpleNamespace(space=SimpleNamespace(quotas=quotas, quotas_below=below, namespaces={}))
+    running = Resolved(DaemonConfig(), {})
+    settings = LiveSettings(running, lambda: running, cache)
+    level = logging.getLogger().level
+    try:
+        settings.change("nvme_quota", "a=5MiB")
+        assert (quotas.limit_bytes("a"), below.limit_bytes("a")) == (None, 5 << 20)
+        settings.change("quota", "a=3MiB")
+        assert (quotas.limit_bytes("a"), below.limit_bytes("a")) == (3 << 20, 5 << 20)
+    finally:
+        logging.getLogger().setLevel(level)
+
+
+def test_a_run_dir_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="belongs to another user: choose one with --run-dir"):
+        RunDir(tmp_path)
