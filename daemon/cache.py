@@ -53,6 +53,8 @@ class CacheLimits:
     quota_below: Mapping[str, int] = field(default_factory=dict)
     quarantine_bytes: int = 1 << 30
     floor_share: float = 0.0
+    secret: int = 0
+    """What policies draw their samples by: of the daemon's own, so that no client can aim at them."""
 
 
 class Cache:
@@ -68,7 +70,7 @@ class Cache:
         self.clock_s = clock_s
         self.counters = Counters()
         self.traffic = Traffic()
-        policies, quotas = Policies(limits.policy, clock_s), Quotas(limits.quota)
+        policies, quotas = Policies(limits.policy, clock_s, limits.secret), Quotas(limits.quota)
         self.space = Space(policies, self.counters, quotas, limits.headroom_bytes, Quotas(limits.quota_below))
         self.reads = Reads(self.space, self.below, clock_s, limits.pin_share)
         self.slices = Slices()

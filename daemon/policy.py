@@ -60,6 +60,9 @@ class Learner(Protocol):
     def answered(self) -> None:
         """What is touched and inserted from here on is not that request's."""
 
+    def stored(self, parent: bytes, keys: Sequence[bytes]) -> None:
+        """A client has stored a run of blocks, each below the one before it, the first below `parent`."""
+
 
 class Policy(Protocol):
     """The decisions of an eviction policy. All methods are called on the event loop: O(1), no blocking."""

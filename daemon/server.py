@@ -83,7 +83,7 @@ class Server:
         self.nvme = self._make_nvme() if config.nvme_dirs else None
         limits = CacheLimits(
             config.policy, config.headroom_bytes, config.pin_share, dict(config.quota), dict(config.nvme_quota),
-            config.quarantine_per_client_bytes, FLOOR_SHARE,
+            config.quarantine_per_client_bytes, FLOOR_SHARE, secrets.randbits(128),
         )  # fmt: skip
         self.events = _make_events(config) if config.kv_events else None
         below_bytes = config.nvme_capacity_bytes

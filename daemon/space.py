@@ -101,6 +101,7 @@ class Space:
         self.on_taken_back: Callable[[int], None] = lambda region_id: None
         """Is told of a region that is emptied whatever keeps it."""
         self._headroom_bytes = headroom_bytes
+        policies.turnover.room_bytes = lambda: self.allocator.arena_bytes - headroom_bytes
         self._draining: tuple[int, int] | None = None  # region id, next frame to look at
         self._drain_rest = 0  # times that no drain is considered
         self._drain_turn = 0

@@ -274,6 +274,7 @@ class Writes:
         HELD → VISIBLE, or DROPPED where what they hang below has gone. The newest first: a commit sees its own.
         """
         index, ready, done = self._space.index, self._ready, 0
+        turnover = self._space.policies.turnover
         while ready and done < BLOCKS_AT_ONCE:
             block = ready.pop()
             if block.phase is not _HELD:
@@ -286,7 +287,9 @@ class Writes:
             done += len(run)
             last = run[-1]
             keys, frames = [block.key for block in run], [block.frame for block in run]
+            turnover.comes(len(run) * last.lease.frame_bytes, stored=not last.lease.owner.internal)
             entries = index.insert_run(last.table, keys, parent, frames, pins=len(last.children))
+            turnover.came()
             for block, entry in zip(run, entries, strict=True):
                 self._show(block, entry)
             index.unpin(parent)

@@ -196,6 +196,7 @@ class Grants:
     def _publish(self, grant: Grant, checksums: Sequence[int]) -> int:
         """Make blocks visible, parents first, as far as nothing was lost meanwhile; returns how many are."""
         shelf, namespace, parent = grant.shelf, grant.namespace, grant.parent
+        turnover = shelf.turnover
         table, length = shelf.table(namespace), namespace.spec.block_bytes
         visible, left = 0, list[int]()
         places = enumerate(zip(grant.keys, grant.slots, checksums, strict=False), grant.first)
@@ -205,7 +206,9 @@ class Grants:
                 break
             if table.get(key) == NO_ENTRY:
                 written = Stored(NO_ENTRY, slot, length, RAW, checksum, CHECKSUM_LANES)
+                turnover.comes(namespace.size_class.frame_bytes, stored=True)
                 shelf.add(namespace, key, parent, slot, written, grant.named and grant.named(place))
+                turnover.came()
                 self.stored_blocks += 1
                 self.stored_bytes += length
             else:

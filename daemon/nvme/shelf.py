@@ -67,6 +67,7 @@ class Shelf:
         self.recovery: Recovery | None = None
         self._soon = soon
         self._hints = space.policies.hints
+        self.turnover = space.policies.turnover
         self._events: Events | None = None
         self._unrecorded: deque[tuple[Namespace, int, Row]] = deque()  # rows that could not be inserted: asked again
         self._checksum = array("Q")

@@ -14,6 +14,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from tiercache.daemon.allocator import NO_FRAME, Allocator, SizeClass
 from tiercache.daemon.index import LIVE, Index
@@ -84,7 +85,7 @@ class Slots:
         self._catalog = catalog
         self._queue = queue
         self._index = index
-        self._make = space.policies.hinted
+        self._make = partial(space.policies.hinted, below=True)
         self.tails = Tails(index, space.prompts, space.policies.clock_s)
         self._policies: dict[int, dict[str, Policy]] = {}  # of a size of slots, by account
         self._row_gone = row_gone

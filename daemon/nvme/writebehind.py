@@ -31,6 +31,7 @@ from tiercache.daemon.nvme.fairness import Fairness, Room
 from tiercache.daemon.nvme.io import Priority
 from tiercache.daemon.nvme.placement import Placement
 from tiercache.daemon.nvme.shelf import Shelf, Stored
+from tiercache.daemon.policies.window import is_below
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace, Space
 from tiercache.messages import OFFSET_MASK, REGION_SHIFT
@@ -396,6 +397,8 @@ class WriteBehind:
                 self._lose(write)
                 continue
             shelf.add(write.namespace, write.key, write.parent, write.slot, stored, write.said)
+            if (entry := write.namespace.table.get(write.key)) != NO_ENTRY:
+                is_below(self._space.index, entry)
             self.written_blocks += 1
             self.written_bytes += stored.stored_length
             for below in self._below.pop(name, ()):

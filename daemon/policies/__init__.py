@@ -11,6 +11,8 @@ from tiercache.daemon.policies.arc import ARC
 from tiercache.daemon.policies.lru import LeafLRU
 from tiercache.daemon.policies.requests import Requests
 from tiercache.daemon.policies.s3fifo import S3FIFO
+from tiercache.daemon.policies.turnover import Turnover
+from tiercache.daemon.policies.window import Window
 from tiercache.daemon.policy import Learner, Policy
 
 __all__ = ["POLICIES", "Policies"]
@@ -24,40 +26,44 @@ class Policies:
     Those that learn with numpy are imported when they are asked for.
     """
 
-    def __init__(self, name: str, clock_s: Callable[[], float]) -> None:
+    def __init__(self, name: str, clock_s: Callable[[], float], secret: int = 0) -> None:
         assert name in POLICIES, name
         self.clock_s = clock_s
         self.hints = Hints(clock_s)
+        self.turnover = Turnover(clock_s)
         self._in_hits = name in ("hazard", "workload-aware")
         self.predictor: Learner | None = None
         """Told of every request; None where a policy does not ask for that."""
-        self.make: Callable[[Index], Policy] = lambda index: LeafLRU(index.columns)
-        """A policy for candidates of that index."""
+        self._make: Callable[[Index], Policy] = lambda index: LeafLRU(index.columns)
         if name == "hazard":
             from tiercache.daemon.policies.hazard import LeastWorth
             from tiercache.daemon.policies.predictor import Predictor
 
-            self.predictor = predictor = Predictor(clock_s)
-            self.make = lambda index: LeastWorth(index, predictor)
+            self.predictor = predictor = Predictor(self.turnover, secret)
+            self._make = lambda index: LeastWorth(index, predictor)
         elif name == "workload-aware":
             from tiercache.daemon.policies.reusetimes import ReuseTimes
             from tiercache.daemon.policies.workload_aware import WorkloadAware
 
-            self.predictor = times = ReuseTimes(clock_s)
-            self.make = lambda index: WorkloadAware(index, times)
+            self.predictor = times = ReuseTimes(self.turnover, secret)
+            self._make = lambda index: WorkloadAware(index, times)
         elif name == "wtinylfu":
             from tiercache.daemon.policies.sketch import Sketch
             from tiercache.daemon.policies.wtinylfu import WTinyLFU
 
-            self.predictor = sketch = Sketch(clock_s)
-            self.make = lambda index: WTinyLFU(index, sketch)
+            self.predictor = sketch = Sketch(self.turnover)
+            self._make = lambda index: WTinyLFU(index, sketch)
         elif name == "arc":
-            self.predictor = requests = Requests(clock_s)
-            self.make = lambda index: ARC(index, requests)
+            self.predictor = requests = Requests(self.turnover)
+            self._make = lambda index: ARC(index, requests)
         elif name == "s3fifo":
-            self.predictor = requests = Requests(clock_s)
-            self.make = lambda index: S3FIFO(index, requests)
+            self.predictor = requests = Requests(self.turnover)
+            self._make = lambda index: S3FIFO(index, requests)
 
-    def hinted(self, index: Index) -> HintedPolicy:
+    def make(self, index: Index, below: bool = False) -> Policy:
+        """A policy for candidates of that index, behind the window of what was just stored. `below`: not of DRAM's."""
+        return Window(index, self._make(index), self.turnover, self.predictor, below)
+
+    def hinted(self, index: Index, below: bool = False) -> HintedPolicy:
         """Likewise, one that also goes by what clients say."""
-        return self.hints.policy(index, self.make(index), self._in_hits)
+        return self.hints.policy(index, self.make(index, below), self._in_hits)

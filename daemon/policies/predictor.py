@@ -21,19 +21,21 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tiercache.daemon.policies.requests import Again
+from tiercache.daemon.policies.turnover import Turnover
 from tiercache.messages import KEY_BYTES
 
 Floats = npt.NDArray[np.float64]
 
-AGES = 36
-"""Age buckets: the first to 0.25 s, then two for each doubling, so that the last begins after 12 hours."""
-FIRST_AGE_S = 0.25
+AGES = 46
+"""Age buckets: the first to a 32nd of a turnover, then two for each doubling."""
+FIRST_AGE = 1 / 1024
 TURNS, NEW, LENGTHS = 6, 8, 7
 _CHAINS = TURNS * NEW * LENGTHS
 _COUNTS, _GAPS = 9, 9
@@ -43,20 +45,27 @@ PRIOR = 0.1
 LEAN = 128.0
 """How many blocks' evidence a class takes over from the wider one."""
 MAX_SAMPLES = 16_384
-REFRESH_S = 60.0
+MAX_AT_ONCE = 512
+"""Of one request."""
+HORIZON = 256.0
+"""A block that was not used for so many turnovers may leave the sample: no tier keeps it for as long."""
+FIRST_EVENTS, MOST_EVENTS = 64, 2048
+"""The worths are estimated anew after so many blocks of the sample were stored or used."""
 EVENTS_KEPT = 16 * MAX_SAMPLES
 """Beyond so many observations all of them are halved: what happened lately counts more."""
 
-_EDGES_S = np.concatenate([[0.0], FIRST_AGE_S * 2.0 ** (np.arange(AGES) / 2)])
-_WIDTHS_S = np.diff(_EDGES_S)
-_KEYS_ALL = 1 << 32
+_EDGES = np.concatenate([[0.0], FIRST_AGE * 2.0 ** (np.arange(AGES) / 2)])
+_WIDTHS = np.diff(_EDGES)
+_HASHES = 1 << 32
+_WORD = (1 << 64) - 1
+_ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
-def age_bucket(age_s: float) -> int:
-    """Which of the age buckets."""
-    if age_s < FIRST_AGE_S:
+def age_bucket(age: float) -> int:
+    """Which of the age buckets; an age is in turnovers."""
+    if age < FIRST_AGE:
         return 0
-    return min(AGES - 1, 1 + int(2.0 * math.log2(age_s / FIRST_AGE_S)))
+    return min(AGES - 1, 1 + int(2.0 * math.log2(age / FIRST_AGE)))
 
 
 def chain_class(turn: int, new_blocks: int, blocks: int) -> int:
@@ -67,7 +76,7 @@ def chain_class(turn: int, new_blocks: int, blocks: int) -> int:
 
 def shared_class(uses: int, gap_bucket: int) -> int:
     """The class of a block below which requests part."""
-    return _CHAINS + min(_COUNTS - 1, uses) * _GAPS + gap_bucket // 4
+    return _CHAINS + min(_COUNTS - 1, uses) * _GAPS + gap_bucket * _GAPS // AGES
 
 
 class Context(NamedTuple):
@@ -75,18 +84,20 @@ class Context(NamedTuple):
 
     block_class: int
     turn: int
+    length: int
 
 
-class _Sample:
+class Sample:
     """What is known of one block of the sample; its class and when it was used are in columns, at `place`."""
 
-    __slots__ = ("following", "length", "place", "shared", "turn", "uses")
+    __slots__ = ("following", "hashed", "length", "place", "shared", "turn", "uses")
 
-    def __init__(self, place: int, turn: int, following: bytes, length: int) -> None:
+    def __init__(self, place: int, hashed: int, context: Context, following: bytes) -> None:
         self.place = place
-        self.turn = turn
+        self.hashed = hashed
+        self.turn = context.turn
+        self.length = context.length
         self.following = following
-        self.length = length
         self.uses = 1
         self.shared = False
 
@@ -94,45 +105,50 @@ class _Sample:
 class Predictor:
     """One for all tiers of a daemon. Event loop only; nothing here blocks.
 
-    A request costs some microseconds and about one for each of its blocks in the sample; a refresh, some milliseconds.
+    A request costs some microseconds and about one for each of its blocks in the sample, of which it has no more than
+    `MAX_AT_ONCE`; a refresh, some milliseconds. `secret`: what the sample is drawn by; a client that does not know it
+    can neither fill the sample nor keep its blocks out.
     """
 
-    def __init__(self, clock_s: Callable[[], float]) -> None:
-        self.clock_s = clock_s
+    def __init__(self, turnover: Turnover, secret: int = 0) -> None:
+        self.turnover = turnover
         self.context: Context | None = None
         """Of the request that is being answered."""
         self.version = 0
         """Raised when `worth` has changed."""
         self.worth: Floats = _worth(np.full((1, AGES), PRIOR)).repeat(CLASSES, axis=0)
-        """Hits a second, by class and age bucket."""
+        """Hits a turnover, by class and age bucket."""
         self.worth_rows: list[list[float]] = self.worth.tolist()
         """The same, quicker to look up one by one."""
-        self._samples: dict[bytes, _Sample] = {}
+        self._secret = secret
+        self._samples: dict[bytes, Sample] = {}  # the one that was used longest ago first
+        self._places: list[int] = []  # in the columns, free
         self._classes = array("H")
-        self._used_s = array("d")
-        self._threshold = _KEYS_ALL
+        self._used_at = array("d")
+        self._threshold = _HASHES
         self._used = np.zeros((CLASSES, AGES))
-        self._started_s = self._refresh_s = clock_s()
+        self._ended = np.zeros((CLASSES, AGES))  # left the sample, at that age
+        self._events = 0
+        self._refresh_at = FIRST_EVENTS
         self._expected: dict[bytes, Context] = {}  # by the first block of a chain that will probably be stored
-        self._asked: tuple[bytes, float] = b"", 0.0
+        self._stored: dict[bytes, Context] = {}  # by the last block of a store, which may go on there
+        self._again = Again(turnover)
 
     # --- a request -------------------------------------------------------------------------------
 
     def asked(self, keys: bytes, found_dram: int, found: int) -> None:
         """A prompt was looked up; `found` of its blocks are known, `found_dram` in DRAM. `context` until `answered`."""
-        now_s, last_key = self.clock_s(), keys[-KEY_BYTES:]
-        before, self._asked = self._asked, (last_key, now_s)
-        if before[0] == last_key and now_s - before[1] < FIRST_AGE_S:
-            return  # the same one again: another worker's, or a second try
-        numbers = self._sampled(keys)
+        if self._again.asked(keys):
+            return
+        sampled = self._sampled(keys)
         length = len(keys) // KEY_BYTES
-        self.context = context = self._classify(keys, numbers, found, length)
-        self._observe(keys, numbers, context, now_s, length)
+        self.context = context = self._classify(keys, sampled, found, length)
+        self._observe(keys, sampled, context, found)
         for first in {found_dram, found}:
             if first < length:
-                self._expect(keys[first * KEY_BYTES : (first + 1) * KEY_BYTES], context)
-        if now_s >= self._refresh_s:
-            self._refresh(now_s)
+                _put(self._expected, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES], context)
+        if self._events >= self._refresh_at:
+            self._refresh()
 
     def answered(self) -> None:
         """The request at hand is over."""
@@ -142,90 +158,154 @@ class Predictor:
         """What a lookup said that missed this block."""
         return self._expected.get(key)
 
-    def _expect(self, key: bytes, context: Context) -> None:
-        self._expected.pop(key, None)
-        self._expected[key] = context
-        if len(self._expected) > MAX_SAMPLES:
-            del self._expected[next(iter(self._expected))]
+    def stored(self, parent: bytes, keys: Sequence[bytes]) -> None:
+        """A client has stored a run of blocks, each below the one before it, the first below `parent`."""
+        context = self._expected.get(keys[0]) or self._stored.get(parent)
+        if context is None:  # not asked for before
+            context = Context(chain_class(0, len(keys), len(keys)), 0, 0)
+        _put(self._stored, keys[-1], context)
+        packed = b"".join(keys)
+        for number, hashed in self._sampled(packed):
+            if keys[number] not in self._samples:
+                self._begin(keys[number], hashed, context, packed[(number + 1) * KEY_BYTES : (number + 2) * KEY_BYTES])
 
-    def _sampled(self, keys: bytes) -> list[int]:
-        """Which of the keys are in the sample, or would be."""
-        if self._threshold == _KEYS_ALL:
-            return list(range(len(keys) // KEY_BYTES))
-        words = np.frombuffer(keys, dtype="<u4")[1 :: KEY_BYTES // 4]
-        chosen: list[int] = np.flatnonzero(words < self._threshold).tolist()
-        return chosen
+    def _sampled(self, keys: bytes) -> list[tuple[int, int]]:
+        """Which of the keys are in the sample, or would be, each with its hash; no more than `MAX_AT_ONCE`."""
+        hashed = hashes(keys, self._secret)
+        threshold = self._threshold
+        chosen = np.flatnonzero(hashed < threshold)
+        while len(chosen) > MAX_AT_ONCE:
+            threshold //= 2
+            chosen = np.flatnonzero(hashed < threshold)
+            if threshold == 0:
+                return []  # the same key over and over
+        return list(zip(chosen.tolist(), hashed[chosen].tolist(), strict=True))
 
-    def _classify(self, keys: bytes, numbers: list[int], found: int, length: int) -> Context:
+    def _classify(self, keys: bytes, sampled: list[tuple[int, int]], found: int, length: int) -> Context:
         """By the deepest block of the sample that is known: where its last user ended, and which turn that was."""
         seen, last, slack = found, None, 1
-        for number in reversed(numbers):
+        for number, _ in reversed(sampled):
             last = self._samples.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
             if last is not None:
                 if number + 1 > seen:
                     seen = number + 1
-                    slack += 2 * (_KEYS_ALL // self._threshold) - 2
+                    slack += 2 * (_HASHES // max(1, self._threshold)) - 2
                 break
+        turn = 1 if seen else 0
         if last is not None and last.length <= seen + slack:
-            return Context(chain_class(1 + last.turn, length - seen, length), last.turn + 1)
-        return Context(chain_class(1 if seen else 0, length - seen, length), 1)
+            turn = 1 + max(1, last.turn)
+        return Context(chain_class(turn, length - seen, length), turn, length)
 
-    def _observe(self, keys: bytes, numbers: list[int], context: Context, now_s: float, length: int) -> None:
-        samples, used, classes, used_s = self._samples, self._used, self._classes, self._used_s
-        for number in numbers:
+    def _observe(self, keys: bytes, sampled: list[tuple[int, int]], context: Context, found: int) -> None:
+        samples, classes, used_at = self._samples, self._classes, self._used_at
+        now, length = self.turnover.now, context.length
+        for number, hashed in sampled:
             key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
             following = keys[(number + 1) * KEY_BYTES : (number + 2) * KEY_BYTES]
-            sample = samples.get(key)
+            sample = samples.pop(key, None)
             if sample is None:
-                samples[key] = _Sample(len(classes), context.turn, following, length)
-                classes.append(context.block_class)
-                used_s.append(now_s)
+                if number < found:  # it was stored in an earlier life, or before the sample was as large
+                    self._begin(key, hashed, context, following)
                 continue
+            samples[key] = sample
             place = sample.place
-            gap = age_bucket(now_s - used_s[place])
-            used[classes[place], gap] += 1.0
+            gap = self._used_again(sample, now - used_at[place])
             sample.uses += 1
             if following:
                 sample.shared = sample.shared or (sample.following != following and sample.following != b"")
                 sample.following = following
-            used_s[place], sample.turn, sample.length = now_s, context.turn, length
+            used_at[place], sample.turn, sample.length = now, context.turn, length
             classes[place] = shared_class(sample.uses, gap) if sample.shared else context.block_class
-        while len(samples) > MAX_SAMPLES:
-            self._thin()
 
-    def _thin(self) -> None:
-        """Half as many samples from here on."""
-        self._threshold //= 2
-        most = self._threshold
-        gone = [key for key in self._samples if int.from_bytes(key[4:8], "little") >= most]
-        for key in gone:
-            del self._samples[key]
-        kept = [sample.place for sample in self._samples.values()]
-        self._classes = array("H", [self._classes[place] for place in kept])
-        self._used_s = array("d", [self._used_s[place] for place in kept])
-        for place, sample in enumerate(self._samples.values()):
-            sample.place = place
-        self._used *= 0.5
+    def _used_again(self, sample: Sample, age: float) -> int:
+        """A block of the sample was used at that age; the bucket of that."""
+        gap = age_bucket(age)
+        self._used[self._classes[sample.place], gap] += 1.0
+        self._events += 1
+        return gap
+
+    # --- the sample ------------------------------------------------------------------------------
+
+    def _begin(self, key: bytes, hashed: int, context: Context, following: bytes) -> None:
+        if len(self._samples) >= MAX_SAMPLES:
+            self._make_room()
+            if hashed >= self._threshold:
+                return
+        if not self._places:
+            self._places.append(len(self._classes))
+            self._classes.append(0)
+            self._used_at.append(0.0)
+        place = self._places.pop()
+        self._samples[key] = Sample(place, hashed, context, following)
+        self._classes[place], self._used_at[place] = context.block_class, self.turnover.now
+        self._events += 1
+
+    def _make_room(self) -> None:
+        """Let go what was not used for longest; where all of it still matters, have half as many samples."""
+        samples, now = self._samples, self.turnover.now
+        before = [key for key, its in samples.items() if now - self._used_at[its.place] >= HORIZON]
+        for key in before:
+            place = samples[key].place
+            self._ended[self._classes[place], age_bucket(now - self._used_at[place])] += 1.0
+            self._let_go(key)
+        if len(before) < MAX_SAMPLES // 4:
+            self._threshold //= 2
+            for key in [key for key, its in samples.items() if its.hashed >= self._threshold]:
+                self._let_go(key)
+            self._used *= 0.5
+            self._ended *= 0.5
+        elif len(samples) < MAX_SAMPLES // 4:
+            self._threshold = min(_HASHES, 2 * self._threshold)
+
+    def _let_go(self, key: bytes) -> None:
+        self._places.append(self._samples.pop(key).place)
 
     # --- learning --------------------------------------------------------------------------------
 
-    def _refresh(self, now_s: float) -> None:
-        """Estimate anew what blocks are worth; at first often, later once a minute."""
-        self._refresh_s = now_s + min(REFRESH_S, max(1.0, 0.03 * (now_s - self._started_s)))
+    def _refresh(self) -> None:
+        """Estimate anew what blocks are worth."""
+        self._plan_refresh()
         if self._used.sum() > EVENTS_KEPT:
             self._used *= 0.5
-        classes = np.array(self._classes, np.int64)
-        ages = now_s - np.array(self._used_s)
-        cells = classes * AGES + np.searchsorted(_EDGES_S[1:-1], ages, side="right")
+            self._ended *= 0.5
+        classes, ages = np.array(self._classes, np.int64), self.turnover.now - np.array(self._used_at)
+        cells = classes * AGES + np.searchsorted(_EDGES[1:-1], ages, side="right")
+        if self._places:
+            cells = np.delete(cells, self._places)
         waiting = np.bincount(cells, minlength=CLASSES * AGES).reshape(CLASSES, AGES)
-        self.worth = _worths(self._used, self._used + waiting)
+        self.worth = _worths(self._used, self._used + self._ended + waiting)
         self.worth_rows = self.worth.tolist()
         self.version += 1
+
+    def _plan_refresh(self) -> None:
+        """When to do it again: at first often."""
+        self._refresh_at = self._events + min(MOST_EVENTS, max(FIRST_EVENTS, self._events // 32))
 
     @property
     def sampled(self) -> tuple[int, float]:
         """How many blocks the sample has, and which share of all blocks it stands for."""
-        return len(self._samples), self._threshold / _KEYS_ALL
+        return len(self._samples), self._threshold / _HASHES
+
+
+def _put(known: dict[bytes, Context], key: bytes, context: Context) -> None:
+    """Remember it, the newest of no more than there are samples."""
+    known.pop(key, None)
+    known[key] = context
+    if len(known) > MAX_SAMPLES:
+        del known[next(iter(known))]
+
+
+def hashes(keys: bytes, secret: int) -> npt.NDArray[np.uint64]:
+    """A number below `_HASHES` for each of the packed keys, which tells nothing of them without the secret."""
+    words = np.frombuffer(keys, dtype="<u8").reshape(-1, 2)
+    low, high = np.uint64(secret & _WORD), np.uint64(secret >> 64 & _WORD)
+    mixed = (words[:, 0] ^ low) * (_ODD | low << np.uint64(1))
+    mixed ^= mixed >> np.uint64(32)
+    mixed = (mixed ^ words[:, 1] ^ high) * (_ODD ^ high << np.uint64(1))
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= _ODD
+    result: npt.NDArray[np.uint64] = mixed >> np.uint64(32)
+    return result
 
 
 def _groups() -> list[npt.NDArray[np.int64]]:
@@ -235,7 +315,7 @@ def _groups() -> list[npt.NDArray[np.int64]]:
     uses = (numbers - _CHAINS) // _GAPS
     by_turn = np.where(chain, numbers // (NEW * LENGTHS), TURNS)
     by_new = np.where(chain, numbers // LENGTHS, TURNS * NEW + uses)
-    return [np.zeros(CLASSES, np.int64), by_turn, by_new]
+    return [by_turn, by_new]
 
 
 _GROUPS = _groups()
@@ -244,7 +324,7 @@ _GROUPS = _groups()
 def _worths(used: Floats, ended: Floats) -> Floats:
     """By class and age bucket, from how many blocks were used at that age, and at what age blocks were seen last."""
     at_risk = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1]
-    wider: Floats = np.full((CLASSES, AGES), PRIOR)
+    wider: Floats = np.tile(_of_all(used.sum(axis=0), at_risk.sum(axis=0)), (CLASSES, 1))
     for group in _GROUPS:
         starts = np.flatnonzero(np.diff(group, prepend=-1))
         its_used, its_risk = np.add.reduceat(used, starts, axis=0), np.add.reduceat(at_risk, starts, axis=0)
@@ -258,19 +338,28 @@ def _worths(used: Floats, ended: Floats) -> Floats:
     return result
 
 
+def _of_all(used: Floats, at_risk: Floats) -> Floats:
+    """Hazards of all blocks together. Each age leans on the one before it, so that no age which was hardly ever
+    reached is thought better of than those that were."""
+    hazards, before = np.empty(AGES), PRIOR
+    for age in range(AGES):
+        before = hazards[age] = (used[age] + LEAN * before) / (at_risk[age] + LEAN)
+    return hazards
+
+
 def _worth(hazards: Floats) -> Floats:
     """The index of each row of hazards at each age."""
     by_age = np.ascontiguousarray(np.minimum(hazards, 1.0).T)
-    worth, hits, stay_s = np.empty_like(by_age), np.empty_like(by_age), np.empty_like(by_age)
-    # From the last age to the first; row `end` of `hits` and `stay_s` is for a stay from `age` to the end of that age.
+    worth, hits, stay = np.empty_like(by_age), np.empty_like(by_age), np.empty_like(by_age)
+    # From the last age to the first; row `end` of `hits` and `stay` is for a stay from `age` to the end of that age.
     for age in range(AGES - 1, -1, -1):
         hazard = by_age[age]
-        left, here_s = 1.0 - hazard, _WIDTHS_S[age] * (1.0 - hazard / 2.0)
+        left, here = 1.0 - hazard, _WIDTHS[age] * (1.0 - hazard / 2.0)
         hits[age + 1 :] *= left
         hits[age + 1 :] += hazard
-        stay_s[age + 1 :] *= left
-        stay_s[age + 1 :] += here_s
-        hits[age], stay_s[age] = hazard, here_s
-        worth[age] = np.max(hits[age:] / stay_s[age:], axis=0)
+        stay[age + 1 :] *= left
+        stay[age + 1 :] += here
+        hits[age], stay[age] = hazard, here
+        worth[age] = np.max(hits[age:] / stay[age:], axis=0)
     result: Floats = worth.T
     return result

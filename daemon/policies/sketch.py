@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
 from tiercache.daemon.policies.requests import Requests
+from tiercache.daemon.policies.turnover import Turnover
 from tiercache.messages import KEY_BYTES
 
 ROWS = 4
@@ -29,8 +28,8 @@ class Sketch(Requests):
     at least twice as wide as the largest tier has blocks, a byte each: 8 bytes a block and more.
     """
 
-    def __init__(self, clock_s: Callable[[], float]) -> None:
-        super().__init__(clock_s)
+    def __init__(self, turnover: Turnover) -> None:
+        super().__init__(turnover)
         self._rows = [bytearray(FIRST_WIDTH) for _ in range(ROWS)]
         self._mask = FIRST_WIDTH - 1
         self._added = 0

@@ -19,7 +19,7 @@ from tiercache.daemon.policy import NO_ENTRY
 
 LIFETIME_EVICTIONS = 256
 """The expected lifetime is estimated anew after so many."""
-LIFETIME_MOST_S = 1e6
+LIFETIME_MOST = 1e6
 
 
 class WorkloadAware:
@@ -32,15 +32,16 @@ class WorkloadAware:
         columns = self._columns = index.columns
         self._index = index
         self._times = times
+        self._turnover = times.turnover
         self._orders = [LeafLRU(columns) for _ in range(CATEGORIES)]
         self._category = columns.integers("category", "B")
-        self._used_s = columns.floats("used")
+        self._used_at = columns.floats("used")
         self._offset = columns.integers("offset", "i")
         self._live = 0  # inserted less evicted
         self._evictions = 0
-        self._since_s = times.clock_s()
-        self.lifetime_s = LIFETIME_MOST_S
-        """How long a block stays that is not used: blocks here, by how many a second are evicted."""
+        self._since = self._turnover.now
+        self.lifetime = LIFETIME_MOST
+        """How many turnovers a block stays that is not used: blocks here, by how many are evicted in a turnover."""
 
     # --- what happens to blocks ------------------------------------------------------------------
 
@@ -49,7 +50,7 @@ class WorkloadAware:
         context = self._times.expected(index.key[entry])
         self._category[entry] = category(context) if context is not None else self._category[parent]
         self._orders[0].inserted(entry)
-        self._used_s[entry] = self._times.clock_s()
+        self._used_at[entry] = self._turnover.now
         self._offset[entry] = self._offset[parent] + 1 if index.parent[parent] != NO_ENTRY else 0
         self._live += 1
 
@@ -60,7 +61,7 @@ class WorkloadAware:
     def inserted_many(self, first: int, count: int) -> None:
         self._orders[0].inserted_many(first, count)
         self._category[first : first + count] = array("B", bytes(count))
-        self._used_s[first : first + count] = array("d", [self._times.clock_s()]) * count
+        self._used_at[first : first + count] = array("d", [self._turnover.now]) * count
         parents, offset = self._index.parent, self._offset
         for entry in range(first, first + count):
             parent = parents[entry]
@@ -75,7 +76,7 @@ class WorkloadAware:
         context = self._times.context
         if context is not None:
             self._category[entry] = category(context)
-            self._used_s[entry] = self._times.clock_s()
+            self._used_at[entry] = self._turnover.now
         if candidate:
             self.add(entry)
 
@@ -84,16 +85,16 @@ class WorkloadAware:
         self._evictions += 1
         if self._evictions < LIFETIME_EVICTIONS:
             return
-        now_s = self._times.clock_s()
-        lifetime_s = min(LIFETIME_MOST_S, self._live * (now_s - self._since_s) / self._evictions)
-        known = self.lifetime_s < LIFETIME_MOST_S
-        self.lifetime_s = (self.lifetime_s + lifetime_s) / 2 if known else lifetime_s
-        self._evictions, self._since_s = 0, now_s
+        now = self._turnover.now
+        lifetime = min(LIFETIME_MOST, self._live * (now - self._since) / self._evictions)
+        known = self.lifetime < LIFETIME_MOST
+        self.lifetime = (self.lifetime + lifetime) / 2 if known else lifetime
+        self._evictions, self._since = 0, now
 
     def _take_over(self, entry: int, child: int) -> None:
         """The parent was used whenever its child was."""
-        if self._used_s[child] >= self._used_s[entry]:
-            self._used_s[entry], self._category[entry] = self._used_s[child], self._category[child]
+        if self._used_at[child] >= self._used_at[entry]:
+            self._used_at[entry], self._category[entry] = self._used_at[child], self._category[child]
         self._columns.stamp[entry] = max(self._columns.stamp[entry], self._columns.stamp[child])
         self._gone()
 
@@ -107,7 +108,7 @@ class WorkloadAware:
 
     def follows(self, entry: int, child: int) -> bool:
         """A block that was last used with its child is as likely to be used, and next in its prompt."""
-        if self._used_s[entry] > self._used_s[child] or self._columns.stamp[entry] > self._columns.stamp[child]:
+        if self._used_at[entry] > self._used_at[child] or self._columns.stamp[entry] > self._columns.stamp[child]:
             return False
         self._gone()
         return True
@@ -137,8 +138,8 @@ class WorkloadAware:
     def probability(self, entry: int) -> float:
         """That a block of this category, used last when this one was, is used within the expected lifetime from now."""
         its, times = self._category[entry], self._times
-        age_s, rate = max(0.0, times.clock_s() - self._used_s[entry]), float(times.rates[its])
-        return float(times.shares[its]) * math.exp(-rate * age_s) * -math.expm1(-rate * self.lifetime_s)
+        age, rate = max(0.0, self._turnover.now - self._used_at[entry]), float(times.rates[its])
+        return float(times.shares[its]) * math.exp(-rate * age) * -math.expm1(-rate * self.lifetime)
 
     def victim(self) -> int:
         first = [entry for order in self._orders if (entry := order.victim()) != NO_ENTRY]
@@ -148,8 +149,8 @@ class WorkloadAware:
 
     def worth(self, entry: int) -> float:
         its, times = self._category[entry], self._times
-        age_s, rate = max(0.0, times.clock_s() - self._used_s[entry]), float(times.rates[its])
-        return float(times.shares[its]) * rate * math.exp(-rate * age_s)
+        age, rate = max(0.0, self._turnover.now - self._used_at[entry]), float(times.rates[its])
+        return float(times.shares[its]) * rate * math.exp(-rate * age) * self._turnover.per_s()
 
     def coldest_stamp(self) -> int | None:
         entry = self.victim()

@@ -73,10 +73,11 @@ def test_a_chain_is_found_as_far_as_it_goes() -> None:
 
 
 def test_leaves_go_first_and_the_recently_used_last() -> None:
-    h = Harness(frames=6)
+    h = Harness(frames=7)
     ns = h.space()
     h.store(ns, chain(1, 1, 1))
     h.store(ns, chain(2, 2, 2))
+    h.store(ns, chain(4))
     h.length(ns, chain(1, 1, 1))
     h.store(ns, chain(3, 3))
     assert (h.length(ns, chain(1, 1, 1)), h.length(ns, chain(2, 2, 2))) == (3, 1)

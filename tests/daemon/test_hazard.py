@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from test_cache_model import Harness
-from test_cache_model import chain as cached_chain
 
 from tiercache.daemon.index import Index
 from tiercache.daemon.policies import predictor as predicting
 from tiercache.daemon.policies.hazard import LeastWorth
-from tiercache.daemon.policies.predictor import AGES, FIRST_AGE_S, Predictor, age_bucket, chain_class
+from tiercache.daemon.policies.predictor import AGES, FIRST_AGE, Predictor, age_bucket, chain_class, hashes
+from tiercache.daemon.policies.turnover import Turnover
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.messages import KEY_BYTES
 from tiercache.replay.requests import Request, plain_spec
@@ -26,11 +26,31 @@ TOKENS = 16
 SPEC = plain_spec(TOKENS, BLOCK_BYTES)
 
 
-class Clock:
-    now_s = 1000.0
+ROOM = 1000
+"""Blocks that there is room for, of a byte each."""
 
-    def __call__(self) -> float:
-        return self.now_s
+
+class Learning:
+    """A predictor, and prompts that are asked for and then stored."""
+
+    def __init__(self) -> None:
+        self.turnover = Turnover(lambda: 0.0)
+        self.turnover.room_bytes = lambda: ROOM
+        self.predictor = Predictor(self.turnover)
+
+    def ask(self, keys: bytes, found: int = 0) -> None:
+        blocks = len(keys) // KEY_BYTES
+        self.predictor.asked(keys, found, found)
+        self.predictor.answered()
+        self.go_on(blocks - found)
+        new = [keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in range(found, blocks)]
+        if new:
+            self.predictor.stored(keys[(found - 1) * KEY_BYTES : found * KEY_BYTES] if found else b"", new)
+
+    def go_on(self, blocks: int) -> None:
+        """So much is stored."""
+        self.turnover.comes(blocks, stored=True)
+        self.turnover.came()
 
 
 def chain(name: object, blocks: int) -> bytes:
@@ -49,7 +69,7 @@ def sizes(dram: int, nvme: int, **others: object) -> Sizes:
 def test_the_index_is_the_best_rate_of_any_stay() -> None:
     chance = np.random.default_rng(1)
     hazards = chance.random((5, AGES)) * chance.random((5, 1))
-    widths = np.diff(np.concatenate([[0.0], FIRST_AGE_S * 2.0 ** (np.arange(AGES) / 2)]))
+    widths = np.diff(np.concatenate([[0.0], FIRST_AGE * 2.0 ** (np.arange(AGES) / 2)]))
     found = predicting._worth(hazards)
     for row in range(5):
         for age in range(AGES):
@@ -64,70 +84,141 @@ def test_the_index_is_the_best_rate_of_any_stay() -> None:
 
 
 def test_ages_fall_into_buckets() -> None:
-    assert [age_bucket(age_s) for age_s in (0.0, 0.2, 0.25, 0.36, 0.5, 1e9)] == [0, 0, 1, 2, 3, AGES - 1]
+    ages = [age * FIRST_AGE for age in (0.0, 0.8, 1.0, 1.44, 2.0, 1e12)]
+    assert [age_bucket(age) for age in ages] == [0, 0, 1, 2, 3, AGES - 1]
 
 
 def test_before_anything_is_known_the_longest_unused_is_worth_least() -> None:
-    worth = Predictor(Clock()).worth
+    worth = Learning().predictor.worth
     assert (np.diff(worth[:, 1:], axis=1) <= 0).all()
     assert (worth[:, 0] > worth[:, -1]).all()
 
 
+def test_an_age_that_nothing_has_reached_is_worth_no_more_than_a_younger_one() -> None:
+    """Blocks that were seen unused are no worse than older ones would be, of which nothing is known."""
+    learning = Learning()
+    for number in range(400):
+        learning.ask(chain(number, 10))
+    predictor = learning.predictor
+    assert predictor.version > 0
+    context = chain_class(0, 10, 10)
+    assert (np.diff(predictor.worth[context]) <= 1e-12).all()
+
+
 def test_what_comes_back_after_a_while_is_worth_more_then_than_at_once() -> None:
-    clock = Clock()
-    predictor = Predictor(clock)
+    learning = Learning()
     for lap in range(6):
         for document in range(20):
-            predictor.asked(chain(document, 8), 0, 8 if lap else 0)
-            predictor.answered()
-            clock.now_s += 5.0
-    predictor.asked(chain(0, 8), 8, 8)
-    context = predictor.context
-    assert context is not None
-    worth = predictor.worth[context.block_class]
-    assert worth[age_bucket(60.0)] > 1.5 * worth[0], "each comes back after 100 s"
-    assert worth[age_bucket(300.0)] < worth[age_bucket(60.0)], "what has not come by then has ended"
+            learning.ask(chain(document, 8), 8 if lap else 0)
+            learning.go_on(50)
+    worth = learning.predictor.worth[chain_class(5, 0, 8)]
+    assert worth[age_bucket(0.6)] > 1.5 * worth[0], "each comes back after one turnover"
+    assert worth[age_bucket(3.0)] < worth[age_bucket(0.6)], "what has not come by then has ended"
+
+
+def test_the_time_from_store_to_load_is_learnt() -> None:
+    """Stored without a look-up, loaded when a tenth more has been stored, and never again."""
+    learning = Learning()
+    for number in range(100):
+        learning.predictor.stored(b"", [chain(number, 1)])
+        learning.go_on(10)
+        if number >= 10:
+            keys = chain(number - 10, 1)
+            learning.predictor.asked(keys, 1, 1)
+            learning.predictor.answered()
+    learning.predictor._refresh()
+    worth = learning.predictor.worth[chain_class(0, 1, 1)]
+    assert worth[age_bucket(0.05)] > 5 * worth[age_bucket(0.2)]
 
 
 def test_what_goes_on_is_told_from_what_does_not() -> None:
     """Chats come back, one-off prompts of the same length do not: their classes know."""
-    clock = Clock()
-    predictor = Predictor(clock)
+    learning = Learning()
     chats = dict.fromkeys(range(30), 4)
     for lap in range(8):
         for number in chats:
-            predictor.asked(chain(f"chat {number}", chats[number]), 0, 0)
-            predictor.answered()
-            predictor.asked(chain(f"once {lap} {number}", 40), 0, 0)
-            predictor.answered()
+            learning.ask(chain(f"chat {number}", chats[number]), chats[number] - 1 if lap else 0)
+            learning.ask(chain(f"once {lap} {number}", 40))
             chats[number] += 1
-            clock.now_s += 1.0
     later, once = chain_class(4, 1, 11), chain_class(0, 40, 40)
-    assert predictor.worth[later, 0] > 5 * predictor.worth[once, 0]
+    assert learning.predictor.worth[later, 0] > 5 * learning.predictor.worth[once, 0]
 
 
-def test_the_same_request_twice_at_once_is_one() -> None:
-    clock = Clock()
-    predictor = Predictor(clock)
+def test_the_same_request_again_is_one_until_something_is_stored() -> None:
+    learning = Learning()
+    learning.ask(chain("a", 5))
     for _ in range(4):  # each worker of an engine asks
-        predictor.asked(chain("a", 5), 0, 0)
-        predictor.answered()
-    assert predictor._used.sum() == 0
+        learning.predictor.asked(chain("a", 5), 5, 5)
+        learning.predictor.answered()
+    assert learning.predictor._used.sum() == 5
+    learning.go_on(1)
+    learning.predictor.asked(chain("a", 5), 5, 5)
+    assert learning.predictor._used.sum() == 10
 
 
 def test_the_sample_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predicting, "MAX_SAMPLES", 500)
-    clock = Clock()
-    predictor = Predictor(clock)
+    learning = Learning()
     for number in range(400):
-        predictor.asked(chain(number, 20), 0, 0)
-        predictor.answered()
-        clock.now_s += 1.0
-        assert predictor.sampled[0] <= 500
-    blocks, share = predictor.sampled
+        learning.ask(chain(number, 20))
+        assert learning.predictor.sampled[0] <= 500
+    blocks, share = learning.predictor.sampled
     assert blocks > 100
     assert share == pytest.approx(blocks / 8000, rel=0.5)
-    assert len(predictor._expected) <= 500
+    assert len(learning.predictor._expected) <= 500
+
+
+def counters(first: int, count: int) -> bytes:
+    """Keys that are no hashes: blocks by number."""
+    return b"".join(number.to_bytes(KEY_BYTES, "big") for number in range(first, first + count))
+
+
+@pytest.mark.parametrize("order", ["little", "big"])
+def test_keys_that_are_no_hashes_are_sampled_as_others(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicting, "MAX_SAMPLES", 500)
+    learning = Learning()
+    for number in range(100):
+        learning.ask(b"".join(at.to_bytes(KEY_BYTES, order) for at in range(100 * number, 100 * number + 100)))
+    blocks, share = learning.predictor.sampled
+    assert 200 < blocks <= 500
+    assert share == pytest.approx(blocks / 10_000, rel=0.5)
+
+
+def test_no_request_can_fill_the_sample_or_take_long() -> None:
+    """What is asked for and not here is no part of it; of a long prompt no more than a few hundred blocks are."""
+    learning = Learning()
+    learning.ask(chain("own", 50))
+    for number in range(3):
+        evil = b"".join(bytes(8) + at.to_bytes(8, "little") for at in range(number << 16, (number + 1) << 16))
+        learning.predictor.asked(evil, 0, 0)
+        learning.predictor.answered()
+        learning.predictor.asked(bytes(KEY_BYTES) * 65_536, 0, 0)
+        learning.predictor.answered()
+    assert learning.predictor.sampled == (50, 1.0)
+    learning.ask(counters(0, 65_536))
+    blocks, share = learning.predictor.sampled
+    assert blocks <= 50 + predicting.MAX_AT_ONCE
+    assert share == 1.0, "others are sampled as before"
+
+
+def test_a_client_cannot_tell_which_keys_are_sampled() -> None:
+    keys = counters(0, 4096)
+    one, other = hashes(keys, 1 << 70 | 5), hashes(keys, 7 << 70 | 9)
+    low = one < 1 << 29
+    assert 400 < np.count_nonzero(low) < 620
+    assert 20 < np.count_nonzero(low & (other < 1 << 29)) < 120, "no more of them than of others"
+
+
+def test_a_sample_of_what_is_long_gone_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicting, "MAX_SAMPLES", 500)
+    learning = Learning()
+    for number in range(100):
+        learning.ask(chain(number, 20))
+    few = learning.predictor.sampled[1]
+    for number in range(200, 400):
+        learning.go_on(int(predicting.HORIZON) * ROOM // 20)
+        learning.ask(chain(number, 20))
+    assert learning.predictor.sampled[1] > few
 
 
 def loop(documents: int, blocks: int, laps: int) -> list[Request]:
@@ -180,13 +271,13 @@ def test_what_is_used_in_dram_stays_on_nvme() -> None:
 
 
 def test_random_histories_leave_candidates_and_cells_in_order() -> None:
-    clock, chance = Clock(), random.Random(7)
+    learning, chance = Learning(), random.Random(7)
     index = Index(lambda frame: None)
-    policy = LeastWorth(index, Predictor(clock))
+    policy = LeastWorth(index, learning.predictor)
     table = index.add_table(1, policy, windowed=False)
     entries: list[int] = []
     for step in range(4000):
-        clock.now_s += chance.random()
+        learning.go_on(chance.randint(0, 9))
         if chance.random() < 0.55 or not table.blocks:
             parent = chance.choice([table.root, *entries[-5:]]) if entries else table.root
             key = hashlib.blake2b(str(step).encode(), digest_size=KEY_BYTES).digest()
@@ -201,30 +292,3 @@ def test_random_histories_leave_candidates_and_cells_in_order() -> None:
         entries = [entry for entry in entries if index.state[entry] == 1]
         if step % 100 == 0:
             assert index.check_integrity() == []
-
-
-@pytest.mark.parametrize(
-    ("asked", "step_s"),
-    [
-        *((asked, step_s) for asked in ("never", "before", "after", "both") for step_s in (0.001, 0.01, 0.03)),
-        # Later it may go, if nobody ever came back, or if chains were first asked for long after they were stored.
-        *((asked, step_s) for asked in ("never", "both") for step_s in (0.06, 0.1, 0.2, 1.0, 30.0)),
-    ],
-)
-@pytest.mark.parametrize("policy", ["lru", "hazard"])
-def test_what_was_just_stored_is_there_however_fast_the_cache_turns_over(
-    policy: str, asked: str, step_s: float
-) -> None:
-    """A cache of eight chains: the one before last is there, whoever asks for it, and when."""
-    h = Harness(frames=32, policy=policy)
-    ns = h.space()
-    chains = [cached_chain(number % 250, number // 250, 1, 1) for number in range(400)]
-    for number, keys in enumerate(chains):
-        h.clock.now += step_s
-        if asked in ("before", "both"):
-            h.length(ns, keys)
-        h.store(ns, keys)
-        if number >= 2:
-            before = chains[number - 2]
-            here = h.length(ns, before) if asked in ("after", "both") else h.cache.peek([ns], before)[0]
-            assert here == 4, f"{number}"

@@ -99,7 +99,7 @@ def test_a_full_arena_takes_the_oldest_whoever_has_it() -> None:
     assert found(cache, a, chain("a", 8)) == 4
     assert store(cache, a, chain("a2", 6)) == 6
     assert found(cache, a, chain("a2", 6)) == 6
-    assert (found(cache, b, chain("b2", 4)), found(cache, b, chain("b", 8))) == (0, 6)
+    assert (found(cache, b, chain("b2", 4)), found(cache, b, chain("b", 8))) == (4, 2), "b2 was stored just before"
 
 
 def test_the_star_is_for_all_others_and_nobody_is_limited_without_a_name() -> None:

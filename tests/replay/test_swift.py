@@ -158,11 +158,11 @@ def test_dram_alone_is_what_a_naive_model_says() -> None:
 
 
 def test_a_block_leaves_after_its_descendants_and_the_least_recent_chain_goes_first() -> None:
-    a, b, c = [1, 2, 3], [11, 12, 13], [21, 22]
-    exact = Simulation(sizes(6, 0), {1: SPEC})
-    for number, ids in enumerate((a, b, a, c)):
+    a, b, c, d = [1, 2, 3], [11, 12, 13], [21, 22], [31]
+    exact = Simulation(sizes(7, 0), {1: SPEC})
+    for number, ids in enumerate((a, b, d, a, c)):
         exact.play(ask(float(number), ids))
-    assert exact.resident(1)[0] == set(chunks(a) + chunks(b)[:1] + chunks(c))
+    assert exact.resident(1)[0] == set(chunks(a) + chunks(b)[:1] + chunks(c) + chunks(d))
     assert exact.play(ask(9.0, a)) == Outcome(3, 0)
     assert exact.play(ask(9.0, b)) == Outcome(1, 0)
 

@@ -15,6 +15,7 @@ from tiercache.daemon.nvme.promotion import BATCH
 from tiercache.daemon.nvme.slots import EVICT_AT_ONCE, FREE_AHEAD_BYTES
 from tiercache.daemon.nvme.tier import MATCHED_AT_ONCE
 from tiercache.daemon.policies import Policies
+from tiercache.daemon.policies.window import is_below
 from tiercache.daemon.policy import NO_ENTRY, Policy
 from tiercache.daemon.space import SLICE
 from tiercache.daemon.tails import Prompts, Tails
@@ -31,9 +32,9 @@ ALIKE = ("lru", "hazard")
 class _Tier:
     """The blocks of one tier: as many as `capacity`."""
 
-    def __init__(self, policies: Policies, capacity: int) -> None:
+    def __init__(self, policies: Policies, capacity: int, below: bool = False) -> None:
         self.index = Index(lambda frame: None)
-        self.policy: Policy = policies.make(self.index)
+        self.policy: Policy = policies.make(self.index, below)
         self.table: Table = self.index.add_table(1, self.policy, windowed=False)
         self.capacity = capacity
         self.evicted = 0
@@ -77,13 +78,15 @@ class Swift:
         assert number == 1, "prompts of one namespace: others are for Simulation"
         sizes, self._block_bytes, self._spec_bytes = self._sizes, spec.frame_bytes, spec.block_bytes
         policies = Policies(sizes.policy, lambda: self.now_s)
-        self._predictor = policies.predictor
+        self._predictor, self._turnover = policies.predictor, policies.turnover
         self._dram = _Tier(policies, sizes.dram_bytes // spec.frame_bytes)
         self._prompts = Prompts()
         self._tails = Tails(self._dram.index, self._prompts, lambda: self.now_s)
         self._headroom = -(-sizes.headroom_bytes // spec.frame_bytes)
+        room_bytes = sizes.dram_bytes - sizes.headroom_bytes
+        policies.turnover.room_bytes = lambda: room_bytes
         slots = sizes.nvme_bytes // spec.frame_bytes
-        self._nvme = _Tier(policies, slots) if slots else None
+        self._nvme = _Tier(policies, slots, below=True) if slots else None
         self._ahead = max(1, min(FREE_AHEAD_BYTES // spec.frame_bytes, slots // 8))
         self._budget = WriteBudget(sizes.nvme_write_budget_bytes, lambda: self.now_s)
 
@@ -151,7 +154,9 @@ class Swift:
             index.unpin(parent)
             return 0
         tails.went_on(WRITER if stored else b"", parent)
+        self._turnover.comes(given * self._block_bytes, stored)
         entries = index.insert_run(table, _split(keys, first, first + given), parent, [NO_FRAME] * given)
+        self._turnover.came()
         index.unpin(parent)
         if stored:
             tails.stored(WRITER, entries[-1])
@@ -228,6 +233,7 @@ class Swift:
                     return  # there is no more room than what is before it has
                 budget.charge(size_bytes)
                 entry = index.insert(table, key, parent, NO_FRAME)
+                self._is_below(keys, number, number + 1)
                 self._written += 1
             parent = entry
 
@@ -241,9 +247,14 @@ class Swift:
         # Whoever wants a slot sees what was there before, and those after the first one what that has changed.
         self._evict(nvme, parent, ahead)
         entries = nvme.index.insert_run(nvme.table, _split(keys, first, end), parent, [NO_FRAME] * count)
+        self._is_below(keys, first, end)
         self._evict(nvme, entries[-1], more)
         self._written += count
         return True
+
+    def _is_below(self, keys: bytes, first: int, end: int) -> None:
+        for number in range(first, end):
+            is_below(self._dram.index, self._dram.entry(keys, number + 1))
 
     def _evict(self, nvme: _Tier, keep: int, count: int) -> None:
         nvme.index.pin(keep)

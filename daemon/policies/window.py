@@ -1,0 +1,140 @@
+"""What was just stored is found: a window of stores that is kept from every policy.
+
+Who stores blocks means to load them, and no policy can know how soon. So what a client has stored is found until a
+tenth of what DRAM has room for has been stored after it: until then no policy sees it in DRAM, unless the tier below
+has it, where it is kept in the same way. Where nothing else is left to evict, the oldest of it goes all the same, so
+that no store is refused for the sake of another.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from tiercache.daemon.index import Index
+from tiercache.daemon.policies.rings import Rings
+from tiercache.daemon.policies.turnover import Turnover
+from tiercache.daemon.policy import NO_ENTRY, Learner, Policy
+
+SHARE = 0.1
+"""Of the room in DRAM."""
+NEVER = -(1 << 62)
+_RING = 0
+_COLUMN = "stored"
+
+
+def is_below(index: Index, entry: int) -> None:
+    """The tier below has this block of DRAM now: it is found, whether it stays here or not."""
+    index.columns.integers(_COLUMN, "q")[entry] = NEVER
+    if index.columns.next[entry]:  # a candidate: to be sorted anew
+        index.pin(entry)
+        index.unpin(entry)
+
+
+class Window:
+    """A policy behind the window; see `Policy`.
+
+    The candidates in the window are a queue. In DRAM a block that was brought up counts as stored when the block before
+    it was: so no block is younger than those after it. In the tier below (`below`) each is as new as its own write.
+    """
+
+    def __init__(
+        self, index: Index, inner: Policy, turnover: Turnover, learner: Learner | None = None, below: bool = False
+    ) -> None:  # fmt: skip
+        columns = self._columns = index.columns
+        self.inner = inner
+        self._index = index
+        self._turnover = turnover
+        self._learner = learner
+        self._below = below
+        self._rings = Rings(columns)
+        self._heads = self._rings.heads
+        self._stored = columns.integers(_COLUMN, "q")
+        """How much had been stored when the block was."""
+        self._inside = columns.integers("inside", "B")
+        self.follows = inner.follows
+        self.worth = inner.worth
+
+    def _until(self) -> int:
+        """What was stored no later than this is out of the window."""
+        turnover = self._turnover
+        return turnover.stored_bytes - int(SHARE * turnover.room_bytes())
+
+    # --- what happens to blocks ------------------------------------------------------------------
+
+    def inserted(self, entry: int) -> None:
+        self.inserted_run([entry])
+
+    def inserted_run(self, entries: Sequence[int]) -> None:
+        self._let_out_old()
+        stored, turnover, parent = self._stored, self._turnover, self._index.parent[entries[0]]
+        at = turnover.stored_bytes if turnover.storing or self._below else stored[parent]
+        for entry in entries:
+            stored[entry] = at
+        self.inner.inserted_run(entries)
+        if turnover.storing and self._learner is not None:
+            key = self._index.key
+            self._learner.stored(key[parent], [key[entry] for entry in entries])
+
+    def inserted_many(self, first: int, count: int) -> None:
+        self._stored[first : first + count] = array("q", [NEVER]) * count
+        self.inner.inserted_many(first, count)
+
+    def touched(self, entry: int) -> None:
+        if not self._inside[entry]:
+            self.inner.touched(entry)
+            return
+        # It keeps its place in the queue, and is no candidate of the inner policy's.
+        columns = self._columns
+        place = columns.prev[entry], columns.next[entry]
+        columns.prev[entry] = columns.next[entry] = 0
+        self.inner.touched(entry)
+        columns.prev[entry], columns.next[entry] = place
+
+    def replaced(self, entry: int, child: int) -> None:
+        if self._inside[child]:  # a hint lets it go before its time
+            self._let_out(child)
+        self.inner.replaced(entry, child)
+
+    def evicted(self, entry: int, parent: int) -> None:
+        self.inner.evicted(entry, parent)
+
+    # --- candidates ------------------------------------------------------------------------------
+
+    def add(self, entry: int) -> None:
+        if self._stored[entry] > self._until():
+            self._inside[entry] = 1
+            self._rings.add(_RING, entry)
+        else:
+            self.inner.add(entry)
+
+    def remove(self, entry: int) -> None:
+        if self._inside[entry]:
+            self._inside[entry] = 0
+            self._rings.remove(_RING, entry)
+        else:
+            self.inner.remove(entry)
+
+    def _let_out(self, entry: int) -> None:
+        self._inside[entry] = 0
+        self._rings.remove(_RING, entry)
+        self.inner.add(entry)
+
+    def _let_out_old(self) -> None:
+        heads, stored, until = self._heads, self._stored, self._until()
+        while heads and stored[heads[_RING]] <= until:
+            self._let_out(heads[_RING])
+
+    # --- the next victim -------------------------------------------------------------------------
+
+    def victim(self) -> int:
+        self._let_out_old()
+        entry = self.inner.victim()
+        if entry == NO_ENTRY and self._heads:
+            self._let_out(self._heads[_RING])
+            entry = self.inner.victim()
+        return entry
+
+    def coldest_stamp(self) -> int | None:
+        entry = self.victim()
+        return None if entry == NO_ENTRY else self._columns.stamp[entry]
