@@ -9,6 +9,7 @@ from tiercache.daemon.desk import MAX_LEASED_KEYS_BYTES, Desk
 from tiercache.daemon.leases import ReadLease
 from tiercache.daemon.sessions import Session
 from tiercache.errors import RequestRefused
+from tiercache.layout import NamespaceSpec
 from tiercache.messages import Hello
 
 MIB = 1 << 20
@@ -46,3 +47,13 @@ def test_a_session_has_so_many_leases_of_all_kinds() -> None:
         desk.lease_ttl_s(session, 1000)
     session.owner.grants.clear()
     assert desk.lease_ttl_s(session, 1 << 40) == 60.0
+
+
+def test_a_tenant_names_its_own_namespaces_only() -> None:
+    desk, _ = desk_of("a")
+    spec = NamespaceSpec(engine="e", layout="x", dtype="uint8", block_size=1, block_bytes=4096)
+    own, other = (desk.cache.space.open_namespace(spec.of_tenant(name)) for name in ("a", "b"))
+    assert desk.namespaces([own.number]) == [own]
+    for numbers in ([other.number], [own.number, other.number], [99]):
+        with pytest.raises(RequestRefused, match="is not registered: register its spec"):
+            desk.namespaces(numbers)

@@ -266,3 +266,13 @@ def test_nobody_gives_back_what_its_quota_allows() -> None:
     store(cache, open_for(cache, "a", 16 * FRAME), chain("a", 1))
     settle(cache)
     assert len(owner.reads) == 3
+
+
+def test_who_takes_too_much_makes_nobody_give_back() -> None:
+    cache = regions(4, s=12, t=12)
+    squat(cache, "s", 2)
+    for number in (4, 5):
+        assert store(cache, open_for(cache, "t", FRAME * number), chain("tiny", 1)) == 1
+    shares, wanted = cache.space.shares, cache.space.allocator.size_class(8 * FRAME)
+    assert shares.to_give_back(wanted, cache.space.quotas.numbers["t"]) is None
+    assert shares.to_give_back(wanted, 0) is not None
