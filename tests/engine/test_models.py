@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from random_models import SaveModel, prompt_of
 from transformers import AutoModelForCausalLM
 
-from tiercache.engine import Engine, EngineSettings, SamplingParams, describe_model
+from tiercache.engine import Engine, EngineSettings, SamplingParams, describe_model, engine
+from tiercache.engine.model import HostedModel
 from tiercache.engine.packed_linear import can_pack, pack_linears
 from tiercache.errors import ConfigError, ModelRefused
 
@@ -181,6 +183,21 @@ def test_rope_that_grows_with_the_text_limits_the_context(llama: Path, tmp_path:
     with pytest.raises(ConfigError, match="max_model_len is 300"):
         describe_model(folder, EngineSettings(max_model_len=300))
     describe_model(folder, EngineSettings(max_model_len=256))
+
+
+def test_files_that_change_between_their_hash_and_their_use_are_refused(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copy_with(llama, tmp_path)
+    [weights] = folder.glob("*.safetensors")
+
+    def overwrite(*arguments: Any) -> HostedModel:
+        os.utime(weights, ns=(1, 1))
+        return HostedModel(*arguments)
+
+    monkeypatch.setattr(engine, "HostedModel", overwrite)
+    with pytest.raises(ModelRefused, match="changed while they were read: start again"):
+        Engine(folder, EngineSettings(**SMALL))
 
 
 def test_a_model_is_described_by_its_content(llama: Path, tmp_path: Path) -> None:

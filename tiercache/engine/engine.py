@@ -25,7 +25,7 @@ from tiercache.engine.blocks import BlockManager
 from tiercache.engine.connect import Connect, connect_groups
 from tiercache.engine.cost import CostModel
 from tiercache.engine.grouped_cache import GroupedCache
-from tiercache.engine.identity import identify_model, tier_layout
+from tiercache.engine.identity import file_states, identify_model, tier_layout
 from tiercache.engine.kv_pool import Segment
 from tiercache.engine.loads import LoadResult
 from tiercache.engine.memory import count_pool_blocks, fit_model_len, pool_setting
@@ -39,7 +39,7 @@ from tiercache.engine.sequence import Sequence, SequenceState
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.step_plan import Chunk
 from tiercache.engine.stream_probe import find_streaming
-from tiercache.errors import ConfigError, DeadlineExceeded
+from tiercache.errors import ConfigError, DeadlineExceeded, ModelRefused
 from tiercache.keys import salted_root
 from tiercache.messages import ModelCard
 
@@ -69,10 +69,13 @@ class Engine:
     ) -> None:
         self.settings = settings = settings or EngineSettings()
         self.shape = read_shape(model_dir, settings)
+        files = file_states(model_dir)
         self.namespaces, self._content = identify_model(model_dir, settings)
         self.root = salted_root(self._content, settings.salt)
         self.device = choose_device(settings.device)
         self._model = HostedModel(model_dir, self.shape, self.device)
+        if file_states(model_dir) != files:
+            raise ModelRefused(f"files of {model_dir} changed while they were read: start again when they are complete")
         check_model(self._model)
         self._streaming = find_streaming(self._model, settings)
         self._groups = groups = self.shape.groups(settings)

@@ -50,6 +50,13 @@ def identify_model(
     return namespaces, content_id(content, epoch=epoch, extra=parts)
 
 
+def file_states(model_dir: str | Path) -> list[tuple[str, int, int, int]]:
+    """What changes when another file is put in the place of one of a model's, or it is written to."""
+    files = [*weight_files(model_dir), Path(model_dir) / "config.json"]
+    states = [(file.name, file.stat()) for file in map(Path, files)]
+    return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
+
+
 def _namespace(shape: ModelShape, group: LayerGroup, mixed: bool, settings: EngineSettings) -> NamespaceSpec:
     """What the blocks of a group are called. Places without a layer are not stored."""
     layout = tier_layout(shape, group, settings)
