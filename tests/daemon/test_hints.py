@@ -422,7 +422,7 @@ def test_nothing_that_is_said_breaks_anything(policy: str, steps: list[Any]) -> 
                 reads.append((owner, found.lease.lease_id, ns, found.dram))
         elif action == 7 and reads:
             owner, lease_id, ns, blocks = reads.pop(chance.randrange(len(reads)))
-            lease = owner.reads.get(lease_id)
+            lease = h.cache.reads.find(owner, lease_id)
             if lease is not None and not ns.table.windowed:
                 assert len(h.cache.reads.frames(lease, ns, 0, blocks)) == blocks, "a lease holds all of it"
             h.cache.reads.release(owner, lease_id)
