@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from kubernetes_objects import validate
 
+from tiercache.cli.app import app
 from tiercache.settings import SETTINGS
 
 ROOT = Path(__file__).parents[1]
@@ -121,6 +122,17 @@ def test_every_rule_is_tested_and_explained() -> None:
     assert set(alerts) - fired == set(), "each has a case in which it fires"
     guide = (ROOT / "daemon" / "OPERATING.md").read_text()
     assert [name for name in alerts if f"`{name}`" not in guide] == [], "each has its remedy in OPERATING.md"
+
+
+def test_the_guide_names_commands_and_settings_that_exist() -> None:
+    guide = (ROOT / "daemon" / "OPERATING.md").read_text()
+    commands = {one.name or getattr(one.callback, "__name__", "") for one in app.registered_commands}
+    commands |= {str(group.name) for group in app.registered_groups}
+    named = set(re.findall(r"`tiercache ([a-z]+)", guide))
+    assert named > {"doctor", "set", "check", "keygen"}
+    assert named - commands == set()
+    figures = {"other_key_rows", *documented_metrics()}
+    assert set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", guide)) - figures - set(SETTINGS) == set()
 
 
 def logged_texts() -> set[str]:
