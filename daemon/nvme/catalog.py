@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,6 @@ from tiercache.daemon.nvme.database import (
     CatalogState,
     SavedNamespace,
     Tombstone,
-    close_and_leave_files,
     is_malformed,
     marker_of,
     open_database,
@@ -141,7 +140,6 @@ class Catalog:
         self._closing = False
         self._abandoned = False
         self._written = False
-        self._replaced = False
         self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
         self._opened: Future[CatalogState] = Future()
 
@@ -297,14 +295,13 @@ class Catalog:
         except FutureTimeoutError:
             return False
 
-    def close(self, timeout_s: float, replaced: bool = False) -> bool:
+    def close(self, timeout_s: float) -> bool:
         """Write what waits, put the log into the database, close. Blocks. True: all was written.
 
-        After `timeout_s` the rest is given up unanswered. Nothing may be posted from here on. `replaced`: another
-        directory may be at the path by now, whose files are left alone.
+        After `timeout_s` the rest is given up unanswered. Nothing may be posted from here on. What is at the path by
+        now, if that is another directory, is left alone: SQLite sees that its file has moved.
         """
         deadline_s = time.monotonic() + timeout_s
-        self._replaced = replaced
         if self._loading is not None:
             self._loading.cancel()
             self._loading.join(timeout_s)
@@ -383,23 +380,16 @@ class Catalog:
         except BaseException as error:
             self._opened.set_exception(error)
             raise
-        try:
+        with closing(db):
             self._probe(db)
             self._opened.set_result(state)
             while not (self._closing and self._changes.empty()):
                 self._turn(db)
                 if self._abandoned:
                     return
-            if self._replaced:
-                return
             if self._kept:
                 self._retry(db)
             self._truncate_log(db)
-        finally:
-            if self._replaced:
-                close_and_leave_files(db)
-            else:
-                db.close()
         self._written = not self.error
 
     def _turn(self, db: sqlite3.Connection) -> None:

@@ -13,13 +13,11 @@ its log, and an empty one is made. One that cannot be reached now, or of a newer
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
 import sqlite3
 import stat
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -333,18 +331,6 @@ def connect_to_write(path: Path, alone: bool = False) -> sqlite3.Connection:
     """
     mode = f"?vfs={_ALONE_VFS}" if alone else ""
     return sqlite3.connect(f"{path.absolute().as_uri()}{mode}", uri=True, isolation_level=None, timeout=1.0)
-
-
-def close_and_leave_files(db: sqlite3.Connection) -> None:
-    """End a connection without a change on the disk.
-
-    SQLite removes the log by its path when the last connection is closed; that may be another database's by now.
-    """
-    if sys.version_info >= (3, 12):
-        db.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE)
-        db.close()
-    else:  # it is never closed: a few descriptors for each directory that was replaced
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(db))
 
 
 def connect_to_read(path: Path, alone: bool = False) -> sqlite3.Connection:

@@ -118,7 +118,7 @@ class Keeper:
         self._home, self.problem = found.directory.home, ""
         shelf = self.shelf = self._opened(found)
         self.tried.set()
-        what, replaced = await self._watch(shelf)
+        what = await self._watch(shelf)
         self._is_away(f"nvme directory {self.path} cannot be used: {what}")
         self._keep_counters(shelf)
         self.shelf, self.leaving = None, shelf
@@ -127,11 +127,11 @@ class Keeper:
         shelf.queue.begin_stop()
         while shelf.queue.in_flight:
             await asyncio.sleep(QUIET_POLL_S)
-        await in_thread(f"close {self.path}", partial(_close, shelf, replaced))
+        await in_thread(f"close {self.path}", partial(_close, shelf))
         self.leaving = None
 
-    async def _watch(self, shelf: Shelf) -> tuple[str, bool]:
-        """Wait until it has gone: why, and whether something else may be at its path."""
+    async def _watch(self, shelf: Shelf) -> str:
+        """Wait until it has gone; why."""
         while True:
             await asyncio.sleep(LOOK_S)
             said = ""
@@ -146,9 +146,9 @@ class Keeper:
                 continue  # its queue is full
             await done
             if op.outcome is Outcome.IO_ERROR:
-                return f"its files cannot be reached ({errno.errorcode.get(op.errno, op.errno)}): see dmesg", False
+                return f"its files cannot be reached ({errno.errorcode.get(op.errno, op.errno)}): see dmesg"
             if op.outcome is Outcome.OK and said:
-                return said, True
+                return said
 
     # --- figures -----------------------------------------------------------------------------------
 
@@ -188,10 +188,10 @@ def _hand_over(done: asyncio.Future[TaskOp], op: TaskOp) -> None:
         done.set_result(op)
 
 
-def _close(shelf: Shelf, replaced: bool) -> None:
+def _close(shelf: Shelf) -> None:
     """Nothing is in flight. Blocks."""
     shelf.queue.stop(time.monotonic() + CLOSE_S)
-    shelf.catalog.close(CLOSE_S, replaced)
+    shelf.catalog.close(CLOSE_S)
     shelf.directory.close()
 
 

@@ -20,6 +20,7 @@ from tiercache.daemon.nvme.directory import Directory, Home
 from tiercache.daemon.nvme.disk import DiskIO
 from tiercache.daemon.nvme.opening import Plan, open_directory
 from tiercache.errors import ConfigError, DirectoryUnavailable
+from tiercache.messages import CommitState
 
 MIB = 1 << 20
 CHAINS = [keys_of(str(number), 8) for number in range(12)]
@@ -316,7 +317,8 @@ def test_nobody_waits_for_what_is_still_in_the_kernel_of_a_directory_that_went(t
         lease = rig.match([space], CHAINS[0][: 4 * 16])  # four workers wait, and another one looks
         assert lease is not None
         directory.rename(tmp_path / "elsewhere")
-        await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing)
+        # Long before the lease would expire.
+        await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing, deadline_s=20)
         assert rig.read(lease, space) == 0, "a miss, while the reads are still under way"
         assert shelf.queue.in_flight == 4
         assert "operations from before are still under way" in rig.tier.reasons()[0]
@@ -350,8 +352,26 @@ def test_what_waits_for_a_directory_that_goes_waits_no_more(tmp_path: Path) -> N
     play(scenario)
 
 
+def test_a_client_that_writes_where_nothing_is_any_more_is_told(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        space, grants = rig.namespace(), rig.tier.grants
+        assert grants is not None
+        while not (granted := grants.reserve(rig.owner, space, b"", CHAINS[0], 60.0)).extents:
+            await rig.until(lambda: bool(rig.shelves[0].directory.segments))  # room is made
+        assert len(granted.extents) == 8
+        rig.dirs[0].rename(tmp_path / "elsewhere")
+        await rig.until(lambda: states(rig) == ["away"])
+        assert grants.commit(rig.owner, granted.lease_id, [1] * 8) == [CommitState.DROPPED] * 8
+        assert grants.stats()["direct_stored_blocks"] == 0
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
 def test_a_database_that_leaves_touches_nothing_at_its_path(tmp_path: Path) -> None:
-    """SQLite removes the log by its name; by then it may be the log of the directory that has come instead."""
+    """SQLite removes the log by its name when it closes, but not where another file has come instead of its own."""
     home = tmp_path / "nvme"
     home.mkdir()
     catalog = Catalog(home, b"i" * 16, lambda call, *args: call(*args))
@@ -362,7 +382,7 @@ def test_a_database_that_leaves_touches_nothing_at_its_path(tmp_path: Path) -> N
     home.mkdir()
     for name in ("index.db", "index.db-wal", "index.db-shm"):
         (home / name).write_bytes(b"of another one")
-    catalog.close(30, replaced=True)
+    catalog.close(30)
     assert {path.name: path.read_bytes() for path in home.iterdir()} == dict.fromkeys(
         ("index.db", "index.db-wal", "index.db-shm"), b"of another one"
     )

@@ -14,6 +14,7 @@ from tier_rig import TierRig, key_of, keys_of, play
 
 from tiercache.daemon.events import Events, Named, name_blocks
 from tiercache.daemon.index import Index
+from tiercache.daemon.nvme import keeper
 from tiercache.daemon.publisher import Publisher
 from tiercache.daemon.space import Namespace
 from tiercache.messages import KEY_BYTES, EventRun, pack_indices
@@ -126,6 +127,24 @@ def test_a_follower_has_the_daemons_sets(tmp_path: Path, seed: int) -> None:
             await compare(rig, follows)
             kinds = {f"{what} {where}" for what in ("BlockStored", "BlockRemoved") for where in ("CPU", "STORAGE")}
             assert set(follows.seen) == {"AllBlocksCleared", *kinds}
+            await rig.close()
+
+    play(scenario)
+
+
+def test_the_blocks_of_a_directory_that_goes_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(keeper, "LOOK_S", 0.02)
+        with follower() as follows:
+            rig = await TierRig(tmp_path, disks=2, events=follows.events).open()
+            for number in range(12):
+                chain = keys_of(str(number), 4)
+                rig.store(rig.namespace(), chain, named=names_of(chain))
+            await rig.settled()
+            rig.dirs[0].rename(tmp_path / "elsewhere")
+            await rig.until(lambda: len(rig.shelves) == 1 and rig.tier._keepers[0].leaving is None)
+            await compare(rig, follows)
+            assert 0 < len(follows.here["STORAGE"]) < 48
             await rig.close()
 
     play(scenario)
