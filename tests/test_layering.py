@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -193,3 +194,9 @@ def test_the_daemon_is_light() -> None:
     on_demand = {*ON_DEMAND, *NEEDS_ON_DEMAND}
     names = [name for name in modules() if unit(name) == "tiercache.daemon" and name not in on_demand]
     assert loaded_by(*names) & NOT_IN_THE_DAEMON == set()
+
+
+def test_no_two_files_of_tests_have_the_same_name() -> None:
+    """pytest imports them by their names alone, and folders are run together."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []
