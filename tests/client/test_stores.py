@@ -1,0 +1,163 @@
+"""What a store makes of the daemon's answers: what counts as stored, when it goes on, and what it must not commit."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from fake_daemon import FakeDaemon
+
+import tiercache
+from tiercache import messages as m
+from tiercache import storing
+from tiercache.messages import BlockState, CommitState
+from tiercache.transfer import CpuCopier, Limit
+
+BLOCK = 4096
+BLOCKS = 12
+SPEC = tiercache.NamespaceSpec(engine="t/1", layout="x", dtype="uint8", block_size=4, block_bytes=BLOCK)
+KEYS = tiercache.KeyChain(tiercache.root_key("stores"), 4, range(4 * BLOCKS)).packed()
+_encode = msgspec.msgpack.Encoder().encode
+H, P, F, N = BlockState.HAVE, BlockState.PENDING, BlockState.FRAME, BlockState.NONE
+
+
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+    """A store of twelve blocks has three windows of four."""
+    monkeypatch.setattr(storing, "EDGE_BYTES", 4 * BLOCK)
+    monkeypatch.setattr(storing, "WINDOW_BYTES", 4 * BLOCK)
+    with tempfile.TemporaryDirectory(prefix="tc-") as directory, FakeDaemon(Path(directory)) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def connector(daemon: FakeDaemon) -> Iterator[tiercache.Connector]:
+    pool = tiercache.Pool.from_blocks(np.zeros((BLOCKS, BLOCK), np.uint8))
+    with tiercache.connect(daemon.address, namespace=SPEC, pool=pool, required=True) as connector:
+        yield connector
+
+
+def grants(daemon: FakeDaemon, *answers: list[BlockState]) -> None:
+    """What the daemon says to one reserve after another; to all further ones that there is no room."""
+    coming = list(answers)
+
+    def rule(request: m.Request, reply: m.Reply) -> list[bytes]:
+        assert isinstance(request, m.Reserve)
+        assert isinstance(reply, m.Reserved)
+        count = len(request.keys) // m.KEY_BYTES
+        states = (coming.pop(0) if coming else [N])[:count]
+        states += [N] * (count - len(states))
+        frames = m.unpack_frames(reply.frames)
+        given = [frames[number] for number, state in enumerate(states) if state is F]
+        lease = reply.lease if given else m.NO_LEASE
+        answer = m.Reserved(request.request_id, daemon.generation, lease, bytes(states), m.pack_frames(given))
+        return [_encode(answer)]
+
+    daemon.rules[m.Reserve] = rule
+
+
+def asked(daemon: FakeDaemon) -> list[tuple[int, int]]:
+    """Of each reserve its first block and how many there were."""
+    seen = [request for request in daemon.seen(m.Reserve) if isinstance(request, m.Reserve)]
+    return [(KEYS.index(request.keys[:16]) // 16, len(request.keys) // 16) for request in seen]
+
+
+def committed(daemon: FakeDaemon) -> list[list[int]]:
+    """The indices of each commit."""
+    seen = [request for request in daemon.seen(m.Commit) if isinstance(request, m.Commit)]
+    return [m.unpack_indices(request.blocks).tolist() for request in seen]
+
+
+def store(connector: tiercache.Connector) -> storing.StoreResult:
+    return connector.store(KEYS, range(BLOCKS))
+
+
+def test_what_is_here_and_what_others_are_writing_is_present(daemon: FakeDaemon, connector: Any) -> None:
+    grants(daemon, [H, P, F, F], [P, P, P, F], [H, H, H, H])
+    assert store(connector) == (3, 9, 0, False)
+    assert committed(daemon) == [[2, 3], [3]]
+
+
+def test_what_is_complete_but_held_for_its_parent_is_stored(daemon: FakeDaemon, connector: Any) -> None:
+    states = bytes([CommitState.VISIBLE, CommitState.HELD, CommitState.HELD, CommitState.DROPPED])
+    daemon.rules[m.Commit] = lambda request, reply: [
+        _encode(m.Committed(request.request_id, daemon.generation, states))
+    ]
+    assert store(connector) == (9, 0, 3, False)
+
+
+def test_a_store_that_gets_some_frames_asks_for_as_many_again(daemon: FakeDaemon, connector: Any) -> None:
+    grants(daemon, [F, F, F, N], *[[F, F, F]] * 3)
+    assert store(connector) == (12, 0, 0, False)
+    assert asked(daemon) == [(0, 4), (3, 3), (6, 3), (9, 3)]
+
+
+def test_a_store_that_is_refused_while_it_commits_goes_on_with_half_of_that(
+    daemon: FakeDaemon, connector: Any
+) -> None:
+    """What is being committed may have been all that one client may have at a time."""
+    grants(daemon, [F, F, F, F], [N], *[[F, F]] * 4)
+    assert store(connector) == (12, 0, 0, False)
+    assert asked(daemon) == [(0, 4), (4, 4), (4, 2), (6, 2), (8, 2), (10, 2)]
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["nothing", "present"])
+def test_a_store_that_is_refused_with_nothing_under_way_ends(
+    daemon: FakeDaemon, connector: Any, before: int
+) -> None:
+    """To ask again would change nothing."""
+    grants(daemon, *[[H, H, H, H]] * before, [N])
+    assert store(connector) == (0, 4 * before, BLOCKS - 4 * before, False)
+    assert asked(daemon) == [(0, 4), (4, 4)][: before + 1]
+
+
+def test_a_store_that_is_refused_again_and_again_ends(daemon: FakeDaemon, connector: Any) -> None:
+    grants(daemon, [F, F, F, F])
+    assert store(connector) == (4, 0, 8, False)
+    assert asked(daemon) == [(0, 4), (4, 4), (4, 2)]
+
+
+@pytest.mark.parametrize("how", ["annulled", "disproved"])
+def test_what_was_annulled_while_it_was_copied_is_not_committed(
+    daemon: FakeDaemon, connector: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    copy = CpuCopier._copy
+
+    def annulled(self: CpuCopier, block_ids: Any, addresses: Any, limit: Limit, **options: Any) -> int:
+        copied = copy(self, block_ids, addresses, limit, **options)
+        if how == "annulled":
+            limit.annul()
+        else:
+            limit.proof = lambda: False
+        return copied
+
+    monkeypatch.setattr(CpuCopier, "_copy", annulled)
+    assert store(connector).stored == 0
+    assert committed(daemon) == []
+    leases = [request.lease for request in daemon.seen(m.Abort) if isinstance(request, m.Abort) and request.finished]
+    assert leases, "its frames are free again"
+
+
+def test_a_chain_whose_beginning_is_missing_is_said_to_be_so_at_its_first_window_only(
+    daemon: FakeDaemon, connector: Any
+) -> None:
+    windows: list[m.Request] = []
+
+    def missing_from(number: int) -> Callable[[m.Request, m.Reply], list[bytes] | None]:
+        def rule(request: m.Request, reply: m.Reply) -> list[bytes] | None:
+            windows.append(request)
+            missing = m.Reserved(request.request_id, daemon.generation, m.NO_LEASE, b"", b"", parent_missing=True)
+            return [_encode(missing)] if len(windows) > number else None
+
+        return rule
+
+    daemon.rules[m.Reserve] = missing_from(0)
+    assert store(connector) == (0, 0, 12, True)
+    windows.clear()
+    daemon.rules[m.Reserve] = missing_from(1)
+    assert store(connector) == (4, 0, 8, False), "the first blocks were stored, and are lost meanwhile"

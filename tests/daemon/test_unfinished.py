@@ -1,0 +1,161 @@
+"""What clients write and do not finish: how much of the arena that may be, whose it is, and who may end it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.leases import Owner, Reservation
+from tiercache.daemon.space import Namespace
+from tiercache.layout import NamespaceSpec
+from tiercache.messages import BlockState, CommitState
+
+FRAME = 4096
+ARENA_FRAMES = 32
+INSTANCE = bytes(16)
+"""What the daemon itself writes under; a client may say the same."""
+
+
+class Writers:
+    """An arena of 32 frames of which a quarter stays readable, a clock that is a field, and who writes to it."""
+
+    def __init__(self, quarantine_frames: int = ARENA_FRAMES, floor_share: float = 0.25) -> None:
+        self.now_s = 0.0
+        limits = CacheLimits(quarantine_bytes=quarantine_frames * FRAME, floor_share=floor_share)
+        self.cache = Cache(lambda: self.now_s, limits)
+        self.cache.space.allocator.add_region(0, ARENA_FRAMES * FRAME)
+        spec = NamespaceSpec(engine="t", layout="x", dtype="u8", block_size=1, block_bytes=FRAME)
+        self.namespace: Namespace = self.cache.space.open_namespace(spec)
+        self._chains = 0
+
+    def reserve(self, owner: Owner, blocks: int, parent: bytes = b"", ttl_s: float = 10.0) -> Reservation:
+        """Frames for a chain of its own."""
+        self._chains += 1
+        return self.cache.reserve(owner, self.namespace, parent, chain(self._chains, blocks), ttl_s)
+
+    def frames(self, owner: Owner, blocks: int) -> int:
+        """For how many of so many blocks there are frames."""
+        got = self.reserve(owner, blocks)
+        assert got.states == [BlockState.FRAME] * len(got.frames) + [BlockState.NONE] * (blocks - len(got.frames))
+        self.check()
+        return len(got.frames)
+
+    def expire(self) -> None:
+        self.now_s += 11
+        self.cache.expire()
+        self.check()
+
+    def reasons(self) -> list[str]:
+        return self.cache.writes.unfinished.reasons()
+
+    def check(self) -> None:
+        assert self.cache.check_integrity() == []
+
+
+def chain(tag: int, blocks: int) -> bytes:
+    return b"".join(bytes([tag, number]).ljust(16, b"\0") for number in range(blocks))
+
+
+def party(name: str, session: int = 0, *, mapped: bool = True, internal: bool = False) -> Owner:
+    return Owner(bytes([session]) * 16, party=name, mapped=mapped, internal=internal)
+
+
+def test_one_process_has_its_limit_whatever_instances_it_names() -> None:
+    w = Writers(quarantine_frames=5)
+    assert [w.frames(party("a", session), 3) for session in range(4)] == [3, 2, 0, 0]
+    assert w.frames(party("b"), 8) == 5
+
+
+def test_one_process_leaves_half_of_the_arena_and_all_together_leave_a_quarter() -> None:
+    w = Writers()
+    assert [w.frames(party("a"), 20), w.frames(party("b"), 20)] == [16, 8]
+    assert [w.frames(party("c"), 4), w.frames(party("c"), 4)] == [1, 0], "who has nothing gets on, a block at a time"
+
+
+def test_quarantine_counts_as_what_is_being_written_and_until_its_end() -> None:
+    w = Writers(quarantine_frames=5)
+    first = party("a", 1)
+    lease = w.reserve(first, 5).lease_id
+    w.expire()
+    assert w.frames(party("a", 2), 2) == 0
+    assert w.cache.writes.unfinished.quarantined_of("a") == 5 * FRAME
+    assert w.cache.writes.commit(first, lease, [0, 1]) == [CommitState.DROPPED] * 2, "that is: it is done with these"
+    assert w.frames(party("a", 2), 4) == 2
+    w.cache.process_gone(first)
+    assert w.frames(party("a", 2), 4) == 3
+
+
+def test_what_the_daemon_brings_up_is_under_no_limit() -> None:
+    w = Writers(quarantine_frames=1)
+    assert w.frames(party("", internal=True), ARENA_FRAMES) == ARENA_FRAMES
+    assert w.cache.writes.unfinished.quarantined_bytes == 0
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_only_a_client_that_writes_into_frames_itself_leaves_a_quarantine(mapped: bool) -> None:
+    w = Writers()
+    owner = party("a", mapped=mapped)
+    w.reserve(owner, 4)
+    w.expire()
+    assert w.cache.writes.unfinished.quarantined_bytes == (4 * FRAME if mapped else 0)
+    assert w.cache.space.allocator.used_bytes == (4 * FRAME if mapped else 0)
+    assert w.cache.has_quarantine(owner) is mapped
+
+
+def test_health_names_who_leaves_much_unfinished() -> None:
+    w = Writers()
+    w.reserve(party("process 7"), 8)
+    assert w.reasons() == [], "what is being written is no trouble"
+    w.expire()
+    text = "32.0 KiB of the arena wait in quarantine for process 7, which does not finish its stores: restart it"
+    assert w.reasons() == [text]
+
+
+def test_health_tells_of_many_who_leave_a_little_each() -> None:
+    w = Writers()
+    for number in range(3):
+        w.reserve(party(f"process {number}"), 4)
+    w.expire()
+    text = "48.0 KiB of the arena wait in quarantine for 3 clients, which do not finish their stores: restart engines"
+    assert w.reasons() == [f"{text} that hang"]
+
+
+def test_a_client_that_calls_itself_like_the_daemon_does_not_reach_its_leases() -> None:
+    w = Writers()
+    daemon, client = Owner(INSTANCE, internal=True), Owner(INSTANCE)
+    lease = w.reserve(daemon, 3).lease_id
+    assert w.cache.writes.commit(client, lease, [0, 1, 2]) == [CommitState.DROPPED] * 3
+    assert w.cache.writes.writable_block(client, lease, 0) is None
+    w.cache.writes.abort(client, lease, finished=True)
+    w.cache.writes.fail(client, lease, 0)
+    assert w.cache.writes.commit(daemon, lease, [0, 1, 2]) == [CommitState.VISIBLE] * 3
+    w.check()
+
+
+def test_a_region_that_is_taken_back_ends_what_the_daemon_writes_for_others_and_nothing_else() -> None:
+    w = Writers()
+    mapped, remote = party("a"), party("tenant b", mapped=False)
+    ours, theirs = w.reserve(mapped, 2), w.reserve(remote, 2)
+    w.cache.writes.take_back(0)
+    w.check()
+    assert w.cache.writes.writable_block(remote, theirs.lease_id, 0) is None
+    assert w.cache.writes.writable_block(mapped, ours.lease_id, 0) is not None
+    assert w.cache.space.allocator.used_bytes == 2 * FRAME
+    assert w.cache.writes.commit(mapped, ours.lease_id, [0, 1]) == [CommitState.VISIBLE] * 2
+
+
+def test_what_hangs_below_a_block_of_that_region_lets_go_of_it() -> None:
+    """Else the block, dead and pinned, would keep its frame, and with it the region, until that store ends."""
+    w = Writers()
+    writer, parent = party("a"), party("b")
+    first = w.reserve(parent, 1)
+    w.cache.writes.commit(parent, first.lease_id, [0])
+    w.cache.space.tails.give_up()
+    below = w.reserve(writer, 2, parent=chain(1, 1))
+    w.cache.space.index.drop(w.namespace.table.get(chain(1, 1)))
+    assert w.cache.space.allocator.used_bytes == 3 * FRAME
+    w.cache.writes.take_back(0)
+    w.check()
+    assert w.cache.space.allocator.used_bytes == 2 * FRAME, "those two are being written to"
+    assert w.cache.writes.commit(writer, below.lease_id, [0, 1]) == [CommitState.DROPPED] * 2
+    assert w.cache.space.allocator.used_bytes == 0
