@@ -9,13 +9,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from tiercache.daemon.index import Index
-from tiercache.daemon.policies.predictor import AGES, FIRST_AGE, Predictor, age_bucket, shared_class
+from tiercache.daemon.policies.predictor import AGES, FIRST_AGE, Predictor, age_bucket, chain_class, shared_class
 from tiercache.daemon.policies.rings import Rings
 from tiercache.daemon.policy import NO_ENTRY
 
 RANK_SHARE = 32
 """Cells are ranked anew when this part of them has been emptied."""
 RANK_LEAST = 16
+"""Or so many blocks have gone, or as many as a quarter of the cells, where there are few."""
 MAX_CELLS = 2048
 """More than that are made only where they are twice as wide for each quarter more."""
 _TICK = 1 / 256
@@ -64,7 +65,8 @@ class LeastWorth:
         stamp, classes, used_at = columns.stamp, self._class, self._used_at
         gap, uses, shared, key = self._gap, self._uses, self._shared, index.key
         now, clock, parent = self._turnover.now, columns.clock, index.parent[entries[0]]
-        block_class = classes[parent]
+        blocks = len(entries)
+        block_class = classes[parent] if index.key[parent] else chain_class(0, blocks, blocks)
         for entry in entries:
             context = expected(key[entry])
             if context is not None:
@@ -196,7 +198,7 @@ class LeastWorth:
         self._ranked, self._worth = cells[order].tolist(), worth[order].tolist()
         self._fresh, self._known = [], set(self._ranked)
         self._evictions, self._version = 0, self._predictor.version
-        self._ranked_for = max(RANK_LEAST, len(cells) // RANK_SHARE)
+        self._ranked_for = max(min(RANK_LEAST, len(cells) // 4), len(cells) // RANK_SHARE)
         if len(cells) < MAX_CELLS // 2:
             self._width = max(1, self._width // 2)
             self._most_cells = MAX_CELLS
