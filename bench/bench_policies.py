@@ -14,6 +14,9 @@ its size (the daemon's setting `headroom`); `--tight` leaves that out. The means
 block asked for (the daemon's setting `nvme_write_budget`, of which two hours' worth are there from the start), and
 says which share of both tiers' hits that costs.
 
+`--promises` checks what holds for every policy and for the default one, on these traces at three paces and on small
+workloads, and prints a row for each: see `policy_promises.py`.
+
 `--speed`: block accesses a second of a whole replay, microseconds per block that a policy is told of or evicts, and
 bytes per block that is here and per one that is remembered only.
 """
@@ -27,16 +30,18 @@ import sys
 import tracemalloc
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from common import ROOT, SEED, Report
+from policy_promises import DEFAULT, DIVISORS, Promise, Rates, of_cost, of_means, on_small_workloads, on_traces
 from traces import trace_files
 
 from tiercache.daemon.policies import POLICIES
+from tiercache.layout import NamespaceSpec
 from tiercache.messages import KEY_BYTES
 from tiercache.replay.formats.mooncake import Mooncake
 from tiercache.replay.formats.trace import Trace
@@ -106,13 +111,29 @@ class PolicyReport(Report):
     """With every cell in the JSON."""
 
     cells: list[dict[str, Any]]
+    promises: list[dict[str, Any]]
 
     def _as_json(self) -> dict[str, Any]:
-        return {**super()._as_json(), "cells": self.cells}
+        return {**super()._as_json(), "cells": self.cells, "promises": self.promises}
 
 
 def open_trace(path: Path) -> Trace:
     return Trace(path, [Mooncake()], lambda tokens: BLOCK_BYTES)
+
+
+class Faster:
+    """A trace whose times are divided."""
+
+    def __init__(self, trace: Trace, divisor: float) -> None:
+        self._trace = trace
+        self._divisor = divisor
+
+    @property
+    def specs(self) -> Mapping[int, NamespaceSpec]:
+        return self._trace.specs
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request._replace(time_s=request.time_s / self._divisor) for request in self._trace)
 
 
 def name_of(path: Path) -> str:
@@ -132,16 +153,17 @@ def best_of(path: Path, percents: tuple[float, ...]) -> Best:
 
 
 def one_cell(
-    path: Path, percent: float, policy: str, best: Best, exact: bool, tight: bool, budget: float = 0.0
+    path: Path, percent: float, policy: str, best: Best, exact: bool, tight: bool, budget: float = 0.0,
+    divisor: float = 1.0,
 ) -> Cell:  # fmt: skip
-    """One replay. A process of its own."""
+    """One replay, of times divided by that. A process of its own."""
     blocks, min_dram, min_total = best.hits[percent]
     headroom_bytes = 0 if tight else best.longest * BLOCK_BYTES
     sizes = Sizes(
         blocks * BLOCK_BYTES + headroom_bytes, blocks * NVME_TIMES * BLOCK_BYTES, policy=policy,
         headroom_bytes=headroom_bytes, nvme_write_budget_bytes=best.budget_bytes_per_day(budget),
     )  # fmt: skip
-    played = play(open_trace(path), sizes, exact=exact)
+    played = play(Faster(open_trace(path), divisor), sizes, exact=exact)
     asked = max(1, best.asked_blocks)
     return Cell(
         name_of(path), percent, policy, blocks, played.block_rate("dram"), played.block_rate("dram", "nvme"),
@@ -214,6 +236,57 @@ def add_budgets(report: Report, cells: list[Cell], policies: list[str], budgets:
             lost = statistics.fmean(losses)
             report.add(f"lost_hits_{key}", f"{label}: share of both tiers' hits lost", lost, samples=losses)
             report.add(f"writes_{key}", f"{label}: writes for a block", statistics.fmean(written), samples=written)
+
+
+# --- promises ------------------------------------------------------------------------------------
+
+
+def rates_of(cells: list[Cell], policy: str) -> Rates:
+    its = [cell for cell in cells if cell.policy == policy and not cell.budget]
+    return {(cell.trace, cell.percent): (cell.dram, cell.total) for cell in its}
+
+
+def check_promises(
+    paths: list[Path], cells: list[Cell], percents: tuple[float, ...], jobs: int, tight: bool
+) -> list[Promise]:  # fmt: skip
+    """See `policy_promises`; those of cells that were not played are left out."""
+    rows = on_small_workloads()
+    at_pace = {1.0: rates_of(cells, DEFAULT)}
+    if at_pace[1.0]:
+        with ProcessPoolExecutor(jobs) as pool:
+            bests = dict(zip(paths, pool.map(best_of, paths, [percents] * len(paths)), strict=True))
+            for divisor in DIVISORS[1:]:
+                its = [
+                    pool.submit(one_cell, path, percent, DEFAULT, bests[path], False, tight, 0.0, divisor)
+                    for path in paths
+                    for percent in percents
+                ]
+                at_pace[divisor] = rates_of([job.result() for job in its], DEFAULT)
+        rows += on_traces(at_pace, rates_of(cells, "lru"))
+    means = [cell for cell in cells if cell.name == DEFAULT and cell.percent in MEAN_PERCENTS]
+    if len({cell.percent for cell in means}) == len(MEAN_PERCENTS):
+        dram, both = ([getattr(cell, f"share_{tier}") for cell in means] for tier in ("dram", "total"))
+        rows += of_means(statistics.fmean(dram), statistics.fmean(both))
+    return rows + of_cost(cost_us(Listed(open_trace(paths[0]))))
+
+
+def cost_us(listed: Listed) -> float:
+    """CPU of the default policy for a block that comes and goes, beyond that of lru: whole replays of DRAM alone."""
+    took_s, moved = {}, 1
+    for policy in (DEFAULT, "lru"):
+        size = Sizes(sizes_of(listed, policy).dram_bytes, policy=policy)
+        plays = [play(listed, size) for _ in range(PASSES)]
+        took_s[policy] = min(played.cpu_s for played in plays)
+        moved = max(1, plays[0].tallies.dram_evicted)
+    return 1e6 * (took_s[DEFAULT] - took_s["lru"]) / moved
+
+
+def print_promises(rows: list[Promise]) -> None:
+    print("\npromises")
+    for row in rows:
+        bound = f"{'>=' if row.least else '<='} {row.bound:g}"
+        print(f"{row.name:20} {row.what:75.75} {row.value:9.4f} {bound:>8}  {'pass' if row.kept else 'FAIL'}")
+    sys.stdout.flush()
 
 
 # --- speed ---------------------------------------------------------------------------------------
@@ -347,6 +420,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--tight", action="store_true", help="without room beside DRAM for the request at hand")
     parser.add_argument("--exact", action="store_true", help="on the whole of the daemon's cache, much slower")
+    parser.add_argument("--promises", action="store_true", help="check what the policies promise, too")
     parser.add_argument("--speed", action="store_true", help="measure what policies cost instead")
     options = parser.parse_args()
     paths = [path for path in trace_files() or [SAMPLE] if options.only in path.name]
@@ -354,7 +428,7 @@ def main() -> None:
         sys.exit(f"no trace in TIERCACHE_TRACES has {options.only!r} in its name")
     policies = options.policy or list(POLICIES)
     report = PolicyReport("policies")
-    report.cells = []
+    report.cells, report.promises = [], []
     if options.speed:
         measure_speed(report, paths, policies)
     else:
@@ -366,6 +440,10 @@ def main() -> None:
         report.cells = [
             {**cell._asdict(), "share_dram": cell.share_dram, "share_total": cell.share_total} for cell in cells
         ]
+        if options.promises:
+            rows = check_promises(paths, cells, percents, options.jobs, options.tight)
+            print_promises(rows)
+            report.promises = [{**row._asdict(), "pass": row.kept} for row in rows]
         report.cells = json.loads(json.dumps(report.cells), parse_float=lambda text: round(float(text), 5))
     report.note(f"hit rates by full blocks; NVMe {NVME_TIMES} times DRAM; seed {SEED} is not used: nothing is random")
     report.finish()
