@@ -206,11 +206,10 @@ class AdminRequests:
         packed = b"".join(chain) if request.chain else b""
         return m.Inspected(request.request_id, self._generation, blocks, len(chain), packed)
 
-    def _pins(self, session: Session, request: m.Pins) -> m.Reply:
-        return m.PinList(
-            request.request_id, self._generation, pins_of(self._cache), len(self._cache.reads.pins),
-            self._cache.reads.pin_limit_bytes,
-        )  # fmt: skip
+    def _pins(self, session: Session, request: m.Pins) -> Steps[m.Reply]:
+        views = yield from pins_of(self._cache)
+        reads = self._cache.reads
+        return m.PinList(request.request_id, self._generation, views, len(reads.pins), reads.pin_limit_bytes)
 
     def _specs(self, session: Session, request: m.Specs) -> m.Reply:
         specs, left_bytes = {}, MAX_LISTED_SPECS_BYTES

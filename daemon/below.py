@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tiercache.daemon.events import Named
     from tiercache.daemon.index import Index, Table
     from tiercache.daemon.leases import Owner, ReadLease
+    from tiercache.daemon.slices import Steps
     from tiercache.daemon.space import Namespace
 
 
@@ -136,7 +137,7 @@ class TierBelow(Protocol):
     def places(self, namespace: Namespace, key: bytes) -> list[BlockView]:
         """Where a block is in this tier, without a trace."""
 
-    def chain(self, namespace: Namespace, key: bytes) -> list[bytes]:
+    def chain(self, namespace: Namespace, key: bytes) -> Steps[list[bytes]]:
         """The keys from the first block of a chain to this one; empty when it is not here."""
 
     def blocks_of(self, number: int) -> int:
@@ -195,7 +196,8 @@ class NoTierBelow:
     def places(self, namespace: Namespace, key: bytes) -> list[BlockView]:
         return []
 
-    def chain(self, namespace: Namespace, key: bytes) -> list[bytes]:
+    def chain(self, namespace: Namespace, key: bytes) -> Steps[list[bytes]]:
+        yield from ()
         return []
 
     def blocks_of(self, number: int) -> int:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import nsmallest
+from operator import attrgetter
 
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.index import Index, Table
 from tiercache.daemon.policy import NO_ENTRY
-from tiercache.daemon.slices import Steps
+from tiercache.daemon.slices import LOOKUPS, Steps
 from tiercache.daemon.space import Namespace
 from tiercache.messages import MAX_INSPECTED, MAX_KEYS, MAX_LISTED_PINS, BlockView, PinView
 
 _NAMESPACES_AT_ONCE = 256
+_PINS_AT_ONCE = 256
 
 
 def places_of(cache: Cache, namespaces: Sequence[Namespace], key: bytes) -> Steps[list[BlockView]]:
@@ -39,37 +42,46 @@ def _in_dram(cache: Cache, namespace: Namespace, key: bytes) -> BlockView | None
 
 
 def chain_of(cache: Cache, namespaces: Sequence[Namespace], key: bytes) -> Steps[list[bytes]]:
-    """The keys from the first block to this one, as one of the tiers has them; empty if none knows the chain.
-
-    A step for each block: 5 ms for the longest.
-    """
+    """The keys from the first block to this one, as one of the tiers has them; empty if none knows the chain."""
     for namespace in namespaces:
         yield
-        found = path_to(cache.space.index, namespace.table, key) or cache.below.chain(namespace, key)
+        found = yield from path_to(cache.space.index, namespace.table, key)
+        if not found:
+            found = yield from cache.below.chain(namespace, key)
         if found:
             return found
     return []
 
 
-def path_to(index: Index, table: Table | None, key: bytes) -> list[bytes]:
-    """Keys from the root of a table down to a block of it; empty where it is not, or has no chain."""
+def path_to(index: Index, table: Table | None, key: bytes) -> Steps[list[bytes]]:
+    """Keys from the root of a table down to a block of it; empty where it is not, or has no chain.
+
+    A key stands for all before it, so what was seen in earlier slices is right as long as the last of it is here.
+    """
     if table is None or table.windowed:
         return []
-    entry, root, parent = table.get(key), table.root, index.parent
-    path: list[int] = []
-    while entry not in (NO_ENTRY, root) and len(path) < MAX_KEYS:
-        path.append(entry)
+    entry, keys, parent, path = table.get(key), index.key, index.parent, list[bytes]()
+    while entry not in (NO_ENTRY, table.root) and len(path) < MAX_KEYS:
+        path.append(keys[entry])
+        if not len(path) % LOOKUPS:
+            yield
+            if table.get(path[-1]) != entry:
+                return []  # it was evicted or flushed meanwhile
         entry = parent[entry]
     # One that ends elsewhere than at the root is being unlinked, or is longer than a request may name.
-    return [index.key[at] for at in reversed(path)] if entry == root else []
+    return path[::-1] if entry == table.root else []
 
 
-def pins_of(cache: Cache) -> list[PinView]:
-    """The pins that end first, at most MAX_LISTED_PINS."""
-    now_s = cache.clock_s()
-    leases = sorted(cache.reads.pins.values(), key=lambda lease: lease.deadline_s)[:MAX_LISTED_PINS]
+def pins_of(cache: Cache) -> Steps[list[PinView]]:
+    """The pins that end first, at most MAX_LISTED_PINS; without those that end meanwhile."""
+    now_s, pins = cache.clock_s(), cache.reads.pins.values()
+    leases = nsmallest(MAX_LISTED_PINS, pins, attrgetter("deadline_s"))
     views = []
-    for lease in leases:
+    for place, lease in enumerate(leases):
+        if not place % _PINS_AT_ONCE:
+            yield
+        if lease.over:
+            continue
         assert lease.pin_name is not None, "a pin has the name that it is ended by"
         numbers, key = lease.pin_name
         frame_bytes = sum(namespace.spec.frame_bytes for namespace in lease.namespaces)

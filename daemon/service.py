@@ -72,8 +72,8 @@ class Service:
     """
 
     def __init__(
-        self, desk: Desk, clock: LeaseClock, end: Callable[[Session], None], stats: Callable[[m.Stats], dict[str, Any]],
-        slow: SlowRequests,
+        self, desk: Desk, clock: LeaseClock, end: Callable[[Session], None],
+        stats: Callable[[m.Stats], Steps[dict[str, Any]]], slow: SlowRequests,
     ) -> None:  # fmt: skip
         self.latency: dict[str, LatencyHistogram] = {}
         self.desk = desk
@@ -247,8 +247,8 @@ class Service:
     def _ping(self, session: Session, request: m.Ping) -> m.Reply:
         return m.Done(request.request_id, self._generation)
 
-    def _statistics(self, session: Session, request: m.Stats) -> m.Reply:
-        return m.StatsReply(request.request_id, self._generation, self._stats(request))
+    def _statistics(self, session: Session, request: m.Stats) -> Steps[m.Reply]:
+        return m.StatsReply(request.request_id, self._generation, (yield from self._stats(request)))
 
     def _bye(self, session: Session, request: m.Bye) -> m.Reply:
         self._end(session)

@@ -55,9 +55,9 @@ class Use:
     """On their way to the tier below."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Namespace:
-    """A registered spec and where its blocks live.
+    """A registered spec and where its blocks live. Each is itself alone: none equals another one.
 
     `direct`: a client wants to read its blocks on NVMe itself, so they are stored for that. `account`,
     `account_below`: whose quota its blocks are under in DRAM and in the tier below (see `Quotas`).

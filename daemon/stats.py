@@ -13,6 +13,7 @@ from tiercache import __version__
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.histograms import build_histograms
 from tiercache.daemon.own_process import process_figures
+from tiercache.daemon.slices import Steps
 from tiercache.messages import Stats
 
 if TYPE_CHECKING:
@@ -28,8 +29,23 @@ _MAX_CHARS = 48
 _COUNTERS = [field.name for field in fields(Counters)]
 
 
-def build_stats(server: Server, request: Stats) -> dict[str, Any]:
-    """Everything that is known, as of now; the lists of namespaces and sessions are cut. About a millisecond."""
+def build_stats(server: Server, request: Stats) -> Steps[dict[str, Any]]:
+    """Everything that is known, as of now; the lists of namespaces and sessions are cut.
+
+    What is asked for besides comes in slices of its own.
+    """
+    stats = _figures(server)
+    if request.histograms:
+        yield
+        stats["histograms"] = build_histograms(server)
+    if request.hot_prefixes > 0:
+        yield
+        paths, index = server.cache.traffic.hot_paths, server.cache.space.index
+        stats["hot_prefixes"] = paths.snapshot(request.hot_prefixes, index)
+    return stats
+
+
+def _figures(server: Server) -> dict[str, Any]:
     cache, space = server.cache, server.cache.space
     blocks = sum(table.blocks for table in space.index.tables.values())
     counters = {name: getattr(cache.counters, name) for name in _COUNTERS}  # asdict() takes twenty times as long
@@ -65,8 +81,6 @@ def build_stats(server: Server, request: Stats) -> dict[str, Any]:
         **({"quotas": quotas} if (quotas := _quotas(server)) else {}),
         "namespaces": _namespaces(server),
         "sessions": _sessions(server),
-        **({"histograms": build_histograms(server)} if request.histograms else {}),
-        **_hot_prefixes(server, request.hot_prefixes),
     }
 
 
@@ -109,12 +123,6 @@ def health_of(server: Server) -> dict[str, Any]:
         "reasons": reasons,
         "parts": {part: len(its) for part, its in parts.items()},
     }
-
-
-def _hot_prefixes(server: Server, limit: int) -> dict[str, Any]:
-    if limit <= 0:
-        return {}
-    return {"hot_prefixes": server.cache.traffic.hot_paths.snapshot(limit, server.cache.space.index)}
 
 
 def _sessions(server: Server) -> list[dict[str, Any]]:

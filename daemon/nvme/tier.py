@@ -45,6 +45,7 @@ from tiercache.daemon.nvme.scanning import Scan
 from tiercache.daemon.nvme.shelf import Shelf
 from tiercache.daemon.nvme.writebehind import WriteBehind
 from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.slices import Steps
 from tiercache.daemon.space import Namespace
 from tiercache.messages import KEY_BYTES, BlockView
 
@@ -345,7 +346,7 @@ class NvmeTier:
         """See `TierBelow`."""
         return viewing.places(self._shelves, namespace, key)
 
-    def chain(self, namespace: Namespace, key: bytes) -> list[bytes]:
+    def chain(self, namespace: Namespace, key: bytes) -> Steps[list[bytes]]:
         """See `TierBelow`."""
         return viewing.chain(self._shelves, namespace, key)
 

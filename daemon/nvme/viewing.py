@@ -8,6 +8,7 @@ from tiercache.checksum import CHECKSUM_LANES, CHECKSUM_XXH3
 from tiercache.daemon.inspect import path_to
 from tiercache.daemon.nvme.codecs import SEALED, codec_name
 from tiercache.daemon.nvme.shelf import Shelf
+from tiercache.daemon.slices import Steps
 from tiercache.daemon.space import Namespace
 from tiercache.messages import BlockView
 
@@ -31,10 +32,13 @@ def places(shelves: Sequence[Shelf], namespace: Namespace, key: bytes) -> list[B
     return found
 
 
-def chain(shelves: Sequence[Shelf], namespace: Namespace, key: bytes) -> list[bytes]:
+def chain(shelves: Sequence[Shelf], namespace: Namespace, key: bytes) -> Steps[list[bytes]]:
     """The keys from the first block to this one; empty when it is nowhere."""
-    paths = (path_to(shelf.index, shelf.index.tables.get(namespace.number), key) for shelf in shelves)
-    return next(filter(None, paths), [])
+    for shelf in list(shelves):
+        path = yield from path_to(shelf.index, shelf.index.tables.get(namespace.number), key)
+        if path:
+            return path
+    return []
 
 
 def blocks_of(shelves: Sequence[Shelf], number: int) -> int:

@@ -12,6 +12,7 @@ from test_bounds import counted, fill, finish
 from test_cache_edges import FRAME_BYTES, Harness, chain
 
 from tiercache.daemon.index import Index
+from tiercache.daemon.inspect import chain_of, pins_of
 from tiercache.daemon.slices import LOOKUPS, PINS, Slices, Steps
 from tiercache.daemon.space import Namespace
 from tiercache.messages import KEY_BYTES
@@ -199,6 +200,60 @@ def test_a_pin_that_ends_while_it_is_made_keeps_no_region(after: int) -> None:
     assert h.cache.reads.unpin([namespace], keys) == 9000
     assert (len(h.cache.reads.leases), h.cache.reads.pinned_bytes) == (0, 0)
     h.check()
+
+
+@pytest.mark.parametrize("lost", ["nothing", "the root", "the end", "all, stored again"])
+def test_the_chain_of_a_block_is_walked_in_slices(lost: str) -> None:
+    h = Harness(region_bytes=10_000 * FRAME_BYTES)
+    namespace = h.space()
+    keys = fill(h, namespace, 1, 2 * LOOKUPS + 10)
+    seen = 0
+
+    def lose() -> None:
+        nonlocal seen
+        seen += 1
+        if seen != 3 or lost == "nothing":
+            return
+        if lost == "the end":
+            h.cache.flush([namespace.number], keys[-KEY_BYTES:])
+            return
+        h.cache.flush([namespace.number], keys[:KEY_BYTES])
+        if lost == "all, stored again":
+            finish(h)
+            fill(h, namespace, 2, 5000)  # its entries are other blocks' now
+
+    found, slices = in_slices(chain_of(h.cache, [namespace], keys[-KEY_BYTES:]), lose)
+    whole = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+    assert found == (whole if lost in ("nothing", "the end") else [])
+    assert slices > 2
+    finish(h)
+
+
+def test_pins_are_listed_in_slices_without_those_that_end_meanwhile() -> None:
+    h = Harness(region_bytes=2000 * FRAME_BYTES)
+    namespace = h.space()
+    for number in range(600):
+        key = chain(1, number + 1)[-KEY_BYTES:]
+        h.store(namespace, key)
+        assert h.cache.pin([namespace], key, ttl_s=1000 - number) == 1
+    ended = chain(1, 11)[-KEY_BYTES:]
+
+    def end() -> None:
+        h.cache.reads.unpin([namespace], ended)
+
+    views, slices = in_slices(pins_of(h.cache), end)
+    assert slices > 2
+    assert [view.left_ms for view in views] == sorted(view.left_ms for view in views)
+    assert len(views) == 599
+    assert ended not in [view.key for view in views]
+
+
+def test_a_namespace_is_told_from_others_without_a_look_at_what_they_have() -> None:
+    """One request may name 256, each of which is looked for among those of the lease."""
+    h = Harness()
+    assert h.space() == h.space()
+    assert h.space(rank=1) != h.space()
+    assert Namespace.__eq__ is object.__eq__
 
 
 def test_slices_take_turns() -> None:
