@@ -19,7 +19,7 @@ def process_figures() -> dict[str, Any]:
         pages = int(file.read().split()[0])
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
-        "start_time_s": _STARTED_S,
+        "started_unix_s": _STARTED_S,
         "cpu_s": time.process_time(),
         "vm_bytes": pages * _PAGE_BYTES,
         "open_fds": len(os.listdir("/proc/self/fd")) - 1,  # one is that of the listing

@@ -80,7 +80,8 @@ class Session:
         self.pid = pid
         self.tenant = tenant
         self.mapped = mapped
-        self.name = "".join(char if char.isprintable() else "?" for char in hello.name[:64])  # it goes into logs
+        name = "".join(char if char.isprintable() else "?" for char in hello.name[:64])  # it goes into logs
+        self.name = name.strip() or (f"pid {pid}" if pid else "unnamed")
         self.protocol = min(PROTOCOL, hello.protocol_max)
         self.since_s = time.monotonic()
         self.token = secrets.token_bytes(TOKEN_BYTES)

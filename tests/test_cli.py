@@ -174,6 +174,7 @@ def test_numbers_are_shown_by_their_unit() -> None:
     assert (human("blocks", 1234567), human("share", 0.12345)) == ("1,234,567", "0.123")
     assert (human("pid", 12345), human("generation", 1 << 60)) == ("12345", str(1 << 60))
     assert (human("mapped", True), human("fault", ""), human("list", [1, 2])) == ("yes", "-", "1, 2")
+    assert human("started_unix_s", 1795372549.6) == "2026-11-22 18:35:49Z"
     assert "\x1b" not in human("name", "\x1b[31m")
     assert len(human("text", "x" * 1000)) == 60
 
@@ -199,6 +200,14 @@ def test_a_tree_becomes_sections() -> None:
     assert found["latency"].rows[1] == ("stats", "1", "-", "5 us")
     assert found["namespaces"].rows == [("none", "")]
     assert sections({"age_s": 2, "tiers": {}})[0] == Section("general", ("", ""), [("age_s", "2.00 s")])
+
+
+def test_reasons_are_shown_whole_and_each_in_its_line() -> None:
+    """Their ends say what to do."""
+    reasons = [f"nvme directory /mnt/nvme{number} cannot be used: {'why ' * 20}\x1b: mount it" for number in range(2)]
+    [found] = sections({"health": {"state": "degraded", "reasons": reasons, "parts": {"nvme": 2}}})
+    first, second = [reason.replace("\x1b", "?") for reason in reasons]
+    assert found.rows == [("state", "degraded"), ("reasons", first), ("", second), ("parts.nvme", "2")]
 
 
 def test_few_rows_with_many_figures_stand_beside_each_other() -> None:

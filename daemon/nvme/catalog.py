@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ from tiercache.daemon.nvme.database import (
     thread_written_bytes,
     write_rows,
 )
+from tiercache.daemon.nvme.moved import closing_own
 from tiercache.daemon.nvme.rows import MAX_SLOTS, Loading, Row, pack_row, place_of
 from tiercache.errors import CatalogUnavailable, ConfigError
 
@@ -299,7 +300,7 @@ class Catalog:
         """Write what waits, put the log into the database, close. Blocks. True: all was written.
 
         After `timeout_s` the rest is given up unanswered. Nothing may be posted from here on. What is at the path by
-        now, if that is another directory, is left alone: SQLite sees that its file has moved.
+        now, if that is another directory, is left alone.
         """
         deadline_s = time.monotonic() + timeout_s
         if self._loading is not None:
@@ -380,7 +381,7 @@ class Catalog:
         except BaseException as error:
             self._opened.set_exception(error)
             raise
-        with closing(db):
+        with closing_own(db, self._path):
             self._probe(db)
             self._opened.set_result(state)
             while not (self._closing and self._changes.empty()):

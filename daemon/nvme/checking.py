@@ -36,10 +36,11 @@ from tiercache.daemon.nvme.catalog_check import (
 )
 from tiercache.daemon.nvme.cipher import sealed_bytes
 from tiercache.daemon.nvme.database import CatalogState
-from tiercache.daemon.nvme.directory import DATABASE_NAME, holds_data, segment_id
+from tiercache.daemon.nvme.directory import DATABASE_NAME, holds_data
 from tiercache.daemon.nvme.disk import PAGE_BYTES
 from tiercache.daemon.nvme.lock import LockedBy, take_lock
 from tiercache.daemon.nvme.rows import ROOT_KEY, Row, segment_and_slot
+from tiercache.daemon.nvme.segment_files import segment_id
 from tiercache.daemon.nvme.superblock import DamagedSuperblock, NewerSuperblock, Superblock, read_superblock
 from tiercache.errors import CatalogUnavailable, ConfigError
 from tiercache.layout import NamespaceSpec

@@ -17,7 +17,6 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import stat
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from tiercache.daemon.nvme.cipher import Cipher
 from tiercache.daemon.nvme.disk import PAGE_BYTES, DiskIO, refusal_of_direct_io
 from tiercache.daemon.nvme.lock import LOCK_NAME, LockedBy, take_lock
 from tiercache.daemon.nvme.mounts import check_mounted, device_below, mount_point_of
+from tiercache.daemon.nvme.segment_files import MAX_SEGMENT_ID, SegmentLook, segment_id, segment_name
 from tiercache.daemon.nvme.superblock import DamagedSuperblock, NewerSuperblock, Superblock
 from tiercache.daemon.nvme.troubles import unavailable
 from tiercache.errors import ConfigError, DirectoryUnavailable
@@ -35,24 +35,15 @@ from tiercache.units import format_bytes
 
 log = logging.getLogger("tiercache.daemon")
 
-MAX_SEGMENT_ID = 32767
-"""Slots are `segment_id << 48 | offset` and must fit a signed 64-bit integer."""
 DATABASE_NAME = "index.db"
 SPARE_BYTES = 128 << 10
 """Room that is given up when the database cannot be opened: it needs some for its log, on a full disk too."""
-_SEGMENT_NAME = re.compile(r"([0-9]{8})\.seg")
 _MAX_NAMED = 10
 
 
 def segments_within(cap_bytes: int, segment_bytes: int, db_reserve_bytes: int) -> int:
     """How many segments a byte cap allows beside the database and its log."""
     return min(MAX_SEGMENT_ID, max(0, cap_bytes - db_reserve_bytes) // segment_bytes)
-
-
-def segment_id(name: str) -> int | None:
-    """The id in the name of a segment's file; None for a name that is not one's."""
-    match = _SEGMENT_NAME.fullmatch(name)
-    return int(match[1]) if match is not None and 1 <= int(match[1]) <= MAX_SEGMENT_ID else None
 
 
 def holds_data(path: Path) -> bool:
@@ -111,6 +102,7 @@ class Directory:
         self._fds: dict[int, int] = {}
         self._lock_fd = self._folder_fd = -1
         self._database: tuple[int, int] | None = None
+        self._segment_look = SegmentLook(self._fds)
 
     @property
     def max_segments(self) -> int:
@@ -220,7 +212,7 @@ class Directory:
                 return f"{name} is gone: the directory was removed or unmounted"
             if found != identity:
                 return f"{name} is another file: the directory was replaced, or something was mounted over it"
-        return ""
+        return self._segment_look.problem(self.segment_bytes)
 
     def _lock(self) -> None:
         try:
@@ -389,11 +381,6 @@ class Directory:
         del self._fds[segment_id]
         os.close(fd)
         self.disk.unlink(self._segment_file(segment_id))
-
-
-def segment_name(segment_id: int) -> str:
-    """The name of a segment's file."""
-    return f"{segment_id:08d}.seg"
 
 
 def _mode_of(path: Path) -> int:

@@ -94,7 +94,7 @@ class Extents:
         shelf.index.unpin(stored.entry)
         if op.outcome is Outcome.CORRUPT:
             self.bad_blocks += 1
-            shelf.drop(namespace, op.key)
+            shelf.drop_damaged(namespace, op.key)
         elif op.outcome is Outcome.OK:
             log.warning("%s: a client finds a block bad that is good here", shelf.directory.path)
 

@@ -257,7 +257,7 @@ class Promotion:
         name = read.job.namespace.number, read.key
         if op.outcome is Outcome.CORRUPT:
             self.bad_blocks += 1
-            read.job.shelf.drop(read.job.namespace, read.key)
+            read.job.shelf.drop_damaged(read.job.namespace, read.key)
         elif op.outcome is Outcome.OTHER_KEY:
             read.job.shelf.drop(read.job.namespace, read.key)
         elif op.outcome is Outcome.IO_ERROR:

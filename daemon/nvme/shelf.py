@@ -10,6 +10,7 @@ the last row has come.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,6 +33,8 @@ from tiercache.daemon.nvme.rows import ROOT_KEY, Row
 from tiercache.daemon.nvme.slots import EVICT_AT_ONCE, Slots, place_of
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace, Space
+
+log = logging.getLogger("tiercache.daemon")
 
 OFFLINE_AGE_S = 10.0
 
@@ -216,8 +219,16 @@ class Shelf:
             for column in (self._checksum, self._stored, self._codec, self._kind):
                 column.frombytes(bytes(column.itemsize * missing))
 
+    def drop_damaged(self, namespace: Namespace, key: bytes) -> None:
+        """The disk gave back other bytes than were written: forget the block and what follows it."""
+        log.error(
+            "nvme directory %s: block %s fails its checksum and is dropped: see dmesg and smartctl",
+            self.directory.path, key.hex(),
+        )  # fmt: skip
+        self.drop(namespace, key)
+
     def drop(self, namespace: Namespace, key: bytes) -> None:
-        """A block is bad: forget it and what follows it."""
+        """Forget a block that cannot be had any more, and what follows it."""
         table = self.index.tables.get(namespace.number)
         entry = NO_ENTRY if table is None else table.get(key)
         if entry != NO_ENTRY:

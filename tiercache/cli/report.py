@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -39,6 +40,8 @@ def human(name: str, value: Any) -> str:
     if isinstance(value, (int, float)) and unit not in _IDENTIFIERS:
         if unit == "bytes":
             return format_bytes(value)
+        if name.endswith(_POINT_IN_TIME):
+            return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(value))
         if unit in _SECONDS:
             return format_duration(value * _SECONDS[unit])
         return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
@@ -46,12 +49,19 @@ def human(name: str, value: Any) -> str:
         value = ", ".join(human("", item) for item in value)
     elif isinstance(value, dict):
         value = " ".join(f"{key}={human(str(key), item)}" for key, item in value.items())
-    text = "".join(c if c.isprintable() else "?" for c in str(value))
+    text = printable(str(value))
     return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """A text as one line for a terminal, whatever is in it."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _IDENTIFIERS = {"id", "pid", "generation"}
+_POINT_IN_TIME = "unix_s"
+"""How the name of a number ends that counts seconds since 1970, in UTC."""
 
 
 def with_human(tree: Any) -> Any:
@@ -102,7 +112,7 @@ def _branch(title: str, branch: Any) -> list[Section]:
         return _labelled(title, branch)
     inner = [(name, value) for name, value in branch.items() if _is_table(value)]
     outer = {str(name): value for name, value in branch.items() if not _is_table(value)}
-    rows: list[tuple[str, ...]] = [row for name, value in outer.items() for row in _flat(name, value)]
+    rows: list[tuple[str, ...]] = [row for name, value in outer.items() for row in _listed(name, value)]
     found = [Section(title, ("", ""), rows)] if rows else []
     for name, value in inner:
         found += _branch(f"{title} {name}", value)
@@ -119,6 +129,19 @@ def _labelled(title: str, branch: dict[str, dict[str, Any]]) -> list[Section]:
     for name, value in inner:
         found += _branch(name, value)
     return found
+
+
+def _listed(name: str, value: Any) -> Iterable[tuple[str, str]]:
+    """Rows of a section of two columns. Texts are whole there, each of several in its row: a reason ends with what to
+    do about it."""
+    texts = value if isinstance(value, (list, tuple)) else [value]
+    if texts and all(isinstance(text, str) and text for text in texts):
+        yield from ((name if number == 0 else "", printable(text)) for number, text in enumerate(texts))
+    elif isinstance(value, dict) and value:
+        for inner, item in value.items():
+            yield from _listed(f"{name}.{inner}", item)
+    else:
+        yield name, human(name, value)
 
 
 def _flat(name: str, value: Any) -> Iterable[tuple[str, str]]:

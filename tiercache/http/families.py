@@ -367,7 +367,7 @@ _PROCESS = (
     ),
     Family(
         "gauge", "process_start_time_seconds", (), "When the daemon started, in seconds since 1970 (UTC).",
-        read.at("daemon", "start_time_s"),
+        read.at("daemon", "started_unix_s"),
     ),
     Family(
         "gauge", "process_resident_memory_bytes", (), "Physical memory of the daemon in bytes, the arena included.",

@@ -370,6 +370,21 @@ def test_segments_come_and_go(path: Path) -> None:
     directory.close()
 
 
+def test_a_look_sees_segments_that_others_have_touched(path: Path) -> None:
+    directory = opened(path, cap_bytes=100 * MIB)
+    for number in range(1, 81):  # more than one look sees to
+        directory.create_segment(number)
+    assert [directory.look() for _ in range(3)] == ["", "", ""]
+    directory.remove_segment(80)
+    directory.segment_path(79).unlink()
+    said = [directory.look(), directory.look()]
+    assert "segments/00000079.seg was deleted while the daemon used it" in said
+    directory.remove_segment(78)
+    os.truncate(directory.segment_path(3), 5)
+    assert any("segments/00000003.seg was truncated" in directory.look() for _ in range(3))
+    directory.close()
+
+
 def test_the_cap_holds(path: Path) -> None:
     directory = opened(path, cap_bytes=3 * MIB, db_reserve_bytes=MIB // 2)
     assert directory.max_segments == 2

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -386,6 +387,53 @@ def test_a_database_that_leaves_touches_nothing_at_its_path(tmp_path: Path) -> N
     assert {path.name: path.read_bytes() for path in home.iterdir()} == dict.fromkeys(
         ("index.db", "index.db-wal", "index.db-shm"), b"of another one"
     )
+
+
+def hot_catalog(folder: Path) -> Catalog:
+    """One with a row that is only in its log."""
+    folder.mkdir()
+    catalog = Catalog(folder, b"i" * 16, lambda call, *args: call(*args))
+    catalog.open()
+    catalog.set_segment(7, 4096)
+    assert catalog.sync(30)
+    return catalog
+
+
+def test_the_log_of_a_new_disk_outlives_the_database_of_the_old_one(
+    mount: Callable[[str], Path]
+) -> None:
+    """Two file systems that were made alike have the same inode numbers, which is all that SQLite compares."""
+    place = mount("8m")
+    old = hot_catalog(place / "kv")
+    number = (place / "kv/index.db").stat().st_ino
+    subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], check=True, timeout=30)
+    child = "from test_keeper import Path, hot_catalog, os; hot_catalog(Path('kv')); os._exit(0)"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    subprocess.run([sys.executable, "-c", child], cwd=place, env={**os.environ, "PYTHONPATH": path}, check=True)
+    assert (place / "kv/index.db").stat().st_ino == number
+    old.close(30)
+    again = Catalog(place / "kv", b"i" * 16, lambda call, *args: call(*args))
+    assert again.open().segments == {7: 4096}
+    again.close(30)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: os.truncate(path, MIB // 2)], ids=["deleted", "truncated"])
+def test_segments_that_are_deleted_or_truncated_in_use_are_noticed(tmp_path: Path, harm: Callable[[Path], Any]) -> None:
+    """What is written to a deleted file is lost with the daemon, and its room is not free until then."""
+
+    async def scenario() -> None:
+        rig = await filled(tmp_path, disks=1)
+        [shelf] = rig.shelves
+        first, *others = [shelf.directory.segment_path(number) for number in shelf.directory.segments]
+        harm(first)
+        await rig.until(lambda: rig.shelves != [shelf] and states(rig) == ["ok"])
+        assert rig.shelves[0].directory.segments == [int(path.stem) for path in others]
+        assert set(await found(rig)) <= {*range(9)}
+        rig.check()
+        await rig.close()
+
+    play(scenario)
 
 
 def test_counters_outlive_the_directory(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_the_nth_read_of_windows_fails(tmp_path: Path) -> None:
     play(scenario)
 
 
-def test_a_bad_block_of_a_window_costs_itself_alone(tmp_path: Path) -> None:
+def test_a_bad_block_of_a_window_costs_itself_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
         window, chain = rig.namespace(window_blocks=WINDOW), keys_of("a", 12)
@@ -89,6 +89,7 @@ def test_a_bad_block_of_a_window_costs_itself_alone(tmp_path: Path) -> None:
         window = rig.namespace(window_blocks=WINDOW)
         assert await rig.load(window, chain[: 16 * 9]) == 0
         assert rig.tier.stats()["bad_blocks"] == 1
+        assert caplog.text.count(f"block {key_of(chain, 7).hex()} fails its checksum and is dropped") == 1
         assert rig.tier.stats()["blocks"] == 11, "nothing hangs below it"
         assert await rig.load(window, chain[: 16 * 9]) == 7, "the longest cut without it"
         assert await rig.load(window, chain) == 12
