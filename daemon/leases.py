@@ -35,7 +35,7 @@ class Owner:
     `mapped`: it writes into frames by itself. Of all others the daemon has every byte that is in their frames.
     """
 
-    __slots__ = ("grants", "instance", "internal", "mapped", "party", "reads", "writes")
+    __slots__ = ("grants", "instance", "internal", "mapped", "party", "quarantined", "reads", "writes")
 
     def __init__(self, instance: bytes, internal: bool = False, mapped: bool = True, party: str = "") -> None:
         self.instance = instance
@@ -44,6 +44,7 @@ class Owner:
         self.party = party or f"instance {instance.hex()}"
         self.reads: dict[int, ReadLease] = {}
         self.writes: dict[int, WriteLease] = {}
+        self.quarantined: dict[int, WriteLease] = {}  # over, with frames that wait for the end of its process
         self.grants: set[int] = set()  # ids of write leases in the tier below
 
     def same_engine(self, other: Owner) -> bool:
@@ -122,10 +123,14 @@ class PendingBlock:
     """
 
     __slots__ = (
-        "children", "frame", "key", "lease", "parent_block", "parent_entry", "phase", "place", "table", "written",
+        "among", "children", "frame", "key", "lease", "parent_block", "parent_entry", "phase", "place", "table",
+        "written",
     )  # fmt: skip
 
-    def __init__(self, table: Table, key: bytes, frame: int, lease: WriteLease, place: int) -> None:
+    def __init__(
+        self, table: Table, key: bytes, frame: int, lease: WriteLease, place: int, among: dict[PendingBlock, None]
+    ) -> None:
+        self.among = among  # all that are pending in its namespace, or were when that was flushed
         self.table = table
         self.key = key
         self.frame = frame

@@ -36,9 +36,14 @@ class LiveSettings:
         self.config, self.sources = running.config, dict(running.sources)
         self._again = again
         self._cache = cache
+        self._reloading = asyncio.Lock()
 
     async def reload(self) -> str:
         """Take over what can change; the problem if there is one, which is in the log too."""
+        async with self._reloading:  # one after the other: what was read last is what holds
+            return await self._reload()
+
+    async def _reload(self) -> str:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.run_in_executor(None, self._again)

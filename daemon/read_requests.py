@@ -11,7 +11,7 @@ from tiercache.daemon.desk import Desk, Method, check_keys, check_range, check_w
 from tiercache.daemon.leases import ReadLease
 from tiercache.daemon.router import Answer
 from tiercache.daemon.sessions import Session
-from tiercache.daemon.slices import Steps
+from tiercache.daemon.slices import LOOKUPS, Steps
 from tiercache.daemon.slow import SlowRequests
 from tiercache.daemon.space import Namespace
 from tiercache.errors import RequestRefused
@@ -32,7 +32,6 @@ class _Parked(NamedTuple):
 
     identity: bytes
     session: Session
-    lease: ReadLease
     namespace: Namespace
     request: m.Resolve
     since_s: float
@@ -114,12 +113,12 @@ class ReadRequests:
         left_us = request.deadline_us + session.clock_offset_us - time.monotonic_ns() // 1000
         since_s = time.monotonic()
         until_s = since_s + min(PARK_S, left_us / 2e6)
-        self._parked.append(_Parked(self._desk.identity, session, lease, namespace, request, since_s, until_s))
+        self._parked.append(_Parked(self._desk.identity, session, namespace, request, since_s, until_s))
         return None
 
     def _resolved(self, lease: ReadLease, namespace: Namespace, request: m.Resolve) -> m.Frames:
         frames = self._cache.reads.frames(lease, namespace, request.first, request.count)
-        growing = lease.blocks < lease.target and not lease.over
+        growing = lease.blocks < lease.target
         self._cache.traffic.read(namespace, len(frames) * namespace.spec.block_bytes)
         more = growing and request.first + len(frames) < min(request.first + request.count, lease.target)
         packed = m.pack_frames(frames)
@@ -136,12 +135,16 @@ class ReadRequests:
             return
         now_s, still = time.monotonic(), []
         for parked in self._parked:
-            reply = self._resolved(parked.lease, parked.namespace, parked.request)
-            if not parked.session.open:
+            session, request = parked.session, parked.request
+            if not session.open:
                 continue
+            lease = self._cache.reads.find(session.owner, request.lease)  # it may have lost a block meanwhile
+            reply = m.Frames(request.request_id, self._generation, request.first, b"")
+            if lease is not None:
+                reply = self._resolved(lease, parked.namespace, request)
             if reply.frames or not reply.more or now_s >= parked.until_s:
-                self._desk.answer(parked.identity, parked.session, reply)
-                self._slow.answered_late(parked.session, parked.request, now_s - parked.since_s)
+                self._desk.answer(parked.identity, session, reply)
+                self._slow.answered_late(session, request, now_s - parked.since_s)
             else:
                 still.append(parked)
         self._parked = still
@@ -181,11 +184,12 @@ class ReadRequests:
         good = self._cache.reads.release(session.owner, request.lease)
         return m.Released(request.request_id, self._generation, good)
 
-    def _renew(self, session: Session, request: m.Renew) -> m.Reply:
+    def _renew(self, session: Session, request: m.Renew) -> Steps[m.Reply]:
         ttl_s = min(positive(request.ttl_ms, "ttl_ms") / 1000, self._desk.lease_ttl_max_s)
-        alive = bytearray()
+        alive, looked = bytearray(), 0
         owner, grants = session.owner, self._cache.below.grants
         for lease_id in request.leases[: self._desk.max_leases]:
+            looked += len(owner.reads[lease_id].pins) if lease_id in owner.reads else 0
             read, write = self._cache.reads.find(owner, lease_id), owner.writes.get(lease_id)
             granted = grants is not None and lease_id in owner.grants
             if read is not None:
@@ -195,6 +199,9 @@ class ReadRequests:
             elif grants is not None and granted:
                 grants.renew(lease_id, ttl_s)
             alive.append(read is not None or write is not None or granted)
+            if looked >= LOOKUPS:  # at each block of a window, where something was dropped
+                looked = 0
+                yield
         return m.Renewed(request.request_id, self._generation, bytes(alive))
 
     def read(self, session: Session, request: m.Read) -> Answer:

@@ -27,6 +27,8 @@ MAX_PINS = 16_384
 """Pins of clients, of whatever length: each look at them all takes some milliseconds."""
 EXPIRED_AT_ONCE = 512
 """Leases that end in one tick because their time is up."""
+PINS_LISTED = 1 << 16
+"""Pins of leases that end in one tick: they are undone later (`work`), but each is listed for that."""
 _TRIES = 4
 """How often a run is looked for that others flush or evict meanwhile."""
 
@@ -402,6 +404,8 @@ class Reads:
         regions = {frame >> REGION_SHIFT for frame in frames}
         for namespace in lease.namespaces:
             for first in range(0, 0 if namespace.table.windowed else lease.blocks, LOOKUPS):
+                if lease.over or not self._is_whole(lease):
+                    return  # it ends, or has ended: nothing has to be kept for it
                 regions.update(frame >> REGION_SHIFT for frame in self.frames(lease, namespace, first, LOOKUPS))
                 if first + LOOKUPS < lease.blocks:
                     yield
@@ -419,14 +423,17 @@ class Reads:
 
     def expire(self) -> None:
         """End leases and pins whose time is up, a slice of them. A reader that goes on copying gets a miss."""
-        now_s = self._clock_s()
+        now_s, pins = self._clock_s(), 0
         for lease_id in islice(self._deadlines.due(now_s), EXPIRED_AT_ONCE):
             lease = self.leases.get(lease_id)
             if lease is None or lease.deadline_s > now_s:
                 continue
             if lease.holders:
                 self._space.counters.leases_expired += 1
+            pins += len(lease.pinned())
             self._end(lease)
+            if pins >= PINS_LISTED:
+                break
 
     def session_lost(self, owner: Owner) -> None:
         """Give up all holds of a session that is gone."""

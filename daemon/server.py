@@ -95,6 +95,7 @@ class Server:
         self.recorder: Recorder | None = None
         self.http: HttpProcess | None = None
         self.problem = ""
+        self._serving = False
         self._working = False
         self._undrained_ticks = 0
         self._requests_seen = 0
@@ -119,12 +120,14 @@ class Server:
             )  # fmt: skip
             if self.http is not None:
                 self.http.start()
+            self._serving = True
             _notify_systemd("READY=1")
             gc.collect()
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
             self._tick()
             await self._stopping.wait()
+            self._serving = False
             _notify_systemd("STOPPING=1")
             if self.http is not None:
                 await self.loop.run_in_executor(None, self.http.stop)
@@ -230,9 +233,15 @@ class Server:
         self._reloading = asyncio.ensure_future(self._reload())
 
     async def _reload(self) -> None:
+        if not self._serving:  # systemd waits for that, or for the end
+            await self.settings.reload()
+            return
         _notify_systemd(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
-        await self.settings.reload()
-        _notify_systemd("READY=1")
+        try:
+            await self.settings.reload()
+        finally:
+            if self._serving:
+                _notify_systemd("READY=1")
 
     def _later(self, call: Any, *args: Any) -> None:
         self.loop.call_soon(call, *args)

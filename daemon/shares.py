@@ -30,10 +30,13 @@ class Shares:
         return taken
 
     def _entitled(self) -> dict[int, int]:
-        """What accounts with a quota may take: one region in any case."""
+        """What accounts may take: one region in any case, and all there is where a quota was taken away."""
         region_bytes = max((size_bytes for _, size_bytes, _, _ in self._allocator.shares()), default=0)
-        numbers = self._quotas.numbers.items()
-        return {number: max(self._quotas.limit_bytes(name) or 0, region_bytes) for name, number in numbers}
+        entitled = {}
+        for name, number in self._quotas.numbers.items():
+            limit_bytes = self._quotas.limit_bytes(name)
+            entitled[number] = self._allocator.arena_bytes if limit_bytes is None else max(limit_bytes, region_bytes)
+        return entitled
 
     def at_limit(self, account: int) -> bool:
         """Whether one more region would be more than an account may take from others."""

@@ -169,8 +169,9 @@ class Space:
                 frames.append(frame)
             elif steps > 0 and (done := self.index.unlink_slice(min(SLICE, steps))):
                 steps -= done
-            elif may_take_back and self._take_back(size_class, account):
-                may_take_back = False
+            elif may_take_back:
+                may_take_back = False  # one region, even where it is not free at once
+                self._take_back(size_class, account)
             elif room > 0 and (gone := self._make_room(namespace, count - len(frames))):
                 room -= gone
             elif not self.tails.give_up():
@@ -283,17 +284,15 @@ class Space:
     # A class that is out of frames gets a region of another one whose coldest block is colder than
     # its own. The region is emptied in slices and cannot be used before its last frame is back.
 
-    def _take_back(self, size_class: SizeClass, account: int) -> bool:
-        """Have an account that takes too many regions give one back; True when that is free at once.
+    def _take_back(self, size_class: SizeClass, account: int) -> None:
+        """Have an account that takes too many regions give one back.
 
         Nothing keeps it: leases and pins of that account are revoked, and what is written there is dropped.
         """
         region_id = self.shares.to_give_back(size_class, account)
-        if region_id is None:
-            return False
-        self._drain(region_id)
-        self.on_taken_back(region_id)
-        return self.allocator.entries_of(region_id, draining=True) is None
+        if region_id is not None:
+            self._drain(region_id)
+            self.on_taken_back(region_id)
 
     def _drain(self, region_id: int) -> None:
         self.allocator.drain(region_id)

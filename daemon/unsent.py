@@ -28,8 +28,14 @@ class Unsent:
         self.bytes = 0
 
     def problem(self, session: Session, length: int) -> str | None:
-        """Why there can be no answer of that length for the session now, or None."""
+        """Why there can be no answer of that length for the session now, or None.
+
+        A party that leaves nothing unread gets one in any case: what others leave unread costs it neither its reads nor
+        its session.
+        """
         more, party = max(length, LEAST_BYTES), session.owner.party
+        if not self._of_party[party]:
+            return None
         for waiting, limit, whose in (
             (session.unsent_bytes, SESSION_BYTES, "this session"),
             (self._of_party[party], PARTY_BYTES, party),

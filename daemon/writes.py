@@ -74,7 +74,8 @@ class Writes:
         self._deadlines = Deadlines(self.leases)
         self._ready: list[PendingBlock] = []  # complete, below what is published: to be published
         self._doomed: list[PendingBlock] = []  # dropped, with blocks below them that are to be
-        self._flushed: list[tuple[Set[int], list[PendingBlock]]] = []  # namespaces, and what may be pending there
+        self._pending_in: dict[int, dict[PendingBlock, None]] = {}  # by namespace, since it was flushed
+        self._flushed: list[dict[PendingBlock, None]] = []  # what was pending in a namespace that was flushed
 
     # --- reserve ---------------------------------------------------------------------------------
 
@@ -175,8 +176,10 @@ class Writes:
         most = self.unfinished.most_frames(lease)
         table, number, pending = namespace.table, namespace.number, self.pending
         frames = self._space.take_frames(namespace, min(len(fresh), most))
+        among = self._pending_in.setdefault(number, {})
         for (key, place), frame in zip(fresh.items(), frames, strict=False):
-            new = lease.blocks[place] = pending[number, key] = PendingBlock(table, key, frame, lease, place)
+            new = lease.blocks[place] = pending[number, key] = PendingBlock(table, key, frame, lease, place, among)
+            among[new] = None
             if block is not None:
                 new.parent_block = block
                 block.children[new] = None
@@ -315,7 +318,7 @@ class Writes:
             self._events.arrived(self._events.dram, table.number, block.key, said)
         self._published(namespace, block.key, block.lease.before(block.place) if table.windowed else b"")
         block.frame, block.parent_entry, block.phase = NO_FRAME, NO_ENTRY, _PHASE_VISIBLE
-        del self.pending[table.number, block.key]
+        del self.pending[table.number, block.key], block.among[block]
         namespace.use.pending_blocks -= 1
 
     def _drop(self, block: PendingBlock) -> None:
@@ -332,6 +335,7 @@ class Writes:
         if block.children:
             self._doomed.append(block)
         del self.pending[block.table.number, block.key]
+        block.among.pop(block, None)
         self._space.namespaces[block.table.number].use.pending_blocks -= 1
         self._space.counters.dropped_blocks += 1
         complete = block.phase is BlockPhase.HELD
@@ -345,16 +349,11 @@ class Writes:
         done = 0
         while done < BLOCKS_AT_ONCE and (self._doomed or self._flushed):
             done += 1
-            if not self._doomed:
-                numbers, blocks = self._flushed[-1]
-                if not blocks:
-                    self._flushed.pop()
-                elif (block := blocks.pop()).table.number in numbers and block.phase in (_WRITING, _HELD):
-                    self._drop(block)
-            elif children := self._doomed[-1].children:
-                self._drop(next(iter(children)))
+            blocks = self._doomed[-1].children if self._doomed else self._flushed[-1]
+            if blocks:
+                self._drop(blocks.popitem()[0])  # the last one: a dict whose first ones go is slow to find the next
             else:
-                self._doomed.pop()
+                (self._doomed or self._flushed).pop()
 
     def work(self) -> bool:
         """A slice of what was put off; True while there is more."""
@@ -364,7 +363,7 @@ class Writes:
 
     def drop_namespaces(self, numbers: Set[int]) -> None:
         """Drop all pending blocks of these namespaces. Meanwhile none is published: their root is not attached."""
-        self._flushed.append((numbers, list(self.pending.values())))
+        self._flushed.extend(blocks for number in numbers if (blocks := self._pending_in.pop(number, None)))
         self._drop_some()
 
     def drop_key(self, number: int, key: bytes) -> None:
@@ -409,23 +408,25 @@ class Writes:
 
     def session_lost(self, owner: Owner) -> Steps[None]:
         """The session is closed; its process may still be copying."""
-        for number, lease in enumerate(list(owner.writes.values()), 1):
-            self._give_up(lease)
-            if not number % LEASES_AT_ONCE:
+        # Between two slices others of its instance may end some of them.
+        while owner.writes:
+            for lease in list(islice(owner.writes.values(), LEASES_AT_ONCE)):
+                self._give_up(lease)
+            if owner.writes:
                 yield
 
     def process_gone(self, owner: Owner) -> Steps[None]:
         """The process has exited: nobody writes to its frames any more."""
         yield from self.session_lost(owner)
-        its = [lease for lease in self.quarantined.values() if lease.owner is owner]
-        for number, lease in enumerate(its, 1):
-            self._finish(lease)
-            if not number % LEASES_AT_ONCE:
+        while owner.quarantined:
+            for lease in list(islice(owner.quarantined.values(), LEASES_AT_ONCE)):
+                self._finish(lease)
+            if owner.quarantined:
                 yield
 
     def has_quarantine(self, owner: Owner) -> bool:
         """Whether frames wait for this session's process to exit, or may soon."""
-        return bool(owner.writes) or any(lease.owner is owner for lease in self.quarantined.values())
+        return bool(owner.writes or owner.quarantined)
 
     def _give_up(self, lease: WriteLease, finished: bool = False) -> None:
         """Nothing more of this lease is published; its frames wait in quarantine, unless its copies have `finished`.
@@ -441,7 +442,7 @@ class Writes:
             if block.phase is BlockPhase.WRITING:
                 self._drop(block)
         del self.leases[lease.lease_id], lease.owner.writes[lease.lease_id]
-        self.quarantined[lease.lease_id] = lease
+        self.quarantined[lease.lease_id] = lease.owner.quarantined[lease.lease_id] = lease
         if finished or not lease.owner.mapped:
             self._finish(lease)
             return
@@ -468,6 +469,7 @@ class Writes:
             return
         if lease.over:
             ended = self.quarantined.pop(lease.lease_id, None)
+            lease.owner.quarantined.pop(lease.lease_id, None)
         else:
             ended = self.leases.pop(lease.lease_id, None)
             lease.owner.writes.pop(lease.lease_id, None)

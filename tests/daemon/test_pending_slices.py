@@ -151,3 +151,30 @@ def test_leases_that_expire_together_end_in_slices(monkeypatch: pytest.MonkeyPat
     assert max(writes for _, writes in counts) <= LEASES_AT_ONCE
     assert max(reads for reads, _ in counts) < 1500
     assert all(lease is not None and lease.over for lease in reads)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_leases_that_others_end_between_two_slices_keep_nothing_back(gone: bool) -> None:
+    h = Harness(region_bytes=BLOCKS * FRAME_BYTES)
+    namespace, same = h.space(), Owner(h.owner.instance)
+    leases = [h.cache.reserve(h.owner, namespace, b"", chain(tag, 1), 10).lease_id for tag in range(30)]
+    (h.cache.process_gone if gone else h.cache.session_lost)(h.owner)
+    states = [h.cache.writes.commit(same, lease, [0])[0] for lease in leases[::2]]
+    assert CommitState.VISIBLE in states
+    while h.cache.work():
+        pass
+    h.cache.process_gone(h.owner)
+    finish(h)
+    assert not h.cache.has_quarantine(h.owner)
+    assert h.cache.space.allocator.used_bytes == states.count(CommitState.VISIBLE) * FRAME_BYTES
+
+
+def test_flushes_remember_no_more_than_what_is_pending() -> None:
+    h, _, keys, _ = waiting()
+    other = h.space(rank=1)
+    for number in range(20):
+        h.cache.reserve(h.owner, other, b"", chain(number, 1), 10)
+        h.cache.flush([other.number], b"")
+        assert sum(map(len, h.cache.writes._flushed)) <= 1
+    assert len(h.cache.writes.pending) == len(keys) // 16
+    finish(h)

@@ -276,3 +276,21 @@ def test_who_takes_too_much_makes_nobody_give_back() -> None:
     shares, wanted = cache.space.shares, cache.space.allocator.size_class(8 * FRAME)
     assert shares.to_give_back(wanted, cache.space.quotas.numbers["t"]) is None
     assert shares.to_give_back(wanted, 0) is not None
+
+
+def test_an_account_whose_quota_was_taken_away_may_take_what_it_wants() -> None:
+    cache = regions(4, s=12)
+    squat(cache, "s", 3)
+    wanted, shares = cache.space.allocator.size_class(16 * FRAME), cache.space.shares
+    assert shares.to_give_back(wanted, 0) is not None
+    cache.space.quotas.change({})
+    assert shares.to_give_back(wanted, 0) is None
+    assert not shares.at_limit(cache.space.quotas.numbers["s"])
+
+
+def test_one_request_takes_back_one_region() -> None:
+    cache = regions(4, s=12)
+    squat(cache, "s", 4)
+    store(cache, open_for(cache, "", 16 * FRAME), chain("a", 4))
+    settle(cache)
+    assert cache.counters.regions_drained == 1

@@ -13,6 +13,7 @@ from test_cache_edges import FRAME_BYTES, Harness, chain
 
 from tiercache.daemon.index import Index
 from tiercache.daemon.inspect import chain_of, pins_of
+from tiercache.daemon.reads import PINS_LISTED
 from tiercache.daemon.slices import LOOKUPS, PINS, Slices, Steps
 from tiercache.daemon.space import Namespace
 from tiercache.messages import KEY_BYTES
@@ -322,3 +323,51 @@ def test_a_flush_of_many_namespaces_leaves_the_empty_ones_alone(monkeypatch: pyt
     assert [int(state) for state in h.cache.writes.commit(h.owner, writing.lease_id, [0])] == [2]
     assert h.cache.match(h.owner, [spaces[5]], chain(1, 2), 0).dram == 0
     finish(h)
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_pin_that_is_lost_while_its_regions_are_listed_is_no_contradiction(after: int) -> None:
+    blocks = 3 * LOOKUPS
+    h = Harness(region_bytes=2 * blocks * FRAME_BYTES)
+    namespace, slices = h.space(), 0
+    keys = fill(h, namespace, 1, blocks)
+
+    def lose() -> None:
+        nonlocal slices
+        slices += 1
+        if slices == after:
+            h.cache.flush([namespace.number], keys[-16:])
+
+    in_slices(h.cache.reads.pin([namespace], keys, 10), lose)
+    finish(h)
+    assert h.cache.space.index.invariant_failures == 0
+
+
+def test_leases_on_wide_windows_end_in_slices_when_their_time_is_up() -> None:
+    h = Harness(region_bytes=(WINDOW + 100) * FRAME_BYTES)
+    namespace, keys = windowed(h)
+    for _ in range(3 * PINS_LISTED // WINDOW):
+        assert h.cache.match(h.owner, [namespace], keys, 10).lease is not None
+    h.now_s = 11
+    before, goes = len(h.cache.reads.leases), 0
+    while h.cache.reads.leases:
+        h.cache.expire()
+        assert before - len(h.cache.reads.leases) <= PINS_LISTED // WINDOW + 1
+        before, goes = len(h.cache.reads.leases), goes + 1
+    assert goes > 2
+    finish(h)
+
+
+def test_many_leases_on_wide_windows_are_renewed_in_slices(client: Client) -> None:
+    namespace, other = client.namespace(4096, window_blocks=WINDOW), client.namespace(4096)
+    keys = new_chain(WINDOW)
+    for first in range(0, WINDOW, 500):
+        client.store(namespace, keys[16 * first : 16 * (first + 500)], [block_of(1, 4096)] * 500)
+    leases = [client.match([namespace], keys)[1] for _ in range(8)]
+    assert all(leases)
+    client.send("renew", [*leases, 1], 60_000)
+    client.send("flush", "all", [other], b"")
+    answers = [client.answer() for _ in range(2)]
+    assert [answer[0] for answer in answers] == ["flushed", "renewed"]
+    assert answers[1][3] == bytes([1] * 8 + [0])
+    assert all(map(client.release, leases))

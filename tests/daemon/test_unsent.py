@@ -46,8 +46,11 @@ def test_sessions_of_one_party_share_a_limit_that_outlives_them() -> None:
     assert unsent.problem(session_of("b"), 2 * MIB) is None
 
 
-def test_all_parties_share_a_limit() -> None:
-    unsent = Unsent()
-    for number in range(ALL_BYTES // SESSION_BYTES):
+def test_all_parties_share_a_limit_and_who_reads_everything_has_one_answer_in_any_case() -> None:
+    unsent, new, parties = Unsent(), session_of("new"), ALL_BYTES // SESSION_BYTES
+    for number in range(parties):
         assert fill(unsent, session_of(str(number))) == SESSION_BYTES
-    assert unsent.problem(session_of("new"), 1) == "512 MiB of answers to all clients wait to be read: read them first"
+    assert unsent.problem(new, 2 * MIB) is None
+    unsent.add(new, 2 * MIB)
+    assert unsent.problem(new, 1) == "512 MiB of answers to all clients wait to be read: read them first"
+    assert unsent.problem(session_of("new"), 1) is not None
