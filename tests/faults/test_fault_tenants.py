@@ -87,6 +87,7 @@ def test_what_tells_of_others_is_refused(
     fields: dict[type, tuple[Any, ...]] = {
         m.Stats: (), m.Check: (), m.Inspect: ([], key), m.Pins: (), m.Specs: ([number],), m.Extents: (1, number, 0, 1),
         m.BadExtent: (1, number, 0), m.ReserveExtents: (number, b"", key, 1000), m.CommitExtents: (1, b""),
+        m.Settings: (), m.ChangeSetting: ("quota", "team-b=1TiB"),
     }  # fmt: skip
     # What is new is refused until it is said that tenants may ask it.
     assert fields.keys() == set(get_args(m.AnyRequest)) - FOR_TENANTS
