@@ -246,6 +246,17 @@ def test_a_request_of_a_former_session_never_reaches_the_new_one(
     assert connector.match(KEYS).blocks == 3
 
 
+def test_trouble_of_a_former_session_leaves_the_new_one_alone(client: tiercache.Client) -> None:
+    """A copy may end, and fail, long after its session was replaced."""
+    former = client.session()
+    client._go_down(former, "the test says so", True)
+    wait_until(lambda: client.alive)
+    present = client.session()
+    assert present is not former
+    client._go_down(former, "it is told late", True)
+    assert client.session() is present
+
+
 def test_a_held_match_is_renewed_and_a_forgotten_one_given_back(
     daemon: FakeDaemon, connector: tiercache.Connector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+from test_desk import desk_of
+from test_quotas import chain, make_cache, open_for, store
+
+from tiercache.daemon.read_requests import ReadRequests
 from tiercache.daemon.sessions import Session
+from tiercache.daemon.slow import SlowRequests
 from tiercache.daemon.unsent import ALL_BYTES, LEAST_BYTES, PARTY_BYTES, SESSION_BYTES, Unsent
-from tiercache.messages import Hello
+from tiercache.errors import RequestRefused
+from tiercache.messages import Hello, Read
 
 MIB = 1 << 20
 
@@ -54,3 +61,18 @@ def test_all_parties_share_a_limit_and_who_reads_everything_has_one_answer_in_an
     unsent.add(new, 2 * MIB)
     assert unsent.problem(new, 1) == "512 MiB of answers to all clients wait to be read: read them first"
     assert unsent.problem(session_of("new"), 1) is not None
+
+
+def test_a_block_is_not_read_for_who_has_too_much_waiting() -> None:
+    cache = make_cache(4)
+    namespace, keys = open_for(cache, ""), chain("a", 1)
+    assert store(cache, namespace, keys) == 1
+    desk, session = desk_of("")
+    desk.cache = cache
+    lease = cache.match(session.owner, [namespace], keys, 60.0).lease
+    assert lease is not None
+    requests = ReadRequests(desk, SlowRequests(0.0, cache.counters))
+    fill(desk.unsent, session)
+    with pytest.raises(RequestRefused, match="answers to this session wait to be read"):
+        requests.read(session, Read(1, bytes(16), 1, 0, lease.lease_id, namespace.number, 0, 0, 1))
+    assert cache.counters.payload_bytes_read == 0
