@@ -16,6 +16,7 @@ from fake_daemon import FakeDaemon, wait_until
 
 import tiercache
 from tiercache import messages as m
+from tiercache.client import BACK_OFF_FIRST_S, BACK_OFF_LAST_S
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, RequestRefused
 from tiercache.wire import receive_packet, send_packet
 
@@ -244,6 +245,14 @@ def test_a_request_of_a_former_session_never_reaches_the_new_one(
     wait_until(lambda: not connector.client._errands)  # the last word about the old lease was never said
     assert len(daemon.seen(m.Release)) == before
     assert connector.match(KEYS).blocks == 3
+
+
+def test_a_daemon_that_stays_away_is_asked_for_less_and_less(run_dir: Path) -> None:
+    client = tiercache.Client(run_dir)
+    pauses = [client._next_back_off_s() for _ in range(12)]
+    expected = [min(BACK_OFF_FIRST_S * 2**number, BACK_OFF_LAST_S) for number in range(12)]
+    assert all(0.75 * mean <= pause <= 1.25 * mean for pause, mean in zip(pauses, expected, strict=True))
+    client.close()
 
 
 def test_trouble_of_a_former_session_leaves_the_new_one_alone(client: tiercache.Client) -> None:
