@@ -255,6 +255,18 @@ def test_a_daemon_that_stays_away_is_asked_for_less_and_less(run_dir: Path) -> N
     client.close()
 
 
+def test_a_client_is_cold_for_a_moment_after_the_daemon_was_away(
+    daemon: FakeDaemon, client: tiercache.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiercache.client.RAMP_S", 1e6)
+    assert client.warmth == 1.0, "at the start there is nothing to be spared"
+    daemon.drop_sessions()
+    wait_until(lambda: client.times_up == 2)
+    assert 0.0 <= client.warmth < 0.5
+    monkeypatch.setattr("tiercache.client.RAMP_S", 1e-9)
+    assert client.warmth == 1.0
+
+
 def test_trouble_of_a_former_session_leaves_the_new_one_alone(client: tiercache.Client) -> None:
     """A copy may end, and fail, long after its session was replaced."""
     former = client.session()

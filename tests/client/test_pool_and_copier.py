@@ -164,6 +164,19 @@ def test_a_stopped_copy_says_how_many_leading_blocks_are_complete(
     assert pools[0][:, 0].tolist() == [1] * done + [0] * (6 - done)
 
 
+def test_after_its_deadline_a_limit_is_reached() -> None:
+    assert Limit(0.0).reached()
+    assert not Limit().reached()
+
+
+def test_a_stopped_gathering_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercache.transfer.MERGE_BYTES", 2 * 96)
+    blocks, arena = np.zeros((6, 96), np.uint8), np.ones((6, 96), np.uint8)
+    copier = CpuCopier(Pool.from_blocks(blocks))
+    assert copier.copy_in(addresses(arena, [0, 1, 2, 3, 4, 5]), np.array([4, 2, 5, 0, 3, 1]), StopAfter(2)) == 4
+    assert blocks[:, 0].tolist() == [1, 0, 1, 0, 1, 1]
+
+
 @pytest.mark.engine
 def test_torch_tensors_are_addressed_like_arrays() -> None:
     import torch

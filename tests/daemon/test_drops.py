@@ -10,6 +10,7 @@ from test_cache_edges import FRAME_BYTES, Harness, chain
 
 from tiercache.daemon.below import NoTierBelow
 from tiercache.daemon.cache import Cache
+from tiercache.daemon.index import Index
 from tiercache.daemon.leases import ReadLease
 from tiercache.daemon.space import Namespace
 from tiercache.messages import BlockState, CommitState
@@ -116,21 +117,34 @@ def test_a_lease_that_was_whole_a_moment_ago_is_not_believed_after_a_drop(whole_
     finish(h)
 
 
-def test_the_row_of_a_dropped_block_may_be_anothers_at_once() -> None:
+@pytest.fixture(params=["alone", "in a run"])
+def evict(request: pytest.FixtureRequest) -> Callable[[Index, int], None]:
+    """Either way to evict a block."""
+
+    def one(index: Index, entry: int) -> None:
+        if request.param == "alone":
+            index.evict(entry)
+        else:
+            assert index.evict_run(entry, 1) == 1
+
+    return one
+
+
+def test_the_row_of_a_dropped_block_may_be_anothers_at_once(evict: Callable[[Index, int], None]) -> None:
     h, namespace, keys = deep()
     index = h.cache.space.index
     h.cache.space.tails.give_up()
     index.drop(namespace.table.get(keys[:16]))
     leaf = namespace.table.get(keys[-16:])
     assert not index.attached(leaf)
-    assert index.evict_run(leaf, 1) == 1
+    evict(index, leaf)
     h.store(namespace, chain(2, 1))
     assert namespace.table.get(chain(2, 1)) == leaf
     assert h.cache.match(h.owner, [namespace], chain(2, 1), 0).dram == 1
     finish(h)
 
 
-def test_an_evicted_entry_is_no_longer_known_as_attached() -> None:
+def test_an_evicted_entry_is_no_longer_known_as_attached(evict: Callable[[Index, int], None]) -> None:
     """Its row may belong to a block below what is being unlinked next."""
     h, namespace, keys = deep()
     index = h.cache.space.index
@@ -140,7 +154,7 @@ def test_an_evicted_entry_is_no_longer_known_as_attached() -> None:
     evicted, doomed = namespace.table.get(other[-16:]), namespace.table.get(keys[-16:])
     assert index.attached(evicted)
     frame = index.frame[evicted]
-    assert index.evict_run(evicted, 1) == 1
+    evict(index, evicted)
     assert index.insert(namespace.table, chain(3, 1), doomed, frame) == evicted
     assert not index.attached(evicted)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cache_model import Harness, chain, key
 
-from tiercache.daemon import hinted
+from tiercache.daemon import hinted, hints
 from tiercache.daemon.hinted import HintedPolicy
 from tiercache.daemon.hints import CARRY_S, own_blocks, said_at
 from tiercache.daemon.leases import Owner
@@ -372,6 +372,18 @@ def test_marks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         h.hint(ns, chain(0), return_in_s=50.0 + round_number, ttl_s=1000.0 + round_number)
     assert len(policy._due) <= 4 * 5 + 2
     assert len(policy._latest) <= 2 * 20 + 5 + 1
+
+
+def test_what_is_remembered_for_another_tier_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints, "MAX_MARKS", 5)
+    h = Hinting(frames=20)
+    ns, carried = h.space(), h.cache.space.policies.hints
+    h.fill(ns, 0, 10)
+    for number in range(10):
+        h.hint(ns, chain(number), done=True)
+    assert [carried.find(ns.number, chain(number)) is not None for number in range(10)] == [False] * 5 + [True] * 5
+    h.later(CARRY_S)
+    assert carried.find(ns.number, chain(9)) is None, "who asks for it by then has taken it back"
 
 
 def test_without_hints_the_policy_is_asked_itself() -> None:

@@ -1,0 +1,109 @@
+"""Chains that are to be asked for at a known time: when they set out, and how many such plans are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tiercache.daemon import ahead
+from tiercache.daemon.ahead import AT_ONCE, LEAD_S, Ahead
+from tiercache.daemon.hints import said_at
+from tiercache.daemon.slices import Slices, Steps
+from tiercache.daemon.space import Namespace
+
+SPACES = [cast(Namespace, SimpleNamespace(number=1, table=SimpleNamespace(policy=None)))]
+
+
+class Rig:
+    """Plans, a clock that is a field, and the keys that have set out."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.out: list[bytes] = []
+        self.growing: dict[int, Any] = {}
+        self.slices = Slices()
+        self.ahead = Ahead(cast(Any, self), lambda: self.now_s, self.slices)
+
+    def bring_ahead(self, namespaces: Sequence[Namespace], keys: bytes, most: Callable[[], int]) -> Steps[int]:
+        self.out.append(keys)
+        yield
+        return len(keys) // 16
+
+    def say(self, keys: bytes, return_in_s: float = 0.0, done: bool = False) -> None:
+        self.ahead.say(SPACES, keys, said_at(self.now_s, done, return_in_s, 0.0, None))
+
+    def at(self, now_s: float) -> list[bytes]:
+        """What has set out by then."""
+        self.now_s = now_s
+        self.ahead.work()
+        while self.slices.work():
+            pass
+        return self.out
+
+
+def chain(number: int, blocks: int = 1) -> bytes:
+    return b"".join(bytes([number, block]).ljust(16, b"\0") for block in range(blocks))
+
+
+def test_a_chain_sets_out_a_tenth_of_the_time_before_and_once() -> None:
+    rig = Rig()
+    rig.say(chain(1, 3), return_in_s=100.0)
+    assert rig.at(1089.0) == []
+    assert rig.ahead.plans == 1
+    assert rig.at(1090.0) == [chain(1, 3)]
+    assert rig.at(1100.0) == [chain(1, 3)]
+    assert (rig.ahead.plans, rig.ahead.blocks) == (0, 3)
+
+
+def test_a_short_time_has_a_second_of_lead() -> None:
+    rig = Rig()
+    rig.say(chain(1), return_in_s=LEAD_S + 1.0)
+    assert rig.at(1000.9) == []
+    assert rig.at(1001.0) == [chain(1)]
+
+
+def test_what_is_said_anew_counts() -> None:
+    rig = Rig()
+    rig.say(chain(1), return_in_s=100.0)
+    rig.say(chain(2), return_in_s=100.0)
+    rig.say(chain(1), return_in_s=200.0)
+    rig.say(chain(2), done=True)
+    assert rig.at(1150.0) == []
+    assert rig.at(1180.0) == [chain(1)]
+
+
+def test_nobody_is_awaited_for_ever() -> None:
+    rig = Rig()
+    rig.say(chain(1), return_in_s=10.0)
+    assert rig.at(1100.0) == [], "the daemon was busy elsewhere, and who was to be back is late"
+    assert rig.ahead.plans == 0
+
+
+def test_a_few_are_on_their_way_at_a_time() -> None:
+    rig = Rig()
+    for number in range(AT_ONCE + 3):
+        rig.say(chain(number), return_in_s=10.0)
+    rig.growing = dict.fromkeys(range(AT_ONCE))
+    assert rig.at(1009.0) == [], "others are under way already"
+    rig.growing = {}
+    assert len(rig.at(1009.0)) == AT_ONCE
+    assert len(rig.at(1009.0)) == AT_ONCE + 3
+
+
+def test_plans_are_bounded_in_number_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "MAX_PLANS", 4)
+    rig = Rig()
+    for number in range(20):
+        rig.say(chain(number), return_in_s=100.0)
+        assert rig.ahead.plans <= 4
+    for _ in range(100):
+        rig.say(chain(19), return_in_s=100.0)
+    assert len(rig.ahead._due) <= 2 * 4 + 4 + 1
+    monkeypatch.setattr(ahead, "MAX_PLAN_BYTES", 16 * 10)
+    for number in range(20, 40):
+        rig.say(chain(number, 4), return_in_s=100.0)
+    assert rig.ahead.plans == 2, "the youngest, and the keys of those that were dropped are not counted any more"
+    assert rig.at(1095.0) == [chain(38, 4), chain(39, 4)]
