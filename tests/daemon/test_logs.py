@@ -129,16 +129,36 @@ def test_a_full_disk_costs_lines_and_the_log_says_so_when_it_has_room() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     with pipe() as (reader, writer):
         log = logs.Log(TEXT, full)
-        log.handle(record("lost"))
-        until(lambda: log.lost_lines == 1)
+        for number in range(1, 4):  # what was to tell of the first is lost with the second
+            log.handle(record("lost"))
+            until(lambda count=number: log.lost_lines == count)
         assert log.problem == "No space left on device"
         os.dup2(writer, full)  # now there is room
         log.handle(record("kept"))
-        lost = "WARNING lines of the log that were lost: 1 (No space left on device)"
+        lost = "WARNING lines of the log that were lost: 3 (No space left on device)"
         assert read_lines(reader, 2) == [lost, "INFO kept"]
         log.stop()
-        assert log.figures() == {"log_lost_lines": 1, "log_left_out_lines": 0, "log_problem": ""}
+        assert log.figures() == {"log_lost_lines": 3, "log_left_out_lines": 0, "log_problem": ""}
     os.close(full)
+
+
+@pytest.mark.parametrize(("under_systemd", "start"), [(False, ""), (True, "<4>")])
+def test_one_record_is_one_line_whatever_others_have_called_themselves(under_systemd: bool, start: str) -> None:
+    name = "a\n2026-01-01 ERROR the disk is lost\x1b[2J"
+    text = logs._Text(under_systemd).format(record("session %s", name, level=logging.WARNING))
+    assert text.startswith(start)
+    assert text.endswith("session a\\n2026-01-01 ERROR the disk is lost\\x1b[2J")
+    assert text.isprintable()
+
+
+def test_the_last_words_of_a_process_come_out_or_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pipe() as (reader, writer):
+        monkeypatch.setattr(logs, "STDERR", writer)
+        logs.last_words("there is no such setting")
+        assert read_lines(reader, 1) == ["there is no such setting"]
+        fill(writer)
+        monkeypatch.setattr(logs, "STOP_S", 0.0)
+        logs.last_words("nobody reads this")
 
 
 def test_a_line_that_cannot_be_made_fails_nobody() -> None:
