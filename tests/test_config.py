@@ -262,3 +262,53 @@ def test_the_schema_is_that_of_the_settings() -> None:
     named = set(json.loads(text)["properties"]["settings"]["properties"])
     assert named | set(OF_THE_CHART) == set(SETTINGS)
     assert not named & set(OF_THE_CHART)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"arena": "8MiB", "headroom": "6MiB"}, "more than half of arena"),
+        ({"kv_events": "tcp://127.0.0.1:5557", "kv_events_replay": "tcp://127.0.0.1:5557"}, "is that of kv_events"),
+        ({"kv_events_topic": "kv"}, "mean nothing without kv_events"),
+        ({"kv_events_replay": "tcp://127.0.0.1:5558"}, "mean nothing without kv_events"),
+        ({"kv_events": "tcp://0.0.0.0:5557"}, "--kv-events-allow-remote yes"),
+        ({"kv_events": "tcp://*:5557", "kv_events_replay": ""}, "is no address to bind|--kv-events-allow-remote yes"),
+        ({"kv_events": "tcp://127.0.0.1:0"}, "is no address to bind"),
+        ({"listen": "tcp://0.0.0.0:7411"}, "TCP is served with keys only"),
+        ({"curve_keys": "/keys"}, "TCP is served with keys only"),
+        ({"listen": "tcp://0.0.0.0:0", "curve_keys": "/keys"}, "is no address to serve at"),
+        ({"http": "0.0.0.0:8181"}, "--http-allow-remote yes"),
+        ({"http": "::1:8181"}, "is no host and port"),
+        ({"http": "127.0.0.1:65536"}, "is no host and port"),
+        ({"http_hosts": "cache.local,cache:80"}, "'cache:80' is no host"),
+        ({"nvme": "/a,/b,/a"}, "names a directory twice"),
+        ({"nvme": "/a:1KiB"}, "the size of a directory must be"),
+    ],
+)
+def test_settings_that_cannot_work_together_or_would_let_others_in(flags: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(None, {}, flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"arena": "8MiB", "headroom": "4MiB"},
+        {"kv_events": "tcp://0.0.0.0:5557", "kv_events_allow_remote": "yes"},
+        {"listen": "tcp://0.0.0.0:7411", "curve_keys": "/keys"},
+        {"http": "[::1]:8181", "http_hosts": "cache.local, [::1]"},
+        {"http": "0.0.0.0:8181", "http_allow_remote": "yes"},
+    ],
+)
+def test_settings_that_do_work_together(flags: dict[str, str]) -> None:
+    load_config(None, {}, flags)
+
+
+def test_what_all_directories_may_take() -> None:
+    for nvme, whole in (("/a:1GiB,/b:2GiB", 3 * GIB), ("/a:1GiB,/b", 9 * GIB), ("/a,/b", 8 * GIB)):
+        config = load_config(None, {}, {"nvme": nvme, "nvme_size": "8GiB"})
+        assert config.nvme_capacity_bytes == whole == sum(config.nvme_shares().values())
+
+
+def test_an_empty_word_of_the_environment_is_none() -> None:
+    assert load_config(None, {"TIERCACHE_ARENA": "", "TIERCACHE_MAX_SESSIONS": ""}, {}).max_sessions == 256
