@@ -8,6 +8,7 @@ import logging
 import msgspec
 
 from tiercache import messages as m
+from tiercache.daemon.books import check_books
 from tiercache.daemon.desk import Desk, Method, check_keys, check_windows, encoder, positive
 from tiercache.daemon.hints import said_at
 from tiercache.daemon.inspect import chain_of, pins_of, places_of
@@ -26,8 +27,6 @@ MAX_MODELS_BYTES = 32 << 10
 MAX_LISTED_MODELS_BYTES = 1 << 20
 """Of all sessions, in one reply."""
 MAX_LISTED_SPECS_BYTES = 1 << 20
-MAX_CHECKED_BLOCKS = 200_000
-"""Blocks whose books are compared without `force`: about a fifth of a second in which nobody is served."""
 MAX_FINDINGS = 1000
 _PRIORITIES = (0, *(int(priority) for priority in m.Priority))
 """Of a hint; 0 says nothing."""
@@ -40,6 +39,7 @@ class AdminRequests:
         self._desk = desk
         self._cache = desk.cache
         self._generation = desk.generation
+        self._checking = False
         self._tasks: set[asyncio.Future[None]] = set()  # the loop itself keeps none of them alive
 
     def methods(self) -> dict[type, Method]:
@@ -162,23 +162,23 @@ class AdminRequests:
         known = self._cache.space.numbers({name for card in models.values() for name in card.namespaces})
         return m.ModelList(request.request_id, self._generation, list(models.values()), known)
 
-    def _check(self, session: Session, request: m.Check) -> m.Reply | None:
+    def _check(self, session: Session, request: m.Check) -> Steps[m.Reply | None]:
         if request.sample < -1 or request.bytes_per_s < 0:
             text = f"sample {request.sample}, bytes_per_s {request.bytes_per_s}: from 0, or sample -1 for all blocks"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
-        cache = self._cache
+        if self._checking:
+            raise RequestRefused(ErrorCode.LIMIT.value, "another check is under way: wait until it has ended")
+        cache, identity = self._cache, self._desk.identity
+        self._checking = True
+        try:
+            findings = yield from check_books(cache)
+            findings += yield from cache.below.check()
+        finally:
+            self._checking = False
         blocks = sum(table.blocks for table in cache.space.index.tables.values())
         blocks += int(cache.below.stats().get("blocks", 0))
-        if blocks > MAX_CHECKED_BLOCKS and not request.force:
-            text = (
-                f"{blocks} blocks: looking at them all would hold up requests for about {blocks * 1e-6:.1f} s; "
-                "force it, or check the nvme directories while no daemon runs"
-            )
-            raise RequestRefused(ErrorCode.LIMIT.value, text)
-        findings = cache.check_integrity() + cache.below.check_integrity()
         if not request.sample:
             return self._checked(request, findings, blocks, 0)
-        identity = self._desk.identity
 
         def done(bad: list[str], scanned: int) -> None:
             reply = self._checked(request, findings + bad, blocks, scanned)

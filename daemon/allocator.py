@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import compress
 
+from tiercache.daemon.frame_check import MOVED, FrameCheck
+from tiercache.daemon.slices import finish
 from tiercache.messages import OFFSET_MASK, REGION_SHIFT
 
 NO_FRAME = -1
@@ -20,14 +22,16 @@ NO_ACCOUNT = 0
 _OTHER = bytes((1, 0)) + bytes(254)
 
 
-class _Region:
+class Region:
     """One region's frames: never used from `fresh` on, given back ones on the stack `returned`.
 
     `counts` are its frames by account, and `accounts` says whose each frame is, from the first that is anybody's.
+    `seen` is what a `FrameCheck` notes of each, while there is one.
     """
 
     __slots__ = (
-        "accounts", "counts", "draining", "entries", "frames", "fresh", "owned", "region_id", "returned", "size_bytes",
+        "accounts", "counts", "draining", "entries", "frames", "fresh", "owned", "region_id", "returned", "seen",
+        "size_bytes",
     )  # fmt: skip
 
     def __init__(self, region_id: int, size_bytes: int) -> None:
@@ -44,6 +48,7 @@ class _Region:
         self.entries = array("i", bytes(4 * self.frames))  # index entry + 1 of each frame, 0 without one
         self.accounts: array[int] | None = None
         self.counts: dict[int, int] = {}
+        self.seen: array[int] | None = None
 
 
 class SizeClass:
@@ -51,8 +56,8 @@ class SizeClass:
 
     def __init__(self, frame_bytes: int) -> None:
         self.frame_bytes = frame_bytes
-        self.regions: dict[int, _Region] = {}
-        self.open: list[_Region] = []  # regions with a free frame; the last one is used first
+        self.regions: dict[int, Region] = {}
+        self.open: list[Region] = []  # regions with a free frame; the last one is used first
         self.free = 0
 
     @property
@@ -70,25 +75,26 @@ class Allocator:
 
     def __init__(self) -> None:
         self.classes: dict[int, SizeClass] = {}
-        self.unassigned: list[_Region] = []
+        self.unassigned: list[Region] = []
         self.arena_bytes = 0
         self.used_bytes = 0
         self.account_bytes: Counter[int] = Counter()
         self.waiting_bytes: Counter[int] = Counter()
         """Of `account_bytes` those that were given back, and are free when their last holder is done."""
         self._holders: dict[int, int] = {}
-        self._waiting: set[int] = set()
+        self.waiting: set[int] = set()
+        """Those frames."""
         self._class_of: dict[int, SizeClass] = {}
 
     def add_region(self, region_id: int, size_bytes: int) -> None:
         """A region that all mapping clients have been told of."""
-        self.unassigned.append(_Region(region_id, size_bytes))
+        self.unassigned.append(Region(region_id, size_bytes))
         self.arena_bytes += size_bytes
 
     def adopt_region(self, region_id: int, size_bytes: int, frame_bytes: int, owned: bytearray) -> None:
         """A region that was in use in an earlier life: frames with a 1 in `owned` have owners, the others 0."""
         size_class = self.size_class(frame_bytes)
-        region = _Region(region_id, size_bytes)
+        region = Region(region_id, size_bytes)
         region.split(frame_bytes)
         region.fresh = region.frames
         free = owned[::-1].translate(_OTHER)
@@ -118,6 +124,8 @@ class Allocator:
         else:
             number = region.fresh
             region.fresh += 1
+        if region.seen is not None:
+            region.seen[number] = MOVED
         region.owned += 1
         size_class.free -= 1
         self.used_bytes += size_class.frame_bytes
@@ -137,10 +145,12 @@ class Allocator:
         size_class = self._class_of[region_id]
         region = size_class.regions[region_id]
         number = (frame & OFFSET_MASK) // size_class.frame_bytes
+        if region.seen is not None:
+            region.seen[number] = MOVED
         region.entries[number] = 0  # the entry may be another block's before the last holder is done
         account = region.accounts[number] if region.accounts is not None else NO_ACCOUNT
         if frame in self._holders:
-            self._waiting.add(frame)
+            self.waiting.add(frame)
             if account:
                 self.waiting_bytes[account] += size_class.frame_bytes
             return
@@ -165,13 +175,13 @@ class Allocator:
         self._holders[frame] -= 1
         if self._holders[frame] == 0:
             del self._holders[frame]
-            if frame in self._waiting:
-                self._waiting.remove(frame)
+            if frame in self.waiting:
+                self.waiting.remove(frame)
                 if account := self.account_of(frame):
                     self.waiting_bytes[account] -= self.frame_bytes(frame)
                 self.give_back(frame)
 
-    def _leave_account(self, region: _Region, number: int, account: int, frame_bytes: int) -> None:
+    def _leave_account(self, region: Region, number: int, account: int, frame_bytes: int) -> None:
         assert region.accounts is not None
         region.accounts[number] = NO_ACCOUNT
         region.counts[account] -= 1
@@ -229,7 +239,7 @@ class Allocator:
         size_class.free -= region.frames - region.owned
         self._finish_drain(size_class, region)
 
-    def _finish_drain(self, size_class: SizeClass, region: _Region) -> None:
+    def _finish_drain(self, size_class: SizeClass, region: Region) -> None:
         if region.owned == 0:
             del size_class.regions[region.region_id]
             del self._class_of[region.region_id]
@@ -252,13 +262,13 @@ class Allocator:
         self._class_of[region.region_id] = size_class
         return True
 
-    def _take_unassigned(self, frame_bytes: int) -> _Region | None:
+    def _take_unassigned(self, frame_bytes: int) -> Region | None:
         for place, region in enumerate(self.unassigned):
             if region.size_bytes >= frame_bytes:
                 return self.unassigned.pop(place)
         return None
 
-    def _take_empty(self, size_class: SizeClass) -> _Region | None:
+    def _take_empty(self, size_class: SizeClass) -> Region | None:
         for other in self.classes.values():
             if other is size_class or other.free == 0:
                 continue
@@ -270,53 +280,20 @@ class Allocator:
                     return region
         return None
 
+    def region_of(self, region_id: int) -> tuple[SizeClass, Region] | None:
+        """A region in use, and whose frames it has."""
+        size_class = self._class_of.get(region_id)
+        return None if size_class is None else (size_class, size_class.regions[region_id])
+
     def check_integrity(self, owned_frames: list[int]) -> list[str]:
         """Findings when exactly `owned_frames` (those of every owner, any order) should be in use."""
-        findings = []
-        owned = set(owned_frames)
-        if len(owned) != len(owned_frames):
-            findings.append(f"{len(owned_frames) - len(owned)} frames have two owners")
-        owned |= self._waiting
-        counted: dict[int, int] = {}
-        for frame in owned:
-            counted[frame >> REGION_SHIFT] = counted.get(frame >> REGION_SHIFT, 0) + 1
-        used_bytes = 0
-        for size_class in self.classes.values():
-            free = 0
-            for region in size_class.regions.values():
-                free += 0 if region.draining else region.frames - region.owned
-                used_bytes += region.owned * size_class.frame_bytes
-                if region.owned != counted.get(region.region_id, 0):
-                    findings.append(
-                        f"region {region.region_id} counts {region.owned} frames in use, "
-                        f"{counted.get(region.region_id, 0)} have an owner"
-                    )
-                if region.fresh - len(region.returned) != region.owned:
-                    findings.append(f"region {region.region_id}: free list and count differ")
-                for number in region.returned:
-                    if region.region_id << REGION_SHIFT | number * size_class.frame_bytes in owned:
-                        findings.append(f"region {region.region_id} frame {number} is free and owned")
-            if free != size_class.free:
-                findings.append(f"class {size_class.frame_bytes} counts {size_class.free} free, has {free}")
-        findings += self._check_accounts()
-        if used_bytes != self.used_bytes:
-            findings.append(f"{self.used_bytes} bytes counted in use, {used_bytes} are")
-        return findings
-
-    def _check_accounts(self) -> list[str]:
-        findings, total = [], Counter[int]()
-        for region_id, size_class in self._class_of.items():
-            region = size_class.regions[region_id]
-            counts = Counter(account for account in region.accounts or () if account)
-            total.update({account: count * size_class.frame_bytes for account, count in counts.items()})
-            if counts != region.counts:
-                findings.append(f"region {region_id} counts {region.counts} frames by account, has {dict(counts)}")
-        if total != +self.account_bytes:
-            findings.append("bytes by account are not counted as they are")
-        waiting = Counter[int]()
-        for frame in self._waiting:
-            waiting[self.account_of(frame)] += self.frame_bytes(frame)
-        del waiting[NO_ACCOUNT]
-        if waiting != +self.waiting_bytes:
-            findings.append("bytes that wait for their last holder are not counted as they are")
-        return findings
+        check = FrameCheck(self)
+        try:
+            finish(check.begin())
+            check.written(owned_frames)
+            if check.in_doubt:
+                check.findings.append("frames have two owners")
+            finish(check.end(()))
+        finally:
+            check.stop()
+        return check.findings

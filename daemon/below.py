@@ -120,7 +120,7 @@ class TierBelow(Protocol):
     def work(self) -> bool:
         """A slice of what was put off; True while there is more."""
 
-    def check_integrity(self) -> list[str]:
+    def check(self) -> Steps[list[str]]:
         """Everything in which its parts disagree. O(blocks)."""
 
     def scan(
@@ -181,7 +181,8 @@ class NoTierBelow:
     def work(self) -> bool:
         return False
 
-    def check_integrity(self) -> list[str]:
+    def check(self) -> Steps[list[str]]:
+        yield from ()
         return []
 
     def scan(

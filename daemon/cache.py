@@ -11,15 +11,14 @@ The clock is a parameter, so tests drive all of it with a fake one.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from tiercache.daemon.ages import Ages
 from tiercache.daemon.ahead import Ahead
-from tiercache.daemon.allocator import NO_ACCOUNT, NO_FRAME
 from tiercache.daemon.below import GrantsBelow, NoTierBelow, TierBelow
+from tiercache.daemon.books import check_books
 from tiercache.daemon.counters import Counters
 from tiercache.daemon.events import Events, Named
 from tiercache.daemon.hints import Said
@@ -233,42 +232,5 @@ class Cache:
         return [self.writes] if self.below.grants is None else [self.writes, self.below.grants]
 
     def check_integrity(self) -> list[str]:
-        """Everything in which columns, tables, leases and frames disagree; empty when all is well."""
-        space = self.space
-        index = space.index
-        owned = index.frames_in_use() + self.writes.owned_frames()
-        findings = index.check_integrity() + space.allocator.check_integrity(owned)
-        findings += self.writes.unfinished.check_integrity(
-            [*self.writes.leases.values(), *self.writes.quarantined.values()]
-        )
-        findings += [] if self.events is None else self.events.check_integrity()
-        findings += space.policies.hints.check_integrity()
-        findings += [] if self.what_if is None else self.what_if.stack.check_integrity()
-        findings += self._check_accounts()
-        pins = [0] * len(index.key)
-        for lease in self.reads.leases.values():
-            for entry in lease.pinned():
-                pins[entry] += 1
-        for block in self.writes.pending.values():
-            if block.parent_entry != NO_ENTRY:
-                pins[block.parent_entry] += 1
-        roots = (table.root for table in index.tables.values())
-        for entry in (*space.tails, *self.reads.loose_pins(), *index.unlinking_entries(), *roots):
-            pins[entry] += 1
-        pinned = Counter(region for lease in self.reads.pins.values() for region in lease.pin_regions)
-        if pinned != space.pinned_regions:
-            findings.append("the regions that pins keep are not those of the pins")
-        for entry, count in enumerate(pins):
-            if index.state[entry] != 0 and index.pins[entry] != count:
-                findings.append(f"entry {entry} counts {index.pins[entry]} pins, has {count}")
-        return findings
-
-    def _check_accounts(self) -> list[str]:
-        """Frames that are not their namespace's account's."""
-        space, index = self.space, self.space.index
-        rows = zip(index.frame, index.table, index.state, strict=True)
-        owned = [(frame, number) for frame, number, state in rows if state and frame != NO_FRAME]
-        owned += [(block.frame, block.table.number) for block in self.writes.pending.values()]
-        numbers = {one.number: space.quotas.numbers.get(one.account, NO_ACCOUNT) for one in self.all_namespaces()}
-        wrong = [frame for frame, number in owned if space.allocator.account_of(frame) != numbers[number]]
-        return [f"{len(wrong)} frames are in an account that is not their namespace's"] if wrong else []
+        """See `check_books`: all of it at once."""
+        return finish(check_books(self))

@@ -31,7 +31,7 @@ MAX_WINDOW_BLOCKS = 32_768
 """Of all windows that one request needs: each of these blocks is pinned, and looked at again whenever something is
 dropped."""
 
-Method = Callable[[Session, Any], "m.Reply | Steps[m.Reply] | None"]
+Method = Callable[[Session, Any], "m.Reply | Steps[m.Reply] | Steps[m.Reply | None] | None"]
 """Answers one kind of request, perhaps in slices; None for what is given to `Desk.answer` later."""
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from tiercache.daemon.publisher import Publisher
+from tiercache.daemon.slices import Steps, finish
 from tiercache.messages import KEY_BYTES, EventRun, unpack_indices
 
 BATCH_BYTES = 64 << 10
@@ -35,6 +36,8 @@ MAX_KNOWN_BYTES = 1 << 30
 """Of what is remembered of all."""
 _BLOCK_BYTES = 256
 """What a block takes besides what was said of it, about."""
+BLOCKS_AT_ONCE = 1024
+"""Looked at in one slice of a check."""
 _EVENT_BYTES = 32
 """What an event of a block takes besides tokens, about."""
 
@@ -194,6 +197,7 @@ class Events:
         self._blocks: defaultdict[int, dict[bytes, Block]] = defaultdict(dict)  # by namespace and key
         self._pending: list[_Stored | BlockRemoved | AllBlocksCleared] = [AllBlocksCleared()]
         self._pending_bytes = 0
+        self._touched: set[Hash] | None = None  # hashes of blocks that came or went since a check began
         self._encode = msgspec.msgpack.Encoder().encode
 
     def known(self, number: int, keys: bytes) -> list[Block | None]:
@@ -212,6 +216,8 @@ class Events:
             block.copies = 0  # it may have been somewhere before, and left
             self._remember(block, block.size)
         block.copies += medium.one
+        if self._touched is not None:
+            self._touched.add(block.hash)
         named = medium.named[block.form.group]
         count = named[block.hash] = named.get(block.hash, 0) + 1
         if count > 1:
@@ -237,6 +243,8 @@ class Events:
         if block is None or not block.copies & medium.mask:
             return
         block.copies -= medium.one
+        if self._touched is not None:
+            self._touched.add(block.hash)
         if not block.copies:
             del blocks[key]
             self._remember(block, -block.size)
@@ -257,6 +265,7 @@ class Events:
     def cleared(self) -> None:
         """Everything is forgotten, in all tiers; what is said to have left after this is known no more."""
         self._blocks.clear()
+        self._touched = None
         self._tenant_bytes.clear()
         self.known_bytes = 0
         self.dram.named.clear()
@@ -291,18 +300,38 @@ class Events:
         self.publisher.publish(self._encode(_Batch(time.time(), events)))
 
     def check_integrity(self) -> list[str]:
-        """Where blocks and their counts by hash disagree. O(blocks)."""
-        findings = []
-        for medium in (self.dram, self.storage):
-            counts: defaultdict[int | None, Counter[Hash]] = defaultdict(Counter)
-            for block in (block for blocks in self._blocks.values() for block in blocks.values()):
-                counts[block.form.group][block.hash] += (block.copies & medium.mask) // medium.one
-            if any(medium.named[group] != +counts[group] for group in counts.keys() | medium.named.keys()):
-                findings.append(f"events do not count the blocks of {medium.name} as they are")
-        sizes = Counter[str]()
-        for block in (block for blocks in self._blocks.values() for block in blocks.values()):
-            sizes[block.form.tenant] += block.size
-        if sizes.total() != self.known_bytes or any(sizes[one] != its for one, its in self._tenant_bytes.items()):
+        """See `check`: all of it at once."""
+        return finish(self.check())
+
+    def check(self) -> Steps[list[str]]:
+        """Where blocks and their counts by hash disagree. Hashes of which blocks come or go meanwhile are left out."""
+        blocks = [list(its.values()) for its in self._blocks.values()]
+        sizes, known_bytes, tenant_bytes = Counter[str](), self.known_bytes, self._tenant_bytes.copy()
+        counts = {medium: defaultdict[int | None, Counter[Hash]](Counter) for medium in (self.dram, self.storage)}
+        findings, touched = list[str](), set[Hash]()
+        self._touched = touched
+        try:
+            for its in blocks:
+                for number, block in enumerate(its, 1):
+                    sizes[block.form.tenant] += block.size
+                    for medium, counted in counts.items():
+                        if copies := (block.copies & medium.mask) // medium.one:
+                            counted[block.form.group][block.hash] += copies
+                    if not number % BLOCKS_AT_ONCE:
+                        yield
+            for medium, counted in counts.items():
+                for group in counted.keys() | medium.named.keys():
+                    wrong, named = False, medium.named[group]
+                    for number, name in enumerate(list(counted[group].keys() | named.keys()), 1):
+                        wrong |= name not in touched and named.get(name, 0) != counted[group][name]
+                        if not number % BLOCKS_AT_ONCE:
+                            yield
+                    # Where all was forgotten meanwhile there is nothing left to compare with.
+                    if wrong and self._touched is touched:
+                        findings.append(f"events do not count the blocks of {medium.name} as they are")
+        finally:
+            self._touched = None
+        if sizes.total() != known_bytes or any(sizes[one] != its for one, its in tenant_bytes.items()):
             findings.append("events do not count the bytes of what they remember as they are")
         return findings
 

@@ -63,21 +63,21 @@ class Hints:
         """Whether a client's lookup is being answered; see `Teller`."""
         self.counts = dict.fromkeys(("hints", "done", "returning", "ttl", "priority", "expired_blocks"), 0)
         """Hints that were given, by what they said, and blocks that were evicted because of a `ttl`."""
-        self._policies: list[HintedPolicy] = []
+        self.policies: list[HintedPolicy] = []
         self._carried: dict[tuple[int, bytes], tuple[float, Mark]] = {}  # until when, by table and key
         self._awake = False
 
     def policy(self, index: Index, inner: Policy, in_hits: bool) -> HintedPolicy:
         """`inner` as a policy that takes hints."""
         made = HintedPolicy(index, inner, self, in_hits)
-        self._policies.append(made)
+        self.policies.append(made)
         if self._awake:
             made.wake()
         return made
 
     def forget(self, index: Index) -> None:
         """A tier's part has gone, and its policies with it."""
-        self._policies = [policy for policy in self._policies if policy.index is not index]
+        self.policies = [policy for policy in self.policies if policy.index is not index]
 
     # --- what is said ----------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class Hints:
         """
         if not self._awake:
             self._awake = True
-            for policy in self._policies:
+            for policy in self.policies:
                 policy.wake()
         longest = 0
         for index, table in places:
@@ -161,7 +161,7 @@ class Hints:
             return gone
         tails.lapse()
         now_s = self.clock_s()
-        for policy in self._policies:
+        for policy in self.policies:
             if policy.index is not index:
                 continue
             policy.expire(now_s)
@@ -177,14 +177,10 @@ class Hints:
         """For `stats`: also how many ends of chains are marked, and blocks that are kept for that, in all tiers."""
         return {
             **self.counts,
-            "marks": sum(policy.marks for policy in self._policies),
-            "awaited_blocks": sum(policy.kept_blocks[Group.BACK] for policy in self._policies),
-            "high_blocks": sum(policy.kept_blocks[Group.HIGH] for policy in self._policies),
+            "marks": sum(policy.marks for policy in self.policies),
+            "awaited_blocks": sum(policy.kept_blocks[Group.BACK] for policy in self.policies),
+            "high_blocks": sum(policy.kept_blocks[Group.HIGH] for policy in self.policies),
         }
-
-    def check_integrity(self) -> list[str]:
-        """See `HintedPolicy`."""
-        return [finding for policy in self._policies for finding in policy.check_integrity()]
 
 
 def own_blocks(index: Index, entry: int, most: int) -> int:

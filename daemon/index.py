@@ -19,10 +19,12 @@ DEAD entries cannot be found any more; whoever pins them still holds their frame
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tiercache.daemon.allocator import NO_FRAME
+from tiercache.daemon.index_check import check_index
 from tiercache.daemon.policy import NO_ENTRY, Columns, Policy
+from tiercache.daemon.slices import finish
 from tiercache.messages import KEY_BYTES
 
 FREE, LIVE, DEAD = 0, 1, 2
@@ -79,6 +81,8 @@ class Index:
         self.frame = array("q")
         self.table = array("H")
         self.state = array("B")
+        self.moved: bytearray | None = None
+        """While somebody counts pins: 1 for each entry of which other pins are held than when that began."""
         self._free = array("i")
         self._unlinking: list[int] = []
         self._attached: set[int] = set()  # found to be so since the last drop, while some are unlinking
@@ -94,6 +98,7 @@ class Index:
         """Give the table a new root: live, pinned for good, never a candidate."""
         table.root = self._new_entry(table, b"", NO_ENTRY, NO_FRAME)
         self.pins[table.root] = 1
+        self.note_moved((table.root,))
 
     # --- finding ---------------------------------------------------------------------------------
 
@@ -209,6 +214,7 @@ class Index:
         table.policy.inserted(entry)
         if pins:
             self.pins[entry] = pins
+            self.note_moved((entry,))
         else:
             table.policy.add(entry)
         return entry
@@ -245,6 +251,7 @@ class Index:
         table.policy.inserted_run(entries)
         if pins:
             self.pins[above] = pins
+            self.note_moved((above,))
         else:
             table.policy.add(above)
         return entries
@@ -302,7 +309,7 @@ class Index:
             column.extend(array("i", [0]) * count)
         for column in (self.first_child, self.next_sibling, self.prev_sibling):
             column.extend(array("i", [NO_ENTRY]) * count)
-        self.columns.grow(count)
+        self._grow_columns(count)
 
     def _adopt_many(self, table: Table, first: int, parents: list[int]) -> None:
         """Hang the entries from `first` on below their parents; those that stay bare are candidates."""
@@ -350,8 +357,13 @@ class Index:
             column.frombytes(bytes(column.itemsize * count))
         for column in (self.parent, self.first_child, self.next_sibling, self.prev_sibling):
             column.extend(array("i", [NO_ENTRY]) * count)
-        self.columns.grow(count)
+        self._grow_columns(count)
         self._free.extend(range(first + count - 1, first - 1, -1))
+
+    def _grow_columns(self, count: int) -> None:
+        self.columns.grow(count)
+        if self.moved is not None:
+            self.moved.extend(bytes(count))
 
     def touch(self, entry: int) -> None:
         """A match ended here."""
@@ -362,10 +374,20 @@ class Index:
         if self.pins[entry] == 0 and self.children[entry] == 0 and self.state[entry] == LIVE:
             self.tables[self.table[entry]].policy.remove(entry)
         self.pins[entry] += 1
+        if self.moved is not None:
+            self.moved[entry] = 1
+
+    def note_moved(self, entries: Iterable[int]) -> None:
+        """Others hold pins of these from here on, although they may be as many."""
+        if self.moved is not None:
+            for entry in entries:
+                self.moved[entry] = 1
 
     def unpin(self, entry: int) -> None:
         """Undo one `pin`."""
         self.pins[entry] -= 1
+        if self.moved is not None:
+            self.moved[entry] = 1
         assert self.pins[entry] >= 0, "more unpins than pins"
         if self.pins[entry] == 0:
             self._settle(entry)
@@ -499,6 +521,7 @@ class Index:
         if self.children[entry]:
             # Pinned while it waits for its children to go, so that nobody frees it meanwhile.
             self.pins[entry] += 1
+            self.note_moved((entry,))
             table.unlinking += 1
             self._unlinking.append(entry)
         elif self.pins[entry] == 0:
@@ -554,33 +577,8 @@ class Index:
         """Dead entries that wait for their children to be unlinked."""
         return list(self._unlinking)
 
-    def frames_in_use(self) -> list[int]:
-        """Frames of all entries, the dead ones included that somebody still pins."""
-        rows = zip(self.frame, self.state, strict=True)
-        return [frame for frame, state in rows if state != FREE and frame != NO_FRAME]
-
     # --- checking --------------------------------------------------------------------------------
 
     def check_integrity(self) -> list[str]:
         """Every way in which the columns, the tables and the counts disagree. O(entries)."""
-        findings = []
-        roots = {table.root for table in self.tables.values()}
-        children = array("i", bytes(4 * len(self.key)))
-        for entry, state in enumerate(self.state):
-            parent = self.parent[entry]
-            if state != FREE and parent != NO_ENTRY:
-                children[parent] += 1
-            if state == LIVE and entry not in roots and self.tables[self.table[entry]].get(self.key[entry]) != entry:
-                findings.append(f"entry {entry} is live but its key is not in its table")
-            if state == LIVE and parent != NO_ENTRY and self.state[parent] == FREE:
-                findings.append(f"entry {entry} hangs below the free entry {parent}")
-        for entry, state in enumerate(self.state):
-            if state != FREE and children[entry] != self.children[entry]:
-                findings.append(f"entry {entry} counts {self.children[entry]} children, has {children[entry]}")
-            is_candidate = self.columns.next[entry] != 0
-            if is_candidate != (state == LIVE and self.children[entry] == 0 and self.pins[entry] == 0):
-                findings.append(f"entry {entry} is {'' if is_candidate else 'not '}a candidate, wrongly")
-        for table in self.tables.values():
-            if table.blocks != sum(map(len, table.shards)):
-                findings.append(f"namespace {table.number} counts {table.blocks} blocks")
-        return findings
+        return finish(check_index(self))

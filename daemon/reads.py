@@ -54,6 +54,8 @@ class Reads:
         self.pinned_bytes = 0
         self.pinned_blocks: Counter[int] = Counter()
         """By pins of clients, by namespace."""
+        self.pin_changes = 0
+        """How often the regions that pins keep have become others."""
         self.ages = LatencyHistogram()
         """How long leases of clients were held."""
         self._space = space
@@ -265,6 +267,7 @@ class Reads:
         """Undo one pin of each: of many a slice at a time."""
         if len(entries) > PINS:
             self._unpinning.extend(entries)
+            self._space.index.note_moved(entries)
             return
         for entry in entries:
             self._space.index.unpin(entry)
@@ -412,6 +415,7 @@ class Reads:
         if not lease.over:
             lease.pin_regions = regions
             self._space.pinned_regions.update(regions)
+            self.pin_changes += 1
 
     def unpin(self, namespaces: Sequence[Namespace], keys: bytes) -> int:
         """Undo `pin` with the same arguments; blocks that were pinned."""
@@ -501,6 +505,7 @@ class Reads:
             lease.held.let_go(good)
         if lease.pin_name is not None:
             del self.pins[lease.pin_name]
+            self.pin_changes += 1
             self._space.pinned_regions -= Counter(lease.pin_regions)
             self.pinned_blocks.subtract({namespace.number: lease.blocks for namespace in lease.namespaces})
             frames = (namespace.spec.frame_bytes for namespace in lease.namespaces)

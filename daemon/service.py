@@ -189,12 +189,12 @@ class Service:
 
     # --- requests that take several slices -----------------------------------------------------------
 
-    def _begin(self, session: Session, request: m.Request, steps: Steps[m.Reply]) -> m.Reply | None:
+    def _begin(self, session: Session, request: m.Request, steps: Steps[m.Reply | None]) -> m.Reply | None:
         """The first slice of a request: nearly always all of it."""
         try:
             next(steps)
         except StopIteration as end:
-            reply: m.Reply = end.value
+            reply: m.Reply | None = end.value
             return reply
         if self._sliced[session] >= MAX_SLICED:
             steps.close()
@@ -205,12 +205,14 @@ class Service:
         self.soon()
         return None
 
-    def _go_on(self, identity: bytes, session: Session, request: m.Request, steps: Steps[m.Reply]) -> Steps[None]:
+    def _go_on(
+        self, identity: bytes, session: Session, request: m.Request, steps: Steps[m.Reply | None]
+    ) -> Steps[None]:  # fmt: skip
         """The further slices of a request, and its answer; as long as the session lasts and its client waits."""
         until_us = request.deadline_us + session.clock_offset_us
-        reply: m.Reply | None = None
+        reply: m.Reply | None = None  # at the end: it is answered otherwise
         with closing(steps):
-            while reply is None and session.open:
+            while session.open:
                 try:
                     if until_us < time.monotonic_ns() // 1000:
                         self._cache.counters.requests_expired += 1
@@ -225,6 +227,8 @@ class Service:
                     reply = self._failed(request.request_id)
                 else:
                     yield
+                    continue
+                break
         self._sliced[session] -= 1
         if not self._sliced[session]:
             del self._sliced[session]

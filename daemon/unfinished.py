@@ -8,10 +8,11 @@ is the party, a process of this host or a tenant on others: clients choose their
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 from tiercache.daemon.allocator import Allocator
 from tiercache.daemon.leases import WriteLease
+from tiercache.daemon.slices import Steps
 from tiercache.messages import MAX_RESERVE
 from tiercache.units import format_bytes
 
@@ -20,6 +21,8 @@ FLOOR_SHARE = 0.25
 _TOLD_SHARE = 2
 """`health` tells of a quarantine from a half of what may be there."""
 _MAX_TOLD = 4
+_LEASES_AT_ONCE = 2048
+_TRIES = 3
 
 
 class Unfinished:
@@ -31,6 +34,7 @@ class Unfinished:
         self._allocator = allocator
         self._held: Counter[str] = Counter()
         self._quarantined: Counter[str] = Counter()
+        self._changes = 0  # of any of these
 
     @property
     def _limit_of_one_bytes(self) -> int:
@@ -59,6 +63,7 @@ class Unfinished:
 
     def count(self, lease: WriteLease, frames: int) -> None:
         """So many frames more, or fewer, are its writer's."""
+        self._changes += 1
         lease.writing += frames
         if not lease.owner.internal:
             _add(self._held, lease.owner.party, frames * lease.frame_bytes)
@@ -67,6 +72,7 @@ class Unfinished:
 
     def give_up(self, lease: WriteLease) -> None:
         """The lease is over from here on: what its writer has is in quarantine."""
+        self._changes += 1
         lease.over = True
         if not lease.owner.internal:
             _add(self._quarantined, lease.owner.party, lease.writing * lease.frame_bytes)
@@ -88,15 +94,26 @@ class Unfinished:
             )
         return reasons
 
-    def check_integrity(self, leases: Iterable[WriteLease]) -> list[str]:
-        """Findings where what these write leases have is not what is counted here."""
-        held, quarantined = Counter[str](), Counter[str]()
-        for lease in leases:
-            if not lease.owner.internal:
-                held[lease.owner.party] += lease.writing * lease.frame_bytes
-                quarantined[lease.owner.party] += lease.writing * lease.frame_bytes * lease.over
-        counted = {"being written": (self._held, held), "in quarantine": (self._quarantined, quarantined)}
-        return [f"frames {what} are not counted as they are" for what, (ours, its) in counted.items() if ours != +its]
+    def check(self, leases: Callable[[], Sequence[WriteLease]]) -> Steps[list[str]]:
+        """Findings where what all write leases have is not what is counted here.
+
+        While there are many, and these have other frames all the time, nothing is found.
+        """
+        for _ in range(_TRIES):
+            changes, held, quarantined = self._changes, Counter[str](), Counter[str]()
+            for number, lease in enumerate(leases(), 1):
+                if not lease.owner.internal:
+                    held[lease.owner.party] += lease.writing * lease.frame_bytes
+                    quarantined[lease.owner.party] += lease.writing * lease.frame_bytes * lease.over
+                if not number % _LEASES_AT_ONCE:
+                    yield
+                    if self._changes != changes:
+                        break
+            else:
+                counted = {"being written": (self._held, held), "in quarantine": (self._quarantined, quarantined)}
+                pairs = counted.items()
+                return [f"frames {what} are not counted as they are" for what, (ours, its) in pairs if ours != +its]
+        return []
 
 
 def _add(counts: Counter[str], party: str, more_bytes: int) -> None:

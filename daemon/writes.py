@@ -12,7 +12,7 @@ its process has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import islice
 
 from tiercache.daemon.allocator import NO_FRAME
@@ -476,10 +476,17 @@ class Writes:
         if ended is not None and not lease.owner.internal:
             self.ages.observe(int((self._clock_s() - lease.started_s) * 1e9))
 
-    def owned_frames(self) -> list[int]:
-        """Frames of pending blocks, and of dropped ones whose writer may still write to them."""
-        frames = [block.frame for block in self.pending.values()]
-        for lease in (*self.leases.values(), *self.quarantined.values()):
-            dropped = (block for block in lease.blocks.values() if block.phase is BlockPhase.DROPPED)
-            frames += [block.frame for block in dropped if block.frame != NO_FRAME]
-        return frames
+    def owners(self) -> Iterator[list[tuple[int, PendingBlock]]]:
+        """Frames of pending blocks, and of dropped ones whose writer may still write to them, each with its block.
+
+        A part at a time of all that there are at the first. A block that is dropped meanwhile may come twice.
+        """
+        pending = list(self.pending.values())
+        leases = [*self.leases.values(), *self.quarantined.values()]
+        for first in range(0, len(pending), BLOCKS_AT_ONCE):
+            part = pending[first : first + BLOCKS_AT_ONCE]
+            yield [(block.frame, block) for block in part if block.frame != NO_FRAME]
+        for first in range(0, len(leases), LEASES_AT_ONCE):
+            blocks = (block for lease in leases[first : first + LEASES_AT_ONCE] for block in lease.blocks.values())
+            dropped = (block for block in blocks if block.phase is _PHASE_DROPPED)
+            yield [(block.frame, block) for block in dropped if block.frame != NO_FRAME]

@@ -22,6 +22,7 @@ from tiercache.checksum import CHECKSUM_XXH3
 from tiercache.daemon.allocator import Allocator
 from tiercache.daemon.events import Block, Events
 from tiercache.daemon.index import Index, Table
+from tiercache.daemon.index_check import check_blocks, check_index
 from tiercache.daemon.nvme.catalog import Catalog, CatalogState, Done
 from tiercache.daemon.nvme.cipher import sealed_bytes
 from tiercache.daemon.nvme.directory import Directory
@@ -32,6 +33,7 @@ from tiercache.daemon.nvme.registry import Registry
 from tiercache.daemon.nvme.rows import ROOT_KEY, Row
 from tiercache.daemon.nvme.slots import EVICT_AT_ONCE, Slots, place_of
 from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.slices import Steps, finish
 from tiercache.daemon.space import Namespace, Space
 
 log = logging.getLogger("tiercache.daemon")
@@ -341,11 +343,19 @@ class Shelf:
         }
 
     def check_integrity(self, written: list[int]) -> list[str]:
-        """Where index, slots and counts disagree; `written` are the slots of writes under way. O(entries).
+        """See `check`: all of it at once."""
+        return finish(self.check(lambda: written))
+
+    def check(self, written: Callable[[], list[int]]) -> Steps[list[str]]:
+        """Where index, slots and counts disagree; `written()` are the slots of writes under way. O(entries).
 
         While rows are loading slots have no owner yet, and only the index is checked.
         """
-        findings = self.index.check_integrity()
-        if not self.loading:
-            findings += self.slots.check_integrity([*self.index.frames_in_use(), *written])
+        if self.loading:
+            findings = yield from check_index(self.index)
+        else:
+            # A list of its own tells each of them from all others.
+            findings = yield from check_blocks(
+                self.index, self.allocator, lambda: [[(slot, [slot]) for slot in written()]], self.slots
+            )
         return [f"nvme directory {self.directory.path}: {finding}" for finding in findings]

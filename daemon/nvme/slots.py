@@ -353,7 +353,6 @@ class Slots:
         """Slots whose row could not be deleted yet."""
         return len(self._undeleted)
 
-    def check_integrity(self, used: list[int]) -> list[str]:
-        """Where counts disagree when the index and writes under way have the slots `used`. O(slots)."""
-        aside = [slot for _, slot in self._aside]
-        return self.allocator.check_integrity([*used, *self._leaving, *aside])
+    def __contains__(self, slot: object) -> bool:
+        """Whether a slot in use is nobody's: its row is to be deleted, or it could not be written to."""
+        return slot in self._leaving or any(one == slot for _, one in self._aside)

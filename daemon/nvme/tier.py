@@ -45,7 +45,7 @@ from tiercache.daemon.nvme.scanning import Scan
 from tiercache.daemon.nvme.shelf import Shelf
 from tiercache.daemon.nvme.writebehind import WriteBehind
 from tiercache.daemon.policy import NO_ENTRY
-from tiercache.daemon.slices import Steps
+from tiercache.daemon.slices import Steps, finish
 from tiercache.daemon.space import Namespace
 from tiercache.messages import KEY_BYTES, BlockView
 
@@ -321,13 +321,20 @@ class NvmeTier:
     # --- checking --------------------------------------------------------------------------------
 
     def check_integrity(self) -> list[str]:
+        """See `check`: all of it at once."""
+        return finish(self.check())
+
+    def check(self) -> Steps[list[str]]:
         """See `TierBelow`."""
-        findings = []
-        for shelf in self._shelves:
-            given = [] if self.grants is None else self.grants.slots_of(shelf)
-            findings += shelf.check_integrity(self._writes.slots_of(shelf) + given)
+        findings: list[str] = []
+        for shelf in list(self._shelves):
+            findings += yield from shelf.check(partial(self._written, shelf))
         pending = self._writes.pending() + (Counter() if self.grants is None else self.grants.pending())
         return findings + self.fairness.check_integrity(pending)
+
+    def _written(self, shelf: Shelf) -> list[int]:
+        given = [] if self.grants is None else self.grants.slots_of(shelf)
+        return self._writes.slots_of(shelf) + given
 
     def scan(
         self, sample: int, bytes_per_s: int, wanted: Callable[[], bool], done: Callable[[list[str], int], None]

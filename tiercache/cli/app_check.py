@@ -35,7 +35,7 @@ def check(
         str, typer.Option("--rate", metavar="SIZE", help="Bytes a second to read blocks at; 0: no limit.")
     ] = "200MiB",
     force: Annotated[
-        bool, typer.Option("--force", help="Check a running daemon of any size; it serves nobody meanwhile.")
+        bool, typer.Option("--force", help="Have a daemon up to 0.1 check any number of blocks, serving nobody.")
     ] = False,
     path: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="TOML file (default: $TIERCACHE_CONFIG).")

@@ -25,6 +25,8 @@ DEFAULT_SAMPLE = 1000
 ALL = -1
 ANSWER_S = 30.0
 """For the books of a daemon; reading blocks comes on top."""
+BLOCK_S = 50e-6
+"""For a block in the books of a busy daemon."""
 FULL_ANSWER_S = 7 * 86_400.0
 
 
@@ -174,9 +176,10 @@ def _check_daemon(options: Options, where: str, rate: int) -> int:
 
 
 def _answer_s(stats: dict[str, Any], sample: int, rate: int) -> float:
-    """How long to wait for an answer: as long as the reading takes at its rate, and as long again."""
-    on_disk = stats.get("tiers", {}).get("nvme", {})
+    """How long to wait for an answer: as long as the books and the reading at its rate take, and as long again."""
+    tiers = stats.get("tiers", {})
+    on_disk, books_s = tiers.get("nvme", {}), sum(int(one["blocks"]) for one in tiers.values()) * BLOCK_S
     total_bytes, blocks = int(on_disk.get("bytes", 0)), int(on_disk.get("blocks", 0))
     if sample != ALL and blocks:
         total_bytes = min(total_bytes, total_bytes // blocks * sample)
-    return min(FULL_ANSWER_S, ANSWER_S + 2 * total_bytes / min(rate or 50 << 20, 50 << 20))
+    return min(FULL_ANSWER_S, ANSWER_S + books_s + 2 * total_bytes / min(rate or 50 << 20, 50 << 20))

@@ -47,8 +47,8 @@ class Check(Request, tag="check"):
     """Compare the daemon's books with each other, and blocks on disks with their checksums.
 
     Answered with `CheckReply`, after as long as it takes to read `sample` blocks (-1: all) at
-    `bytes_per_s` (0: no limit). The books are looked at in one go, during which nothing else is
-    served; for a large cache that is refused without `force`.
+    `bytes_per_s` (0: no limit). Others are served meanwhile. `force` is for daemons up to 0.1, which
+    stood still for it and refused to look at a large cache otherwise.
     """
 
     sample: int = 0

@@ -24,6 +24,7 @@ from tiercache.daemon.nvme.database import CatalogState
 from tiercache.daemon.nvme.shelf import Shelf
 from tiercache.daemon.nvme.tier import NvmeTier
 from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.slices import finish
 from tiercache.daemon.space import Namespace
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import INSTANCE_BYTES, KEY_BYTES, MAX_RESERVE, REGION_SHIFT, BlockState, Priority
@@ -236,7 +237,7 @@ class Simulation:
 
     def check_integrity(self) -> list[str]:
         """Where the daemon's parts disagree; see `Cache.check_integrity`."""
-        return self.cache.check_integrity() + self.cache.below.check_integrity()
+        return self.cache.check_integrity() + finish(self.cache.below.check())
 
 
 class _Anywhere(dict[int, Any]):

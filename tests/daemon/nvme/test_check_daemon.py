@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import sqlite3
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +15,6 @@ from pathlib import Path
 import pytest
 from cluster import BLOCK_BYTES, Cluster, chain_of, wait_for
 
-import tiercache
 from tiercache.cli.main import main
 from tiercache.daemon.nvme.rows import segment_and_slot, unpack_row
 from tiercache.errors import RequestRefused, TierCacheError
@@ -154,36 +151,6 @@ def test_values_out_of_range_are_refused(cluster: Cluster) -> None:
     for fields in ({"sample": -2}, {"bytes_per_s": -1}):
         with pytest.raises(RequestRefused, match="bad_value"):
             cluster.connector.client.call(Check, timeout_s=5.0, **fields)
-
-
-def test_a_large_cache_is_refused_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A real daemon whose limit is 5 blocks."""
-    program = (
-        "import sys; from tiercache.daemon import admin_requests; admin_requests.MAX_CHECKED_BLOCKS = 5; "
-        "from tiercache.daemon.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    )
-    cluster = Cluster(tmp_path)
-    cluster.stop()
-    arguments = ["--run-dir", str(cluster.run_dir), "--arena", "64MiB", "--nvme", str(cluster.directories[0])]
-    command = [sys.executable, "-c", program, *arguments, "--nvme-size", "256MiB", "--log-level", "error"]
-    child = subprocess.Popen(command)
-    try:
-        client = ["--address", str(cluster.run_dir)]
-        wait_for("it answers", lambda: main(["ping", *client]) == 0)
-        assert main(["check", *client]) == 0
-        pool = tiercache.Pool.from_blocks(cluster.pool)
-        with tiercache.connect(str(cluster.run_dir), namespace=cluster.spec, pool=pool) as connector:
-            wait_for("it has memory", lambda: connector.client.stats()["arena"]["populated_bytes"] == 64 << 20)
-            assert connector.store(chain_of("a", 10), range(10)).stored == 10
-        capsys.readouterr()
-        assert main(["check", *client]) == 2
-        err = capsys.readouterr().err
-        assert "--force" in err
-        assert err.count("\n") == 1
-        assert main(["check", "--force", *client]) == 0
-    finally:
-        child.terminate()
-        child.wait(30)
 
 
 # --- the command line ----------------------------------------------------------------------------
