@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tiercache.daemon.space import Namespace
 
 _SPARE_NOTES = 1024
+_SWEPT_AT_ONCE = 4
+"""Notes looked at for each that is added: more than are added until all are."""
 
 
 class Owner:
@@ -206,25 +208,32 @@ class Deadlines:
     """Ids of `leases` by deadline; a renewed lease is found out when its old deadline comes up.
 
     Notes on leases that ended or were renewed are swept out once they are the greater part, so
-    that pins for a week, set again and again, do not pile up for a week.
+    that pins for a week, set again and again, do not pile up for a week. O(log n), also while sweeping.
     """
 
     def __init__(self, leases: Mapping[int, Lease]) -> None:
         self._leases = leases
         self._heap: list[tuple[float, int]] = []
+        self._old: list[tuple[float, int]] = []  # a heap too, that is swept from its end
 
     def add(self, deadline_s: float, lease_id: int) -> None:
         """Look at that lease, one of `leases`, at that time."""
         heapq.heappush(self._heap, (deadline_s, lease_id))
-        if len(self._heap) > 2 * len(self._leases) + _SPARE_NOTES:
-            self._heap = [(lease.deadline_s, number) for number, lease in self._leases.items()]
-            heapq.heapify(self._heap)
+        if not self._old and len(self._heap) > 2 * len(self._leases) + _SPARE_NOTES:
+            self._old, self._heap = self._heap, []
+        for _ in range(min(_SWEPT_AT_ONCE, len(self._old))):
+            note = self._old.pop()
+            lease = self._leases.get(note[1])
+            if lease is not None and lease.deadline_s == note[0]:
+                heapq.heappush(self._heap, note)
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._heap) + len(self._old)
 
     def due(self, now_s: float) -> Iterator[int]:
         """Lease ids whose noted deadline has passed; each is noted no more."""
+        while self._old and self._old[0][0] <= now_s:
+            yield heapq.heappop(self._old)[1]
         while self._heap and self._heap[0][0] <= now_s:
             yield heapq.heappop(self._heap)[1]
 

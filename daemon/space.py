@@ -32,6 +32,8 @@ ROOM_STEPS = 4 * SLICE
 EVICT_AT_ONCE = 4 * SLICE
 """Evicted at most for one request. Only large blocks under a quota can need more, in the place of small ones."""
 
+LOOK_AT_ONCE = 16 * SLICE
+"""Frames of a region that are looked at in one go before it is emptied: likewise."""
 _DRAIN_REST = 256
 _TURN = 16
 
@@ -103,6 +105,7 @@ class Space:
         self._headroom_bytes = headroom_bytes
         policies.turnover.room_bytes = lambda: self.allocator.arena_bytes - headroom_bytes
         self._draining: tuple[int, int] | None = None  # region id, next frame to look at
+        self._looking: tuple[int, int, int] | None = None  # a region that may be emptied, next frame, blocks so far
         self._drain_rest = 0  # times that no drain is considered
         self._drain_turn = 0
         self.pinned_regions: Counter[int] = Counter()  # regions that are not emptied, with the pins on each
@@ -261,8 +264,10 @@ class Space:
 
     def work(self) -> bool:
         """One slice of unlinking and draining; True while there is more."""
+        self._look_slice()
         self._drain_slice()
-        return self.index.unlink_slice(SLICE) == SLICE or self._draining is not None
+        busy = self._draining is not None or self._looking is not None
+        return self.index.unlink_slice(SLICE) == SLICE or busy
 
     def keep_free(self) -> bool:
         """Make room ahead of need, a slice of it; True while there is less than the headroom.
@@ -301,7 +306,7 @@ class Space:
         self._drain_slice()
 
     def _consider_drain(self, namespace: Namespace, policy: Policy | None) -> None:
-        if self._draining is not None or len(self._policies) < 2:
+        if self._draining is not None or self._looking is not None or len(self._policies) < 2:
             return
         if self._drain_rest:
             self._drain_rest -= 1
@@ -323,26 +328,32 @@ class Space:
             regions = self.allocator.regions_like(region_id)
             region_id = regions[self._drain_turn % len(regions)]
         self._drain_turn += 1
-        if self._drainable(region_id):
-            self._drain_turn = 0
-            self._drain(region_id)
+        self._looking = region_id, 0, 0
+        self._look_slice()
 
-    def _drainable(self, region_id: int) -> bool:
-        """Whether all its frames belong to blocks that nobody pins: then it can be emptied for good.
+    def _look_slice(self) -> None:
+        """Look at a part of a region: if nobody pins any block of it, it is emptied at once.
 
         Leases in which such a block stands before the last one are revoked; what clients pinned stays.
         """
-        if region_id in self.pinned_regions:
-            return False
+        if self._looking is None:
+            return
+        region_id, first, blocks = self._looking
+        self._looking = None
         pins, entries = self.index.pins, self.allocator.entries_of(region_id, draining=False)
-        if entries is None:
-            return False
-        blocks = [entry - 1 for entry in entries if entry]
-        if len(blocks) == self.allocator.owned_frames(region_id) and not any(pins[block] for block in blocks):
-            return True
-        # Looking costs a step per frame, and the answer would be the same for every block of a reserve.
-        self._drain_rest = len(entries) // _DRAIN_REST
-        return False
+        if region_id in self.pinned_regions or entries is None:
+            return
+        part = entries[first : first + LOOK_AT_ONCE]
+        blocks += len(part) - part.count(0)
+        pinned = any(entry and pins[entry - 1] for entry in part)
+        if not pinned and first + LOOK_AT_ONCE < len(entries):
+            self._looking = region_id, first + LOOK_AT_ONCE, blocks
+        # A frame in use that is no block's is being written, or still read.
+        elif not pinned and blocks == self.allocator.owned_frames(region_id):
+            self._drain_turn = 0
+            self._drain(region_id)
+        else:  # the answer would be the same for every block of a reserve
+            self._drain_rest = len(entries) // _DRAIN_REST
 
     def _drain_slice(self) -> None:
         if self._draining is None:

@@ -19,6 +19,8 @@ from tiercache.daemon.policy import NO_ENTRY, Learner, Policy
 SHARE = 0.1
 """Of the room in DRAM."""
 NEVER = -(1 << 62)
+LET_OUT = 512
+"""Blocks that leave the window with one store, about a millisecond: a large block may push very many small ones out."""
 _RING = 0
 _COLUMN = "stored"
 
@@ -47,6 +49,8 @@ class Window:
         self._turnover = turnover
         self._learner = learner
         self._below = below
+        self._let_out_until = NEVER
+        self._may_leave = 0
         self._rings = Rings(columns)
         self._heads = self._rings.heads
         self._stored = columns.integers(_COLUMN, "q")
@@ -121,8 +125,12 @@ class Window:
         self.inner.add(entry)
 
     def _let_out_old(self) -> None:
+        """What is out of the window is the policy's from here on: of very many a part with each store."""
         heads, stored, until = self._heads, self._stored, self._until()
-        while heads and stored[heads[_RING]] <= until:
+        if until != self._let_out_until:
+            self._let_out_until, self._may_leave = until, LET_OUT
+        while heads and stored[heads[_RING]] <= until and self._may_leave:
+            self._may_leave -= 1
             self._let_out(heads[_RING])
 
     # --- the next victim -------------------------------------------------------------------------

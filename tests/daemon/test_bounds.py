@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from test_cache_edges import FRAME_BYTES, Harness, chain
 
+from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.index import Index
+from tiercache.daemon.leases import Deadlines, ReadLease
+from tiercache.daemon.policies.window import Window
 from tiercache.daemon.reads import Reads
-from tiercache.daemon.space import ROOM_STEPS, SLICE
+from tiercache.daemon.space import ROOM_STEPS, SLICE, Space
 from tiercache.messages import BlockState
 
 BLOCKS = 6000
@@ -126,3 +129,79 @@ def test_what_hangs_below_a_dropped_block_is_out_of_sight_while_it_is_being_unli
     assert h.cache.reads.find(h.owner, lease.lease_id) is None
     finish(h)
     assert not h.cache.reads.leases
+
+
+def test_a_region_of_very_many_frames_is_looked_at_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is emptied for frames of another size."""
+    monkeypatch.setattr("tiercache.daemon.space.LOOK_AT_ONCE", 512)
+    h = Harness(region_bytes=BLOCKS * FRAME_BYTES)
+    small, large = h.space(), h.space(rank=1, block_bytes=2 * FRAME_BYTES)
+    fill(h, small, 1, BLOCKS)
+    h.cache.space.tails.give_up()
+    looked = counted(monkeypatch, Space, "_look_slice")
+    assert h.cache.reserve(h.owner, large, b"", chain(2, 1), 10).states == [BlockState.NONE]
+    assert looked() == 1, "a part, in the store"
+    assert h.cache.counters.regions_drained == 0
+    finish(h)
+    assert looked() >= BLOCKS // 512 - 1
+    assert h.cache.counters.regions_drained == 1
+    assert h.cache.reserve(h.owner, large, b"", chain(2, 1), 10).states == [BlockState.FRAME]
+
+
+def test_notes_on_deadlines_are_swept_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    leases = {number: ReadLease(number, [], b"", 0, [], 0.0, 0.0) for number in range(5000)}
+    deadlines = Deadlines(leases)
+    popped = 0
+
+    class Counted(list[tuple[float, int]]):
+        def pop(self, *at: Any) -> tuple[float, int]:
+            nonlocal popped
+            popped += 1
+            return super().pop(*at)
+
+    for turn in range(20):
+        for number, lease in leases.items():
+            lease.deadline_s = 1000.0 * turn + number
+            if deadlines._old and type(deadlines._old) is list:
+                deadlines._old = Counted(deadlines._old)
+            before = popped
+            deadlines.add(lease.deadline_s, number)
+            assert popped - before <= 8
+    assert popped > 0
+    assert len(deadlines) <= 4 * len(leases) + 2048
+    assert set(deadlines.due(19_099.0)) >= set(range(100))
+    assert set(deadlines.due(1e9)) >= set(range(100, 5000))
+
+
+def test_what_is_due_is_found_while_notes_are_swept() -> None:
+    leases = {number: ReadLease(number, [], b"", 0, [], 0.0, float(number)) for number in range(100)}
+    deadlines = Deadlines(leases)
+    for turn in range(12):
+        for number, lease in leases.items():
+            deadlines.add(lease.deadline_s if turn % 2 else 1e9, number)
+    assert set(deadlines.due(49.5)) == set(range(50))
+    assert set(deadlines.due(99.5)) == set(range(50, 100))
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_large_blocks_do_not_push_all_small_ones_out_of_the_window_at_once(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    monkeypatch.setattr("tiercache.daemon.policies.window.LET_OUT", 16)
+    cache = Cache(lambda: 0.0, CacheLimits(policy=policy))
+    for region_id in range(2):
+        cache.space.allocator.add_region(region_id, BLOCKS * FRAME_BYTES)
+    h = Harness()
+    h.cache = cache
+    small, large = h.space(), h.space(rank=1, block_bytes=512 * FRAME_BYTES)
+    for number in range(BLOCKS // 10):
+        h.store(small, number.to_bytes(16, "big"))
+    cache.space.tails.give_up()
+    let_out = counted(monkeypatch, Window, "_let_out")
+    for number in range(4):
+        h.store(large, bytes([9]) * 15 + bytes([number]))
+        assert let_out() <= 2 * 16, "for small ones, and for large ones"
+    for number in range(100):
+        h.store(small, bytes([8]) + number.to_bytes(15, "big"))
+    assert let_out() > 400, "they leave it as others come"
+    finish(h)
