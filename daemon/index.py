@@ -577,6 +577,11 @@ class Index:
         """Dead entries that wait for their children to be unlinked."""
         return list(self._unlinking)
 
+    def frames_in_use(self) -> list[int]:
+        """Frames of all entries, the dead ones included that somebody still pins. O(entries)."""
+        rows = zip(self.frame, self.state, strict=True)
+        return [frame for frame, state in rows if state != FREE and frame != NO_FRAME]
+
     # --- checking --------------------------------------------------------------------------------
 
     def check_integrity(self) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tiercache.config import load_config
-from tiercache.daemon.allocator import NO_FRAME
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.leases import Owner
 from tiercache.daemon.slices import finish
@@ -155,8 +154,7 @@ def test_a_frame_counts_until_nobody_reads_it() -> None:
     cache = make_cache(64, a=8)
     a = open_for(cache, "a")
     assert store(cache, a, chain("sent", 8)) == 8
-    index = cache.space.index
-    frames = [frame for frame, state in zip(index.frame, index.state, strict=True) if state and frame != NO_FRAME]
+    frames = cache.space.index.frames_in_use()
     for frame in frames:
         cache.space.allocator.hold(frame)
     assert store(cache, a, chain("more", 8)) == 0
