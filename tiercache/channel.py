@@ -210,6 +210,8 @@ class Channels:
         self._holders: dict[int, int] = {}  # threads, and how many channels they have checked out
         self._idle: list[Channel] = []
         self._late: deque[Channel] = deque()
+        self.attendant = 0
+        """The thread that keeps the session in order, and so waits for no others."""
         self._closed = False
         self._why_closed = "the session with the daemon is over"
         forks.watch(self, "_changed")
@@ -423,7 +425,8 @@ class Channels:
         return channel
 
     def _may_hold(self, thread: int) -> bool:
-        return self._closed or thread in self._holders or len(self._holders) < max(1, self._most // 2)
+        free = thread in self._holders or thread == self.attendant or len(self._holders) < max(1, self._most // 2)
+        return self._closed or free
 
     def _let_go(self, thread: int) -> None:
         with self._changed:

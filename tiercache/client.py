@@ -294,7 +294,7 @@ class Client:
         self.leases.stop()
         self._wake()
         if self._thread is None:
-            self._take_leave()
+            self._leave()  # it never came up, so nothing was granted
         elif self._thread is not threading.current_thread():
             self._thread.join(CLOSE_S)
 
@@ -424,11 +424,17 @@ class Client:
                     session = self._open_session()  # the one in which they began was lost meanwhile
                 if self._say_good_bye(session, idle):
                     break
+                if idle:
+                    time.sleep(TIDY_S)  # replies that are late may still come
             except (TierCacheError, OSError) as error:
                 logger.debug("good-bye could not be said: %s", error)
                 if told or (self._session is None and not isinstance(error, DeadlineExceeded)):
                     break  # there is nothing that the daemon would have to know, or no daemon
                 time.sleep(self._next_back_off_s())
+        self._leave()
+
+    def _leave(self) -> None:
+        """End the session without a word, and close what woke the background thread."""
         with self._lock:
             session, self._session = self._session, None
             if self._wakeup >= 0:

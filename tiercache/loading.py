@@ -15,7 +15,7 @@ import msgspec
 from tiercache.channel import Pending
 from tiercache.client import Client
 from tiercache.direct import load_direct
-from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused
+from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused, TierCacheError
 from tiercache.gds import DirectLoader
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import (
@@ -271,8 +271,6 @@ def _release(client: Client, session: Session, lease: int) -> bool:
     client.leases.let_go(lease)
     try:
         return session.call(Release, Released, lease=lease).good
-    except DaemonUnavailable:
+    except TierCacheError:
         session.give_back(Release, lease=lease)
-    except (RequestRefused, ProtocolError):
-        pass  # as good as a no
     return False

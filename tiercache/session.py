@@ -60,6 +60,9 @@ KEEP_ALIVE_S = 5.0
 REPORT_S = 5.0
 """How often counters are reported to the daemon, if they have changed."""
 
+ASK_AGAIN_CODES = (ErrorCode.EXPIRED.value, ErrorCode.LIMIT.value)
+"""Refusals that say nothing of what was asked: the clock was wrong, or too much is under way."""
+
 logger = logging.getLogger("tiercache.client")
 R = TypeVar("R", bound=Reply)
 Errands = deque[tuple[int, bytes, type[Request], dict[str, Any]]]
@@ -244,7 +247,7 @@ class Session:
     @contextlib.contextmanager
     def probing(self) -> Iterator[None]:
         """Calls of this thread go through although the session is paused."""
-        self._prober = threading.get_ident()
+        self._prober = self._channels.attendant = threading.get_ident()
         try:
             yield
         finally:
@@ -308,8 +311,7 @@ class Session:
 
     def tidy(self) -> bool:
         """`settle`, and report. Called by one thread; returns and raises as that does."""
-        if self._clock_differs:
-            self._tell_clock()
+        self._channels.attendant = threading.get_ident()
         waiting = self.settle()
         self._report()
         self._keep_alive()
@@ -318,8 +320,10 @@ class Session:
     def settle(self) -> bool:
         """Read late replies, give back what is to be given back. Called by one thread.
 
-        True when late replies are still awaited. Raises as `call` does.
+        True when there is more to do soon: late replies are still awaited. Raises as `call` does.
         """
+        if self._clock_differs:
+            self._tell_clock()
         waiting = self._channels.collect_late()
         while self.errands:
             generation, session, request_type, fields = self.errands[0]
@@ -329,6 +333,8 @@ class Session:
                 if alive:
                     self.call(request_type, ANSWERS[request_type], **fields)
             except RequestRefused as error:
+                if error.code in ASK_AGAIN_CODES:
+                    return True
                 logger.debug("the daemon would not take back %s: %s", fields, error)
             self.errands.popleft()
         return waiting

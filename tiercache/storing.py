@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from tiercache.channel import Pending
 from tiercache.client import Client
-from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused, TierCacheError
+from tiercache.errors import ProtocolError, TierCacheError
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import (
     KEY_BYTES,
@@ -277,7 +277,7 @@ def abort_lease(session: Session, lease: int, *, finished: bool) -> None:
         return
     try:
         session.call(Abort, Done, lease=lease, finished=finished)
-    except (RequestRefused, ProtocolError):
-        pass  # it is over already
-    except DaemonUnavailable:
+    except TierCacheError:
+        # Of a lease that is over it is `done`. So the daemon has not heard it: without this word the frames would stay
+        # ours for as long as this process lives.
         session.give_back(Abort, lease=lease, finished=finished)

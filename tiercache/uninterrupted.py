@@ -9,6 +9,7 @@ handler raises ends the waiting once the work has come to its end.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -81,10 +82,10 @@ class _Call(Generic[T]):
 def uninterrupted(work: Callable[[], T], stop: Callable[[], None]) -> T:
     """Do `work` where no handler of a signal can raise, and return its result.
 
-    Outside of the main thread that is here. `stop` is called when a handler raises meanwhile: the work should then come
-    to its end soon, which is waited for.
+    Outside of the main thread that is here, and so it is at the end of the interpreter, when no other thread runs.
+    `stop` is called when a handler raises meanwhile: the work should then come to its end soon, which is waited for.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if sys.is_finalizing() or threading.current_thread() is not threading.main_thread():
         return work()
     call = _Call(work)
     try:

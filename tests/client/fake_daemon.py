@@ -41,6 +41,7 @@ class FakeDaemon:
         self.frame_bytes = frame_bytes
         self.rules: dict[type[m.Request], Rule] = {}
         self.requests: list[m.Request] = []
+        self._answering = threading.Lock()
         self.hellos: list[m.Hello] = []
         self.held: list[tuple[bytes, bytes]] = []
         self.stored: dict[bytes, int] = {}
@@ -72,7 +73,8 @@ class FakeDaemon:
 
     def seen(self, kind: type[m.Request]) -> list[m.Request]:
         """Requests of one kind so far."""
-        return [request for request in list(self.requests) if type(request) is kind]
+        with self._answering:
+            return [request for request in self.requests if type(request) is kind]
 
     def hold_back(self, kind: type[m.Request]) -> None:
         """Keep the replies to this kind until `let_go`."""
@@ -169,11 +171,12 @@ class FakeDaemon:
         sent = None
         if (rule := self.rules.get(type(request))) is not None:
             sent = rule(request, reply)
-        for part in [[_encode(reply)]] if sent is None else [sent]:
-            if part:
-                self._router.send_multipart([identity, *part])
-        # Appended last: who waits for it here knows that the answer is on its way.
-        self.requests.append(request)
+        with self._answering:  # who has the answer finds the request among those seen
+            for part in [[_encode(reply)]] if sent is None else [sent]:
+                if part:
+                    self._router.send_multipart([identity, *part])
+            # Appended last: who waits for it here knows that the answer is on its way.
+            self.requests.append(request)
 
     def _proper(self, request: m.Request) -> m.Reply:
         ids = (request.request_id, self.generation)

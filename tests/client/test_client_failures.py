@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -16,8 +17,11 @@ from fake_daemon import FakeDaemon, wait_until
 
 import tiercache
 from tiercache import messages as m
+from tiercache.channel import LATE_CHANNEL_S
 from tiercache.client import BACK_OFF_FIRST_S, BACK_OFF_LAST_S
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, RequestRefused
+from tiercache.session import Session
+from tiercache.storing import abort_lease
 from tiercache.wire import receive_packet, send_packet
 
 BLOCK = 4096
@@ -429,3 +433,61 @@ def test_the_daemon_hears_how_the_arena_is_held_and_the_counters(
     wait_until(reports)
     wait_until(lambda: reports()[-1].registration == connector.client.session().arena.registration)  # type: ignore[union-attr]
     assert reports()[-1].counters["loads"] == 0
+
+
+@pytest.mark.parametrize("comes_up", [False, True])
+def test_who_does_not_answer_holds_up_no_end_of_a_client(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, comes_up: bool
+) -> None:
+    """Late replies are waited for in the background, and without turning in circles."""
+    if not comes_up:
+        daemon.rules[m.Ping] = lambda request, reply: []
+        began_s = time.monotonic()
+        with pytest.raises(DaemonUnavailable):
+            tiercache.Client.connect(daemon.address, timeout_s=0.2)
+        assert time.monotonic() - began_s < LATE_CHANNEL_S / 2
+        return
+    client = tiercache.Client.connect(daemon.address, request_timeout_s=0.2)
+    daemon.hold_back(m.Stats)
+    with pytest.raises(DeadlineExceeded):
+        client.stats()
+    looks, rests = 0, 0
+    settle = Session.settle
+
+    def look(session: Session) -> bool:
+        nonlocal looks
+        looks += 1
+        return settle(session)
+
+    def rest(seconds: float) -> None:
+        nonlocal rests
+        rests += 1
+        time.sleep(seconds)
+
+    monkeypatch.setattr(Session, "settle", look)
+    monkeypatch.setattr(tiercache.client, "time", SimpleNamespace(monotonic=time.monotonic, sleep=rest))
+    client.close()
+    assert looks <= rests + 3
+    daemon.let_go()
+    assert client._thread is not None
+    client._thread.join(LATE_CHANNEL_S)
+    assert daemon.seen(m.Bye)
+
+
+@pytest.mark.parametrize("code", [m.ErrorCode.EXPIRED, m.ErrorCode.LIMIT])
+def test_a_lease_whose_end_was_not_heard_is_ended_later(
+    daemon: FakeDaemon, client: tiercache.Client, code: m.ErrorCode
+) -> None:
+    """Frames that nobody writes to any more would else be ours for as long as this process lives."""
+
+    def unheard(request: m.Request, reply: m.Reply) -> list[bytes] | None:
+        unheard_now = len(daemon.seen(m.Abort)) <= 2
+        refusal = m.Error(request.request_id, daemon.generation, code.value, "not now")
+        return [msgspec.msgpack.encode(refusal)] if unheard_now else None
+
+    daemon.rules[m.Abort] = unheard
+    abort_lease(client.session(), 7, finished=True)
+    wait_until(lambda: len(daemon.seen(m.Abort)) > 2)
+    wait_until(lambda: not client.session().errands)
+    assert {request.finished for request in daemon.seen(m.Abort) if isinstance(request, m.Abort)} == {True}
+    assert client.alive

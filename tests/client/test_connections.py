@@ -207,3 +207,17 @@ def test_a_broken_connection_frees_its_place(
                 ours.call(m.Ping, m.Done)
     assert ours.call(m.Ping, m.Done)
     assert ours._holders == {}
+
+
+def test_who_keeps_the_session_in_order_waits_for_no_others(channels: Callable[..., Channels]) -> None:
+    """Its ping says whether the daemon is there, and its renewals keep what the others have."""
+    ours = channels(4)
+    held: list[Any] = []
+    assert in_threads(2, lambda: held.append(ours.post(m.Ping, m.Done))) == [None, None]
+    with pytest.raises(RequestRefused):
+        ours.call(m.Ping, m.Done, 0.01)
+    ours.attendant = threading.get_ident()
+    assert isinstance(ours.call(m.Ping, m.Done), m.Done)
+    for pending in held:
+        ours.wait(pending)
+    assert ours._holders == {}

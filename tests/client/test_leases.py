@@ -94,6 +94,7 @@ def test_errands_go_to_the_daemon_that_granted_the_lease_and_to_no_other() -> No
     session.welcome = SimpleNamespace(session=b"ours")  # type: ignore[assignment]
     session._channels = SimpleNamespace(collect_late=lambda: False)  # type: ignore[assignment]
     session.call = lambda request, expect, **fields: asked.append((request, fields["lease"]))  # type: ignore
+    session._clock_differs = False
     session.errands = leases_of = deque()
     for lease, (generation, token) in enumerate([(5, b"ours"), (5, b"former"), (4, b"former")]):
         for request in (Release, Abort):

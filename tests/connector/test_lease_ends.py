@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -337,3 +338,17 @@ def test_calls_of_the_main_thread_are_done_elsewhere_and_others_where_they_are(
         thread.start()
         stack.callback(thread.join)
     assert names == ["tiercache-calls", "tiercache-calls", "here"]
+
+
+def test_what_the_main_thread_asks_at_the_very_end_waits_for_no_thread() -> None:
+    """When modules are torn down, no other thread runs any more."""
+    code = """
+from tiercache.uninterrupted import uninterrupted
+assert uninterrupted(lambda: 1, lambda: None) == 1
+class Last:
+    def __del__(self):
+        print(uninterrupted(lambda: "done", lambda: None), flush=True)
+last = Last()
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=True)
+    assert done.stdout == "done\n"
