@@ -129,17 +129,25 @@ class FakeDaemon:
 
     def _accept(self) -> None:
         sock, _ = self._listener.accept()
-        data, fds = receive_packet(sock)
+        try:
+            data, fds = receive_packet(sock)
+        except OSError:
+            sock.close()
+            return
         close_fds(fds)
         assert len(fds) == 1
         hello = _hello.decode(data)
         self.hellos.append(hello)
         token = secrets.token_bytes(16)
         welcome = m.Welcome(1, self.generation, token, self.control, "fake", self._region_bytes, self.kv_events)
-        send_packet(sock, _encode(welcome))
+        try:
+            send_packet(sock, _encode(welcome))
+            if hello.map_arena and self.announce_regions:
+                self._send_region(sock)
+        except OSError:  # who has waited for too long has gone
+            sock.close()
+            return
         self._tokens[token] = sock
-        if hello.map_arena and self.announce_regions:
-            self._send_region(sock)
 
     def _send_region(self, sock: socket.socket) -> None:
         send_packet(sock, _encode(m.Regions([(0, self._region_bytes)])), [self._region_fd])
