@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -349,7 +350,8 @@ def test_a_daemon_that_refuses_our_blocks_is_said_once(run_dir: Path, caplog: py
 
     with FakeDaemon(run_dir) as daemon:
         daemon.rules[m.RegisterNamespace] = refuse("no room")
-        with tiercache.connect(run_dir, namespace=SPEC) as one, tiercache.connect(run_dir, namespace=SPEC) as two:
+        patient: dict[str, Any] = {"namespace": SPEC, "request_timeout_s": 30.0}  # that is no silence of the daemon
+        with tiercache.connect(run_dir, **patient) as one, tiercache.connect(run_dir, **patient) as two:
             wait_until(lambda: len(daemon.seen(m.RegisterNamespace)) > 4)
             assert not one.available
             assert two.match(KEYS).blocks == 0
@@ -362,9 +364,9 @@ def test_a_daemon_that_refuses_our_blocks_is_said_once(run_dir: Path, caplog: py
     with FakeDaemon(run_dir) as daemon:
         daemon.rules[m.RegisterNamespace] = refuse("no room")
         with pytest.raises(RequestRefused, match="no room"):
-            tiercache.connect(run_dir, namespace=SPEC, required=True)
+            tiercache.connect(run_dir, required=True, **patient)
         caplog.clear()
-        quiet = tiercache.connect(run_dir, namespace=SPEC, warn=False)
+        quiet = tiercache.connect(run_dir, warn=False, **patient)
         with quiet, pytest.raises(DaemonUnavailable, match="no room"):
             quiet.client.session()
         assert caplog.records == []
