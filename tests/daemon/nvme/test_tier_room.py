@@ -11,6 +11,8 @@ from disk_troubles import hang
 from tier_rig import BLOCK_BYTES, TierRig, keys_of, play
 
 from tiercache.daemon.nvme import slots
+from tiercache.daemon.nvme.segment_files import segment_name
+from tiercache.daemon.policy import NO_ENTRY
 
 
 def test_no_room_for_a_segment_and_then_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,5 +190,44 @@ def test_a_smaller_cap_takes_segments_away_when_that_is_allowed(
         await again.settled()
         again.check()
         await again.close()
+
+    play(scenario)
+
+
+def test_the_file_of_another_at_the_name_of_the_next_segment_stops_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        [shelf], space = rig.shelves, rig.namespace()
+        strange = rig.dirs[0] / "segments" / segment_name(1)
+        strange.write_bytes(b"somebody else's")
+        rig.store(space, keys_of("a", 5))
+        await rig.until(lambda: bool(shelf.health.reason))
+        shelf.health.off_until_s = 0.0
+        await rig.settled()
+        assert rig.tier.stats()["blocks"] == 5
+        assert strange.read_bytes() == b"somebody else's"
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(("aside_s", "comes_back"), [(0.0, True), (3600.0, False)])
+def test_a_slot_that_could_not_be_written_to_is_used_again_but_not_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aside_s: float, comes_back: bool
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(slots, "ASIDE_S", aside_s)
+        rig = await TierRig(tmp_path).open()
+        [shelf], space = rig.shelves, rig.namespace()
+        rig.store(space, keys_of("a", 1))
+        await rig.settled()
+        used_bytes = shelf.allocator.used_bytes
+        slot = shelf.slots.take(shelf.slot_bytes(space), NO_ENTRY)
+        shelf.slots.put_aside(slot)
+        shelf.slots.work()
+        assert (shelf.allocator.used_bytes == used_bytes) is comes_back
+        rig.check()
+        await rig.close()
 
     play(scenario)
