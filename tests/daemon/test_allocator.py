@@ -79,3 +79,11 @@ def test_a_region_smaller_than_a_frame_is_left_alone() -> None:
     allocator = arena(1)
     assert allocator.take(allocator.size_class(REGION + 4096)) == NO_FRAME
     assert allocator.take(allocator.size_class(REGION)) == 0
+
+
+def test_an_empty_region_goes_to_no_size_that_it_cannot_hold() -> None:
+    allocator = arena(1)
+    frame = allocator.take(allocator.size_class(4096))
+    allocator.give_back(frame)
+    assert allocator.take(allocator.size_class(2 * REGION)) == NO_FRAME
+    assert allocator.take(allocator.size_class(REGION)) == 0

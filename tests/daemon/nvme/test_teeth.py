@@ -14,7 +14,8 @@ from tier_rig import TierRig, key_of, keys_of, play
 
 from tiercache.daemon.nvme.blockio import ReadOp, WriteOp
 from tiercache.daemon.nvme.database import rename_aside
-from tiercache.daemon.nvme.shelf import Shelf
+from tiercache.daemon.nvme.shelf import Shelf, Stored
+from tiercache.daemon.policy import NO_ENTRY
 
 
 def watch_slots(shelf: Shelf) -> list[str]:
@@ -109,6 +110,56 @@ def test_a_write_keeps_what_it_hangs_below(tmp_path: Path, parent_first: bool) -
         await rig.settled()
         rig.forget_dram()
         assert await rig.load(space, chain) == 2
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_a_block_that_has_come_another_way_meanwhile_is_there_once(tmp_path: Path) -> None:
+    """A client may write it past DRAM while the daemon does so too."""
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        [shelf], space, chain = rig.shelves, rig.namespace(), keys_of("a", 1)
+        writes, late = rig.tier._writes, list[Any]()
+        done = writes._done
+        writes._done = lambda write, op: late.append((write, op))  # type: ignore[method-assign]
+        rig.store(space, chain)
+        await rig.until(lambda: bool(late))
+        slot, length = shelf.take_slot(space, b""), space.spec.block_bytes
+        shelf.add(space, chain, b"", slot, Stored(NO_ENTRY, slot, length, 0, 1))
+        done(*late[0])
+        await rig.settled()
+        stored = shelf.find(space, chain)
+        assert stored is not None
+        assert stored.slot == slot
+        assert shelf.allocator.used_bytes == shelf.slot_bytes(space), "the other slot is free again"
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_a_block_with_other_bytes_than_were_written_is_forgotten(tmp_path: Path) -> None:
+    """Else it would be found, read and missed for ever, and nothing stored in its place."""
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        [shelf], space, chain = rig.shelves, rig.namespace(), keys_of("a", 4)
+        rig.store(space, chain)
+        await rig.settled()
+        stored = shelf.find(space, key_of(chain, 2))
+        assert stored is not None
+        shelf._checksum[stored.entry] ^= 1
+        rig.forget_dram()
+        assert await rig.load(space, chain) == 2
+        assert not shelf.has(space, key_of(chain, 2))
+        assert rig.tier.stats()["bad_blocks"] == 1
+        rig.store(space, chain)
+        await rig.settled()
+        rig.forget_dram()
+        assert await rig.load(space, chain) == 4
         rig.check()
         await rig.close()
 
