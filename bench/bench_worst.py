@@ -1,6 +1,6 @@
 """How long one client can hold up all others: the worst request of each kind, while another process pings.
 
-    python bench/bench_worst.py [CASE ...] [--blocks N] [--list]
+    python bench/bench_worst.py [CASE ...] [--blocks N] [--with SETTING=VALUE ...] [--list]
 
 Each case asks a real daemon with a full index for the most that a request may name (keys, namespaces, leases), or for
 what leaves the most work behind (a flush, the end of a session). Two figures for each:
@@ -9,6 +9,8 @@ what leaves the most work behind (a flush, the end of a session). Two figures fo
              it is waiting for a core: compare it with the first line, where nothing is asked.
     held     the longest time that the daemon's loop spent on one thing (a request, a tick, a slice of put-off work), in
              milliseconds of its own thread's CPU: what the code costs, whoever else uses the machine.
+
+`--with` sets what the daemon runs with, `nvme=DIR` and `nvme_size=SIZE`, `record=DIR` or `kv_events=ENDPOINT` say.
 
 Prints a table and one JSON object as the last line. The target is for `held`.
 """
@@ -189,6 +191,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="*", metavar="CASE", help="only these")
     parser.add_argument("--blocks", type=int, default=300_000, help="of 4096 bytes, in DRAM (default: %(default)s)")
+    parser.add_argument("--with", dest="settings", action="append", default=[], metavar="SETTING=VALUE")
     parser.add_argument("--list", action="store_true", help="name the cases")
     options = parser.parse_args(arguments)
     if options.list:
@@ -200,7 +203,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(f"no such case: {', '.join(sorted(unknown))}; --list names them")
     wanted = [case for case in CASES if not options.case or case.name in options.case]
     report = Report("bench_worst")
-    settings = {"max_sessions": "64"}
+    settings = {"max_sessions": "64", **dict(setting.split("=", 1) for setting in options.settings)}
     with WatchedDaemon(f"{options.blocks * 4096 >> 20}MiB", region="64MiB", **settings) as daemon:
         with daemon.connect() as client:
             wait_populated(client)

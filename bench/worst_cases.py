@@ -331,6 +331,61 @@ def _flush_then_store_other_size(bench: Bench) -> Act:
     return act
 
 
+def _store_large_after_small(bench: Bench) -> Act:
+    """As many small blocks as the window of new ones has, each a chain; then large ones push them out."""
+    number = bench.client.register(spec("pushing", block_bytes=1 << 20))
+    for _ in range(20_000):
+        bench.store(bench.main, bench.keys(1))
+    return lambda: [bench.store(number, bench.keys(16)) for _ in range(30)]
+
+
+def _renew_wide(bench: Bench) -> Act:
+    """All leases of a session, each on windows of 2048 blocks, after something was dropped."""
+    number = bench.many("renewed", 1, window=2048)[0]
+    bench.store(number, bench.long[: 16 * 2048])
+    leases = []
+    for _ in range(500):
+        reply = bench.call(m.Match, namespaces=[number], keys=bench.long[: 16 * 2048], ttl_ms=TTL_MS)
+        leases.append(reply.lease)
+
+    def act() -> None:
+        bench.call(m.Flush, tier="dram", namespaces=[bench.main], key=bench.long[16 * 60_000 : 16 * 60_001])
+        bench.call(m.Renew, leases=leases, ttl_ms=TTL_MS)
+        for lease in leases:
+            bench.call(m.Release, lease=lease)
+
+    return act
+
+
+def _set_quota(bench: Bench) -> Act:
+    """Limits for very many tenants, beside very many namespaces."""
+    bench.many("many", 3000)
+    text = ",".join(f"tenant-{number}=1GiB" for number in range(1000))
+
+    def act() -> None:
+        bench.call(m.ChangeSetting, key="quota", value=text)
+        bench.stats()
+        bench.store(bench.main, bench.keys(512))
+        bench.call(m.ChangeSetting, key="quota", value="")
+        bench.call(m.Settings)
+
+    return act
+
+
+def _models(bench: Bench) -> Act:
+    """Of as many sessions as there may be, each with as many models as it may have."""
+    for number, client in enumerate(bench.more(50)):
+        cards = [m.ModelCard([f"{number}-{card}-{'x' * 200}"], bytes(16), ["0" * 32], 16) for card in range(100)]
+        bench.call(m.Report, client, registration="none", counters={}, models=cards)
+
+    def act() -> None:
+        for _ in range(3):
+            bench.call(m.Models)
+        bench.drop_others()
+
+    return act
+
+
 def _flush_then_match(bench: Bench) -> Act:
     numbers = [bench.main, *bench.many("chains")[1:]]
 
@@ -410,6 +465,10 @@ CASES = (
     Case("flush_drops_many", "flush a namespace with 60000 pending blocks", _flush_drops_many, FULL),
     Case("store_full", "reserve and commit 512 blocks, all full", _store_full, FULL),
     Case("store_other_size", "store blocks of another size, all full", _store_other_size, FULL),
+    Case("store_large_after_small", "small new blocks, then large ones", _store_large_after_small, FULL),
+    Case("renew_wide", "renew 500 leases of 2048 pins after a drop", _renew_wide, FULL),
+    Case("set_quota", "quotas of 1000 tenants, 3000 namespaces", _set_quota),
+    Case("models", "5000 models of 50 sessions", _models),
     Case("flush_then_match", "flush a chain's end, then match 65536 keys", _flush_then_match, FULL),
     Case("flush_then_store", "flush everything, then store another size", _flush_then_store_other_size, FULL),
     Case("flush_all", "flush 3000 namespaces", _flush_all, FULL),

@@ -63,7 +63,8 @@ IDLE_S = 0.25
 """After so long without a request ticks are `IDLE_TICK_S` apart: one every 10 ms is 2 to 3% of a core for nothing."""
 _TICK_REQUESTS = 256
 _MAX_UNDRAINED_TICKS = 50
-_GC_THRESHOLDS = (50_000, 20, 100)
+_GC_THRESHOLDS = (2_000, 5, 10_000)
+"""A look at 50000 new objects takes 10 ms: so some thousands at a time, and at all of them as seldom as can be."""
 
 
 class Server:

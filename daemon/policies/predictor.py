@@ -45,6 +45,8 @@ PRIOR = 0.1
 LEAN = 128.0
 """How many blocks' evidence a class takes over from the wider one."""
 MAX_SAMPLES = 16_384
+LOOKED_AT = 8
+"""Of a full sample, for each further block: half of it goes, and not all in one go of the loop."""
 MAX_AT_ONCE = 512
 """Of one request."""
 HORIZON = 256.0
@@ -122,6 +124,7 @@ class Predictor:
         """The same, quicker to look up one by one."""
         self._secret = secret
         self._samples: dict[bytes, Sample] = {}  # the one that was used longest ago first
+        self._doubtful: list[bytes] = []  # of the sample, to be looked at: some are to go
         self._places: list[int] = []  # in the columns, free
         self._classes = array("H")
         self._used_at = array("d")
@@ -227,10 +230,12 @@ class Predictor:
     # --- the sample ------------------------------------------------------------------------------
 
     def _begin(self, key: bytes, hashed: int, context: Context, following: bytes) -> None:
-        if len(self._samples) >= MAX_SAMPLES:
+        if len(self._samples) >= MAX_SAMPLES and not self._doubtful:
+            self._plan_room()
+        if self._doubtful:
             self._make_room()
-            if hashed >= self._threshold:
-                return
+        if hashed >= self._threshold:
+            return
         if not self._places:
             self._places.append(len(self._classes))
             self._classes.append(0)
@@ -240,22 +245,29 @@ class Predictor:
         self._classes[place], self._used_at[place] = context.block_class, self.turnover.now
         self._events += 1
 
-    def _make_room(self) -> None:
+    def _plan_room(self) -> None:
         """Let go what was not used for longest; where all of it still matters, have half as many samples."""
-        samples, now = self._samples, self.turnover.now
-        before = [key for key, its in samples.items() if now - self._used_at[its.place] >= HORIZON]
-        for key in before:
-            place = samples[key].place
-            self._ended[self._classes[place], age_bucket(now - self._used_at[place])] += 1.0
-            self._let_go(key)
+        classes, ages = np.array(self._classes, np.int64), self.turnover.now - np.array(self._used_at)
+        ages[self._places] = 0.0
+        before = np.flatnonzero(ages >= HORIZON)
+        buckets = np.searchsorted(_EDGES[1:-1], ages[before], side="right")
+        np.add.at(self._ended, (classes[before], buckets), 1.0)
         if len(before) < MAX_SAMPLES // 4:
             self._threshold //= 2
-            for key in [key for key, its in samples.items() if its.hashed >= self._threshold]:
-                self._let_go(key)
             self._used *= 0.5
             self._ended *= 0.5
-        elif len(samples) < MAX_SAMPLES // 4:
+        elif MAX_SAMPLES - len(before) < MAX_SAMPLES // 4:
             self._threshold = min(_HASHES, 2 * self._threshold)
+        self._doubtful = list(self._samples)
+
+    def _make_room(self) -> None:
+        """Of the blocks that the sample had, some that are to go; the rest as further ones come."""
+        samples, used_at, last = self._samples, self._used_at, self.turnover.now - HORIZON
+        for _ in range(min(LOOKED_AT, len(self._doubtful))):
+            key = self._doubtful.pop()
+            its = samples.get(key)
+            if its is not None and (its.hashed >= self._threshold or used_at[its.place] <= last):
+                self._let_go(key)
 
     def _let_go(self, key: bytes) -> None:
         self._places.append(self._samples.pop(key).place)

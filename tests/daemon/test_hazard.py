@@ -215,10 +215,32 @@ def test_a_sample_of_what_is_long_gone_makes_room(monkeypatch: pytest.MonkeyPatc
     for number in range(100):
         learning.ask(chain(number, 20))
     few = learning.predictor.sampled[1]
-    for number in range(200, 400):
+    for number in range(200, 800):
         learning.go_on(int(predicting.HORIZON) * ROOM // 20)
         learning.ask(chain(number, 20))
     assert learning.predictor.sampled[1] > few
+
+
+def test_half_of_a_full_sample_goes_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicting, "MAX_SAMPLES", 4000)
+    learning = Learning()
+    gone = 0
+    let_go = Predictor._let_go
+
+    def counted(self: Predictor, key: bytes) -> None:
+        nonlocal gone
+        gone += 1
+        let_go(self, key)
+
+    monkeypatch.setattr(Predictor, "_let_go", counted)
+    most = 0
+    for number in range(400):
+        before = gone
+        learning.ask(counters(40 * number, 40))
+        most = max(most, gone - before)
+        assert learning.predictor.sampled[0] <= 4000 + 4000 // predicting.LOOKED_AT
+    assert gone > 2000
+    assert most <= 2 * 40 * predicting.LOOKED_AT, "what came was a store, and asked for"
 
 
 def loop(documents: int, blocks: int, laps: int) -> list[Request]:
