@@ -290,7 +290,8 @@ class Server:
         if self.nvme is not None:
             # Nobody is served any more: what DRAM holds now is what there is to write.
             left = await self.nvme.close(self.config.grace_s)
-            log.info("%d blocks of DRAM were not on nvme when the daemon stopped", left)
+            if left:
+                log.info("%d blocks of DRAM were not on nvme when the daemon stopped", left)
 
     def _landed(self) -> None:
         """Blocks have come up: those who wait for them are answered."""

@@ -144,6 +144,16 @@ def test_a_path_that_cannot_be_used_is_one_line(run: Run, tmp_path: Path) -> Non
     assert_one_line(err, str(taken), "Not a directory")
 
 
+@pytest.mark.parametrize("command", [["--help"], ["config"], ["version"]])
+def test_an_output_on_a_full_disk_is_one_line(command: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, *command], stdout=full, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=False
+        )
+    assert done.returncode == 1
+    assert_one_line(done.stderr, "output", "No space left on device")
+
+
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     child = subprocess.Popen([*COMMAND, "config"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None

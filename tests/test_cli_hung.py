@@ -37,6 +37,14 @@ def test_it_is_named(stopped: tiercache.LaunchedDaemon, command: list[str], caps
     assert (status, said.count("\n")) == (EXIT_NO_ANSWER, 1)
 
 
+def test_a_check_of_the_default_daemon_does_not_take_it_for_none(
+    stopped: tiercache.LaunchedDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TIERCACHE_RUN_DIR", stopped.address)
+    assert main(["check"]) == EXIT_NO_ANSWER
+    assert f"(pid {stopped.pid}) does not answer" in capsys.readouterr().err
+
+
 def test_programs_are_told_its_pid(stopped: tiercache.LaunchedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ping", "--json", "--address", stopped.address]) == EXIT_NO_ANSWER
     told = json.loads(capsys.readouterr().out)

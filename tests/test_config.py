@@ -246,6 +246,7 @@ def test_nvme_directories_may_have_sizes_of_their_own() -> None:
     [
         ("/mnt/a:2Tirb", "'/mnt/a:2Tirb' has no size behind its colon: write for example /mnt/nvme0/kv:2TiB"),
         ("/mnt/a:", "has no size behind its colon"),
+        ("/mnt/a:0", "'/mnt/a:0' has a size of 0: leave out the directory, or the size"),
         ("/mnt/a:1MiB", "the size of a directory must be"),
         ("/mnt/a:1TiB,/mnt/a:2TiB", "names a directory twice"),
     ],

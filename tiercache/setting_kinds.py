@@ -145,9 +145,12 @@ def _parse_nvme_directory(text: str) -> NvmeDirectory:
     if not colon or "/" in size:
         return NvmeDirectory(parse_directory(text))
     try:
-        return NvmeDirectory(parse_directory(path), parse_bytes(size))
+        size_bytes = parse_bytes(size)
     except ValueError:
         raise ValueError(f"{text!r} has no size behind its colon: write for example /mnt/nvme0/kv:2TiB") from None
+    if size_bytes == 0:
+        raise ValueError(f"{text!r} has a size of 0: leave out the directory, or the size")
+    return NvmeDirectory(parse_directory(path), size_bytes)
 
 
 def _render_directories(value: tuple[NvmeDirectory, ...]) -> str:

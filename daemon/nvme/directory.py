@@ -218,6 +218,10 @@ class Directory:
         try:
             self._lock_fd = take_lock(self._here)
         except LockedBy as holder:
+            if holder.ourselves:
+                raise ConfigError(
+                    f"nvme directory {self.path} is another path of one that is named already: name each once"
+                ) from None
             raise ConfigError(
                 f"another daemon (pid {holder}) uses nvme directory {self.path}: stop it, or give each daemon its own"
             ) from None

@@ -13,7 +13,11 @@ LOCK_NAME = "lock"
 
 
 class LockedBy(Exception):
-    """The directory is in use; the text is the pid of who uses it."""
+    """The directory is in use; the text is the pid of who uses it, in its own container perhaps."""
+
+    def __init__(self, pid: str, *, ourselves: bool) -> None:
+        super().__init__(pid)
+        self.ourselves = ourselves
 
 
 def take_lock(path: Path) -> int:
@@ -25,8 +29,9 @@ def take_lock(path: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        ourselves = _is_open_twice(fd)
         os.close(fd)
-        raise LockedBy(pid) from None
+        raise LockedBy(pid, ourselves=ourselves) from None
     except OSError:
         os.close(fd)
         raise
@@ -34,3 +39,13 @@ def take_lock(path: Path) -> int:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
+
+
+def _is_open_twice(fd: int) -> bool:
+    """Whether this process has the file open by another descriptor too."""
+    mine = os.fstat(fd)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if int(name) != fd and os.path.samestat(os.fstat(int(name)), mine):
+                return True
+    return False

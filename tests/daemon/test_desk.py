@@ -57,3 +57,10 @@ def test_a_tenant_names_its_own_namespaces_only() -> None:
     for numbers in ([other.number], [own.number, other.number], [99]):
         with pytest.raises(RequestRefused, match="is not registered: register its spec"):
             desk.namespaces(numbers)
+
+
+@pytest.mark.parametrize(
+    ("said", "pid", "name"), [("engine\n", 7, "engine?"), ("", 7, "pid 7"), (" ", 7, "pid 7"), ("", 0, "unnamed")]
+)
+def test_a_client_without_a_name_is_called_something_in_the_log(said: str, pid: int, name: str) -> None:
+    assert Session(Hello(1, 1, bytes(16), said, 0, False), "p", pid=pid).name == name

@@ -106,7 +106,18 @@ def test_blocks_on_nvme_are_told_apart(tmp_path: Path, opened: Connect) -> None:
         assert ask(connector.client, tokens)["matched"] == 120
 
 
-def test_asking_leaves_no_trace(client: tiercache.Client, opened: Connect) -> None:
+@pytest.fixture
+def by_age() -> Iterator[tiercache.Client]:
+    """A client of a daemon of its own, in which the oldest block goes first."""
+    with (
+        tiercache.launch("32MiB", region="8MiB", policy="lru") as daemon,
+        tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=5.0) as client,
+    ):
+        yield client
+
+
+def test_asking_leaves_no_trace(by_age: tiercache.Client, opened: Connect) -> None:
+    client = by_age
     connector = opened(client.address, spec())
     connector.announce([card(spec())])
     old, new = tokens_of("old", 30), tokens_of("new", 30)

@@ -18,6 +18,7 @@ from server_process import TIMEOUT_S, ServerProcess, wait_until
 pytestmark = pytest.mark.engine
 # A pool for one sequence of the longest kind and a little more: what others computed does not stay there.
 FLAGS = ("--pool-blocks", "144", "--block-size", "8", "--chunk-size", "32")
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 PROMPT = "It was the best of times, it was the worst of times. " * 4
 GREEDY: dict[str, Any] = {"model": "tiny-chat", "temperature": 0}
 
@@ -76,13 +77,13 @@ class RawClient:
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """With `receive_bytes` the kernel keeps no more than about that, and we read no more than that."""
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = HEAD + f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode()
         connection = socket.socket()
         if receive_bytes:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         # Neither blocks, and a connection without a request would be swept away.
         connection.connect(self._address)
-        connection.sendall(head.encode() + data)
+        connection.sendall(head + data)
         return await asyncio.open_connection(sock=connection, limit=receive_bytes or 1 << 16)
 
     async def ask(self, body: dict[str, Any]) -> Answer:
@@ -132,14 +133,14 @@ def _check_half_a_head(server: ServerProcess) -> None:
 
 def _half_a_body(server: ServerProcess) -> socket.socket:
     connection = _connect(server)
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
     return connection
 
 
 def _check_unread_body(server: ServerProcess) -> None:
     """A body without an end is refused, and nobody waits for the rest of it."""
     with _connect(server) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         connection.sendall(b"200000\r\n" + bytes(1 << 21) + b"\r\n")
         answer = b""
         while part := connection.recv(1 << 16):

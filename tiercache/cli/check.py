@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.cli.control import connected
-from tiercache.cli.main import EXIT_OK, EXIT_UNWELL
+from tiercache.cli.main import EXIT_OK, EXIT_UNWELL, NotAnswering
 from tiercache.cli.report import print_json
 from tiercache.config import default_address, resolve_config, session_socket_path
 from tiercache.errors import ConfigError, DaemonUnavailable, ProtocolError, RequestRefused
@@ -72,8 +72,8 @@ def check(options: Options) -> int:
                 raise ConfigError(f"the daemon at {where} mends itself: stop it to use --repair on its directories")
             try:
                 return _check_daemon(options, where, rate)
-            except DaemonUnavailable:
-                if options.address is not None:
+            except DaemonUnavailable as error:
+                if options.address is not None or isinstance(error, NotAnswering):
                     raise
         directories = list(resolve_config(options.config).config.nvme_paths)
     if not directories:

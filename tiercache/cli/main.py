@@ -6,6 +6,7 @@ setting or installation, 3 there is a daemon and it does not answer. Errors are 
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ EXIT_OK = 0
 EXIT_UNWELL = 1
 EXIT_USAGE = 2
 EXIT_NO_ANSWER = 3
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class NotAnswering(DaemonUnavailable):
@@ -46,9 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_NO_ANSWER
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNWELL
     except BrokenPipeError:
-        # The reader has gone. Python would complain about that once more while it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_no_more()  # the reader has gone
         return EXIT_OK
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE or arguments[:1] == ["daemon"]:
+            raise
+        _print_no_more()
+        print(f"tiercache: the output cannot be written: {error.strerror}: send it elsewhere", file=sys.stderr)
+        return EXIT_UNWELL
+
+
+def _print_no_more() -> None:
+    """Python would try once more while it exits, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -123,10 +123,12 @@ def test_a_new_directory_and_the_same_again(path: Path, quiet: pytest.LogCapture
     again.close()
 
 
-def test_a_second_daemon_is_kept_out(path: Path) -> None:
+def test_one_directory_by_two_paths_is_one_too_many(path: Path, tmp_path: Path) -> None:
     first = opened(path)
-    with pytest.raises(ConfigError, match=rf"another daemon \(pid {os.getpid()}\) uses nvme directory {path}"):
-        opened(path)
+    other = tmp_path / "other"
+    other.symlink_to(path)
+    with pytest.raises(ConfigError, match=rf"nvme directory {other} is another path of one that is named already"):
+        opened(other)
     first.create_segment(1)
     first.close()
     opened(path).close()
