@@ -144,6 +144,18 @@ def test_a_path_that_cannot_be_used_is_one_line(run: Run, tmp_path: Path) -> Non
     assert_one_line(err, str(taken), "Not a directory")
 
 
+def test_ctrl_c_while_a_command_is_imported_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name.startswith("tiercache.daemon"):
+                raise KeyboardInterrupt
+
+    for name in [name for name in sys.modules if name.startswith("tiercache.daemon")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert run("daemon", "--help") == (2, "", "tiercache: stopped\n")
+
+
 @pytest.mark.parametrize("command", [["--help"], ["config"], ["version"]])
 def test_an_output_on_a_full_disk_is_one_line(command: list[str]) -> None:
     with open("/dev/full", "w") as full:

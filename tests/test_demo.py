@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,23 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setitem(demo_model.SIZES, "tiny", demo_model.Size(64, 96, 2, 1))
         demo_model.build_model(folder, "tiny")
     return folder
+
+
+def test_sigterm_ends_the_demo_as_ctrl_c_does(tmp_path: Path) -> None:
+    """What it has made is removed then; nothing is left in the folder for temporary files."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def interrupted() -> None:
+        with demo.sigterm_like_ctrl_c(), tempfile.TemporaryDirectory(dir=tmp_path):
+            assert len(list(tmp_path.iterdir())) == 1
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(DEADLINE_S)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
 
 
 def test_conversations_answer_the_same_with_tiers_and_find_what_the_pool_has_lost(

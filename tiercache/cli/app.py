@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     except _CommandLineError as error:
         print(f"tiercache: {_one_line(error)}: see `tiercache --help`", file=sys.stderr)
         return EXIT_USAGE
-    except (typer.Abort, KeyboardInterrupt):
+    except typer.Abort:
         print("tiercache: stopped", file=sys.stderr)
         return EXIT_USAGE
     except OSError as error:

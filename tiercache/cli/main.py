@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, NotAnswering):
             return EXIT_NO_ANSWER
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNWELL
+    except KeyboardInterrupt:  # while a command was still being imported, too
+        print("tiercache: stopped", file=sys.stderr)
+        return EXIT_USAGE
     except BrokenPipeError:
         _print_no_more()  # the reader has gone
         return EXIT_OK
