@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiercache.config import load_config
+from tiercache.daemon import space
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.leases import Owner
 from tiercache.daemon.slices import finish
@@ -127,6 +128,16 @@ def test_a_tenant_cannot_take_the_places_of_all_namespaces() -> None:
         open_for(cache, "a", engine="one more")
     assert open_for(cache, "a", engine="0").number == 1
     open_for(cache, "b")
+
+
+def test_there_are_so_many_namespaces_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space, "MAX_NAMESPACES", 3)
+    cache = make_cache(16)
+    for number in range(3):
+        open_for(cache, "", engine=str(number))
+    with pytest.raises(NoRoom, match="3 namespaces are registered: restart the daemon"):
+        open_for(cache, "", engine="one more")
+    assert open_for(cache, "", engine="2").number == 3
 
 
 def test_a_tenants_name_is_a_word() -> None:

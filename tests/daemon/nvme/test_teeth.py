@@ -116,6 +116,32 @@ def test_a_write_keeps_what_it_hangs_below(tmp_path: Path, parent_first: bool) -
     play(scenario)
 
 
+def test_frames_that_a_hung_disk_may_still_write_to_are_nobody_elses(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        [shelf], space, chain = rig.shelves, rig.namespace(), keys_of("a", 4)
+        rig.store(space, chain)
+        await rig.settled()
+        rig.forget_dram()
+        gate, allocator = rig.disks[rig.dirs[0]].gate, rig.cache.space.allocator
+        gate.clear()
+        lease = rig.match([space], chain)
+        assert lease is not None
+        await rig.until(lambda: shelf.queue.in_flight == 4)
+        under_way = allocator.used_bytes
+        rig.tier._promotion.give_up(shelf)
+        running = shelf.queue.in_flight
+        assert running > 0
+        assert under_way - allocator.used_bytes == (4 - running) * space.size_class.frame_bytes
+        gate.set()
+        await rig.until(lambda: shelf.queue.in_flight == 0 and allocator.used_bytes == 0)
+        rig.cache.reads.release(rig.owner, lease.lease_id)
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
 def test_a_block_that_has_come_another_way_meanwhile_is_there_once(tmp_path: Path) -> None:
     """A client may write it past DRAM while the daemon does so too."""
 
