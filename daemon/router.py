@@ -28,6 +28,8 @@ from tiercache.errors import ConfigError
 from tiercache.messages import MAX_MESSAGE_BYTES
 
 BATCH = 64
+BATCH_NS = 2_000_000
+"""For so long requests are served in one go of the loop, and then the one that has begun is."""
 MAX_OUTSTANDING = 1024
 """Replies that may wait for one peer; one more ends its session."""
 DRAIN_REQUESTS = 4 * MAX_OUTSTANDING
@@ -112,17 +114,24 @@ class Router:
         self._scheduled = False
         if self._socket.closed:
             return  # scheduled before the end
-        for _ in range(BATCH):
-            if not self._serve_one():
-                break
+        self.drain(BATCH)
         # A send may have taken the edge of a request that came in meanwhile.
         if _readable(self._socket) and not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._on_readable)
 
-    def drain(self, limit: int = DRAIN_REQUESTS) -> bool:
-        """Serve what is here now, at most `limit` requests; True when nothing is left."""
-        return any(not self._serve_one() for _ in range(limit))
+    def drain(self, limit: int, least: int = 1) -> bool:
+        """Serve what is here now, at most `limit` requests; True when nothing is left.
+
+        After `BATCH_NS` no more are begun, beyond `least`.
+        """
+        until_ns = time.perf_counter_ns() + BATCH_NS
+        for served in range(limit):
+            if served >= least and time.perf_counter_ns() >= until_ns:
+                return False
+            if not self._serve_one():
+                return True
+        return False
 
     def _serve_one(self) -> bool:
         """One request, if there is one."""

@@ -37,7 +37,7 @@ from tiercache.daemon.priority import go_first
 from tiercache.daemon.publisher import Publisher
 from tiercache.daemon.regions import RegionMaker
 from tiercache.daemon.reuse import WhatIf
-from tiercache.daemon.router import DRAIN_REQUESTS, Answer, Router
+from tiercache.daemon.router import BATCH, DRAIN_REQUESTS, Answer, Router
 from tiercache.daemon.rundir import RunDir, find_group
 from tiercache.daemon.service import Service
 from tiercache.daemon.sessions import Session, SessionGate
@@ -341,13 +341,13 @@ class Server:
 
     # --- what the gate tells ---------------------------------------------------------------------
 
-    def _drain(self, limit: int = DRAIN_REQUESTS) -> bool:
-        drained = self.router.drain(limit)
-        return drained if self.remote is None else self.remote.router.drain(limit) and drained
+    def _drain(self, limit: int, least: int = 1) -> bool:
+        drained = self.router.drain(limit, least)
+        return drained if self.remote is None else self.remote.router.drain(limit, least) and drained
 
     def session_ended(self, session: Session) -> None:
         """Its last requests may still be in the queue: a release there is worth hearing first."""
-        self._drain()
+        self._drain(DRAIN_REQUESTS, BATCH)
         self.cache.session_lost(session.owner)
 
     def process_ended(self, session: Session) -> None:

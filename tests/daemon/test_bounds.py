@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 from test_cache_edges import FRAME_BYTES, Harness, chain
 
+from tiercache.daemon import router
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.index import Index
 from tiercache.daemon.leases import Deadlines, ReadLease
 from tiercache.daemon.policies.window import Window
 from tiercache.daemon.reads import Reads
 from tiercache.daemon.space import ROOM_STEPS, SLICE, Space
+from tiercache.daemon.unsent import Unsent
 from tiercache.messages import BlockState
 
 BLOCKS = 6000
@@ -205,3 +212,42 @@ def test_large_blocks_do_not_push_all_small_ones_out_of_the_window_at_once(
         h.store(small, bytes([8]) + number.to_bytes(15, "big"))
     assert let_out() > 400, "they leave it as others come"
     finish(h)
+
+
+def test_many_requests_at_once_are_served_a_few_milliseconds_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a session still has to say when it ends is heard all the same, up to a batch."""
+    now_ns, served = 0, 0
+    monkeypatch.setattr(router, "time", SimpleNamespace(perf_counter_ns=lambda: now_ns))
+
+    def handle(identity: bytes, header: bytes, parts: object) -> None:
+        nonlocal now_ns, served
+        now_ns, served = now_ns + router.BATCH_NS // 4, served + 1
+
+    async def flood() -> list[int]:
+        nonlocal served
+        endpoint = f"ipc://{tmp_path}/control"
+        ours = router.Router(endpoint, handle, lambda session, why: None, Unsent(), 10)
+        sender = zmq.Context.instance().socket(zmq.DEALER)
+        sender.connect(endpoint)
+        while served < 1:  # it has shaken hands
+            sender.send(b"hello")
+            time.sleep(0.01)
+            ours.drain(1)
+        while not ours.drain(router.DRAIN_REQUESTS):
+            pass
+        counts = []
+        for limit, least in ((router.BATCH, 1), (3, 1), (router.DRAIN_REQUESTS, router.BATCH)):
+            empty = True
+            while empty:  # they did not come as fast as they were served
+                for _ in range(100):
+                    sender.send(b"again")
+                served = 0
+                empty = ours.drain(limit, least)
+            counts.append(served)
+        ours.close()
+        sender.close(0)
+        return counts
+
+    assert asyncio.run(flood()) == [4, 3, router.BATCH]
