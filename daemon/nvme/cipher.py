@@ -85,7 +85,10 @@ class Cipher:
 def load_cipher(path: Path) -> Cipher:
     """The cipher of a key file: 64 hex digits that only its owner can read. Raises ConfigError."""
     try:
-        mode, text = path.stat().st_mode, path.read_bytes()
+        mode, text = path.stat().st_mode, b""
+        if not mode & 0o077:
+            with path.open("rb") as file:
+                text = file.read(_MAX_FILE_BYTES)  # a device has no end
     except OSError as error:
         raise ConfigError(f"nvme_key {path} cannot be read ({error.strerror}): {_MAKE}") from error
     if mode & 0o077:
@@ -95,4 +98,5 @@ def load_cipher(path: Path) -> Cipher:
     return Cipher(bytes.fromhex(text.decode()))
 
 
+_MAX_FILE_BYTES = 4096
 _MAKE = "make one with `(umask 077; openssl rand -hex 32 > FILE)`"

@@ -148,6 +148,8 @@ def test_key_files_of_the_wrong_form(tmp_path: Path, text: str, mode: int, probl
         NvmeTier(config, {}, lambda: None)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_cipher(tmp_path / "none")
+    with pytest.raises(ConfigError, match="nvme_key /dev/zero can be read by others"):
+        load_cipher(Path("/dev/zero"))  # and not read to its end
 
 
 def test_a_daemon_with_a_bad_key_does_not_start(tmp_path: Path) -> None:
