@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MAX_LISTED_NAMESPACES = 1024
 MAX_LISTED_SESSIONS = 256
 MAX_LISTED_QUOTAS = 256
+_NAMESPACES_AT_ONCE = 256
 _MAX_CHARS = 48
 _COUNTERS = [field.name for field in fields(Counters)]
 
@@ -32,9 +33,13 @@ _COUNTERS = [field.name for field in fields(Counters)]
 def build_stats(server: Server, request: Stats) -> Steps[dict[str, Any]]:
     """Everything that is known, as of now; the lists of namespaces and sessions are cut.
 
-    What is asked for besides comes in slices of its own.
+    Very many namespaces, and what is asked for besides, come in slices of their own.
     """
     stats = _figures(server)
+    if len(server.cache.space.namespaces) > _NAMESPACES_AT_ONCE:
+        yield
+    stats["namespaces"] = _namespaces(server)
+    stats["sessions"] = _sessions(server)
     if request.histograms:
         yield
         stats["histograms"] = build_histograms(server)
@@ -79,8 +84,6 @@ def _figures(server: Server) -> dict[str, Any]:
         "pins": {"count": len(cache.reads.pins), "bytes": cache.reads.pinned_bytes},
         "hints": {**space.policies.hints.stats(), "plans": cache.ahead.plans, "ahead_blocks": cache.ahead.blocks},
         **({"quotas": quotas} if (quotas := _quotas(server)) else {}),
-        "namespaces": _namespaces(server),
-        "sessions": _sessions(server),
     }
 
 
