@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from tiercache.daemon import reads
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.leases import Owner
 from tiercache.daemon.space import Namespace
@@ -60,6 +61,17 @@ def test_pins_set_again_and_again_leave_nothing_behind() -> None:
     h.now_s += 8 * 86400
     h.cache.expire()
     assert h.cache.reads.pins == {}
+    h.check()
+
+
+def test_there_are_so_many_pins_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "MAX_PINS", 2)
+    h = Harness(pin_share=1.0)
+    namespace = h.space()
+    for tag in (1, 2, 3):
+        h.store(namespace, chain(tag, 1))
+    assert [h.cache.pin([namespace], chain(tag, 1), 10) for tag in (1, 2, 3)] == [1, 1, 0]
+    assert h.cache.pin([namespace], chain(1, 1), 20) == 1, "set again it is no further one"
     h.check()
 
 

@@ -102,6 +102,31 @@ def test_only_a_client_that_writes_into_frames_itself_leaves_a_quarantine(mapped
     assert w.cache.has_quarantine(owner) is mapped
 
 
+def test_a_client_that_does_not_map_commits_only_what_it_has_sent() -> None:
+    """What else is in the frame was another's."""
+    w = Writers()
+    remote = party("tenant a", mapped=False)
+    lease = w.reserve(remote, 3).lease_id
+    for number, written in enumerate((FRAME, FRAME - 1)):
+        block = w.cache.writes.writable_block(remote, lease, number)
+        assert block is not None
+        block.written = written
+    assert w.cache.writes.commit(remote, lease, [0, 1]) == [CommitState.VISIBLE, CommitState.DROPPED]
+    w.check()
+
+
+def test_the_end_of_a_process_says_nothing_of_another_one_of_its_instance() -> None:
+    w = Writers()
+    ends, goes_on = party("a"), party("b")
+    for owner in (ends, goes_on):
+        w.reserve(owner, 2)
+    w.expire()
+    w.cache.process_gone(ends)
+    w.check()
+    assert w.cache.writes.unfinished.quarantined_of("a") == 0
+    assert w.cache.writes.unfinished.quarantined_of("b") == 2 * FRAME
+
+
 def test_health_names_who_leaves_much_unfinished() -> None:
     w = Writers()
     w.reserve(party("process 7"), 8)
