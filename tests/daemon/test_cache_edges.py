@@ -94,6 +94,24 @@ def test_leases_still_end_in_time_after_a_sweep() -> None:
     h.check()
 
 
+def test_a_lease_that_was_renewed_outlives_its_first_deadline_and_is_no_strangers() -> None:
+    h = Harness()
+    namespace = h.space()
+    h.store(namespace, chain(1, 1))
+    lease = h.cache.match(h.owner, [namespace], chain(1, 1), 10).lease
+    assert lease is not None
+    assert not h.cache.reads.hold(Owner(b"b" * 16), lease.lease_id)
+    assert h.cache.reads.hold(Owner(h.owner.instance), lease.lease_id)
+    h.cache.reads.renew(lease, 100)
+    h.now_s = 11
+    h.cache.expire()
+    assert not lease.over
+    h.now_s = 101
+    h.cache.expire()
+    assert lease.over
+    h.check()
+
+
 def test_a_pin_that_is_cut_short_keeps_whole_windows_only() -> None:
     h = Harness(pin_share=0.5)
     window, keys = h.space(window_blocks=2), chain(1, 6)

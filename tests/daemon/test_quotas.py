@@ -8,6 +8,7 @@ from tiercache.config import load_config
 from tiercache.daemon import space
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.leases import Owner
+from tiercache.daemon.quotas import Quotas
 from tiercache.daemon.slices import finish
 from tiercache.daemon.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
 from tiercache.errors import ConfigError
@@ -118,6 +119,13 @@ def test_a_namespace_has_a_quota_of_its_own_beside_its_tenants() -> None:
     assert store(cache, other, chain("x", 20)) == 8
     assert cache.space.used_bytes("a") == 8 * FRAME
     assert cache.space.quotas.refused == {own.account: 15, "a": 12}
+
+
+def test_of_two_names_of_one_namespace_the_longer_one_counts() -> None:
+    quotas = Quotas({"ns:5d1e0b3a": 1, "ns:5d1e0b3a77": 2, "a": 3})
+    assert quotas.account_of("a", "5d1e0b3a77" + "0" * 22) == "ns:5d1e0b3a77"
+    assert quotas.account_of("a", "5d1e0b3a00" + "0" * 22) == "ns:5d1e0b3a"
+    assert quotas.account_of("a", "0" * 32) == "a"
 
 
 def test_a_tenant_cannot_take_the_places_of_all_namespaces() -> None:
