@@ -19,6 +19,7 @@ from tiercache.daemon.connections import UNSEEN_EVENTS, Connections
 from tiercache.daemon.descriptors import CONNECTIONS_PER_SESSION, fit, needed, raise_limit
 from tiercache.daemon.publisher import MAX_SUBSCRIBERS
 from tiercache.errors import ConfigError
+from tiercache.setting_kinds import NvmeDirectory
 
 CONFIG = DaemonConfig(arena_bytes=64 << 20, region_bytes=2 << 20, max_sessions=100)
 
@@ -46,7 +47,7 @@ def test_each_thing_that_takes_descriptors_counts() -> None:
     events = more(kv_events="ipc:///tmp/e")
     assert events == MAX_SUBSCRIBERS + UNSEEN_EVENTS
     assert more(kv_events="ipc:///tmp/e", kv_events_replay="ipc:///tmp/r") == 2 * events
-    nvme = {"nvme_dirs": (Path("/a"),), "nvme_bytes": 1 << 40}
+    nvme = {"nvme_dirs": (NvmeDirectory(Path("/a")),), "nvme_bytes": 1 << 40}
     assert more(**nvme, nvme_segment_bytes=1 << 30) - more(**nvme, nvme_segment_bytes=1 << 40) == 1023
 
 

@@ -56,7 +56,7 @@ def test_missing_trailing_fields_have_defaults(client: Client) -> None:
 
 
 def test_extra_trailing_fields_are_ignored(client: Client, run_dir: Path) -> None:
-    assert client.ask("ping", "from", {"a": ["later", 1]}, b"release") == ["done"]
+    assert client.ask("ping", 0, "from", {"a": ["later", 1]}, b"release") == ["done"]
     number, keys = client.namespace(), new_chain(1)
     assert client.ask("match", [number], keys, 0, 0, False, False, [1, 2], None) == ["matched", 0, 0, 0, [], False]
     session = SessionSocket(run_dir)

@@ -21,7 +21,7 @@ def test_the_welcome_says_that_hints_are_taken(run_dir: Path) -> None:
 
     session = SessionSocket(run_dir)
     welcome, _ = session.hello(hello(b"h" * 16, map_arena=False))
-    assert welcome[7:] == [False, True]
+    assert welcome[7:9] == [False, True]
     session.close()
 
 

@@ -125,6 +125,7 @@ def plain_engine(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiercache.engine.engine.read_shape", lambda *_: shape)
         patch.setattr("tiercache.engine.engine.identify_model", lambda *_: (namespaces, content_id("plain")))
+        patch.setattr("tiercache.engine.engine.file_states", lambda *_: [])
         patch.setattr("tiercache.engine.engine.HostedModel", PlainModel)
         patch.setattr("tiercache.engine.engine.check_model", lambda *_: None)
         patch.setattr("tiercache.engine.engine.find_streaming", lambda *_: None)

@@ -149,7 +149,7 @@ def test_38_a_lease_lost_in_mid_copy_is_a_miss(
     keys = stored(daemon, connect, "lost")
     if why == "expiry":
         monkeypatch.setattr(loading, "READ_TTL_MS", 60)
-        monkeypatch.setattr(engine.connector.client, "keep", lambda *_: None)
+        monkeypatch.setattr(engine.connector.client.leases, "keep", lambda *_, **__: None)
     transfer = engine.connector.load_async(engine.connector.match(keys), list(range(BLOCKS)))
     assert gate.half_way.wait(5)
     if why == "flush":
