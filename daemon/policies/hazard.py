@@ -19,6 +19,8 @@ RANK_LEAST = 16
 """Or so many blocks have gone, or as many as a quarter of the cells, where there are few."""
 MAX_CELLS = 2048
 """More than that are made only where they are twice as wide for each quarter more."""
+_NOT_ASKED_FOR = chain_class(0, 1, 1)
+"""Of chains that were stored without a look-up: one class, since in how many parts they come says nothing of them."""
 _TICK = 1 / 256
 """Cells are of blocks used within so many turnovers."""
 _CLASS_SHIFT = 40
@@ -65,8 +67,7 @@ class LeastWorth:
         stamp, classes, used_at = columns.stamp, self._class, self._used_at
         gap, uses, shared, key = self._gap, self._uses, self._shared, index.key
         now, clock, parent = self._turnover.now, columns.clock, index.parent[entries[0]]
-        blocks = len(entries)
-        block_class = classes[parent] if index.key[parent] else chain_class(0, blocks, blocks)
+        block_class = classes[parent] if index.key[parent] else _NOT_ASKED_FOR
         for entry in entries:
             context = expected(key[entry])
             if context is not None:

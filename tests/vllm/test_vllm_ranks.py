@@ -129,7 +129,7 @@ def test_mla_is_loaded_where_vllm_computes_on_top_of_it(start: Start, tmp_path: 
     with launch("64MiB", region="16MiB") as own:
         engine = start(own.address, model=model, block_size=32, dtype="bfloat16")
         assert engine.generate(PROMPTS[:1], 16)[1] == [0]
-        # In 16 bits the end of a prompt is computed otherwise on top of a prefix: the measure is what is in vLLM's own pool.
+        # In 16 bits the end of a prompt comes out otherwise on top of a prefix: vLLM's own pool is the measure.
         from_pool = engine.generate(PROMPTS[:1], 16)
         wait_until(lambda: engine.regenerate(PROMPTS[:1], 16)[1] == [576])
         assert engine.regenerate(PROMPTS[:1], 16) == (from_pool[0], [576])
