@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tiercache.cli import demo, demo_chat, demo_model
+from tiercache.cli import demo, demo_chat, demo_child, demo_model
 from tiercache.cli.demo_chat import ChatDemo, ServerProcess
 from tiercache.cli.demo_child import Child, ChildFailed
 from tiercache.engine.prompts import load_tokenizer
@@ -146,6 +146,24 @@ def test_a_child_may_finish_at_the_end_and_is_killed_after_an_error(tmp_path: Pa
             raise ChildFailed("something else went wrong")
         assert child.process.returncode == -signal.SIGKILL
         assert not (tmp_path / "killed").exists()
+
+
+def test_a_signal_while_a_child_starts_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    def interrupted(*arguments: object, **options: object) -> subprocess.Popen[str]:
+        started.append(popen(*arguments, **options))  # type: ignore[call-overload]
+        signal.raise_signal(signal.SIGINT)
+        return started[0]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt), demo_child.none_left():
+        Child("json.tool")
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
+    for pipe in (started[0].stdin, started[0].stdout):
+        assert pipe is not None
+        pipe.close()
 
 
 @pytest.mark.slow

