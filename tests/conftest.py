@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,14 @@ with contextlib.suppress(ImportError):  # not in every environment that runs tes
     # By default an example that takes more than 200 ms fails, which is what a busy machine does.
     settings.register_profile("tiercache", deadline=None)
     settings.load_profile("tiercache")
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, as in any program: processes that run tests side by side ignore it."""
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, earlier)
 
 
 @pytest.fixture(autouse=True)

@@ -148,6 +148,7 @@ def test_a_child_may_finish_at_the_end_and_is_killed_after_an_error(tmp_path: Pa
         assert not (tmp_path / "killed").exists()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_signal_while_a_child_starts_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[str]] = []
 

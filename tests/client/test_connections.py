@@ -213,7 +213,13 @@ def test_who_keeps_the_session_in_order_waits_for_no_others(channels: Callable[.
     """Its ping says whether the daemon is there, and its renewals keep what the others have."""
     ours = channels(4)
     held: list[Any] = []
-    assert in_threads(2, lambda: held.append(ours.post(m.Ping, m.Done))) == [None, None]
+    both = threading.Barrier(2, timeout=WAIT_S)  # a thread may have the number of one that has ended
+
+    def hold() -> None:
+        held.append(ours.post(m.Ping, m.Done))
+        both.wait()
+
+    assert in_threads(2, hold) == [None, None]
     with pytest.raises(RequestRefused):
         ours.call(m.Ping, m.Done, 0.01)
     ours.attendant = threading.get_ident()

@@ -207,6 +207,7 @@ def test_a_connector_that_is_closed_without_its_session_tells_the_daemon_in_one_
 # --- exceptions -----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("at_reply", [4, 5, 6, 7])
 def test_ctrl_c_at_any_reply_of_a_store_leaves_no_lease(
     open_connector: Open, watcher: tiercache.Connector, monkeypatch: pytest.MonkeyPatch, at_reply: int
@@ -234,6 +235,7 @@ def test_ctrl_c_at_any_reply_of_a_store_leaves_no_lease(
     assert bytes_of(connector, list(range(10, 18))) == bytes_of(connector, list(range(8)))
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_waits_for_the_copies_and_begins_no_further_one(
     open_connector: Open, watcher: tiercache.Connector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

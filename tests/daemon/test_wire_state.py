@@ -52,7 +52,7 @@ def test_a_flush_by_key_goes_on_behind_the_answer(client: Client) -> None:
         return next(space for space in client.stats()["namespaces"] if space["id"] == number)
 
     until(lambda: table()["blocks"] == 10)
-    assert client.ask("flush", "all", [number], b"") == ["flushed", 10, False]
+    assert client.ask("flush", "all", [number], b"")[:2] == ["flushed", 10]
     assert client.length(number, keys) == 0
     assert client.reserve(number, keys[:16])[1] == [FRAME]
 
