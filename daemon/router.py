@@ -85,6 +85,7 @@ class Router:
         self._socket = socket_ = self._context.socket(zmq.ROUTER)
         self._socket.copy_threshold = 0  # what is copied is not tracked
         self._unsent = unsent
+        unsent.collectors.append(self._collect)
         self._sending: list[_Sending] = []
         self._scheduled = False
         for option, value in (
@@ -190,6 +191,11 @@ class Router:
 
     def tick(self) -> None:
         """What is looked at now and then: finished payloads, new and lost connections."""
+        self._collect()
+        self._look()
+
+    def _collect(self) -> None:
+        """Let go of the payloads that have been sent."""
         if self._sending:
             still = []
             for part in self._sending:
@@ -198,7 +204,6 @@ class Router:
                 else:
                     still.append(part)
             self._sending = still
-        self._look()
 
     def _look(self) -> None:
         """Those who have come and gone, a part at a time: in a flood others are served in between."""

@@ -30,9 +30,21 @@ def fill(unsent: Unsent, session: Session, length: int = 2 * MIB) -> int:
 def test_a_session_has_a_limit() -> None:
     unsent, session = Unsent(), session_of("a")
     assert fill(unsent, session) == SESSION_BYTES
-    assert unsent.problem(session, 1) == "32 MiB of answers to this session wait to be read: read them first"
+    assert unsent.problem(session, 1) == "128 MiB of answers to this session wait to be read: read them first"
     unsent.sent(session, 2 * MIB)
     assert unsent.problem(session, 2 * MIB) is None
+
+
+def test_what_was_sent_since_the_last_tick_is_taken_off_before_anything_is_refused() -> None:
+    """A fast client reads more between two ticks than may wait."""
+    unsent, session = Unsent(), session_of("a")
+    fill(unsent, session)
+    unsent.collectors.append(lambda: unsent.sent(session, 2 * MIB))
+    assert unsent.problem(session, 2 * MIB) is None
+    assert unsent.problem(session, 4 * MIB) is None, "and so again"
+    unsent.collectors.clear()
+    unsent.add(session, 4 * MIB)
+    assert unsent.problem(session, 1) is not None
 
 
 def test_small_answers_count_for_their_work() -> None:
@@ -49,7 +61,7 @@ def test_sessions_of_one_party_share_a_limit_that_outlives_them() -> None:
     assert [fill(unsent, one) for one in gone] == [SESSION_BYTES] * parties
     for one in gone:
         one.open = False
-    assert unsent.problem(session_of("a"), 1) == "128 MiB of answers to a wait to be read: read them first"
+    assert unsent.problem(session_of("a"), 1) == "256 MiB of answers to a wait to be read: read them first"
     assert unsent.problem(session_of("b"), 2 * MIB) is None
 
 
