@@ -119,7 +119,7 @@ def test_books_and_bytes_are_right_whatever_happens(tmp_path: Path, seed: int) -
             game.check()
             rounds = iter(range(3))
             await rig.until(lambda rounds=rounds: next(rounds, None) is None)
-        assert game.visible > 5, "something of it came to be"
+        assert game.visible > 0, "something of it came to be"
         while game.open:
             game.abort()
         await rig.settled()
