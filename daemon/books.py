@@ -28,7 +28,8 @@ def check_books(cache: Cache) -> Steps[list[str]]:
     findings += yield from _check_accounts(cache)
     findings += yield from _check_pinned_regions(cache)
     writes = cache.writes
-    findings += yield from writes.unfinished.check(lambda: [*writes.leases.values(), *writes.quarantined.values()])
+    leases = writes.leases, writes.quarantined, writes.waiting
+    findings += yield from writes.unfinished.check(lambda: [lease for its in leases for lease in its.values()])
     if cache.events is not None:
         findings += yield from cache.events.check()
     for policy in space.policies.hints.policies:

@@ -14,22 +14,24 @@ that it comes to. Of blocks that came without names, or are from an earlier life
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from tiercache.daemon.publisher import Publisher
 from tiercache.daemon.slices import Steps, finish
-from tiercache.messages import KEY_BYTES, EventRun, unpack_indices
+from tiercache.messages import KEY_BYTES, ReceivedRun, unpack_indices
 
 BATCH_BYTES = 64 << 10
 """A batch with more than this is published at once, smaller ones with the next tick."""
 MAX_BLOCK_BYTES = 64 << 10
 """Of what is said of one block: 16000 tokens."""
 MAX_WAITING_BYTES = 16 << 20
-"""Of what is said in stores of one session that are under way."""
+"""Of what is said in stores of one process, or tenant of other hosts, that are under way."""
+MAX_FORM_BYTES = 256
+"""Of each name that all blocks of a run share."""
 MAX_TENANT_BYTES = 256 << 20
 """Of what is remembered of the blocks of one tenant: about a million of 16 tokens."""
 MAX_KNOWN_BYTES = 1 << 30
@@ -40,6 +42,7 @@ BLOCKS_AT_ONCE = 1024
 """Looked at in one slice of a check."""
 _EVENT_BYTES = 32
 """What an event of a block takes besides tokens, about."""
+_NIL = msgspec.Raw(msgspec.msgpack.encode(None))
 
 Hash = int | bytes
 
@@ -54,7 +57,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys: list[Any] | None = None
+    extra_keys: list[msgspec.Raw | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -99,7 +102,7 @@ class Block(msgspec.Struct, gc=False):
     hash: Hash
     parent: Hash | None
     tokens: bytes
-    extra: Any
+    extra: msgspec.Raw | None
     form: _Form
     size: int = 0
     copies: int = 0
@@ -112,29 +115,39 @@ Named = Callable[[int], "Block | None"]
 class NamedBlocks:
     """The blocks of a client's store; `bytes` is what was said of all of them."""
 
-    __slots__ = ("_block_bytes", "_form", "_run", "_size", "bytes")
+    __slots__ = ("__weakref__", "_form", "_run", "_size", "bytes")
 
-    def __init__(self, run: EventRun, block_size: int, tenant: str = "") -> None:
+    def __init__(self, run: ReceivedRun, block_size: int, tenant: str = "") -> None:
         self._run = run
         self._size = 4 * block_size
         self._form = _Form(block_size, run.group, run.kind, run.window, run.lora_id, run.lora_name, tenant)
         self.bytes = len(msgspec.msgpack.encode(run))
-        self._block_bytes = _BLOCK_BYTES + self.bytes // max(1, len(run.hashes))
 
     @property
     def too_large(self) -> bool:
-        """Whether more is said of each block than is kept."""
-        return self._block_bytes > MAX_BLOCK_BYTES
+        """Whether more is said of a block than is kept. Each counts by itself: a store may keep only one of its run."""
+        run = self._run
+        longest = max(map(len, run.extra_keys or ()), default=0)
+        hashes = max(map(_hash_bytes, (run.parent, *run.hashes)))
+        names = max(len(name or "") for name in (run.kind, run.lora_name))
+        return _BLOCK_BYTES + self._size + longest + 2 * hashes > MAX_BLOCK_BYTES or names > MAX_FORM_BYTES
 
     def __call__(self, place: int) -> Block:
         run, size = self._run, self._size
         parent = run.hashes[place - 1] if place else run.parent
         tokens = run.tokens[place * size : (place + 1) * size]
-        extra = run.extra_keys and run.extra_keys[place]
-        return Block(run.hashes[place], parent, tokens, extra, self._form, self._block_bytes)
+        extra = run.extra_keys[place] if run.extra_keys else _NIL
+        # A copy: what was received is a part of the whole message, and keeps that.
+        said = None if extra == _NIL else extra.copy()
+        size_bytes = _BLOCK_BYTES + len(tokens) + len(extra) + _hash_bytes(run.hashes[place]) + _hash_bytes(parent)
+        return Block(run.hashes[place], parent, tokens, said, self._form, size_bytes)
 
 
-def name_blocks(run: EventRun, block_size: int, tenant: str = "") -> NamedBlocks:
+def _hash_bytes(name: Hash | None) -> int:
+    return len(name) if isinstance(name, bytes) else 0
+
+
+def name_blocks(run: ReceivedRun, block_size: int, tenant: str = "") -> NamedBlocks:
     """The blocks of a client's store."""
     return NamedBlocks(run, block_size, tenant)
 
@@ -197,6 +210,7 @@ class Events:
         self._blocks: defaultdict[int, dict[bytes, Block]] = defaultdict(dict)  # by namespace and key
         self._pending: list[_Stored | BlockRemoved | AllBlocksCleared] = [AllBlocksCleared()]
         self._pending_bytes = 0
+        self._waiting_bytes: Counter[str] = Counter()  # said in stores under way, by process or tenant
         self._touched: set[Hash] | None = None  # hashes of blocks that came or went since a check began
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -204,6 +218,19 @@ class Events:
         """What is said of blocks of a namespace, for when they arrive elsewhere: they may have left by then."""
         blocks = self._blocks[number]
         return [blocks.get(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+
+    def waits(self, party: str, named: NamedBlocks) -> bool:
+        """Whether there is room for what a store says of its blocks, which then counts for as long as it is kept."""
+        if self._waiting_bytes[party] + named.bytes > MAX_WAITING_BYTES:
+            return False
+        self._waiting_bytes[party] += named.bytes
+        weakref.finalize(named, self._waits_no_more, party, named.bytes).atexit = False
+        return True
+
+    def _waits_no_more(self, party: str, less_bytes: int) -> None:
+        self._waiting_bytes[party] -= less_bytes
+        if not self._waiting_bytes[party]:
+            del self._waiting_bytes[party]
 
     def arrived(self, medium: Medium, number: int, key: bytes, said: Block | None) -> None:
         """A block of a namespace is in a tier from now on."""
@@ -234,7 +261,7 @@ class Events:
             last.last = block
         else:
             self._pending.append(_Stored(medium, block))
-        self._grown(len(block.tokens))
+        self._grown(len(block.tokens) + len(block.extra or b""))
 
     def left(self, medium: Medium, number: int, key: bytes) -> None:
         """A block is in a tier no more. Nothing happens for one that was not known to be there."""
@@ -254,6 +281,8 @@ class Events:
         if named[block.hash]:
             return
         del named[block.hash]
+        if not named:
+            del medium.named[group]
         self.removed_blocks += 1
         last = self._pending[-1] if self._pending else None
         if type(last) is BlockRemoved and last.medium == medium.name and last.group_idx == group:

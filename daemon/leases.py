@@ -155,7 +155,8 @@ class WriteLease:
     """
 
     __slots__ = (
-        "blocks", "chain", "deadline_s", "frame_bytes", "lease_id", "named", "over", "owner", "started_s", "writing",
+        "blocks", "chain", "deadline_s", "frame_bytes", "frames", "lease_id", "named", "over", "owner", "started_s",
+        "writing",
     )  # fmt: skip
 
     def __init__(self, lease_id: int, owner: Owner, started_s: float, ttl_s: float, frame_bytes: int) -> None:
@@ -166,6 +167,7 @@ class WriteLease:
         self.deadline_s = started_s + ttl_s
         self.blocks: dict[int, PendingBlock] = {}
         self.writing = 0  # blocks whose frame the writer may still write to
+        self.frames = 0  # and those of complete blocks that are not published yet
         self.over = False
         self.named: Named | None = None
         self.chain = (b"", b"")

@@ -1,8 +1,9 @@
 """Frames that clients may still be writing to: how many bytes each of them has, and how many it may have.
 
 A client that stops for good keeps its frames: from then on they wait in quarantine for its end. So what it may have is
-limited before it writes, and a part of the arena is left to what can be read, however many clients hang. What counts
-is the party, a process of this host or a tenant on others: clients choose their instances.
+limited before it writes, and a part of the arena is left to what can be read, however many clients hang. A block that
+is complete counts too while the one before it is not: nobody can read it, and it cannot be evicted. What counts is the
+party, a process of this host or a tenant on others: clients choose their instances.
 """
 
 from __future__ import annotations
@@ -65,10 +66,23 @@ class Unfinished:
         """So many frames more, or fewer, are its writer's."""
         self._changes += 1
         lease.writing += frames
+        lease.frames += frames
         if not lease.owner.internal:
             _add(self._held, lease.owner.party, frames * lease.frame_bytes)
             if lease.over:
                 _add(self._quarantined, lease.owner.party, frames * lease.frame_bytes)
+
+    def complete(self, lease: WriteLease) -> None:
+        """Its writer is done with one more frame, which waits to be published."""
+        self._changes += 1
+        lease.writing -= 1
+
+    def settle(self, lease: WriteLease) -> None:
+        """One that was complete is published, or dropped."""
+        self._changes += 1
+        lease.frames -= 1
+        if not lease.owner.internal:
+            _add(self._held, lease.owner.party, -lease.frame_bytes)
 
     def give_up(self, lease: WriteLease) -> None:
         """The lease is over from here on: what its writer has is in quarantine."""
@@ -103,7 +117,7 @@ class Unfinished:
             changes, held, quarantined = self._changes, Counter[str](), Counter[str]()
             for number, lease in enumerate(leases(), 1):
                 if not lease.owner.internal:
-                    held[lease.owner.party] += lease.writing * lease.frame_bytes
+                    held[lease.owner.party] += lease.frames * lease.frame_bytes
                     quarantined[lease.owner.party] += lease.writing * lease.frame_bytes * lease.over
                 if not number % _LEASES_AT_ONCE:
                     yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tiercache import messages as m
 from tiercache.daemon.below import Granted
 from tiercache.daemon.desk import Desk, Method, check_range, check_run, encoder
-from tiercache.daemon.events import MAX_WAITING_BYTES, Named, NamedBlocks, name_blocks
+from tiercache.daemon.events import Named, name_blocks
 from tiercache.daemon.leases import Owner
 from tiercache.daemon.sessions import Session
 from tiercache.daemon.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
@@ -80,8 +80,7 @@ class WriteRequests:
             text += f": must be {blocks} blocks of {block_size} tokens"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         named, events = name_blocks(run, block_size, namespace.spec.tenant), self._cache.events
-        waiting_bytes = sum(one.named.bytes for one in owner.writes.values() if isinstance(one.named, NamedBlocks))
-        if named.too_large or waiting_bytes + named.bytes > MAX_WAITING_BYTES:
+        if named.too_large or not events.waits(owner.party, named):
             events.unnamed_blocks += blocks
             return None
         return named

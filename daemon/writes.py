@@ -63,6 +63,8 @@ class Writes:
     ) -> None:  # fmt: skip
         self.leases: dict[int, WriteLease] = {}
         self.quarantined: dict[int, WriteLease] = {}
+        self.waiting: dict[int, WriteLease] = {}
+        """Ended, with complete blocks that wait for those before them."""
         self.unfinished = unfinished
         self.pending: dict[tuple[int, bytes], PendingBlock] = {}
         self.ages = LatencyHistogram()
@@ -215,7 +217,7 @@ class Writes:
             if block.phase is _WRITING and not self._is_whole(block):
                 self._drop(block)
             if block.phase is _WRITING:
-                self.unfinished.count(lease, -1)
+                self.unfinished.complete(lease)
                 block.phase = _HELD
                 complete.append(block)
             elif block.phase is _PHASE_DROPPED:
@@ -318,6 +320,7 @@ class Writes:
             self._events.arrived(self._events.dram, table.number, block.key, said)
         self._published(namespace, block.key, block.lease.before(block.place) if table.windowed else b"")
         block.frame, block.parent_entry, block.phase = NO_FRAME, NO_ENTRY, _PHASE_VISIBLE
+        self._settle(block.lease)
         del self.pending[table.number, block.key], block.among[block]
         namespace.use.pending_blocks -= 1
 
@@ -343,6 +346,19 @@ class Writes:
         if complete:
             self._space.allocator.give_back(block.frame)
             block.frame = NO_FRAME
+            self._settle(block.lease)
+
+    def _settle(self, lease: WriteLease) -> None:
+        """A complete block of a lease is published, or dropped."""
+        self.unfinished.settle(lease)
+        if lease.lease_id in self.waiting and not lease.frames:
+            del self.waiting[lease.lease_id]
+        self._say_no_more(lease)
+
+    def _say_no_more(self, lease: WriteLease) -> None:
+        """Forget what events say of its blocks, once none of them can be published any more."""
+        if not lease.frames or (lease.over and lease.frames == lease.writing):
+            lease.named = None
 
     def _drop_some(self) -> None:
         """Drop a slice of what hangs below dropped blocks, and of what was pending in flushed namespaces."""
@@ -443,6 +459,7 @@ class Writes:
                 self._drop(block)
         del self.leases[lease.lease_id], lease.owner.writes[lease.lease_id]
         self.quarantined[lease.lease_id] = lease.owner.quarantined[lease.lease_id] = lease
+        self._say_no_more(lease)
         if finished or not lease.owner.mapped:
             self._finish(lease)
             return
@@ -463,6 +480,7 @@ class Writes:
         self.unfinished.count(lease, -1)
         self._space.allocator.give_back(block.frame)
         block.frame = NO_FRAME
+        self._say_no_more(lease)
 
     def _end_if_done(self, lease: WriteLease) -> None:
         if lease.writing:
@@ -473,6 +491,8 @@ class Writes:
         else:
             ended = self.leases.pop(lease.lease_id, None)
             lease.owner.writes.pop(lease.lease_id, None)
+        if lease.frames:
+            self.waiting[lease.lease_id] = lease
         if ended is not None and not lease.owner.internal:
             self.ages.observe(int((self._clock_s() - lease.started_s) * 1e9))
 

@@ -288,7 +288,7 @@ class Grants:
             grant.shelf.allocator.give_back(slot)
 
     def _close(self, grant: Grant) -> None:
-        grant.over = True
+        grant.over, grant.named = True, None
         del self.leases[grant.lease_id]
         grant.owner.grants.remove(grant.lease_id)
         grant.shelf.index.unpin(grant.pin)

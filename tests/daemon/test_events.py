@@ -7,21 +7,26 @@ import socket
 import struct
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 import zmq
 from raw_client import ROOT, VISIBLE, WAIT_S, Client, daemon, new_chain, until
 
 from tiercache.config import DaemonConfig, load_config
+from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.events import Events, name_blocks
+from tiercache.daemon.leases import Owner
 from tiercache.daemon.publisher import Publisher
 from tiercache.errors import ConfigError
-from tiercache.messages import EventRun
+from tiercache.layout import NamespaceSpec
+from tiercache.messages import CommitState, ReceivedRun
 
 END = -1
 Batch = tuple[int, list[dict[str, Any]]]
@@ -337,14 +342,14 @@ def test_an_address_that_is_taken_is_said_in_a_line_and_left_alone(tmp_path: Pat
 def test_what_is_remembered_of_blocks_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """By tenant and in all, and what has left makes room."""
     events = Events(Publisher("", "", "", 10))
-    size = name_blocks(EventRun([1], None, bytes(4)), 1)(0).size
+    size = name_blocks(ReceivedRun([1], None, bytes(4)), 1)(0).size
     monkeypatch.setattr("tiercache.daemon.events.MAX_TENANT_BYTES", 2 * size)
     monkeypatch.setattr("tiercache.daemon.events.MAX_KNOWN_BYTES", 5 * size)
 
     def known(tenant: str, numbers: range) -> int:
         before = events.stats()["known_blocks"]
         for number in numbers:
-            said = name_blocks(EventRun([number], None, bytes(4)), 1, tenant)
+            said = name_blocks(ReceivedRun([number], None, bytes(4)), 1, tenant)
             events.arrived(events.dram, 1, bytes([number]) * 16, said(0))
         assert events.check_integrity() == []
         return events.stats()["known_blocks"] - before
@@ -361,6 +366,57 @@ def test_what_is_remembered_of_blocks_is_limited(monkeypatch: pytest.MonkeyPatch
     events.close()
 
 
+def test_each_block_counts_for_what_is_said_of_itself() -> None:
+    """A store may keep one block of its run alone: that one with all that was said."""
+    extras = [msgspec.Raw(b"\xc0"), msgspec.Raw(msgspec.msgpack.encode(bytes(10_000)))]
+    run = ReceivedRun([1, b"2" * 100], None, bytes(8), extra_keys=extras)
+    small, large = (name_blocks(run, 1)(place) for place in range(2))
+    assert (small.extra, large.extra) == (None, extras[1])
+    assert large.size - small.size == 100 + 10_003 - 1
+    extras[0] = msgspec.Raw(msgspec.msgpack.encode(bytes(70_000)))
+    assert name_blocks(run, 1).too_large
+    assert name_blocks(ReceivedRun([1], bytes(70_000), bytes(4)), 1).too_large
+    assert name_blocks(ReceivedRun([1] * 512, None, bytes(2048), lora_name="x" * 100_000), 1).too_large
+
+
+def test_what_waits_to_be_said_is_limited_by_process_for_as_long_as_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = Events(Publisher("", "", "", 10))
+    monkeypatch.setattr("tiercache.daemon.events.MAX_WAITING_BYTES", 1000)
+    said = [name_blocks(ReceivedRun([1], None, bytes(400)), 100) for _ in range(4)]
+    assert [events.waits("a", one) for one in said[:3]] == [True, True, False]
+    assert events.waits("b", said[3])
+    del said[0]
+    assert events.waits("a", said[1])
+    events.close()
+
+
+@pytest.mark.parametrize("end", ["published", "given up", "below one given up"])
+def test_a_store_keeps_what_is_said_only_while_a_block_of_it_may_be_published(end: str) -> None:
+    """Quarantine lasts as long as its process, and has nothing more to say."""
+    cache = Cache(lambda: 0.0, CacheLimits())
+    cache.space.allocator.add_region(0, 16 * 4096)
+    spec = NamespaceSpec(engine="t", layout="x", dtype="u8", block_size=1, block_bytes=4096)
+    namespace, owner = cache.space.open_namespace(spec), Owner(bytes(16))
+    first, second = bytes(16), b"1" * 16
+    parent = cache.reserve(owner, namespace, b"", first, 10.0)
+    named = name_blocks(ReceivedRun([1], None, bytes(4)), 1)
+    kept = weakref.ref(named)
+    child = cache.reserve(owner, namespace, first, second, 10.0, named)
+    del named
+    if end == "given up":
+        cache.writes.abort(owner, child.lease_id, finished=False)
+        assert len(cache.writes.quarantined) == 1
+    else:
+        assert cache.writes.commit(owner, child.lease_id, [0]) == [CommitState.HELD]
+        assert kept() is not None, "its end is still to be told"
+        if end == "published":
+            cache.writes.commit(owner, parent.lease_id, [0])
+        else:
+            cache.writes.abort(owner, parent.lease_id, finished=False)
+    assert kept() is None
+    assert cache.check_integrity() == []
+
+
 def test_what_is_said_of_one_block_is_limited(tmp_path: Path) -> None:
     """It is cached all the same."""
     with daemon(tmp_path / "run", *flags(tmp_path)), connected(tmp_path) as client:
@@ -369,9 +425,9 @@ def test_what_is_said_of_one_block_is_limited(tmp_path: Path) -> None:
         assert client.commit(lease, [0]) == [VISIBLE]
         small = client.namespace(4096, block_size=4)
         leases = []
-        for _ in range(20):  # a mebibyte each, in stores that are never committed
-            said = [[bytes(60_000)] * 16, None, bytes(16 * 16), 0, "full_attention"]
+        for _ in range(40):  # half a mebibyte each, in stores that are never committed
+            said = [[bytes(30_000)] * 16, None, bytes(16 * 16), 0, "full_attention"]
             leases.append(client.ask("reserve", small, b"", new_chain(16), 10_000, said)[1])
         its = client.stats()["kv_events"]
         assert its["known_blocks"] == 0
-        assert its["unnamed_blocks"] == 1 + 16 * 3
+        assert its["unnamed_blocks"] == 1 + 16 * 6

@@ -85,6 +85,38 @@ def test_quarantine_counts_as_what_is_being_written_and_until_its_end() -> None:
     assert w.frames(party("a", 2), 4) == 3
 
 
+def test_complete_blocks_that_wait_for_the_one_before_count_as_unfinished() -> None:
+    """Nobody can read or evict them: below one block that is never committed they could fill the arena."""
+    w = Writers(quarantine_frames=6)
+    first, other = party("a", 1), party("a", 2)
+    parent = chain(200, 1)
+    stuck = w.cache.reserve(first, w.namespace, b"", parent, 10.0).lease_id
+
+    def hangs_on(blocks: int) -> list[CommitState]:
+        got = w.reserve(other, blocks, parent)
+        states = w.cache.writes.commit(other, got.lease_id, range(len(got.frames)))
+        w.check()
+        return states
+
+    assert hangs_on(2) == [CommitState.HELD] * 2
+    assert hangs_on(9) == [CommitState.HELD] * 3
+    assert hangs_on(1) == [], "all that this process may have is taken"
+    assert w.frames(party("b"), 2) == 2, "and no other's"
+    assert w.cache.writes.commit(first, stuck, [0]) == [CommitState.VISIBLE]
+    assert (len(w.cache.writes.waiting), hangs_on(6)) == (0, [CommitState.VISIBLE] * 6)
+
+
+def test_complete_blocks_are_unfinished_no_more_when_the_one_before_is_given_up() -> None:
+    w = Writers(quarantine_frames=6)
+    owner, parent = party("a"), chain(200, 1)
+    w.cache.reserve(owner, w.namespace, b"", parent, 10.0)
+    got = w.reserve(owner, 5, parent, ttl_s=100.0)
+    w.cache.writes.commit(owner, got.lease_id, range(5))
+    assert w.frames(owner, 1) == 0
+    w.expire()
+    assert w.frames(owner, 9) == 5, "the one that was given up waits in quarantine, those below it are gone"
+
+
 def test_what_the_daemon_brings_up_is_under_no_limit() -> None:
     w = Writers(quarantine_frames=1)
     assert w.frames(party("", internal=True), ARENA_FRAMES) == ARENA_FRAMES

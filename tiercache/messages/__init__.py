@@ -79,6 +79,7 @@ from tiercache.messages.limits import (
 from tiercache.messages.names import (
     EventRun,
     ModelCard,
+    ReceivedRun,
 )
 from tiercache.messages.packing import (
     EXTENT_BYTES,
@@ -221,6 +222,7 @@ __all__ = [
     "Prefetch",
     "Priority",
     "Read",
+    "ReceivedRun",
     "Refused",
     "Regions",
     "RegisterNamespace",

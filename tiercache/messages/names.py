@@ -43,6 +43,13 @@ class EventRun(msgspec.Struct, array_like=True, frozen=True):
         )
 
 
+class ReceivedRun(EventRun, frozen=True):
+    """An `EventRun` as the daemon reads it: `extra_keys` are passed on as they came. To build them would take time and
+    memory, many times what was sent."""
+
+    extra_keys: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_RESERVE)] | None = None
+
+
 class ModelCard(msgspec.Struct, array_like=True, frozen=True):
     """How an engine names the blocks of one model, but for the tenant's salt: what an affinity query works with.
 

@@ -6,7 +6,7 @@ import msgspec
 
 from tiercache.layout import NamespaceSpec
 from tiercache.messages.limits import Numbers
-from tiercache.messages.names import EventRun
+from tiercache.messages.names import ReceivedRun
 
 
 class Request(msgspec.Struct, array_like=True, tag="request"):
@@ -99,7 +99,7 @@ class Reserve(Request, tag="reserve"):
     parent: bytes
     keys: bytes
     ttl_ms: int
-    events: EventRun | None = None
+    events: ReceivedRun | None = None
 
 
 class Commit(Request, tag="commit"):
@@ -223,7 +223,7 @@ class ReserveExtents(Request, tag="reserve_extents"):
     parent: bytes
     keys: bytes
     ttl_ms: int
-    events: EventRun | None = None
+    events: ReceivedRun | None = None
 
 
 class CommitExtents(Request, tag="commit_extents"):

@@ -17,7 +17,7 @@ from tiercache.daemon.index import Index
 from tiercache.daemon.nvme import keeper
 from tiercache.daemon.publisher import Publisher
 from tiercache.daemon.space import Namespace
-from tiercache.messages import KEY_BYTES, EventRun, pack_indices
+from tiercache.messages import KEY_BYTES, ReceivedRun, pack_indices
 
 
 def hash_of(key: bytes) -> int:
@@ -28,7 +28,7 @@ def names_of(chain: bytes, first: int = 0) -> Named:
     """What a client would send with blocks `first..` of a chain: a token in each, which is its place."""
     hashes = [hash_of(chain[at : at + KEY_BYTES]) for at in range(0, len(chain), KEY_BYTES)]
     tokens = pack_indices(list(range(first, len(hashes))))
-    return name_blocks(EventRun(list(hashes[first:]), hashes[first - 1] if first else None, tokens, group=0), 1)
+    return name_blocks(ReceivedRun(list(hashes[first:]), hashes[first - 1] if first else None, tokens, group=0), 1)
 
 
 class Follower:
