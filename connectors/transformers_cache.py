@@ -31,6 +31,7 @@ from tiercache.connector import Connector, connect
 from tiercache.connectors.transformers_model import (
     check_version,
     make_namespace,
+    padding_is_neutral,
     try_model,
 )
 from tiercache.connectors.transformers_watch import ModelWatch
@@ -107,6 +108,7 @@ class PrefixCache:
         self.model = model
         self.bypassed = 0
         self._shapes, dtype = try_model(model)
+        self._padded = padding_is_neutral(model)  # else rows with padding go without the cache
         self._block_size = block_size
         self._lock = threading.Lock()
         self._said: set[str] = set()
@@ -177,11 +179,14 @@ class PrefixCache:
 
         At least the last token is left to be computed.
         """
+        reason = self._unserved_mask(input_ids, attention_mask)
         try:
-            return self._restore(self._watch.root(), input_ids, attention_mask)
+            if not reason:
+                return self._restore(self._watch.root(), input_ids, attention_mask)
         except ModelRefused as error:
-            self._bypass(str(error))
-            return RestoredCache()
+            reason = str(error)
+        self._bypass(reason)
+        return RestoredCache()
 
     @torch.no_grad()
     def _restore(self, root: bytes, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> RestoredCache:
@@ -224,6 +229,9 @@ class PrefixCache:
         """
         length = min(int(cache.get_seq_length()), tokens.shape[1])
         if length > self._watch.limit or not self.connector.available:
+            return 0
+        if reason := self._unserved_mask(tokens, attention_mask):
+            self._say(reason)
             return 0
         try:
             if cache.root != self._watch.root():
@@ -334,8 +342,23 @@ class PrefixCache:
             pad_id = options.get("pad_token_id", getattr(config, "pad_token_id", None))
             if pad_id in input_ids.flatten().tolist():
                 return "it has padding and no attention_mask"
-        elif attention_mask.shape != input_ids.shape or bool((attention_mask.diff(dim=-1) < 0).any()):
+        elif attention_mask.shape != input_ids.shape:
+            return "its attention_mask has another shape than its input_ids"
+        return self._unserved_mask(input_ids, attention_mask)
+
+    def _unserved_mask(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> str:
+        """Why what is computed under a mask cannot be named by its tokens, or nothing. The mask may be the prompt's."""
+        if attention_mask is None:
+            return ""
+        if attention_mask.ndim != 2 or len(attention_mask) != len(tokens) or attention_mask.shape[1] > tokens.shape[1]:
+            return "its attention_mask is not one of these tokens"
+        seen = attention_mask == 1
+        if not bool((seen | (attention_mask == 0)).all()):
+            return "its attention_mask has values besides 0 and 1"
+        if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
             return "its padding is not on the left"
+        if not (self._padded or bool(seen.all())):
+            return "it has padding, behind which this model computes something else"
         return ""
 
     def _bypass(self, reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,9 @@ SERVED = (5, 6)
 PLAIN_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
 PROBE_TOKENS = 24
 PROBE_CUT = 16
+PROBE_PADDING = 11
+
+logger = logging.getLogger("tiercache.connectors.transformers")
 
 
 class LayerShape(NamedTuple):
@@ -49,9 +53,53 @@ def constant_rope_tokens(config: Any) -> int:
     return limit
 
 
-@torch.no_grad()
 def try_model(model: Any) -> tuple[list[LayerShape], torch.dtype]:
-    """Run a few tokens whole and in two parts. Returns the shape of each layer's K and V, and their type."""
+    """Run a few tokens whole and in two parts. Returns the shape of each layer's K and V, and their type.
+
+    Raises ModelRefused.
+    """
+    try:
+        return _try(model)
+    except ModelRefused:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ModelRefused(f"{type(model).__name__} cannot be tried as a decoder: {what}") from error
+
+
+def _tokens(model: Any) -> torch.Tensor:
+    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+    return (torch.arange(PROBE_TOKENS, device=model.device) * 7 % vocabulary)[None]
+
+
+def _bound(dtype: torch.dtype) -> float:
+    """How far apart, relatively, two ways to compute the same may be."""
+    return 1e-3 if dtype == torch.float32 else 0.2
+
+
+def padding_is_neutral(model: Any) -> bool:
+    """Whether `generate` computes the same K and V of tokens with padding before them as without."""
+    tokens, padding = _tokens(model), torch.zeros(1, PROBE_PADDING, dtype=torch.long, device=model.device)
+    settings = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1, "pad_token_id": 0}
+    alone, padded = DynamicCache(), DynamicCache()
+    mask = torch.ones_like(tokens)
+    try:
+        model.generate(input_ids=tokens, attention_mask=mask, past_key_values=alone, **settings)
+        both, mask = torch.cat([padding, tokens], 1), torch.cat([padding, mask], 1)
+        model.generate(input_ids=both, attention_mask=mask, past_key_values=padded, **settings)
+        for layer, other in zip(alone.layers, padded.layers, strict=True):
+            keys, others = layer.keys.float(), other.keys[:, :, PROBE_PADDING:].float()
+            if not (others - keys).norm() <= _bound(layer.keys.dtype) * keys.norm():
+                return False
+    except Exception:
+        # A model that cannot do it is served without padding.
+        logger.debug("%s was tried with padding", type(model).__name__, exc_info=True)
+        return False
+    return True
+
+
+@torch.no_grad()
+def _try(model: Any) -> tuple[list[LayerShape], torch.dtype]:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelRefused(f"{model.config.model_type} is an encoder-decoder model: give a decoder")
     if model.training:
@@ -61,8 +109,7 @@ def try_model(model: Any) -> tuple[list[LayerShape], torch.dtype]:
     if strange or not model._supports_default_dynamic_cache():
         kinds = ", ".join(strange) or "a cache of its own"
         raise ModelRefused(f"{model.config.model_type} has {kinds}: only K and V per layer are served")
-    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
-    tokens = (torch.arange(PROBE_TOKENS, device=model.device) * 7 % vocabulary)[None]
+    tokens = _tokens(model)
     whole, resumed = DynamicCache(), DynamicCache()
     expected = model(input_ids=tokens, past_key_values=whole, use_cache=True).logits[:, PROBE_CUT:].float()
     shapes = []
@@ -77,7 +124,7 @@ def try_model(model: Any) -> tuple[list[LayerShape], torch.dtype]:
     found = model(input_ids=tokens[:, PROBE_CUT:], past_key_values=resumed, use_cache=True).logits.float()
     dtype: torch.dtype = whole.layers[0].keys.dtype
     apart = float((found - expected).norm() / expected.norm())
-    if not apart < (1e-3 if dtype == torch.float32 else 0.2):
+    if not apart < _bound(dtype):
         raise ModelRefused(f"{model.config.model_type} computes something else from a restored prefix")
     return shapes, dtype
 

@@ -4,11 +4,13 @@ What can change is looked at where it cannot be bypassed:
 
 - tensors: address, PyTorch's count of writes, and a sample of the bytes (`weight_sample`). Writes through `.data` or in
   inference mode move neither of the first two;
-- modules: their types, hooks and replaced methods, and plain attributes (the scale of a LoRA, an epsilon);
+- modules: their types and attributes (the scale of a LoRA, an epsilon), which are part of the name;
+- code: hooks, replaced methods and other functions that modules have, those that PyTorch and transformers have for all;
 - the config: the kind of attention, RoPE;
 - training mode, and autocast: under these a call goes without the cache.
 
-Weights that have changed are hashed anew. What no hash names gets a name that no other process has, and keeps it.
+Weights that have changed are hashed anew. What nothing names, such as other code or weights that a `model_id` named,
+gets a name that no other process has.
 """
 
 from __future__ import annotations
@@ -23,18 +25,16 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
+from torch.nn.modules import module as torch_modules
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tiercache import forks
+from tiercache.connectors.module_facts import attributes_of, functions_of, tensors_beside
 from tiercache.connectors.transformers_model import constant_rope_tokens
 from tiercache.connectors.weight_sample import WeightSample
 from tiercache.errors import ModelRefused
 from tiercache.keys import content_id, salted_root
 from tiercache.messages import KEY_BYTES
-
-_OWN = frozenset(vars(torch.nn.Module()))
-"""What PyTorch keeps in a module."""
-_NO_FACTS = _OWN | {"_is_hf_initialized", "gradient_checkpointing", "name_or_path", "loss_type", "forward"}
-_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 logger = logging.getLogger("tiercache.connectors.transformers")
 
@@ -45,24 +45,13 @@ class _Look(NamedTuple):
     form: list[tuple[torch.dtype, torch.device]]  # of each tensor
     tensors: list[tuple[int, int]]
     sample: bytes
-    facts: list[tuple[Any, ...]]  # of each module: name, type, methods and plain attributes
+    modules: list[tuple[str, dict[str, Any]]]  # their attributes, in a form that is the same in every process
+    code: list[tuple[str, list[Any]]]  # what they run
     config: str
     autocast: list[tuple[str, torch.dtype]]
 
 
-def _plain(value: Any) -> bool:
-    if type(value) in (list, tuple, set):
-        return all(type(item) in _PLAIN for item in value)
-    if type(value) is dict:
-        return all(type(item) in _PLAIN for item in value.values())
-    return type(value) in _PLAIN
-
-
-def _copied(value: Any) -> Any:
-    return type(value)(value) if type(value) in (list, dict, set) else value
-
-
-def _methods(module: torch.nn.Module) -> list[Any]:
+def _hooks(module: torch.nn.Module) -> list[Any]:
     """What is called instead of, before or after the forward of a module's class; hooks of transformers only watch."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     replaced = vars(module).get("forward")
@@ -70,25 +59,44 @@ def _methods(module: torch.nn.Module) -> list[Any]:
     return found if replaced is None else [*found, replaced]
 
 
-def _facts(name: str, module: torch.nn.Module) -> tuple[Any, ...]:
-    attributes = {key: _copied(value) for key, value in vars(module).items() if key not in _NO_FACTS and _plain(value)}
-    return name, type(module), _methods(module), attributes
+def _hooks_of_all() -> list[Any]:
+    """What PyTorch calls for every module there is."""
+    return [*torch_modules._global_forward_hooks.values(), *torch_modules._global_forward_pre_hooks.values()]
+
+
+def _code(name: str, module: torch.nn.Module) -> tuple[str, list[Any]]:
+    kind = type(module)
+    return name, [kind, kind.forward, *_hooks(module), *functions_of(module)]
+
+
+def _code_of_all(config: Any) -> tuple[str, list[Any]]:
+    kinds = {str(getattr(part, "_attn_implementation", None)) for part in _configs(config)}
+    return "all modules", [*_hooks_of_all(), *(ALL_ATTENTION_FUNCTIONS.get(kind) for kind in sorted(kinds))]
+
+
+def _configs(config: Any) -> list[Any]:
+    return [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
 
 
 def described(model: Any) -> str:
     """The config, with what a config does not save of how it is computed."""
     config = model.config
-    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
     kinds = ("_attn_implementation", "_experts_implementation")
-    how = [[str(getattr(part, kind, None)) for kind in kinds] for part in parts]
+    how = [[str(getattr(part, kind, None)) for kind in kinds] for part in _configs(config)]
     saved = {**config.to_dict(), "_name_or_path": "", "transformers_version": ""}
     return json.dumps([type(model).__name__, saved, how], sort_keys=True, default=str)
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters and buffers; not the frequencies that a long RoPE exchanges as it goes, which its config names."""
+    """All parameters, with their scales, and buffers.
+
+    Not the frequencies that a long RoPE exchanges as it goes, which its config names.
+    """
     exchanged = "longrope" in str(getattr(model.config.get_text_config(decoder=True), "rope_parameters", ""))
-    yield from model.named_parameters()
+    for name, parameter in model.named_parameters():
+        yield name, parameter
+        for part, tensor in tensors_beside(parameter):
+            yield f"{name}.{part}", tensor
     for name, buffer in model.named_buffers():
         if not (exchanged and name.endswith("inv_freq")):
             yield name, buffer
@@ -137,6 +145,7 @@ class ModelWatch:
         self._weights = ""
         self._root = b""
         self._private = ""
+        self._said: set[str] = set()
         self.root()
 
     def root(self) -> bytes:
@@ -185,8 +194,10 @@ class ModelWatch:
         taken = self._sample.take(named)
         form = [(tensor.dtype, tensor.device) for _, tensor in named]
         tensors = [(_address(tensor), 0 if tensor.is_inference() else tensor._version) for _, tensor in named]
-        facts = [_facts(name, module) for name, module in self._model.named_modules()]
-        return _Look(form, tensors, taken.digest(), facts, described(self._model), self._autocast())
+        named_modules = list(self._model.named_modules())
+        modules = [(name, attributes_of(module)) for name, module in named_modules]
+        code = [_code_of_all(self._model.config), *(_code(name, module) for name, module in named_modules)]
+        return _Look(form, tensors, taken.digest(), modules, code, described(self._model), self._autocast())
 
     # --- what it is called
 
@@ -200,16 +211,16 @@ class ModelWatch:
         before = self._last or look
         written = (look.tensors, look.sample) != (before.tensors, before.sample)
         if not self._weights or written:
-            if self._model_id and written and not self._private:
+            if self._model_id and written:
                 self._private = os.urandom(KEY_BYTES).hex()
                 self._say("its weights have changed, so that model_id no longer names them")
             self._weights = self._model_id or hash_tensors(self._model)
         self._named = self._named or look
-        extra = [("config", look.config), ("autocast", str(look.autocast) if look.autocast else "")]
-        if look.facts != self._named.facts:
+        modules = xxhash.xxh3_128_hexdigest(json.dumps(look.modules, sort_keys=True).encode())
+        extra = [("config", look.config), ("modules", modules), ("autocast", str(look.autocast or ""))]
+        if look.code != self._named.code:
             extra.append(("state", os.urandom(KEY_BYTES).hex()))
-            if look.facts != before.facts:
-                self._say(f"{_difference(self._named.facts, look.facts)} has changed, which its weights do not name")
+            self._say(f"the code of {_difference(self._named.code, look.code)} has changed, which nothing names")
         if self._private:
             extra.append(("state", self._private))
         self.content = content_id(self._weights, extra=extra)
@@ -221,13 +232,20 @@ class ModelWatch:
             raise ModelRefused("the model has adapters: merge them, or pass model_id= that names model and adapter")
         if self._named is not None:
             return  # what is new has changed the name
-        for (name, _, methods, _), module in zip(look.facts, self._model.modules(), strict=True):
-            if methods and not hasattr(module, "_hf_hook"):  # Accelerate's only move weights
-                where = name or "the model"
-                raise ModelRefused(f"{where} has hooks that its weights do not name: pass model_id= that does")
+        hooked = [
+            name or "the model"
+            for name, module in self._model.named_modules()
+            if _hooks(module) and not hasattr(module, "_hf_hook")  # Accelerate's only move weights
+        ]
+        if _hooks_of_all():
+            hooked.append("every module")
+        if hooked:
+            raise ModelRefused(f"{hooked[0]} has hooks that its weights do not name: pass model_id= that does")
 
     def _say(self, what: str) -> None:
-        logger.warning("what the model computes gets a name that only this process has: %s", what)
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning("what the model computes gets a name that only this process has: %s", what)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -236,15 +254,7 @@ def _address(tensor: torch.Tensor) -> int:
     return id(tensor)
 
 
-def _difference(before: list[tuple[Any, ...]], now: list[tuple[Any, ...]]) -> str:
-    """The first thing in which the modules of a model differ."""
-    for (name, kind, methods, attributes), (_, other_kind, other_methods, others) in zip(before, now, strict=False):
-        where = name or "the model"
-        if kind is not other_kind:
-            return f"the type of {where}"
-        if methods != other_methods:
-            return f"a hook of {where}"
-        for key in attributes.keys() | others.keys():
-            if attributes.get(key) != others.get(key):
-                return f"{key} of {where}"
-    return "the number of modules"
+def _difference(before: list[tuple[str, list[Any]]], now: list[tuple[str, list[Any]]]) -> str:
+    """The first module that differs."""
+    pairs = zip(before, now, strict=False)
+    return next((name or "the model" for (name, code), (_, other) in pairs if code != other), "the modules")

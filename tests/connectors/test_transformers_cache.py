@@ -107,6 +107,49 @@ def test_a_small_staging_buffer_is_used_again_and_again(open_cache: Open) -> Non
         open_cache(model, staging=100)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
+@pytest.mark.parametrize("off", [slice(80, 100), slice(20, 40)], ids=["at the end", "in between"])
+def test_a_mask_that_hides_tokens_goes_without_the_cache(open_cache: Open, dtype: torch.dtype, off: slice) -> None:
+    """Whatever its type: what is computed under it is of other tokens than those behind the padding."""
+    model = tiny_model("LlamaConfig")
+    ids = prompt(100)
+    mask = torch.ones_like(ids)
+    mask[:, off] = 0
+    mask = mask.to(dtype)
+    cache = open_cache(model)
+    assert greedy(cache, ids, attention_mask=mask) == greedy(model, ids, attention_mask=mask)
+    assert cache.bypassed == 1
+    kept = cache.restore(ids)
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, past_key_values=kept, use_cache=True)
+    assert cache.store(kept, ids, mask) == 0
+    greedy(cache, ids[:, 20:])
+    assert cache.restore(ids, mask).get_seq_length() == 0
+    padded = torch.ones_like(ids).to(dtype)
+    padded[:, :20] = 0
+    assert greedy(cache, ids, attention_mask=padded) == greedy(model, ids, attention_mask=padded)
+    assert cache.connector.counters["loaded_blocks"] == 4
+    assert cache.restore(ids, torch.full_like(ids, 2)).get_seq_length() == 0
+
+
+def test_positions_that_count_padding_are_noticed(open_cache: Open) -> None:
+    model = tiny_model("TrOCRConfig")
+    ids = prompt(60)
+    padded, mask = torch.cat([torch.zeros_like(ids[:, :9]), ids], 1), torch.ones(1, 69, dtype=torch.long)
+    mask[:, :9] = 0
+    cache = open_cache(model)
+    assert greedy(cache, padded, attention_mask=mask) == greedy(model, padded, attention_mask=mask)
+    assert (cache.bypassed, cache.connector.counters["stored_blocks"]) == (1, 0)
+    assert [greedy(cache, ids) for _ in range(2)] == [greedy(model, ids)] * 2
+    assert cache.connector.counters["loaded_blocks"] == 3
+
+
+def test_a_model_that_fails_when_it_is_tried_is_refused(open_cache: Open) -> None:
+    model = tiny_model("LlamaConfig").to("meta")
+    with pytest.raises(ModelRefused, match="LlamaForCausalLM cannot be tried as a decoder: "):
+        open_cache(model)
+
+
 def test_rows_of_a_batch_begin_after_their_padding(open_cache: Open) -> None:
     model = tiny_model("LlamaConfig")
     ids = prompt(90).repeat(3, 1)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_transformers_cache import Open, greedy, prompt
 from tiny_models import tiny_model
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tiercache.connectors.transformers_cache import PrefixCache
-from tiercache.connectors.weight_sample import ELEMENTS, WeightSample, elements, lattice
+from tiercache.connectors.weight_sample import elements
 from tiercache.errors import ModelRefused
 
 pytestmark = pytest.mark.engine
@@ -107,6 +110,35 @@ def test_weights_that_model_id_named_get_a_name_of_their_own(
     assert restored_blocks(cache) == 0
 
 
+def test_each_update_of_weights_that_model_id_named_has_a_name(open_cache: Open) -> None:
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model, model_id="v1")
+    for _ in range(3):
+        greedy(cache, IDS)
+        assert restored_blocks(cache) == BLOCKS
+        copy_data(model)
+        assert restored_blocks(cache) == 0
+        assert greedy(cache, IDS) == greedy(model, IDS)
+
+
+def test_scales_of_quantised_weights_are_weights(open_cache: Open) -> None:
+    """Where bitsandbytes keeps them: in attributes of the parameter."""
+
+    def quantised(scale: float) -> Any:
+        model = tiny_model("LlamaConfig")
+        weight = model.model.layers[1].mlp.up_proj.weight
+        weight.quant_state = SimpleNamespace(absmax=torch.full((4,), scale), state2=None, blocksize=64)
+        return model
+
+    model = quantised(1.0)
+    cache = open_cache(model)
+    greedy(cache, IDS)
+    assert restored_blocks(open_cache(quantised(1.0))) == BLOCKS
+    assert restored_blocks(open_cache(quantised(2.0))) == 0
+    model.model.layers[1].mlp.up_proj.weight.quant_state.absmax.mul_(2)
+    assert restored_blocks(cache) == 0
+
+
 def test_a_change_that_no_sample_sees_can_be_told(open_cache: Open) -> None:
     model = tiny_model("LlamaConfig", vocab_size=4096)
     rows = model.model.embed_tokens.weight
@@ -170,9 +202,101 @@ def other_forward(module: Any) -> Iterator[None]:
     del module.forward
 
 
+@contextmanager
+def forward_of_class(model: Any) -> Iterator[None]:
+    kind = type(model.model.norm)
+    forward = kind.forward
+    with attribute(kind, "forward", lambda self, states: forward(self, states) * 1.5):
+        yield
+
+
+@contextmanager
+def hook_of_all(model: Any) -> Iterator[None]:
+    def double(module: Any, inputs: Any, output: Any) -> Any:
+        return output * 1.5 if module is model.model.layers[1].mlp else None
+
+    handle = torch.nn.modules.module.register_module_forward_hook(double)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def attention_of_all(model: Any) -> Iterator[None]:
+    kind = model.config._attn_implementation
+    attention = ALL_ATTENTION_FUNCTIONS[kind]
+
+    def half(*arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+        output, weights = attention(*arguments, **options)
+        return output * 0.5, weights
+
+    ALL_ATTENTION_FUNCTIONS[kind] = half
+    yield
+    ALL_ATTENTION_FUNCTIONS[kind] = attention
+
+
+class SteeredMLP(torch.nn.Module):
+    """What people build into models: it computes with attributes of many kinds."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.mlp, self.vector, self.factor = mlp, torch.ones(64), np.float32(1)
+        self.scales, self.steer = {"adapter": [[1.0]]}, lambda states: states
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.steer(self.mlp(states)) * self.vector * float(self.factor) * self.scales["adapter"][0][0]
+
+
+def steered_model() -> Any:
+    model = tiny_model("LlamaConfig")
+    model.model.layers[0].mlp = SteeredMLP(model.model.layers[0].mlp).eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("vector", torch.full((64,), 2.0)),
+        ("factor", np.float32(2)),
+        ("scales", {"adapter": [[2.0]]}),
+        ("steer", lambda states: states * 2),
+        ("forward", lambda states: states * 2),
+    ],
+)
+def test_whatever_a_module_computes_with_is_looked_at(open_cache: Open, name: str, value: Any) -> None:
+    model = steered_model()
+    cache = open_cache(model)
+    greedy(cache, IDS)
+    with attribute(model.model.layers[0].mlp, name, value):
+        assert restored_blocks(cache) == 0
+        assert greedy(cache, IDS) == greedy(model, IDS)
+    if name == "forward":
+        del model.model.layers[0].mlp.forward
+    assert restored_blocks(cache) == BLOCKS
+    model.model.layers[0].mlp.vector.mul_(3)
+    assert restored_blocks(cache) == 0
+
+
+def test_what_was_changed_before_the_cache_was_made_is_part_of_the_name(open_cache: Open) -> None:
+    plain, models = tiny_model("LlamaConfig"), [steered_model() for _ in range(4)]
+    models[1].model.layers[0].mlp.vector *= 2
+    models[2].model.layers[0].mlp.scales = {"adapter": [[2.0]]}
+    models[3].model.layers[1].self_attn.scaling = 0.5
+    greedy(open_cache(plain), IDS)
+    for model in models:
+        cache = open_cache(model)
+        assert restored_blocks(cache) == 0
+        assert greedy(cache, IDS) == greedy(model, IDS)
+        assert restored_blocks(cache) == BLOCKS
+    for model in (tiny_model("LlamaConfig"), steered_model()):  # as in another process
+        assert restored_blocks(open_cache(model)) == BLOCKS
+
+
 @pytest.mark.parametrize(
     "switch",
     [
+        forward_of_class,
+        hook_of_all,
+        attention_of_all,
         lambda model: attribute(model.model.layers[1].self_attn, "scaling", 0.5),
         lambda model: attribute(model.model.layers[1].mlp, "scaling", {"default": 2.0}),
         lambda model: attribute(model.config, "_attn_implementation", "eager"),
@@ -180,8 +304,18 @@ def other_forward(module: Any) -> Iterator[None]:
         lambda model: hook(model.model.layers[0].mlp),
         lambda model: other_forward(model.model.layers[0].mlp),
     ],
-    ids=["attribute", "scale of an adapter", "attention", "RoPE", "hook", "forward"],
-)
+    ids=[
+        "class",
+        "hook of all",
+        "attention function",
+        "attribute",
+        "scale of an adapter",
+        "attention",
+        "RoPE",
+        "hook",
+        "forward",
+    ],
+)  # fmt: skip
 def test_what_else_decides_the_result_is_part_of_the_name(open_cache: Open, switch: Callable[[Any], Any]) -> None:
     model = tiny_model("LlamaConfig")
     model.model.layers[1].mlp.scaling = {"default": 1.0}  # what PEFT puts into its layers
@@ -239,51 +373,3 @@ def test_a_model_of_another_type_is_left_alone(open_cache: Open) -> None:
     assert cache.bypassed == 1
     model.float()
     assert restored_blocks(cache) == BLOCKS
-
-
-# --- samples --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(4096, 4096), (1000, 64), (64, 1000), (11008, 4096), (32000, 128), (7,), (5000,)])
-def test_a_sample_is_spread_over_the_whole_of_a_tensor(shape: tuple[int, ...]) -> None:
-    tensor = torch.arange(torch.tensor(shape).prod().item()).reshape(shape)
-    places = elements(tensor)
-    assert places is not None
-    count, _ = lattice(shape)
-    assert len(places.unique()) == count >= min(ELEMENTS, tensor.numel())
-    assert count <= 4 * ELEMENTS
-    for part in range(8):  # each eighth of the rows, and of the columns
-        assert (places * 8 // tensor.numel() == part).sum().item() >= count // 16
-        if len(shape) == 2:
-            assert ((places % shape[1]) * 8 // shape[1] == part).sum().item() >= count // 24
-
-
-def test_each_expert_is_in_a_sample() -> None:
-    tensor = torch.arange(128 * 96 * 64).reshape(128, 96, 64)
-    places = elements(tensor)
-    assert places is not None
-    assert torch.bincount(places // (96 * 64)).min() >= 4
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.complex128])
-@pytest.mark.parametrize("keep_views", [False, True])
-def test_what_is_written_changes_a_sample(dtype: torch.dtype, keep_views: bool) -> None:
-    first = torch.ones(600, 50).to(dtype)
-    turned, sliced = torch.ones(50, 600).to(dtype).t(), torch.ones(100, 60).to(dtype)[:, 3:40]
-    tensors = [("first", first), ("turned", turned), ("sliced", sliced), ("empty", torch.ones(0).to(dtype))]
-    sample = WeightSample(keep_views=keep_views)
-    digests = [sample.take(tensors).digest()]
-    assert sample.take(tensors).digest() == digests[0]
-    for tensor in (first, turned, sliced):
-        tensor.data.copy_(torch.zeros(tensor.shape).to(dtype))
-        digests.append(sample.take(tensors).digest())
-    first.data = torch.ones(600, 50).to(dtype)
-    digests.append(sample.take(tensors).digest())
-    assert len(set(digests)) == 5
-    assert not sample.unread
-
-
-def test_a_tensor_without_bytes_is_named() -> None:
-    sample = WeightSample()
-    sample.take([("here", torch.ones(4)), ("nowhere", torch.ones(4, device="meta"))])
-    assert sample.unread == ["nowhere"]
