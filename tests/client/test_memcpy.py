@@ -25,12 +25,22 @@ def small_pieces_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memcpy, "_second_core", lambda: True)
 
 
-def arrays() -> tuple[Bytes, Bytes, list[Move]]:
-    """Source and target of so many blocks, and the moves that turn their order around."""
-    source = np.random.default_rng(1).integers(1, 256, (BLOCKS, BLOCK), np.uint8)
-    target = np.zeros_like(source)
-    first, last = source.ctypes.data, target.ctypes.data + (BLOCKS - 1) * BLOCK
-    return source, target, [(last - block * BLOCK, first + block * BLOCK, BLOCK) for block in range(BLOCKS)]
+class Moves(list[Move]):
+    """The moves of so many blocks from a source to a target in reverse order.
+
+    Moves are bare addresses, so the list itself keeps both arrays alive: a copy into freed memory breaks whatever
+    test comes next.
+    """
+
+    def __init__(self) -> None:
+        self.source: Bytes = np.random.default_rng(1).integers(1, 256, (BLOCKS, BLOCK), np.uint8)
+        self.target: Bytes = np.zeros_like(self.source)
+        first, last = self.source.ctypes.data, self.target.ctypes.data + (BLOCKS - 1) * BLOCK
+        super().__init__((last - block * BLOCK, first + block * BLOCK, BLOCK) for block in range(BLOCKS))
+
+    def check(self, complete: int = BLOCKS) -> None:
+        """So many blocks have arrived, byte for byte."""
+        np.testing.assert_array_equal(self.target[::-1][:complete], self.source[:complete])
 
 
 def never() -> bool:
@@ -54,11 +64,11 @@ class Meeting:
 
 
 def test_both_threads_take_part_and_every_byte_arrives() -> None:
-    source, target, moves = arrays()
+    moves = Moves()
     meeting = Meeting()
     assert copy_moves(moves, meeting, shared=True) == BLOCKS
     assert len(meeting.known) == 2
-    np.testing.assert_array_equal(target[::-1], source)
+    moves.check()
 
 
 def test_a_helper_that_is_busy_elsewhere_is_not_waited_for() -> None:
@@ -68,13 +78,13 @@ def test_a_helper_that_is_busy_elsewhere_is_not_waited_for() -> None:
         inside.release()
         return not let_go.wait(10)
 
-    other = threading.Thread(target=copy_moves, args=(arrays()[2], Meeting(stay)), kwargs={"shared": True})
+    other = threading.Thread(target=copy_moves, args=(Moves(), Meeting(stay)), kwargs={"shared": True})
     other.start()
     assert inside.acquire(timeout=10)
     assert inside.acquire(timeout=10)  # both of them: its caller and the helper
-    source, target, moves = arrays()
+    moves = Moves()
     assert copy_moves(moves, never, shared=True) == BLOCKS
-    np.testing.assert_array_equal(target[::-1], source)
+    moves.check()
     let_go.set()
     other.join(10)
     assert not other.is_alive()
@@ -82,16 +92,16 @@ def test_a_helper_that_is_busy_elsewhere_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("questions", [0, 1, 2, 5, 30, 100])
 def test_the_moves_before_the_count_are_complete_when_stopped(questions: int) -> None:
-    source, target, moves = arrays()
+    moves = Moves()
     left = iter(range(questions))
     complete = copy_moves(moves, Meeting(lambda: next(left, None) is None), shared=True)
     assert complete < BLOCKS
-    np.testing.assert_array_equal(target[::-1][:complete], source[:complete])
+    moves.check(complete)
     assert complete >= (questions - 2) // 3  # three pieces a block, asked before each but the first
 
 
 def test_an_interrupted_copy_is_over_before_its_caller_is_told() -> None:
-    _, target, moves = arrays()
+    moves = Moves()
     caller, raised = threading.get_ident(), threading.Event()
 
     def interrupt() -> bool:
@@ -102,16 +112,16 @@ def test_an_interrupted_copy_is_over_before_its_caller_is_told() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         copy_moves(moves, Meeting(interrupt), shared=True)
-    before = target.copy()
-    source, other, again = arrays()
+    before = moves.target.copy()
+    again = Moves()
     assert copy_moves(again, Meeting(), shared=True) == BLOCKS  # by both: the helper has left the first
-    np.testing.assert_array_equal(other[::-1], source)
-    np.testing.assert_array_equal(target, before)
+    again.check()
+    np.testing.assert_array_equal(moves.target, before)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_copies_with_a_helper_of_its_own() -> None:
-    _, _, moves = arrays()
+    moves = Moves()
     assert copy_moves(moves, Meeting(), shared=True) == BLOCKS
     child = os.fork()
     if child == 0:
@@ -123,9 +133,9 @@ def test_a_forked_child_copies_with_a_helper_of_its_own() -> None:
 def test_one_thread_where_there_is_little_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memcpy, "SHARED_FROM_BYTES", 1 << 30)
     monkeypatch.setattr(memcpy, "_submit", lambda job: pytest.fail("the helper was asked"))
-    source, target, moves = arrays()
+    moves = Moves()
     assert copy_moves(moves, never, shared=True) == BLOCKS
-    np.testing.assert_array_equal(target[::-1], source)
+    moves.check()
     monkeypatch.setattr(memcpy, "SHARED_FROM_BYTES", 1)
     assert copy_moves(moves, never, shared=False) == BLOCKS
     answers = iter([False, True])
