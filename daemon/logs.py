@@ -7,6 +7,7 @@ same line again and again is cut to `MAX_ALIKE` in `ALIKE_S`, with the number of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -126,7 +127,7 @@ class Log(logging.Handler):
         self.problem = ""
         self._fd = fd
         self._untold = 0  # lost lines of which the log does not speak yet
-        self._records: queue.Queue[logging.LogRecord] = queue.Queue(MAX_QUEUED)
+        self._records: queue.Queue[logging.LogRecord | None] = queue.Queue(MAX_QUEUED)  # None: look at the clock
         self._stop_at_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
@@ -160,7 +161,9 @@ class Log(logging.Handler):
         while True:
             try:
                 wait_s = _LOOK_S if self._stop_at_s is None else 0
-                record: logging.LogRecord | None = self._records.get(wait_s > 0, wait_s)
+                record = self._records.get(wait_s > 0, wait_s)
+                if record is None:
+                    continue
             except queue.Empty:
                 record = None
             if record is not None:
@@ -193,6 +196,8 @@ class Log(logging.Handler):
     def stop(self, within_s: float = STOP_S) -> None:
         """Write what is queued, for as long as that may take; then no more. Blocks no longer than a little more."""
         self._stop_at_s = time.monotonic() + within_s
+        with contextlib.suppress(queue.Full):  # with that much to write it is awake
+            self._records.put_nowait(None)
         self._thread.join(within_s + 2 * _LOOK_S)
 
     def figures(self) -> dict[str, Any]:

@@ -125,6 +125,18 @@ def test_a_writer_that_is_stuck_can_be_stopped() -> None:
         assert log.figures()["log_problem"] == "nobody read them"
 
 
+@pytest.mark.timeout(30)
+def test_a_log_with_nothing_to_write_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every daemon ends with this: it must not sit out the writer's wait for the next line."""
+    monkeypatch.setattr(logs, "_LOOK_S", 600.0)
+    with pipe() as (reader, writer):
+        log = logs.Log(TEXT, writer)
+        log.handle(record("the last"))
+        assert read_lines(reader, 1) == ["INFO the last"]
+        log.stop()
+        assert not log._thread.is_alive()
+
+
 def test_a_full_disk_costs_lines_and_the_log_says_so_when_it_has_room() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     with pipe() as (reader, writer):
