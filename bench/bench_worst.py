@@ -10,7 +10,14 @@ what leaves the most work behind (a flush, the end of a session). Two figures fo
     held     the longest time that the daemon's loop spent on one thing (a request, a tick, a slice of put-off work), in
              milliseconds of its own thread's CPU: what the code costs, whoever else uses the machine.
 
-`--with` sets what the daemon runs with, `nvme=DIR` and `nvme_size=SIZE`, `record=DIR` or `kv_events=ENDPOINT` say.
+`--with` sets what the daemon runs with; cases that need a setting are left out without it:
+
+    --with nvme=DIR nvme_size=4GiB                           the tier below
+    --with kv_events=ipc:///tmp/EVENTS record=FILE           what is told and written down of everything
+    --with max_leases_per_session=131072                     one session with a hundred thousand leases
+
+`--rounds N` does each case so many times: `held` is then the median, beside the worst. `--stacks FILE` writes down
+where the loop was in each hold of more than 4 ms (and makes it slower).
 
 Prints a table and one JSON object as the last line. The target is for `held`.
 """
@@ -22,13 +29,17 @@ import json
 import mmap
 import os
 import random
+import signal
+import statistics
 import struct
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import Any, NamedTuple, cast
 
 from common import ROOT, SEED, Daemon, Report, percentile, wait_populated
@@ -41,7 +52,9 @@ PING_EVERY_S = 0.002
 BASELINE_S = 3.0
 CASE_S = 20.0
 """After which a case is given up."""
-_HOLDS = struct.Struct("<dd48s")  # ms of CPU, ms on the clock, what
+_HOLDS = struct.Struct("<dd64s")  # ms of CPU, ms on the clock, what
+_STACKS_MS = 4.0
+_SAMPLE_S = 0.0002
 
 
 class Holds(NamedTuple):
@@ -89,13 +102,17 @@ def watched_main(arguments: list[str]) -> int:
         held = mmap.mmap(file.fileno(), _HOLDS.size)
     cpu_ns, now_ns = time.thread_time_ns, time.perf_counter_ns
     served_cpu = served_wall = 0
+    stacks = _Stacks(os.environ["TIERCACHE_BENCH_STACKS"]) if "TIERCACHE_BENCH_STACKS" in os.environ else None
 
     def note(cpu: int, wall: int, what: str) -> None:
+        if stacks is not None:
+            stacks.end(cpu / 1e6, what)
         if cpu > 1e6 * cast(float, _HOLDS.unpack_from(held)[0]):
-            _HOLDS.pack_into(held, 0, cpu / 1e6, wall / 1e6, what.encode()[:48])
+            _HOLDS.pack_into(held, 0, cpu / 1e6, wall / 1e6, what.encode()[:64])
 
     serve, run, observe = Router._serve_one, asyncio.Handle._run, Service._observe
     kind = "a request"
+    parts = _Parts()
 
     def observe_one(self: Service, session: Any, request: Any, started_ns: int) -> None:
         nonlocal kind
@@ -114,15 +131,98 @@ def watched_main(arguments: list[str]) -> int:
         return found
 
     def run_one(self: asyncio.Handle) -> None:
+        parts.took.clear()
         cpu, wall = cpu_ns() - served_cpu, now_ns() - served_wall
         run(self)
         name = getattr(self._callback, "__qualname__", repr(self._callback))
-        note(cpu_ns() - served_cpu - cpu, now_ns() - served_wall - wall, name)
+        note(cpu_ns() - served_cpu - cpu, now_ns() - served_wall - wall, f"{name} {parts.largest()}".strip())
 
     Router._serve_one = serve_one  # type: ignore[method-assign]
     Service._observe = observe_one  # type: ignore[method-assign]
     asyncio.Handle._run = run_one  # type: ignore[attr-defined]
+    parts.watch()
     return main(arguments)
+
+
+class _Parts:
+    """How long each part of a go of the loop took, what it calls of other parts left out."""
+
+    def __init__(self) -> None:
+        self.took: Counter[str] = Counter()
+        self._inside = 0  # of parts that were called by the one at hand
+
+    def largest(self) -> str:
+        """The part that took longest."""
+        return self.took.most_common(1)[0][0] if self.took else ""
+
+    def watch(self) -> None:
+        """Have the larger parts of the daemon's work timed."""
+        from tiercache.daemon.cache import Cache
+        from tiercache.daemon.events import Events
+        from tiercache.daemon.nvme.promotion import Promotion
+        from tiercache.daemon.nvme.shelf import Shelf
+        from tiercache.daemon.nvme.writebehind import WriteBehind
+        from tiercache.daemon.read_requests import ReadRequests
+        from tiercache.daemon.reads import Reads
+        from tiercache.daemon.router import Router
+        from tiercache.daemon.slices import Slices
+        from tiercache.daemon.space import Space
+        from tiercache.daemon.writes import Writes
+
+        for owner, name in (
+            (Cache, "expire"), (Cache, "session_lost"), (Cache, "process_gone"), (Events, "tick"),
+            (Promotion, "look_again"), (Promotion, "pump"), (Promotion, "take_landed"), (ReadRequests, "answer_parked"),
+            (Reads, "work"), (Router, "tick"), (Shelf, "work"), (Space, "keep_free"), (Space, "work"),
+            (WriteBehind, "pump"), (Writes, "work"),
+        ):  # fmt: skip
+            self._time(owner, name, lambda self, name=f"{owner.__name__}.{name}": name)
+        self._time(Slices, "work", lambda slices: _named(slices._under_way[0]) if slices._under_way else "")
+
+    def _time(self, owner: type, method: str, name_of: Callable[[Any], str]) -> None:
+        call, cpu_ns = getattr(owner, method), time.thread_time_ns
+
+        def timed(its: Any, *args: Any) -> Any:
+            name, outer, started_ns = name_of(its), self._inside, cpu_ns()
+            self._inside = 0
+            try:
+                return call(its, *args)
+            finally:
+                took = cpu_ns() - started_ns
+                self.took[name] += took - self._inside
+                self._inside = outer + took
+
+        setattr(owner, method, timed)
+
+
+def _named(steps: Any) -> str:
+    """What is done in slices: the kind of request, or the generator."""
+    frame = steps.gi_frame
+    request = None if frame is None else frame.f_locals.get("request")
+    return cast(str, steps.__qualname__ if request is None else f"a slice of {type(request).__name__}")
+
+
+class _Stacks:
+    """Looks where the loop is every so often, and tells of holds that were long."""
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "a")  # noqa: SIM115 (for as long as the daemon lives)
+        self._seen: list[str] = []
+        signal.signal(signal.SIGALRM, self._look)
+        signal.setitimer(signal.ITIMER_REAL, _SAMPLE_S, _SAMPLE_S)
+
+    def _look(self, number: int, frame: FrameType | None) -> None:
+        names = []
+        while frame is not None and len(names) < 7:
+            names.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+            frame = frame.f_back
+        self._seen.append(" < ".join(names))
+
+    def end(self, cpu_ms: float, what: str) -> None:
+        """A hold is over."""
+        seen, self._seen = self._seen, []
+        if cpu_ms > _STACKS_MS:
+            lines = [f"    {count:3} {stack}" for stack, count in Counter(seen).most_common(6)]
+            print(f"{cpu_ms:.1f} ms: {what}", *lines, sep="\n", file=self._file, flush=True)
 
 
 class Pings:
@@ -171,17 +271,30 @@ def _readable(descriptor: int) -> bool:
     return bool(select.select([descriptor], [], [], 0)[0])
 
 
-def measure(report: Report, name: str, label: str, daemon: WatchedDaemon, pings: Pings, act: Callable[[], Any]) -> None:
-    """One line: what pings and the loop were like while `act` went on."""
+class Round(NamedTuple):
+    """What pings and the loop were like once while a case went on."""
+
+    pings_ms: list[float]
+    held: Holds
+
+
+def one_round(daemon: WatchedDaemon, pings: Pings, act: Callable[[], Any]) -> Round:
+    """Do it, and look meanwhile."""
     pings.take()
     daemon.take_holds()
     act()
-    took, held = pings.take(), daemon.take_holds()
-    worst_ms = max(took)
-    _rows.append((name, worst_ms, held))
+    return Round(pings.take(), daemon.take_holds())
+
+
+def tell(report: Report, name: str, label: str, rounds: list[Round]) -> None:
+    """A line or two of a case: the median of its rounds."""
+    held_ms, pings_ms = [one.held.cpu_ms for one in rounds], [ping for one in rounds for ping in one.pings_ms]
+    worst = max((one.held for one in rounds), key=lambda held: held.cpu_ms)
+    _rows.append((name, max(pings_ms), worst))
+    said = f"ms held, by {worst.what or 'nothing'}" + ("" if len(rounds) == 1 else f"; worst {worst.cpu_ms:.1f}")
     target = None if name == "idle" else HELD_MS
-    report.add(f"{name}_held_ms", label, held.cpu_ms, f"ms held, by {held.what or 'nothing'}", at_most=target)
-    report.add(f"{name}_ping_ms", "", worst_ms, f"ms worst of {len(took)} pings, p99 {percentile(took, 0.99):.2f}")
+    report.add(f"{name}_held_ms", label, statistics.median(held_ms), said, at_most=target, samples=held_ms)
+    report.add(f"{name}_ping_ms", "", max(pings_ms), f"ms worst ping, p99 {percentile(pings_ms, 0.99):.2f}")
 
 
 _rows: list[tuple[str, float, Holds]] = []
@@ -191,34 +304,42 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="*", metavar="CASE", help="only these")
     parser.add_argument("--blocks", type=int, default=300_000, help="of 4096 bytes, in DRAM (default: %(default)s)")
-    parser.add_argument("--with", dest="settings", action="append", default=[], metavar="SETTING=VALUE")
+    parser.add_argument("--rounds", type=int, default=1, help="of each case (default: %(default)s)")
+    parser.add_argument("--with", dest="settings", action="append", default=[], nargs="+", metavar="SETTING=VALUE")
+    parser.add_argument("--stacks", metavar="FILE", help="write down where the loop was in long holds")
     parser.add_argument("--list", action="store_true", help="name the cases")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
+    settings = {"max_sessions": "64", **dict(one.split("=", 1) for its in options.settings for one in its)}
     if options.list:
         for case in CASES:
-            print(f"{case.name:24} {case.label}")
+            print(f"{case.name:24} {case.label}{f' (with {case.needs})' if case.needs else ''}")
         return
     unknown = set(options.case) - {case.name for case in CASES}
     if unknown:
         parser.error(f"no such case: {', '.join(sorted(unknown))}; --list names them")
-    wanted = [case for case in CASES if not options.case or case.name in options.case]
+    if options.stacks:
+        os.environ["TIERCACHE_BENCH_STACKS"] = options.stacks
+    possible = [case for case in CASES if not case.needs or case.needs in settings]
+    wanted = [case for case in possible if not options.case or case.name in options.case]
     report = Report("bench_worst")
-    settings = {"max_sessions": "64", **dict(setting.split("=", 1) for setting in options.settings)}
     with WatchedDaemon(f"{options.blocks * 4096 >> 20}MiB", region="64MiB", **settings) as daemon:
         with daemon.connect() as client:
             wait_populated(client)
-        bench = Bench(daemon.directory, options.blocks, random.Random(SEED))
+        bench = Bench(daemon.directory, options.blocks, random.Random(SEED), settings)
         pings = Pings(daemon.directory)
         try:
-            measure(report, "idle", "nothing asked", daemon, pings, lambda: time.sleep(BASELINE_S))
-            measure(report, "fill", "fill the index", daemon, pings, bench.fill)
+            tell(report, "idle", "nothing asked", [one_round(daemon, pings, lambda: time.sleep(BASELINE_S))])
+            tell(report, "fill", "fill the index", [one_round(daemon, pings, bench.fill)])
             for case in wanted:
-                if not bench.blocks_left(case.least_blocks):
-                    bench.fill()
-                act = case.prepare(bench)
-                bench.settle(CASE_S)
-                measure(report, case.name, case.label, daemon, pings, lambda act=act: bench.run(act, CASE_S))
-                bench.drop_others()
+                rounds = []
+                for _ in range(options.rounds):
+                    if not bench.blocks_left(case.least_blocks):
+                        bench.fill()
+                    act = case.prepare(bench)
+                    bench.settle(CASE_S)
+                    rounds.append(one_round(daemon, pings, lambda act=act: bench.run(act, CASE_S)))
+                    bench.drop_others()
+                tell(report, case.name, case.label, rounds)
             findings = bench.check()
             if findings:
                 raise RuntimeError(f"the daemon's books disagree: {findings}")

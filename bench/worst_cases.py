@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 from bench_daemon import store_chain
@@ -31,7 +31,8 @@ def spec(name: str, *, block_bytes: int = 4096, window: int = 0) -> NamespaceSpe
 class Bench:
     """A client of the daemon, and what it has stored."""
 
-    def __init__(self, address: str, blocks: int, rng: random.Random) -> None:
+    def __init__(self, address: str, blocks: int, rng: random.Random, settings: Mapping[str, str]) -> None:
+        self.settings = settings
         self.address = address
         self.blocks = blocks
         self.rng = rng
@@ -130,12 +131,13 @@ class Bench:
 
 
 class Case(NamedTuple):
-    """`prepare` makes ready what is not measured, and returns what is."""
+    """`prepare` makes ready what is not measured, and returns what is. `needs`: a setting that has to be there."""
 
     name: str
     label: str
     prepare: Callable[[Bench], Act]
     least_blocks: int = 0
+    needs: str = ""
 
 
 # --- look-ups ---------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ class Cache:
         tables = [index.tables[number] for number in numbers]
         before = sum(table.blocks for table in tables)
         if self.what_if is not None and not key:
-            self.what_if.forget(numbers)
+            self.what_if.forget([self.space.namespaces[number] for number in numbers])
         if key:
             for table in tables:
                 self.writes.drop_key(table.number, key)
@@ -185,6 +185,8 @@ class Cache:
         more = self.space.work() or more
         more = self._end_cut() or more
         more = self.writes.work() or more
+        if self.what_if is not None:
+            more = self.what_if.work() or more
         more = self.below.work() or more
         # Not while something waits to be written: it would be gone before its turn.
         return more or (self.below.settled and self.space.keep_free())

@@ -23,7 +23,8 @@ rate when it is reached, and after a quiet slice of the window the rate doubles 
 from __future__ import annotations
 
 from bisect import bisect_left as _place
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from math import inf
 from typing import Any
@@ -32,6 +33,7 @@ from tiercache.daemon.reuse_curve import Lookups
 from tiercache.daemon.reuse_pace import Pace
 from tiercache.daemon.reuse_stack import MAX_SHIFT, NAME_START, Looked, ReuseStack, chosen, is_chosen, marks
 from tiercache.daemon.reuse_tails import Tail, Tails
+from tiercache.daemon.slices import Steps, finish
 from tiercache.daemon.space import Namespace
 from tiercache.daemon.traffic import PROBE_ENGINE
 from tiercache.messages import KEY_BYTES
@@ -47,28 +49,37 @@ TOGETHER_S = 1.0
 """What a store hangs below becomes newer with it, so that it is evicted after it. With the first one after a look-up;
 then, when stores follow one another, when this time has passed or they have added half as much again."""
 MAX_NOTED = 64
+_MARKS_EACH = 128
+"""So many keys are told from those of the sample while one of that is looked at."""
 MAX_NOTED_BYTES = 4096 * KEY_BYTES
-"""With them a few ms of work at the highest rate, and much less after a minute of such."""
+"""Beyond them they are looked into, the oldest first (`work`)."""
+MOST_NOTED = 8 * MAX_NOTED
+MOST_NOTED_BYTES = 4 << 20
+"""Beyond them with each further request."""
+LOOKED_INTO = 512
+"""Blocks of the sample in one go, about a millisecond; a request that has begun is finished."""
 TIMES_DRAM = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 TIMES_BELOW = (1 / 2, 1, 2)
 
 
 _Noted = tuple[float, Sequence[Namespace], bytes | None, bytes, int, int]
-"""When, in which namespaces, below which parent (None for a look-up), the keys, how many were in DRAM and below it."""
+"""When, in which namespaces, below which parent (None for a look-up), the keys, how many were in DRAM and below it. A
+flush has no keys."""
 
 
 class WhatIf:
     """The estimate for one daemon: DRAM of so many bytes and the tier below of so many. Event loop only.
 
     What the cache is asked and given is noted when it comes, a microsecond or two, and looked into with others: when
-    somebody asks for the estimate, or `MAX_NOTED` wait, or so many that they have `MAX_NOTED_BYTES` of keys.
+    somebody asks for the estimate, or when many wait and there is time (`work`).
     """
 
     def __init__(
         self, clock_s: Callable[[], float], dram_bytes: int, below_bytes: int = 0, max_samples: int = MAX_SAMPLES
     ) -> None:
-        self._noted: list[_Noted] = []
-        self._room = MAX_NOTED_BYTES
+        self._noted: deque[_Noted] = deque()
+        self._noted_bytes = 0
+        self._left = 0  # blocks of the sample that may be looked at in this go
         self._stack = ReuseStack()
         self.capacities = capacities(dram_bytes, below_bytes)
         self._lookups = Lookups(clock_s())
@@ -85,50 +96,90 @@ class WhatIf:
     @property
     def stack(self) -> ReuseStack:
         """The sample."""
-        self._catch_up()
+        finish(self.catch_up())
         return self._stack
 
     @property
     def lookups(self) -> Lookups:
         """What look-ups needed."""
-        self._catch_up()
+        finish(self.catch_up())
         return self._lookups
 
     # --- what the cache is asked and given ---------------------------------------------------------
 
     def looked_up(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, below_blocks: int) -> None:
         """A client asked for `keys` in all of `namespaces`; so many leading blocks were in DRAM, so many below."""
-        self._noted.append((self._clock_s(), namespaces, None, keys, dram_blocks, below_blocks))
-        self._room -= len(keys)
-        if self._room < 0 or len(self._noted) >= MAX_NOTED:
-            self._catch_up()
+        self._note((self._clock_s(), namespaces, None, keys, dram_blocks, below_blocks))
 
     def stored(self, namespace: Namespace, parent: bytes, keys: bytes) -> None:
         """A client stores the run `keys` below `parent`. With it all that it hangs below stays longer."""
-        self._noted.append((self._clock_s(), (namespace,), parent, keys, 0, 0))
-        self._room -= len(keys)
-        if self._room < 0 or len(self._noted) >= MAX_NOTED:
-            self._catch_up()
+        self._note((self._clock_s(), (namespace,), parent, keys, 0, 0))
 
-    def _catch_up(self) -> None:
+    def forget(self, namespaces: Sequence[Namespace]) -> None:
+        """Everything in these namespaces was flushed."""
+        self._note((self._clock_s(), namespaces, None, b"", 0, 0))
+
+    def _note(self, noted: _Noted) -> None:
+        self._noted.append(noted)
+        self._noted_bytes += len(noted[3])
+        if len(self._noted) >= MOST_NOTED or self._noted_bytes > MOST_NOTED_BYTES:
+            self._look_into_some()
+
+    def work(self) -> bool:
+        """Look into some of what was noted, if much was; True while there is more."""
+        if self._has_many:
+            self._look_into_some()
+        return self._has_many
+
+    @property
+    def _has_many(self) -> bool:
+        return len(self._noted) >= MAX_NOTED or self._noted_bytes > MAX_NOTED_BYTES
+
+    def catch_up(self) -> Steps[None]:
         """Look into what was noted."""
-        noted, self._noted, self._room = self._noted, [], MAX_NOTED_BYTES
-        while noted:
-            noted = self._look_into(noted)
+        while self._noted:
+            self._look_into_some()
+            if self._noted:
+                yield
 
-    def _look_into(self, noted: list[_Noted]) -> list[_Noted]:
-        """Most of it has nothing of the sample, which one search tells. Returns what a higher rate is for."""
+    def _look_into_some(self) -> None:
+        """A part of it, the oldest, at least one."""
+        self._left = LOOKED_INTO
+        while self._noted and self._left > 0:
+            self._look_into(self._take())
+
+    def _take(self) -> list[_Noted]:
+        """Some that were noted, as many as are told at once whether they have anything of the sample."""
+        taken, size = list[_Noted](), 0
+        while self._noted and (not taken or size + len(self._noted[0][3]) <= MAX_NOTED_BYTES):
+            taken.append(self._noted.popleft())
+            size += len(taken[-1][3])
+        self._noted_bytes -= size
+        return taken
+
+    def _put_back(self, noted: Sequence[_Noted]) -> None:
+        """Not now."""
+        self._noted.extendleft(reversed(noted))
+        self._noted_bytes += sum(len(one[3]) for one in noted)
+
+    def _look_into(self, noted: list[_Noted]) -> None:
+        """Most of it has nothing of the sample, which one search tells. Some are put back when this go is over."""
         shift, sample, start = self._stack.shift, marks(b"".join([one[3] for one in noted]), self._stack.shift), 0
+        self._left -= 1 + len(sample) // _MARKS_EACH
         for number, one in enumerate(noted):
             at_s, namespaces, parent, keys, dram_blocks, below_blocks = one
             if at_s >= self._lookups.end_s:
                 self._turn(at_s)
-                if self._stack.shift < shift:
-                    return noted[number:]
+            if self._stack.shift < shift or (self._left <= 0 and number):
+                self._put_back(noted[number:])  # at a higher rate, or later
+                return
             blocks = len(keys) // KEY_BYTES
             end = start + blocks
             has_some = sample.find(1, start, end) >= 0
             start = end
+            if not keys:
+                self._forget(namespaces)
+                continue
             if namespaces[0].spec.engine == PROBE_ENGINE:
                 continue
             if parent is None:
@@ -137,13 +188,13 @@ class WhatIf:
                 self._sample(one)
             elif parent:
                 self._move_tail(namespaces[0], parent, keys)
-        return []
 
     def _sample(self, noted: _Noted) -> None:
         """A look-up or a store of which some blocks may be in the sample."""
         at_s, namespaces, parent, keys, dram_blocks, below_blocks = noted
         positions = self._chosen(keys, len(namespaces))
         if positions:
+            self._left -= len(positions) * len(namespaces)
             slower = self._pace.spend(len(positions) * len(namespaces), at_s)
             if parent is None:
                 self._look_up(at_s, namespaces, keys, positions, dram_blocks, below_blocks)
@@ -194,10 +245,11 @@ class WhatIf:
         if tail is not None and not namespace.table.windowed:
             self._tails.put(keys[NAME_START - KEY_BYTES :] + tag, tail)
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Everything in these namespaces was flushed."""
-        self._catch_up()
-        self._stack.forget({self._tags[number] for number in numbers if number in self._tags})
+    def _forget(self, namespaces: Sequence[Namespace]) -> None:
+        tags = {self._tags[one.number] for one in namespaces if one.number in self._tags}
+        if tags:
+            self._stack.forget(tags)
+            self._left = 0
         self._tails.clear()
 
     def _tag(self, namespace: Namespace) -> bytes:
@@ -275,6 +327,7 @@ class WhatIf:
     def _thin(self, shift: int) -> None:
         if shift > self._stack.shift:
             self._stack.thin(shift)
+            self._left = 0
             self._counted_shift = max(self._counted_shift, shift)
             self._tails.thin(shift)
 
@@ -291,8 +344,8 @@ class WhatIf:
     # --- what comes of it ------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """What `stats` shows. The curve is empty before MIN_SAMPLED_LOOKUPS. About 0.3 ms."""
-        self._catch_up()
+        """What `stats` shows. The curve is empty before MIN_SAMPLED_LOOKUPS. About 0.3 ms, once caught up."""
+        finish(self.catch_up())
         self._turn(self._clock_s())
         lookups = self._lookups
         sizes = self.capacities if lookups.sampled >= MIN_SAMPLED_LOOKUPS else []

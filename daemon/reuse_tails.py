@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tiercache.daemon.reuse_stack import is_chosen
+from tiercache.daemon.reuse_stack import still_chosen
 
 MAX_CHAIN = 512
 MAX_TAIL_SAMPLES = 16384
@@ -52,7 +52,7 @@ class Tails:
     def thin(self, shift: int) -> None:
         """Keep what the sample has at a lower rate."""
         for end, tail in self._tails.items():
-            self._tails[end] = tail._replace(chain=[name for name in tail.chain if is_chosen(name, shift)])
+            self._tails[end] = tail._replace(chain=still_chosen(tail.chain, shift))
         self._samples = sum(len(tail.chain) for tail in self._tails.values())
 
     def clear(self) -> None:

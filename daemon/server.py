@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import logging
 import os
 import secrets
@@ -33,6 +32,7 @@ from tiercache.daemon.events import Events
 from tiercache.daemon.http_process import HttpProcess
 from tiercache.daemon.live_settings import LiveSettings
 from tiercache.daemon.logs import STDERR
+from tiercache.daemon.memory import collect_in_small_parts, grow_without_copies
 from tiercache.daemon.priority import go_first
 from tiercache.daemon.publisher import Publisher
 from tiercache.daemon.regions import RegionMaker
@@ -63,8 +63,6 @@ IDLE_S = 0.25
 """After so long without a request ticks are `IDLE_TICK_S` apart: one every 10 ms is 2 to 3% of a core for nothing."""
 _TICK_REQUESTS = 256
 _MAX_UNDRAINED_TICKS = 50
-_GC_THRESHOLDS = (2_000, 5, 10_000)
-"""A look at 50000 new objects takes 10 ms: so some thousands at a time, and at all of them as seldom as can be."""
 
 
 class Server:
@@ -109,6 +107,7 @@ class Server:
     async def run(self, parent_fd: int | None = None) -> int:
         """Serve until SIGTERM, SIGINT, or the end of file on `parent_fd`. Raises ConfigError."""
         self.loop = asyncio.get_running_loop()
+        grow_without_copies()
         run_dir = RunDir(self.config.run_dir, find_group(self.config.group))
         try:
             self._watch(parent_fd)
@@ -123,9 +122,7 @@ class Server:
                 self.http.start()
             self._serving = True
             _notify_systemd("READY=1")
-            gc.collect()
-            gc.freeze()
-            gc.set_threshold(*_GC_THRESHOLDS)
+            collect_in_small_parts()
             self._tick()
             await self._stopping.wait()
             self._serving = False

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_LISTED_NAMESPACES = 1024
 MAX_LISTED_SESSIONS = 256
 MAX_LISTED_QUOTAS = 256
-_NAMESPACES_AT_ONCE = 256
+_NAMESPACES_AT_ONCE = 128
 _MAX_CHARS = 48
 _COUNTERS = [field.name for field in fields(Counters)]
 
@@ -35,10 +35,10 @@ def build_stats(server: Server, request: Stats) -> Steps[dict[str, Any]]:
 
     Very many namespaces, and what is asked for besides, come in slices of their own.
     """
+    if server.cache.what_if is not None:
+        yield from server.cache.what_if.catch_up()
     stats = _figures(server)
-    if len(server.cache.space.namespaces) > _NAMESPACES_AT_ONCE:
-        yield
-    stats["namespaces"] = _namespaces(server)
+    stats["namespaces"] = yield from _namespaces(server)
     stats["sessions"] = _sessions(server)
     if request.histograms:
         yield
@@ -190,11 +190,15 @@ def _arena(server: Server) -> dict[str, Any]:
     }
 
 
-def _namespaces(server: Server) -> list[dict[str, Any]]:
+def _namespaces(server: Server) -> Steps[list[dict[str, Any]]]:
     cache = server.cache
-    now_s, pinned = cache.clock_s(), cache.reads.pinned_blocks
-    listed = islice(cache.space.namespaces.values(), MAX_LISTED_NAMESPACES)
-    return [_namespace(one, now_s, pinned[one.number], cache.below.blocks_of(one.number)) for one in listed]
+    pinned, below = cache.reads.pinned_blocks, cache.below.blocks_of
+    views: list[dict[str, Any]] = []
+    for one in list(islice(cache.space.namespaces.values(), MAX_LISTED_NAMESPACES)):
+        if len(views) % _NAMESPACES_AT_ONCE == _NAMESPACES_AT_ONCE - 1:
+            yield
+        views.append(_namespace(one, cache.clock_s(), pinned[one.number], below(one.number)))
+    return views
 
 
 def _namespace(namespace: Namespace, now_s: float, pinned: int, below: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +53,8 @@ HORIZON = 256.0
 """A block that was not used for so many turnovers may leave the sample: no tier keeps it for as long."""
 FIRST_EVENTS, MOST_EVENTS = 64, 2048
 """The worths are estimated anew after so many blocks of the sample were stored or used."""
+ROWS_AT_ONCE = 128
+"""Classes whose worths are estimated in one part of that: the more, the less it takes in all."""
 EVENTS_KEPT = 16 * MAX_SAMPLES
 """Beyond so many observations all of them are halved: what happened lately counts more."""
 
@@ -108,8 +110,8 @@ class Predictor:
     """One for all tiers of a daemon. Event loop only; nothing here blocks.
 
     A request costs some microseconds and about one for each of its blocks in the sample, of which it has no more than
-    `MAX_AT_ONCE`; a refresh, some milliseconds. `secret`: what the sample is drawn by; a client that does not know it
-    can neither fill the sample nor keep its blocks out.
+    `MAX_AT_ONCE`; a refresh, some milliseconds, is done in parts by the requests that follow. `secret`: what the
+    sample is drawn by; a client that does not know it can neither fill the sample nor keep its blocks out.
     """
 
     def __init__(self, turnover: Turnover, secret: int = 0) -> None:
@@ -133,6 +135,7 @@ class Predictor:
         self._ended = np.zeros((CLASSES, AGES))  # left the sample, at that age
         self._events = 0
         self._refresh_at = FIRST_EVENTS
+        self._refreshing: Iterator[bool] | None = None
         self._expected: dict[bytes, Context] = {}  # by the first block of a chain that will probably be stored
         self._stored: dict[bytes, Context] = {}  # by the last block of a store, which may go on there
         self._again = Again(turnover)
@@ -150,8 +153,10 @@ class Predictor:
         for first in {found_dram, found}:
             if first < length:
                 _put(self._expected, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES], context)
-        if self._events >= self._refresh_at:
-            self._refresh()
+        if self._refreshing is None and self._events >= self._refresh_at:
+            self._refreshing = self._refresh()
+        if self._refreshing is not None and next(self._refreshing, None) is None:
+            self._refreshing = None
 
     def answered(self) -> None:
         """The request at hand is over."""
@@ -274,8 +279,8 @@ class Predictor:
 
     # --- learning --------------------------------------------------------------------------------
 
-    def _refresh(self) -> None:
-        """Estimate anew what blocks are worth."""
+    def _refresh(self) -> Iterator[bool]:
+        """Estimate anew what blocks are worth: a part with each request, of a millisecond at most."""
         self._plan_refresh()
         if self._used.sum() > EVENTS_KEPT:
             self._used *= 0.5
@@ -285,8 +290,11 @@ class Predictor:
         if self._places:
             cells = np.delete(cells, self._places)
         waiting = np.bincount(cells, minlength=CLASSES * AGES).reshape(CLASSES, AGES)
-        self.worth = _worths(self._used, self._used + self._ended + waiting)
-        self.worth_rows = self.worth.tolist()
+        worths = _worths(self._used.copy(), self._used + self._ended + waiting)
+        while (worth := next(worths)) is None:
+            yield True
+        rows: list[list[float]] = worth.tolist()
+        self.worth, self.worth_rows = worth, rows
         self.version += 1
 
     def _plan_refresh(self) -> None:
@@ -333,8 +341,11 @@ def _groups() -> list[npt.NDArray[np.int64]]:
 _GROUPS = _groups()
 
 
-def _worths(used: Floats, ended: Floats) -> Floats:
-    """By class and age bucket, from how many blocks were used at that age, and at what age blocks were seen last."""
+def _worths(used: Floats, ended: Floats) -> Iterator[Floats | None]:
+    """By class and age bucket, from how many blocks were used at that age, and at what age blocks were seen last.
+
+    None as often as others may go on before it is known.
+    """
     at_risk = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1]
     wider: Floats = np.tile(_of_all(used.sum(axis=0), at_risk.sum(axis=0)), (CLASSES, 1))
     for group in _GROUPS:
@@ -344,10 +355,15 @@ def _worths(used: Floats, ended: Floats) -> Floats:
     known = np.flatnonzero(at_risk[:, 0])
     first = np.flatnonzero(np.diff(_GROUPS[-1], prepend=-1))
     own = (used[known] + LEAN * wider[known]) / (at_risk[known] + LEAN)
-    worth = _worth(np.concatenate([wider[first], own]))
+    hazards = np.concatenate([wider[first], own])
+    worth = np.empty_like(hazards)
+    for row in range(0, len(hazards), ROWS_AT_ONCE):
+        yield None
+        worth[row : row + ROWS_AT_ONCE] = _worth(hazards[row : row + ROWS_AT_ONCE])
+    yield None
     result: Floats = worth[_GROUPS[-1]]  # classes of which nothing is known are as their group
     result[known] = worth[len(first) :]
-    return result
+    yield result
 
 
 def _of_all(used: Floats, at_risk: Floats) -> Floats:

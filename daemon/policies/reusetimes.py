@@ -9,6 +9,8 @@ Both are fitted (expectation maximisation) to the times that were seen and to th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -59,7 +61,7 @@ class ReuseTimes(Predictor):
         self._reused_after[by] += max(FIRST_AGE, age)
         return super()._used_again(sample, age)
 
-    def _refresh(self) -> None:
+    def _refresh(self) -> Iterator[bool]:
         """Fit all anew, instead of the hazards."""
         self._plan_refresh()
         if self._reused.sum() > EVENTS_KEPT:
@@ -69,8 +71,10 @@ class ReuseTimes(Predictor):
         by = np.fromiter((min(CATEGORIES - 1, one.turn) for one in samples), np.int64, len(samples))
         used_at = np.fromiter((self._used_at[one.place] for one in samples), np.float64, len(samples))
         ages = np.maximum(FIRST_AGE, self.turnover.now - used_at)
+        yield True
         reused, after, alike = self._reused.sum(keepdims=True), self._reused_after.sum(keepdims=True), np.zeros_like(by)
         self._whole = _fitted(reused, after, ages, alike, *self._whole, *self._whole)
+        yield True
         lean = self._whole[0].repeat(CATEGORIES), self._whole[1].repeat(CATEGORIES)
         self.shares, self.rates = _fitted(self._reused, self._reused_after, ages, by, *lean, self.shares, self.rates)
 

@@ -126,7 +126,8 @@ def test_the_time_from_store_to_load_is_learnt() -> None:
             keys = chain(number - 10, 1)
             learning.predictor.asked(keys, 1, 1)
             learning.predictor.answered()
-    learning.predictor._refresh()
+    for _ in learning.predictor._refresh():
+        pass
     worth = learning.predictor.worth[chain_class(0, 1, 1)]
     assert worth[age_bucket(0.05)] > 5 * worth[age_bucket(0.2)]
 

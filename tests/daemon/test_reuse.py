@@ -11,6 +11,7 @@ from itertools import count
 from math import inf
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -321,12 +322,51 @@ def test_what_is_noted_is_looked_into_before_it_takes_memory() -> None:
     h = Harness(dram_blocks=1000)
     for number in range(reuse.MAX_NOTED - 1):
         h.what_if.looked_up([h.space], keys_of(number, 2), 1, 0)
+    assert not h.what_if.work()
     assert len(h.what_if._noted) == reuse.MAX_NOTED - 1
     h.what_if.looked_up([h.space], keys_of(0, 2), 1, 0)
+    assert not h.what_if.work()
     assert len(h.what_if._noted) == 0
     h.what_if.stored(h.space, b"", keys_of(1, reuse.MAX_NOTED_BYTES // 16 + 1))
+    assert not h.what_if.work()
     assert len(h.what_if._noted) == 0
     assert h.what_if.stats()["accessed_blocks"] == 2 * reuse.MAX_NOTED
+
+
+@pytest.mark.parametrize("keys", [1, 2000])
+def test_what_is_noted_is_bounded_where_there_is_never_time(keys: int) -> None:
+    h = Harness(dram_blocks=100_000)
+    for number in range(2 * reuse.MOST_NOTED):
+        h.what_if.stored(h.space, b"", keys_of(number % 10, keys))
+        assert len(h.what_if._noted) <= reuse.MOST_NOTED
+        assert h.what_if._noted_bytes <= reuse.MOST_NOTED_BYTES
+    for _ in h.what_if.catch_up():
+        pass
+    assert (len(h.what_if._noted), h.what_if._noted_bytes) == (0, 0)
+    h.check()
+
+
+def test_what_was_asked_for_in_parts_is_counted_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little is looked into at a time, stores, look-ups and flushes are seen in the order of their coming."""
+
+    def play(looked_into: int) -> tuple[int, list[float], dict[str, Any]]:
+        monkeypatch.setattr(reuse, "LOOKED_INTO", looked_into)
+        h, rng = Harness(dram_blocks=200), random.Random(1)
+        other = h.places.open_namespace(spec(tp_rank=1))
+        for number in range(300):
+            h.now_s += SLICE_S / 40
+            keys, space = keys_of(rng.randrange(20), rng.randrange(1, 200)), rng.choice((h.space, other))
+            if number % 50 == 49:
+                h.what_if.forget([space])
+            elif rng.random() < 0.5:
+                h.what_if.stored(space, b"", keys)
+            else:
+                h.what_if.looked_up([space], keys, 0, 0)
+            h.what_if.work()
+        h.check()
+        return len(h.what_if.stack), h.rates(10, 100, 1000), h.what_if.stats()
+
+    assert play(1) == play(64) == play(1 << 30)
 
 
 def test_what_waited_for_hours_counts_for_when_it_came() -> None:
