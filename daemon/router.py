@@ -23,7 +23,7 @@ import zmq
 from tiercache.daemon.connections import Connections
 from tiercache.daemon.rundir import guard
 from tiercache.daemon.sessions import Session
-from tiercache.daemon.unsent import Unsent
+from tiercache.daemon.unsent import Reader, SmallAnswers, Unsent
 from tiercache.errors import ConfigError
 from tiercache.messages import MAX_MESSAGE_BYTES
 
@@ -33,8 +33,6 @@ BATCH_NS = 2_000_000
 MAX_OUTSTANDING = 1024
 """Replies that may wait for one peer; one more ends its session."""
 DRAIN_REQUESTS = 4 * MAX_OUTSTANDING
-SMALL_BYTES = 4096
-"""Up to so much of an answer is not looked after until it is sent: MAX_OUTSTANDING bounds these."""
 
 
 class Answer(NamedTuple):
@@ -47,15 +45,15 @@ class Answer(NamedTuple):
 
 
 class _Sending(NamedTuple):
-    """A large part that ZeroMQ may still read."""
+    """A part that ZeroMQ may still read; `length` counts what it has still to send before that."""
 
     tracker: zmq.MessageTracker
-    session: Session
+    reader: Reader
     length: int
     done: Callable[[], None] | None
 
     def end(self, unsent: Unsent) -> None:
-        unsent.sent(self.session, self.length)
+        unsent.sent(self.reader, self.length)
         if self.done is not None:
             self.done()
 
@@ -87,6 +85,7 @@ class Router:
         self._unsent = unsent
         unsent.collectors.append(self._collect)
         self._sending: list[_Sending] = []
+        self._small = SmallAnswers(2 * max_connections)
         self._scheduled = False
         for option, value in (
             (zmq.LINGER, 0),
@@ -162,15 +161,18 @@ class Router:
     def reply(self, identity: bytes, answer: Answer) -> None:
         """Send an answer, or drop it when its peer has gone or does not read."""
         session, last = answer.session, answer.header if answer.payload is None else answer.payload
-        large = session if answer.payload is not None or len(last) > SMALL_BYTES else None
-        if large is not None and answer.payload is None and self._unsent.problem(large, len(last)) is not None:
-            self._cut_later(large)
+        reader, counted = session or self._unsent.strangers, self._small.add(identity, len(last))
+        if answer.payload is not None:
+            counted = max(counted, len(last))  # always looked after, however small: it is read where it lies
+        elif counted and self._unsent.is_too_much(reader, counted):
+            if session is not None:
+                self._cut_later(session)
             return
         try:
             self._socket.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
             if answer.payload is not None:
                 self._socket.send(answer.header, zmq.NOBLOCK | zmq.SNDMORE)
-            if large is None:
+            if not counted:
                 self._socket.send(last, zmq.NOBLOCK)
                 return
             tracker = self._socket.send(last, zmq.NOBLOCK, copy=False, track=True)
@@ -182,8 +184,8 @@ class Router:
                 self._cut_later(session)
             return
         assert isinstance(tracker, zmq.MessageTracker)
-        self._unsent.add(large, len(last))
-        self._sending.append(_Sending(tracker, large, len(last), answer.payload_done))
+        self._unsent.add(reader, counted)
+        self._sending.append(_Sending(tracker, reader, counted, answer.payload_done))
 
     def _cut_later(self, session: Session) -> None:
         # Not at once: an end drains this socket, and we may be in the middle of that.

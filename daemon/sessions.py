@@ -98,6 +98,11 @@ class Session:
         self.open = True
 
     @property
+    def party(self) -> str:
+        """Who answers for it."""
+        return self.owner.party
+
+    @property
     def age_s(self) -> float:
         """How long it has been connected, or was."""
         return time.monotonic() - self.since_s

@@ -2,16 +2,17 @@
 
 A peer that does not read makes the daemon keep what it asked for. Sessions are easily had, so what counts in the end is
 the party, a process of this host or a tenant on others, and what a session that has ended left behind counts on.
+
+    large answer    sent with a tracker, and counted until ZeroMQ has let go of it
+    small answers   counted by connection; every so many bytes one is sent with a tracker, and counted with those before
+                    it: what goes to one connection is sent in order
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tiercache.daemon.sessions import Session
+from typing import Protocol
 
 SESSION_BYTES = 128 << 20
 """Of one session: what eight threads of a client of ours ask for before they read, 16 MiB each."""
@@ -19,6 +20,55 @@ PARTY_BYTES = 256 << 20
 ALL_BYTES = 512 << 20
 LEAST_BYTES = 64 << 10
 """What a small answer counts for: there is work for each at every tick."""
+SPARE_BYTES = 32 << 20
+"""Beyond the limits, for answers that cannot be refused as a read is: reads alone bring no session to its end."""
+FAIR_BYTES = 4 << 20
+"""Who has no more waiting loses no session for what others leave unread."""
+SMALL_BYTES = 4096
+"""Up to so much of an answer is counted by connection first."""
+_ANSWER_BYTES = 128
+"""What ZeroMQ needs for an answer beside its bytes, about."""
+_UNCOUNTED_BYTES = 16 << 10
+"""So much of small answers may go to a connection before one of them is counted with a tracker."""
+
+
+class Reader(Protocol):
+    """Who is answered: a session, or all peers together that have none."""
+
+    unsent_bytes: int
+
+    @property
+    def party(self) -> str:
+        """Who answers for it."""
+
+
+class _Strangers:
+    """Peers without a session."""
+
+    party = "peers without a session"
+
+    def __init__(self) -> None:
+        self.unsent_bytes = 0
+
+
+class SmallAnswers:
+    """Bytes of small answers to each connection of a socket since the last one that was looked after.
+
+    The first answer to a connection is: so nobody gains by coming again and again until connections are forgotten.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._bytes: dict[bytes, int] = {}  # in the order in which they were answered
+
+    def add(self, connection: bytes, length: int) -> int:
+        """One more, of that length. What there is to look after with it; 0 if it need not be looked after."""
+        before, length = self._bytes.pop(connection, _UNCOUNTED_BYTES), length + _ANSWER_BYTES
+        counts = length > SMALL_BYTES or before + length > _UNCOUNTED_BYTES
+        self._bytes[connection] = 0 if counts else before + length
+        if len(self._bytes) > self._most:
+            del self._bytes[next(iter(self._bytes))]
+        return before + length if counts else 0
 
 
 class Unsent:
@@ -26,46 +76,55 @@ class Unsent:
 
     def __init__(self) -> None:
         self._of_party: Counter[str] = Counter()
+        self.strangers: Reader = _Strangers()
         self.bytes = 0
         self.collectors: list[Callable[[], None]] = []
         """Take off what has been sent meanwhile; each looks at all that was on its way."""
 
-    def problem(self, session: Session, length: int) -> str | None:
-        """Why there can be no answer of that length for the session now, or None.
+    def problem(self, reader: Reader, length: int) -> str | None:
+        """Why there can be no payload of that length for it now, or None.
 
         A party that leaves nothing unread gets one in any case: what others leave unread costs it neither its reads nor
         its session.
         """
-        if self._over(session, length) is None:
-            return None
-        for collect in self.collectors:  # a fast client reads much between two ticks
-            collect()
-        return self._over(session, length)
+        return self._over(reader, length, 0)
 
-    def _over(self, session: Session, length: int) -> str | None:
-        more, party = max(length, LEAST_BYTES), session.owner.party
-        if not self._of_party[party]:
+    def is_too_much(self, reader: Reader, length: int) -> bool:
+        """Whether an answer of that length, that cannot be refused, is more than may wait."""
+        return self._over(reader, length, SPARE_BYTES) is not None
+
+    def _over(self, reader: Reader, length: int, spare_bytes: int) -> str | None:
+        found = self._found(reader, length, spare_bytes)
+        if found is not None:
+            for collect in self.collectors:  # a fast client reads much between two ticks
+                collect()
+            found = self._found(reader, length, spare_bytes)
+        return found
+
+    def _found(self, reader: Reader, length: int, spare_bytes: int) -> str | None:
+        more, its_bytes = max(length, LEAST_BYTES), self._of_party[reader.party]
+        if not its_bytes:
             return None
         for waiting, limit, whose in (
-            (session.unsent_bytes, SESSION_BYTES, "this session"),
-            (self._of_party[party], PARTY_BYTES, party),
-            (self.bytes, ALL_BYTES, "all clients"),
+            (reader.unsent_bytes, SESSION_BYTES, "this session"),
+            (its_bytes, PARTY_BYTES, reader.party),
+            (self.bytes if its_bytes > FAIR_BYTES or not spare_bytes else 0, ALL_BYTES, "all clients"),
         ):
-            if waiting + more > limit:
+            if waiting + more > limit + spare_bytes:
                 return f"{limit >> 20} MiB of answers to {whose} wait to be read: read them first"
         return None
 
-    def add(self, session: Session, length: int) -> None:
+    def add(self, reader: Reader, length: int) -> None:
         """An answer of that length is on its way."""
-        self._count(session, max(length, LEAST_BYTES))
+        self._count(reader, max(length, LEAST_BYTES))
 
-    def sent(self, session: Session, length: int) -> None:
+    def sent(self, reader: Reader, length: int) -> None:
         """It has been sent, or will never be."""
-        self._count(session, -max(length, LEAST_BYTES))
+        self._count(reader, -max(length, LEAST_BYTES))
 
-    def _count(self, session: Session, more: int) -> None:
-        party = session.owner.party
-        session.unsent_bytes += more
+    def _count(self, reader: Reader, more: int) -> None:
+        party = reader.party
+        reader.unsent_bytes += more
         self.bytes += more
         self._of_party[party] += more
         if not self._of_party[party]:

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from pathlib import Path
+
 import pytest
+import zmq
 from test_desk import desk_of
 from test_quotas import chain, make_cache, open_for, store
 
+from tiercache.daemon import unsent as limits
 from tiercache.daemon.read_requests import ReadRequests
+from tiercache.daemon.router import Answer, Router
 from tiercache.daemon.sessions import Session
 from tiercache.daemon.slow import SlowRequests
-from tiercache.daemon.unsent import ALL_BYTES, LEAST_BYTES, PARTY_BYTES, SESSION_BYTES, Unsent
+from tiercache.daemon.unsent import (
+    ALL_BYTES,
+    FAIR_BYTES,
+    LEAST_BYTES,
+    PARTY_BYTES,
+    SESSION_BYTES,
+    SPARE_BYTES,
+    SmallAnswers,
+    Unsent,
+)
 from tiercache.errors import RequestRefused
 from tiercache.messages import Hello, Read
 
@@ -73,6 +89,74 @@ def test_all_parties_share_a_limit_and_who_reads_everything_has_one_answer_in_an
     unsent.add(new, 2 * MIB)
     assert unsent.problem(new, 1) == "512 MiB of answers to all clients wait to be read: read them first"
     assert unsent.problem(session_of("new"), 1) is not None
+
+
+def test_reads_alone_never_make_an_answer_too_much() -> None:
+    unsent, session = Unsent(), session_of("a")
+    fill(unsent, session)
+    for _ in range(SPARE_BYTES // LEAST_BYTES):
+        assert not unsent.is_too_much(session, 1)
+        unsent.add(session, 1)
+    assert unsent.is_too_much(session, 1)
+
+
+def test_what_others_leave_unread_ends_only_sessions_of_those_who_leave_much() -> None:
+    unsent, session = Unsent(), session_of("a")
+    for number in range(2 * ALL_BYTES // SESSION_BYTES):
+        unsent.add(session_of(str(number)), SESSION_BYTES)
+    for _ in range(FAIR_BYTES // LEAST_BYTES + 1):
+        assert not unsent.is_too_much(session, 1)
+        unsent.add(session, 1)
+    assert unsent.is_too_much(session, 1)
+
+
+def test_small_answers_are_counted_with_the_first_and_then_every_so_many_bytes() -> None:
+    answers = SmallAnswers(2)
+    assert answers.add(b"a", 1000) > 0
+    counted = [answers.add(b"a", 1000) for _ in range(60)]
+    assert sum(map(bool, counted)) == 4
+    assert sum(counted) > 50 * 1000
+    assert answers.add(b"a", 4096) > 4096, "large ones always"
+    answers.add(b"b", 1), answers.add(b"c", 1)
+    assert answers.add(b"a", 1) > 0, "one that was forgotten begins anew"
+
+
+def test_small_answers_on_many_connections_are_limited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each of them may leave a thousand unread, and a process may have thousands of connections."""
+    monkeypatch.setattr(limits, "SESSION_BYTES", MIB)
+    monkeypatch.setattr(limits, "SPARE_BYTES", 0)
+    cut, unsent, session = list[str](), Unsent(), session_of("a")
+    served: list[Session | None] = []
+    readers = {b"stranger": None, b"session": session}
+
+    def handle(identity: bytes, header: bytes, parts: list[zmq.Frame]) -> Answer:
+        served.append(readers[header])
+        return Answer(bytes(4000), served[-1])
+
+    async def flood() -> list[int]:
+        endpoint, context, most = f"ipc://{tmp_path}/control", zmq.Context(), list[int]()
+        router = Router(endpoint, handle, lambda session, why: cut.append(why), unsent, 100)
+        peers = []
+        for header in readers:
+            for _ in range(10):
+                peers.append(context.socket(zmq.DEALER))
+                peers[-1].setsockopt(zmq.RCVHWM, 1)
+                peers[-1].connect(endpoint)
+                for _ in range(400):
+                    peers[-1].send(header)
+            until_s = time.monotonic() + 30
+            while served.count(readers[header]) < 4000 and time.monotonic() < until_s:
+                await asyncio.sleep(0.01)
+            most.append(unsent.bytes)
+        router.close()
+        context.destroy(linger=0)
+        return most
+
+    strangers, of_session = asyncio.run(flood())
+    assert MIB // 2 < strangers <= MIB
+    assert MIB // 2 < of_session - strangers <= MIB
+    assert cut[0] == "it does not read its replies"
+    assert unsent.bytes == 0
 
 
 def test_a_block_is_not_read_for_who_has_too_much_waiting() -> None:
