@@ -277,7 +277,6 @@ class Space:
         short_bytes = self._headroom_bytes - (self.allocator.arena_bytes - self.allocator.used_bytes)
         if short_bytes <= 0:
             return False
-        self.tails.lapse()
         policy = coldest_of([one for its in self._policies.values() for one in its.values()])
         if policy is None:
             return False

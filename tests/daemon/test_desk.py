@@ -43,6 +43,12 @@ def test_what_leases_of_a_tenant_make_the_daemon_keep_is_limited() -> None:
     assert desk.lease_ttl_s(session, 1000) == 1.0
 
 
+def test_what_leases_of_a_client_of_this_host_keep_is_its_own_affair() -> None:
+    desk, session = desk_of("")
+    lease_keys(session, MAX_LEASED_KEYS_BYTES // MIB + 1)
+    assert desk.lease_ttl_s(session, 1000) == 1.0
+
+
 def test_a_session_has_so_many_leases_of_all_kinds() -> None:
     desk, session = desk_of("", max_leases=3)
     lease_keys(session, 1)

@@ -230,6 +230,26 @@ def test_the_chain_of_a_block_is_walked_in_slices(lost: str) -> None:
     finish(h)
 
 
+@pytest.mark.parametrize("same", [True, False], ids=["the same", "another"])
+def test_what_others_pin_between_two_slices_counts(same: bool) -> None:
+    """Of two pins of the same blocks one is left, and two that are too much together are not both made."""
+    h = Harness(region_bytes=2 * WINDOW * FRAME_BYTES, pin_share=0.75)  # one window and a half
+    spaces = [h.space(rank=rank, window_blocks=WINDOW) for rank in range(2)]
+    for namespace in spaces:
+        fill(h, namespace, 1, WINDOW)
+    keys, other = chain(1, WINDOW), spaces[0] if same else spaces[1]
+    steps = h.cache.reads.pin([spaces[0]], keys, 10)
+    next(steps)
+    assert h.cache.pin([other], keys, 20) == WINDOW
+    assert in_slices(steps, h.check)[0] == (WINDOW if same else 0)
+    assert len(h.cache.reads.pins) == len(h.cache.reads.leases) == 1
+    assert h.cache.reads.pinned_bytes == WINDOW * FRAME_BYTES
+    finish(h)
+    assert not list(h.cache.reads.loose_pins())
+    assert h.cache.reads.unpin([other], keys) == WINDOW
+    assert h.cache.reads.pinned_bytes == 0
+
+
 def test_pins_are_listed_in_slices_without_those_that_end_meanwhile() -> None:
     h = Harness(region_bytes=2000 * FRAME_BYTES)
     namespace = h.space()

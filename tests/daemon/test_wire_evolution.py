@@ -37,6 +37,16 @@ def test_what_is_wrong_with_the_known_ones_is_still_said(client: Client, spec: d
     assert client.refusal("register_namespace", {**new_spec(0), "later": 1}) == "bad_value"
 
 
+@pytest.mark.parametrize("later", [{1: 2}, {"later": {1: 2}}, {"later": [{b"a": 1}]}, {None: 1}])
+def test_a_spec_with_keys_that_are_no_names_is_the_clients_fault(
+    client: Client, later: dict[object, object]
+) -> None:
+    """They could not be told apart from others in one way only; and it is no failure of the daemon."""
+    failed = client.stats()["counters"]["requests_failed"]
+    assert client.refusal("register_namespace", {**new_spec(4096), **later}) == "malformed"
+    assert client.stats()["counters"]["requests_failed"] == failed
+
+
 def test_further_elements_of_requests_are_ignored(client: Client) -> None:
     spec = {**new_spec(4096, engine="further"), "later": 1}
     number = client.ask("register_namespace", spec)[1]

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from tier_rig import TierRig, keys_of, play
 
 from tiercache.daemon import space as space_module
+from tiercache.daemon.cache import Cache
 from tiercache.daemon.nvme.catalog_check import read_state
 from tiercache.daemon.space import Namespace, NoRoom
+from tiercache.layout import NamespaceSpec
 
 RANKS = 4
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode({"engine": 1}), bytes([0x81]) * 2000, b"\x81\xa1e\x00\x00"],
+    ids=["nothing", "no msgpack", "no map", "no spec", "nested", "more behind it"],
+)
+def test_a_saved_spec_that_cannot_be_read_is_no_namespace(saved: bytes) -> None:
+    assert Cache(lambda: 0.0).space.open_saved(saved) is None
+
+
+def test_a_saved_spec_that_cannot_be_served_any_more_is_no_namespace() -> None:
+    """A release may have allowed what a later one refuses."""
+    space = Cache(lambda: 0.0).space
+    spec = NamespaceSpec(engine="t", layout="l", dtype="u8", block_size=1, block_bytes=4096)
+    known = space.open_namespace(spec)
+    assert space.open_saved(space.save(known)) is known
+    refused = msgspec.structs.replace(spec, block_bytes=0)
+    assert refused.problem()
+    assert space.open_saved(msgspec.msgpack.encode(refused)) is None
+    assert len(space.namespaces) == 1
 
 
 async def _filled(root: Path) -> tuple[TierRig, list[Namespace]]:

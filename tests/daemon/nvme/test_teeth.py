@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 from catalog_bench import Bench
+from disk_troubles import fail
 from tier_rig import TierRig, key_of, keys_of, play
 
+from tiercache.daemon import reads
+from tiercache.daemon.nvme import catalog, promotion
 from tiercache.daemon.nvme.blockio import ReadOp, WriteOp
 from tiercache.daemon.nvme.database import rename_aside
 from tiercache.daemon.nvme.shelf import Shelf, Stored
@@ -236,3 +239,82 @@ def test_the_log_goes_aside_before_its_database(bench: Bench, monkeypatch: pytes
     assert moved[-1] == "index.db"
     assert sorted(moved) == ["index.db", "index.db-shm", "index.db-wal"]
     assert not path.with_name("index.db.suspect").exists()
+
+
+def test_nothing_more_is_unlinked_while_the_index_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block that goes is a row to delete: they wait where they cost nothing, and not in a queue that has no end."""
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        [shelf], space = rig.shelves, rig.namespace()
+        rig.store(space, keys_of("a", 20))
+        await rig.settled()
+        monkeypatch.setattr(catalog, "MAX_PENDING", 0)
+        shelf.drop(space, key_of(keys_of("a", 20), 0))
+        for _ in range(3):
+            assert not shelf.work()
+        assert (len(shelf.slots._leaving), shelf.catalog.pending) == (0, 0)
+        monkeypatch.undo()
+        shelf.work()
+        assert len(shelf.slots._leaving) == 20
+        await rig.committed()
+        assert shelf.allocator.used_bytes == 0
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_so_many_unreadable_blocks_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the last failures; one that was forgotten has one more chance, and a block that is read has it again."""
+    monkeypatch.setattr(promotion, "MAX_UNREADABLE", 2)
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        disk, space, chains = rig.disks[rig.dirs[0]], rig.namespace(), [keys_of(name, 1) for name in "abc"]
+        for chain in chains:
+            rig.store(space, chain)
+        await rig.settled()
+        rig.forget_dram()
+        for chain in chains:
+            disk.hook = fail("preadv", 0)
+            assert await rig.load(space, chain) == 0
+        assert [key for _, key in rig.tier._promotion._unreadable] == chains[1:]
+        assert await rig.load(space, chains[2]) == 1
+        assert [key for _, key in rig.tier._promotion._unreadable] == chains[1:2]
+        disk.hook = fail("preadv", 0)
+        assert await rig.load(space, chains[1]) == 0
+        assert not rig.shelves[0].has(space, chains[1]), "twice is enough"
+        assert not rig.tier._promotion._unreadable
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_so_many_prefetches_are_under_way_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more is answered with what there is, and brings nothing up."""
+    monkeypatch.setattr(reads, "MAX_PREFETCHES", 2)
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        space, chains = rig.namespace(), [keys_of(name, 4) for name in "abc"]
+        for chain in chains:
+            rig.store(space, chain)
+        await rig.settled()
+        rig.forget_dram()
+        gate = rig.disks[rig.dirs[0]].gate
+        gate.clear()
+        found = [rig.cache.prefetch(rig.owner, [space], chain).below for chain in chains]
+        assert found == [4, 4, 4]
+        assert [lease.keys for lease in rig.cache.reads.growing.values()] == chains[:2]
+        gate.set()
+        await rig.until(lambda: not rig.cache.reads.growing)
+        assert [rig.cache.match(rig.owner, [space], chain, 0).dram for chain in chains] == [4, 4, 0]
+        rig.cache.prefetch(rig.owner, [space], chains[2])
+        await rig.until(lambda: not rig.cache.reads.growing)
+        assert rig.cache.match(rig.owner, [space], chains[2], 0).dram == 4
+        rig.check()
+        await rig.close()
+
+    play(scenario)
