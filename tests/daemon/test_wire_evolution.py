@@ -38,9 +38,7 @@ def test_what_is_wrong_with_the_known_ones_is_still_said(client: Client, spec: d
 
 
 @pytest.mark.parametrize("later", [{1: 2}, {"later": {1: 2}}, {"later": [{b"a": 1}]}, {None: 1}])
-def test_a_spec_with_keys_that_are_no_names_is_the_clients_fault(
-    client: Client, later: dict[object, object]
-) -> None:
+def test_a_spec_with_keys_that_are_no_names_is_the_clients_fault(client: Client, later: dict[object, object]) -> None:
     """They could not be told apart from others in one way only; and it is no failure of the daemon."""
     failed = client.stats()["counters"]["requests_failed"]
     assert client.refusal("register_namespace", {**new_spec(4096), **later}) == "malformed"

@@ -19,7 +19,14 @@ RANKS = 4
 
 @pytest.mark.parametrize(
     "saved",
-    [b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode({"engine": 1}), bytes([0x81]) * 2000, b"\x81\xa1e\x00\x00"],
+    [
+        b"",
+        b"\xc1",
+        b"\x93\x01\x02\x03",
+        msgspec.msgpack.encode({"engine": 1}),
+        bytes([0x81]) * 2000,
+        b"\x81\xa1e\x00\x00",
+    ],
     ids=["nothing", "no msgpack", "no map", "no spec", "nested", "more behind it"],
 )
 def test_a_saved_spec_that_cannot_be_read_is_no_namespace(saved: bytes) -> None:

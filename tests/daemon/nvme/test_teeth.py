@@ -242,7 +242,7 @@ def test_the_log_goes_aside_before_its_database(bench: Bench, monkeypatch: pytes
 
 
 def test_nothing_more_is_unlinked_while_the_index_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block that goes is a row to delete: they wait where they cost nothing, and not in a queue that has no end."""
+    """Each block that goes is a row to delete: these wait where they cost nothing, not in a queue without an end."""
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
