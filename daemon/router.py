@@ -23,7 +23,7 @@ import zmq
 from tiercache.daemon.connections import Connections
 from tiercache.daemon.rundir import guard
 from tiercache.daemon.sessions import Session
-from tiercache.daemon.unsent import Reader, SmallAnswers, Unsent
+from tiercache.daemon.unsent import SMALL_BYTES, Reader, SmallAnswers, Unsent
 from tiercache.errors import ConfigError
 from tiercache.messages import MAX_MESSAGE_BYTES
 
@@ -161,10 +161,9 @@ class Router:
     def reply(self, identity: bytes, answer: Answer) -> None:
         """Send an answer, or drop it when its peer has gone or does not read."""
         session, last = answer.session, answer.header if answer.payload is None else answer.payload
-        reader, counted = session or self._unsent.strangers, self._small.add(identity, len(last))
-        if answer.payload is not None:
-            counted = max(counted, len(last))  # always looked after, however small: it is read where it lies
-        elif counted and self._unsent.is_too_much(reader, counted):
+        reader, is_large = session or self._unsent.strangers, answer.payload is not None or len(last) > SMALL_BYTES
+        counted = len(last) if is_large else self._small.add(identity, len(last))
+        if counted and answer.payload is None and self._unsent.is_too_much(reader, counted):
             if session is not None:
                 self._cut_later(session)
             return

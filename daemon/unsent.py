@@ -63,12 +63,12 @@ class SmallAnswers:
 
     def add(self, connection: bytes, length: int) -> int:
         """One more, of that length. What there is to look after with it; 0 if it need not be looked after."""
-        before, length = self._bytes.pop(connection, _UNCOUNTED_BYTES), length + _ANSWER_BYTES
-        counts = length > SMALL_BYTES or before + length > _UNCOUNTED_BYTES
-        self._bytes[connection] = 0 if counts else before + length
+        its_bytes = self._bytes.pop(connection, _UNCOUNTED_BYTES) + length + _ANSWER_BYTES
+        counts = its_bytes > _UNCOUNTED_BYTES
+        self._bytes[connection] = 0 if counts else its_bytes
         if len(self._bytes) > self._most:
             del self._bytes[next(iter(self._bytes))]
-        return before + length if counts else 0
+        return its_bytes if counts else 0
 
 
 class Unsent:

@@ -116,7 +116,6 @@ def test_small_answers_are_counted_with_the_first_and_then_every_so_many_bytes()
     counted = [answers.add(b"a", 1000) for _ in range(60)]
     assert sum(map(bool, counted)) == 4
     assert sum(counted) > 50 * 1000
-    assert answers.add(b"a", 4096) > 4096, "large ones always"
     answers.add(b"b", 1), answers.add(b"c", 1)
     assert answers.add(b"a", 1) > 0, "one that was forgotten begins anew"
 

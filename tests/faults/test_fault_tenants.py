@@ -136,6 +136,7 @@ def refused_to_the_deaf(session: Tenant, namespace: int, key: bytes) -> str:
         deaf.send(session.header("read", lease, namespace, 0, 0, 2 * MIB))
     while True:
         deaf.send(session.header("read", lease, namespace, 0, 0, 2 * MIB))
+        deaf.send(session.header("read", lease, namespace, 0, 0, 1))  # where there is no room for the other one
         answer = session.ask("read", lease, namespace, 0, 0, 1)
         if answer[0] == "error":
             assert answer[1] == "limit"
