@@ -2,7 +2,7 @@
 #
 #   make setup      virtual environment in .venv with the versions of constraints.txt
 #   make test       lint, types and tests; MARKERS="not engine" leaves out the parts that load torch, JOBS=4 runs
-#                   so many tests side by side instead of two, JOBS=0 one after another
+#                   so many tests side by side instead of three, JOBS=0 one after another
 #   make test-vllm  the connector for vLLM on real vLLM (Python 3.11 or later, 3.4 GB, in .venv-vllm)
 #   make demo       a small engine with and without the cache, side by side
 #   make bench      transfers and daemon, measured on this machine
@@ -12,7 +12,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 MARKERS ?=
-JOBS ?= 2
+JOBS ?= 3
 PYTEST_ARGS ?=
 
 BIN = $(VENV)/bin
@@ -39,8 +39,11 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# One thread per process: the tests start many, and the machine's cores are theirs to share.
+# One thread per process: the tests start many, and the machine's cores are theirs to share. Three side by side on two
+# cores, since tests of processes wait for half of their time. Bytecode is kept even where the caller's environment says
+# otherwise: hundreds of short processes import the same modules.
 unit: export OMP_NUM_THREADS = 1
+unit: export PYTHONDONTWRITEBYTECODE =
 unit: setup
 	$(BIN)/python -m pytest -m 'not slow and not gpu and not vllm$(if $(MARKERS), and ($(MARKERS)))' -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
@@ -52,6 +55,7 @@ $(VLLM_VENV)/.installed: tests/vllm/requirements.txt
 	touch $@
 
 test-vllm: export OMP_NUM_THREADS = 1
+test-vllm: export PYTHONDONTWRITEBYTECODE =
 test-vllm: export PYTHONPATH = $(CURDIR)
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest -W default -o timeout=300 tests/vllm tests/connectors $(PYTEST_ARGS)

@@ -44,13 +44,19 @@ def daemon(run_dir: Path) -> Iterator[FakeDaemon]:
 
 
 @pytest.fixture
-def client(daemon: FakeDaemon) -> Iterator[tiercache.Client]:
+def brief_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients whose daemon has kept an answer from them do not wait for it at their end."""
+    monkeypatch.setattr(tiercache.client, "CLOSE_S", 0.1)
+
+
+@pytest.fixture
+def client(brief_end: None, daemon: FakeDaemon) -> Iterator[tiercache.Client]:
     with tiercache.Client.connect(daemon.address, name="t", request_timeout_s=0.2) as client:
         yield client
 
 
 @pytest.fixture
-def connector(daemon: FakeDaemon) -> Iterator[tiercache.Connector]:
+def connector(brief_end: None, daemon: FakeDaemon) -> Iterator[tiercache.Connector]:
     pool = tiercache.Pool.from_blocks(np.zeros((8, BLOCK), np.uint8))
     with tiercache.connect(
         daemon.address, namespace=SPEC, pool=pool, request_timeout_s=0.2, required=True

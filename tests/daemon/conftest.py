@@ -6,12 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from raw_client import (
-    REGIONS,
-    Client,
-    daemon,
-    until,
-)
+from raw_client import Client, daemon
 
 
 @pytest.fixture(scope="module")
@@ -24,5 +19,5 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def client(run_dir: Path) -> Iterator[Client]:
     with Client(run_dir) as connected:
-        until(lambda: connected.stats()["arena"]["regions"] == REGIONS)
+        connected.await_arena()
         yield connected

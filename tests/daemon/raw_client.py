@@ -224,6 +224,10 @@ class Client:
 
     # --- the arena -------------------------------------------------------------------------------
 
+    def await_arena(self) -> None:
+        """Until the daemon has all of its memory: it serves before that, and refuses blocks."""
+        until(lambda: self.stats()["arena"]["populated_bytes"] == self.arena_bytes)
+
     def take_regions(self, wait_s: float = WAIT_S) -> None:
         """Map what the next packet brings."""
         self.session.sock.settimeout(wait_s)

@@ -113,7 +113,7 @@ def stored(hashes: Sequence[Any], parent: Any = None) -> dict[str, Any]:
 def connected(folder: Path) -> Iterator[Client]:
     """A client of a daemon that has its memory."""
     with Client(folder / "run") as client:
-        until(lambda: client.stats()["arena"]["regions"] == client.arena_bytes >> 21)
+        client.await_arena()
         yield client
 
 

@@ -23,7 +23,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def client(run_dir: Path) -> Iterator[Client]:
     with Client(run_dir) as connected:
-        until(lambda: connected.stats()["arena"]["regions"] == 2)
+        connected.await_arena()
         yield connected
 
 

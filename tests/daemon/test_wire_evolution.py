@@ -64,6 +64,7 @@ def test_blocks_of_a_later_form_are_found_again_after_a_restart(tmp_path: Path) 
     plain, key = new_spec(4096, engine="restart"), b"r" * 16
     later = {**plain, "sink_tokens": 4}
     with daemon(tmp_path / "run", *flags), Client(tmp_path / "run") as client:
+        client.await_arena()
         until(lambda: not client.stats()["health"]["reasons"])
         number = _number(client, later)
         lease = client.ask("reserve", number, b"", key, 5000)[1]

@@ -110,7 +110,7 @@ def test_models_are_listed_while_their_session_lives(client: Client, run_dir: Pa
 
 def test_frames_run_out_as_backpressure(tmp_path: Path) -> None:
     with daemon(tmp_path / "run", "--arena", "2MiB", "--region", "2MiB"), Client(tmp_path / "run") as client:
-        until(lambda: client.stats()["arena"]["regions"] == 1)
+        client.await_arena()
         number, keys = client.namespace(512 << 10), new_chain(6)
         lease, states, frames, _ = client.reserve(number, keys)
         assert (states, len(frames)) == ([FRAME] * 2 + [NONE] * 4, 2)  # half of the arena: it may never commit

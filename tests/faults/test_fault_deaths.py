@@ -22,8 +22,9 @@ GIVEN_BACK_S = 5.0
 
 
 @pytest.fixture
-def relay(daemon: Daemon, closing: ExitStack) -> Relay:
-    """A relay before the daemon."""
+def relay(monkeypatch: pytest.MonkeyPatch, daemon: Daemon, closing: ExitStack) -> Relay:
+    """A relay before the daemon. Clients do not wait at their end for what it keeps from them."""
+    monkeypatch.setattr("tiercache.client.CLOSE_S", 0.1)
     return closing.enter_context(Relay(daemon.run_dir))
 
 

@@ -152,7 +152,7 @@ def test_a_false_daemon_in_a_folder_for_everybody(start_daemon: Callable[..., Da
         if pid == 0:
             try:
                 os.setuid(STRANGER)
-                Client.connect(run_dir)
+                Client.connect(run_dir, timeout_s=1.0)
                 said = "connected"
             except (DaemonUnavailable, ConfigError) as error:
                 said = str(error)

@@ -15,7 +15,7 @@ DRAM_BLOCKS = 512
 def client(tmp_path: Path) -> Iterator[Client]:
     nvme = ["--nvme", str(tmp_path / "kv"), "--nvme-size", "64MiB", "--nvme-segment", "8MiB"]
     with daemon(tmp_path / "run", "--arena", "4MiB", "--region", "4MiB", *nvme), Client(tmp_path / "run") as connected:
-        until(lambda: connected.stats()["arena"]["regions"] == 1)
+        connected.await_arena()
         yield connected
 
 
