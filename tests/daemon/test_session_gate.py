@@ -292,3 +292,13 @@ def test_one_process_is_one_party_whatever_it_calls_itself(tmp_path: Path) -> No
         assert parties.pop().startswith(f"process {os.getpid()} (")
 
     play(tmp_path, scenario)
+
+
+def test_an_empty_packet_is_no_hello_and_its_descriptors_are_closed(tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        client = rig.connect()
+        send_packet(client, b"", [client.fileno()])
+        assert await rig.answer(client) is None
+        assert not rig.gate._greeting
+
+    play(tmp_path, scenario)
