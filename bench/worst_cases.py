@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
+import msgspec
+import zmq
 from bench_daemon import store_chain
 
 from tiercache import messages as m
@@ -16,14 +19,15 @@ from tiercache.layout import NamespaceSpec
 
 MAX_NAMESPACES = m.MAX_NAMESPACES_PER_REQUEST
 TTL_MS = 60_000
+WRITTEN_S = 60.0
 LONG = m.MAX_KEYS
 Act = Callable[[], Any]
 
 
-def spec(name: str, *, block_bytes: int = 4096, window: int = 0) -> NamespaceSpec:
+def spec(name: str, *, block_bytes: int = 4096, window: int = 0, tokens: int = 16) -> NamespaceSpec:
     """A namespace of the smallest blocks."""
     return NamespaceSpec(
-        engine=f"bench/{name}", layout="bytes", dtype="uint8", block_size=16, block_bytes=block_bytes,
+        engine=f"bench/{name}", layout="bytes", dtype="uint8", block_size=tokens, block_bytes=block_bytes,
         window_blocks=window,
     )  # fmt: skip
 
@@ -97,6 +101,15 @@ class Bench:
 
     def stats(self) -> dict[str, Any]:
         return self.client.stats()
+
+    def written(self) -> None:
+        """Until all that is to be is on NVMe."""
+        deadline_s = time.monotonic() + WRITTEN_S
+        while time.monotonic() < deadline_s:
+            nvme = self.stats()["tiers"]["nvme"]
+            if not nvme["write_queue_blocks"] + nvme["write_in_flight_bytes"]:
+                return
+            time.sleep(0.1)
 
     def blocks_left(self, least: int) -> bool:
         """Whether so many blocks are there still."""
@@ -405,6 +418,140 @@ def _flush_all(bench: Bench) -> Act:
     return lambda: bench.call(m.Flush, tier="dram", namespaces=[], key=b"")
 
 
+def _leases_of_one_session(bench: Bench) -> Act:
+    client = bench.more(1)[0]
+    for _ in range(50_000):
+        bench.call(m.Match, client, namespaces=[bench.main], keys=bench.long[:16], ttl_ms=TTL_MS)
+    return bench.drop_others
+
+
+def _write_leases_end(bench: Bench) -> Act:
+    for client in bench.more(8):
+        for _ in range(64):
+            bench.call(m.Reserve, client, namespace=bench.main, parent=b"", keys=bench.keys(512), ttl_ms=TTL_MS)
+    return bench.drop_others
+
+
+def _unread(bench: Bench) -> Act:
+    """As many answers as one process may leave unread, over many connections."""
+    bench.store(bench.main, keys := bench.keys(1))
+    sockets, requests = [], []
+    for client in bench.more(40):
+        lease = bench.call(m.Match, client, namespaces=[bench.main], keys=keys, ttl_ms=TTL_MS).lease
+        session = client.session()
+        for _ in range(8):
+            sock = zmq.Context.instance().socket(zmq.DEALER)
+            for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, 1), (zmq.RCVBUF, 4096)):
+                sock.set(option, value)
+            sock.connect(f"ipc://{bench.address}/control.sock")
+            sockets.append(sock)
+            deadline_us = time.monotonic_ns() // 1000 + 60_000_000
+            asked = m.Read(1, session.welcome.session, session.generation, deadline_us, lease, bench.main, 0, 0, 4096)
+            requests.append(msgspec.msgpack.encode(asked))
+
+    def act() -> None:
+        for _ in range(60):
+            for sock, request in zip(sockets, requests, strict=True):
+                with suppress(zmq.Again):
+                    sock.send(request, zmq.NOBLOCK)
+            time.sleep(0.02)
+        for sock in sockets:
+            sock.close()
+        bench.drop_others()
+
+    return act
+
+
+def _events(bench: Bench) -> Act:
+    """Stores with as many tokens as a message holds; then all are forgotten."""
+    tokens = 900
+    number = bench.client.register(spec("events", tokens=tokens))
+    short = bench.client.register(spec("short events"))
+
+    def store(namespace: int, size: int) -> None:
+        hashes: list[int | bytes] = [bench.rng.randbytes(32) for _ in range(512)]
+        run = m.EventRun(hashes, None, bytes(4 * size * 512))
+        keys = bench.keys(512)
+        lease = bench.call(m.Reserve, namespace=namespace, parent=b"", keys=keys, ttl_ms=TTL_MS, events=run).lease
+        bench.call(m.Commit, lease=lease, blocks=m.pack_indices(list(range(512))))
+
+    for _ in range(200):
+        store(short, 16)
+
+    def act() -> None:
+        for _ in range(30):
+            store(number, tokens)
+        time.sleep(0.3)
+        bench.call(m.Flush, tier="all", namespaces=[], key=b"")
+
+    return act
+
+
+def _flush_each(bench: Bench) -> Act:
+    """A block in each of very many namespaces."""
+    for number in bench.many("many", 3000):
+        bench.store(number, bench.keys(1))
+    return lambda: bench.call(m.Flush, tier="all", namespaces=[], key=b"")
+
+
+# --- the tier below -----------------------------------------------------------------------------------
+
+
+def _match_new_chains(bench: Bench) -> Act:
+    """Chains that are in DRAM alone: what is asked for again is offered for writing."""
+    bench.written()
+    numbers = bench.many(f"new {bench.rng.random()}")
+    for number in numbers:
+        bench.store(number, bench.long[: 16 * 300])
+    bench.call(m.Flush, tier="nvme", namespaces=numbers, key=b"")
+
+    def act() -> None:
+        for _ in range(3):
+            bench.call(m.Match, namespaces=numbers, keys=bench.long)
+
+    return act
+
+
+def _promote(window: int, blocks: int) -> Callable[[Bench], Act]:
+    def prepare(bench: Bench) -> Act:
+        number = bench.many(f"promoted {window}", 1, window=window)[0]
+        keys = bench.keys(blocks)
+        bench.store(number, keys)
+        bench.written()
+        bench.call(m.Flush, tier="dram", namespaces=[number], key=b"")
+
+        def act() -> None:
+            asked = {"namespaces": [number], "keys": keys, "ttl_ms": TTL_MS, "promote": True}
+            leases = [bench.call(m.Match, **asked).lease for _ in range(16)]
+            waiting = []
+            for client in bench.more(16):
+                lease = bench.call(m.Match, client, **asked).lease
+                for _ in range(60):
+                    wanted = {"lease": lease, "namespace": number, "first": blocks - 1, "count": 1}
+                    waiting.append((client, client.session().post(m.Resolve, m.Frames, 30.0, **wanted)))
+            for client, pending in waiting:
+                with suppress(RequestRefused):
+                    client.session().wait(pending)
+            for lease in leases:
+                bench.call(m.Release, lease=lease)
+
+        return act
+
+    return prepare
+
+
+def _grants_end(bench: Bench) -> Act:
+    """Places on NVMe that clients have reserved, when their sessions end."""
+    granted = spec("granted")
+    bench.client.expect(granted, direct=True)
+    number = bench.client.register(granted)
+    for client in bench.more(4):
+        for _ in range(100):
+            keys = bench.keys(128)
+            bench.call(m.ReserveExtents, client, namespace=number, parent=b"", keys=keys, ttl_ms=TTL_MS)
+    return bench.drop_others
+
+
 # --- looks --------------------------------------------------------------------------------------------
 
 
@@ -468,14 +615,23 @@ CASES = (
     Case("store_full", "reserve and commit 512 blocks, all full", _store_full, FULL),
     Case("store_other_size", "store blocks of another size, all full", _store_other_size, FULL),
     Case("store_large_after_small", "small new blocks, then large ones", _store_large_after_small, FULL),
+    Case("write_leases_end", "8 sessions with 64 stores of 512 blocks each end", _write_leases_end, FULL),
+    Case("unread", "4096 unread answers over 320 connections", _unread),
     Case("renew_wide", "renew 500 leases of 2048 pins after a drop", _renew_wide, FULL),
     Case("set_quota", "quotas of 1000 tenants, 3000 namespaces", _set_quota),
     Case("models", "5000 models of 50 sessions", _models),
     Case("flush_then_match", "flush a chain's end, then match 65536 keys", _flush_then_match, FULL),
     Case("flush_then_store", "flush everything, then store another size", _flush_then_store_other_size, FULL),
     Case("flush_all", "flush 3000 namespaces", _flush_all, FULL),
+    Case("flush_each", "flush 3000 namespaces with a block each", _flush_each),
     Case("stats", "stats with all lists full", _stats),
     Case("inspect", "inspect the end of 65536 blocks, its chain", _inspect, FULL),
     Case("decode", "messages of 2 million values", _decode),
     Case("check", "check the books", _check, FULL),
+    Case("events", "stores of 460,000 tokens, then all forgotten", _events, needs="kv_events"),
+    Case("many_leases", "a session with 50000 leases ends", _leases_of_one_session, FULL, "max_leases_per_session"),
+    Case("match_new_chains", "match of 256 chains that NVMe lacks", _match_new_chains, FULL, "nvme"),
+    Case("promote_chain", "16000 blocks come up for 32 leases, 960 wait", _promote(0, 16_000), FULL, "nvme"),
+    Case("promote_window", "a window of 2048 comes up for 32 leases", _promote(2048, 2048), FULL, "nvme"),
+    Case("grants_end", "400 stores past DRAM end with their sessions", _grants_end, 0, "nvme"),
 )

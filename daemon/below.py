@@ -65,12 +65,12 @@ class GrantsBelow(Protocol):
         """Move the deadline of a live lease."""
 
     def expire(self) -> None:
-        """Quarantine every lease whose time is up."""
+        """Quarantine leases whose time is up, a slice of them."""
 
-    def session_lost(self, owner: Owner) -> None:
+    def session_lost(self, owner: Owner) -> Steps[None]:
         """The session is closed; its process may still be writing."""
 
-    def process_gone(self, owner: Owner) -> None:
+    def process_gone(self, owner: Owner) -> Steps[None]:
         """The process has exited: nobody writes to its places any more."""
 
     def has_quarantine(self, owner: Owner) -> bool:

@@ -28,7 +28,7 @@ from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.quotas import Quotas
 from tiercache.daemon.reads import Found, Reads
 from tiercache.daemon.reuse import WhatIf
-from tiercache.daemon.slices import Slices, Steps, finish
+from tiercache.daemon.slices import Slices, Steps, finish, noted
 from tiercache.daemon.space import Namespace, Space
 from tiercache.daemon.traffic import Traffic
 from tiercache.daemon.unfinished import Unfinished
@@ -187,6 +187,8 @@ class Cache:
         more = self.writes.work() or more
         if self.what_if is not None:
             more = self.what_if.work() or more
+        if self.events is not None:
+            more = self.events.work() or more
         more = self.below.work() or more
         # Not while something waits to be written: it would be gone before its turn.
         return more or (self.below.settled and self.space.keep_free())
@@ -211,19 +213,34 @@ class Cache:
             writes.expire()
 
     def session_lost(self, owner: Owner) -> None:
-        """A session has ended, its process maybe not."""
-        self.reads.session_lost(owner)
+        """A session has ended, its process maybe not. What it has of leases ends in slices, nearly always in one."""
         self.space.tails.writer_gone(owner.instance)
-        if self.below.grants is not None:
-            self.below.grants.session_lost(owner)
-        self.slices.begin(self.writes.session_lost(owner))
+        self.slices.begin(self._give_up(owner))
 
     def process_gone(self, owner: Owner) -> None:
         """The session's process has exited, so nothing of it is being written any more."""
-        self.session_lost(owner)
-        if self.below.grants is not None:
-            self.below.grants.process_gone(owner)
-        self.slices.begin(self.writes.process_gone(owner))
+        self.space.tails.writer_gone(owner.instance)
+        steps = self._forget(owner)
+        if owner.reads or owner.writes or owner.grants:
+            self.slices.add(steps)  # what the session has left is a slice of its own
+        else:
+            self.slices.begin(steps)
+
+    def _give_up(self, owner: Owner) -> Steps[None]:
+        grants = self.below.grants
+        for steps in (
+            self.reads.session_lost(owner),
+            *([] if grants is None else [grants.session_lost(owner)]),
+            self.writes.session_lost(owner),
+        ):
+            if (yield from noted(steps))[1]:
+                yield
+
+    def _forget(self, owner: Owner) -> Steps[None]:
+        yield from self._give_up(owner)
+        if self.below.grants is not None and (yield from noted(self.below.grants.process_gone(owner)))[1]:
+            yield
+        yield from self.writes.process_gone(owner)
 
     def has_quarantine(self, owner: Owner) -> bool:
         """Whether something waits for the exit of this session's process."""

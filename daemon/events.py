@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -25,7 +26,13 @@ from tiercache.daemon.slices import Steps, finish
 from tiercache.messages import KEY_BYTES, ReceivedRun, unpack_indices
 
 BATCH_BYTES = 64 << 10
-"""A batch with more than this is published at once, smaller ones with the next tick."""
+"""A batch with more than this is full; smaller ones are published with the next tick."""
+PUBLISH_NS = 1_000_000
+"""For so long full batches are encoded and published in one go of the loop, and then the one that has begun is."""
+FREED_AT_ONCE = 4096
+"""Blocks that are let go of in one go after all were cleared."""
+MAX_FULL = 64
+"""Full batches that may wait; beyond them one is published for each further one."""
 MAX_BLOCK_BYTES = 64 << 10
 """Of what is said of one block: 16000 tokens."""
 MAX_WAITING_BYTES = 16 << 20
@@ -210,6 +217,8 @@ class Events:
         self._blocks: defaultdict[int, dict[bytes, Block]] = defaultdict(dict)  # by namespace and key
         self._pending: list[_Stored | BlockRemoved | AllBlocksCleared] = [AllBlocksCleared()]
         self._pending_bytes = 0
+        self._full: deque[list[_Stored | BlockRemoved | AllBlocksCleared]] = deque()  # batches to be published
+        self._forgotten: list[dict[Any, Any]] = []  # what was cleared: freeing all of it at once takes long
         self._waiting_bytes: Counter[str] = Counter()  # said in stores under way, by process or tenant
         self._touched: set[Hash] | None = None  # hashes of blocks that came or went since a check began
         self._encode = msgspec.msgpack.Encoder().encode
@@ -293,12 +302,14 @@ class Events:
 
     def cleared(self) -> None:
         """Everything is forgotten, in all tiers; what is said to have left after this is known no more."""
+        for named in (self.dram.named, self.storage.named):
+            self._forgotten += named.values()
+            named.clear()
+        self._forgotten += self._blocks.values()
         self._blocks.clear()
         self._touched = None
         self._tenant_bytes.clear()
         self.known_bytes = 0
-        self.dram.named.clear()
-        self.storage.named.clear()
         self._pending.append(AllBlocksCleared())
 
     def _has_room(self, block: Block) -> bool:
@@ -318,15 +329,39 @@ class Events:
     def _grown(self, token_bytes: int) -> None:
         self._pending_bytes += token_bytes + _EVENT_BYTES
         if self._pending_bytes >= BATCH_BYTES:
-            self.flush()
+            self._close_batch()
+            if len(self._full) > MAX_FULL:
+                self._publish_one()
+
+    def _close_batch(self) -> None:
+        if self._pending:
+            self._full.append(self._pending)
+            self._pending, self._pending_bytes = [], 0
+
+    def _publish_one(self) -> None:
+        events = [event.event() if isinstance(event, _Stored) else event for event in self._full.popleft()]
+        self.publisher.publish(self._encode(_Batch(time.time(), events)))
+
+    def work(self) -> bool:
+        """Publish full batches, and free what was cleared, a slice of each; True while there is more."""
+        for _ in range(FREED_AT_ONCE if self._forgotten else 0):
+            if self._forgotten[-1]:
+                self._forgotten[-1].popitem()
+            else:
+                self._forgotten.pop()
+                break
+        until_ns = time.perf_counter_ns() + PUBLISH_NS
+        while self._full:
+            self._publish_one()
+            if time.perf_counter_ns() >= until_ns:
+                break
+        return bool(self._full or self._forgotten)
 
     def flush(self) -> None:
-        """Publish what has happened since the last batch."""
-        if not self._pending:
-            return
-        events = [event.event() if isinstance(event, _Stored) else event for event in self._pending]
-        self._pending, self._pending_bytes = [], 0
-        self.publisher.publish(self._encode(_Batch(time.time(), events)))
+        """Publish all that has happened since the last batch."""
+        self._close_batch()
+        while self._full:
+            self._publish_one()
 
     def check_integrity(self) -> list[str]:
         """See `check`: all of it at once."""
@@ -365,8 +400,9 @@ class Events:
         return findings
 
     def tick(self) -> None:
-        """Publish, and serve those who have missed something."""
-        self.flush()
+        """Publish, of very much a part, and serve those who have missed something."""
+        self._close_batch()
+        self.work()
         self.publisher.tick()
 
     def close(self) -> None:

@@ -45,23 +45,26 @@ class Run:
         """The key of a block."""
         return self._keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
 
-    def advance(self) -> None:
-        """Take in what has come: pinned from here on."""
+    def advance(self) -> bool:
+        """Take in what has come: pinned from here on. Whether that makes it longer."""
         if self.complete:
-            return
+            return False
+        before = self.end
         if self.namespace.table.windowed:
             self._gather()
         elif self.namespace.table.get(self.key(self.end)) != NO_ENTRY:
             self._extend()
         if self.end == self.target:
             self._touch()
+        return self.end > before
 
     def _touch(self) -> None:
         """Tell the policy of what is pinned: a chain's end, or a window's blocks in their order."""
         table = self.namespace.table
         numbers = range(self.first, self.target) if table.windowed else range(max(0, self.end - 1), self.end)
+        pinned = set(self.pins)
         for entry in map(table.get, map(self.key, numbers)):
-            if entry in self.pins:
+            if entry in pinned:
                 self._index.touch(entry)
 
     def _extend(self) -> None:

@@ -37,7 +37,9 @@ class Owner:
     `mapped`: it writes into frames by itself. Of all others the daemon has every byte that is in their frames.
     """
 
-    __slots__ = ("grants", "instance", "internal", "mapped", "party", "quarantined", "reads", "writes")
+    __slots__ = (
+        "grants", "instance", "internal", "mapped", "party", "quarantined", "quarantined_grants", "reads", "writes",
+    )  # fmt: skip
 
     def __init__(self, instance: bytes, internal: bool = False, mapped: bool = True, party: str = "") -> None:
         self.instance = instance
@@ -48,6 +50,7 @@ class Owner:
         self.writes: dict[int, WriteLease] = {}
         self.quarantined: dict[int, WriteLease] = {}  # over, with frames that wait for the end of its process
         self.grants: set[int] = set()  # ids of write leases in the tier below
+        self.quarantined_grants: set[int] = set()  # likewise, of those that are over
 
     def same_engine(self, other: Owner) -> bool:
         """Whether one may go on with what the other has begun."""
@@ -187,10 +190,10 @@ class Reservation(NamedTuple):
     parent_missing: bool
 
 
-def complete_run(first: PendingBlock) -> list[PendingBlock]:
+def complete_run(first: PendingBlock, most: int = MAX_RESERVE) -> list[PendingBlock]:
     """A complete block, and some below it that are complete too, as far as each is the only one there."""
     run, last = [first], first
-    while len(last.children) == 1 and len(run) < MAX_RESERVE:
+    while len(last.children) == 1 and len(run) < most:
         child = next(iter(last.children))
         if child.phase is not BlockPhase.HELD:
             break

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import time
+from collections import Counter, deque
 from typing import NamedTuple
 
 from tiercache import messages as m
@@ -21,6 +23,8 @@ MAX_PARKED = 64
 """Requests of one session that may wait for the tier below."""
 MAX_MATCHED_FRAMES = 4096
 """In the reply to a match, of all its namespaces together: about a millisecond."""
+ANSWERED_AT_ONCE = 128
+"""Of those that wait for the tier below."""
 _PEEKS = 64
 """Namespaces looked into in one slice where they are chains."""
 PARK_S = 0.2
@@ -46,7 +50,11 @@ class ReadRequests:
         self._desk = desk
         self._cache = desk.cache
         self._generation = desk.generation
-        self._parked: list[_Parked] = []
+        self._parked: dict[int, deque[_Parked]] = {}  # by lease
+        self._parked_of: Counter[Session] = Counter()
+        self._overdue: list[tuple[float, int]] = []  # a heap: until when each was to wait, and its lease
+        self._due: dict[int, int] = {}  # leases of which some may be answered, and how many have to be looked at
+        desk.cache.reads.on_progress = self._progressed
 
     def methods(self) -> dict[type, Method]:
         """What answers each kind of request."""
@@ -107,13 +115,15 @@ class ReadRequests:
         namespace = self._desk.namespace(request.namespace)
         self._cache.reads.bring_up(lease, request.first + request.count)
         reply = self._resolved(lease, namespace, request)
-        mine = sum(parked.session is session for parked in self._parked)
-        if reply.frames or not reply.more or mine >= MAX_PARKED:
+        if reply.frames or not reply.more or self._parked_of[session] >= MAX_PARKED:
             return reply
         left_us = request.deadline_us + session.clock_offset_us - time.monotonic_ns() // 1000
         since_s = time.monotonic()
         until_s = since_s + min(PARK_S, left_us / 2e6)
-        self._parked.append(_Parked(self._desk.identity, session, namespace, request, since_s, until_s))
+        parked = _Parked(self._desk.identity, session, namespace, request, since_s, until_s)
+        self._parked.setdefault(request.lease, deque()).append(parked)
+        self._parked_of[session] += 1
+        heapq.heappush(self._overdue, (until_s, request.lease))
         return None
 
     def _resolved(self, lease: ReadLease, namespace: Namespace, request: m.Resolve) -> m.Frames:
@@ -127,27 +137,49 @@ class ReadRequests:
     @property
     def parked(self) -> int:
         """Requests that wait for blocks on their way up."""
-        return len(self._parked)
+        return self._parked_of.total()
 
-    def answer_parked(self) -> None:
-        """Answer what waited for blocks that have landed, or has waited long enough."""
-        if not self._parked:
-            return
-        now_s, still = time.monotonic(), []
-        for parked in self._parked:
-            session, request = parked.session, parked.request
-            if not session.open:
-                continue
+    def _progressed(self, lease_id: int) -> None:
+        """A lease has grown, or will no more."""
+        if lease_id in self._parked:
+            self._due[lease_id] = len(self._parked[lease_id])
+
+    def answer_parked(self) -> bool:
+        """Answer what waited for blocks that have landed, or has waited long enough; True while there is more."""
+        now_s, left = time.monotonic(), ANSWERED_AT_ONCE
+        while self._overdue and self._overdue[0][0] <= now_s:
+            self._progressed(heapq.heappop(self._overdue)[1])
+        while self._due and left > 0:
+            lease_id, due = self._due.popitem()
+            waiting = self._parked[lease_id]
+            looked = min(left, due)
+            left -= looked
+            for _ in range(looked):
+                parked = waiting.popleft()
+                if not self._answered(parked, now_s):
+                    waiting.append(parked)
+            if not waiting:
+                del self._parked[lease_id]
+            elif looked < due:
+                self._due[lease_id] = due - looked
+        return bool(self._due)
+
+    def _answered(self, parked: _Parked, now_s: float) -> bool:
+        """Answer one, if there is anything to say."""
+        session, request = parked.session, parked.request
+        if session.open:
             lease = self._cache.reads.find(session.owner, request.lease)  # it may have lost a block meanwhile
             reply = m.Frames(request.request_id, self._generation, request.first, b"")
             if lease is not None:
                 reply = self._resolved(lease, parked.namespace, request)
-            if reply.frames or not reply.more or now_s >= parked.until_s:
-                self._desk.answer(parked.identity, session, reply)
-                self._slow.answered_late(session, request, now_s - parked.since_s)
-            else:
-                still.append(parked)
-        self._parked = still
+            if not reply.frames and reply.more and now_s < parked.until_s:
+                return False
+            self._desk.answer(parked.identity, session, reply)
+            self._slow.answered_late(session, request, now_s - parked.since_s)
+        self._parked_of[session] -= 1
+        if not self._parked_of[session]:
+            del self._parked_of[session]
+        return True
 
     def _extents(self, session: Session, request: m.Extents) -> m.Reply:
         if not request.first >= 0 or not 0 < request.count <= m.MAX_RESOLVE:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,8 @@ BATCH_NS = 2_000_000
 """For so long requests are served in one go of the loop, and then the one that has begun is."""
 MAX_OUTSTANDING = 1024
 """Replies that may wait for one peer; one more ends its session."""
+CONNECTIONS_AT_ONCE, PARTS_AT_ONCE = 512, 64
+"""Looked at in one go for answers that have been sent, and such answers of one."""
 DRAIN_REQUESTS = 4 * MAX_OUTSTANDING
 
 
@@ -84,8 +87,9 @@ class Router:
         self._socket.copy_threshold = 0  # what is copied is not tracked
         self._unsent = unsent
         unsent.collectors.append(self._collect)
-        self._sending: list[_Sending] = []
         self._small = SmallAnswers(2 * max_connections)
+        self._sending: dict[bytes, deque[_Sending]] = {}  # by connection, in order
+        self._turn: deque[bytes] = deque()  # of those, who is looked at next
         self._scheduled = False
         for option, value in (
             (zmq.LINGER, 0),
@@ -120,17 +124,17 @@ class Router:
             self._scheduled = True
             self._loop.call_soon(self._on_readable)
 
-    def drain(self, limit: int, least: int = 1) -> bool:
+    def drain(self, limit: int) -> bool:
         """Serve what is here now, at most `limit` requests; True when nothing is left.
 
-        After `BATCH_NS` no more are begun, beyond `least`.
+        After `BATCH_NS` no more are begun.
         """
         until_ns = time.perf_counter_ns() + BATCH_NS
-        for served in range(limit):
-            if served >= least and time.perf_counter_ns() >= until_ns:
-                return False
+        for _ in range(limit):
             if not self._serve_one():
                 return True
+            if time.perf_counter_ns() >= until_ns:
+                return False
         return False
 
     def _serve_one(self) -> bool:
@@ -184,7 +188,11 @@ class Router:
             return
         assert isinstance(tracker, zmq.MessageTracker)
         self._unsent.add(reader, counted)
-        self._sending.append(_Sending(tracker, reader, counted, answer.payload_done))
+        its = self._sending.get(identity)
+        if its is None:
+            its = self._sending[identity] = deque()
+            self._turn.append(identity)
+        its.append(_Sending(tracker, reader, counted, answer.payload_done))
 
     def _cut_later(self, session: Session) -> None:
         # Not at once: an end drains this socket, and we may be in the middle of that.
@@ -196,15 +204,22 @@ class Router:
         self._look()
 
     def _collect(self) -> None:
-        """Let go of the payloads that have been sent."""
-        if self._sending:
-            still = []
-            for part in self._sending:
-                if part.tracker.done:
-                    part.end(self._unsent)
-                else:
-                    still.append(part)
-            self._sending = still
+        """Let go of the payloads that have been sent: of very many connections some in turn."""
+        for _ in range(min(CONNECTIONS_AT_ONCE, len(self._turn))):
+            identity = self._turn.popleft()
+            self._collect_of(identity)
+            if identity in self._sending:
+                self._turn.append(identity)
+
+    def _collect_of(self, identity: bytes) -> None:
+        """Likewise of one: ZeroMQ sends them in order, so that of those that wait only the first is looked at."""
+        its = self._sending[identity]
+        for _ in range(min(PARTS_AT_ONCE, len(its))):
+            if not its[0].tracker.done:
+                return
+            its.popleft().end(self._unsent)
+        if not its:
+            del self._sending[identity]
 
     def _look(self) -> None:
         """Those who have come and gone, a part at a time: in a flood others are served in between."""
@@ -221,8 +236,9 @@ class Router:
         self._loop.remove_reader(self._fd)
         self.connections.close()
         self._socket.close()
-        for part in self._sending:
-            part.end(self._unsent)
+        for its in self._sending.values():
+            for part in its:
+                part.end(self._unsent)
         self._context.term()
 
 

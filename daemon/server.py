@@ -37,7 +37,7 @@ from tiercache.daemon.priority import go_first
 from tiercache.daemon.publisher import Publisher
 from tiercache.daemon.regions import RegionMaker
 from tiercache.daemon.reuse import WhatIf
-from tiercache.daemon.router import BATCH, DRAIN_REQUESTS, Answer, Router
+from tiercache.daemon.router import DRAIN_REQUESTS, Answer, Router
 from tiercache.daemon.rundir import RunDir, find_group
 from tiercache.daemon.service import Service
 from tiercache.daemon.sessions import Session, SessionGate
@@ -333,18 +333,20 @@ class Server:
         """A slice of what was put off; the loop serves others before the next one."""
         self._working = False  # a slice that fails is tried again at the next tick
         self._working = self.cache.work()
+        if self._serving and self.service.reads.answer_parked():
+            self._working = True
         if self._working:
             self._later(self._work)
 
     # --- what the gate tells ---------------------------------------------------------------------
 
-    def _drain(self, limit: int, least: int = 1) -> bool:
-        drained = self.router.drain(limit, least)
-        return drained if self.remote is None else self.remote.router.drain(limit, least) and drained
+    def _drain(self, limit: int) -> bool:
+        drained = self.router.drain(limit)
+        return drained if self.remote is None else self.remote.router.drain(limit) and drained
 
     def session_ended(self, session: Session) -> None:
         """Its last requests may still be in the queue: a release there is worth hearing first."""
-        self._drain(DRAIN_REQUESTS, BATCH)
+        self._drain(DRAIN_REQUESTS)
         self.cache.session_lost(session.owner)
 
     def process_ended(self, session: Session) -> None:

@@ -79,7 +79,7 @@ class Unsent:
         self.strangers: Reader = _Strangers()
         self.bytes = 0
         self.collectors: list[Callable[[], None]] = []
-        """Take off what has been sent meanwhile; each looks at all that was on its way."""
+        """Take off what has been sent meanwhile."""
 
     def problem(self, reader: Reader, length: int) -> str | None:
         """Why there can be no payload of that length for it now, or None.

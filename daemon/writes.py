@@ -32,7 +32,7 @@ from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.slices import Steps
 from tiercache.daemon.space import Namespace, Space
 from tiercache.daemon.unfinished import Unfinished
-from tiercache.messages import KEY_BYTES, NO_LEASE, REGION_SHIFT, BlockState, CommitState
+from tiercache.messages import KEY_BYTES, MAX_RESERVE, NO_LEASE, REGION_SHIFT, BlockState, CommitState
 from tiercache.metrics import LatencyHistogram
 
 _COMMIT_STATE = {
@@ -42,6 +42,10 @@ _COMMIT_STATE = {
 }
 BLOCKS_AT_ONCE = 1024
 """Published or dropped in one go: a millisecond or two of the loop. No less than one commit may name."""
+LOOKED_AT_ONCE = 4096
+"""Looked at in one go when a region is emptied."""
+_DROP = 3
+"""So many more could be looked at while one is dropped."""
 LEASES_AT_ONCE = 4
 """Given up in one go: each has up to `MAX_RESERVE` blocks."""
 NOTES_AT_ONCE = 512
@@ -77,6 +81,7 @@ class Writes:
         self._ready: list[PendingBlock] = []  # complete, below what is published: to be published
         self._doomed: list[PendingBlock] = []  # dropped, with blocks below them that are to be
         self._pending_in: dict[int, dict[PendingBlock, None]] = {}  # by namespace, since it was flushed
+        self._taken_back: dict[int, list[PendingBlock]] = {}  # what was pending, by the region that is emptied
         self._flushed: list[dict[PendingBlock, None]] = []  # what was pending in a namespace that was flushed
 
     # --- reserve ---------------------------------------------------------------------------------
@@ -214,7 +219,7 @@ class Writes:
         for block in blocks:
             if block is None:
                 continue
-            if block.phase is _WRITING and not self._is_whole(block):
+            if block.phase is _WRITING and (not self._is_whole(block) or self._is_taken_back(block)):
                 self._drop(block)
             if block.phase is _WRITING:
                 self.unfinished.complete(lease)
@@ -285,10 +290,10 @@ class Writes:
             if block.phase is not _HELD:
                 continue  # dropped meanwhile
             parent = block.parent_entry
-            if not index.attached(parent):
+            if not index.attached(parent) or self._is_taken_back(block):
                 self._drop(block)
                 continue
-            run = complete_run(block)
+            run = complete_run(block, 1 if self._taken_back else MAX_RESERVE)
             done += len(run)
             last = run[-1]
             keys, frames = [block.key for block in run], [block.frame for block in run]
@@ -375,7 +380,8 @@ class Writes:
         """A slice of what was put off; True while there is more."""
         self._publish_some()
         self._drop_some()
-        return bool(self._ready or self._doomed or self._flushed)
+        self._take_back_some()
+        return bool(self._ready or self._doomed or self._flushed or self._taken_back)
 
     def drop_namespaces(self, numbers: Set[int]) -> None:
         """Drop all pending blocks of these namespaces. Meanwhile none is published: their root is not attached."""
@@ -390,18 +396,37 @@ class Writes:
             self._drop_some()
 
     def take_back(self, region_id: int) -> None:
-        """A region is emptied: drop what clients without the mapping write there, and what hangs below blocks there."""
-        state = self._space.index.state
-        doomed = [
-            block
-            for block in self.pending.values()
-            if (block.frame >> REGION_SHIFT == region_id and not block.lease.owner.mapped)
-            or (block.parent_entry != NO_ENTRY and state[block.parent_entry] != LIVE)
-        ]
-        for block in doomed:
-            if block.phase is not _PHASE_DROPPED:  # as it hung below another one of them
-                self._drop(block)
-        for lease in {block.lease for block in doomed if not block.lease.owner.mapped}:
+        """A region is emptied: drop what clients without the mapping write there, and what hangs below blocks there.
+
+        Very many pending blocks are looked at in slices; meanwhile none of these is published.
+        """
+        self._taken_back[region_id] = list(self.pending.values())
+        self._take_back_some()
+
+    def _is_taken_back(self, block: PendingBlock) -> bool:
+        """Whether it is a client's without the mapping, in a region that is emptied."""
+        regions = self._taken_back
+        return bool(regions) and block.frame >> REGION_SHIFT in regions and not block.lease.owner.mapped
+
+    def _take_back_some(self) -> None:
+        """A slice of what was pending when a region was to be emptied."""
+        state, left, leases = self._space.index.state, LOOKED_AT_ONCE, set[WriteLease]()
+        while self._taken_back and left > 0:
+            region_id, blocks = next(iter(self._taken_back.items()))
+            while blocks and left > 0:
+                block = blocks.pop()
+                left -= 1
+                lost = block.parent_entry != NO_ENTRY and state[block.parent_entry] != LIVE
+                if block.phase is _PHASE_VISIBLE or not (lost or self._is_taken_back(block)):
+                    continue
+                left -= _DROP
+                if block.phase is not _PHASE_DROPPED:  # as it hung below another one of them
+                    self._drop(block)
+                if not block.lease.owner.mapped:
+                    leases.add(block.lease)
+            if not blocks:
+                del self._taken_back[region_id]
+        for lease in leases:
             for block in lease.blocks.values():
                 if block.phase is _PHASE_DROPPED:
                     self._give_back(lease, block)

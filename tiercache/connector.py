@@ -50,14 +50,7 @@ from tiercache.client import REQUEST_TIMEOUT_S, Client
 from tiercache.config import default_address
 from tiercache.direct import DirectPath
 from tiercache.direct_store import PastDram, store_past_dram
-from tiercache.errors import (
-    CallInterrupted,
-    ConfigError,
-    DaemonUnavailable,
-    LayoutError,
-    RequestRefused,
-    TierCacheError,
-)
+from tiercache.errors import ConfigError, DaemonUnavailable, LayoutError, RequestRefused, TierCacheError
 from tiercache.gds_backend import Backend
 from tiercache.hints import Hint
 from tiercache.jobs import JobQueue, Transfer
@@ -79,7 +72,7 @@ from tiercache.messages import Hint as HintRequest
 from tiercache.moves import Mover
 from tiercache.storing import StoreResult, store_blocks
 from tiercache.transfer import Addresses, BlockIds, CopyLost, Limit, Pool, make_copier
-from tiercache.uninterrupted import whole
+from tiercache.uninterrupted import uninterrupted
 
 LOAD_TIMEOUT_S = 10.0
 STORE_TIMEOUT_S = 60.0
@@ -263,7 +256,6 @@ class Connector:
 
     # --- matching --------------------------------------------------------------------------------
 
-    @whole
     def match(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> Match:
         """The longest leading run of `keys` that the cache has, under a read lease.
 
@@ -286,7 +278,6 @@ class Connector:
         self._succeed("match", matches=1, matched_blocks=match.blocks)
         return match
 
-    @whole
     def adopt(self, ticket: bytes) -> Match:
         """The match behind `Match.ticket()` of another process of this instance; a miss if it is over.
 
@@ -300,7 +291,6 @@ class Connector:
             self._fail("adopt", error)
             return Match()
 
-    @whole
     def release(self, match: Match) -> None:
         """End a match that is not loaded. Nothing happens for one that is over, or a miss."""
         end_match(self._client, match)
@@ -311,7 +301,6 @@ class Connector:
 
     # --- loading ---------------------------------------------------------------------------------
 
-    @whole
     def load(
         self, match: Match, block_ids: BlockIds, *, first: int = 0, timeout_s: float | None = None
     ) -> int:
@@ -320,7 +309,8 @@ class Connector:
         Returns how many leading blocks of `block_ids` are good; the others hold anything. After
         `timeout_s` no further copy begins. Blocks until the copies have ended, through Ctrl-C too.
         """
-        return self._perform_load(*self._prepare_load(match, block_ids, first, timeout_s))
+        prepared = self._prepare_load(match, block_ids, first, timeout_s)
+        return uninterrupted(lambda: self._perform_load(*prepared), prepared[3].stop)
 
     def load_async(
         self, match: Match | bytes, block_ids: BlockIds, *, first: int = 0, timeout_s: float | None = None
@@ -378,7 +368,6 @@ class Connector:
         """Whether the daemon publishes KV events, so that stores should bring an `EventRun`. False while it is down."""
         return self._client.wants_events
 
-    @whole
     def store(
         self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None,
         hint: Hint | None = None,
@@ -393,7 +382,8 @@ class Connector:
 
         Blocks until the copies have ended, through Ctrl-C too.
         """
-        return self._perform_store(*self._prepare_store(keys, block_ids, first, events), hint)
+        prepared = self._prepare_store(keys, block_ids, first, events)
+        return uninterrupted(lambda: self._perform_store(*prepared, hint), prepared[3].stop)
 
     def store_async(
         self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None,
@@ -490,7 +480,6 @@ class Connector:
 
     # --- the rest --------------------------------------------------------------------------------
 
-    @whole
     def prefetch(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> int:
         """Bring up into DRAM what `match` would find of `keys` in `namespaces`; returns its blocks. 0 on failure."""
         _check_keys(keys)
@@ -503,7 +492,6 @@ class Connector:
         reply = session.call(Prefetch, Matched, namespaces=numbers, keys=keys)
         return reply.dram_blocks + reply.below_blocks
 
-    @whole
     def hint(
         self, keys: bytes, hint: Hint, *, first: int = 0, namespaces: Sequence[NamespaceSpec] | None = None
     ) -> int:
@@ -536,7 +524,6 @@ class Connector:
         transfer = Transfer(lambda: self.hint(keys, hint), lambda: 0, 0, Limit())
         return transfer if self._stores.submit(transfer) else Transfer.finished(0)
 
-    @whole
     def pin(self, keys: bytes, ttl_s: float) -> int:
         """Keep the stored run of `keys` from eviction for `ttl_s`; returns its blocks. 0 on failure."""
         _check_keys(keys)
@@ -545,7 +532,6 @@ class Connector:
         fields = {"keys": keys, "ttl_ms": min(MAX_PIN_TTL_MS, max(1, round(ttl_s * 1000)))}
         return self._simple("pin", lambda number: self._pin(Pin, number, fields))
 
-    @whole
     def unpin(self, keys: bytes) -> int:
         """End the pins that were set with the same keys; returns blocks. 0 on failure."""
         _check_keys(keys)
@@ -642,8 +628,8 @@ class Connector:
     def _fail(self, operation: str, error: TierCacheError) -> None:
         """Count a failure, and log it unless it was the last thing logged of this operation."""
         self._count(failures=1)
-        if isinstance(error, (DaemonUnavailable, CallInterrupted)):
-            return  # the client logs when the daemon goes and comes, and the caller knows of a signal
+        if isinstance(error, DaemonUnavailable):
+            return  # the client logs when the daemon goes and comes
         code = error.code if isinstance(error, RequestRefused) else type(error).__name__
         if f"{operation}:{code}" not in self._complained:
             self._complained = self._complained | {f"{operation}:{code}"}

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from tiercache.checksum import CHECKSUM_LANES
 from tiercache.daemon.allocator import NO_FRAME
@@ -34,8 +35,14 @@ from tiercache.daemon.nvme.fairness import Fairness, Room
 from tiercache.daemon.nvme.placement import Placement
 from tiercache.daemon.nvme.shelf import Shelf, Stored
 from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.slices import Steps
 from tiercache.daemon.space import Namespace
 from tiercache.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, CommitState, Extent
+
+SLOTS_AT_ONCE = 1024
+"""Of leases that are given up or end, in one go: a millisecond or so of the loop."""
+NOTES_AT_ONCE = 512
+"""Deadlines looked at in one go; most are of leases that have ended before."""
 
 _VISIBLE, _DROPPED = CommitState.VISIBLE, CommitState.DROPPED
 
@@ -103,6 +110,8 @@ class Grants:
         self._counters = counters
         self._clock_s = clock_s
         self._limit_bytes = limit_bytes
+        self._bytes: Counter[str] = Counter()  # of slots that are clients' to write to, by who answers for them
+        self._quarantined_bytes = 0  # of these, in quarantine
         self._pending: dict[tuple[int, bytes], Grant] = {}  # who writes a block, by namespace number and key
         self._deadlines = Deadlines(self.leases)
 
@@ -131,6 +140,7 @@ class Grants:
         mine = rest[: len(slots)]
         deadline_s = self._clock_s() + ttl_s
         grant = Grant(owner, deadline_s, shelf, namespace, before, entry, mine, slots, named, present)
+        self._count(grant, grant.bytes)
         self.leases[grant.lease_id] = grant
         owner.grants.add(grant.lease_id)
         self._deadlines.add(grant.deadline_s, grant.lease_id)
@@ -160,7 +170,7 @@ class Grants:
     ) -> tuple[list[int], bool]:
         """Free slots for the leading ones of `keys`; and if there is none, whether there may be one soon."""
         size_bytes = namespace.spec.frame_bytes
-        held_bytes = sum(grant.bytes for grant in self._all() if grant.owner.party == owner.party)
+        held_bytes = self._bytes[owner.party]
         most = max(0 if held_bytes else 1, (self._limit_bytes - held_bytes) // size_bytes)
         table, slots = shelf.table(namespace), list[int]()
         self._fairness.look_again()
@@ -217,7 +227,9 @@ class Grants:
         if visible and (end := table.get(parent)) != NO_ENTRY and not shelf.index.children[end]:
             shelf.slots.tails.stored(grant.owner.instance, end)
         namespace.use.pending_below_blocks -= visible - len(left)
+        self._count(grant, -grant.bytes)
         grant.slots = left + grant.slots[visible:]
+        self._count(grant, grant.bytes)
         return visible
 
     def abort(self, owner: Owner, lease_id: int, finished: bool) -> None:
@@ -244,31 +256,48 @@ class Grants:
     # --- the ends of leases ----------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Quarantine every lease whose time is up."""
-        now_s = self._clock_s()
+        """Quarantine leases whose time is up, a slice of them."""
+        now_s, done = self._clock_s(), 0
         for shelf in self._placement.shelves:
             shelf.slots.tails.lapse()
-        for lease_id in self._deadlines.due(now_s):
+        for lease_id in islice(self._deadlines.due(now_s), NOTES_AT_ONCE):
             grant = self.leases.get(lease_id)
             if grant is not None and grant.deadline_s <= now_s:
                 self._counters.leases_expired += 1
+                done += 1 + len(grant.keys)
                 self._give_up(grant)
+                if done >= SLOTS_AT_ONCE:
+                    break
 
-    def session_lost(self, owner: Owner) -> None:
+    def session_lost(self, owner: Owner) -> Steps[None]:
         """The session is closed; its process may still be writing."""
-        for lease_id in list(owner.grants):
-            self._give_up(self.leases[lease_id])
         for shelf in self._placement.shelves:
             shelf.slots.tails.writer_gone(owner.instance)
+        while owner.grants:
+            done = 0
+            for lease_id in list(islice(owner.grants, SLOTS_AT_ONCE)):
+                grant = self.leases[lease_id]
+                done += 1 + len(grant.keys)
+                self._give_up(grant)
+                if done >= SLOTS_AT_ONCE:
+                    break
+            if owner.grants:
+                yield
 
-    def process_gone(self, owner: Owner) -> None:
+    def process_gone(self, owner: Owner) -> Steps[None]:
         """The process has exited, and what it had begun in the kernel with it."""
-        for grant in [grant for grant in self.quarantined.values() if grant.owner is owner]:
-            self._end(grant)
+        while owner.quarantined_grants:
+            done = 0
+            while owner.quarantined_grants and done < SLOTS_AT_ONCE:
+                grant = self.quarantined[owner.quarantined_grants.pop()]
+                done += 1 + len(grant.keys)
+                self._end(grant)
+            if owner.quarantined_grants:
+                yield
 
     def has_quarantine(self, owner: Owner) -> bool:
-        """Whether slots wait for this session's process to exit."""
-        return any(grant.owner is owner for grant in self.quarantined.values())
+        """Whether slots wait for this session's process to exit, or may soon."""
+        return bool(owner.grants or owner.quarantined_grants)
 
     def _give_up(self, grant: Grant) -> None:
         """Nothing of it will be published; its slots wait in quarantine."""
@@ -276,13 +305,18 @@ class Grants:
             self._counters.quarantines += 1
             self._close(grant)
             self.quarantined[grant.lease_id] = grant
+            grant.owner.quarantined_grants.add(grant.lease_id)
+            self._quarantined_bytes += grant.bytes
 
     def _end(self, grant: Grant) -> None:
         """Its writes have ended: the slots that were not kept are free."""
         if grant.over:
             del self.quarantined[grant.lease_id]
+            grant.owner.quarantined_grants.discard(grant.lease_id)
+            self._quarantined_bytes -= grant.bytes
         else:
             self._close(grant)
+        self._count(grant, -grant.bytes)
         grant.namespace.use.pending_below_blocks -= len(grant.slots)
         for slot in grant.slots:
             grant.shelf.allocator.give_back(slot)
@@ -296,6 +330,12 @@ class Grants:
             if self._pending.get((grant.namespace.number, key)) is grant:
                 del self._pending[grant.namespace.number, key]
 
+    def _count(self, grant: Grant, more_bytes: int) -> None:
+        party = grant.owner.party
+        self._bytes[party] += more_bytes
+        if not self._bytes[party]:
+            del self._bytes[party]
+
     # --- what is held ----------------------------------------------------------------------------
 
     def _all(self) -> Iterable[Grant]:
@@ -308,7 +348,20 @@ class Grants:
 
     def pending(self) -> Counter[int]:
         """How many slots are a client's to write to, by namespace number."""
-        return sum((Counter({grant.namespace.number: len(grant.slots)}) for grant in self._all()), Counter())
+        counts = Counter[int]()
+        for grant in self._all():
+            counts[grant.namespace.number] += len(grant.slots)
+        return counts
+
+    def check(self) -> list[str]:
+        """Where what clients have is not counted as it is."""
+        held = Counter[str]()
+        for grant in self._all():
+            held[grant.owner.party] += grant.bytes
+        quarantined = sum(grant.bytes for grant in self.quarantined.values())
+        mine = all(grant.lease_id in grant.owner.quarantined_grants for grant in self.quarantined.values())
+        right = +held == +self._bytes and quarantined == self._quarantined_bytes and mine
+        return [] if right else ["places that clients write to are not counted as they are"]
 
     def stats(self) -> dict[str, int]:
         """What `stats` shows of direct stores."""
@@ -316,7 +369,7 @@ class Grants:
             "direct_stored_blocks": self.stored_blocks,
             "direct_stored_bytes": self.stored_bytes,
             "direct_write_leases": len(self.leases),
-            "direct_quarantined_bytes": sum(grant.bytes for grant in self.quarantined.values()),
+            "direct_quarantined_bytes": self._quarantined_bytes,
         }
 
 

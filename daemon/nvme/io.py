@@ -33,7 +33,8 @@ MAX_RUN_OPS = 16
 MAX_RUN_BYTES = 2 << 20
 """A run is one system call: larger ones gain nothing and keep others waiting."""
 DELIVER_BATCH = 64
-"""Completions handled in one go of the loop."""
+DELIVER_NS = 1_000_000
+"""Completions handled in one go of the loop: so many, or for so long and then the one that has begun."""
 LATENCIES = ("load", "prefetch", "write", "read_call", "write_call")
 COUNTERS = (
     "reads", "read_bytes", "read_calls", "writes", "written_bytes", "write_calls", "checksum_failures",
@@ -176,8 +177,11 @@ class DiskQueue:
 
     def deliver(self) -> None:
         """Give completed operations to their `done`. Called by way of `announce`, and of `again`."""
+        until_ns = time.perf_counter_ns() + DELIVER_NS
         for _ in range(min(DELIVER_BATCH, len(self._completed))):
             self._deliver_one(self._completed.popleft())
+            if time.perf_counter_ns() >= until_ns:
+                break
         if self._completed:
             self._again(self.deliver)  # announced still: what completes meanwhile needs no wake-up
             return

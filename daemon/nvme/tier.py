@@ -24,7 +24,6 @@ from typing import Any
 from tiercache.arena import Region
 from tiercache.config import DaemonConfig
 from tiercache.daemon.cache import Cache
-from tiercache.daemon.cuts import first_of_window
 from tiercache.daemon.index import Index, Table
 from tiercache.daemon.leases import ReadLease
 from tiercache.daemon.nvme import viewing
@@ -38,6 +37,7 @@ from tiercache.daemon.nvme.flushes import Flushes
 from tiercache.daemon.nvme.grants import Grants
 from tiercache.daemon.nvme.io import DiskQueue
 from tiercache.daemon.nvme.keeper import Keeper
+from tiercache.daemon.nvme.offers import Offers
 from tiercache.daemon.nvme.opening import OpenDirectory, Plan, in_thread
 from tiercache.daemon.nvme.placement import Placement
 from tiercache.daemon.nvme.promotion import Promotion
@@ -57,7 +57,9 @@ LEAST_AMPLIFIED_BYTES = 64 << 20
 PATIENCE_S = 30.0
 """How long nothing is written for the sake of directories that have not opened yet."""
 MATCHED_AT_ONCE = 256
-"""Blocks of one match that are offered for writing; the next match offers what follows."""
+"""Blocks of one chain that are offered for writing with a match; the next match offers what follows."""
+MATCHED_OF_ALL = 1024
+"""Likewise of all its chains together."""
 _POLL_S = 0.01
 
 
@@ -97,6 +99,7 @@ class NvmeTier:
             self._placement, cache.space, self._regions, self._budget, self.fairness, self._config.nvme_codec,
             self._soon, cache.events, sealed=self._cipher is not None,
         )  # fmt: skip
+        self._offers = Offers(self._writes, self.lookup, self._soon)
         self._promotion = Promotion(cache, self._regions, self._placement)
         self._extents = Extents(self._placement.with_chain)
         self.grants = Grants(
@@ -180,16 +183,16 @@ class NvmeTier:
 
     def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
         """What is used in DRAM is used here too; and what was asked for and is not here yet is worth a write."""
-        may_write = self._may_write and self._writes.room >= MATCHED_AT_ONCE
+        may_write = self._may_write and self._writes.room >= MATCHED_OF_ALL
+        most = min(MATCHED_AT_ONCE, max(1, MATCHED_OF_ALL // len(namespaces)))
         for namespace in namespaces:
-            missing: Sequence[int] = ()
-            if not namespace.table.windowed:
-                here = self._touch(namespace, keys, found_blocks)
-                missing = range(here, dram_blocks)
-            elif may_write and dram_blocks:
-                missing = self._missing_in_window(namespace, keys, dram_blocks)
-            if missing and may_write and not namespace.spec.dram_only:
-                for number in missing[:MATCHED_AT_ONCE]:
+            if namespace.table.windowed:
+                if may_write and dram_blocks and not namespace.spec.dram_only:
+                    self._offers.add(namespace, keys, dram_blocks)
+                continue
+            here = self._touch(namespace, keys, found_blocks)
+            if may_write and here < dram_blocks and not namespace.spec.dram_only:
+                for number in range(here, min(here + most, dram_blocks)):
                     self._writes.add(namespace, _key(keys, number), asked_again=True, before=_key(keys, number - 1))
 
     def _touch(self, namespace: Namespace, keys: bytes, blocks: int) -> int:
@@ -198,11 +201,6 @@ class NvmeTier:
         if shelf is not None:
             shelf.index.touch(shelf.table(namespace).get(_key(keys, length - 1)))
         return length
-
-    def _missing_in_window(self, namespace: Namespace, keys: bytes, cut: int) -> list[int]:
-        """The blocks of the window before a cut that are not here."""
-        here, numbers = self.lookup(namespace), range(first_of_window(namespace, cut), cut)
-        return [number for number in numbers if here is None or not here(_key(keys, number))]
 
     def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:
         """See `TierBelow`."""
@@ -236,7 +234,7 @@ class NvmeTier:
     @property
     def settled(self) -> bool:
         """See `TierBelow`."""
-        return self._promotion.idle and (self._writes.idle or not self._may_write)
+        return self._promotion.idle and ((self._offers.idle and self._writes.idle) or not self._may_write)
 
     def work(self) -> bool:
         """Unlinking, loading, writing and reading, a slice of each; True while there is more at once."""
@@ -249,6 +247,7 @@ class NvmeTier:
             self._promotion.look_again()
             more.append(self._promotion.pump())
         if self._may_write:
+            more.append(self._offers.work())
             more.append(self._writes.pump())
         if self._promotion.take_landed() and not self._closing:
             self._landed()
@@ -330,6 +329,7 @@ class NvmeTier:
         for shelf in list(self._shelves):
             findings += yield from shelf.check(partial(self._written, shelf))
         pending = self._writes.pending() + (Counter() if self.grants is None else self.grants.pending())
+        findings += [] if self.grants is None else self.grants.check()
         return findings + self.fairness.check_integrity(pending)
 
     def _written(self, shelf: Shelf) -> list[int]:
