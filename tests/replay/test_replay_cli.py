@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import re
 import sys
@@ -19,6 +21,16 @@ from tiercache.replay.requests import Request, chain_keys
 from tiercache.replay.simulation import Outcome
 
 SAMPLE = Path(__file__).with_name("sample.jsonl.gz")
+SHORT_REQUESTS = 150
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first quarter of the sample, where the figures of the whole of it do not matter."""
+    path = tmp_path_factory.mktemp("trace") / "short.jsonl.gz"
+    with gzip.open(SAMPLE) as whole, gzip.open(path, "wb", compresslevel=1) as part:
+        part.writelines(itertools.islice(whole, SHORT_REQUESTS))
+    return path
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -34,8 +46,8 @@ def points(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[
     return found
 
 
-def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, SAMPLE, "--dram", "2%,10%", "--nvme", "5x")
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str], short: Path) -> None:
+    status, out, err = run(capsys, short, "--dram", "2%,10%", "--nvme", "5x")
     assert (status, err) == (0, "")
     assert "blocks of 512 tokens, 64.0 MiB" in out
     rows = [line.split() for line in out.splitlines() if line.startswith(("2%", "10%"))]
@@ -62,28 +74,28 @@ def test_more_cache_has_more_hits_and_the_optimum_has_most(capsys: pytest.Captur
         assert point["nvme_written_bytes"] == point["tallies"]["nvme_written"] * (64 << 20)
 
 
-def test_policies_are_compared_in_one_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_policies_are_compared_in_one_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, short: Path) -> None:
     arguments = ["--dram", "2%,5%", "--nvme", "5x"]
-    both = points(capsys, SAMPLE, *arguments, "--policy", "lru, s3fifo,lru")
+    both = points(capsys, short, *arguments, "--policy", "lru, s3fifo,lru")
     assert [(point["dram"], point["policy"]) for point in both] == [
         ("2%", "lru"), ("2%", "s3fifo"), ("5%", "lru"), ("5%", "s3fifo"),
     ]  # fmt: skip
-    alone = points(capsys, SAMPLE, *arguments, "--policy", "lru")
+    alone = points(capsys, short, *arguments, "--policy", "lru")
     for name in ("hit_rates", "tallies", "optimum"):
         assert [point[name] for point in both[0::2]] == [point[name] for point in alone]
     assert both[1]["optimum"] == both[0]["optimum"] != both[2]["optimum"]
     pytest.importorskip("matplotlib")
     picture = tmp_path / "policies.svg"
-    status, out, _ = run(capsys, SAMPLE, *arguments, "--policy", "lru,s3fifo", "--plot", picture)
+    status, out, _ = run(capsys, short, *arguments, "--policy", "lru,s3fifo", "--plot", picture)
     rows = [line.split()[4] for line in out.splitlines() if line.startswith(("2%", "5%"))]
     assert (status, rows) == (0, ["lru", "s3fifo"] * 2)
     assert "policy lru and s3fifo" in out
 
 
-def test_plan_and_replay_reckon_with_the_same_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    quick = points(capsys, SAMPLE, "--dram", "5%", "--gpu", "H200")[0]
-    slow = points(capsys, SAMPLE, "--dram", "5%", "--gpu", "L4")[0]
-    slower = points(capsys, SAMPLE, "--dram", "5%", "--gpu", "L4", "--mfu", "0.25")[0]
+def test_plan_and_replay_reckon_with_the_same_machine(capsys: pytest.CaptureFixture[str], short: Path) -> None:
+    quick = points(capsys, short, "--dram", "5%", "--gpu", "H200")[0]
+    slow = points(capsys, short, "--dram", "5%", "--gpu", "L4")[0]
+    slower = points(capsys, short, "--dram", "5%", "--gpu", "L4", "--mfu", "0.25")[0]
     assert quick["ttft_without"]["mean_s"] < slow["ttft_without"]["mean_s"]
     assert slower["ttft_without"]["mean_s"] == pytest.approx(2 * slow["ttft_without"]["mean_s"], rel=0.05)
 
@@ -95,14 +107,14 @@ def test_sizes_in_blocks_bytes_and_shares_are_the_same(capsys: pytest.CaptureFix
     assert found[0]["optimum"] == {"dram": None, "all": None}
 
 
-def test_the_whole_of_the_daemon_agrees_with_the_quick_way(capsys: pytest.CaptureFixture[str]) -> None:
-    quick, exact = (points(capsys, SAMPLE, "--dram", "2%", "--nvme", "5x", *more)[0] for more in ([], ["--exact"]))
+def test_the_whole_of_the_daemon_agrees_with_the_quick_way(capsys: pytest.CaptureFixture[str], short: Path) -> None:
+    quick, exact = (points(capsys, short, "--dram", "2%", "--nvme", "5x", *more)[0] for more in ([], ["--exact"]))
     for name in ("hit_rates", "tallies", "tiers"):
         assert quick[name] == exact[name]
 
 
-def test_a_gpu_pool_in_front(capsys: pytest.CaptureFixture[str]) -> None:
-    without, with_pool = (points(capsys, SAMPLE, "--dram", "5%", *more)[0] for more in ([], ["--gpu-pool", "100"]))
+def test_a_gpu_pool_in_front(capsys: pytest.CaptureFixture[str], short: Path) -> None:
+    without, with_pool = (points(capsys, short, "--dram", "5%", *more)[0] for more in ([], ["--gpu-pool", "100"]))
     assert set(with_pool["hit_rates"]) == {"gpu", "dram", "all"}
     assert with_pool["hit_rates"]["gpu"] > 0
     assert with_pool["hit_rates"]["all"] >= without["hit_rates"]["all"]
@@ -119,10 +131,10 @@ def test_a_write_budget_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
-def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str) -> None:
+def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, short: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"sizes.{kind}"
-    status, out, _ = run(capsys, SAMPLE, "--dram", "1%,5%", "--nvme", "5x", "--plot", path)
+    status, out, _ = run(capsys, short, "--dram", "1%,5%", "--nvme", "5x", "--plot", path)
     assert status == 0
     assert f"The picture is in {path}" in out
     head = {"png": b"\x89PNG", "svg": b"<?xml"}[kind]
@@ -180,21 +192,21 @@ def test_a_picture_without_matplotlib(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_progress_is_told_on_a_terminal_alone(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, short: Path
 ) -> None:
     monkeypatch.setattr(command, "TELL_EVERY_S", 0.0)
-    assert run(capsys, SAMPLE, "--dram", "5%")[2] == ""
+    assert run(capsys, short, "--dram", "5%")[2] == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    status, out, err = run(capsys, SAMPLE, "--dram", "5%")
-    told = re.findall(r"\rsample.jsonl.gz: ([^\r]+): (\d+)%", err)
+    status, out, err = run(capsys, short, "--dram", "5%")
+    told = re.findall(r"\rshort.jsonl.gz: ([^\r]+): (\d+)%", err)
     assert status == 0
     assert {what for what, _ in told} == {"first pass, for the optimum", "5%, hazard", "5%: the optimum"}
     assert err.endswith("\r\x1b[K")
     assert "\r" not in out
 
 
-def test_several_traces_are_played_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, SAMPLE, SAMPLE, "--dram", "5%", "--json")
+def test_several_traces_are_played_apart(capsys: pytest.CaptureFixture[str], short: Path) -> None:
+    status, out, _ = run(capsys, short, short, "--dram", "5%", "--json")
     first, second = json.loads(out)
     assert status == 0
     assert first["points"][0]["hit_rates"] == second["points"][0]["hit_rates"]
