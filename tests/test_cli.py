@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from tiercache.cli import flush, stats
 from tiercache.cli.main import main
@@ -326,15 +327,6 @@ def test_namespaces_are_found_by_number_or_start_of_fingerprint() -> None:
 # --- with a real daemon ------------------------------------------------------------------------
 
 
-def until(condition: Callable[[], Any], what: str) -> Any:
-    """The first true value of `condition`, asked again and again until the deadline."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline_s:
-        if value := condition():
-            return value
-    raise AssertionError(f"{what}: not within {DEADLINE_S} s")
-
-
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The run directory of a daemon with an arena of 64 MiB."""
@@ -344,7 +336,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         child = subprocess.Popen([*COMMAND, *arguments], stdout=log, stderr=log)
     try:
         answers = ["ping", "--address", str(run_dir)]
-        until(lambda: main(answers) == 0 or child.poll() is not None, "the daemon answers")
+        wait_until(lambda: main(answers) == 0 or child.poll() is not None, "the daemon answers")
         assert child.poll() is None, (run_dir / "log").read_text()
         yield run_dir
         child.terminate()

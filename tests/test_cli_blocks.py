@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 import tiercache
 from tiercache.cli.main import main
@@ -18,12 +18,6 @@ from tiercache.messages import ModelCard, Peek
 BLOCKS = 12
 SPEC = tiercache.NamespaceSpec(engine="test/1", layout="bytes", dtype="uint8", block_size=4, block_bytes=4096)
 Ask = Callable[..., tuple[int, str, str]]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
 
 
 def keys(first: int = 0) -> bytes:
@@ -46,7 +40,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, tier
         card = ModelCard(["demo"], bytes(16), [SPEC.fingerprint()], 4)
         connector.client.announce([card])
         assert connector.store(keys(), list(range(BLOCKS))).stored == BLOCKS
-        until(lambda: connector.client.stats()["tiers"]["nvme"]["blocks"] == BLOCKS)
+        wait_until(lambda: connector.client.stats()["tiers"]["nvme"]["blocks"] == BLOCKS)
         yield running.address, connector
 
 
@@ -66,7 +60,7 @@ def key(number: int) -> str:
 
 
 def test_ls_shows_whose_blocks_are_where(ask: Ask) -> None:
-    until(lambda: "demo" in ask("ls")[1])  # the card comes with the engine's next report
+    wait_until(lambda: "demo" in ask("ls")[1])  # the card comes with the engine's next report
     status, out, _ = ask("ls")
     assert (status, SPEC.fingerprint()[:12] in out, "12 (48.0 KiB)" in out) == (0, True, True)
     [row] = json.loads(ask("ls", "--json")[1])

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from waiting import wait_until
 
 from tiercache.cli import demo, demo_chat, demo_child, demo_model
 from tiercache.cli.demo_chat import ChatDemo, ServerProcess
@@ -26,13 +26,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 COMMAND = [sys.executable, "-m", "tiercache.cli.main", "demo"]
 DEADLINE_S = 120.0
 PROMPT = 160
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {DEADLINE_S:g} s: {what}"
-        time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:
@@ -173,7 +166,7 @@ def test_an_interrupt_ends_all_processes(stage: str) -> None:
     command = [*COMMAND, "--tokens", "1024"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: any(stage in line for line in descendants(process.pid).values()), f"{stage} runs")
+        wait_until(lambda: stage in " ".join(descendants(process.pid).values()), f"{stage} runs", DEADLINE_S)
         children = descendants(process.pid)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=DEADLINE_S)
@@ -182,7 +175,7 @@ def test_an_interrupt_ends_all_processes(stage: str) -> None:
         process.wait()
     assert process.returncode in (2, 130)  # ours, and that of newer typers
     assert "Traceback" not in err
-    wait_until(lambda: not [pid for pid in children if is_alive(pid)], "all have ended")
+    wait_until(lambda: not [pid for pid in children if is_alive(pid)], "all have ended", DEADLINE_S)
 
 
 @pytest.mark.slow

@@ -12,12 +12,12 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import zmq
+from waiting import wait_until as wait_until
 
 from tiercache import messages as m
 from tiercache.arena import Region, create_region
@@ -220,11 +220,3 @@ class FakeDaemon:
 
 def _split(keys: bytes) -> list[bytes]:
     return [keys[at : at + 16] for at in range(0, len(keys), 16)]
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    """Poll until `condition()` is true. Fails at the deadline."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come true in time"
-        threading.Event().wait(0.002)

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from fake_daemon import FakeDaemon
+from waiting import wait_until
 
 import tiercache
 from tiercache import messages as m
@@ -21,13 +21,6 @@ from tiercache.errors import DaemonUnavailable, RequestRefused
 SPEC = tiercache.NamespaceSpec(engine="clocks/1", layout="x", dtype="uint8", block_size=4, block_bytes=4096)
 KEYS = tiercache.KeyChain(tiercache.root_key("clocks"), 4, range(12)).packed()
 FAR_US = 3_600_000_000
-
-
-def wait_until(condition: Any, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come true in time"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-import time
-from collections.abc import Callable
+
+from waiting import wait_until as wait_until
 
 import tiercache
 
@@ -31,11 +30,3 @@ def bytes_of(connector: tiercache.Connector, block_ids: list[int]) -> list[bytes
         b"".join(ctypes.string_at(base + block * stride, length) for base, stride, length in parts)
         for block in block_ids
     ]
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Poll until `condition()` is true. Fails at the deadline."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come true in time"
-        threading.Event().wait(0.005)

@@ -17,20 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from fault_peer import Peer
+from waiting import wait_until as wait_until
 
 from tiercache.config import session_socket_path
 
 READY_S = 20.0
 _HERE = Path(__file__).parent
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
-    """Look again and again until `condition()` is true; its value. AssertionError at the deadline."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.005)
-    return value
 
 
 def state_of(pid: int) -> str:

@@ -7,15 +7,15 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from waiting import wait_until as wait_until
 
 import tiercache
 from tiercache.keys import content_id, salted_root
@@ -25,14 +25,6 @@ BLOCK = 4
 BLOCK_BYTES = 64 << 10
 TIMEOUT_S = 60.0
 SALT = "s3cret"
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S) -> None:
-    """Poll until it is so. Fails at the deadline."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s"
-        time.sleep(0.01)
 
 
 class Answer(NamedTuple):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 import tiercache
 from tiercache.config import DaemonConfig, load_config
@@ -24,15 +23,6 @@ from tiercache.replay.formats.lines import BadTrace
 from tiercache.replay.formats.recorded import Recorded, RecordedReader
 from tiercache.replay.formats.trace import Trace
 from tiercache.replay.requests import Kind, Request
-
-WAIT_S = 15.0
-
-
-def until(condition: Any) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, "waited in vain"
-        Event().wait(0.005)
 
 
 class Recording:
@@ -180,7 +170,7 @@ def test_a_recording_ends_at_its_size(tmp_path: Path) -> None:
     one = Recording(tmp_path / "run.jsonl", record_max_bytes=1 << 20)
     for number in range(200):
         one.look(chain(str(number), 512))
-    until(lambda: one.recorder.stats()["ended"])
+    wait_until(lambda: one.recorder.stats()["ended"])
     one.look(chain("late", 3))
     assert "record_max" in one.recorder.stats()["ended"]
     lines = one.lines()
@@ -198,7 +188,7 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(
 
     monkeypatch.setattr(one.recorder._thread, "_say", fail)
     one.look(chain("a", 3))
-    until(lambda: one.recorder.stats()["ended"])
+    wait_until(lambda: one.recorder.stats()["ended"])
     assert "No space left" in one.recorder.stats()["ended"]
     one.look(chain("a", 3))
 

@@ -8,25 +8,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_until as wait_until
 
 START_TIMEOUT_S = 120.0
 TIMEOUT_S = 60.0
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s"
-        time.sleep(0.01)
 
 
 class ServerProcess:
