@@ -37,7 +37,7 @@ log = logging.getLogger("tiercache.daemon")
 
 MAX_ERROR_CHARS = 400
 MAX_REGISTER_BYTES = 2 * MAX_SPEC_BYTES
-"""Of a message that is looked at once more for fields that we do not know."""
+"""Of a message with a spec, and of one that is looked at once more for fields that we do not know."""
 MAX_SLICED = 16
 """Requests of one session that may be under way in slices: each keeps its keys, up to 1 MiB."""
 
@@ -59,7 +59,9 @@ class _Start(msgspec.Struct, array_like=True):
 
 _decode_start = msgspec.msgpack.Decoder(_Start).decode
 _decode_elements = msgspec.msgpack.Decoder(list[Any]).decode
-_REGISTER = m.RegisterNamespace.__struct_config__.tag
+_REGISTER = str(m.RegisterNamespace.__struct_config__.tag)
+_TAG_WITHIN = 32
+"""Where a request's tag ends at the latest, however it is packed; a number and random bytes follow it."""
 _SPEC = 1 + m.RegisterNamespace.__struct_fields__.index("spec")
 """Where the spec stands in the array, which begins with the tag."""
 
@@ -151,6 +153,9 @@ class Service:
             recorder.fetched(namespaces, request.keys)
 
     def _decode(self, header: bytes) -> m.Request:
+        if len(header) > MAX_REGISTER_BYTES and _REGISTER.encode() in header[:_TAG_WITHIN]:
+            # To build what is in a spec of megabytes would hold up everybody.
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, f"the spec is longer than {MAX_SPEC_BYTES} bytes")
         try:
             return _decode(header)
         except UNREADABLE as error:

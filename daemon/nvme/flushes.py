@@ -1,4 +1,8 @@
-"""Flushes on their way to the disks: each is answered once, when every directory has taken note of it, or cannot."""
+"""Flushes on their way to the disks: each is answered once, when every directory has taken note of it, or cannot.
+
+A disk that was taken away and another one put in its place may come back: what was flushed in between is kept for it
+too, for as long as the daemon lives. Nobody waits for that.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ FLUSH_S = 10.0
 """After which a flush that some disk did not take note of is answered, with that."""
 MAX_KEPT = 4096
 """Flushes that wait for one directory; when there are more, it is flushed as a whole."""
+MAX_FORMER = 64
+"""Directories that others have taken the place of: of more the first ones are forgotten."""
 
 
 class Flush:
@@ -51,6 +57,8 @@ class Flushes:
         self._every = every
         self._under_way: list[Flush] = []
         self._kept: dict[Path, list[_Kept]] = {}
+        self._last: dict[Path, bytes] = {}  # which directory was open there, by the id in its superblock
+        self._former: dict[bytes, list[_Kept]] = {}  # for those that are open nowhere, since another one is there
 
     def begin(
         self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], shelves: Sequence[Shelf],
@@ -70,6 +78,8 @@ class Flushes:
             self._keep(path, (wanted, key, flush))
             if lasting:
                 flush.noted(False)
+        for kept in self._former.values():
+            _add(kept, (wanted, key, Flush(_nobody)))
         self._under_way.append(flush)
         flush.noted(True)
 
@@ -79,17 +89,17 @@ class Flushes:
             flush.blocks += shelf.flush(namespace, key, flush.noted)
 
     def _keep(self, path: Path, one: _Kept) -> None:
-        kept = self._kept.setdefault(path, [])
-        if len(kept) >= MAX_KEPT:
-            everything: _Kept = None, b"", Flush(lambda blocks, durable: None)
-            for _, _, flush in kept:
-                flush.noted(False)
-            kept[:] = [everything]
-        kept.append(one)
+        _add(self._kept.setdefault(path, []), one)
 
     def opened(self, path: Path, shelf: Shelf) -> None:
         """A directory is open: what was flushed before goes now."""
-        for namespaces, key, flush in self._kept.pop(path, ()):
+        here, last, kept = shelf.directory.superblock.directory_id, self._last.get(path), self._kept.pop(path, [])
+        self._last[path] = here
+        if last is not None and last != here:
+            self._former[last] = [(namespaces, key, Flush(_nobody)) for namespaces, key, _ in kept]
+            if len(self._former) > MAX_FORMER:
+                del self._former[next(iter(self._former))]
+        for namespaces, key, flush in [*self._former.pop(here, ()), *kept]:
             self._flush(shelf, self._every() if namespaces is None else namespaces, key, flush)
             flush.noted(True)
 
@@ -102,3 +112,15 @@ class Flushes:
             if now_s >= flush.end_s:
                 flush.answer(durable=False)
         self._under_way = [flush for flush in self._under_way if not flush.over]
+
+
+def _nobody(blocks: int, durable: bool) -> None:
+    """Nobody waits for that flush any more."""
+
+
+def _add(kept: list[_Kept], one: _Kept) -> None:
+    if len(kept) >= MAX_KEPT:
+        for _, _, flush in kept:
+            flush.noted(False)
+        kept[:] = [(None, b"", Flush(_nobody))]
+    kept.append(one)

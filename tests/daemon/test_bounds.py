@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import msgpack
 import pytest
 import zmq
 from test_cache_edges import FRAME_BYTES, Harness, chain
 
-from tiercache.daemon import router
+from tiercache.daemon import router, service
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.index import Index
 from tiercache.daemon.leases import Deadlines, ReadLease
@@ -21,6 +22,7 @@ from tiercache.daemon.policies.window import Window
 from tiercache.daemon.reads import Reads
 from tiercache.daemon.space import ROOM_STEPS, SLICE, Space
 from tiercache.daemon.unsent import Unsent
+from tiercache.errors import RequestRefused
 from tiercache.messages import BlockState
 
 BLOCKS = 6000
@@ -251,3 +253,12 @@ def test_many_requests_at_once_are_served_a_few_milliseconds_at_a_time(
         return counts
 
     assert asyncio.run(flood()) == [4, 3]
+
+
+@pytest.mark.parametrize("start", [b"\x96", b"\xdc\0\x06", b"\xdd\0\0\0\x06"], ids=["fix", "16", "32"])
+def test_a_spec_of_megabytes_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    """To build the names in it takes a tenth of a second of the loop."""
+    monkeypatch.setattr(service, "_decode", lambda header: pytest.fail("it was built"))
+    header = start + msgpack.packb("register_namespace") + bytes(service.MAX_REGISTER_BYTES)
+    with pytest.raises(RequestRefused, match="the spec is longer than 8192 bytes"):
+        service.Service._decode(cast(service.Service, None), header)

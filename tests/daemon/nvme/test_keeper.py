@@ -286,6 +286,35 @@ def test_a_directory_that_is_replaced_is_given_up_and_both_are_right(tmp_path: P
     play(scenario)
 
 
+@pytest.mark.parametrize("moment", ["while nothing is there", "while another one is there"])
+def test_what_was_flushed_while_a_directory_was_away_does_not_come_back_with_it(tmp_path: Path, moment: str) -> None:
+    """The one that had its place took note of the flush, and is not the one that it was about."""
+
+    async def scenario() -> None:
+        rig = await filled(tmp_path, disks=1)
+        [home] = rig.dirs
+        home.rename(tmp_path / "elsewhere")
+        await rig.until(lambda: states(rig) == ["away"])
+        if moment == "while nothing is there":
+            assert not await rig.flush(), "it may come back after a restart"
+        home.mkdir()
+        await rig.until(lambda: states(rig) == ["ok"])
+        if moment == "while another one is there":
+            assert await rig.flush(key_of(CHAINS[0], 3))
+            assert await rig.flush(key_of(CHAINS[1], 0))
+        home.rename(tmp_path / "new")
+        (tmp_path / "elsewhere").rename(home)
+        await rig.until(lambda: not rig.shelves)
+        await rig.until(lambda: states(rig) == ["ok"])
+        await rig.loaded()
+        left = [0] * len(CHAINS) if moment == "while nothing is there" else [3, 0] + [8] * (len(CHAINS) - 2)
+        assert await found(rig) == left
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
 def test_blocks_under_way_when_a_directory_goes_end_as_misses(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await filled(tmp_path, disks=1)
