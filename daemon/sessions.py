@@ -296,6 +296,10 @@ class SessionGate:
             if isinstance(session, LocalSession):
                 self._loop.remove_reader(session.sock)
                 session.sock.close()
+            self._settle(session)
+
+    def _settle(self, session: Session) -> None:
+        """Whose process is still waited for, now that this session has ended."""
         for ghost in [ghost for ghost in self._ghosts if not self._ends.has_quarantine(ghost)]:
             self._ghosts.remove(ghost)  # another session of its instance has said that its copies are finished
             self._forget_process(ghost)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
+import tiercache
 from tiercache.cli import flush, stats
 from tiercache.cli.main import main
 from tiercache.cli.report import Section, align, fitting, human, print_sections, sections, with_human
@@ -143,6 +144,22 @@ def test_a_path_that_cannot_be_used_is_one_line(run: Run, tmp_path: Path) -> Non
     status, out, err = run("keygen", taken / "keys")
     assert (status, out) == (2, "")
     assert_one_line(err, str(taken), "Not a directory")
+
+
+def test_a_wrong_name_of_a_client_makes_no_keys(run: Run, tmp_path: Path) -> None:
+    status, out, err = run("keygen", tmp_path / "keys", "../evil")
+    assert (status, out) == (2, "")
+    assert_one_line(err, "client '../evil': a name has 1 to 64 letters")
+    assert not (tmp_path / "keys").exists()
+
+
+def test_a_locale_without_the_characters_is_no_reason_to_fail() -> None:
+    with tiercache.launch("4MiB", region="2MiB") as daemon:
+        ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+        command = [*COMMAND, "top", "--once", "--interval", "0.1", "--address", daemon.address]
+        ended = subprocess.run(command, env=ascii_only, **QUIET)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "TIER" in ended.stdout
 
 
 def test_ctrl_c_while_a_command_is_imported_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +37,15 @@ def test_it_is_named(stopped: tiercache.LaunchedDaemon, command: list[str], caps
     said = capsys.readouterr().err
     assert f"(pid {stopped.pid}) does not answer: it was stopped (SIGSTOP): let it go on with kill -CONT" in said
     assert (status, said.count("\n")) == (EXIT_NO_ANSWER, 1)
+
+
+def test_a_process_of_its_own_has_the_same_status(stopped: tiercache.LaunchedDaemon) -> None:
+    code = "from tiercache.cli import control; control.CONNECT_DEADLINE_S = control.REQUEST_S = 0.2"
+    code += "; import runpy; runpy.run_module('tiercache.cli.main', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", code, "ping", "--address", stopped.address]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (EXIT_NO_ANSWER, "")
+    assert "does not answer" in ended.stderr
 
 
 def test_a_check_of_the_default_daemon_does_not_take_it_for_none(

@@ -24,8 +24,9 @@ import zmq
 
 from tiercache import forks, messages
 from tiercache.curve import ClientKeys
-from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, RequestRefused
+from tiercache.errors import CallInterrupted, DaemonUnavailable, DeadlineExceeded, ProtocolError, RequestRefused
 from tiercache.messages import AnyReply, Error, ErrorCode, Reply, Request
+from tiercache.uninterrupted import interrupted
 from tiercache.wire import UNREADABLE
 
 HIGH_WATER_MESSAGES = 1024
@@ -338,7 +339,10 @@ class Channels:
             on_reply(slot[0], _expected(reply, expect), payload)
 
     def _receive(self, channel: Channel, deadline_ns: int) -> tuple[AnyReply, bytes | None] | None:
-        """See `Channel.receive`. Raises DaemonUnavailable soon after `close`: nothing comes any more."""
+        """See `Channel.receive`. Raises DaemonUnavailable soon after `close`: nothing comes any more.
+
+        And CallInterrupted soon after a signal whose handler has raised; what is granted then is given back later.
+        """
         while True:
             until_ns = min(deadline_ns, time.monotonic_ns() + LOOK_UP_NS)
             received = channel.receive(until_ns)
@@ -346,6 +350,8 @@ class Channels:
                 return received
             if self._closed:
                 raise DaemonUnavailable(self._why_closed)
+            if interrupted():
+                raise CallInterrupted("a signal has ended the call")
             if until_ns == deadline_ns:
                 return None
 

@@ -50,7 +50,14 @@ from tiercache.client import REQUEST_TIMEOUT_S, Client
 from tiercache.config import default_address
 from tiercache.direct import DirectPath
 from tiercache.direct_store import PastDram, store_past_dram
-from tiercache.errors import ConfigError, DaemonUnavailable, LayoutError, RequestRefused, TierCacheError
+from tiercache.errors import (
+    CallInterrupted,
+    ConfigError,
+    DaemonUnavailable,
+    LayoutError,
+    RequestRefused,
+    TierCacheError,
+)
 from tiercache.gds_backend import Backend
 from tiercache.hints import Hint
 from tiercache.jobs import JobQueue, Transfer
@@ -72,7 +79,7 @@ from tiercache.messages import Hint as HintRequest
 from tiercache.moves import Mover
 from tiercache.storing import StoreResult, store_blocks
 from tiercache.transfer import Addresses, BlockIds, CopyLost, Limit, Pool, make_copier
-from tiercache.uninterrupted import uninterrupted
+from tiercache.uninterrupted import whole
 
 LOAD_TIMEOUT_S = 10.0
 STORE_TIMEOUT_S = 60.0
@@ -256,6 +263,7 @@ class Connector:
 
     # --- matching --------------------------------------------------------------------------------
 
+    @whole
     def match(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> Match:
         """The longest leading run of `keys` that the cache has, under a read lease.
 
@@ -278,6 +286,7 @@ class Connector:
         self._succeed("match", matches=1, matched_blocks=match.blocks)
         return match
 
+    @whole
     def adopt(self, ticket: bytes) -> Match:
         """The match behind `Match.ticket()` of another process of this instance; a miss if it is over.
 
@@ -291,6 +300,7 @@ class Connector:
             self._fail("adopt", error)
             return Match()
 
+    @whole
     def release(self, match: Match) -> None:
         """End a match that is not loaded. Nothing happens for one that is over, or a miss."""
         end_match(self._client, match)
@@ -301,6 +311,7 @@ class Connector:
 
     # --- loading ---------------------------------------------------------------------------------
 
+    @whole
     def load(
         self, match: Match, block_ids: BlockIds, *, first: int = 0, timeout_s: float | None = None
     ) -> int:
@@ -309,8 +320,7 @@ class Connector:
         Returns how many leading blocks of `block_ids` are good; the others hold anything. After
         `timeout_s` no further copy begins. Blocks until the copies have ended, through Ctrl-C too.
         """
-        prepared = self._prepare_load(match, block_ids, first, timeout_s)
-        return uninterrupted(lambda: self._perform_load(*prepared), prepared[3].stop)
+        return self._perform_load(*self._prepare_load(match, block_ids, first, timeout_s))
 
     def load_async(
         self, match: Match | bytes, block_ids: BlockIds, *, first: int = 0, timeout_s: float | None = None
@@ -368,6 +378,7 @@ class Connector:
         """Whether the daemon publishes KV events, so that stores should bring an `EventRun`. False while it is down."""
         return self._client.wants_events
 
+    @whole
     def store(
         self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None,
         hint: Hint | None = None,
@@ -382,8 +393,7 @@ class Connector:
 
         Blocks until the copies have ended, through Ctrl-C too.
         """
-        prepared = self._prepare_store(keys, block_ids, first, events)
-        return uninterrupted(lambda: self._perform_store(*prepared, hint), prepared[3].stop)
+        return self._perform_store(*self._prepare_store(keys, block_ids, first, events), hint)
 
     def store_async(
         self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None,
@@ -480,6 +490,7 @@ class Connector:
 
     # --- the rest --------------------------------------------------------------------------------
 
+    @whole
     def prefetch(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> int:
         """Bring up into DRAM what `match` would find of `keys` in `namespaces`; returns its blocks. 0 on failure."""
         _check_keys(keys)
@@ -492,6 +503,7 @@ class Connector:
         reply = session.call(Prefetch, Matched, namespaces=numbers, keys=keys)
         return reply.dram_blocks + reply.below_blocks
 
+    @whole
     def hint(
         self, keys: bytes, hint: Hint, *, first: int = 0, namespaces: Sequence[NamespaceSpec] | None = None
     ) -> int:
@@ -524,6 +536,7 @@ class Connector:
         transfer = Transfer(lambda: self.hint(keys, hint), lambda: 0, 0, Limit())
         return transfer if self._stores.submit(transfer) else Transfer.finished(0)
 
+    @whole
     def pin(self, keys: bytes, ttl_s: float) -> int:
         """Keep the stored run of `keys` from eviction for `ttl_s`; returns its blocks. 0 on failure."""
         _check_keys(keys)
@@ -532,6 +545,7 @@ class Connector:
         fields = {"keys": keys, "ttl_ms": min(MAX_PIN_TTL_MS, max(1, round(ttl_s * 1000)))}
         return self._simple("pin", lambda number: self._pin(Pin, number, fields))
 
+    @whole
     def unpin(self, keys: bytes) -> int:
         """End the pins that were set with the same keys; returns blocks. 0 on failure."""
         _check_keys(keys)
@@ -628,8 +642,8 @@ class Connector:
     def _fail(self, operation: str, error: TierCacheError) -> None:
         """Count a failure, and log it unless it was the last thing logged of this operation."""
         self._count(failures=1)
-        if isinstance(error, DaemonUnavailable):
-            return  # the client logs when the daemon goes and comes
+        if isinstance(error, (DaemonUnavailable, CallInterrupted)):
+            return  # the client logs when the daemon goes and comes, and the caller knows of a signal
         code = error.code if isinstance(error, RequestRefused) else type(error).__name__
         if f"{operation}:{code}" not in self._complained:
             self._complained = self._complained | {f"{operation}:{code}"}

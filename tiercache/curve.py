@@ -136,7 +136,7 @@ def load_allowed(directory: Path) -> tuple[dict[bytes, str], list[str]]:
         problems.append(f"{directory / CLIENTS_DIR} has {len(paths)} files: the first {MAX_CLIENTS} are read")
     for path in paths[:MAX_CLIENTS]:
         try:
-            _check_name(path.stem)
+            check_name(path.stem)
             allowed[_read(path, secret=False).public_key.encode()] = path.stem
         except ConfigError as error:
             problems.append(str(error))
@@ -155,7 +155,7 @@ def make_server(directory: Path) -> Path:
 
 def make_client(directory: Path, name: str, out: Path) -> Path:
     """Write a client's keys to `out`, and let it in at the daemon of `directory`; returns the public file."""
-    _check_name(name)
+    check_name(name)
     server = load_server(directory)
     public, secret = zmq.curve_keypair()
     allowed = directory / CLIENTS_DIR / f"{name}.toml"
@@ -167,7 +167,8 @@ def make_client(directory: Path, name: str, out: Path) -> Path:
     return allowed
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raise ConfigError for what is no name of a client."""
     if not TENANT_NAME.fullmatch(name):
         raise ConfigError(f"client {name!r}: a name has 1 to 64 letters, digits, and . _ - (not the first)")
 

@@ -51,6 +51,7 @@ from tiercache.messages import (
     ReservedExtents,
     Welcome,
 )
+from tiercache.uninterrupted import uninterrupted
 from tiercache.wire import UNREADABLE, close_fds, receive_packet, send_packet
 
 MAX_GIVE_BACK = 4096
@@ -208,7 +209,7 @@ class Session:
         self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
     ) -> R:
         """One request and its reply. Raises as `Channels.call`; trouble is told to `on_trouble`."""
-        return self.wait(self.post(request_type, expect, timeout_s, **fields))
+        return uninterrupted(lambda: self.wait(self.post(request_type, expect, timeout_s, **fields)))
 
     def post(
         self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from tiercache.errors import ArenaError, LayoutError, TierCacheError
 from tiercache.memcpy import copy_moves, memmove
+from tiercache.uninterrupted import interrupted
 
 if TYPE_CHECKING:
     from tiercache.cuda_lane import CudaCopy
@@ -207,7 +208,9 @@ class Limit:
         self.stopped = True
 
     def reached(self) -> bool:
-        """True when no further copy may begin."""
+        """True when no further copy may begin. Asked where no lock is held: signals are handled here."""
+        if interrupted():
+            self.stopped = True
         return self.stopped or time.monotonic() >= self.deadline_s
 
 

@@ -1,136 +1,201 @@
 """Calls that a signal must not cut in half.
 
-Handlers of signals run in the main thread, between any two steps of it, and may raise there: Ctrl-C does. A store
-that is cut so may have been granted a lease which nobody knows of any more, and whose frames the daemon keeps for
-as long as this process lives. So what the main thread asks is done by another thread, for which it waits; what a
-handler raises ends the waiting once the work has come to its end.
+Python runs the handlers of signals in the main thread, between any two steps of it, and they may raise there: Ctrl-C
+does. A store that is cut so may have been granted a lease that is known to no one any more, whose frames the daemon
+keeps for as long as this process lives. So while the main thread is in such a call, signals are noted only. Their
+handlers get their turn where the call can be ended (`interrupted`), and after it; what they raise is raised after it.
+
+Only what handlers of signals raise is deferred: an exception that another thread sets in this one
+(`PyThreadState_SetAsyncExc`), or a debugger's, may come anywhere.
 """
 
 from __future__ import annotations
 
-import queue
+import ctypes
+import functools
+import importlib
+import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from tiercache import forks
 
 T = TypeVar("T")
-LOOK_UP_S = 0.1
-"""How often the waiting main thread gives handlers of signals a turn."""
+P = ParamSpec("P")
+
+_signals: Any = importlib.import_module("_signal")
+"""What `signal` wraps: its own functions look up names of numbers, which takes ten times as long."""
+_NUMBERS = sorted(int(number) for number in signal.valid_signals())
+_SIGACTION_BYTES = 256
+"""More than a `struct sigaction` has."""
+_sigaction = ctypes.CDLL(None).sigaction
+_sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
 
 
-class _Call(Generic[T]):
-    """Work for the other thread."""
+class _Deferral:
+    """One call of the main thread, and the signals that come meanwhile."""
 
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self._turns = [1]  # whoever takes it decides; taking is atomic
-        self._error: BaseException | None = None
-        self._result: T
-        self._is_over = False
-        self._over = threading.Lock()
-        self._over.acquire()
+    def __init__(self) -> None:
+        self.active = False
+        """Whether signals are noted; else they are handled as ever, also by a handler of ours that was left behind."""
+        self.error: BaseException | None = None
+        """What a handler has raised."""
+        self.thread = threading.get_ident()
+        self._over = False
+        self._noted: deque[tuple[int, Any]] = deque()
+        self._handlers: dict[int, Callable[[int, Any], Any]] = {}
 
-    def begins(self) -> bool:
-        """Whether nobody else has taken it."""
+    def begin(self) -> None:
+        """Take the place of all handlers in Python. Raises what one of them raises meanwhile."""
+        for number in _NUMBERS:
+            handler = _signals.getsignal(number)
+            if callable(handler):
+                behind = getattr(handler, "__self__", None)
+                if isinstance(behind, _Deferral) and behind._over:
+                    handler = behind._handlers[number]
+                self._handlers[number] = handler
+                try:
+                    _replace(number, self._note)
+                except ValueError as error:
+                    if "main thread" not in str(error):
+                        raise
+                    return  # `threading` takes another thread for it, and handlers run there
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.active:
+            self._noted.append((number, frame))
+            return
         try:
-            self._turns.pop()
-        except IndexError:
-            return False
-        return True
-
-    def perform(self) -> None:
-        """Do the work, if nobody has given it up; in the other thread."""
-        try:
-            if self.begins():
-                self._result = self._work()
-        except BaseException as error:  # noqa: BLE001 - raised where it was asked for
-            self._error = error
+            if self._over:
+                self._restore()
         finally:
-            self._is_over = True
-            self._over.release()
+            self._handlers[number](number, frame)
 
-    def wait(self) -> None:
-        """Wait until it is over; raises what a handler raises."""
-        while not self._is_over:
-            # A signal that comes just before the wait does not end it: its handler has its turn at the next look.
-            self._over.acquire(timeout=LOOK_UP_S)
-
-    def wait_through(self) -> None:
-        """Wait until it is over, whatever handlers raise meanwhile, which is raised then."""
-        error: BaseException | None = None
-        while not self._is_over:
+    def handle(self) -> None:
+        """Call the handlers of what was noted, which may be interrupted in their turn. The first error is kept."""
+        while self._noted:
             try:
-                self.wait()
-            except BaseException as raised:  # noqa: BLE001 - raised below
-                error = raised
-        if error is not None:
-            raise error
+                try:
+                    self.active = False
+                    self._call(*self._noted.popleft())
+                finally:
+                    self.active = True
+            except BaseException as error:  # noqa: BLE001 - raised at the end
+                self.error = self.error or error
 
-    def outcome(self) -> T:
-        """The result, or what the work has raised."""
-        if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                self._error = None  # it names this frame, and this frame it
-        return self._result
+    def end(self) -> None:
+        """Put all handlers back, call those of what was noted, and raise what they raise or have raised.
 
-
-def uninterrupted(work: Callable[[], T], stop: Callable[[], None]) -> T:
-    """Do `work` where no handler of a signal can raise, and return its result.
-
-    Outside of the main thread that is here, and so it is at the end of the interpreter, when no other thread runs.
-    `stop` is called when a handler raises meanwhile: the work should then come to its end soon, which is waited for.
-    """
-    if sys.is_finalizing() or threading.current_thread() is not threading.main_thread():
-        return work()
-    call = _Call(work)
-    try:
-        calls = _thread_of_calls()
-        if calls is None:
-            return work()
-        calls.put(call)
-        call.wait()
-        return call.outcome()
-    except BaseException:
-        if not call.begins():
-            stop()
-            try:
-                call.wait_through()
-            except BaseException:
-                call.wait_through()  # another Ctrl-C, just between two looks
-                raise
-        raise
-
-
-# --- the other thread: one for the process ------------------------------------------------------------
-
-_calls: queue.SimpleQueue[_Call[Any]] | None = None
-
-
-def _thread_of_calls() -> queue.SimpleQueue[_Call[Any]] | None:
-    """Its queue; None where no thread can be started (any more). Called in the main thread only."""
-    global _calls
-    if _calls is None:
-        calls: queue.SimpleQueue[_Call[Any]] = queue.SimpleQueue()
+        Another signal may cut this short anywhere: a handler of ours that is left behind then hands its signal on.
+        """
         try:
-            threading.Thread(target=_perform, args=(calls,), name="tiercache-calls", daemon=True).start()
-        except RuntimeError:
-            return None
-        _calls = calls
-    return _calls
+            self._over = True
+            self.active = False
+            self._restore()
+        finally:
+            try:
+                self._handle_rest()
+            finally:
+                error, self.error = self.error, None
+                try:
+                    if error is not None:
+                        raise error
+                finally:
+                    del error  # it names this frame: if this frame named it, what their frames hold would live on
+
+    def _handle_rest(self) -> None:
+        try:
+            while self._noted:
+                self._call(*self._noted.popleft())
+        finally:
+            if self._noted:
+                self._handle_rest()
+
+    def _call(self, number: int, frame: Any) -> None:
+        """Keeps `frame` out of the frames of its callers: it may be one of them, and what it holds would live on."""
+        self._handlers[number](number, frame)
+
+    def _restore(self) -> None:
+        """Not where another handler has been set meanwhile."""
+        for number, handler in self._handlers.items():
+            if _signals.getsignal(number) == self._note:
+                _replace(number, handler)
+
+    def forget(self) -> None:
+        """In a forked child: the call is the parent's, and so are the signals."""
+        self._noted.clear()
+        self.end()
 
 
-def _perform(calls: queue.SimpleQueue[_Call[Any]]) -> None:
-    while True:
-        calls.get().perform()
+def _replace(number: int, handler: Callable[[int, Any], Any]) -> None:
+    """Have Python call `handler`, and leave the kernel's side as it is.
+
+    What `siginterrupt` or a library in C has set there would be lost with `signal` alone.
+    """
+    kept = ctypes.create_string_buffer(_SIGACTION_BYTES)
+    known = _sigaction(number, None, kept) == 0
+    _signals.signal(number, handler)
+    if known:
+        _sigaction(number, kept, None)
+
+
+_current: _Deferral | None = None
+"""Of the call that the main thread is in."""
+
+
+def uninterrupted(work: Callable[[], T]) -> T:
+    """Do `work`, and let handlers of signals raise nothing before it is over; then they do, and there is no result.
+
+    Outside of the main thread, where none runs, and at the end of the interpreter this is `work()`.
+    """
+    global _current
+    outer = _current
+    if (outer is not None and outer.active) or sys.is_finalizing() or not _is_main():
+        return work()
+    deferral = _Deferral()
+    try:
+        deferral.begin()
+        _current = deferral
+        # From here to `end` no handler runs, so each of those steps is taken.
+        deferral.active = True
+        return work()
+    finally:
+        _current = outer
+        deferral.end()
+
+
+def whole(method: Callable[P, T]) -> Callable[P, T]:
+    """Each call of `method` is `uninterrupted`."""
+
+    @functools.wraps(method)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        return uninterrupted(lambda: method(*arguments, **options))
+
+    return call
+
+
+def interrupted() -> bool:
+    """Give noted signals their turn; whether one has raised, so that the call should come to its end soon.
+
+    For places where the call holds no lock: a handler may use, or close, what is in use here.
+    """
+    deferral = _current
+    if deferral is None or deferral.thread != threading.get_ident():
+        return False
+    deferral.handle()
+    return deferral.error is not None
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 @forks.in_child
-def _forget_thread() -> None:
-    """It does not exist here."""
-    global _calls
-    _calls = None
+def _forget_call() -> None:
+    global _current
+    deferral, _current = _current, None
+    if deferral is not None:
+        deferral.forget()

@@ -243,7 +243,6 @@ def test_something_that_cannot_forget_does_not_keep_others_from_it(caplog: pytes
 
 EXCEPT = {
     "tiercache/jobs.py: _done",  # of a transfer: its queue forgets it
-    "tiercache/uninterrupted.py: _over",  # of one call, which the forking thread is not in
     "tiercache/memcpy.py: _begun", "tiercache/memcpy.py: _helped",  # of one copy, which its own thread waits for
     "tiercache/gds_moves.py: _changed",  # the same
     "connectors/transformers_cache.py: _lock",  # taken only while the connector is available

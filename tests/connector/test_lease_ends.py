@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -63,13 +61,6 @@ def run(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     thread = threading.Thread(target=perform)
     thread.start()
     return thread, results
-
-
-def main_thread_waits_through() -> bool:
-    main = threading.main_thread().ident
-    assert main is not None
-    frame = sys._current_frames()[main]
-    return frame.f_back is not None and frame.f_back.f_code.co_name == "wait_through"
 
 
 def store_all(connector: tiercache.Connector, chain: bytes) -> None:
@@ -235,36 +226,6 @@ def test_ctrl_c_at_any_reply_of_a_store_leaves_no_lease(
     assert bytes_of(connector, list(range(10, 18))) == bytes_of(connector, list(range(8)))
 
 
-@pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_waits_for_the_copies_and_begins_no_further_one(
-    open_connector: Open, watcher: tiercache.Connector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connector = open_connector()
-    chain = keys("interrupted in a copy", 8)
-    assert connector.store(chain, range(8)).stored == 8
-    match = connector.match(chain)
-    ended: list[str] = []
-    copy = CpuCopier._copy
-
-    def interrupted(self: CpuCopier, block_ids: Any, addresses: Any, limit: Any, **options: Any) -> int:
-        os.kill(os.getpid(), signal.SIGINT)
-        wait_until(lambda: limit.stopped and main_thread_waits_through())
-        os.kill(os.getpid(), signal.SIGINT)  # impatience
-        copied = copy(self, block_ids, addresses, limit, **options)
-        ended.append(threading.current_thread().name)
-        return copied
-
-    monkeypatch.setattr(CpuCopier, "_copy", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        connector.load(match, range(10, 18))
-    assert len(ended) == 1, "the blocks are free when the call is over"
-    with pytest.raises(KeyboardInterrupt):
-        connector.store(keys("interrupted in another copy", 8), range(8))
-    assert len(ended) == 2
-    assert leases(watcher) == NONE
-    assert connector.client.stats()["leases"]["read"] == 0
-
-
 @pytest.mark.parametrize("error", [MemoryError, SystemExit, ValueError])
 @pytest.mark.parametrize("in_main_thread", [True, False])
 def test_an_exception_in_a_copy_ends_the_lease_and_is_raised(
@@ -320,37 +281,3 @@ def test_a_request_that_cannot_be_sent_leaves_no_lease(
     monkeypatch.setattr(Session, "post", post)
     store_all(connector, chain)
     wait_until(lambda: leases(watcher) == NONE)
-
-
-def test_calls_of_the_main_thread_are_done_elsewhere_and_others_where_they_are(
-    open_connector: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connector, names = open_connector(), []
-    copy = CpuCopier._copy
-
-    def noted(self: CpuCopier, *arguments: Any, **options: Any) -> int:
-        names.append(threading.current_thread().name)
-        return copy(self, *arguments, **options)
-
-    monkeypatch.setattr(CpuCopier, "_copy", noted)
-    with ExitStack() as stack:
-        for number in range(2):
-            assert connector.store(keys(f"elsewhere {number}", 2), range(2)).stored == 2
-        thread = threading.Thread(target=lambda: connector.store(keys("here", 2), range(2)), name="here")
-        thread.start()
-        stack.callback(thread.join)
-    assert names == ["tiercache-calls", "tiercache-calls", "here"]
-
-
-def test_what_the_main_thread_asks_at_the_very_end_waits_for_no_thread() -> None:
-    """When modules are torn down, no other thread runs any more."""
-    code = """
-from tiercache.uninterrupted import uninterrupted
-assert uninterrupted(lambda: 1, lambda: None) == 1
-class Last:
-    def __del__(self):
-        print(uninterrupted(lambda: "done", lambda: None), flush=True)
-last = Last()
-"""
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=True)
-    assert done.stdout == "done\n"

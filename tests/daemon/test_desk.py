@@ -70,9 +70,10 @@ def test_a_tenant_names_its_own_namespaces_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "pid", "name"), [("engine\n", 7, "engine?"), ("", 7, "pid 7"), (" ", 7, "pid 7"), ("", 0, "unnamed")]
+    ("said", "pid", "name"),
+    [("engine\n", 7, "engine?"), ("", 7, "pid 7"), (" ", 7, "pid 7"), ("", 0, "unnamed"), ("x" * 65, 7, "x" * 64)],
 )
-def test_a_client_without_a_name_is_called_something_in_the_log(said: str, pid: int, name: str) -> None:
+def test_a_client_is_called_something_short_and_printable_in_the_log(said: str, pid: int, name: str) -> None:
     assert Session(Hello(1, 1, bytes(16), said, 0, False), "p", pid=pid).name == name
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,8 @@ def _check_deadline(server: ServerProcess) -> None:
         (["--no-cache", "--daemon", "/run/x"], ["contradict"]),
         (["--chat-template", "/no/such/file"], ["chat_template", "/no/such/file"]),
         (["--max-model-len", "4096", "--no-cache"], ["max_model_len is 4096"]),
+        (["--arena", "much"], ["arena: 'much' is not understood"]),
+        (["--nvme", "/mnt/x", "--nvme-size", "1Z"], ["nvme_size: '1Z' is not understood"]),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_status_2(
@@ -173,6 +176,14 @@ def test_a_wrong_command_line_is_one_line_and_status_2(
     assert (status, out) == (2, "")
     assert (err.count("\n"), err[:11]) == (1, "tiercache: ")
     assert [word for word in words if word not in err] == []
+
+
+def test_a_model_that_is_not_there_is_said_before_torch_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tiercache.serve.server", None)
+    assert main(["serve", str(tmp_path / "model")]) == 2
+    assert "model is no folder: give that of a Hugging Face model" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_tokenizer_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ setting or installation, 3 there is a daemon and it does not answer. Errors are 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ class NotAnswering(DaemonUnavailable):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (`sys.argv[1:]` by default) and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the locale has no character for is no reason to fail
     try:
         if arguments[:1] == ["daemon"]:
             # Before typer and rich are imported: a sidecar starts in a fraction of a second.
@@ -67,4 +70,6 @@ def _print_no_more() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from tiercache.cli import main as imported  # whose NotAnswering commands raise: this run of the file has another
+
+    sys.exit(imported.main())

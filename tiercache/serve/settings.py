@@ -9,6 +9,7 @@ from pathlib import Path
 from tiercache.engine.settings import MAX_WAITING, STALL_TIMEOUT_S
 from tiercache.errors import ConfigError
 from tiercache.setting_kinds import hosts_problem
+from tiercache.units import parse_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,8 @@ class ServeSettings:
     nvme_size: str = ""
 
     def __post_init__(self) -> None:
+        if not self.model.is_dir():
+            raise ConfigError(f"{self.model} is no folder: give that of a Hugging Face model, nothing is downloaded")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}: must be 0 (any) to 65535")
         if problem := hosts_problem(self.allowed_hosts):
@@ -66,6 +69,16 @@ class ServeSettings:
             raise ConfigError("nvme is for a private daemon: leave it out, or daemon and no-cache")
         if self.nvme_size and not self.nvme:
             raise ConfigError(f"nvme_size is {self.nvme_size} and there is no nvme directory: give nvme too")
+        for name in ("arena", "nvme_size"):
+            self._check_size(name, getattr(self, name))
+
+    @staticmethod
+    def _check_size(name: str, size: str) -> None:
+        try:
+            if size:
+                parse_bytes(size)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from None
 
     @property
     def name(self) -> str:

@@ -1,0 +1,304 @@
+"""The session socket in this process: who is let in, who is let go, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tiercache.arena import Region, create_region
+from tiercache.daemon import sessions
+from tiercache.daemon.counters import Counters
+from tiercache.daemon.sessions import LocalSession, Session, SessionGate
+from tiercache.messages import Hello, Welcome
+from tiercache.wire import send_packet
+
+DEADLINE_S = 30.0
+LONG_S = 3600.0
+
+
+class Ends:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.ended: list[Session] = []
+        self.quarantine = False
+        self.fails = False
+
+    def session_ended(self, session: Session) -> None:
+        self.ended.append(session)
+        if self.fails:
+            raise RuntimeError("a bug of ours")
+
+    def process_ended(self, session: Session) -> None:
+        raise AssertionError("this process lives")
+
+    def has_quarantine(self, session: Session) -> bool:
+        return self.quarantine
+
+
+class Rig:
+    """A gate, and clients of it that are this process too."""
+
+    def __init__(self, path: Path, max_sessions: int) -> None:
+        self.path = path / "session.sock"
+        self.ends = Ends()
+        self.counters = Counters()
+        self.clients: list[socket.socket] = []
+        self.gate = SessionGate(self.path, self._welcome, self.ends, max_sessions, self.counters)
+
+    @staticmethod
+    def _welcome(session: Session, protocol: int) -> Welcome:
+        return Welcome(protocol, 1, session.token, "", "0", 0)
+
+    def connect(self) -> socket.socket:
+        """A client that says nothing."""
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        client.connect(str(self.path))
+        client.setblocking(False)
+        self.clients.append(client)
+        return client
+
+    def hello(self, client: socket.socket, instance: int = 1, map_arena: bool = False) -> None:
+        pidfd = os.pidfd_open(os.getpid())
+        send_packet(client, msgspec.msgpack.encode(Hello(1, 1, bytes([instance]) * 16, "c", 0, map_arena)), [pidfd])
+        os.close(pidfd)
+
+    async def answer(self, client: socket.socket) -> Any:
+        """The next packet; None at the end."""
+        packet = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 65536), DEADLINE_S)
+        return msgspec.msgpack.decode(packet) if packet else None
+
+    async def session(self, instance: int = 1, map_arena: bool = False) -> tuple[socket.socket, LocalSession]:
+        client = self.connect()
+        self.hello(client, instance, map_arena)
+        tag, _, _, token, *_ = await self.answer(client)
+        assert tag == "welcome"
+        session = self.gate.sessions[token]
+        assert isinstance(session, LocalSession)
+        return client, session
+
+    async def refused(self) -> str:
+        """Why one more client is not let in."""
+        client = self.connect()
+        tag, code, text = await self.answer(client)
+        assert (tag, code) == ("refused", "limit")
+        assert await self.answer(client) is None
+        return str(text)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async def look() -> None:
+            while not condition():
+                await asyncio.sleep(0.001)
+
+        await asyncio.wait_for(look(), DEADLINE_S)
+
+    async def leave(self, client: socket.socket) -> None:
+        """A client closes its socket, and the gate has seen that."""
+        ended = len(self.ends.ended)
+        client.close()
+        await self.until(lambda: len(self.ends.ended) > ended)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def play(path: Path, scenario: Callable[[Rig], Coroutine[Any, Any, None]], max_sessions: int = 8) -> None:
+    """Run it; then every descriptor is closed again."""
+
+    async def run() -> None:
+        before = descriptors()
+        rig = Rig(path, max_sessions)
+        try:
+            await scenario(rig)
+        finally:
+            for client in rig.clients:
+                client.close()
+            rig.ends.quarantine = rig.ends.fails = False
+            rig.gate.close()
+        assert not rig.gate.sessions
+        assert descriptors() == before
+
+    asyncio.run(run())
+
+
+def test_there_are_so_many_sessions_and_who_has_said_nothing_yet_counts(tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.session()
+        silent = rig.connect()
+        assert "2 sessions are open: raise max_sessions" in await rig.refused()
+        rig.hello(silent)
+        assert (await rig.answer(silent))[0] == "welcome"
+        assert "2 sessions are open" in await rig.refused()
+        await rig.leave(silent)
+        await rig.session()
+        assert rig.counters.sessions_refused == 2
+
+    play(tmp_path, scenario, max_sessions=2)
+
+
+def test_so_many_may_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_GREETING", 1)
+
+    async def scenario(rig: Rig) -> None:
+        silent = rig.connect()
+        assert "1 connections have not said hello: try again" in await rig.refused()
+        silent.close()
+        await rig.until(lambda: not rig.gate._greeting)
+        await rig.session()
+
+    play(tmp_path, scenario)
+
+
+def test_who_says_nothing_is_closed_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "HELLO_TIMEOUT_S", 0.01)
+
+    async def scenario(rig: Rig) -> None:
+        assert await rig.answer(rig.connect()) is None
+        assert not rig.gate._greeting
+
+    play(tmp_path, scenario)
+
+
+def test_processes_that_left_something_unfinished_are_waited_for_so_many_of_them(tmp_path: Path) -> None:
+    """Until another session has said that their copies are finished."""
+
+    async def scenario(rig: Rig) -> None:
+        rig.ends.quarantine = True
+        clients = [(await rig.session())[0] for _ in range(2)]
+        for client in clients:
+            await rig.leave(client)
+        assert len(rig.gate._ghosts) == 2
+        assert "2 processes are waited for, which left unfinished stores: end them" in await rig.refused()
+        rig.gate._max_sessions = 3
+        client, _ = await rig.session()
+        rig.ends.quarantine = False
+        await rig.leave(client)
+        assert not rig.gate._ghosts
+
+    play(tmp_path, scenario, max_sessions=2)
+
+
+def test_regions_go_to_those_who_map_them(tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        mapped, _ = await rig.session(map_arena=True)
+        other, _ = await rig.session()
+        fd = create_region(4096, "test")
+        rig.gate.announce(Region(3, fd, 4096), fd)
+        assert await rig.answer(mapped) == ["regions", [[3, 4096]]]
+        with pytest.raises(BlockingIOError):
+            other.recv(1)
+        rig.gate._regions[0][0].unmap()
+        os.close(fd)
+
+    play(tmp_path, scenario)
+
+
+def test_who_does_not_read_of_regions_is_cut(tmp_path: Path) -> None:
+    """It would be named frames that it cannot map."""
+
+    async def scenario(rig: Rig) -> None:
+        _, session = await rig.session(map_arena=True)
+        session.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        fd = create_region(4096, "test")
+        region = Region(0, fd, 4096)
+        for _ in range(1000):
+            rig.gate.announce(region, fd)
+        assert (session.open, rig.counters.sessions_cut, rig.gate.sessions) == (False, 1, {})
+        region.unmap()
+        os.close(fd)
+
+    play(tmp_path, scenario)
+
+
+def test_an_end_that_fails_leaves_no_session_and_no_socket(tmp_path: Path) -> None:
+    """And the process is waited for, where there is something to wait for."""
+
+    async def scenario(rig: Rig) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        client, session = await rig.session()
+        rig.ends.fails = rig.ends.quarantine = True
+        client.shutdown(socket.SHUT_WR)
+        assert await rig.answer(client) is None
+        assert (rig.gate.sessions, rig.gate._ghosts) == ({}, {session})
+        rig.ends.fails = rig.ends.quarantine = False
+        await rig.leave((await rig.session())[0])
+
+    play(tmp_path, scenario)
+
+
+class NoDescriptors:
+    """A listening socket whose process has no descriptor left, so many times."""
+
+    def __init__(self, listener: socket.socket, times: int) -> None:
+        self._listener = listener
+        self.left = times
+        self.asked = 0
+
+    def accept(self) -> Any:
+        self.asked += 1
+        if self.left > 0:
+            self.left -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+
+@pytest.mark.parametrize("again_s", [0.001, LONG_S])
+def test_out_of_descriptors_nobody_is_lost_and_the_loop_does_not_spin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again_s: float
+) -> None:
+    monkeypatch.setattr(sessions, "_ACCEPT_AGAIN_S", again_s)
+
+    async def scenario(rig: Rig) -> None:
+        rig.gate._listener = listener = NoDescriptors(rig.gate._listener, 3)  # type: ignore[assignment]
+        if again_s < LONG_S:
+            await rig.session()
+            assert listener.asked >= 4
+            return
+        rig.connect()
+        await rig.until(lambda: listener.asked > 0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert listener.asked == 1
+
+    play(tmp_path, scenario)
+
+
+def test_a_packet_after_hello_ends_the_session_and_its_descriptors_are_closed(tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        client, session = await rig.session()
+        send_packet(client, b"x", [client.fileno()])
+        assert await rig.answer(client) is None
+        assert not session.open
+
+    play(tmp_path, scenario)
+
+
+def test_one_process_is_one_party_whatever_it_calls_itself(tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        parties = {(await rig.session(instance))[1].owner.party for instance in (1, 2)}
+        assert len(parties) == 1
+        assert parties.pop().startswith(f"process {os.getpid()} (")
+
+    play(tmp_path, scenario)
+
+
+def test_an_empty_packet_is_no_hello_and_its_descriptors_are_closed(tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        client = rig.connect()
+        send_packet(client, b"", [client.fileno()])
+        assert await rig.answer(client) is None
+        assert not rig.gate._greeting
+
+    play(tmp_path, scenario)
