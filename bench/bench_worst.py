@@ -334,6 +334,7 @@ def main(arguments: Sequence[str]) -> None:
                 rounds = []
                 for _ in range(options.rounds):
                     if not bench.blocks_left(case.least_blocks):
+                        bench.settle(CASE_S)
                         bench.fill()
                     act = case.prepare(bench)
                     bench.settle(CASE_S)

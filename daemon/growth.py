@@ -12,17 +12,23 @@ in how many goes blocks land is up to the disk.
 
 from __future__ import annotations
 
+from collections import deque
+
 from tiercache.daemon.cuts import first_of_window
 from tiercache.daemon.index import Index
 from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.slices import PINS
 from tiercache.daemon.space import Namespace
 from tiercache.messages import KEY_BYTES
 
 
 class Run:
-    """What one namespace needs for a cut at `target`; `first ..< end` of it is in DRAM, and pinned. Event loop only."""
+    """What one namespace needs for a cut at `target`; `first ..< end` of it is in DRAM, and pinned. Event loop only.
 
-    __slots__ = ("_index", "_keys", "end", "first", "missing", "namespace", "pins", "target")
+    A wide window is looked through in slices, again and again: see `look` and `begin_pass`.
+    """
+
+    __slots__ = ("_here", "_index", "_keys", "end", "first", "missing", "namespace", "pins", "target", "to_look")
 
     def __init__(self, index: Index, namespace: Namespace, keys: bytes, target: int) -> None:
         self._index = index
@@ -30,11 +36,10 @@ class Run:
         self.namespace = namespace
         self.target = target
         self.first = self.end = first_of_window(namespace, target)
-        self.missing = list(range(self.first, target)) if namespace.table.windowed else []
+        self.missing = deque(range(self.first, target)) if namespace.table.windowed else deque[int]()
+        self._here = bytearray(len(self.missing))
+        self.to_look = len(self.missing)  # of them, in this pass
         self.pins: list[int] = []
-        self.advance()
-        if not self.complete:
-            self._touch()
 
     @property
     def complete(self) -> bool:
@@ -45,27 +50,39 @@ class Run:
         """The key of a block."""
         return self._keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
 
-    def advance(self) -> bool:
-        """Take in what has come: pinned from here on. Whether that makes it longer."""
+    def begin_pass(self) -> None:
+        """All that is missing is to be looked for once more."""
+        self.to_look = len(self.missing)
+
+    def look(self) -> bool:
+        """Take in what has come, a slice of it: pinned from here on. True while this pass is not over."""
         if self.complete:
             return False
-        before = self.end
         if self.namespace.table.windowed:
             self._gather()
         elif self.namespace.table.get(self.key(self.end)) != NO_ENTRY:
             self._extend()
-        if self.end == self.target:
-            self._touch()
-        return self.end > before
+        return self.to_look > 0
 
-    def _touch(self) -> None:
-        """Tell the policy of what is pinned: a chain's end, or a window's blocks in their order."""
-        table = self.namespace.table
-        numbers = range(self.first, self.target) if table.windowed else range(max(0, self.end - 1), self.end)
-        pinned = set(self.pins)
+    def advance(self) -> int:
+        """Take in what has come, or a slice of what there is to look through; how many blocks were looked for."""
+        if not self.to_look:
+            self.begin_pass()
+        looked = min(PINS, self.to_look)
+        self.look()
+        return looked
+
+    def touch(self, first: int) -> int:
+        """Tell the policy of what is pinned, a slice of it: a chain's end, or a window's blocks in their order from
+        `first` on. Where the next slice begins, `target` at the end."""
+        table, pinned = self.namespace.table, set(self.pins)
+        numbers = range(max(first, self.end - 1), self.end)
+        if table.windowed:
+            numbers = range(first, min(first + PINS, self.target))
         for entry in map(table.get, map(self.key, numbers)):
             if entry in pinned:
                 self._index.touch(entry)
+        return numbers.stop if table.windowed else self.target
 
     def _extend(self) -> None:
         table = self.namespace.table
@@ -77,16 +94,18 @@ class Run:
             self.end = end
 
     def _gather(self) -> None:
-        table, parent = self.namespace.table, self._index.parent
-        still = []
-        for number in self.missing:
+        table, parent, missing = self.namespace.table, self._index.parent, self.missing
+        for _ in range(min(PINS, self.to_look)):
+            number = missing.popleft()
             entry = table.get(self.key(number))
             if entry == NO_ENTRY or parent[entry] != table.root:
-                still.append(number)
+                missing.append(number)
             else:
                 self._pin(entry)
-        self.missing = still
-        self.end = still[0] if still else self.target
+                self._here[number - self.first] = 1
+            self.to_look -= 1
+        end = self._here.find(0, self.end - self.first)
+        self.end = self.target if end < 0 else self.first + end
 
     def _pin(self, entry: int) -> None:
         self._index.pin(entry)

@@ -113,7 +113,7 @@ class ReadRequests:
         if lease is None:
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
         namespace = self._desk.namespace(request.namespace)
-        self._cache.reads.bring_up(lease, request.first + request.count)
+        self._cache.slices.begin(self._cache.reads.bring_up(lease, request.first + request.count))
         reply = self._resolved(lease, namespace, request)
         if reply.frames or not reply.more or self._parked_of[session] >= MAX_PARKED:
             return reply

@@ -6,7 +6,7 @@ has a descendant. A windowed namespace has no chains, so there each block of the
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 
@@ -72,6 +72,8 @@ class Reads:
         self._suspected = False  # something was dropped since `_suspects` were listed
         self._suspects: list[ReadLease] = []  # which may have lost a block
         self._taken: dict[int, list[int]] = {}  # pinned entries that are to become a lease's, by the list's id
+        self._stopping: deque[ReadLease] = deque()  # nothing more lands for them, but not all was looked for
+        self._touching: deque[tuple[ReadLease, Run, int]] = deque()  # from which block on the policy is to be told
         self._unpinning: list[int] = []  # entries of which one pin each is to be undone
 
     def match(
@@ -99,7 +101,7 @@ class Reads:
             return Found(blocks, below, lease)
         if growing:
             lease.keys = run
-            self._rise(lease, blocks + below)
+            yield from self._rise(lease, blocks + below)
         return Found(lease.blocks, lease.target - lease.blocks, lease)
 
     def _count(self, namespaces: Sequence[Namespace], asked: int, blocks: int, below: int) -> None:
@@ -174,11 +176,11 @@ class Reads:
         blocks = yield from self._cuts.in_dram(namespaces, keys, len(keys) // KEY_BYTES)
         return blocks, (yield from self._cuts.with_below(namespaces, keys, blocks)) - blocks
 
-    def bring_up(self, lease: ReadLease, end: int) -> None:
+    def bring_up(self, lease: ReadLease, end: int) -> Steps[None]:
         """Somebody wants the frames of blocks up to `end`: what is held below comes up, once."""
         if lease.rises and lease.held is not None and end > lease.blocks and not lease.over:
             lease.rises = False
-            self._rise(lease, lease.held.blocks)
+            yield from self._rise(lease, lease.held.blocks)
 
     def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Steps[Found]:
         """As `match`, with what is below brought up for nobody in particular, in the background."""
@@ -203,7 +205,7 @@ class Reads:
         blocks, ends = yield from self._take(namespaces, keys, in_dram)
         lease = self._grant(namespaces, keys, blocks, ends, PREFETCH_S)
         lease.keys = keys[: target * KEY_BYTES]
-        self._rise(lease, target)
+        yield from self._rise(lease, target)
 
     # --- finding and pinning -----------------------------------------------------------------------
 
@@ -312,30 +314,93 @@ class Reads:
 
     # --- leases that grow ------------------------------------------------------------------------
 
-    def _rise(self, lease: ReadLease, target: int) -> None:
+    def _rise(self, lease: ReadLease, target: int) -> Steps[None]:
         """Have the lease grow to `target` blocks by what the tier below brings up."""
         lease.target = target
-        lease.runs = [Run(self._space.index, one, lease.keys, target) for one in lease.namespaces]
+        lease.runs = runs = [Run(self._space.index, one, lease.keys, target) for one in lease.namespaces]
         self.growing[lease.lease_id] = lease
-        self._below.promote(lease)
+        started = False
+        try:
+            for run in runs:
+                while lease.lease_id in self.growing and run.look():
+                    yield
+                if lease.lease_id in self.growing:
+                    self._touch(lease, run)
+            started = True
+        finally:
+            if not started and not lease.over:
+                self._end(lease)  # nobody will hear of it
+        if lease.lease_id in self.growing:  # else it has ended, or had come up by itself
+            self._below.promote(lease)
 
     def grow(self, lease: ReadLease) -> None:
-        """Take in what has landed for a lease that is growing."""
+        """Take in what has landed for a lease that is growing; of very wide windows a part."""
         if not self._is_whole(lease):
             self._end(lease)  # before anything else of it is pinned instead, as if it had always been so
             return
-        advanced = [run.advance() for run in lease.runs]
-        if any(advanced):
+        if lease.lease_id not in self.growing:
+            return
+        grown, looked, runs = False, 0, lease.runs
+        for number, run in enumerate(runs, 1):
+            if not run.complete:
+                end = run.end
+                looked += run.advance()
+                grown |= run.end > end
+                if run.end == run.target:
+                    self._touch(lease, run)
+                if looked >= PINS:
+                    lease.runs = runs[number:] + runs[:number]  # those that follow have their turn the next time
+                    break
+        if grown:
             self.on_progress(lease.lease_id)
         if all(run.complete for run in lease.runs):
-            self.stop_growing(lease)
+            self._stop(lease)
         elif not lease.has_windows:
             lease.blocks = min(run.end for run in lease.runs)
 
+    def _touch(self, lease: ReadLease, run: Run) -> None:
+        """Tell the policy of what a run has: of a wide window the rest later (`work`)."""
+        following = run.touch(run.first)
+        if following < run.target:
+            self._touching.append((lease, run, following))
+
     def stop_growing(self, lease: ReadLease) -> None:
-        """Nothing more will land for it. A prefetch ends with that."""
-        if self.growing.pop(lease.lease_id, None) is None:
+        """Nothing more will land for it. A prefetch ends with that, once all that has come was looked for."""
+        if lease.lease_id not in self.growing:
             return
+        for run in lease.runs:
+            run.begin_pass()
+            self._look(lease, run)
+        if not self._looked(lease):
+            self._stopping.append(lease)
+
+    def _looked(self, lease: ReadLease) -> bool:
+        """A slice of the last look at what has come; True when it is over, and the lease grows no more."""
+        if lease.over or lease.lease_id not in self.growing:
+            return True
+        if not self._is_whole(lease):
+            self._end(lease)
+            return True
+        looked = 0
+        for run in lease.runs:
+            if run.to_look and not run.complete:
+                looked += min(PINS, run.to_look)
+                self._look(lease, run)
+                if looked >= PINS:
+                    return False
+        self._stop(lease)
+        return True
+
+    def _look(self, lease: ReadLease, run: Run) -> None:
+        """Take in what has come for a run, or a slice of that; the policy is told once it is complete."""
+        if not run.complete:
+            run.look()
+            if run.end == run.target:
+                self._touch(lease, run)
+
+    def _stop(self, lease: ReadLease) -> None:
+        """It grows no more, and has what its runs have."""
+        del self.growing[lease.lease_id]
         pins, former = [entry for run in lease.runs for entry in run.pins], lease.pins
         lease.pins = former + pins
         complete = all(run.complete for run in lease.runs)
@@ -489,6 +554,10 @@ class Reads:
         """A slice of what is to end: pins, and leases that have lost a block; True while there is more."""
         for _ in range(min(PINS, len(self._unpinning))):
             self._space.index.unpin(self._unpinning.pop())
+        if self._stopping and self._looked(self._stopping[0]):
+            self._stopping.popleft()
+        if self._touching:
+            self._touch_more(*self._touching.popleft())
         done, state = 0, self._space.index.state
         while done < PINS:
             if not self._suspects:
@@ -502,7 +571,13 @@ class Reads:
                 done += 1 + len(pinned)
                 if not lease.over and any(state[entry] == DEAD for entry in pinned):
                     self._end(lease)
-        return bool(self._unpinning) or done >= PINS
+        return bool(self._unpinning or self._stopping or self._touching) or done >= PINS
+
+    def _touch_more(self, lease: ReadLease, run: Run, first: int) -> None:
+        if not lease.over and self._is_whole(lease):
+            following = run.touch(first)
+            if following < run.target:
+                self._touching.append((lease, run, following))
 
     def _end(self, lease: ReadLease, good: bool = False) -> None:
         """Unpin, and take the lease from whoever still holds it: a release then finds none."""

@@ -22,6 +22,7 @@ from tiercache.daemon.nvme.blockio import Outcome, ReadOp
 from tiercache.daemon.nvme.io import Priority
 from tiercache.daemon.nvme.placement import Placement
 from tiercache.daemon.nvme.shelf import Shelf
+from tiercache.daemon.slices import PINS, Steps
 from tiercache.messages import INSTANCE_BYTES, KEY_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
 
 MAX_IN_FLIGHT_BYTES = 256 << 20
@@ -31,6 +32,8 @@ MAX_IN_FLIGHT = 1536
 BATCH = 32
 BATCHES_AT_ONCE = 4
 """Blocks, and how many times so many, that are asked for in one directory before others are served: about 1 ms."""
+GROW_NS = 1_000_000
+"""For so long leases grow in one go of the loop, and then the one that has begun does."""
 LOOK_AGAIN_S = 0.1
 """How often jobs that wait for others' blocks are looked at if nothing has landed."""
 MAX_UNREADABLE = 4096
@@ -98,14 +101,16 @@ class Promotion:
         self._reading: dict[Shelf, set[_Job]] = {}  # jobs of which something is under way
         self._unreadable: dict[tuple[int, bytes], None] = {}  # blocks that the disk failed to read, once
         self._look_again_s = 0.0
+        self._planning: deque[Steps[None]] = deque()
         self._of_lease: dict[int, int] = {}  # jobs that are not over, by lease
         self._waiting: set[_Job] = set()
         self._landed = False
+        self._to_grow: deque[ReadLease] = deque()  # leases that have not been told yet of what has landed
 
     @property
     def idle(self) -> bool:
         """Nothing waits and nothing is under way."""
-        return not self._of_lease
+        return not (self._of_lease or self._planning)
 
     @property
     def in_flight_bytes(self) -> int:
@@ -114,7 +119,18 @@ class Promotion:
 
     def start(self, lease: ReadLease) -> None:
         """Bring up what `lease` wants; a lease without holders is a prefetch, and comes last."""
-        jobs = [job for run in lease.runs if not run.complete for job in self._jobs_for(lease, run)]
+        self._planning.append(self._plan(lease))
+        self.pump()
+
+    def _plan(self, lease: ReadLease) -> Steps[None]:
+        """Find out who brings what of it: of wide windows in slices."""
+        jobs: list[_Job] = []
+        for run in list(lease.runs):
+            if not run.complete:
+                jobs += yield from self._jobs_for(lease, run)
+        if lease.over or lease.lease_id not in self._cache.reads.growing:
+            return
+        jobs = [job for job in jobs if not job.shelf.offline]
         if not jobs:  # what was there is so no more
             self._cache.reads.stop_growing(lease)
             return
@@ -122,26 +138,28 @@ class Promotion:
         for job in jobs:
             queues = self._jobs.setdefault(job.shelf, (deque(), deque()))
             queues[0 if lease.holders else 1].append(job)
-        self.pump()
 
-    def _jobs_for(self, lease: ReadLease, run: Run) -> Iterator[_Job]:
+    def _jobs_for(self, lease: ReadLease, run: Run) -> Steps[list[_Job]]:
         """Who brings what of a run that is not in DRAM."""
         if not run.namespace.table.windowed:
             shelf, _ = self._placement.find(run.namespace, lease.keys, lease.target)
-            if shelf is not None:
-                yield _Job(lease, run, shelf, range(run.end, lease.target))
-            return
+            return [] if shelf is None else [_Job(lease, run, shelf, range(run.end, lease.target))]
         parts: dict[Shelf, list[int]] = {}
-        for number in run.missing:
+        for looked, number in enumerate(sorted(run.missing), 1):
             shelf = self._placement.with_block(run.namespace, run.key(number), to_read=True)
             if shelf is not None:
                 parts.setdefault(shelf, []).append(number)
-        for shelf, numbers in parts.items():
-            yield _Job(lease, run, shelf, numbers)
+            if not looked % PINS:
+                yield
+        return [_Job(lease, run, shelf, numbers) for shelf, numbers in parts.items()]
 
     def pump(self) -> bool:
         """Begin reads, those that somebody waits for first; True when it stopped for others' sake."""
-        more = False
+        if self._planning:
+            steps = self._planning.popleft()
+            if next(steps, self) is not self:
+                self._planning.append(steps)
+        more = bool(self._planning)
         for shelf, queues in self._jobs.items():
             batches = 0
             for queue in queues:
@@ -309,10 +327,22 @@ class Promotion:
         self._landed = self._landed or bool(self._cache.reads.growing)
 
     def take_landed(self) -> bool:
-        """Let the leases grow by what has landed since the last time; True if anything has."""
-        if not self._landed:
-            return False
-        self._landed = False
-        for lease in list(self._cache.reads.growing.values()):
-            self._cache.reads.grow(lease)
+        """Let the leases grow by what has landed since the last time, a slice of them; True if anything has."""
+        if not self._to_grow:
+            if not self._landed:
+                return False
+            self._landed = False
+            self._to_grow.extend(self._cache.reads.growing.values())
+        until_ns = time.perf_counter_ns() + GROW_NS
+        while self._to_grow:
+            lease = self._to_grow.popleft()
+            if lease.lease_id in self._cache.reads.growing:
+                self._cache.reads.grow(lease)
+            if time.perf_counter_ns() >= until_ns:
+                break
         return True
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether `take_landed` has something to do."""
+        return self._landed or bool(self._to_grow)

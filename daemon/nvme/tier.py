@@ -251,6 +251,7 @@ class NvmeTier:
             more.append(self._writes.pump())
         if self._promotion.take_landed() and not self._closing:
             self._landed()
+        more.append(self._promotion.has_landed)
         return any(more)
 
     def _see_to_hung_disks(self) -> None:

@@ -231,7 +231,8 @@ def test_a_growing_lease_is_revoked_for_what_has_landed_for_it(asked: bool) -> N
     lease = h.cache.match(h.owner, [space], keys, 10).lease
     assert lease is not None
     lease.keys = keys
-    h.cache.reads._rise(lease, 4)
+    for _ in h.cache.reads._rise(lease, 4):
+        pass
     h.store(space, keys[32:48], keys[16:32])
     h.cache.reads.grow(lease)
     assert (lease.blocks, lease.target) == (3, 4)

@@ -11,6 +11,7 @@ from window_rig import WINDOW, spaces_of, spread
 
 from tiercache.daemon.leases import ReadLease
 from tiercache.daemon.nvme import shelf as shelves
+from tiercache.daemon.slices import finish
 from tiercache.daemon.space import Namespace
 from tiercache.messages import Extent
 
@@ -88,7 +89,7 @@ def test_what_is_held_comes_up_when_somebody_asks_for_frames(tmp_path: Path) -> 
         lease = rig.cache.match(rig.owner, spaces, chain, 60.0, promote=True, extents=True).lease
         assert lease is not None
         assert (lease.held is None, lease.blocks, lease.target) == (False, 0, 0)
-        rig.cache.reads.bring_up(lease, 12)
+        finish(rig.cache.reads.bring_up(lease, 12))
         await rig.until(lambda: not rig.cache.reads.growing)
         assert rig.read(lease, *spaces) == 12
         rig.check()
@@ -107,7 +108,7 @@ def test_what_is_held_on_a_disk_that_hangs_does_not_come_up(tmp_path: Path, monk
         lease, _ = _extents(rig, [window], chain)
         with monkeypatch.context() as patch:
             patch.setattr(shelves.Shelf, "offline", property(lambda shelf: True))
-            rig.cache.reads.bring_up(lease, 12)
+            finish(rig.cache.reads.bring_up(lease, 12))
             assert rig.cache.reads.growing == {}, "nobody waits for it"
         assert rig.read(lease, window) == 0
         rig.check()

@@ -8,7 +8,20 @@ import pytest
 from tier_rig import BLOCK_BYTES, TierRig, key_of, keys_of, play
 from window_rig import WINDOW, broken, check_closed, homes, spaces_of, spread
 
+from tiercache.daemon import growth, reads
+from tiercache.daemon.nvme import offers, promotion
 from tiercache.daemon.nvme import shelf as shelves
+
+
+@pytest.fixture(params=["at once", "in slices"], autouse=True)
+def slices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it also with the smallest slices that there can be."""
+    if request.param == "in slices":
+        for module, name in (
+            (growth, "PINS"), (reads, "PINS"), (promotion, "PINS"), (promotion, "GROW_NS"), (offers, "LOOKED_AT_ONCE"),
+        ):  # fmt: skip
+            monkeypatch.setattr(module, name, 1)
+
 
 # --- there and back ---------------------------------------------------------------------------------
 
