@@ -1,0 +1,312 @@
+"""The rules of each policy one by one, on an index of a few blocks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tiercache.daemon.index import Index, Table
+from tiercache.daemon.policies import ghosts as ghosts_module
+from tiercache.daemon.policies.arc import AGAIN, ARC, ONCE
+from tiercache.daemon.policies.ghosts import _SLACK, Ghosts
+from tiercache.daemon.policies.queues import Queues
+from tiercache.daemon.policies.requests import Requests
+from tiercache.daemon.policies.s3fifo import MAIN, S3FIFO, SMALL
+from tiercache.daemon.policies.sketch import Sketch
+from tiercache.daemon.policies.turnover import Turnover
+from tiercache.daemon.policies.window import Window
+from tiercache.daemon.policies.wtinylfu import PROBATION, PROTECTED, PROTECTED_SHARE, WINDOW, WTinyLFU
+from tiercache.daemon.policy import NO_ENTRY
+from tiercache.messages import KEY_BYTES
+from tiercache.replay.requests import chain_keys
+
+STILL = Turnover(lambda: 0.0)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(KEY_BYTES, "little")
+
+
+class Small:
+    """An index under a policy, and its one table."""
+
+    def __init__(self, policy: str) -> None:
+        self.gone: list[int] = []
+        self.index = Index(self.gone.append)
+        self.requests = Sketch(STILL) if policy == "wtinylfu" else Requests(STILL)
+        made: dict[str, Any] = {"arc": ARC, "s3fifo": S3FIFO, "wtinylfu": WTinyLFU}
+        self.policy: Any = made[policy](self.index, self.requests)
+        self.table: Table = self.index.add_table(1, self.policy, windowed=False)
+
+    @property
+    def queues(self) -> Queues:
+        queues: Queues = self.policy._queues
+        return queues
+
+    def insert(self, number: int, parent: int | None = None) -> int:
+        return self.index.insert(self.table, key(number), self.table.root if parent is None else parent, number)
+
+    def use(self, entry: int) -> None:
+        """As a request does."""
+        self.requests.context = True
+        self.index.touch(entry)
+        self.requests.context = False
+
+
+# --- one at a time, or a run ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("policy", ["arc", "s3fifo", "wtinylfu"])
+def test_a_run_that_is_evicted_is_what_would_go_one_by_one(policy: str, seed: int) -> None:
+    """`follows` says what `victim` would."""
+
+    def play(at_once: int) -> list[int]:
+        small, chance, live = Small(policy), random.Random(seed), dict[int, int]()
+        for number in range(600):
+            known = sorted(live.values())
+            if known and chance.random() < 0.4:
+                small.use(chance.choice(known))
+            parent = chance.choice(known) if known and chance.random() < 0.7 else None
+            live[number] = small.insert(number, parent)
+            if number % 12 == 11:
+                wanted = 10 + len(small.gone)
+                while len(small.gone) < wanted:
+                    small.index.evict_run(small.policy.victim(), min(at_once, wanted - len(small.gone)))
+                for gone in small.gone:
+                    live.pop(gone, None)
+        assert small.index.check_integrity() == []
+        return small.gone
+
+    assert play(1) == play(10)
+
+
+# --- S3-FIFO -------------------------------------------------------------------------------------
+
+
+def test_s3fifo_remembers_what_the_small_queue_has_lost_alone() -> None:
+    small = Small("s3fifo")
+    entries = [small.insert(number) for number in range(20)]
+    small.queues.lift(entries[1], MAIN)
+    for number in (0, 1):
+        small.index.evict(entries[number])
+        again = small.insert(number)
+        assert small.queues.of(again) == (MAIN if number == 0 else SMALL)
+
+
+def test_s3fifo_counts_uses_anew_in_the_main_queue_and_for_a_new_block() -> None:
+    small = Small("s3fifo")
+    entries = [small.insert(number) for number in range(3)]
+    for _ in range(5):
+        small.use(entries[0])
+    assert small.policy._uses[entries[0]] == 3, "no more are counted"
+    assert small.policy.victim() == entries[1]
+    assert (small.queues.of(entries[0]), small.policy._uses[entries[0]]) == (MAIN, 0)
+    small.use(entries[1])
+    small.index.evict(entries[1])
+    while small.index.unlink_slice(64):
+        pass
+    for number in range(10, 13):
+        assert small.policy._uses[small.insert(number)] == 0
+
+
+def test_s3fifo_hands_the_uses_of_a_chain_on_to_the_block_before() -> None:
+    small = Small("s3fifo")
+    parent = small.insert(0)
+    only, other = small.insert(1, parent), small.insert(2, parent)
+    small.use(only)
+    small.index.evict(only)
+    assert small.policy._uses[parent] == 1, "it has another child"
+    small.use(other)
+    small.index.evict(other)
+    assert small.policy._uses[parent] == 2
+
+
+# --- ARC -----------------------------------------------------------------------------------------
+
+
+def test_arc_keeps_blocks_used_once_and_their_ghosts_within_the_room() -> None:
+    small, most, ghosts = Small("arc"), 40, list[int]()
+    again = [small.insert(number) for number in range(20)]
+    for entry in again:
+        small.use(entry)
+    for number in range(20, 300):
+        while number - len(small.gone) >= most:
+            small.index.evict(small.policy.victim())
+        small.insert(number)
+        ghosts.append(len(small.policy._lost[ONCE]))
+        assert ghosts[-1] + small.queues.sizes[ONCE] <= most + 1, "room is made before the block comes"
+    assert ghosts[-1] >= 19
+
+
+def test_arc_shares_the_room_and_no_more() -> None:
+    small = Small("arc")
+    once, again = [small.insert(number) for number in range(2)], [small.insert(number) for number in (2, 3)]
+    for entry in again:
+        small.use(entry)
+    for entry in (once[0], again[0]):
+        small.index.evict(entry)
+    small.policy._share = 3.5
+    small.insert(0)
+    assert small.policy._share == small.queues.capacity < 4
+    small.policy._share = 0.5
+    small.insert(2)
+    assert small.policy._share == 0
+
+
+def test_arc_takes_what_the_daemon_moves_for_no_use() -> None:
+    small = Small("arc")
+    entries = [small.insert(number) for number in range(3)]
+    small.index.touch(entries[0])
+    assert small.queues.of(entries[0]) == ONCE
+    assert small.policy.victim() == entries[1], "it is the youngest of them now"
+    small.use(entries[1])
+    assert small.queues.of(entries[1]) == AGAIN
+
+
+# --- W-TinyLFU -----------------------------------------------------------------------------------
+
+
+def test_tinylfu_lets_no_block_in_for_one_that_is_asked_for_as_often() -> None:
+    small = Small("wtinylfu")
+    entries = [small.insert(number) for number in range(200)]
+    small.index.evict(small.policy.victim())
+    newest, oldest = small.queues.first(WINDOW), small.queues.first(PROBATION)
+    while not small.policy._over(200):
+        small.insert(1000 + len(small.index.key))
+    assert small.policy.victim() == newest
+    small.requests.asked(key(entries.index(newest)), 0, 0)
+    assert small.policy.victim() == oldest, "asked for more often it wins"
+
+
+def test_tinylfu_protects_a_part_only() -> None:
+    small = Small("wtinylfu")
+    entries = [small.insert(number) for number in range(200)]
+    for entry in entries:
+        if small.queues.of(entry) != WINDOW:
+            small.use(entry)
+    main = small.queues.sizes[PROBATION] + small.queues.sizes[PROTECTED]
+    assert small.queues.sizes[PROTECTED] == int(PROTECTED_SHARE * main)
+
+
+def test_tinylfu_moves_no_winner_that_is_no_candidate_any_more() -> None:
+    small = Small("wtinylfu")
+    for number in range(200):
+        small.insert(number)
+    small.policy._contest = loser, winner = small.queues.first(PROBATION), small.queues.first(WINDOW)
+    small.index.pin(winner)
+    small.index.evict(loser)
+    assert small.queues.of(winner) == WINDOW
+
+
+def test_the_sketch_counts_a_request_that_is_made_again_once() -> None:
+    turnover = Turnover(lambda: 0.0)
+    sketch, keys = Sketch(turnover), chain_keys([1, 2])
+    for _ in range(3):
+        sketch.asked(keys, 0, 0)
+    assert sketch.frequency(keys[:KEY_BYTES]) == 1
+    turnover.stored_bytes += 1
+    sketch.asked(keys, 0, 0)
+    assert sketch.frequency(keys[:KEY_BYTES]) == 2
+
+
+# --- requests, ghosts, queues --------------------------------------------------------------------
+
+
+def test_a_request_is_a_use_once_and_until_it_is_answered() -> None:
+    turnover = Turnover(lambda: 0.0)
+    requests = Requests(turnover)
+    seen = []
+    for keys in (key(1), key(1), key(2), key(1)):
+        requests.asked(keys, 0, 0)
+        seen.append(requests.context)
+        requests.answered()
+        assert not requests.context
+    assert seen == [True, False, True, True]
+
+
+def test_a_full_bucket_of_ghosts_loses_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ghosts_module, "_digest", lambda key: int.from_bytes(key, "little") << 32 | 1 << 63)
+    ghosts = Ghosts()
+    for number in range(20):
+        ghosts.add(key(number), 100)
+    assert [ghosts.take(key(number)) for number in range(20)] == [False] * 4 + [True] * 16
+
+
+def test_ghosts_that_come_back_leave_no_queue_behind() -> None:
+    ghosts = Ghosts()
+    for number in range(5000):
+        ghosts.add(key(number), 10)
+        assert ghosts.take(key(number))
+    assert ghosts._next - ghosts._oldest <= 2 * 10 + _SLACK + 1
+
+
+def test_queues_go_down_as_far_as_no_other_chain_needs_them() -> None:
+    small = Small("arc")
+    first = small.insert(0)
+    shared = small.insert(1, first)
+    left, right = small.insert(2, shared), small.insert(3, shared)
+    for entry in (left, right):
+        small.queues.lift(entry, 1)
+    small.queues.lower(left, 0)
+    assert [small.queues.of(entry) for entry in (first, shared, left, right)] == [1, 1, 0, 1]
+    assert small.queues.sizes == [1, 3]
+
+
+def test_a_block_of_another_queue_is_as_old_as_its_last_child() -> None:
+    small = Small("arc")
+    parent = small.insert(0)
+    small.queues.lift(parent, AGAIN)
+    child = small.insert(1, parent)
+    stamp = small.index.columns.stamp[child]
+    assert small.index.columns.stamp[parent] < stamp
+    small.index.evict(child)
+    assert small.index.columns.stamp[parent] == stamp
+
+
+def test_the_capacity_falls_slowly_where_there_is_room_for_fewer() -> None:
+    small = Small("arc")
+    entries = [small.insert(number) for number in range(100)]
+    small.index.evict(entries[0])
+    assert small.queues.capacity == 100
+    for entry in entries[1:41]:
+        small.index.evict(entry)
+    assert 97 < small.queues.capacity < 99, "of a cache that is filled and emptied it is the room"
+
+
+# --- the window ----------------------------------------------------------------------------------
+
+
+def test_in_the_tier_below_a_block_is_as_new_as_its_own_write() -> None:
+    for below in (False, True):
+        turnover = Turnover(lambda: 0.0)
+        turnover.room_bytes = lambda: 1000
+        index = Index(lambda frame: None)
+        window = Window(index, ARC(index, Requests(turnover)), turnover, below=below)
+        table = index.add_table(1, window, windowed=False)
+        turnover.comes(100, stored=True)
+        parent = index.insert(table, key(1), table.root, 1)
+        turnover.came()
+        turnover.stored_bytes += 700  # others
+        child = index.insert(table, key(2), parent, 2)  # brought up, or written behind
+        assert window._stored[child] == (800 if below else 100)
+
+
+def test_the_window_gives_what_it_has_where_nothing_else_may_go() -> None:
+    turnover = Turnover(lambda: 0.0)
+    turnover.room_bytes = lambda: 1000
+    index = Index(lambda frame: None)
+    window = Window(index, ARC(index, Requests(turnover)), turnover)
+    table = index.add_table(1, window, windowed=False)
+    entries = []
+    for number in range(3):
+        turnover.comes(10, stored=True)
+        entries.append(index.insert(table, key(number), table.root, number))
+        turnover.came()
+    for entry in entries:
+        assert window._inside[entry]
+        assert window.victim() == entry
+        index.evict(entry)
+    assert window.victim() == NO_ENTRY
