@@ -65,18 +65,24 @@ def test_a_run_that_is_evicted_is_what_would_go_one_by_one(policy: str, seed: in
 
     def play(at_once: int) -> list[int]:
         small, chance, live = Small(policy), random.Random(seed), dict[int, int]()
-        for number in range(600):
-            known = sorted(live.values())
-            if known and chance.random() < 0.4:
-                small.use(chance.choice(known))
-            parent = chance.choice(known) if known and chance.random() < 0.7 else None
+        chain: list[int] = []
+        for step in range(1500):
+            if live and chance.random() < 0.2:
+                small.use(chance.choice(sorted(live.values())))
+            if len(chain) > 8 or chance.random() < 0.1:
+                chain = []
+            number = chance.choice(small.gone) if small.gone and chance.random() < 0.3 else 10_000 + step
+            if number in live:
+                continue
+            parent = chain[-1] if chain and chain[-1] in live.values() else None
             live[number] = small.insert(number, parent)
-            if number % 12 == 11:
-                wanted = 10 + len(small.gone)
-                while len(small.gone) < wanted:
-                    small.index.evict_run(small.policy.victim(), min(at_once, wanted - len(small.gone)))
-                for gone in small.gone:
-                    live.pop(gone, None)
+            chain.append(live[number])
+            wanted = len(small.gone) + (10 if len(live) >= 60 else 0)
+            while len(small.gone) < wanted:
+                before = len(small.gone)
+                small.index.evict_run(small.policy.victim(), min(at_once, wanted - before))
+                for gone in small.gone[before:]:
+                    del live[gone]
         assert small.index.check_integrity() == []
         return small.gone
 
