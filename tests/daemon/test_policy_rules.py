@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -55,40 +54,6 @@ class Small:
         self.requests.context = False
 
 
-# --- one at a time, or a run ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("policy", ["arc", "s3fifo", "wtinylfu"])
-def test_a_run_that_is_evicted_is_what_would_go_one_by_one(policy: str, seed: int) -> None:
-    """`follows` says what `victim` would."""
-
-    def play(at_once: int) -> list[int]:
-        small, chance, live = Small(policy), random.Random(seed), dict[int, int]()
-        chain: list[int] = []
-        for step in range(1500):
-            if live and chance.random() < 0.2:
-                small.use(chance.choice(sorted(live.values())))
-            if len(chain) > 8 or chance.random() < 0.1:
-                chain = []
-            number = chance.choice(small.gone) if small.gone and chance.random() < 0.3 else 10_000 + step
-            if number in live:
-                continue
-            parent = chain[-1] if chain and chain[-1] in live.values() else None
-            live[number] = small.insert(number, parent)
-            chain.append(live[number])
-            wanted = len(small.gone) + (10 if len(live) >= 60 else 0)
-            while len(small.gone) < wanted:
-                before = len(small.gone)
-                small.index.evict_run(small.policy.victim(), min(at_once, wanted - before))
-                for gone in small.gone[before:]:
-                    del live[gone]
-        assert small.index.check_integrity() == []
-        return small.gone
-
-    assert play(1) == play(10)
-
-
 # --- S3-FIFO -------------------------------------------------------------------------------------
 
 
@@ -116,6 +81,16 @@ def test_s3fifo_counts_uses_anew_in_the_main_queue_and_for_a_new_block() -> None
         pass
     for number in range(10, 13):
         assert small.policy._uses[small.insert(number)] == 0
+
+
+@pytest.mark.parametrize("uses", [0, 1])
+def test_s3fifo_ends_a_run_where_a_block_of_the_main_queue_has_a_round_left(uses: int) -> None:
+    small = Small("s3fifo")
+    parent = small.insert(0)
+    child = small.insert(1, parent)
+    small.queues.lift(child, MAIN)
+    small.policy._uses[parent] = uses
+    assert small.index.evict_run(small.policy.victim(), 5) == 2 - uses
 
 
 def test_s3fifo_hands_the_uses_of_a_chain_on_to_the_block_before() -> None:
@@ -160,6 +135,16 @@ def test_arc_shares_the_room_and_no_more() -> None:
     small.policy._share = 0.5
     small.insert(2)
     assert small.policy._share == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_arc_ends_a_run_where_the_other_queue_has_its_turn(share: float) -> None:
+    small = Small("arc")
+    small.use(small.insert(0))
+    end = small.insert(2, small.insert(1))
+    small.policy._share = share
+    assert small.policy.victim() == end
+    assert small.index.evict_run(end, 5) == 2 - share
 
 
 def test_arc_takes_what_the_daemon_moves_for_no_use() -> None:
