@@ -36,7 +36,7 @@ Floats = npt.NDArray[np.float64]
 AGES = 46
 """Age buckets: the first to a 32nd of a turnover, then two for each doubling."""
 FIRST_AGE = 1 / 1024
-TURNS, NEW, LENGTHS = 6, 8, 7
+TURNS, NEW, LENGTHS = 10, 8, 7
 _CHAINS = TURNS * NEW * LENGTHS
 _COUNTS, _GAPS = 9, 9
 CLASSES = _CHAINS + _COUNTS * _GAPS
@@ -328,17 +328,12 @@ def hashes(keys: bytes, secret: int) -> npt.NDArray[np.uint64]:
     return result
 
 
-def _groups() -> list[npt.NDArray[np.int64]]:
-    """For each class, the number of its group, ascending: all alike, then by turn, then by turn and new blocks."""
-    numbers = np.arange(CLASSES)
-    chain = numbers < _CHAINS
-    uses = (numbers - _CHAINS) // _GAPS
-    by_turn = np.where(chain, numbers // (NEW * LENGTHS), TURNS)
-    by_new = np.where(chain, numbers // LENGTHS, TURNS * NEW + uses)
-    return [by_turn, by_new]
-
-
-_GROUPS = _groups()
+_NUMBERS = np.arange(CLASSES)
+_IS_CHAIN = _NUMBERS < _CHAINS
+_BY_TURN = np.where(_IS_CHAIN, _NUMBERS // (NEW * LENGTHS), TURNS)
+"""The group of each class, ascending; all classes of blocks below which requests part are one."""
+_BY_NEW = np.where(_IS_CHAIN, _NUMBERS // LENGTHS, TURNS * NEW + (_NUMBERS - _CHAINS) // _GAPS)
+"""Smaller groups: by turn and new blocks."""
 
 
 def _worths(used: Floats, ended: Floats) -> Iterator[Floats | None]:
@@ -347,23 +342,40 @@ def _worths(used: Floats, ended: Floats) -> Iterator[Floats | None]:
     None as often as others may go on before it is known.
     """
     at_risk = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1]
-    wider: Floats = np.tile(_of_all(used.sum(axis=0), at_risk.sum(axis=0)), (CLASSES, 1))
-    for group in _GROUPS:
-        starts = np.flatnonzero(np.diff(group, prepend=-1))
-        its_used, its_risk = np.add.reduceat(used, starts, axis=0), np.add.reduceat(at_risk, starts, axis=0)
-        wider = (its_used[group] + LEAN * wider) / (its_risk[group] + LEAN)
+    of_all = _of_all(used.sum(axis=0), at_risk.sum(axis=0))
+    its_used, its_risk = _summed(used, _BY_TURN), _summed(at_risk, _BY_TURN)
+    of_turn, wider = np.empty_like(its_used), of_all
+    for turn in range(TURNS):  # each leans on the one before it: what has gone on five times is like what has four times
+        wider = of_turn[turn] = _leaning(its_used[turn], its_risk[turn], wider)
+    of_turn[TURNS] = _leaning(its_used[TURNS], its_risk[TURNS], of_all)
+    of_group = _leaning(_summed(used, _BY_NEW), _summed(at_risk, _BY_NEW), of_turn[_BY_TURN[_firsts(_BY_NEW)]])
     known = np.flatnonzero(at_risk[:, 0])
-    first = np.flatnonzero(np.diff(_GROUPS[-1], prepend=-1))
-    own = (used[known] + LEAN * wider[known]) / (at_risk[known] + LEAN)
-    hazards = np.concatenate([wider[first], own])
+    own = _leaning(used[known], at_risk[known], of_group[_BY_NEW[known]])
+    hazards = np.concatenate([of_group, own])
     worth = np.empty_like(hazards)
     for row in range(0, len(hazards), ROWS_AT_ONCE):
         yield None
         worth[row : row + ROWS_AT_ONCE] = _worth(hazards[row : row + ROWS_AT_ONCE])
     yield None
-    result: Floats = worth[_GROUPS[-1]]  # classes of which nothing is known are as their group
-    result[known] = worth[len(first) :]
+    result: Floats = worth[_BY_NEW]  # classes of which nothing is known are as their group
+    result[known] = worth[len(of_group) :]
     yield result
+
+
+def _leaning(used: Floats, at_risk: Floats, wider: Floats) -> Floats:
+    """The hazards that were seen, as far as there is more evidence for them than `LEAN`."""
+    hazards: Floats = (used + LEAN * wider) / (at_risk + LEAN)
+    return hazards
+
+
+def _firsts(group: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
+    return np.flatnonzero(np.diff(group, prepend=-1))
+
+
+def _summed(rows: Floats, group: npt.NDArray[np.int64]) -> Floats:
+    """The sums over each group."""
+    sums: Floats = np.add.reduceat(rows, _firsts(group), axis=0)
+    return sums
 
 
 def _of_all(used: Floats, at_risk: Floats) -> Floats:

@@ -19,7 +19,6 @@ from tiercache.daemon.policies.predictor import (
     FIRST_AGE,
     LENGTHS,
     NEW,
-    TURNS,
     Context,
     Predictor,
     Sample,
@@ -28,7 +27,7 @@ from tiercache.daemon.policies.turnover import Turnover
 
 Floats = npt.NDArray[np.float64]
 
-CATEGORIES = TURNS
+CATEGORIES = 6
 """0: a prompt with nothing in common with any before; 1: it shares a beginning; then turns of a conversation."""
 LEAN = 16.0
 """How many blocks' evidence a category takes over from all together."""
