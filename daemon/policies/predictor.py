@@ -345,7 +345,7 @@ def _worths(used: Floats, ended: Floats) -> Iterator[Floats | None]:
     of_all = _of_all(used.sum(axis=0), at_risk.sum(axis=0))
     its_used, its_risk = _summed(used, _BY_TURN), _summed(at_risk, _BY_TURN)
     of_turn, wider = np.empty_like(its_used), of_all
-    for turn in range(TURNS):  # each leans on the one before it: what has gone on five times is like what has four times
+    for turn in range(TURNS):  # what has gone on five times is like what has four times
         wider = of_turn[turn] = _leaning(its_used[turn], its_risk[turn], wider)
     of_turn[TURNS] = _leaning(its_used[TURNS], its_risk[TURNS], of_all)
     of_group = _leaning(_summed(used, _BY_NEW), _summed(at_risk, _BY_NEW), of_turn[_BY_TURN[_firsts(_BY_NEW)]])

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 PACE_OVER = 4
 """The pace is that of so many turnovers."""
-PACE_CHANGES = 16.0
+PACE_CHANGES = 64.0
 """And is taken anew when it has become so many times faster or slower. Not sooner: what was learnt is told in the pace
 before, and ages are told apart well enough at this one."""
 
@@ -21,8 +21,8 @@ class Turnover:
     """One for all tiers of a daemon. Event loop only; O(1)."""
 
     __slots__ = (
-        "_at", "_came_bytes", "_clock_s", "_from", "_per_s", "_room_bytes", "_since_s", "_since", "_whole", "room_bytes",
-        "stored_bytes", "storing", "turned",
+        "_at", "_came_bytes", "_clock_s", "_from", "_per_s", "_room_bytes", "_since", "_since_s", "_whole",
+        "room_bytes", "stored_bytes", "storing", "turned",
     )  # fmt: skip
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
