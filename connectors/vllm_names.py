@@ -87,6 +87,8 @@ class Names:
         """
         model, load = self._config.model_config, self._config.load_config
         draft = getattr(self._config.speculative_config, "draft_model_config", None)
+        places = [place.model for place in (model, draft) if place]
+        states = [*map(_states, places)]
         config = {**model.hf_config.to_dict(), "_name_or_path": "", "transformers_version": ""}
         described = {
             "weights": self._model_id or _content_of(model.model, model.revision, load.load_format),
@@ -94,6 +96,8 @@ class Names:
             "config": config,
             "types": [str(model.dtype), str(model.quantization), str(self._config.cache_config.cache_dtype)],
         }
+        if not self._model_id and states != [*map(_states, places)]:
+            raise ModelRefused("the files of the weights have changed while they were read: start vLLM again")
         self._model = json.dumps(described, sort_keys=True, default=str)
         self._named.set()
 
@@ -115,16 +119,25 @@ class Names:
     def _adapter(self, lora_request: Any) -> str:
         """The content of an adapter; empty when its files have changed since vLLM loaded it: it may have either."""
         number, path = lora_request.lora_int_id, lora_request.lora_path
-        files = sorted(Path(path).glob("*"))
-        state = [path, *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)]
+        state = [path, *_states(path)]
         if number not in self._adapters or (lora_request.load_inplace and self._adapters[number][0] != state):
-            self._adapters[number] = state, _content_of(path, None, "")
+            content = _content_of(path, None, "")
+            if state != [path, *_states(path)]:
+                content = ""  # vLLM may have either
+            self._adapters[number] = state, content
         loaded, content = self._adapters[number]
         return content if loaded == state else ""
 
     def new_epoch(self) -> None:
         """From here on blocks have names that no other engine has: who knows what the weights are now?"""
         self._epoch = os.urandom(KEY_BYTES).hex()
+
+
+def _states(path: str) -> list[tuple[str, int, int, int]]:
+    """What changes when another file is put in the place of one of these, or it is written to."""
+    place = Path(path)
+    states = [(file.name, file.stat()) for file in ([place] if place.is_file() else sorted(place.glob("*")))]
+    return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
 def _content_of(path: str, revision: str | None, load_format: str) -> str:

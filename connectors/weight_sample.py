@@ -88,6 +88,18 @@ def elements(tensor: torch.Tensor) -> torch.Tensor | None:
     return whole[torch.unravel_index(places, whole.shape)]
 
 
+def _addresses(tensors: list[tuple[str, torch.Tensor]]) -> list[int]:
+    """Where the bytes of all tensors are: what changes when one gets other memory."""
+    found = []
+    for _, tensor in tensors:
+        for plain in plain_tensors(tensor) if hasattr(tensor, "__tensor_flatten__") else (tensor,):
+            try:
+                found.append(plain.data_ptr())
+            except RuntimeError:  # a sparse one has none
+                found.append(id(plain))
+    return found
+
+
 class WeightSample:
     """Samples the same elements of a model's parameters and buffers again and again. For one thread.
 
@@ -110,7 +122,7 @@ class WeightSample:
     def take(self, tensors: list[tuple[str, torch.Tensor]]) -> Taken:
         """Begin to copy the elements of these tensors to the host. Waits for no device."""
         if self._keep:
-            seen = [tensor.data_ptr() for _, tensor in tensors]
+            seen = _addresses(tensors)
             if seen != self._seen or self._copies:
                 self._views, self._seen = self._views_of(tensors), seen
         views = self._views if self._keep else self._views_of(tensors)

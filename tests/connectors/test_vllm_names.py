@@ -119,3 +119,29 @@ def test_an_epoch_renames_everything(folder: Path) -> None:
 def test_weights_that_nothing_pins_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelRefused, match="has no weights that could name it: set model_id"):
         names_of(tmp_path).read_model()
+
+
+def test_what_changes_while_it_is_read_has_no_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM may have loaded what was there before."""
+    place = tmp_path / "adapter"
+    place.mkdir()
+    (place / "adapter_model.safetensors").write_bytes(b"adapter")
+    names = names_of(folder)
+    names.read_model()
+    read = vllm_names.fingerprint_files
+
+    def change(files: list[Path]) -> str:
+        for file in files:
+            file.with_suffix(".new").write_bytes(b"others!")
+            file.with_suffix(".new").replace(file)
+        return str(read(files))
+
+    monkeypatch.setattr(vllm_names, "fingerprint_files", change)
+    assert names.root(adapter(place, 1)) == b""
+    with pytest.raises(ModelRefused, match="have changed while they were read"):
+        names_of(folder).read_model()
+    monkeypatch.undo()
+    assert names.root(adapter(place, 1)) == b"", "it stays unknown which one vLLM has"
+    assert names.root(adapter(place, 2)) != b""

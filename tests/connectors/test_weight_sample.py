@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -53,3 +55,42 @@ def test_a_tensor_without_bytes_is_named() -> None:
     sample = WeightSample()
     sample.take([("here", torch.ones(4)), ("nowhere", torch.ones(4, device="meta"))])
     assert sample.unread == ["nowhere"]
+
+
+class Quantised(torch.Tensor):
+    """Without storage of its own, as torchao's are."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Quantised:
+        wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        return wrapper(cls, codes.shape, dtype=scale.dtype)  # type: ignore[no-any-return]
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, kinds: Any, arguments: Any = (), options: Any = None) -> Any:
+        raise NotImplementedError(function)
+
+
+@pytest.mark.parametrize("keep_views", [False, True])
+def test_parts_of_a_quantised_tensor_may_be_exchanged(keep_views: bool) -> None:
+    tensor = Quantised(torch.ones(8, 8, dtype=torch.int8), torch.ones(8))
+    sample = WeightSample(keep_views=keep_views)
+    digests = [sample.take([("weight", tensor)]).digest()]
+    assert sample.take([("weight", tensor)]).digest() == digests[0]
+    tensor.scale.mul_(2)
+    digests.append(sample.take([("weight", tensor)]).digest())
+    tensor.scale = torch.full((8,), 3.0)
+    digests.append(sample.take([("weight", tensor)]).digest())
+    assert len(set(digests)) == 3
+
+
+@pytest.mark.parametrize("keep_views", [False, True])
+def test_a_tensor_that_has_no_memory_of_that_kind_is_named(keep_views: bool) -> None:
+    sample = WeightSample(keep_views=keep_views)
+    sample.take([("sparse", torch.ones(3, 3).to_sparse()), ("dense", torch.ones(3))])
+    assert sample.unread == ["sparse"]
