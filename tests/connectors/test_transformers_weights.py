@@ -329,6 +329,18 @@ def test_what_else_decides_the_result_is_part_of_the_name(open_cache: Open, swit
     assert greedy(cache, IDS) == greedy(model, IDS) == before
 
 
+def test_what_trainers_switch_between_generations_changes_no_name(open_cache: Open) -> None:
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model)
+    greedy(cache, IDS)
+    model.requires_grad_(False)
+    model.activation_checkpointing_enable()
+    model.activation_checkpointing_disable()
+    model.compile(backend="eager")
+    assert restored_blocks(cache) == BLOCKS
+    assert greedy(cache, IDS) == greedy(model, IDS)
+
+
 def test_hooks_need_a_name(open_cache: Open) -> None:
     model = tiny_model("LlamaConfig")
     with hook(model.model.layers[0].mlp):
