@@ -114,15 +114,15 @@ class AdminRequests:
             self._cache.events.cleared()
         if request.tier != self._cache.below.name:
             blocks, more = self._cache.flush([namespace.number for namespace in namespaces], request.key)
+        # A single prefix, as probes of the data path do it every few seconds, is nothing for the log.
+        level = logging.DEBUG if request.key else logging.INFO
         if request.tier == "dram" or not self._cache.below.name:
-            # A single prefix, as probes of the data path do it every few seconds, is nothing for the log.
-            level = logging.DEBUG if request.key else logging.INFO
             log.log(level, "session %s flushed %d blocks", session.name, blocks)
             return m.Flushed(request.request_id, self._generation, blocks, more)
         identity = self._desk.identity
 
         def done(below_blocks: int, durable: bool) -> None:
-            log.info("session %s flushed %d blocks, %d of them below DRAM", session.name, blocks, below_blocks)
+            log.log(level, "session %s flushed %d blocks, %d of them below DRAM", session.name, blocks, below_blocks)
             reply: m.Reply = m.Flushed(request.request_id, self._generation, blocks + below_blocks, more)
             if not durable:
                 text = "flushed, but a disk did not take note of it: a restart may bring blocks back; flush again"

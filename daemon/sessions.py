@@ -47,6 +47,8 @@ from tiercache.wire import close_fds, receive_packet, send_packet
 log = logging.getLogger("tiercache.daemon")
 
 HELLO_TIMEOUT_S = 2.0
+GHOST_SHARE = 4
+"""Of all ended sessions that may be waited for, one process has at most a quarter."""
 MAX_GREETING = 32
 """Connections that have not said hello yet."""
 _BACKLOG = 128
@@ -223,6 +225,11 @@ class SessionGate:
         if len(fds) != 1:
             raise ValueError("hello must carry one descriptor: the sender's own pidfd")
         session = LocalSession(sock, fds[0], _checked_pid(sock, fds[0]), hello)
+        if self._is_unfinished(session.party):
+            close_fds(fds)
+            text = "sessions of this process left unfinished stores, as many as one may leave: restart it"
+            self._refuse(sock, ErrorCode.LIMIT, text)
+            return
         send_packet(sock, _encode(self._welcome(session, session.protocol)))
         self.sessions[session.token] = session
         self._counters.sessions_opened += 1
@@ -232,6 +239,17 @@ class SessionGate:
         if session.mapped:
             for first in range(0, len(self._regions), MAX_FDS_PER_MESSAGE):
                 self._send_regions(session, self._regions[first : first + MAX_FDS_PER_MESSAGE])
+
+    def _is_unfinished(self, party: str) -> bool:
+        """Whether a process has left so much that others could have no sessions for it if it went on so."""
+
+        def its_ghosts() -> int:
+            return sum(ghost.party == party for ghost in self._ghosts)
+
+        most = max(1, self._max_sessions // GHOST_SHARE)
+        if its_ghosts() >= most:
+            self._forget_finished()
+        return its_ghosts() >= most
 
     def _refuse(self, sock: socket.socket, code: ErrorCode, text: str) -> None:
         self._counters.sessions_refused += 1
@@ -300,15 +318,19 @@ class SessionGate:
 
     def _settle(self, session: Session) -> None:
         """Whose process is still waited for, now that this session has ended."""
-        for ghost in [ghost for ghost in self._ghosts if not self._ends.has_quarantine(ghost)]:
-            self._ghosts.remove(ghost)  # another session of its instance has said that its copies are finished
-            self._forget_process(ghost)
+        self._forget_finished()
         if not isinstance(session, LocalSession):
             self._ends.process_ended(session)  # what it writes comes as messages: none is half done
         elif self._ends.has_quarantine(session):
             self._ghosts.add(session)
         else:
             self._forget_process(session)
+
+    def _forget_finished(self) -> None:
+        """Of whom other sessions of their instances have said that their copies are finished."""
+        for ghost in [ghost for ghost in self._ghosts if not self._ends.has_quarantine(ghost)]:
+            self._ghosts.remove(ghost)
+            self._forget_process(ghost)
 
     def _on_process_exit(self, session: LocalSession) -> None:
         self.end(session)

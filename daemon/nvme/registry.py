@@ -75,6 +75,10 @@ class Registry:
             self.oldest_epochs[namespace.number] = self.epochs[namespace.number] = 0
             self._catalog.add_namespace(number, namespace.fingerprint, self._space.save(namespace))
 
+    def knows(self, namespace: Namespace) -> bool:
+        """Whether the catalog knows of it, or will: else it has no rows."""
+        return namespace.fingerprint in self._numbers
+
     def number(self, namespace: Namespace) -> int:
         """The catalog's number of a namespace that was added."""
         return self._numbers[namespace.fingerprint]

@@ -239,6 +239,9 @@ class Shelf:
 
     def flush(self, namespace: Namespace, key: bytes, done: Done) -> int:
         """Forget a namespace's blocks, or one and what follows; `done(ok)` when that is durable."""
+        if not self.registry.knows(namespace):  # nothing of it is here, nor on its way
+            done(True)
+            return 0
         table = self.table(namespace)
         if not key:
             self.registry.flush(namespace, done)

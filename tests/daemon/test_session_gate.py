@@ -178,13 +178,30 @@ def test_processes_that_left_something_unfinished_are_waited_for_so_many_of_them
             await rig.leave(client)
         assert len(rig.gate._ghosts) == 2
         assert "2 processes are waited for, which left unfinished stores: end them" in await rig.refused()
-        rig.gate._max_sessions = 3
+        rig.gate._max_sessions = 16
         client, _ = await rig.session()
         rig.ends.quarantine = False
         await rig.leave(client)
         assert not rig.gate._ghosts
 
     play(tmp_path, scenario, max_sessions=2)
+
+
+def test_one_process_takes_the_sessions_of_no_other_by_what_it_leaves_unfinished(tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        rig.ends.quarantine = True
+        for _ in range(2):
+            await rig.leave((await rig.session())[0])
+        refused = rig.connect()
+        rig.hello(refused)
+        tag, code, text = await rig.answer(refused)
+        assert (tag, code) == ("refused", "limit")
+        assert "sessions of this process left unfinished stores" in text
+        rig.ends.quarantine = False  # another session of it has aborted these
+        await rig.session()
+        assert not rig.gate._ghosts
+
+    play(tmp_path, scenario, max_sessions=8)
 
 
 def test_regions_go_to_those_who_map_them(tmp_path: Path) -> None:

@@ -142,7 +142,8 @@ def test_a_flush_that_a_disk_does_not_note_is_answered(tmp_path: Path, monkeypat
     async def scenario() -> None:
         monkeypatch.setattr(flushes, "FLUSH_S", 0.2)
         rig = await TierRig(tmp_path).open()
-        rig.namespace()
+        rig.store(rig.namespace(), keys_of("a", 2))
+        await rig.settled()
         gate = hang(rig.shelves[0].catalog)
         assert not await rig.flush()
         gate.set()
