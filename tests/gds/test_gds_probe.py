@@ -90,7 +90,7 @@ def test_posix_where_neither_does(probe: Probe) -> None:
     assert found.host_bytes_per_s > 0
 
 
-def test_what_spins_for_ever_is_killed(probe: Probe) -> None:
+def test_what_hangs_for_ever_is_killed(probe: Probe) -> None:
     start_s = time.monotonic()
     found = probe("gds=hang,compat=ok", timeout_s=6.0)
     assert found.mode is Mode.COMPAT
