@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from fault_processes import Daemon
+from fault_tenants import free_port
 
 import tiercache
 from tiercache import messages as m
@@ -34,8 +34,7 @@ class Site:
     def __init__(self, folder: Path, start: Callable[..., Daemon]) -> None:
         self.keys, self.folder = folder / "keys", folder
         make_server(self.keys)
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            self.endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
         listen = ("--listen", self.endpoint, "--curve-keys", str(self.keys))
         self.daemon = start("--arena", "64MiB", "--region", "16MiB", *listen)
 
