@@ -17,6 +17,8 @@ RANK_SHARE = 32
 """Cells are ranked anew when this part of them has been emptied."""
 RANK_LEAST = 16
 """Or so many blocks have gone, or as many as a quarter of the cells, where there are few."""
+FEW_CELLS = 24
+"""So few are ranked one by one."""
 MAX_CELLS = 2048
 """More than that are made only where they are twice as wide for each quarter more."""
 _NOT_ASKED_FOR = chain_class(0, 1, 1)
@@ -189,6 +191,21 @@ class LeastWorth:
 
     def _rank(self) -> None:
         """All cells by what they are worth now."""
+        count = len(self._rings.heads)
+        self._ranked, self._worth = self._rank_few() if count <= FEW_CELLS else self._rank_many()
+        self._fresh, self._known = [], set(self._ranked)
+        self._evictions, self._version = 0, self._predictor.version
+        self._ranked_for = max(min(RANK_LEAST, count // 4), count // RANK_SHARE)
+        if count < MAX_CELLS // 2:
+            self._width = max(1, self._width // 2)
+            self._most_cells = MAX_CELLS
+
+    def _rank_few(self) -> tuple[list[int], list[float]]:
+        """Where there are few they are ranked anew at every second block that goes, and small arrays cost too much."""
+        ranks = sorted((-self._worth_of(cell), -(cell & _TICK_MASK), cell) for cell in self._rings.heads)
+        return [cell for _, _, cell in ranks], [-negative for negative, _, _ in ranks]
+
+    def _rank_many(self) -> tuple[list[int], list[float]]:
         cells = np.fromiter(self._rings.heads, np.int64, len(self._rings.heads))
         ticks = cells & _TICK_MASK
         ages = np.maximum(self._turnover.now - ticks * _TICK, FIRST_AGE / 2) / FIRST_AGE
@@ -196,13 +213,7 @@ class LeastWorth:
         worth = self._predictor.worth[cells >> _CLASS_SHIFT, np.maximum(buckets, 0)]
         # Of those worth the same, the one that was used last goes first: it has the longest to wait.
         order = np.lexsort((cells, -ticks, -worth))
-        self._ranked, self._worth = cells[order].tolist(), worth[order].tolist()
-        self._fresh, self._known = [], set(self._ranked)
-        self._evictions, self._version = 0, self._predictor.version
-        self._ranked_for = max(min(RANK_LEAST, len(cells) // 4), len(cells) // RANK_SHARE)
-        if len(cells) < MAX_CELLS // 2:
-            self._width = max(1, self._width // 2)
-            self._most_cells = MAX_CELLS
+        return cells[order].tolist(), worth[order].tolist()
 
     def victim(self) -> int:
         heads = self._rings.heads
