@@ -25,6 +25,20 @@ from tiercache.messages import KEY_BYTES
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 HASHES = ("sha256", "sha256_cbor")
+OPTIONS = (
+    "quantization_config", "model_impl", "model_class_overrides", "code_revision", "disable_sliding_window",
+    "generation_config", "override_generation_config",
+)  # fmt: skip
+"""Of vLLM's model_config: what models are built by besides weights and config."""
+MEDIA_OPTIONS = ("mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "video_pruning_rate")
+"""Of its multimodal_config: what images are computed by. The kind of KV that they end up in has no other name."""
+ENVIRONMENT = (
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_CPU_INT4_W4A8", "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_DEEPEPLL_NVFP4_DISPATCH", "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+    "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_MLA_DISABLE",
+)  # fmt: skip
+"""Variables by which vLLM computes in other types or takes other experts, whatever the model says."""
 
 logger = logging.getLogger("tiercache.connectors.vllm")
 
@@ -54,10 +68,12 @@ class Names:
 
     Args:
         wait_s: how long after now `root` may wait for the model's name.
+        more: what else the model is named by.
     """
 
-    def __init__(self, vllm_config: Any, model_id: str, salt: str, wait_s: float) -> None:
+    def __init__(self, vllm_config: Any, model_id: str, salt: str, wait_s: float, **more: Any) -> None:
         self._config = vllm_config
+        self._more = more
         self._model_id = model_id
         self._salt = salt
         self._epoch = ""
@@ -89,12 +105,16 @@ class Names:
         draft = getattr(self._config.speculative_config, "draft_model_config", None)
         places = [place.model for place in (model, draft) if place]
         states = [*map(_states, places)]
-        config = {**model.hf_config.to_dict(), "_name_or_path": "", "transformers_version": ""}
+        code = bool(getattr(model, "trust_remote_code", False))
         described = {
-            "weights": self._model_id or _content_of(model.model, model.revision, load.load_format),
-            "draft": _content_of(draft.model, draft.revision, load.load_format) if draft else "",
-            "config": config,
+            "weights": self._model_id or _content_of(model.model, model.revision, load.load_format, code),
+            "draft": _content_of(draft.model, draft.revision, load.load_format, code) if draft else "",
+            "config": [_config_of(each) for each in (model, draft) if each],
             "types": [str(model.dtype), str(model.quantization), str(self._config.cache_config.cache_dtype)],
+            "options": [str(getattr(model, name, None)) for name in OPTIONS],
+            "media": [str(getattr(getattr(model, "multimodal_config", None), name, None)) for name in MEDIA_OPTIONS],
+            "environment": [os.environ.get(name) for name in ENVIRONMENT],
+            **self._more,
         }
         if not self._model_id and states != [*map(_states, places)]:
             raise ModelRefused("the files of the weights have changed while they were read: start vLLM again")
@@ -140,8 +160,25 @@ def _states(path: str) -> list[tuple[str, int, int, int]]:
     return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
-def _content_of(path: str, revision: str | None, load_format: str) -> str:
-    """What names the content of a model or an adapter: a commit of a hub, or a hash of all files."""
+def lengths_of(vllm_config: Any) -> list[int]:
+    """What stands for the modules that models build by the length of requests, where those cannot be looked at.
+
+    The second is the length before vLLM has made it fit into memory, which the modules may have been built by.
+    """
+    model = vllm_config.model_config
+    return [model.max_model_len, getattr(model, "original_max_model_len", None) or 0]
+
+
+def _config_of(model: Any) -> dict[str, Any]:
+    """The config of a model, without where it came from."""
+    return {**model.hf_config.to_dict(), "_name_or_path": "", "transformers_version": ""}
+
+
+def _content_of(path: str, revision: str | None, load_format: str, code: bool = False) -> str:
+    """What names the content of a model or an adapter: a commit of a hub, or a hash of all files.
+
+    `code`: it brings code of its own, which is used.
+    """
     folder = Path(path)
     if folder.is_file():
         return fingerprint_files([folder])
@@ -149,7 +186,8 @@ def _content_of(path: str, revision: str | None, load_format: str) -> str:
         weights = [] if load_format == "dummy" else [file for kind in WEIGHTS for file in folder.glob(kind)]
         if not weights and load_format != "dummy":
             raise ModelRefused(f"{path} has no weights that could name it: set model_id to what pins them")
-        return f"{load_format == 'dummy'} {fingerprint_files([*weights, *folder.glob('*.json')])}"
+        files = [*weights, *folder.glob("*.json"), *(folder.glob("*.py") if code else ())]
+        return f"{load_format == 'dummy'} {fingerprint_files(files)}"
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

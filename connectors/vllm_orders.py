@@ -58,6 +58,7 @@ class Orders(base.KVConnectorMetadata):  # type: ignore[misc]
         idle: the step computes nothing.
         moves: by rank, how often its weights have changed, as far as the names in these orders know of it.
         renamed: all names are given anew with these orders: they are of the weights that are there now.
+        known: the scheduler's half knows what the blocks of all ranks are.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -69,27 +70,7 @@ class Orders(base.KVConnectorMetadata):  # type: ignore[misc]
     idle: bool = False
     moves: dict[int, int] = field(default_factory=dict)
     renamed: bool = False
-
-
-@dataclass
-class Report(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Which store jobs have ended, at how many ranks, and which of them left blocks out; what loads have taken.
-
-    `moves`: by rank, how often its weights have changed, where the orders do not know it yet.
-    """
-
-    ended: dict[int, int] = field(default_factory=dict)
-    incomplete: set[int] = field(default_factory=set)
-    load_seconds: dict[str, float] = field(default_factory=dict)
-    moves: dict[int, int] = field(default_factory=dict)
-
-    def aggregate(self, other: Report) -> Report:
-        """This and another rank's report as one."""
-        jobs = self.ended.keys() | other.ended.keys()
-        ended = {job: self.ended.get(job, 0) + other.ended.get(job, 0) for job in jobs}
-        loads = self.load_seconds.keys() | other.load_seconds.keys()
-        longest = {name: max(self.load_seconds.get(name, 0.0), other.load_seconds.get(name, 0.0)) for name in loads}
-        return Report(ended, self.incomplete | other.incomplete, longest, {**self.moves, **other.moves})
+    known: bool = True
 
 
 @dataclass
@@ -102,3 +83,27 @@ class RankForm(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
     specs: list[NamespaceSpec]
     problem: str = ""
     absence: str = ""
+
+
+@dataclass
+class Report(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Which store jobs have ended, at how many ranks, and which of them left blocks out; what loads have taken.
+
+    `moves`: by rank, how often its weights have changed, where the orders do not know it yet.
+    `forms`: by rank, what its blocks are, where there is no handshake that could say it.
+    """
+
+    ended: dict[int, int] = field(default_factory=dict)
+    incomplete: set[int] = field(default_factory=set)
+    load_seconds: dict[str, float] = field(default_factory=dict)
+    moves: dict[int, int] = field(default_factory=dict)
+    forms: dict[int, RankForm] = field(default_factory=dict)
+
+    def aggregate(self, other: Report) -> Report:
+        """This and another rank's report as one."""
+        jobs = self.ended.keys() | other.ended.keys()
+        ended = {job: self.ended.get(job, 0) + other.ended.get(job, 0) for job in jobs}
+        loads = self.load_seconds.keys() | other.load_seconds.keys()
+        longest = {name: max(self.load_seconds.get(name, 0.0), other.load_seconds.get(name, 0.0)) for name in loads}
+        moves, forms = {**self.moves, **other.moves}, {**self.forms, **other.forms}
+        return Report(ended, self.incomplete | other.incomplete, longest, moves, forms)

@@ -46,8 +46,13 @@ def check_groups(vllm_config: Any, kv_cache_config: Any) -> int:
     return int(sizes.pop())
 
 
-def make_pools(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> list[tuple[NamespaceSpec, Pool]]:
-    """Namespace and pool of each KV cache group of this rank. Raises LayoutError, ModelRefused."""
+def make_pools(
+    vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any], built: str
+) -> list[tuple[NamespaceSpec, Pool]]:
+    """Namespace and pool of each KV cache group of this rank. Raises LayoutError, ModelRefused.
+
+    `built` is what `vllm_built` says of the rank.
+    """
     block_size = check_groups(vllm_config, kv_cache_config)
     pools = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -59,7 +64,7 @@ def make_pools(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]
             forms.append(f"{form} {_backend(vllm_config, name)}")
         arrays = [kv_caches[name] for name in group.layer_names]
         pool = Pool(_joined(segments), kv_cache_config.num_blocks, str(arrays[0].device), True, arrays)
-        pools.append((_namespace(vllm_config, number, group, block_size, pool.block_bytes, forms), pool))
+        pools.append((_namespace(vllm_config, number, group, block_size, pool.block_bytes, forms, built), pool))
     return pools
 
 
@@ -93,8 +98,9 @@ def _joined(segments: list[Segment]) -> list[Segment]:
 
 
 def _namespace(
-    vllm_config: Any, number: int, group: Any, block_size: int, block_bytes: int, forms: list[str]
-) -> NamespaceSpec:
+    vllm_config: Any, number: int, group: Any, block_size: int, block_bytes: int, forms: list[str],
+    built: str,
+) -> NamespaceSpec:  # fmt: skip
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     spec = next(iter(layer_specs(group).values()))
     tp_rank, tp_size = parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size
@@ -120,7 +126,11 @@ def _namespace(
         pp_rank=parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         window_blocks=-(-retained // block_size),
-        extra={"pages": "; ".join(runs), "device": f"{vllm_config.device_config.device_type} {device}".strip()},
+        extra={
+            "pages": "; ".join(runs),
+            "device": f"{vllm_config.device_config.device_type} {device}".strip(),
+            "built": built,
+        },
     )
 
 

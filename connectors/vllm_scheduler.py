@@ -133,6 +133,7 @@ class Scheduler:
         self._requests: dict[str, _Request] = {}
         self._leased: set[str] = set()  # requests whose match has an end to come
         self._loads: dict[str, _Load] = {}
+        self._asked: dict[str, int] = {}  # blocks that vLLM had itself of requests that have no others yet
         self.costs = costs
         self._declined = 0  # blocks, when they were counted
         self.stores = Stores(connector, block_tables(kv_cache_manager), len(ranks), per_block, windowed)
@@ -216,6 +217,7 @@ class Scheduler:
         """How many tokens can be loaded after the first `local_tokens`; None while that is not known."""
         request_id = request.request_id
         state = self._requests.get(request_id)
+        self._asked[request_id] = local_tokens // self._block_size
         if state is None:
             return 0
         if state.lookup is None or request.num_preemptions > state.preemptions:
@@ -276,7 +278,9 @@ class Scheduler:
     # --- loads -----------------------------------------------------------------------------------
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
-        """vLLM has allocated the request's blocks and wants `tokens` of them loaded; 0: it wants nothing."""
+        """vLLM has allocated the request's blocks and wants `tokens` of them loaded; 0: nothing, or not by us."""
+        filled = request.num_computed_tokens // self._block_size
+        self.stores.allocated(request.request_id, blocks.blocks, self._asked.pop(request.request_id, filled))
         state = self._requests.get(request.request_id)
         if state is None or state.lookup is None:
             return
@@ -353,6 +357,7 @@ class Scheduler:
     def finished(self, request: Any) -> None:
         """A request has ended, and its blocks are free from here on."""
         state = self._requests.pop(request.request_id, None)
+        self._asked.pop(request.request_id, None)
         keys = b""
         if request.request_id in self._loads:
             self._orders.cancel.append(request.request_id)

@@ -5,12 +5,14 @@
     step m        writes to a block that is being stored: `Orders.flush` names the store
 
 Blocks that are being stored are not held: vLLM may give them away. Before a step that writes to them the workers
-end the store, or void it.
+end the store, or void it. Blocks count as written to from when a request gets them: another connector may fill them,
+at any time from then on, whether or not the step computes that request.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,7 @@ TURN_STEPS = 16
 """Of what runs, one in so many may offer blocks with one step, and at least one: so no step waits long for that."""
 DECODE_BLOCKS = 8
 """So many blocks of an answer are stored at once, or what there is at its end."""
+AT_ITS_END = sys.maxsize
 
 
 def runs_of(tables: Iterable[Sequence[Any]], first: int, end: int, base: int = 0) -> tuple[Run, ...]:
@@ -95,6 +98,8 @@ class Stores:
         self._least, self._turn_steps = (1, 1) if windowed else (DECODE_BLOCKS, TURN_STEPS)
         self._chains: dict[str, _Chain] = {}
         self._last: list[Store] = []  # of requests that have ended, for the next step
+        # What requests were given since the last step: their blocks, and from which on these are new.
+        self._given: dict[str, tuple[Sequence[Sequence[Any]], int]] = {}
         self._jobs: dict[int, _Job] = {}
         self._numbers = itertools.count(1)
 
@@ -151,11 +156,17 @@ class Stores:
 
     # --- when
 
+    def allocated(self, request_id: str, tables: Sequence[Sequence[Any]], first: int) -> None:
+        """A request has these blocks in each group; those from `first` on hold nothing of it yet."""
+        self._given[request_id] = tables, first
+
     def step(self, output: Any, orders: Orders) -> None:
         """Add to the orders of a step that has just been scheduled, whose loads are in them."""
         orders.ready, self._last = self._last, []
         if self._jobs and (self._windowed or any(job.exposed() for job in self._jobs.values())):
-            orders.flush = self._overwritten(output, orders)
+            orders.flush = self._overwritten(output)
+        self._leave_to_others(output)
+        self._given.clear()
         running = output.num_scheduled_tokens
         most = -(-len(running) // self._turn_steps)
         for request_id, tokens in running.items():
@@ -165,10 +176,28 @@ class Stores:
                 if len(orders.fresh) == most:
                     break
 
-    def _overwritten(self, output: Any, orders: Orders) -> list[int]:
-        """Jobs that may read blocks to which this step writes: what is new to a request, or what it loads."""
+    def _leave_to_others(self, output: Any) -> None:
+        """Requests into whose blocks another connector loads in this very step are stored at their end only.
+
+        If that load fails, what this step computes after it is computed again, which is known only after later steps.
+        """
+        cached = output.scheduled_cached_reqs
+        new = [(request.req_id, request.num_computed_tokens) for request in output.scheduled_new_reqs]
+        for request_id, computed in (*new, *zip(cached.req_ids, cached.num_computed_tokens, strict=True)):
+            _, first = self._given.get(request_id, ((), computed))
+            if computed // self._block_size > first and request_id in self._chains:
+                self._chains[request_id].due = AT_ITS_END
+
+    def _overwritten(self, output: Any) -> list[int]:
+        """Jobs that may read blocks to which this step writes, or another connector from now on."""
         size, cached = self._block_size, output.scheduled_cached_reqs
-        written = {block for load in orders.loads for run in load.runs for block in run.block_ids}
+        written = {
+            block.block_id
+            for tables, first in self._given.values()
+            for table in tables
+            for block in table[first:]
+            if not block.is_null
+        }
         for new in output.scheduled_new_reqs:
             for ids in new.block_ids:
                 written.update(ids[new.num_computed_tokens // size :])

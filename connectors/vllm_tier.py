@@ -37,7 +37,7 @@ from tiercache.connector import Connector
 from tiercache.connectors.vllm_compat import check_version, resolve_kv_cache_block_sizes
 from tiercache.connectors.vllm_events import event_groups, name_blocks, of_group
 from tiercache.connectors.vllm_log import introduce, join_vllm
-from tiercache.connectors.vllm_names import Names
+from tiercache.connectors.vllm_names import Names, lengths_of
 from tiercache.connectors.vllm_settings import Settings, absence
 from tiercache.connectors.vllm_tier_form import engine_of_caller, make_namespaces
 from tiercache.connectors.vllm_tier_jobs import LoadJob, Orphan, Run, StoreJob, has_ended, runs_of
@@ -109,7 +109,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         for namespace in namespaces:
             self._groups.append(connected(namespace.group, namespace, pool))
         matcher = connected("lookups", namespaces[0], None)
-        names = Names(vllm_config, settings.model_id, settings.salt, wait_s=0)
+        lengths = lengths_of(vllm_config)  # a tier does not see what the workers have built
+        names = Names(vllm_config, settings.model_id, settings.salt, wait_s=0, lengths=lengths)
         names.read_later("vLLM's offloading")
         served = [group.namespace for group in self._groups]  # with the tenant
         self._lookups = Lookups(matcher, served, names, settings.request_timeout_s)

@@ -16,18 +16,20 @@ from functools import partial
 from typing import Any
 
 from tiercache.connector import Connector
+from tiercache.connectors.vllm_built import describe_built
 from tiercache.connectors.vllm_cards import Cards
 from tiercache.connectors.vllm_compat import CacheHitSource, base, check_version, resolve_kv_cache_block_sizes
 from tiercache.connectors.vllm_costs import Costs
 from tiercache.connectors.vllm_events import event_groups
 from tiercache.connectors.vllm_log import RequestLog, introduce, join_vllm
 from tiercache.connectors.vllm_names import Names, check_hashes
-from tiercache.connectors.vllm_orders import Orders, RankForm
+from tiercache.connectors.vllm_orders import Orders, RankForm, Report
 from tiercache.connectors.vllm_pool import check_groups, make_pools, replicated
 from tiercache.connectors.vllm_scheduler import Scheduler
 from tiercache.connectors.vllm_settings import Settings, absence
+from tiercache.connectors.vllm_siblings import Roll, check_parent, come_first, parent_of_caller
 from tiercache.connectors.vllm_stats import PromMetrics, Stats
-from tiercache.connectors.vllm_weights import RunnerTensors, Weights, runner_of_caller
+from tiercache.connectors.vllm_weights import RunnerTensors, Weights, models_of, runner_of_caller
 from tiercache.connectors.vllm_worker import Worker
 from tiercache.errors import ConfigError, TierCacheError, VersionError
 from tiercache.messages import INSTANCE_BYTES
@@ -43,16 +45,27 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._form = RankForm([])
+        self._begun: Any = None  # orders that have been begun
+        self._known = False  # the scheduler's half has the forms of all ranks
+        self._roll: Roll | None = None  # beside other connectors, until then
         join_vllm()
         # A load that fails is computed instead: no request may fail because its cache did.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._parent = parent_of_caller(self)
         try:
             check_version()
             self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
+            if self._parent is not None:
+                check_parent(self._parent)
             check_hashes(vllm_config)
             check_groups(vllm_config, kv_cache_config)
         except TierCacheError as error:
             self._form = RankForm([], str(error))
+        if self._parent is not None and role is base.KVConnectorRole.SCHEDULER:
+            if self._form.problem:
+                self._start([])
+            else:
+                self._roll = Roll(vllm_config.parallel_config.world_size)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -74,9 +87,13 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         groups: list[Connector] = []
         parallel = self._vllm_config.parallel_config
         try:
+            if self._parent is not None:
+                come_first(self._parent, self)
             # Where vLLM moves experts between ranks, theirs are not looked at: who changes them changes others too.
-            weights = Weights(RunnerTensors(runner_of_caller(), experts=not parallel.enable_eplb))
-            for spec, pool in make_pools(self._vllm_config, self._kv_cache_config, kv_caches):
+            runner = runner_of_caller()
+            weights = Weights(RunnerTensors(runner, experts=not parallel.enable_eplb))
+            built = describe_built(models_of(runner))
+            for spec, pool in make_pools(self._vllm_config, self._kv_cache_config, kv_caches, built):
                 direct = {"gds": self._settings.gds, "gds_store": self._settings.gds_store}
                 groups.append(self._connect(namespace=spec, pool=pool, **direct))
         except TierCacheError as error:
@@ -92,11 +109,14 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         self._form = RankForm(specs, absence=next(filter(None, map(absence, groups)), ""))
 
     def get_handshake_metadata(self) -> Any:
-        """For the scheduler's half: the form of this rank's blocks."""
-        return self._form
+        """For the scheduler's half: the form of this rank's blocks. Beside other connectors it is for them."""
+        return self._form if self._parent is None else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Before every step."""
+        """Before every step. Beside other connectors it is called twice."""
+        if kv_connector_metadata is self._begun:
+            return
+        self._begun, self._known = kv_connector_metadata, kv_connector_metadata.known
         if self._worker is not None:
             self._worker.begin(kv_connector_metadata)
 
@@ -126,7 +146,12 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
 
     def build_connector_worker_meta(self) -> Any:
         """Stores and loads that have ended."""
-        return self._worker.report() if self._worker is not None else None
+        report = self._worker.report() if self._worker is not None else None
+        if self._parent is None or self._known:
+            return report
+        report = report or Report()
+        report.forms[self._vllm_config.parallel_config.rank] = self._form
+        return report
 
     def get_kv_connector_stats(self) -> Any:
         """What was moved, or not moved for its cost, since the last call."""
@@ -138,7 +163,11 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """The forms of all ranks' blocks: from here on there is a cache."""
-        ranks = [metadata[rank] for rank in sorted(metadata)]
+        if self._parent is None:
+            self._start([metadata[rank] for rank in sorted(metadata)])
+
+    def _start(self, ranks: list[RankForm]) -> None:
+        """Connect the scheduler's half. `ranks` have said what their blocks are."""
         problem = next((form.problem for form in (self._form, *ranks) if form.problem), "")
         try:
             if problem:
@@ -166,11 +195,15 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
 
     def on_new_request(self, request: Any) -> None:
         """A request has arrived."""
+        if self._roll is not None:
+            self._roll.add(request)
         if self._scheduler is not None:
             self._scheduler.add(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """What can be loaded of a request, always asynchronously."""
+        if self._roll is not None and self._roll.waits(request.request_id):
+            return None, False
         if self._scheduler is None:
             return 0, False
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
@@ -189,14 +222,22 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
         """A step has been scheduled."""
-        return self._scheduler.step(scheduler_output) if self._scheduler is not None else Orders()
+        if self._scheduler is None:
+            return Orders(known=self._roll is None)
+        return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers say."""
+        report = connector_output.kv_connector_worker_meta
+        if self._roll is not None and report is not None and (ranks := self._roll.call(report)):
+            waiting, self._roll = self._roll.waiting.values(), None
+            self._start(ranks)
+            for request in waiting:
+                self.on_new_request(request)
         if self._scheduler is None:
             return
-        if connector_output.kv_connector_worker_meta is not None:
-            self._scheduler.reported(connector_output.kv_connector_worker_meta)
+        if report is not None:
+            self._scheduler.reported(report)
         if connector_output.finished_recving:
             bad = bool(connector_output.invalid_block_ids or connector_output.failed_recving)
             self._scheduler.loads_ended(connector_output.finished_recving, bad)
@@ -205,6 +246,8 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended. Its blocks are never held back: see `vllm_stores`."""
+        if self._roll is not None:
+            self._roll.remove(request.request_id)
         if self._scheduler is not None:
             self._scheduler.finished(request)
         return False, None

@@ -90,6 +90,20 @@ class Weights:
         return not self._looks
 
 
+def models_of(runner: Any) -> list[torch.nn.Module]:
+    """The model of one of vLLM's model runners, and that of its drafts if it has one."""
+    drafters = (getattr(runner, name, None) for name in DRAFTERS)
+    models = (unwrapped(getattr(owner, "model", None)) for owner in (runner, *drafters))
+    return [model for model in models if model is not None]
+
+
+def unwrapped(model: Any) -> torch.nn.Module | None:
+    """A model without what vLLM wraps it in for CUDA graphs and micro-batches; None where it is none."""
+    if not isinstance(model, torch.nn.Module) and callable(getattr(model, "unwrap", None)):
+        model = model.unwrap()
+    return model if isinstance(model, torch.nn.Module) else None
+
+
 class RunnerTensors:
     """The parameters and buffers of the models of one of vLLM's model runners, whatever has become of its modules."""
 
@@ -102,13 +116,8 @@ class RunnerTensors:
         self._tensors: list[tuple[str, dict[str, Any], str]] = []
         self._walk()
 
-    def _models(self) -> list[torch.nn.Module]:
-        drafters = (getattr(self._runner, name, None) for name in DRAFTERS)
-        models = [self._runner.model, *(getattr(drafter, "model", None) for drafter in drafters)]
-        return [model for model in models if isinstance(model, torch.nn.Module)]
-
     def _walk(self) -> None:
-        self._roots = self._models()
+        self._roots = models_of(self._runner)
         self._places, self._tensors, seen = [], [], set[int]()
         for model in self._roots:
             for name, module in model.named_modules():
@@ -124,7 +133,9 @@ class RunnerTensors:
     def __call__(self) -> list[tuple[str, torch.Tensor]]:
         """As they are now. Some tens of microseconds, unless modules have been exchanged."""
         try:
-            if not (_same(self._models(), self._roots) and _same([o[k] for o, k in self._places], self._children)):
+            if not (
+                _same(models_of(self._runner), self._roots) and _same([o[k] for o, k in self._places], self._children)
+            ):
                 self._walk()
             return [(name, owner[key]) for name, owner, key in self._tensors if owner[key] is not None]
         except KeyError:
@@ -144,7 +155,7 @@ def runner_of_caller() -> Any:
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(getattr(owner, "model", None), torch.nn.Module):
+        if unwrapped(getattr(owner, "model", None)) is not None:
             return owner
         frame = frame.f_back
     raise ModelRefused("this vLLM does not show its weights, so that a change of them could not be noticed")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tiercache.connectors import vllm_names
-from tiercache.connectors.vllm_names import Names
+from tiercache.connectors.vllm_names import Names, check_hashes, lengths_of
 from tiercache.errors import ModelRefused
 
 LONG_S = 600.0
@@ -26,16 +26,22 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def names_of(folder: Path, wait_s: float = LONG_S) -> Names:
-    model = SimpleNamespace(
-        model=str(folder), revision=None, dtype="float32", quantization=None,
-        hf_config=SimpleNamespace(to_dict=lambda: {"layers": 4, "_name_or_path": str(folder)}),
-    )  # fmt: skip
+def names_of(folder: Path, wait_s: float = LONG_S, more: dict[str, Any] | None = None, **options: Any) -> Names:
+    """`options` are of vLLM's model_config."""
+    fields: dict[str, Any] = {
+        "model": str(folder), "revision": None, "dtype": "float32", "quantization": None,
+        "hf_config": config_of(folder), **options,
+    }  # fmt: skip
+    model = SimpleNamespace(**fields)
     config = SimpleNamespace(
         model_config=model, load_config=SimpleNamespace(load_format="auto"), speculative_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )  # fmt: skip
-    return Names(config, "", "", wait_s=wait_s)
+    return Names(config, "", "", wait_s=wait_s, **(more or {}))
+
+
+def config_of(folder: Path, layers: int = 4) -> Any:
+    return SimpleNamespace(to_dict=lambda: {"layers": layers, "_name_or_path": str(folder)})
 
 
 def adapter(folder: Path, number: int, **options: Any) -> Any:
@@ -104,6 +110,59 @@ def test_an_adapter_is_its_content_when_it_was_loaded(folder: Path, tmp_path: Pa
     assert second not in (b"", first)
     assert names.root(adapter(place, 1, load_inplace=True)) == second
     assert names.root(adapter(place, 2)) == b""
+
+
+def test_what_changes_kv_besides_weights_is_in_the_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def root(**options: Any) -> bytes:
+        names = names_of(folder, **options)
+        names.read_model()
+        return names.root()
+
+    media, roots = SimpleNamespace(mm_processor_kwargs={"max_pixels": 4096}), [root()]
+    for options in (
+        {"hf_config": config_of(folder, layers=5)},
+        {"dtype": "bfloat16"},
+        {"quantization": "fp8"},
+        {"quantization_config": {"linear": "int8"}},
+        {"model_impl": "transformers"},
+        {"override_generation_config": {"attn_temperature_tuning": True}},
+        {"multimodal_config": media},
+        {"trust_remote_code": True, "more": {"x": 1}},
+    ):
+        roots.append(root(**options))
+    (folder / "modeling.py").write_text("scale = 2")
+    assert root() == roots[0], "the code is not used"
+    roots += [root(trust_remote_code=True)]
+    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+    roots += [root()]
+    assert len(set(roots)) == len(roots)
+
+
+def test_the_length_that_modules_were_built_by_stands_for_them() -> None:
+    """Where vLLM makes the length fit into memory afterwards, that is another one."""
+
+    def lengths(**options: Any) -> list[int]:
+        return lengths_of(SimpleNamespace(model_config=SimpleNamespace(**options)))
+
+    assert lengths(max_model_len=512, original_max_model_len=512) != lengths(
+        max_model_len=512, original_max_model_len=-1
+    )
+    assert lengths(max_model_len=512) != lengths(max_model_len=2048)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"calculate_kv_scales": True}, "calculate_kv_scales"),
+        ({"prefix_caching_hash_algo": "xxhash"}, "set it to sha256"),
+        ({"enable_prefix_caching": False}, "prefix caching is off"),
+    ],
+)
+def test_what_is_of_its_own_in_each_process_is_refused(options: dict[str, Any], words: str) -> None:
+    fields = {"prefix_caching_hash_algo": "sha256", "enable_prefix_caching": True, "calculate_kv_scales": False}
+    check_hashes(SimpleNamespace(cache_config=SimpleNamespace(**fields)))
+    with pytest.raises(ModelRefused, match=words):
+        check_hashes(SimpleNamespace(cache_config=SimpleNamespace(**{**fields, **options})))
 
 
 def test_an_epoch_renames_everything(folder: Path) -> None:

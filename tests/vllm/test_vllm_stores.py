@@ -46,14 +46,26 @@ class Engine:
         self.stores.begin(request, ROOT, b"", found)
         return request
 
-    def step(self, tokens: dict[str, int], **new: list[int]) -> Orders:
-        """Schedules `tokens` of each request, and gives new blocks to some."""
+    def step(
+        self, tokens: dict[str, int], starts: dict[str, tuple[int, list[int]]] | None = None, **new: list[int]
+    ) -> Orders:
+        """Schedules `tokens` of each request, and gives new blocks to some.
+
+        `starts`: requests of which so many tokens are there already, and all of their blocks.
+        """
         orders = Orders()
         cached = SimpleNamespace(
             req_ids=list(new), num_computed_tokens=[0] * len(new), resumed_req_ids=set(),
             new_block_ids=[(blocks,) for blocks in new.values()],
         )  # fmt: skip
-        output = SimpleNamespace(num_scheduled_tokens=tokens, scheduled_new_reqs=[], scheduled_cached_reqs=cached)
+        started = [
+            SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=(ids,))
+            for name, (computed, ids) in (starts or {}).items()
+        ]
+        for name, (computed, _) in (starts or {}).items():
+            if name in self.requests:
+                self.requests[name].num_computed_tokens = computed
+        output = SimpleNamespace(num_scheduled_tokens=tokens, scheduled_new_reqs=started, scheduled_cached_reqs=cached)
         self.stores.step(output, orders)
         for name, count in tokens.items():
             self.requests[name].num_computed_tokens += count
@@ -122,6 +134,40 @@ def test_a_step_ends_stores_whose_blocks_it_writes_to(why: str) -> None:
     assert engine.step({"b": 1}, b=[2]).flush == [store.job]
     engine.stores.reported(Report({store.job: 1}))
     assert engine.step({"b": 1}, b=[2]).flush == []
+
+
+def blocks(ids: list[int]) -> list[list[Any]]:
+    return [[SimpleNamespace(block_id=block, is_null=block == 0) for block in ids]]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_blocks_that_another_connector_may_fill_end_the_stores_that_read_them(waits: bool) -> None:
+    """Be it while their request waits, or in the step that computes it: what vLLM takes for computed is new too."""
+    engine = Engine()
+    engine.add("a", [1, 2, 3])
+    engine.add("b", [4])
+    [store] = engine.step({"a": 12}).fresh
+    engine.finish("a")
+    engine.stores.allocated("c", blocks([3, 4]), 1)
+    assert engine.step({"b": 1}).flush == [], "it has the first from vLLM's own cache"
+    engine.stores.allocated("c", blocks([0, 3, 4]), 1)
+    orders = engine.step({"b": 1}) if waits else engine.step({"b": 1}, starts={"c": (8, [0, 3, 4])})
+    assert orders.flush == [store.job]
+    assert engine.step({"b": 1}).flush == [], "it was said"
+
+
+def test_what_follows_a_load_of_another_connector_in_the_same_step_is_stored_at_its_end() -> None:
+    """Whether that has come is known only later, and what is computed from it is computed again if not."""
+    engine = Engine()
+    for name, first in (("loaded", 0), ("cached", 2)):
+        engine.add(name, [1, 2, 3])
+        engine.stores.allocated(name, blocks([1, 2, 3]), first)
+        orders = engine.step({name: 4}, starts={name: (8, [1, 2, 3])})
+        assert [len(store.keys) // KEY_BYTES for store in orders.fresh] == ([] if name == "loaded" else [3])
+    assert engine.step({"loaded": 4}).fresh == []
+    engine.finish("loaded")
+    [store] = engine.step({}).ready
+    assert store.runs == (Run(0, [1, 2, 3]),)
 
 
 def test_all_stores_that_read_a_block_are_ended() -> None:

@@ -27,11 +27,17 @@ os.environ.update(
 )  # fmt: skip
 
 
+def ours(connector: Any) -> Any:
+    """The connector that is ours: vLLM's, or one of those in its MultiConnector."""
+    children = getattr(connector, "sub_connectors", [connector])
+    return next((child for child in children if hasattr(child, "_scheduler")), connector)
+
+
 def worker_groups(worker: Any) -> list[Any]:
     """In the process of a rank: its connectors to the cache."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    connector: Any = get_kv_transfer_group()
+    connector = ours(get_kv_transfer_group())
     return list(connector._worker._groups) if connector._worker is not None else []
 
 
@@ -60,6 +66,7 @@ def hold(worker: Any, way: str, folder: str, damage: bool) -> None:
         while not (Path(folder) / "go").exists() and time.monotonic() < deadline_s:
             time.sleep(0.005)
         copied = copy(*arguments)
+        (Path(folder) / "copied").touch()
         if damage:
             for cache in worker.model_runner.kv_caches:
                 cache[arguments[1]] *= -1
@@ -104,12 +111,16 @@ class Child:
             # Else later stages of an eager engine on a CPU have no buffers.
             self.llm.collective_rpc("execute_dummy_batch")
         self.core: Any = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
-        connector = self.core.scheduler.connector
-        self.scheduler = getattr(connector, "_scheduler", None)
+        self.connector = connector = ours(self.core.scheduler.connector)
         self.offloading = getattr(connector, "connector_scheduler", None)
         self.tier = self.offloading.manager.secondary_tiers[0] if self.offloading is not None else None
         self.happened = {"preemptions": 0, "flushes": 0, "drafts": 0}
         self._count_what_happens()
+
+    @property
+    def scheduler(self) -> Any:
+        """Of our connector, if it is served."""
+        return getattr(self.connector, "_scheduler", None)
 
     def _count_what_happens(self) -> None:
         preempt, step = self.core.scheduler._preempt_request, getattr(self.scheduler, "step", None)
