@@ -60,7 +60,7 @@ class Names:
     def read_later(self, who: str) -> None:
         """Nothing: it is named."""
 
-    def root(self, lora_request: Any) -> bytes:
+    def root(self, lora_request: Any, own: bool = False) -> bytes:
         return b"r" * 16
 
 
@@ -131,6 +131,7 @@ def make_request(name: str) -> Any:
     hashes = [f"{name} {number}".encode().ljust(32) for number in range(PROMPT_BLOCKS)]
     return SimpleNamespace(
         request_id=name, num_prompt_tokens=PROMPT_BLOCKS * BLOCK, num_computed_tokens=0, num_preemptions=0,
+        mm_features=(),
         block_hashes=hashes, lora_request=None, kv_transfer_params=None,
     )  # fmt: skip
 

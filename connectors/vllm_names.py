@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from tiercache.messages import KEY_BYTES
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 HASHES = ("sha256", "sha256_cbor")
+CONTENT = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
+"""What vLLM's hashes of images, sounds and videos look like."""
 OPTIONS = (
     "quantization_config", "model_impl", "model_class_overrides", "code_revision", "disable_sliding_window",
     "generation_config", "override_generation_config",
@@ -77,6 +80,7 @@ class Names:
         self._model_id = model_id
         self._salt = salt
         self._epoch = ""
+        self._engine = os.urandom(KEY_BYTES).hex()
         self._model = ""
         self._named = threading.Event()
         forks.watch(self, "_named")
@@ -121,9 +125,10 @@ class Names:
         self._model = json.dumps(described, sort_keys=True, default=str)
         self._named.set()
 
-    def root(self, lora_request: Any = None) -> bytes:
+    def root(self, lora_request: Any = None, own: bool = False) -> bytes:
         """The root of a request's chain; empty while it has no name. Reads an adapter that it has not seen.
 
+        With `own` it is no other engine's: what the request says of its content means something in this one only.
         Blocks until there is a name, for `wait_s` after the start at most. Raises ModelRefused, OSError.
         """
         if not self._named.wait(max(0.0, self._deadline_s - time.monotonic())):
@@ -132,7 +137,10 @@ class Names:
         adapter = self._adapter(lora_request) if path else ""
         if path and not adapter:
             return b""
-        content = content_id(self._model, extra=[("epoch", self._epoch), ("adapter", adapter)])
+        extra = [("epoch", self._epoch), ("adapter", adapter)]
+        if own:
+            return salted_root(content_id(self._model, extra=[*extra, ("engine", self._engine)]), self._salt)
+        content = content_id(self._model, extra=extra)
         self.on_use(content, name, path)
         return salted_root(content, self._salt)
 
@@ -158,6 +166,14 @@ def _states(path: str) -> list[tuple[str, int, int, int]]:
     place = Path(path)
     states = [(file.name, file.stat()) for file in ([place] if place.is_file() else sorted(place.glob("*")))]
     return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
+
+
+def names_content(request: Any) -> bool:
+    """Whether all that vLLM's block hashes say of a request is content, and not a name that its user has given.
+
+    vLLM takes ids that users give to images (`multi_modal_uuids`) for the images, as they are: they look like no hash.
+    """
+    return all(CONTENT.fullmatch(feature.mm_hash or feature.identifier) for feature in request.mm_features)
 
 
 def lengths_of(vllm_config: Any) -> list[int]:

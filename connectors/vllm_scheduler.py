@@ -25,7 +25,7 @@ from tiercache.connectors.vllm_compat import CacheHitSource, block_tables, local
 from tiercache.connectors.vllm_costs import Costs
 from tiercache.connectors.vllm_hints import hint_of
 from tiercache.connectors.vllm_log import RequestLog
-from tiercache.connectors.vllm_names import Names, keys_of
+from tiercache.connectors.vllm_names import Names, keys_of, names_content
 from tiercache.connectors.vllm_orders import Load, Orders, Report, Said
 from tiercache.connectors.vllm_stores import Stores, runs_of
 from tiercache.errors import TierCacheError
@@ -106,6 +106,7 @@ class Scheduler:
         kv_cache_manager: vLLM's, which knows the blocks of its requests.
         costs: say which loads are worth it; without, all are.
         log: says what requests got.
+        media_ids: whether ids of images that users have given name their content.
         introduce: says which cache this is, and returns whether it is there. May block for a request.
     """
 
@@ -120,10 +121,12 @@ class Scheduler:
         costs: Costs | None = None,
         log: RequestLog | None = None,
         introduce: Callable[[], bool] = lambda: True,
+        media_ids: bool = False,
     ) -> None:
         self.connector = connector
         self._specs = list({spec.fingerprint(): spec for specs in ranks for spec in specs}.values())
         self._names = names
+        self._media_ids = media_ids
         self._per_block = per_block
         self._block_size = connector.namespace.block_size
         self._background = Background("tiercache-lookup")
@@ -167,9 +170,13 @@ class Scheduler:
         """In the background thread."""
         adapter = request.lora_request
         if adapter is None:
-            self._match(request, lookup, partial(self._names.root, None))
+            self._match(request, lookup, partial(self._names.root, None, self._own(request)))
         elif not self._adapters.begin(_number(adapter), partial(self._find_adapter, request, lookup)):
             lookup.done = True
+
+    def _own(self, request: Any) -> bool:
+        """Whether a request's blocks are for this engine only."""
+        return not self._media_ids and not names_content(request)
 
     def _greet(self) -> None:
         """In the background thread."""
@@ -180,7 +187,7 @@ class Scheduler:
         root = b""
         try:
             if lookup.wanted:
-                root = self._names.root(request.lora_request)
+                root = self._names.root(request.lora_request, self._own(request))
         except (TierCacheError, OSError) as error:
             logger.warning("a request goes without the cache: %s", error)
         self._background.begin_with(partial(self._match, request, lookup, lambda: root))

@@ -22,6 +22,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tenant: whose blocks these are, for the daemon's quotas. They are found by the same tenant only.
         load: `auto` loads what is faster loaded than computed, by what both have lately taken; `always` all that
             is found.
+        media_ids: ids that users give to images, sounds and videos name them in this `engine` only, or their
+            `content` wherever they are used.
         load_timeout_s: a load that takes longer is computed instead.
         request_timeout_s: deadline of one request to the daemon.
         gds: `auto` reads from NVMe straight into the GPU where that is faster.
@@ -35,6 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     salt: str = ""
     tenant: str = ""
     load: Literal["auto", "always"] = "auto"
+    media_ids: Literal["engine", "content"] = "engine"
     load_timeout_s: float = LOAD_TIMEOUT_S
     request_timeout_s: float = REQUEST_TIMEOUT_S
     gds: str = "off"

@@ -188,7 +188,16 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         rank_specs = [form.specs for form in ranks]
         log, introduction = RequestLog(settings.log_requests), partial(introduce, connector, len(ranks))
         self._scheduler = Scheduler(
-            connector, rank_specs, names, per_block, windowed, self._kv_cache_manager, costs, log, introduction
+            connector,
+            rank_specs,
+            names,
+            per_block,
+            windowed,
+            self._kv_cache_manager,
+            costs,
+            log,
+            introduction,
+            media_ids=settings.media_ids == "content",
         )
         for why in dict.fromkeys(filter(None, (absence(connector), *(form.absence for form in ranks)))):
             logger.warning("vLLM is served without the cache until that changes: %s", why)

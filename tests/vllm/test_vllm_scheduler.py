@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,11 +64,11 @@ class Names:
         self.epochs = 0
         self.hangs, self.goes_on = threading.Event(), threading.Event()
 
-    def root(self, lora_request: Any) -> bytes:
+    def root(self, lora_request: Any, own: bool = False) -> bytes:
         if lora_request is not None and lora_request.lora_path == "hangs":
             self.hangs.set()
             assert self.goes_on.wait(PATIENCE_S)
-        return bytes([self.epochs]) * KEY_BYTES
+        return bytes([self.epochs, own]) * (KEY_BYTES // 2)
 
     def new_epoch(self) -> None:
         self.epochs += 1
@@ -89,12 +89,12 @@ class Rig:
         self.costs = Costs(SIZE)
         self.scheduler = Scheduler(cache, [[SPEC]], names, 1, False, blocks, self.costs)
 
-    def add(self, name: str, blocks: int, adapter: Any = None) -> Any:
+    def add(self, name: str, blocks: int, adapter: Any = None, media: Sequence[Any] = ()) -> Any:
         """A request of so many blocks, all of which begin alike."""
         request = SimpleNamespace(
             request_id=name, num_prompt_tokens=blocks * SIZE + 1, num_computed_tokens=0, num_preemptions=0,
             block_hashes=[bytes([block]) * 32 for block in range(blocks)], lora_request=adapter,
-            kv_transfer_params=None,
+            kv_transfer_params=None, mm_features=media,
         )  # fmt: skip
         self.tables[name] = [SimpleNamespace(block_id=block, is_null=False) for block in range(blocks)]
         self.scheduler.add(request)
@@ -196,6 +196,23 @@ def test_what_is_not_wanted_is_given_back_and_a_reset_forgets(rig: Rig) -> None:
     rig.looked_up()
     assert rig.cache.released == rig.cache.found
     assert rig.scheduler.matched_tokens(reset, 0) == 0
+
+
+@pytest.mark.parametrize("number", [None, 1])
+def test_ids_that_users_give_to_images_name_them_in_one_engine_only(rig: Rig, number: int | None) -> None:
+    def own(*ids: str) -> bool:
+        images = [SimpleNamespace(mm_hash=name, identifier=f"adapter:{name}") for name in ids]
+        request = rig.add(f"{ids}", 2, None if number is None else adapter(number, "fine"), images)
+        answer(rig, request)
+        lookup = rig.scheduler._requests[request.request_id].lookup
+        assert lookup is not None
+        return bool(lookup.root[1])
+
+    rig.cache.go_on.set()
+    hashed = "0123456789abcdef" * 4
+    assert [own(), own(hashed), own(hashed, "cat.png"), own("cat.png")] == [False, False, True, True]
+    rig.scheduler._media_ids = True
+    assert not own("dog.png", hashed)
 
 
 def adapter(number: int, path: str, **options: Any) -> Any:
