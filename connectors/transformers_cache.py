@@ -342,7 +342,7 @@ class PrefixCache:
             pad_id = options.get("pad_token_id", getattr(config, "pad_token_id", None))
             if pad_id in input_ids.flatten().tolist():
                 return "it has padding and no attention_mask"
-        elif attention_mask.shape != input_ids.shape:
+        elif getattr(attention_mask, "shape", None) != input_ids.shape:  # a dict, too
             return "its attention_mask has another shape than its input_ids"
         return self._unserved_mask(input_ids, attention_mask)
 

@@ -28,6 +28,7 @@ import msgspec
 
 from tiercache.config import DaemonConfig
 from tiercache.daemon.space import Namespace
+from tiercache.daemon.traffic import PROBE_ENGINE
 from tiercache.errors import ConfigError
 from tiercache.messages import KEY_BYTES, Hint
 
@@ -104,8 +105,8 @@ class Recorder:
         self, kind: str, namespaces: Sequence[Namespace], keys: bytes, parent: bytes, fields: dict[str, Any]
     ) -> None:
         writer, size = self._thread, len(keys)
-        if writer.ended:
-            return
+        if writer.ended or (namespaces and all(one.spec.engine == PROBE_ENGINE for one in namespaces)):
+            return  # a readiness probe is no traffic
         if self._queue.qsize() >= MAX_QUEUED or self._put_bytes - writer.taken_bytes + size > MAX_QUEUED_BYTES:
             self.lost += 1
             return

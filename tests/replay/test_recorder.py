@@ -18,6 +18,7 @@ from tiercache.daemon.counters import Counters
 from tiercache.daemon.policies import Policies
 from tiercache.daemon.recorder import Recorder
 from tiercache.daemon.space import Namespace, Space
+from tiercache.daemon.traffic import PROBE_ENGINE
 from tiercache.errors import ConfigError, DaemonUnavailable
 from tiercache.replay.formats.lines import BadTrace
 from tiercache.replay.formats.recorded import Recorded, RecordedReader
@@ -36,6 +37,7 @@ class Recording:
         form = {"engine": "secret-model", "layout": "x", "dtype": "uint8", "block_bytes": 4096}
         self.chain = space.open_namespace(tiercache.NamespaceSpec(block_size=16, **form))
         self.window = space.open_namespace(tiercache.NamespaceSpec(block_size=8, window_blocks=3, **form))
+        self.probe = space.open_namespace(tiercache.NamespaceSpec(block_size=1, **{**form, "engine": PROBE_ENGINE}))
 
     def look(self, keys: bytes, *had: int, namespaces: list[Namespace] | None = None) -> None:
         self.recorder.looked(namespaces or [self.chain], keys, *(had or (0, 0)), promote=True)
@@ -89,6 +91,16 @@ def test_what_was_asked_is_read_again(one: Recording) -> None:
     assert (found[0].had, found[0].promote, found[2].promote) == ((3, 1), True, False)
     assert (found[5].tier, found[6].tier) == ("", "dram")
     assert (found[0].input_tokens, found[2].input_tokens) == (4 * 16, 3 * 16)
+
+
+def test_readiness_probes_are_no_traffic(one: Recording) -> None:
+    keys = chain("a", 2)
+    one.recorder.stored(one.probe, b"", keys)
+    one.look(keys, 2, 0, namespaces=[one.probe])
+    one.recorder.forgot([one.probe], b"", "all")
+    one.look(keys)
+    one.recorder.forgot([one.probe, one.chain], b"", "all")
+    assert [request.kind for request in one.requests()] == [Kind.LOOK, Kind.FORGET]
 
 
 def test_nothing_of_keys_models_and_tenants_is_in_the_file(one: Recording) -> None:
