@@ -160,6 +160,7 @@ class ReadRequests:
                     waiting.append(parked)
             if not waiting:
                 del self._parked[lease_id]
+                self._due.pop(lease_id, None)  # one that has lost a block has ended only now, and said so
             elif looked < due:
                 self._due[lease_id] = due - looked
         return bool(self._due)
