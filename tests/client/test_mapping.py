@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tiercache.arena import create_region
-from tiercache.errors import ProtocolError
+from tiercache import mapping as module
+from tiercache.arena import Region, create_region
+from tiercache.errors import ArenaError, DeadlineExceeded, ProtocolError
 from tiercache.mapping import FEW, ArenaMapping
+from tiercache.messages import REGION_SHIFT
+
+WAIT_S = 60
 
 
 @pytest.mark.parametrize("count", [1, FEW, 4 * FEW])
@@ -31,3 +42,139 @@ def test_no_frame_outside_its_region_has_an_address(count: int) -> None:
         os.close(fd)
         mapping.end()
         assert mapping.wait_unmapped(60)
+
+
+@contextmanager
+def region(size_bytes: int = 1 << 20) -> Iterator[int]:
+    fd = create_region(size_bytes, "test")
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def packed(region_id: int) -> bytes:
+    return (region_id << REGION_SHIFT).to_bytes(8, "little")
+
+
+def test_a_region_is_mapped_once_and_its_number_is_bounded() -> None:
+    mapping = ArenaMapping(lambda registration: None)
+    try:
+        with region() as fd:
+            mapping.add([(3, 1 << 20)], [fd])
+            address = mapping.addresses(packed(3), 4096, 1.0)
+            for bad in (3, -1, 1 << (64 - REGION_SHIFT)):
+                with pytest.raises(ProtocolError, match="out of range or was sent twice"):
+                    mapping.add([(bad, 1 << 20)], [fd])
+            with pytest.raises(ProtocolError, match="2 regions came with 1 descriptors"):
+                mapping.add([(4, 1 << 20), (5, 1 << 20)], [fd])
+        assert mapping.region_count == 1
+        assert mapping.addresses(packed(3), 4096, 1.0) == address
+    finally:
+        mapping.end()
+
+
+def test_who_waits_for_a_region_hears_that_none_will_come() -> None:
+    mapping = ArenaMapping(lambda registration: None)
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            mapping.addresses(packed(7) * FEW, 4096, WAIT_S)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    mapping.end()
+    thread.join(WAIT_S)
+    assert [type(error) for error in errors] == [DeadlineExceeded]
+
+
+def test_the_mapping_goes_with_the_last_copy() -> None:
+    mapping = ArenaMapping(lambda registration: None)
+    with region() as fd:
+        mapping.add([(0, 1 << 20)], [fd])
+        address = int(mapping.addresses(packed(0), 4096, 1.0)[0])
+        for _ in range(2):
+            assert mapping.begin_copy()
+        mapping.end()
+        assert not mapping.begin_copy()
+        mapping.end_copy()
+        ctypes.memset(address, 7, 1 << 20)  # a process whose mapping had gone would die of it
+        mapping.end_copy()
+        assert mapping.wait_unmapped(WAIT_S)
+        assert mapping.region_count == 0
+        mapping.add([(1, 1 << 20)], [fd])
+        assert mapping.region_count == 0, "nothing is mapped after the end"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_the_gpu_driver_keeps_stays_mapped(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    """Its addresses would else serve something else, which the GPU could still write to."""
+
+    class Driver:
+        def register(self, address: int, size_bytes: int) -> None:
+            pass
+
+        def unregister(self, address: int) -> None:
+            if kept:
+                raise ArenaError("as the test wants it")
+
+    unmapped: list[int] = []
+    unmap = Region.unmap
+
+    def note(self: Region) -> None:
+        unmapped.append(self.region_id)
+        unmap(self)
+
+    monkeypatch.setattr(module, "process_memory", Driver())
+    monkeypatch.setattr(Region, "unmap", note)
+    ready = threading.Event()
+    mapping = ArenaMapping(lambda registration: ready.set(), cuda=True)
+    with region() as fd:
+        mapping.add([(0, 1 << 20)], [fd])
+        assert ready.wait(WAIT_S)
+        assert mapping.registration == "cuda"
+        mapping.end()
+        assert mapping.wait_unmapped(WAIT_S)
+    assert unmapped == ([] if kept else [0])
+
+
+def test_memory_that_could_shrink_or_is_of_another_size_is_not_mapped() -> None:
+    """A file that shrinks under a copy kills the process."""
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, 1 << 20)
+        with pytest.raises(ArenaError, match="not 1048576 and sealed"):
+            Region(0, fd, 1 << 20)
+        fcntl.fcntl(fd, 1033, fcntl.F_SEAL_SHRINK if hasattr(fcntl, "F_SEAL_SHRINK") else 2)
+        with pytest.raises(ArenaError, match="and sealed"):
+            Region(0, fd, 1 << 20)
+    finally:
+        os.close(fd)
+    with region() as sealed, pytest.raises(ArenaError, match="1048576 bytes with seals"):
+        Region(0, sealed, 1 << 21)
+    with open("/dev/null", "rb") as file, pytest.raises(ArenaError, match="no memory file"):
+        Region(0, file.fileno(), 0)
+
+
+def test_a_forked_child_does_not_have_the_mapping() -> None:
+    """It would keep the arena's memory for as long as it lives."""
+    with region() as fd:
+        mapped = Region(0, fd, 1 << 20)
+        try:
+            flags = _flags_of(mapped.address)
+        finally:
+            mapped.unmap()
+    assert "dc" in flags  # do not copy on fork
+
+
+def _flags_of(address: int) -> list[str]:
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= address < int(match[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    pytest.skip("this kernel does not say how memory is mapped")
