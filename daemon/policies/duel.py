@@ -47,8 +47,8 @@ class Duel:
         self.second = self._points[True] > self._points[False]
 
     def used(self, key: bytes, evictions: int) -> None:
-        """One that is waited for is used, after so many evictions."""
-        speaks_for_second, until = self.waiting.pop(key)
+        """One that was waited for is used, after so many evictions."""
+        speaks_for_second, until = self.waiting.pop(key, (False, -1))
         if evictions > until:
             return
         points = self._points

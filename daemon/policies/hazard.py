@@ -64,6 +64,8 @@ class LeastWorth:
         self._evictions = 0  # since the last ranks
         self._evicted = 0  # before
         self._inserted = 0
+        self._holds = 0  # blocks, when a request last came
+        self._seen: list[bytes] = []  # of those that the duel waits for, used since then
         self._ranked_for = 0  # evictions
         self._duel = Duel()  # with what was used longest ago
         self._version = -1
@@ -88,7 +90,7 @@ class LeastWorth:
             stamp[entry], classes[entry], used_at[entry] = clock, block_class, now
             gap[entry], uses[entry], shared[entry] = AGES - 1, 0, 0
             if key[entry] in waiting:
-                self._duel.used(key[entry], self._evicted + self._evictions)
+                self._seen.append(key[entry])
         columns.clock = clock
         self._inserted += len(entries)
         if index.children[parent] > 1:
@@ -112,10 +114,11 @@ class LeastWorth:
             self.remove(entry)
         self._stamp(entry)
         if (key := self._index.key[entry]) in self._duel.waiting:
-            self._duel.used(key, self._evicted + self._evictions)
+            self._seen.append(key)
         predictor = self._predictor
         now, context = self._turnover.now, predictor.context
         if context is not None:
+            self._tell_duel()
             self._gap[entry] = age_bucket(now - self._used_at[entry])
             self._uses[entry] = min(255, self._uses[entry] + 1)
             self._class[entry] = context.block_class
@@ -127,6 +130,14 @@ class LeastWorth:
         columns = self._columns
         columns.clock += 1
         columns.stamp[entry] = columns.clock
+
+    def _tell_duel(self) -> None:
+        """Between requests, so that a run of blocks is to it what its blocks are one by one."""
+        evictions = self._evicted + self._evictions
+        self._holds = self._inserted - evictions
+        for key in self._seen:
+            self._duel.used(key, evictions)
+        self._seen.clear()
 
     def _take_over(self, entry: int, child: int) -> None:
         """What a child knew is its parent's: it was used whenever that was."""
@@ -215,7 +226,7 @@ class LeastWorth:
         ranked, worth, oldest = self._orders_of_few() if count <= FEW_CELLS else self._orders()
         self._evicted += self._evictions
         # As many evictions later, all that is here now would have gone if nothing of it had been used.
-        self._duel.pair(self._victims(ranked), self._victims(oldest), self._evicted, self._inserted)
+        self._duel.pair(self._victims(ranked), self._victims(oldest), self._evicted, self._evicted + self._holds)
         if self._duel.second:
             ranked, worth = oldest, [float(cell & _TICK_MASK) for cell in oldest]
         self._ranked, self._worth = ranked, worth
