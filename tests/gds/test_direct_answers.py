@@ -1,0 +1,160 @@
+"""What is done with each answer of the daemon on the way past DRAM: without a daemon, a disk or a GPU."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiercache import direct_store
+from tiercache.direct import load_direct
+from tiercache.direct_store import _Store
+from tiercache.errors import ProtocolError, RequestRefused
+from tiercache.messages import NO_LEASE, Abort, BadExtent, CommitState, Extent, pack_extents
+from tiercache.transfer import CopyLost, Limit
+
+KEYS = bytes(range(256))  # 16 blocks
+PLACE = Extent(0, 0, 0, 0, 0, 4096, 4096, 0)
+
+
+class Session:
+    """Answers what the test says, in order, and remembers what it was asked."""
+
+    generation = 1
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[Any, dict[str, Any]]] = []
+
+    def call(self, request: Any, _: Any, **fields: Any) -> Any:
+        self.asked.append((request, fields))
+        if request in (Abort, BadExtent):
+            return None
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def namespace_id(self, spec: Any) -> int:
+        return 1
+
+    def fileno(self) -> int:
+        return 3
+
+    def of(self, request: Any) -> list[dict[str, Any]]:
+        return [fields for kind, fields in self.asked if kind is request]
+
+
+def extents(first: int, count: int) -> SimpleNamespace:
+    return SimpleNamespace(first=first, extents=pack_extents([PLACE] * count), directories=["/d"])
+
+
+def load(session: Session, good: int, bad: bool = False) -> int:
+    loader: Any = SimpleNamespace(off=False, pool=SimpleNamespace(block_bytes=4096))
+    loader.load = lambda *_: SimpleNamespace(good=good, bad=bad)
+    ids = np.arange(4, dtype=np.int64)
+    return load_direct(session, 7, 1, "print", KEYS, loader, ids, 3, Limit())  # type: ignore[arg-type]
+
+
+def test_a_direct_load_takes_no_other_extents_than_it_has_asked_for() -> None:
+    assert load(Session(extents(3, 4)), 4) == 4
+    for wrong in (extents(2, 4), extents(3, 5)):
+        with pytest.raises(ProtocolError, match="other extents"):
+            load(Session(wrong), 4)
+
+
+def test_a_direct_load_ends_with_the_first_block_that_did_not_come() -> None:
+    session = Session(extents(3, 4))
+    assert load(session, 2, bad=True) == 2
+    assert session.of(BadExtent) == [{"lease": 7, "namespace": 1, "index": 5}]
+    session = Session(extents(3, 2))
+    assert load(session, 2) == 2, "it does not ask again for what has no extent"
+    assert load(Session(RequestRefused("unknown_lease", "over")), 4) == 0
+
+
+class Writer:
+    """A store of four blocks, and what became of its lease."""
+
+    def __init__(self, session: Session, sums: Any = (1, 2, 3, 4)) -> None:
+        self.session, self.limit = session, Limit()
+        self.let_go: list[int] = []
+        leases = SimpleNamespace(keep=lambda *_, **__: None, let_go=self.let_go.append)
+
+        def write(*_: Any) -> Any:
+            if isinstance(sums, Exception):
+                raise sums
+            return list(sums)
+
+        storer = SimpleNamespace(store=write, pool=SimpleNamespace(block_bytes=4096), note=lambda text: None)
+        spec = SimpleNamespace(fingerprint=lambda: "print")
+        client = SimpleNamespace(leases=leases)
+        self.store = _Store(client, session, storer, spec, KEYS, self.limit, None)  # type: ignore[arg-type]
+
+    def write(self, places: int = 4) -> tuple[int, int, int]:
+        granted: Any = SimpleNamespace(lease=7, directory="/d", extents=pack_extents([PLACE] * places))
+        return self.store.write(granted, np.arange(4, dtype=np.int64), 0)
+
+    @property
+    def aborted(self) -> list[bool]:
+        return [fields["finished"] for fields in self.session.of(Abort)]
+
+
+def committed(*states: int) -> SimpleNamespace:
+    return SimpleNamespace(states=bytes(states))
+
+
+def test_what_was_written_is_committed_and_the_lease_ends_with_that() -> None:
+    visible = int(CommitState.VISIBLE)
+    writer = Writer(Session(committed(visible, visible, visible + 1, visible)))
+    assert writer.write() == (4, 4, 2), "the leading ones that are visible"
+    assert (writer.aborted, writer.let_go) == ([], [7])
+
+
+@pytest.mark.parametrize("places", [0, 5])
+def test_more_or_fewer_places_than_can_be_are_given_back(places: int) -> None:
+    writer = Writer(Session())
+    with pytest.raises(ProtocolError, match=f"granted {places} places where 4"):
+        writer.write(places)
+    assert (writer.aborted, writer.let_go) == ([True], [7])
+
+
+def test_a_lease_whose_write_is_lost_is_not_said_to_be_finished() -> None:
+    writer = Writer(Session(), CopyLost("as the test wants it"))
+    with pytest.raises(CopyLost):
+        writer.write()
+    assert writer.aborted == [False]
+
+
+def test_what_became_void_while_it_was_written_is_not_committed() -> None:
+    writer = Writer(Session())
+    writer.limit.annul()
+    assert writer.write() == (4, 0, 0)
+    assert writer.aborted == [True]
+
+
+def test_an_answer_about_other_blocks_than_were_committed_is_refused() -> None:
+    writer = Writer(Session(committed(1)))
+    with pytest.raises(ProtocolError, match="4 blocks were committed and 1 answered"):
+        writer.write()
+
+
+def reserved(present: int, lease: int = NO_LEASE, soon: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(present=present, lease=lease, soon=soon)
+
+
+def test_a_place_that_comes_soon_is_asked_for_again_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(time, "sleep", lambda s: now_s.__setitem__(0, now_s[0] + direct_store.PATIENCE_S))
+    writer = Writer(Session(reserved(0, soon=True), reserved(1, lease=7)))
+    assert writer.store.reserve(0, 4, None) == reserved(1, lease=7)
+    writer = Writer(Session(*[reserved(0, soon=True)] * 9))
+    assert writer.store.reserve(0, 4, None) == reserved(0, soon=True)
+    assert 1 < len(writer.session.asked) < 5
+    writer = Writer(Session(reserved(5, lease=7)))
+    with pytest.raises(ProtocolError, match="more blocks than it was asked about"):
+        writer.store.reserve(0, 4, None)
+    assert writer.aborted == [True]
