@@ -160,3 +160,15 @@ def test_there_is_room_for_who_comes_before_others_and_it_is_counted_anew(h: Hin
 def test_who_is_a_little_late_is_still_about_to_come() -> None:
     mark = Mark(back_s=10.0, late_s=16.0)
     assert [round(mark.wait_s(now_s), 3) for now_s in (0.0, 9.0, 12.0)] == [10.0, 1.2, 1.2]
+
+
+def test_a_block_that_was_dropped_takes_no_mark_over(h: Hinting) -> None:
+    """Nothing would ever take it away again."""
+    ns, index = h.space(), h.cache.space.index
+    h.store(ns, chain(1, 2, 3))
+    h.cache.space.tails.give_up()
+    h.hint(ns, chain(1, 2, 3), done=True)
+    parent, end = ns.table.get(key(1, 2)), ns.table.get(key(1, 2, 3))
+    index.drop(parent)
+    index.evict(end)
+    assert h.policy(ns).mark_of(parent) is None

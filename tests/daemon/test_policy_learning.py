@@ -1,0 +1,171 @@
+"""What policies learn by, and the bounds of what they keep for that."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_policy_rules import STILL, key
+
+from tiercache.daemon.index import Index
+from tiercache.daemon.policies import hazard, predictor
+from tiercache.daemon.policies.hazard import LeastWorth
+from tiercache.daemon.policies.lru import LeafLRU
+from tiercache.daemon.policies.predictor import Context, Predictor
+from tiercache.daemon.policies.reusetimes import ReuseTimes
+from tiercache.daemon.policies.turnover import Turnover
+from tiercache.daemon.policies.window import Window, is_below
+from tiercache.daemon.policies.workload_aware import LIFETIME_EVICTIONS, LIFETIME_MOST, WorkloadAware
+from tiercache.daemon.policy import NO_ENTRY
+
+CONTEXT = Context(0, 0, 1)
+
+# --- the clock -----------------------------------------------------------------------------------
+
+
+def test_the_turnover_goes_on_where_the_room_becomes_another() -> None:
+    turnover, room = Turnover(lambda: 0.0), 1000
+    turnover.room_bytes = lambda: room
+    turnover.comes(100, stored=False)
+    room = 2000
+    turnover.comes(200, stored=False)
+    assert turnover.now == pytest.approx(0.2)
+
+
+def test_only_what_comes_with_a_store_is_stored() -> None:
+    turnover = Turnover(lambda: 0.0)
+    turnover.comes(100, stored=True)
+    assert (turnover.storing, turnover.stored_bytes) == (True, 100)
+    turnover.came()
+    assert not turnover.storing
+
+
+# --- the window ----------------------------------------------------------------------------------
+
+
+def windowed() -> tuple[Index, Window, list[int]]:
+    """A chain of two blocks that has just been stored."""
+    turnover = Turnover(lambda: 0.0)
+    turnover.room_bytes = lambda: 1000
+    index = Index(lambda frame: None)
+    window = Window(index, LeafLRU(index.columns), turnover)
+    table = index.add_table(1, window, windowed=False)
+    turnover.comes(20, stored=True)
+    parent = index.insert(table, key(1), table.root, 1)
+    entries = [parent, index.insert(table, key(2), parent, 2)]
+    turnover.came()
+    return index, window, entries
+
+
+def test_what_is_evicted_before_its_time_leaves_the_window_whole() -> None:
+    index, window, (parent, child) = windowed()
+    assert window._inside[child]
+    index.evict(child)
+    assert not window._inside[child]
+    assert window.victim() == parent
+    index.evict(parent)
+    assert window.victim() == NO_ENTRY
+    assert not window._rings.heads
+
+
+def test_what_is_in_the_tier_below_leaves_the_window_at_once() -> None:
+    index, window, (_, child) = windowed()
+    is_below(index, child)
+    assert not window._inside[child]
+    assert window.inner.victim() == child
+
+
+# --- hazard --------------------------------------------------------------------------------------
+
+
+def least_worth(turnover: Turnover = STILL) -> tuple[Index, LeastWorth]:
+    index = Index(lambda frame: None)
+    return index, LeastWorth(index, Predictor(turnover))
+
+
+def test_a_block_below_which_requests_part_is_shared() -> None:
+    index, policy = least_worth()
+    table = index.add_table(1, policy, windowed=False)
+    parent = index.insert(table, key(1), table.root, 1)
+    index.insert(table, key(2), parent, 2)
+    assert not policy._shared[parent]
+    index.insert(table, key(3), parent, 3)
+    assert policy._shared[parent]
+
+
+def test_ranks_are_taken_anew_after_some_evictions() -> None:
+    index, policy = least_worth()
+    table = index.add_table(1, policy, windowed=False)
+    index.insert(table, key(1), table.root, 1)
+    policy.victim()
+    policy._evictions = policy._ranked_for + 1
+    policy.victim()
+    assert policy._evictions == 0
+
+
+def test_there_are_so_many_cells_and_those_that_came_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hazard, "RANK_LEAST", 4)
+    turnover = Turnover(lambda: 0.0)
+    index, policy = least_worth(turnover)
+    table = index.add_table(1, policy, windowed=False)
+    first = index.insert(table, key(0), table.root, 0)
+    policy.victim()
+    policy._most_cells = 4
+    for number in range(1, 10):
+        turnover.now += 1.0
+        index.insert(table, key(number), table.root, number)
+    assert policy._width > 1
+    policy.victim()
+    for _ in range(100):
+        turnover.now += 1.0
+        index.touch(first)
+        assert len(policy._fresh) <= 2 * len(policy._rings.heads) + hazard.RANK_LEAST + 1
+
+
+def test_what_the_predictor_remembers_of_runs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictor, "MAX_SAMPLES", 8)
+    known: dict[bytes, Context] = {}
+    for number in range(20):
+        predictor._put(known, key(number), CONTEXT)
+    assert list(known) == [key(number) for number in range(12, 20)]
+
+
+def test_what_happened_long_ago_counts_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictor, "EVENTS_KEPT", 100)
+    learner = Predictor(STILL)
+    learner._used[3, 3] = 160
+    for _ in learner._refresh():
+        pass
+    assert np.sum(learner._used) == 80
+
+
+def test_places_of_the_sample_are_used_again() -> None:
+    learner = Predictor(STILL)
+    for number in range(50):
+        learner._begin(key(number), 0, CONTEXT, b"")
+        learner._let_go(key(number))
+    assert (len(learner._samples), len(learner._classes)) == (0, 1)
+
+
+# --- workload-aware ------------------------------------------------------------------------------
+
+
+def test_lifetimes_are_measured_over_so_many_evictions() -> None:
+    index, turnover = Index(lambda frame: None), Turnover(lambda: 0.0)
+    policy = WorkloadAware(index, ReuseTimes(turnover))
+    policy._live = 2 * LIFETIME_EVICTIONS
+    turnover.now = 0.5
+    for _ in range(LIFETIME_EVICTIONS):
+        assert policy.lifetime == LIFETIME_MOST
+        policy._gone()
+    assert policy.lifetime == pytest.approx(0.5)
+    assert policy._evictions == 0
+
+
+def test_what_the_daemon_moves_was_not_used() -> None:
+    index, turnover = Index(lambda frame: None), Turnover(lambda: 0.0)
+    policy = WorkloadAware(index, ReuseTimes(turnover))
+    table = index.add_table(1, policy, windowed=False)
+    entry = index.insert(table, key(1), table.root, 1)
+    turnover.now = 3.0
+    index.touch(entry)
+    assert policy._used_at[entry] == 0.0
