@@ -1,0 +1,133 @@
+"""The thread that watches the HTTP process: with children that are no servers, so that each way to end is one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiercache.config import DaemonConfig
+from tiercache.daemon import http_process
+from tiercache.daemon.http_process import FIRST_PAUSE_S, LONGEST_PAUSE_S, HttpProcess
+from tiercache.errors import ConfigError
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[HttpProcess]:
+    config = DaemonConfig(run_dir=tmp_path / "run", http="127.0.0.1:0", http_hosts="a.internal,b.internal")
+    process = HttpProcess(config)
+    yield process
+    process._socket.close()
+
+
+def child(script: str) -> list[str]:
+    """A command that is given further arguments."""
+    return ["sh", "-c", script, "sh"]
+
+
+class Pauses:
+    """In the place of the event that ends the thread: it ends after so many pauses."""
+
+    def __init__(self, most: int) -> None:
+        self.waited: list[float] = []
+        self._most = most
+
+    def is_set(self) -> bool:
+        return len(self.waited) >= self._most
+
+    def wait(self, pause_s: float) -> None:
+        self.waited.append(pause_s)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_what_the_settings_say_is_handed_on(watched: HttpProcess) -> None:
+    command = watched._command
+    assert command[command.index("--hosts") + 1] == "a.internal,b.internal"
+    assert command[command.index("--listen-fd") + 1] == str(watched._socket.fileno())
+
+
+def test_pauses_grow_until_a_child_has_lived_well(watched: HttpProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    lives = iter([False] * 9 + [True, False])
+    monkeypatch.setattr(watched, "_live", lambda: ("ended with status 1", next(lives)))
+    pauses: Any = Pauses(11)
+    watched._ending = pauses
+    watched._watch()
+    grown = [min(FIRST_PAUSE_S * 2**number, LONGEST_PAUSE_S) for number in range(1, 10)]
+    assert pauses.waited == [*grown, FIRST_PAUSE_S, 2 * FIRST_PAUSE_S]
+    assert watched.problem == "no HTTP at the moment: its process ended with status 1, and the log says why"
+
+
+def test_each_end_is_said_and_leaves_no_descriptor(watched: HttpProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descriptors()
+    watched.problem = "it was so before"
+    watched._command = child("exit 3")
+    assert watched._live() == ("ended with status 3", False)
+    watched._command = ["/nonexistent/python"]
+    assert watched._live() == ("could not be started (No such file or directory)", False)
+    assert watched.problem
+    monkeypatch.setattr(http_process, "STEADY_S", 0.0)
+    watched._command = child("sleep 0.1; exit 4")
+    assert watched._live() == ("ended with status 4", True)
+    assert watched.problem == "", "it was well for a while"
+    assert descriptors() == before
+
+
+def test_a_child_that_does_not_end_is_killed_and_none_comes_after_it(
+    watched: HttpProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_process, "STOP_S", 0.2)
+    said, says = os.pipe()
+    watched._command = child(f"trap '' TERM; echo > /dev/fd/{says}; while :; do sleep 0.01; done")
+    os.set_inheritable(says, True)
+    monkeypatch.setattr(http_process.subprocess, "Popen", _popen_with(says))
+    watched.start()
+    assert os.read(said, 1)
+    monkeypatch.setattr(http_process, "STOP_S", DEADLINE_S / 10)
+    watched.stop()
+    watched._thread.join(DEADLINE_S)
+    assert watched._child is not None
+    assert watched._child.poll() is not None
+    assert watched._socket.fileno() == -1
+    assert watched._live() == ("was not wanted any more", False)
+    for fd in (said, says):
+        os.close(fd)
+
+
+def _popen_with(fd: int) -> Any:
+    """`Popen` that hands a further descriptor on."""
+    popen = http_process.subprocess.Popen
+
+    def start(command: list[str], pass_fds: list[int], **named: Any) -> Any:
+        return popen(command, pass_fds=[*pass_fds, fd], **named)
+
+    return start
+
+
+def test_a_port_that_is_about_to_be_free_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = 0
+
+    def bind(host: str, port: int, where: str) -> socket.socket:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise ConfigError(f"{where} cannot be listened on")
+        return socket.socket()
+
+    monkeypatch.setattr(http_process.listening, "bind", bind)
+    monkeypatch.setattr(http_process, "PATIENCE_S", DEADLINE_S)
+    monkeypatch.setattr(http_process, "_LOOK_S", 0.0)
+    http_process._bound("127.0.0.1:1").close()
+    assert tries == 3
+    tries = -(1 << 62)
+    monkeypatch.setattr(http_process, "PATIENCE_S", -1.0)
+    with pytest.raises(ConfigError, match=r"http = 127\.0\.0\.1:1 cannot be listened on"):
+        http_process._bound("127.0.0.1:1")
