@@ -19,6 +19,12 @@ from tiercache.daemon.policy import NO_ENTRY
 
 CONTEXT = Context(0, 0, 1)
 
+
+def turns(turnover: Turnover, times: float) -> None:
+    """The cache turns over so many times."""
+    turnover.comes(int(times * turnover.room_bytes()), stored=False)
+
+
 # --- the clock -----------------------------------------------------------------------------------
 
 
@@ -105,18 +111,19 @@ def test_ranks_are_taken_anew_after_some_evictions() -> None:
 def test_there_are_so_many_cells_and_those_that_came_since(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hazard, "RANK_LEAST", 4)
     turnover = Turnover(lambda: 0.0)
+    turnover.room_bytes = lambda: 1000
     index, policy = least_worth(turnover)
     table = index.add_table(1, policy, windowed=False)
     first = index.insert(table, key(0), table.root, 0)
     policy.victim()
     policy._most_cells = 4
     for number in range(1, 10):
-        turnover.now += 1.0
+        turns(turnover, 1.0)
         index.insert(table, key(number), table.root, number)
     assert policy._width > 1
     policy.victim()
     for _ in range(100):
-        turnover.now += 1.0
+        turns(turnover, 1.0)
         index.touch(first)
         assert len(policy._fresh) <= 2 * len(policy._rings.heads) + hazard.RANK_LEAST + 1
 
@@ -151,9 +158,10 @@ def test_places_of_the_sample_are_used_again() -> None:
 
 def test_lifetimes_are_measured_over_so_many_evictions() -> None:
     index, turnover = Index(lambda frame: None), Turnover(lambda: 0.0)
+    turnover.room_bytes = lambda: 1000
     policy = WorkloadAware(index, ReuseTimes(turnover))
     policy._live = 2 * LIFETIME_EVICTIONS
-    turnover.now = 0.5
+    turns(turnover, 0.5)
     for _ in range(LIFETIME_EVICTIONS):
         assert policy.lifetime == LIFETIME_MOST
         policy._gone()
@@ -163,9 +171,10 @@ def test_lifetimes_are_measured_over_so_many_evictions() -> None:
 
 def test_what_the_daemon_moves_was_not_used() -> None:
     index, turnover = Index(lambda frame: None), Turnover(lambda: 0.0)
+    turnover.room_bytes = lambda: 1000
     policy = WorkloadAware(index, ReuseTimes(turnover))
     table = index.add_table(1, policy, windowed=False)
     entry = index.insert(table, key(1), table.root, 1)
-    turnover.now = 3.0
+    turns(turnover, 3.0)
     index.touch(entry)
     assert policy._used_at[entry] == 0.0

@@ -1,0 +1,108 @@
+"""What the daemon's loop does besides requests: ticks, signals, and what systemd is told."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import math
+import os
+import secrets
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tiercache.daemon import server
+from tiercache.daemon.server import _MAX_UNDRAINED_TICKS, Server, _notify_systemd
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_systemd_is_told_wherever_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abstract: bool) -> None:
+    name = f"tiercache-{secrets.token_hex(8)}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind("\0" + name if abstract else name)
+        monkeypatch.setenv("NOTIFY_SOCKET", "@" + name if abstract else name)
+        _notify_systemd("READY=1")
+        assert listener.recv(100, socket.MSG_DONTWAIT) == b"READY=1"
+
+
+def test_a_systemd_that_does_not_listen_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
+    _notify_systemd("READY=1")
+    assert "systemd could not be told READY=1: No such file or directory" in caplog.text
+
+
+@pytest.mark.parametrize("serving", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_reload_is_told_and_its_end_too(monkeypatch: pytest.MonkeyPatch, serving: bool, fails: bool) -> None:
+    """Before the daemon serves it would say that it is ready; systemd waits for the one or the other."""
+    told: list[str] = []
+    monkeypatch.setattr(server, "_notify_systemd", lambda state: told.append(state.partition("\n")[0]))
+
+    async def reload() -> None:
+        told.append("settings are read")
+        if fails:
+            raise ValueError
+
+    fake = cast("Server", SimpleNamespace(_serving=serving, settings=SimpleNamespace(reload=reload)))
+    try:
+        asyncio.run(Server._reload(fake))
+    except ValueError:
+        assert fails
+    assert told == (["RELOADING=1", "settings are read", "READY=1"] if serving else ["settings are read"])
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOTTY, None])
+def test_a_terminal_that_has_gone_is_the_end_and_else_settings_are_read(
+    monkeypatch: pytest.MonkeyPatch, code: int | None
+) -> None:
+    def group(fd: int) -> int:
+        if code is not None:
+            raise OSError(code, os.strerror(code))
+        return 1
+
+    monkeypatch.setattr(os, "tcgetpgrp", group)
+    done: list[str] = []
+
+    async def reload() -> None:
+        done.append("reload")
+
+    async def run() -> None:
+        stopping = SimpleNamespace(set=lambda: done.append("stop"))
+        fake: Any = SimpleNamespace(_stopping=stopping, _reload=reload)
+        Server._hang_up(fake)
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert done == (["stop"] if code == errno.EIO else ["reload"])
+
+
+def test_a_queue_that_never_runs_empty_does_not_keep_leases_alive() -> None:
+    """While requests are left in it their leases may be renewed there; but not for ever."""
+    expired = 0
+
+    def expire() -> None:
+        nonlocal expired
+        expired += 1
+
+    def nothing(*arguments: object) -> None: ...
+
+    drained = False
+    counters = SimpleNamespace(requests=0, loop_stalls=0)
+    fake: Any = SimpleNamespace(
+        _stopping=SimpleNamespace(is_set=lambda: False), clock=SimpleNamespace(observe=lambda slept_s: 0.0, stalls=0),
+        cache=SimpleNamespace(counters=counters, expire=expire), loop=SimpleNamespace(call_later=nothing),
+        service=SimpleNamespace(reads=SimpleNamespace(parked=[], answer_parked=nothing)), events=None, remote=None,
+        router=SimpleNamespace(tick=nothing), _drain=lambda limit: drained, _undrained_ticks=0, _requests_seen=0,
+        _idle_from_s=0.0, _idle_tick_s=0.05, _health_log=SimpleNamespace(next_s=math.inf), _working=True, _tick=nothing,
+    )  # fmt: skip
+    for _ in range(2 * _MAX_UNDRAINED_TICKS):
+        Server._tick(fake)
+    assert expired == 2
+    drained = True
+    Server._tick(fake)
+    assert expired == 3

@@ -1,0 +1,167 @@
+"""What guards the server of the engine, one by one: keys, bodies, connections that stand still."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import h11
+import pytest
+from starlette.requests import Request
+from test_serve_hosts import JSON, _ask, _service
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tiercache.engine.async_engine import EngineDied, NobodyReads, QueueFull, Stalled, Stopping
+from tiercache.errors import ConfigError
+from tiercache.serve import bodies
+from tiercache.serve.app import Service
+from tiercache.serve.bodies import Bodies
+from tiercache.serve.connections import Sweeper, cut_unsent
+from tiercache.serve.failures import ApiError, api_error
+
+
+def keyed(**changed: Any) -> Service:
+    service = _service()
+    names = ("engine", "prompts", "model", "metrics", "defaults")
+    return Service(**{**{name: getattr(service, name) for name in names}, "api_key": "secret", **changed})
+
+
+@pytest.mark.parametrize("given", ["", "Bearer ", "Bearer guessed", "Bearer secre", "Bearer secret ", "Basic secret"])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/v1/models"), ("GET", "/v1/models/m"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions")],
+)
+def test_nothing_is_served_without_the_key(given: str, method: str, path: str) -> None:
+    status, body = _ask(keyed(), method, path, host="localhost", content_type=JSON, authorization=given)
+    assert status == 401
+    assert b"invalid_api_key" in body
+
+
+def test_with_the_key_and_for_probes_all_is_served() -> None:
+    for path in ("/v1/models", "/v1/models/m"):
+        assert _ask(keyed(), "GET", path, host="localhost", authorization="Bearer secret")[0] == 200
+    for path in ("/health", "/metrics"):
+        assert _ask(keyed(), "GET", path, host="localhost")[0] == 200
+
+
+@pytest.mark.parametrize("trouble", ["death", "stall"])
+def test_health_says_what_is_wrong_with_the_engine(trouble: str) -> None:
+    states = {"death": None, "stall": None, trouble: (EngineDied if trouble == "death" else Stalled)("it is over")}
+    engine = SimpleNamespace(max_model_len=100, **states)
+    status, body = _ask(keyed(engine=engine), "GET", "/health", host="localhost")
+    assert (status, b"it is over" in body) == (503, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "retry"),
+    [
+        (QueueFull("x"), 429, "queue_full", "1"), (NobodyReads("x"), 408, "nobody_reads", None),
+        (EngineDied("x"), 503, "engine_died", "10"), (Stalled("x"), 503, "engine_stalled", "10"),
+        (Stopping("x"), 503, "stopping", "10"), (ConfigError("n is 0: at least 1"), 400, None, None),
+    ],
+)  # fmt: skip
+def test_each_failure_says_whether_to_come_again(error: Exception, status: int, code: str, retry: str) -> None:
+    made = api_error(error, ("n",))
+    assert (made.status, made.code, made.response().headers.get("retry-after")) == (status, code, retry)
+    assert made.param == ("n" if isinstance(error, ConfigError) else None)
+
+
+# --- bodies --------------------------------------------------------------------------------------
+
+
+def request(*parts: bytes, hangs: bool = False) -> Request:
+    async def stream() -> AsyncIterator[bytes]:
+        for part in parts:
+            yield part
+        if hangs:
+            await asyncio.Event().wait()
+
+    return cast("Request", SimpleNamespace(stream=stream))
+
+
+def refused(held: Bodies, its: Request) -> int:
+    async def read() -> None:
+        async with held.read(its):
+            raise AssertionError("it was read")
+
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(read())
+    return caught.value.status
+
+
+def test_bodies_are_bounded_each_and_all_that_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 250)
+    held = Bodies(100)
+    held._max_bytes = 200
+    assert refused(held, request(b"x" * 150, b"x" * 51)) == 413
+
+    async def two_at_once() -> None:
+        async with held.read(request(b"x" * 100, b"x" * 100)) as first:
+            assert len(first) == 200
+            with pytest.raises(ApiError, match="requests of 250 bytes are being read") as caught:
+                async with held.read(request(b"x" * 51)):
+                    raise AssertionError("it was read")
+            assert caught.value.status == 503
+            async with held.read(request(b"x" * 50)) as second:
+                assert len(second) == 50
+        async with held.read(request(b"x" * 200)):
+            pass
+
+    asyncio.run(two_at_once())
+    assert held._held_bytes == 0
+
+
+def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.01)
+    held = Bodies(100)
+    assert refused(held, request(b"half", hangs=True)) == 408
+    assert held._held_bytes == 0
+
+
+# --- connections ---------------------------------------------------------------------------------
+
+
+class Cycle:
+    """One request; each is itself alone."""
+
+    def __init__(self, response_complete: bool) -> None:
+        self.response_complete = response_complete
+
+
+class Connection(H11Protocol):
+    """One of uvicorn's, as far as it is looked at."""
+
+    def __init__(self, cycle: Any = None, paused: bool = False, state: Any = h11.IDLE) -> None:
+        self.cycle = cycle
+        self.flow = cast("Any", SimpleNamespace(write_paused=paused))
+        self.conn = cast("Any", SimpleNamespace(their_state=state))
+        self.waiting = 0
+        self.aborted = False
+        self.transport = cast("Any", SimpleNamespace(abort=self._abort, get_write_buffer_size=lambda: self.waiting))
+
+    def _abort(self) -> None:
+        self.aborted = True
+
+
+def test_what_stands_still_from_one_sweep_to_the_next_is_closed() -> None:
+    done, computing = Cycle(True), Cycle(False)
+    silent, idle, unread = Connection(), Connection(done), Connection(computing, paused=True)
+    waits, reads, asks = Connection(computing), Connection(computing, paused=True), Connection(done)
+    everyone: list[Any] = [silent, idle, unread, waits, reads, asks, object()]
+    sweeper = Sweeper()
+    sweeper.sweep(everyone)
+    assert not any(one.aborted for one in everyone[:-1])
+    reads.waiting = 5
+    asks.cycle = cast("Any", Cycle(True))
+    late = Connection()
+    sweeper.sweep([*everyone, late])
+    assert [one.aborted for one in everyone[:-1]] == [True, True, True, False, False, False]
+    assert not late.aborted
+
+
+def test_at_the_end_only_those_are_cut_whose_request_has_not_come() -> None:
+    half, whole = Connection(state=h11.SEND_BODY), Connection(state=h11.DONE)
+    cut_unsent([half, whole, object()])
+    assert (half.aborted, whole.aborted) == (True, False)
