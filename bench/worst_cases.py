@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 import zmq
-from bench_daemon import store_chain
 
 from tiercache import messages as m
 from tiercache.client import Client
@@ -45,13 +44,13 @@ class Bench:
         self.long = b""  # the keys of the longest chain
         self._others: list[Client] = []
 
-    def connect(self) -> Client:
+    def connect(self, *, mapped: bool = True) -> Client:
         """One more session."""
-        return Client.connect(self.address, name="worst", request_timeout_s=60.0)
+        return Client.connect(self.address, name="worst", map_arena=mapped, request_timeout_s=60.0)
 
-    def more(self, count: int) -> list[Client]:
+    def more(self, count: int, *, mapped: bool = True) -> list[Client]:
         """So many further sessions; they end with `drop_others`."""
-        self._others += [self.connect() for _ in range(count)]
+        self._others += [self.connect(mapped=mapped) for _ in range(count)]
         return self._others[-count:]
 
     def drop_others(self) -> None:
@@ -72,7 +71,7 @@ class Bench:
     def fill(self) -> None:
         """Every frame a block: one longest chain, some long ones, many short ones."""
         self.long = self.keys(LONG)
-        store_chain(self.client, self.main, self.long)
+        self.store(self.main, self.long)
         left = self.blocks - LONG
         while left > 512:
             length = self.rng.choice((1, 1, 4, 16, 64, 512, 4096))
@@ -426,7 +425,8 @@ def _leases_of_one_session(bench: Bench) -> Act:
 
 
 def _write_leases_end(bench: Bench) -> Act:
-    for client in bench.more(8):
+    # Without the arena: what the others leave is in quarantine for as long as this process lives.
+    for client in bench.more(8, mapped=False):
         for _ in range(64):
             bench.call(m.Reserve, client, namespace=bench.main, parent=b"", keys=bench.keys(512), ttl_ms=TTL_MS)
     return bench.drop_others

@@ -33,7 +33,7 @@ BATCH = 32
 BATCHES_AT_ONCE = 4
 """Blocks, and how many times so many, that are asked for in one directory before others are served: about 1 ms."""
 GROW_NS = 1_000_000
-"""For so long leases grow in one go of the loop, and then the one that has begun does."""
+"""For so long leases grow, or jobs are looked at again, in one go of the loop; what has begun is finished."""
 LOOK_AGAIN_S = 0.1
 """How often jobs that wait for others' blocks are looked at if nothing has landed."""
 MAX_UNREADABLE = 4096
@@ -104,6 +104,7 @@ class Promotion:
         self._planning: deque[Steps[None]] = deque()
         self._of_lease: dict[int, int] = {}  # jobs that are not over, by lease
         self._waiting: set[_Job] = set()
+        self._again: deque[_Job] = deque()  # of those, who are looked at again
         self._landed = False
         self._to_grow: deque[ReadLease] = deque()  # leases that have not been told yet of what has landed
 
@@ -314,13 +315,20 @@ class Promotion:
                 self._cache.reads.stop_growing(lease)
 
     def look_again(self) -> None:
-        """See to the jobs that wait for others, if there can be any news for them."""
-        now_s = time.monotonic()
-        if not self._waiting or not (self._landed or now_s >= self._look_again_s):
-            return
-        self._look_again_s = now_s + LOOK_AGAIN_S
-        for job in list(self._waiting):
-            self._settle(job)
+        """See to the jobs that wait for others, if there can be any news for them: a slice of them."""
+        if not self._again:
+            now_s = time.monotonic()
+            if not self._waiting or not (self._landed or now_s >= self._look_again_s):
+                return
+            self._look_again_s = now_s + LOOK_AGAIN_S
+            self._again.extend(self._waiting)
+        until_ns = time.perf_counter_ns() + GROW_NS
+        while self._again:
+            job = self._again.popleft()
+            if job in self._waiting:
+                self._settle(job)
+            if time.perf_counter_ns() >= until_ns:
+                return
 
     def note_published(self) -> None:
         """A block has become visible in DRAM, whoever brought it: some lease may grow by it."""
@@ -344,5 +352,5 @@ class Promotion:
 
     @property
     def has_landed(self) -> bool:
-        """Whether `take_landed` has something to do."""
-        return self._landed or bool(self._to_grow)
+        """Whether `take_landed` or `look_again` has something to do."""
+        return self._landed or bool(self._to_grow or self._again)
