@@ -215,11 +215,11 @@ class Writes:
         if lease is None:
             return [CommitState.DROPPED] * len(numbers)
         blocks = [lease.blocks.get(number) for number in numbers]
-        complete = []
+        complete, taken = list[PendingBlock](), self._taken_back
         for block in blocks:
             if block is None:
                 continue
-            if block.phase is _WRITING and (not self._is_whole(block) or self._is_taken_back(block)):
+            if block.phase is _WRITING and (not self._is_whole(block) or (taken and self._is_taken_back(block))):
                 self._drop(block)
             if block.phase is _WRITING:
                 self.unfinished.complete(lease)
