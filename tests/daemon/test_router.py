@@ -17,11 +17,11 @@ import zmq
 
 from tiercache.daemon import router
 from tiercache.daemon.connections import Connections
-from tiercache.daemon.router import Answer, Router, _Sending
+from tiercache.daemon.router import MAX_OUTSTANDING, Answer, Router, _Sending
 from tiercache.daemon.sessions import Session
 from tiercache.daemon.unsent import Unsent
 from tiercache.errors import ConfigError
-from tiercache.messages import Hello
+from tiercache.messages import MAX_MESSAGE_BYTES, Hello
 
 DEADLINE_S = 30.0
 
@@ -130,3 +130,21 @@ def test_an_endpoint_that_is_taken_is_one_line_and_counts_nobody(monkeypatch: py
         closed[0]._socket.context.term()
 
     asyncio.run(run())
+
+
+def test_an_answer_that_nobody_can_be_sent_lets_go_of_its_block(tmp_path: Path) -> None:
+    async def scenario(ours: Router, cut: list[Session]) -> None:
+        done: list[str] = []
+        ours.reply(b"nobody", Answer(b"header", session(), b"p" * 5000, lambda: done.append("done")))
+        await asyncio.sleep(0)
+        assert (done, cut, ours._sending) == (["done"], [], {}), "its session socket says that it has gone"
+
+    play(tmp_path, scenario)
+
+
+def test_messages_and_queues_are_bounded(tmp_path: Path) -> None:
+    async def scenario(ours: Router, cut: list[Session]) -> None:
+        limits = [ours._socket.getsockopt(option) for option in (zmq.MAXMSGSIZE, zmq.SNDHWM, zmq.RCVHWM)]
+        assert limits == [MAX_MESSAGE_BYTES, MAX_OUTSTANDING, MAX_OUTSTANDING]
+
+    play(tmp_path, scenario)
