@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,17 @@ import transformers
 from random_models import COMMON, SaveModel
 from transformers import AutoModelForCausalLM
 
+import tiercache
+
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def patient_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines wait for the daemon: by default an answer that a busy machine delays is a miss, and hits are counted."""
+    patient = functools.partial(tiercache.connect, request_timeout_s=20.0, load_timeout_s=20.0)
+    monkeypatch.setattr(tiercache, "connect", patient)
 
 
 @pytest.fixture(scope="session")

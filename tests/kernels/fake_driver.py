@@ -48,7 +48,8 @@ class FakeLibrary:
             )(self.many)
 
     def name(self, code: int, text: int) -> int:
-        ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = b"CUDA_ERROR_%d" % code
+        self._error_name = ctypes.c_char_p(b"CUDA_ERROR_%d" % code)  # kept: the caller reads it after the return
+        ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = self._error_name
         return 0
 
     def exchange(self, mode) -> int:  # type: ignore[no-untyped-def]
