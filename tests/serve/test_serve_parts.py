@@ -22,6 +22,9 @@ from tiercache.serve.connections import Sweeper, cut_unsent
 from tiercache.serve.failures import ApiError, api_error
 
 
+DEADLINE_S = 10.0
+
+
 def keyed(**changed: Any) -> Service:
     service = _service()
     names = ("engine", "prompts", "model", "metrics", "defaults")
@@ -87,7 +90,7 @@ def refused(held: Bodies, its: Request) -> int:
             raise AssertionError("it was read")
 
     with pytest.raises(ApiError) as caught:
-        asyncio.run(read())
+        asyncio.run(asyncio.wait_for(read(), DEADLINE_S))
     return caught.value.status
 
 
