@@ -21,7 +21,6 @@ from tiercache.serve.bodies import Bodies
 from tiercache.serve.connections import Sweeper, cut_unsent
 from tiercache.serve.failures import ApiError, api_error
 
-
 DEADLINE_S = 10.0
 
 
