@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import select
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -39,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a daemon; exit status 0 after a clean stop, 1 when it failed, 2 for a wrong setting."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # it waits until the server can read settings again
     args = make_parser().parse_args(argv)
 
     def read() -> Resolved:

@@ -125,7 +125,10 @@ class AdminRequests:
             log.log(level, "session %s flushed %d blocks, %d of them below DRAM", session.name, blocks, below_blocks)
             reply: m.Reply = m.Flushed(request.request_id, self._generation, blocks + below_blocks, more)
             if not durable:
-                text = "flushed, but a disk did not take note of it: a restart may bring blocks back; flush again"
+                text = (
+                    "flushed, but a disk that hangs or was taken away did not take note of it: its blocks may come "
+                    "back after a restart; flush again when it is there"
+                )
                 reply = m.Error(request.request_id, self._generation, ErrorCode.INTERNAL.value, text)
             self._desk.answer(identity, session, reply)
 

@@ -216,6 +216,7 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self._stopping.set)
         self.loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # one that came while the daemon started
         if parent_fd is not None:
             # The parent holds the other end and never writes: readable means that it has ended.
             self.loop.add_reader(parent_fd, self._stopping.set)

@@ -57,6 +57,8 @@ class Home(NamedTuple):
     directory_id: bytes
     device_below: int | None
     """The device that its path is on when its file system is not mounted."""
+    former: frozenset[bytes] = frozenset()
+    """Ids of other directories that were open at this path before: one may come back when what hid it is unmounted."""
 
 
 class Directory:
@@ -153,7 +155,9 @@ class Directory:
             self._probe_direct()
             self._open_segments()
             self._make_spare()
-            self.home = Home(self.superblock.directory_id, device_below(self.path))
+            before = frozenset() if self.home is None else self.home.former | {self.home.directory_id}
+            here = self.superblock.directory_id
+            self.home = Home(here, device_below(self.path), before - {here})
         except OSError as error:
             self.close()
             raise unavailable(self.path, error) from error
@@ -172,7 +176,8 @@ class Directory:
             raise ConfigError(
                 f"nvme directory {self.path} is no directory, or is below a file: name another one, or move that away"
             ) from None
-        if self.home is not None and os.fstat(self._folder_fd).st_dev == self.home.device_below:
+        not_mounted = self.home is not None and os.fstat(self._folder_fd).st_dev == self.home.device_below
+        if not_mounted and not self._was_open_before():
             raise DirectoryUnavailable(
                 f"nvme directory {self.path} cannot be used: its file system is not mounted any more: mount it"
             )
@@ -183,6 +188,14 @@ class Directory:
             raise ConfigError(f"nvme directory {self.path} {text}")
         if mode & 0o002:  # a volume in a pod is like that, where nobody else is
             log.warning("nvme directory %s can be written by everybody: chmod 0700 it, or name one in it", self.path)
+
+    def _was_open_before(self) -> bool:
+        """Whether the folder was open at this path before the last one, which was mounted over it."""
+        try:
+            found = superblocks.read_superblock(self._here)
+        except (DamagedSuperblock, NewerSuperblock):
+            return False
+        return found is not None and self.home is not None and found.directory_id in self.home.former
 
     def close(self) -> None:
         """Close all files and let go of the lock. No I/O may be in flight. Idempotent."""

@@ -1,7 +1,7 @@
 """Flushes on their way to the disks: each is answered once, when every directory has taken note of it, or cannot.
 
-A disk that was taken away and another one put in its place may come back: what was flushed in between is kept for it
-too, for as long as the daemon lives. Nobody waits for that.
+A disk may come back after another one was put in its place. What was flushed in between is kept for it, but only as
+long as the daemon lives, so such a flush is not durable. To end that, restart the daemon.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class Flushes:
                 flush.noted(False)
         for kept in self._former.values():
             _add(kept, (wanted, key, Flush(_nobody)))
+            flush.waiting += 1
+            flush.noted(False)
         self._under_way.append(flush)
         flush.noted(True)
 
@@ -95,13 +97,14 @@ class Flushes:
         """A directory is open: what was flushed before goes now."""
         here, last, kept = shelf.directory.superblock.directory_id, self._last.get(path), self._kept.pop(path, [])
         self._last[path] = here
-        if last is not None and last != here:
+        replaced = last is not None and last != here
+        if last is not None and replaced:
             self._former[last] = [(namespaces, key, Flush(_nobody)) for namespaces, key, _ in kept]
             if len(self._former) > MAX_FORMER:
                 del self._former[next(iter(self._former))]
         for namespaces, key, flush in [*self._former.pop(here, ()), *kept]:
             self._flush(shelf, self._every() if namespaces is None else namespaces, key, flush)
-            flush.noted(True)
+            flush.noted(not replaced)
 
     def work(self) -> None:
         """Answer those whose time is up."""

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +75,34 @@ def test_a_hangup_has_the_file_read_again(running: Running) -> None:
     assert settings["region"] == ['"2MiB"', str(running.file), False, '"4MiB"']
     assert settings["arena"][:2] == ['"8MiB"', "--arena"]
     assert running.daemon.poll() is None
+
+
+EARLY = """
+import os, signal, sys
+from tiercache.daemon import __main__ as daemon
+
+resolve, calls = daemon.resolve_config, []
+
+def resolve_late(*args, **kwargs):
+    calls.append(args)
+    if len(calls) == 1:
+        os.kill(os.getpid(), signal.SIGHUP)
+    return resolve(*args, **kwargs)
+
+daemon.resolve_config = resolve_late
+sys.exit(daemon.main(sys.argv[1:]))
+"""
+
+
+def test_a_hangup_while_the_daemon_starts_is_heeded_when_it_serves(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", EARLY, "--run-dir", str(tmp_path), "--arena", "8MiB"]
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
+        try:
+            until(lambda: process.poll() is not None or "reloaded" in (tmp_path / "log").read_text())
+            assert process.poll() is None
+        finally:
+            process.terminate()
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(

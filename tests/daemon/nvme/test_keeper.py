@@ -300,8 +300,8 @@ def test_what_was_flushed_while_a_directory_was_away_does_not_come_back_with_it(
         home.mkdir()
         await rig.until(lambda: states(rig) == ["ok"])
         if moment == "while another one is there":
-            assert await rig.flush(key_of(CHAINS[0], 3))
-            assert await rig.flush(key_of(CHAINS[1], 0))
+            assert not await rig.flush(key_of(CHAINS[0], 3)), "the daemon alone remembers it for the one that is away"
+            assert not await rig.flush(key_of(CHAINS[1], 0))
         home.rename(tmp_path / "new")
         (tmp_path / "elsewhere").rename(home)
         await rig.until(lambda: not rig.shelves)
@@ -445,6 +445,29 @@ def test_the_log_of_a_new_disk_outlives_the_database_of_the_old_one(
     again = Catalog(place / "kv", b"i" * 16, lambda call, *args: call(*args))
     assert again.open().segments == {7: 4096}
     again.close(30)
+
+
+def test_a_directory_that_something_was_mounted_over_is_used_again(mount: Callable[[str], Path]) -> None:
+    """Its device is then what the other one's path is on when that is unmounted."""
+
+    def opened(before: Home | None) -> Directory:
+        directory = Directory(path, 4 * MIB, MIB, before=before)
+        directory.open()
+        directory.close()
+        return directory
+
+    place = mount("8m")
+    path = place / "kv"
+    first = opened(None)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", str(path)], check=True, timeout=30)
+    second = opened(first.home)
+    assert second.superblock.directory_id != first.superblock.directory_id
+    subprocess.run(["umount", str(path)], check=True, timeout=30)
+    third = opened(second.home)
+    assert third.superblock.directory_id == first.superblock.directory_id
+    (path / "superblock").unlink()
+    with pytest.raises(DirectoryUnavailable, match="is not mounted any more"):
+        opened(second.home)
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, lambda path: os.truncate(path, MIB // 2)], ids=["deleted", "truncated"])
