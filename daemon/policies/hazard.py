@@ -1,18 +1,14 @@
-"""Least worth first: by how soon blocks of their class are likely to be used again; see predictor.py.
-
-Where that turns out to be worse than to evict what was used longest ago, that is done instead; see duel.py.
-"""
+"""Least worth first: by how soon blocks of their class are likely to be used again; see predictor.py."""
 
 from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from tiercache.daemon.index import Index
-from tiercache.daemon.policies.duel import Duel
 from tiercache.daemon.policies.predictor import AGES, FIRST_AGE, Predictor, age_bucket, chain_class, shared_class
 from tiercache.daemon.policies.rings import Rings
 from tiercache.daemon.policy import NO_ENTRY
@@ -27,8 +23,6 @@ MAX_CELLS = 2048
 """More than that are made only where they are twice as wide for each quarter more."""
 _NOT_ASKED_FOR = chain_class(0, 1, 1)
 """Of chains that were stored without a look-up: one class, since in how many parts they come says nothing of them."""
-LOOKED_AT = 32
-"""Cells at either end in which the duel looks for its next pair."""
 _TICK = 1 / 256
 """Cells are of blocks used within so many turnovers."""
 _CLASS_SHIFT = 40
@@ -61,13 +55,8 @@ class LeastWorth:
         self._worth: list[float] = []  # theirs
         self._fresh: list[tuple[float, int, int]] = []  # cells that came since, a heap: worth, tick, cell
         self._known: set[int] = set()  # cells that are in either, or have been since the last ranks
-        self._evictions = 0  # since the last ranks
-        self._evicted = 0  # before
-        self._inserted = 0
-        self._holds = 0  # blocks, when a request last came
-        self._seen: list[bytes] = []  # of those that the duel waits for, used since then
+        self._evictions = 0
         self._ranked_for = 0  # evictions
-        self._duel = Duel()  # with what was used longest ago
         self._version = -1
 
     # --- what happens to blocks ------------------------------------------------------------------
@@ -80,7 +69,6 @@ class LeastWorth:
         stamp, classes, used_at = columns.stamp, self._class, self._used_at
         gap, uses, shared, key = self._gap, self._uses, self._shared, index.key
         now, clock, parent = self._turnover.now, columns.clock, index.parent[entries[0]]
-        waiting = self._duel.waiting
         block_class = classes[parent] if index.key[parent] else _NOT_ASKED_FOR
         for entry in entries:
             context = expected(key[entry])
@@ -89,10 +77,7 @@ class LeastWorth:
             clock += 1
             stamp[entry], classes[entry], used_at[entry] = clock, block_class, now
             gap[entry], uses[entry], shared[entry] = AGES - 1, 0, 0
-            if key[entry] in waiting:
-                self._seen.append(key[entry])
         columns.clock = clock
-        self._inserted += len(entries)
         if index.children[parent] > 1:
             shared[parent] = 1
 
@@ -100,7 +85,6 @@ class LeastWorth:
         columns, now = self._columns, self._turnover.now
         columns.stamp[first : first + count] = array("q", range(columns.clock + 1, columns.clock + count + 1))
         columns.clock += count
-        self._inserted += count
         self._used_at[first : first + count] = array("d", [now]) * count
         self._gap[first : first + count] = array("B", [AGES - 1]) * count
         parents = self._index.parent[first : first + count]
@@ -113,12 +97,9 @@ class LeastWorth:
         if candidate:
             self.remove(entry)
         self._stamp(entry)
-        if (key := self._index.key[entry]) in self._duel.waiting:
-            self._seen.append(key)
         predictor = self._predictor
         now, context = self._turnover.now, predictor.context
         if context is not None:
-            self._tell_duel()
             self._gap[entry] = age_bucket(now - self._used_at[entry])
             self._uses[entry] = min(255, self._uses[entry] + 1)
             self._class[entry] = context.block_class
@@ -130,14 +111,6 @@ class LeastWorth:
         columns = self._columns
         columns.clock += 1
         columns.stamp[entry] = columns.clock
-
-    def _tell_duel(self) -> None:
-        """Between requests, so that a run of blocks is to it what its blocks are one by one."""
-        evictions = self._evicted + self._evictions
-        self._holds = self._inserted - evictions
-        for key in self._seen:
-            self._duel.used(key, evictions)
-        self._seen.clear()
 
     def _take_over(self, entry: int, child: int) -> None:
         """What a child knew is its parent's: it was used whenever that was."""
@@ -207,7 +180,7 @@ class LeastWorth:
             self._fresh.clear()
             return
         self._known.add(cell)
-        heapq.heappush(self._fresh, (self._rank_of(cell), -(cell & _TICK_MASK), cell))
+        heapq.heappush(self._fresh, (self._worth_of(cell), -(cell & _TICK_MASK), cell))
         if len(self._rings.heads) > self._most_cells:
             self._width *= 2
             self._most_cells += MAX_CELLS // 4
@@ -216,36 +189,23 @@ class LeastWorth:
         age = self._turnover.now - (cell & _TICK_MASK) * _TICK
         return self._predictor.worth_rows[cell >> _CLASS_SHIFT][age_bucket(age)]
 
-    def _rank_of(self, cell: int) -> float:
-        """What goes first has the least."""
-        return float(cell & _TICK_MASK) if self._duel.second else self._worth_of(cell)
-
     def _rank(self) -> None:
-        """All cells by what they are worth now, or where that is known to be worse by when they were used."""
+        """All cells by what they are worth now."""
         count = len(self._rings.heads)
-        ranked, worth, oldest = self._orders_of_few() if count <= FEW_CELLS else self._orders()
-        self._evicted += self._evictions
-        # As many evictions later, all that is here now would have gone if nothing of it had been used.
-        self._duel.pair(self._victims(ranked), self._victims(oldest), self._evicted, self._evicted + self._holds)
-        if self._duel.second:
-            ranked, worth = oldest, [float(cell & _TICK_MASK) for cell in oldest]
-        self._ranked, self._worth = ranked, worth
-        self._fresh, self._known = [], set(ranked)
+        self._ranked, self._worth = self._rank_few() if count <= FEW_CELLS else self._rank_many()
+        self._fresh, self._known = [], set(self._ranked)
         self._evictions, self._version = 0, self._predictor.version
         self._ranked_for = max(min(RANK_LEAST, count // 4), count // RANK_SHARE)
         if count < MAX_CELLS // 2:
             self._width = max(1, self._width // 2)
             self._most_cells = MAX_CELLS
 
-    def _orders_of_few(self) -> tuple[list[int], list[float], list[int]]:
+    def _rank_few(self) -> tuple[list[int], list[float]]:
         """Where there are few they are ranked anew at every second block that goes, and small arrays cost too much."""
-        cells = list(self._rings.heads)
-        ranks = sorted((-self._worth_of(cell), -(cell & _TICK_MASK), cell) for cell in cells)
-        oldest = sorted(cells, key=lambda cell: (-(cell & _TICK_MASK), -cell))
-        return [cell for _, _, cell in ranks], [-negative for negative, _, _ in ranks], oldest
+        ranks = sorted((-self._worth_of(cell), -(cell & _TICK_MASK), cell) for cell in self._rings.heads)
+        return [cell for _, _, cell in ranks], [-negative for negative, _, _ in ranks]
 
-    def _orders(self) -> tuple[list[int], list[float], list[int]]:
-        """All cells, the least worth last, what they are worth, and those used longest ago last."""
+    def _rank_many(self) -> tuple[list[int], list[float]]:
         cells = np.fromiter(self._rings.heads, np.int64, len(self._rings.heads))
         ticks = cells & _TICK_MASK
         ages = np.maximum(self._turnover.now - ticks * _TICK, FIRST_AGE / 2) / FIRST_AGE
@@ -253,12 +213,7 @@ class LeastWorth:
         worth = self._predictor.worth[cells >> _CLASS_SHIFT, np.maximum(buckets, 0)]
         # Of those worth the same, the one that was used last goes first: it has the longest to wait.
         order = np.lexsort((cells, -ticks, -worth))
-        return cells[order].tolist(), worth[order].tolist(), cells[np.lexsort((-cells, -ticks))].tolist()
-
-    def _victims(self, cells: list[int]) -> Iterator[bytes]:
-        """The next ones of cells, from the last cell on."""
-        heads, key = self._rings.heads, self._index.key
-        return (key[heads[cell]] for cell in cells[: -1 - LOOKED_AT : -1])
+        return cells[order].tolist(), worth[order].tolist()
 
     def victim(self) -> int:
         heads = self._rings.heads

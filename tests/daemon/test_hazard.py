@@ -309,7 +309,7 @@ def test_random_histories_leave_candidates_and_cells_in_order() -> None:
             index.touch(chance.choice(entries))
         else:
             victim = policy.victim()
-            few, many = policy._orders_of_few(), policy._orders()
+            few, many = policy._rank_few(), policy._rank_many()
             assert few == many
             assert victim != NO_ENTRY
             assert policy.worth(victim) >= 0
