@@ -94,7 +94,7 @@ def test_mla_is_stored_once_for_all_ranks() -> None:
             device_config=SimpleNamespace(device_type="cuda"), model_config=SimpleNamespace(use_mla=use_mla),
         )  # fmt: skip
         assert vllm_pool.replicated(config, group) is use_mla
-        return vllm_pool._namespace(config, 0, group, 16, 4096, ["form"])
+        return vllm_pool._namespace(config, 0, group, 16, 4096, ["form"], "built")
 
     names = [spec_of(rank).fingerprint() for rank in range(4)]
     assert names[0] == names[1] != names[2] == names[3]
