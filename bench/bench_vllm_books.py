@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from common import Report, percentile
+from vllm.v1.request import RequestStatus
 
 from tiercache.connectors.vllm_orders import Orders
 from tiercache.connectors.vllm_orders import Report as WorkersReport
@@ -133,6 +134,7 @@ def make_request(name: str) -> Any:
         request_id=name, num_prompt_tokens=PROMPT_BLOCKS * BLOCK, num_computed_tokens=0, num_preemptions=0,
         mm_features=(),
         block_hashes=hashes, lora_request=None, kv_transfer_params=None,
+        status=RequestStatus.FINISHED_STOPPED,
     )  # fmt: skip
 
 

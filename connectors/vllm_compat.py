@@ -28,6 +28,7 @@ def check_version(version: str = vllm.__version__) -> None:
 
 
 try:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.v1 import kv_cache_interface
@@ -35,11 +36,24 @@ try:
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.metrics.utils import create_metric_per_engine
+    from vllm.v1.request import RequestStatus
 except ImportError:
     check_version()  # which has the better words for it; such a vLLM does not start
     raise
 
 VERSION: str = vllm.__version__
+
+
+def register(connector: type) -> None:
+    """Have vLLM find a connector's class by its name alone, as MultiConnector does when it reads statistics."""
+    if connector.__name__ not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(connector.__name__, connector.__module__, connector.__name__)
+
+
+def ended_by_output(request: Any) -> bool:
+    """Whether a request has ended by what a step gave: all that was to be known of earlier steps is known by then."""
+    ends = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_REPETITION
+    return request.status in ends
 
 
 def block_tables(kv_cache_manager: Any) -> list[Mapping[str, Sequence[Any]]]:
@@ -64,8 +78,10 @@ __all__ = [
     "block_tables",
     "check_version",
     "create_metric_per_engine",
+    "ended_by_output",
     "kv_cache_interface",
     "kv_cache_utils",
     "local_cache",
+    "register",
     "resolve_kv_cache_block_sizes",
 ]

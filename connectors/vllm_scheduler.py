@@ -21,7 +21,7 @@ from typing import Any
 
 from tiercache.connector import Connector
 from tiercache.connectors.vllm_apart import Apart
-from tiercache.connectors.vllm_compat import CacheHitSource, block_tables, local_cache
+from tiercache.connectors.vllm_compat import CacheHitSource, block_tables, ended_by_output, local_cache
 from tiercache.connectors.vllm_costs import Costs
 from tiercache.connectors.vllm_hints import hint_of
 from tiercache.connectors.vllm_log import RequestLog
@@ -371,7 +371,7 @@ class Scheduler:
             keys = self.stores.end(request, 0)
         elif state is not None:
             self._let_go(state)
-            keys = self.stores.end(request, request.num_computed_tokens)
+            keys = self.stores.end(request, request.num_computed_tokens, aborted=not ended_by_output(request))
         if request.kv_transfer_params and keys:
             self._pass_on(request, keys)
 

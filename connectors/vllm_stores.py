@@ -100,6 +100,8 @@ class Stores:
         self._last: list[Store] = []  # of requests that have ended, for the next step
         # What requests were given since the last step: their blocks, and from which on these are new.
         self._given: dict[str, tuple[Sequence[Sequence[Any]], int]] = {}
+        # Requests that have blocks, and were in no step since: another connector may be filling these.
+        self._unstepped: set[str] = set()
         self._jobs: dict[int, _Job] = {}
         self._numbers = itertools.count(1)
 
@@ -122,15 +124,19 @@ class Stores:
         if request_id in self._chains:
             self._go_on_after(self._chains[request_id], 0)
 
-    def end(self, request: Any, computed_tokens: int) -> bytes:
+    def end(self, request: Any, computed_tokens: int, *, aborted: bool = False) -> bytes:
         """No more of a request is stored than what is computed now, though its blocks may be free from here on.
 
-        Returns the keys of the blocks that are stored then, if all goes well.
+        Nothing is stored of what another connector is still filling, or may have failed to fill if the request was
+        `aborted`. Returns the keys of the blocks that are stored then, if all goes well.
         """
         chain = self._chains.pop(request.request_id, None)
         if chain is None:
             return b""
-        self._offer(chain, computed_tokens, self._last)
+        filling = request.request_id in self._unstepped or (aborted and chain.due == AT_ITS_END)
+        self._unstepped.discard(request.request_id)
+        if not filling:
+            self._offer(chain, computed_tokens, self._last)
         chain.request = None
         return chain.keys[: chain.offered * KEY_BYTES]
 
@@ -159,6 +165,8 @@ class Stores:
     def allocated(self, request_id: str, tables: Sequence[Sequence[Any]], first: int) -> None:
         """A request has these blocks in each group; those from `first` on hold nothing of it yet."""
         self._given[request_id] = tables, first
+        if request_id in self._chains:
+            self._unstepped.add(request_id)
 
     def step(self, output: Any, orders: Orders) -> None:
         """Add to the orders of a step that has just been scheduled, whose loads are in them."""
@@ -168,6 +176,7 @@ class Stores:
         self._leave_to_others(output)
         self._given.clear()
         running = output.num_scheduled_tokens
+        self._unstepped.difference_update(running)
         most = -(-len(running) // self._turn_steps)
         for request_id, tokens in running.items():
             chain = self._chains.get(request_id)
@@ -234,6 +243,7 @@ class Stores:
         for chain in self._chains.values():
             chain.request = None
         self._chains.clear()
+        self._unstepped.clear()
         for store in self._last:
             del self._jobs[store.job]
         self._last.clear()
@@ -242,4 +252,5 @@ class Stores:
         """Raise AssertionError where the books contradict each other."""
         assert all(0 < job.ranks_left <= self._ranks for job in self._jobs.values())
         assert {store.job for store in self._last} <= self._jobs.keys()
+        assert self._unstepped <= self._chains.keys()
         assert all(chain.offered <= MAX_KEYS for chain in self._chains.values())

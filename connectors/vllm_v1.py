@@ -18,7 +18,7 @@ from typing import Any
 from tiercache.connector import Connector
 from tiercache.connectors.vllm_built import describe_built
 from tiercache.connectors.vllm_cards import Cards
-from tiercache.connectors.vllm_compat import CacheHitSource, base, check_version, resolve_kv_cache_block_sizes
+from tiercache.connectors.vllm_compat import CacheHitSource, base, check_version, register, resolve_kv_cache_block_sizes
 from tiercache.connectors.vllm_costs import Costs
 from tiercache.connectors.vllm_events import event_groups
 from tiercache.connectors.vllm_log import RequestLog, introduce, join_vllm
@@ -48,6 +48,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         self._begun: Any = None  # orders that have been begun
         self._known = False  # the scheduler's half has the forms of all ranks
         self._roll: Roll | None = None  # beside other connectors, until then
+        self._reset_due = False  # vLLM's caches were reset before then
         join_vllm()
         # A load that fails is computed instead: no request may fail because its cache did.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -199,6 +200,8 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             introduction,
             media_ids=settings.media_ids == "content",
         )
+        if self._reset_due:
+            self._scheduler.reset()
         for why in dict.fromkeys(filter(None, (absence(connector), *(form.absence for form in ranks)))):
             logger.warning("vLLM is served without the cache until that changes: %s", why)
 
@@ -261,10 +264,16 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             self._scheduler.finished(request)
         return False, None
 
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: so a MultiConnector says it to all where a sibling knows of no KV cache groups."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
     def reset_cache(self) -> bool:
         """vLLM's caches are reset, as after an update of the weights."""
         if self._scheduler is not None:
             self._scheduler.reset()
+        else:
+            self._reset_due = True
         return True
 
     def shutdown(self) -> None:
@@ -289,3 +298,5 @@ try:
 except VersionError:
     # What another vLLM wants of connectors besides is nothing to one that does nothing.
     TierCacheConnector.__abstractmethods__ = frozenset()
+else:
+    register(TierCacheConnector)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 from vllm_engines import PATIENCE_S, wait_until
 
 import tiercache
@@ -36,6 +37,7 @@ class Cache:
 
     def __init__(self) -> None:
         self.below_blocks = 0
+        self.found_blocks: int | None = None
         self.asked, self.go_on = threading.Event(), threading.Event()
         self.found: list[Any] = []
         self.released: list[Any] = []
@@ -43,7 +45,7 @@ class Cache:
     def match(self, keys: bytes, namespaces: Any) -> Any:
         self.asked.set()
         assert self.go_on.wait(PATIENCE_S)
-        blocks = len(keys) // KEY_BYTES
+        blocks = len(keys) // KEY_BYTES if self.found_blocks is None else self.found_blocks
         self.found.append(SimpleNamespace(blocks=blocks, below_blocks=self.below_blocks, ticket=lambda: b"ticket"))
         return self.found[-1]
 
@@ -94,7 +96,7 @@ class Rig:
         request = SimpleNamespace(
             request_id=name, num_prompt_tokens=blocks * SIZE + 1, num_computed_tokens=0, num_preemptions=0,
             block_hashes=[bytes([block]) * 32 for block in range(blocks)], lora_request=adapter,
-            kv_transfer_params=None, mm_features=media,
+            kv_transfer_params=None, mm_features=media, status=RequestStatus.FINISHED_STOPPED,
         )  # fmt: skip
         self.tables[name] = [SimpleNamespace(block_id=block, is_null=False) for block in range(blocks)]
         self.scheduler.add(request)
@@ -108,11 +110,18 @@ class Rig:
         blocks = SimpleNamespace(blocks=[self.tables[request.request_id]])
         self.scheduler.allocated(request, blocks, tokens)
 
-    def step(self) -> Any:
+    def step(self, tokens: dict[str, int] | None = None, new: Sequence[Any] = ()) -> Any:
+        """Schedules `tokens` of each request, of which some are `new`."""
+        tokens = tokens or {}
         cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set())
+        started = [
+            SimpleNamespace(req_id=each.request_id, num_computed_tokens=each.num_computed_tokens, block_ids=())
+            for each in new
+        ]
         output = SimpleNamespace(
-            num_scheduled_tokens={}, total_num_scheduled_tokens=0, scheduled_new_reqs=[], scheduled_cached_reqs=cached
-        )
+            num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values()), scheduled_new_reqs=started,
+            scheduled_cached_reqs=cached,
+        )  # fmt: skip
         orders = self.scheduler.step(output)
         self.scheduler.check_integrity()
         return orders
@@ -306,6 +315,21 @@ def test_vllm_forgets_what_it_had_when_the_weights_changed(rig: Rig) -> None:
     assert rig.names.epochs == 2
     rig.pool.cached_block_hash_to_block = {}
     assert not rig.step().renamed, "it has nothing of before any more"
+
+
+@pytest.mark.parametrize("how", ["FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED", "FINISHED_ERROR"])
+def test_what_a_sibling_loads_in_a_step_is_stored_only_if_the_end_says_that_it_has_come(rig: Rig, how: str) -> None:
+    rig.cache.found_blocks = 0
+    request = rig.add("a", 2)
+    rig.cache.go_on.set()
+    rig.looked_up()
+    assert rig.scheduler.matched_tokens(request, 0) == 0
+    rig.load(request, 0)
+    request.num_computed_tokens = SIZE
+    assert not rig.step({"a": SIZE + 1}, new=[request]).fresh
+    request.num_computed_tokens, request.status = 2 * SIZE + 1, RequestStatus[how]
+    rig.scheduler.finished(request)
+    assert len(rig.step().ready) == (how in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"))
 
 
 def prefill_takes(rig: Rig, seconds_per_block: float) -> None:

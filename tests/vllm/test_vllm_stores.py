@@ -170,6 +170,47 @@ def test_what_follows_a_load_of_another_connector_in_the_same_step_is_stored_at_
     assert store.runs == (Run(0, [1, 2, 3]),)
 
 
+def test_what_a_sibling_still_fills_when_its_request_ends_is_not_stored() -> None:
+    """vLLM counts what is to come as computed from the start."""
+    engine = Engine()
+    for name, again in (("aborted", False), ("computed", True)):
+        request = engine.add(name, [1, 2, 3])
+        engine.stores.allocated(name, blocks([1, 2, 3]), 0)
+        request.num_computed_tokens = 8
+        assert engine.step({}).fresh == []
+        if again:
+            engine.stores.allocated(name, blocks([1, 2, 3]), 8)
+            engine.step({name: 1})
+        engine.finish(name)
+        assert [store.runs for store in engine.step({}).ready] == ([(Run(0, [1, 2]),)] if again else [])
+
+
+def test_a_request_that_waits_again_and_is_filled_by_a_sibling_is_not_stored() -> None:
+    """After a preemption, or a reset that forgets it."""
+    engine = Engine()
+    request = engine.add("a", [1, 2, 3])
+    engine.stores.allocated("a", blocks([1, 2, 3]), 0)
+    engine.step({"a": 4})
+    engine.stores.allocated("a", blocks([1, 2, 3]), 0)
+    request.num_computed_tokens = 8
+    engine.finish("a")
+    assert engine.step({}).ready == []
+    engine.add("b", [4])
+    engine.stores.allocated("b", blocks([4]), 0)
+    engine.stores.forget()
+    engine.stores.check_integrity()
+
+
+def test_what_a_sibling_loads_in_a_step_is_not_stored_if_the_request_is_aborted() -> None:
+    """Whether it has come may not be known yet."""
+    engine = Engine()
+    request = engine.add("a", [1, 2, 3])
+    engine.stores.allocated("a", blocks([1, 2, 3]), 0)
+    engine.step({"a": 4}, starts={"a": (8, [1, 2, 3])})
+    engine.stores.end(request, request.num_computed_tokens, aborted=True)
+    assert engine.step({}).ready == []
+
+
 def test_all_stores_that_read_a_block_are_ended() -> None:
     """Two requests with the same beginning, both of which vLLM has computed before either was stored."""
     engine = Engine()
