@@ -35,6 +35,11 @@ MAX_FULL = 64
 """Full batches that may wait; beyond them one is published for each further one."""
 MAX_BLOCK_BYTES = 64 << 10
 """Of what is said of one block: 16000 tokens."""
+MAX_EXTRA_BYTES = 128 << 10
+"""Of the extra keys of one run, which are decoded once to see that subscribers can read them."""
+MAX_CONTAINERS = 8192
+"""Bytes in them that may begin a list or a map: many small ones take long to decode."""
+_CONTAINERS = bytes([*range(0x80, 0xA0), 0xDC, 0xDD, 0xDE, 0xDF])
 MAX_WAITING_BYTES = 16 << 20
 """Of what is said in stores of one process, or tenant of other hosts, that are under way."""
 MAX_FORM_BYTES = 256
@@ -125,6 +130,8 @@ class NamedBlocks:
     __slots__ = ("__weakref__", "_form", "_run", "_size", "bytes")
 
     def __init__(self, run: ReceivedRun, block_size: int, tenant: str = "") -> None:
+        if run.extra_keys is not None:  # as received they are parts of the whole message, and keep that
+            run = msgspec.structs.replace(run, extra_keys=[extra.copy() for extra in run.extra_keys])
         self._run = run
         self._size = 4 * block_size
         self._form = _Form(block_size, run.group, run.kind, run.window, run.lora_id, run.lora_name, tenant)
@@ -139,13 +146,26 @@ class NamedBlocks:
         names = max(len(name or "") for name in (run.kind, run.lora_name))
         return _BLOCK_BYTES + self._size + longest + 2 * hashes > MAX_BLOCK_BYTES or names > MAX_FORM_BYTES
 
+    def check(self) -> bool:
+        """Whether the extra keys are few enough to be looked at.
+
+        Raises one of `wire.UNREADABLE` for what subscribers could not read: they would lose the whole batch with it.
+        """
+        extra_keys = self._run.extra_keys or ()
+        packed = b"".join(map(bytes, extra_keys))
+        containers = len(packed) - len(packed.translate(None, _CONTAINERS))
+        if len(packed) > MAX_EXTRA_BYTES or containers > MAX_CONTAINERS:
+            return False
+        for extra in extra_keys:
+            msgspec.msgpack.decode(extra)
+        return True
+
     def __call__(self, place: int) -> Block:
         run, size = self._run, self._size
         parent = run.hashes[place - 1] if place else run.parent
         tokens = run.tokens[place * size : (place + 1) * size]
         extra = run.extra_keys[place] if run.extra_keys else _NIL
-        # A copy: what was received is a part of the whole message, and keeps that.
-        said = None if extra == _NIL else extra.copy()
+        said = None if extra == _NIL else extra
         size_bytes = _BLOCK_BYTES + len(tokens) + len(extra) + _hash_bytes(run.hashes[place]) + _hash_bytes(parent)
         return Block(run.hashes[place], parent, tokens, said, self._form, size_bytes)
 

@@ -158,11 +158,12 @@ class ReadRequests:
                 parked = waiting.popleft()
                 if not self._answered(parked, now_s):
                     waiting.append(parked)
+            # A lease that has lost a block has ended only now, and said so: then all of them are due.
+            due = min(max(due - looked, self._due.pop(lease_id, 0)), len(waiting))
+            if due:
+                self._due[lease_id] = due
             if not waiting:
                 del self._parked[lease_id]
-                self._due.pop(lease_id, None)  # one that has lost a block has ended only now, and said so
-            elif looked < due:
-                self._due[lease_id] = due - looked
         return bool(self._due)
 
     def _answered(self, parked: _Parked, now_s: float) -> bool:

@@ -322,7 +322,7 @@ class Reads:
         started = False
         try:
             for run in runs:
-                while lease.lease_id in self.growing and run.look():
+                while self._may_grow(lease) and run.look():
                     yield
                 if lease.lease_id in self.growing:
                     self._touch(lease, run)
@@ -358,6 +358,15 @@ class Reads:
         elif not lease.has_windows:
             lease.blocks = min(run.end for run in lease.runs)
 
+    def _may_grow(self, lease: ReadLease) -> bool:
+        """Asked before more of it is pinned: a lease that has lost a block ends, or the new pins would hide that."""
+        if lease.lease_id not in self.growing:
+            return False
+        if not self._is_whole(lease):
+            self._end(lease)
+            return False
+        return True
+
     def _touch(self, lease: ReadLease, run: Run) -> None:
         """Tell the policy of what a run has: of a wide window the rest later (`work`)."""
         following = run.touch(run.first)
@@ -366,7 +375,7 @@ class Reads:
 
     def stop_growing(self, lease: ReadLease) -> None:
         """Nothing more will land for it. A prefetch ends with that, once all that has come was looked for."""
-        if lease.lease_id not in self.growing:
+        if not self._may_grow(lease):
             return
         for run in lease.runs:
             run.begin_pass()

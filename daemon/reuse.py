@@ -137,7 +137,8 @@ class WhatIf:
 
     def catch_up(self) -> Steps[None]:
         """Look into what was noted."""
-        while self._noted:
+        until_s = self._clock_s()  # what comes meanwhile is for the next one who asks
+        while self._noted and self._noted[0][0] <= until_s:
             self._look_into_some()
             if self._noted:
                 yield

@@ -333,10 +333,11 @@ class Server:
     def _work(self) -> None:
         """A slice of what was put off; the loop serves others before the next one."""
         self._working = False  # a slice that fails is tried again at the next tick
-        self._working = self.cache.work()
-        if self._serving and self.service.reads.answer_parked():
-            self._working = True
-        if self._working:
+        more = self.cache.work()
+        if self._serving:
+            more = self.service.reads.answer_parked() or more
+        self._working = more
+        if more:
             self._later(self._work)
 
     # --- what the gate tells ---------------------------------------------------------------------

@@ -246,7 +246,7 @@ class SessionGate:
         def its_ghosts() -> int:
             return sum(ghost.party == party for ghost in self._ghosts)
 
-        most = max(1, self._max_sessions // GHOST_SHARE)
+        most = max(2, self._max_sessions // GHOST_SHARE)
         if its_ghosts() >= most:
             self._forget_finished()
         return its_ghosts() >= most

@@ -11,6 +11,7 @@ from tiercache.daemon.sessions import Session
 from tiercache.daemon.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
 from tiercache.errors import RequestRefused
 from tiercache.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, ErrorCode
+from tiercache.wire import UNREADABLE
 
 MAX_SPEC_BYTES = 8192
 
@@ -80,7 +81,11 @@ class WriteRequests:
             text += f": must be {blocks} blocks of {block_size} tokens"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         named, events = name_blocks(run, block_size, namespace.spec.tenant), self._cache.events
-        if named.too_large or not events.waits(owner.party, named):
+        try:
+            fits = named.check() and not named.too_large
+        except UNREADABLE as error:
+            raise RequestRefused(ErrorCode.MALFORMED.value, f"extra keys of events: {error}") from error
+        if not fits or not events.waits(owner.party, named):
             events.unnamed_blocks += blocks
             return None
         return named

@@ -96,6 +96,12 @@ class Flushes:
     def opened(self, path: Path, shelf: Shelf) -> None:
         """A directory is open: what was flushed before goes now."""
         here, last, kept = shelf.directory.superblock.directory_id, self._last.get(path), self._kept.pop(path, [])
+        for other in [one for one, its in self._last.items() if its == here and one != path]:
+            del self._last[other]  # mount points were swapped: what was kept there was about this directory
+            moved = self._kept.get(other, [])
+            for _, _, flush in moved:
+                flush.waiting += 1
+            kept = [*kept, *moved]
         self._last[path] = here
         replaced = last is not None and last != here
         if last is not None and replaced:

@@ -132,7 +132,7 @@ class LeastWorth:
         block_class = self._class[entry]
         if self._shared[entry]:
             block_class = shared_class(self._uses[entry], self._gap[entry])
-        tick = int(self._used_at[entry] / _TICK)
+        tick = min(int(self._used_at[entry] / _TICK), _TICK_MASK)  # idle for weeks
         return block_class << _CLASS_SHIFT | (tick - tick % self._width)
 
     def add(self, entry: int) -> None:

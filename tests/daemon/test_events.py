@@ -26,7 +26,7 @@ from tiercache.daemon.leases import Owner
 from tiercache.daemon.publisher import Publisher
 from tiercache.errors import ConfigError
 from tiercache.layout import NamespaceSpec
-from tiercache.messages import CommitState, ReceivedRun
+from tiercache.messages import CommitState, EventRun, ReceivedRun, Reserve
 
 END = -1
 Batch = tuple[int, list[dict[str, Any]]]
@@ -274,6 +274,13 @@ def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         for said, words in wrong:
             tag, _, text = client.ask("reserve", client.namespace(), b"", new_chain(2), 1000, said)
             assert (tag, words in text) == ("error", True), text
+        # Text that is no UTF-8: subscribers could not read the batch that it is in.
+        said = [[1], None, bytes(16), 0, None, None, None, None, ["XYZZY"]]
+        fields = [client.namespace(), b"", new_chain(1), 1000, said]
+        packet = msgpack.packb(["reserve", *client.header(), *fields]).replace(b"\xa5XYZZY", b"\xa2\xff\xfe")
+        reply, _ = client.exchange(packet)
+        assert reply[0] == "error"
+        assert "extra keys of events" in reply[-1]
 
 
 def test_without_the_setting_there_is_nothing(tmp_path: Path) -> None:
@@ -377,6 +384,29 @@ def test_each_block_counts_for_what_is_said_of_itself() -> None:
     assert name_blocks(run, 1).too_large
     assert name_blocks(ReceivedRun([1], bytes(70_000), bytes(4)), 1).too_large
     assert name_blocks(ReceivedRun([1] * 512, None, bytes(2048), lora_name="x" * 100_000), 1).too_large
+
+
+def test_extra_keys_keep_nothing_of_the_message_they_came_in() -> None:
+    """It may be megabytes long, of which nothing is counted."""
+    run = EventRun([1], None, bytes(64), extra_keys=["x"])
+    message = msgspec.msgpack.encode(Reserve(1, bytes(16), 1, 2**62, 0, b"", bytes(16), 1000, events=run))
+    before = sys.getrefcount(message)
+    request: Any = msgspec.msgpack.decode(message, type=Reserve)
+    named = name_blocks(request.events, 16)
+    assert sys.getrefcount(message) > before, "what was received is a part of it"
+    del request
+    assert (sys.getrefcount(message), named(0).extra) == (before, msgspec.Raw(msgspec.msgpack.encode("x")))
+
+
+def test_extra_keys_that_take_long_to_look_at_are_not_passed_on() -> None:
+    def run(*extra_keys: bytes) -> ReceivedRun:
+        raw = [msgspec.Raw(one) for one in extra_keys]
+        return ReceivedRun([*range(len(raw))], None, bytes(4 * len(raw)), extra_keys=raw)
+
+    empty_lists = msgspec.msgpack.encode([[]] * 9000)
+    assert not name_blocks(run(empty_lists), 1).check()
+    assert not name_blocks(run(*[msgspec.msgpack.encode(bytes(50_000))] * 3), 1).check()
+    assert name_blocks(run(*[msgspec.msgpack.encode(["a" * 76])] * 512), 1).check()
 
 
 def test_what_waits_to_be_said_is_limited_by_process_for_as_long_as_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,6 +333,19 @@ def test_what_is_noted_is_looked_into_before_it_takes_memory() -> None:
     assert h.what_if.stats()["accessed_blocks"] == 2 * reuse.MAX_NOTED
 
 
+def test_stats_wait_for_what_was_noted_before_they_were_asked_for_only() -> None:
+    h = Harness(dram_blocks=1000)
+    many = keys_of(0, 1 << 15)
+    for _ in range(3):
+        h.what_if.looked_up([h.space], many, 0, 0)
+    for slices, _ in enumerate(h.what_if.catch_up()):
+        h.now_s += 0.003
+        for _ in range(3):
+            h.what_if.looked_up([h.space], many, 0, 0)
+        assert slices < 100
+    assert len(h.what_if._noted) > 0
+
+
 @pytest.mark.parametrize("keys", [1, 2000])
 def test_what_is_noted_is_bounded_where_there_is_never_time(keys: int) -> None:
     h = Harness(dram_blocks=100_000)

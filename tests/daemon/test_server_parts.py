@@ -106,3 +106,24 @@ def test_a_queue_that_never_runs_empty_does_not_keep_leases_alive() -> None:
     drained = True
     Server._tick(fake)
     assert expired == 3
+
+
+def test_work_goes_on_after_a_part_of_it_has_failed() -> None:
+    later: list[object] = []
+    fails = True
+
+    def answer_parked() -> bool:
+        if fails:
+            raise IndexError
+        return False
+
+    fake: Any = SimpleNamespace(
+        _working=True, _serving=True, cache=SimpleNamespace(work=lambda: True), _later=later.append, _work=None,
+        service=SimpleNamespace(reads=SimpleNamespace(answer_parked=answer_parked)),
+    )  # fmt: skip
+    with pytest.raises(IndexError):
+        Server._work(fake)
+    assert not fake._working, "the next tick tries again"
+    fails = False
+    Server._work(fake)
+    assert (fake._working, later) == (True, [None])
