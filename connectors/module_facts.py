@@ -4,6 +4,7 @@ hashed, and the functions among them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def _value(value: Any, depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         return _tensor(value)
     if isinstance(value, (np.generic, np.ndarray)):
-        return _tensor(torch.as_tensor(value)) if value.dtype.kind in "biufc" else repr(value)
+        return _array(value)
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value)
     if depth < _DEEPEST:
@@ -65,6 +66,18 @@ def _value(value: Any, depth: int) -> Any:
             return [_value(part, depth + 1) for part in (value.func, value.args, value.keywords)]
     named = value if isinstance(value, _FUNCTIONS) and hasattr(value, "__qualname__") else kind
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def _array(array: np.generic | np.ndarray[Any, Any]) -> list[Any]:
+    """As a tensor where PyTorch takes it. Else whole: with negative strides, in the other byte order, no numbers."""
+    is_number = array.dtype.kind in "biufc"
+    if is_number:
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            return _tensor(torch.as_tensor(array))
+    # Long doubles have bytes between them that mean nothing and differ in each process: these are read as text.
+    is_dense = is_number and array.dtype.char not in "gG"
+    content = np.ascontiguousarray(array).tobytes() if is_dense else repr(array.tolist()).encode()
+    return [xxhash.xxh3_128_hexdigest(content), str(array.dtype), list(array.shape)]
 
 
 def _tensor(tensor: torch.Tensor) -> list[Any]:

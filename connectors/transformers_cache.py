@@ -136,6 +136,9 @@ class PrefixCache:
     def weights_changed(self, model_id: str = "") -> None:
         """Say that the model computes something else from here on; `model_id` names it anew.
 
+        Without `model_id` no other process shares this model's blocks from here on: what has changed may be nothing
+        that a name could be made of.
+
         Not needed for updates, merges and other weights: those are noticed. A change to some rows of one tensor through
         `.data`, as to those of a few tokens in an embedding, may not be.
         """

@@ -166,12 +166,17 @@ class ModelWatch:
         return self._root
 
     def weights_changed(self, model_id: str = "") -> None:
-        """Whatever has been seen before no longer counts: name the model anew."""
+        """Whatever has been seen before no longer counts: name the model anew.
+
+        Without `model_id` the name is one that no other process has: nothing that can be looked at needs to have
+        changed.
+        """
         with self._lock:
             if model_id:
                 self._model_id, self._named, self._private = model_id, None, ""
-            elif self._model_id:
+            else:
                 self._private = os.urandom(KEY_BYTES).hex()
+                self._say("weights_changed() was called without a model_id")
             self._weights, self._last = "", None
 
     # --- what is seen

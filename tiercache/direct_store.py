@@ -64,6 +64,9 @@ class _WhileUp(Limit):
     def reached(self) -> bool:
         return self._limit.reached() or self._session.fileno() < 0
 
+    def passed(self) -> bool:
+        return self._limit.passed() or self._session.fileno() < 0
+
 
 def store_past_dram(
     client: Client,

@@ -59,8 +59,10 @@ class DirectLoader(DirectMoves):
         usable = 0
         while usable < len(extents) and self._is_usable(extents[usable], len(directories)):
             usable += 1
+        if not usable or not self._wait_ready(after, limit):
+            return DirectResult(0)
         with self._lock:
-            if self.off or not usable or not self._wait_ready(after, limit):
+            if self.off:
                 return DirectResult(0)
             try:
                 runs = self._runs(generation, directories, extents[:usable], addresses[:usable])
@@ -119,8 +121,10 @@ class DirectStorer(DirectMoves):
         addresses = self._addresses(block_ids)
         if not all(is_place(place, 1, self.pool.block_bytes) for place in places):
             return []
+        if not self._wait_ready(after, limit):
+            return []
         with self._lock:
-            if self.off or not self._wait_ready(after, limit):
+            if self.off:
                 return []
             try:
                 went, problem = self._perform(self._runs(generation, [directory], places, addresses), limit)

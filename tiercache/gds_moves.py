@@ -92,12 +92,17 @@ class DirectMoves:
         return base + block_ids * stride
 
     def _wait_ready(self, after: Any, limit: Limit) -> bool:
-        """Wait for what the engine has queued on the blocks: files know nothing of streams."""
-        while not self.backend.is_ready(after):
+        """Wait for what the engine has queued on the blocks: files know nothing of streams.
+
+        Before the lock is taken: handlers of signals run meanwhile, and may close what is in use here.
+        """
+        while not self.off:
+            if self.backend.is_ready(after):
+                return not limit.reached()
             if limit.reached():
                 return False
             time.sleep(_POLL_S)
-        return not limit.reached()
+        return False
 
     def _runs(
         self, generation: int, directories: Sequence[str], extents: Sequence[Extent], addresses: Addresses
@@ -223,7 +228,7 @@ class _Batch:
 
     def _take(self) -> int | None:
         with self._changed:
-            if self._next == len(self._runs) or self.problem or self._limit.reached():
+            if self._next == len(self._runs) or self.problem or self._limit.passed():
                 return None
             number, self._next = self._next, self._next + 1
             self._since_s[number] = time.monotonic()
@@ -242,7 +247,7 @@ class _Batch:
 
     def _is_over(self) -> bool:
         """Whether no run will be taken any more; decided once, so that none is taken afterwards."""
-        if self._next < len(self._runs) and not self.problem and not self._limit.reached():
+        if self._next < len(self._runs) and not self.problem and not self._limit.passed():
             return False
         self._next = len(self._runs)
         return True

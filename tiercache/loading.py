@@ -15,7 +15,7 @@ import msgspec
 from tiercache.channel import Pending
 from tiercache.client import Client
 from tiercache.direct import load_direct
-from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused, TierCacheError
+from tiercache.errors import CallInterrupted, DaemonUnavailable, ProtocolError, RequestRefused, TierCacheError
 from tiercache.gds import DirectLoader
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import (
@@ -160,7 +160,7 @@ def adopt_match(client: Client, ticket: bytes) -> Match:
         session.call(Hold, Done, lease=known.lease)
     except RequestRefused:
         return Match()  # it is over
-    except DaemonUnavailable:
+    except (DaemonUnavailable, CallInterrupted):
         session.give_back(Release, lease=known.lease)
         raise
     match = Match(session, known.lease, known.blocks, known.below_blocks, known.frames, known.keys)

@@ -211,6 +211,10 @@ class Limit:
         """True when no further copy may begin. Asked where no lock is held: signals are handled here."""
         if interrupted():
             self.stopped = True
+        return self.passed()
+
+    def passed(self) -> bool:
+        """As `reached`, for places where a lock is held: signals wait."""
         return self.stopped or time.monotonic() >= self.deadline_s
 
 

@@ -35,6 +35,31 @@ _sigaction = ctypes.CDLL(None).sigaction
 _sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
 
 
+class _StandIn:
+    """What is in the place of a handler while a call is under way: notes signals, or hands them on to it.
+
+    It knows its handler itself, for a program may copy it to another signal, which is that handler's then.
+    """
+
+    __slots__ = ("deferral", "handler")
+
+    def __init__(self, deferral: _Deferral, handler: Callable[[int, Any], Any]) -> None:
+        self.deferral = deferral
+        self.handler = handler
+
+    def __call__(self, number: int, frame: Any) -> None:
+        deferral = self.deferral
+        deferral.taken.add(number)
+        if deferral.active:
+            deferral.noted.append((self.handler, number, frame))
+            return
+        try:
+            if deferral.over:
+                deferral.restore()
+        finally:
+            self.handler(number, frame)
+
+
 class _Deferral:
     """One call of the main thread, and the signals that come meanwhile."""
 
@@ -44,43 +69,33 @@ class _Deferral:
         self.error: BaseException | None = None
         """What a handler has raised."""
         self.thread = threading.get_ident()
-        self._over = False
-        self._noted: deque[tuple[int, Any]] = deque()
-        self._handlers: dict[int, Callable[[int, Any], Any]] = {}
+        self.over = False
+        self.noted: deque[tuple[Callable[[int, Any], Any], int, Any]] = deque()
+        self.taken: set[int] = set()
+        """Signals that may have a stand-in of ours."""
 
     def begin(self) -> None:
         """Take the place of all handlers in Python. Raises what one of them raises meanwhile."""
         for number in _NUMBERS:
             handler = _signals.getsignal(number)
             if callable(handler):
-                behind = getattr(handler, "__self__", None)
-                if isinstance(behind, _Deferral) and behind._over:
-                    handler = behind._handlers[number]
-                self._handlers[number] = handler
+                while isinstance(handler, _StandIn) and handler.deferral.over:
+                    handler = handler.handler
+                self.taken.add(number)
                 try:
-                    _replace(number, self._note)
+                    _replace(number, _StandIn(self, handler))
                 except ValueError as error:
                     if "main thread" not in str(error):
                         raise
                     return  # `threading` takes another thread for it, and handlers run there
 
-    def _note(self, number: int, frame: Any) -> None:
-        if self.active:
-            self._noted.append((number, frame))
-            return
-        try:
-            if self._over:
-                self._restore()
-        finally:
-            self._handlers[number](number, frame)
-
     def handle(self) -> None:
         """Call the handlers of what was noted, which may be interrupted in their turn. The first error is kept."""
-        while self._noted:
+        while self.noted:
             try:
                 try:
                     self.active = False
-                    self._call(*self._noted.popleft())
+                    self._call(*self.noted.popleft())
                 finally:
                     self.active = True
             except BaseException as error:  # noqa: BLE001 - raised at the end
@@ -92,9 +107,9 @@ class _Deferral:
         Another signal may cut this short anywhere: a handler of ours that is left behind then hands its signal on.
         """
         try:
-            self._over = True
+            self.over = True
             self.active = False
-            self._restore()
+            self.restore()
         finally:
             try:
                 self._handle_rest()
@@ -108,25 +123,27 @@ class _Deferral:
 
     def _handle_rest(self) -> None:
         try:
-            while self._noted:
-                self._call(*self._noted.popleft())
+            while self.noted:
+                self._call(*self.noted.popleft())
         finally:
-            if self._noted:
+            if self.noted:
                 self._handle_rest()
 
-    def _call(self, number: int, frame: Any) -> None:
+    def _call(self, handler: Callable[[int, Any], Any], number: int, frame: Any) -> None:
         """Keeps `frame` out of the frames of its callers: it may be one of them, and what it holds would live on."""
-        self._handlers[number](number, frame)
+        handler(number, frame)
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         """Not where another handler has been set meanwhile."""
-        for number, handler in self._handlers.items():
-            if _signals.getsignal(number) == self._note:
-                _replace(number, handler)
+        for number in tuple(self.taken):
+            handler = _signals.getsignal(number)
+            if isinstance(handler, _StandIn) and handler.deferral is self:
+                _replace(number, handler.handler)
 
     def forget(self) -> None:
-        """In a forked child: the call is the parent's, and so are the signals."""
-        self._noted.clear()
+        """In a forked child: the call is the parent's, and so are the signals and what their handlers have raised."""
+        self.noted.clear()
+        self.error = None
         self.end()
 
 

@@ -19,6 +19,7 @@ import pytest
 from connector_helpers import bytes_of, keys, wait_until
 
 import tiercache
+from tiercache import forks
 from tiercache import uninterrupted as module
 from tiercache.channel import Channel
 from tiercache.errors import CallInterrupted
@@ -290,6 +291,62 @@ def test_a_child_forked_meanwhile_has_the_handlers(from_main: bool) -> None:
         assert calls == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, earlier)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_forked_after_a_handler_has_raised_forgets_all() -> None:
+    """The error is the parent's; raised in the child it would keep the rest from being forgotten."""
+
+    class Owner:
+        forgotten = False
+
+        def forget_in_child(self) -> None:
+            self.forgotten = True
+
+    owner = Owner()
+    forks.watch(owner)
+    statuses: list[int] = []
+
+    def work() -> None:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if owner.forgotten and not interrupted() else 1)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(work)
+    assert statuses == [0]
+
+
+def test_a_handler_that_is_copied_to_another_signal_meanwhile_is_that_signals(handlers: dict[int, Any]) -> None:
+    def copy(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGUSR2, signal.getsignal(signal.SIGTERM))
+
+    before = signal.signal(signal.SIGUSR1, copy), signal.getsignal(signal.SIGUSR2)
+    log: list[str] = []
+
+    def work(*numbers: int) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        assert not interrupted()
+        for number in numbers:
+            signal.raise_signal(number)
+        log.append("ended")
+
+    try:
+        with pytest.raises(Terminated):
+            uninterrupted(lambda: work(signal.SIGUSR2))
+        assert signal.getsignal(signal.SIGUSR2) is handlers[signal.SIGTERM]
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        uninterrupted(work)
+        with pytest.raises(Terminated):
+            signal.raise_signal(signal.SIGUSR2)
+        assert signal.getsignal(signal.SIGUSR2) is handlers[signal.SIGTERM]
+        assert log == ["ended", "ended"]
+    finally:
+        for number, handler in zip((signal.SIGUSR1, signal.SIGUSR2), before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_at_the_very_end_and_where_handlers_cannot_be_set_it_is_only_done(monkeypatch: pytest.MonkeyPatch) -> None:

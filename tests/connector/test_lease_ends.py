@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from connector_helpers import bytes_of, keys, spec, wait_until
 
 import tiercache
 from tiercache import channel, client, storing
-from tiercache.errors import DaemonUnavailable
+from tiercache.errors import CallInterrupted, DaemonUnavailable
+from tiercache.loading import Match, adopt_match
 from tiercache.messages import Commit, Release, Reserve
 from tiercache.session import Session
 from tiercache.transfer import CpuCopier
@@ -196,6 +198,22 @@ def test_a_connector_that_is_closed_without_its_session_tells_the_daemon_in_one_
 
 
 # --- exceptions -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [CallInterrupted("a signal"), DaemonUnavailable("no answer in time")])
+def test_a_hold_whose_answer_was_not_waited_for_is_given_back(error: Exception) -> None:
+    """The daemon may have granted it."""
+    given_back: list[tuple[Any, dict[str, Any]]] = []
+
+    def call(*_: Any, **__: Any) -> Any:
+        raise error
+
+    session: Any = SimpleNamespace(generation=1, call=call)
+    session.give_back = lambda kind, **fields: given_back.append((kind, fields))
+    other: Any = SimpleNamespace(session=lambda: session)
+    with pytest.raises(type(error)):
+        adopt_match(other, Match(session, 7, 4).ticket())
+    assert given_back == [(Release, {"lease": 7})]
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from test_transformers_cache import Open, greedy, prompt
 from tiny_models import tiny_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tiercache.connectors.module_facts import attributes_of
 from tiercache.connectors.transformers_cache import PrefixCache
 from tiercache.connectors.weight_sample import elements
 from tiercache.errors import ModelRefused
@@ -155,6 +158,31 @@ def test_a_change_that_no_sample_sees_can_be_told(open_cache: Open) -> None:
     assert greedy(cache, ids) == greedy(model, ids)
 
 
+def test_a_change_that_nothing_shows_can_be_told(open_cache: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function of transformers' module, which neither weights nor modules name."""
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model)
+    greedy(cache, IDS)
+    code = importlib.import_module(type(model).__module__)
+    rotate = code.apply_rotary_pos_emb
+
+    def faster(q: torch.Tensor, k: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        q, k = rotate(q, k, *arguments, **options)
+        return q * 1.5, k * 1.5
+
+    monkeypatch.setattr(code, "apply_rotary_pos_emb", faster)
+    assert restored_blocks(cache) == BLOCKS, "the test has found no such change"
+    cache.weights_changed()
+    assert restored_blocks(cache) == 0
+    assert greedy(cache, IDS) == greedy(model, IDS)
+    assert restored_blocks(cache) == BLOCKS
+    assert restored_blocks(open_cache(model)) == BLOCKS, "as another process that was told nothing"
+    cache.weights_changed("with another rotation")
+    assert restored_blocks(cache) == 0
+    greedy(cache, IDS)
+    assert restored_blocks(open_cache(model, model_id="with another rotation")) == BLOCKS
+
+
 @pytest.mark.parametrize("part", ["", "model.layers.1.self_attn", "model.embed_tokens"])
 def test_in_training_mode_nothing_is_served_or_stored(
     open_cache: Open, caplog: pytest.LogCaptureFixture, part: str
@@ -274,6 +302,29 @@ def test_whatever_a_module_computes_with_is_looked_at(open_cache: Open, name: st
     assert restored_blocks(cache) == BLOCKS
     model.model.layers[0].mlp.vector.mul_(3)
     assert restored_blocks(cache) == 0
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda first: np.array([*range(2999), first], np.float64)[::-1],
+        lambda first: np.array([first, *range(2999)], ">i4"),
+        lambda first: np.array([first, *range(2999)], np.longdouble),
+        lambda first: np.longdouble(first),
+        lambda first: np.array([*"ab" * 750, str(first), *"ab" * 750]),
+        lambda first: np.array([*["b", None] * 750, first, *["b", None] * 750], object),
+    ],
+    ids=["reversed", "other byte order", "long doubles", "long double", "text", "objects"],
+)
+def test_arrays_that_pytorch_does_not_take_are_looked_at(build: Callable[[int], Any]) -> None:
+    """Each element of them; and those that are built alike are equal, as they have to be in other processes."""
+
+    def facts(first: int) -> str:
+        module = torch.nn.Identity()
+        module.array = build(first)
+        return json.dumps(attributes_of(module))
+
+    assert facts(1) == facts(1) != facts(2)
 
 
 def test_what_was_changed_before_the_cache_was_made_is_part_of_the_name(open_cache: Open) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import mmap
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from cluster import wait_for
 from tiercache.checksum import CHECKSUM_LANES, CHECKSUM_XXH3, block_checksum
 from tiercache.gds import DirectLoader, DirectResult
 from tiercache.gds_backend import Fault, HostBackend
-from tiercache.gds_moves import MAX_OPEN_FILES, MOVE_BYTES, direct_problem
+from tiercache.gds_moves import MAX_OPEN_FILES, MOVE_BYTES, Run, _Batch, direct_problem
 from tiercache.messages import Extent
 from tiercache.transfer import Limit, Pool
+from tiercache.uninterrupted import uninterrupted
 
 BLOCK = 8192
 BLOCKS = 32
@@ -151,6 +153,53 @@ def test_nothing_is_begun_after_the_limit(disk: Disk) -> None:
     assert disk.load([disk.extent(0)], [0], stopped) == DirectResult(0)
     assert disk.load([disk.extent(0)], [0], Limit(-math.inf)) == DirectResult(0)
     assert disk.calls == []
+
+
+@pytest.fixture
+def on_signal() -> Iterator[list[Callable[[], None]]]:
+    """What the handler of SIGUSR1 does."""
+    calls: list[Callable[[], None]] = []
+    earlier = signal.signal(signal.SIGUSR1, lambda number, frame: [call() for call in calls] and None)
+    yield calls
+    signal.signal(signal.SIGUSR1, earlier)
+
+
+def test_a_handler_of_a_signal_may_close_what_waits_for_the_engine(
+    disk: Disk, on_signal: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+
+    def close() -> None:
+        free = not disk.loader._lock.locked()
+        closed.append(free)
+        if free:  # it would wait for ever for itself
+            disk.loader.close()
+
+    def is_ready(after: Any) -> bool:
+        if not closed:
+            signal.raise_signal(signal.SIGUSR1)
+        return bool(closed)
+
+    on_signal.append(close)
+    monkeypatch.setattr(disk.backend, "is_ready", is_ready)
+    assert uninterrupted(lambda: disk.load([disk.extent(0)], [0])) == DirectResult(0)
+    assert closed == [True]
+    assert disk.calls == []
+
+
+def test_no_handler_of_a_signal_runs_while_reads_are_shared_out(on_signal: list[Callable[[], None]]) -> None:
+    seen: list[int] = []
+    on_signal.append(lambda: seen.append(1))
+    batch = _Batch([Run(None, 0, 0, BLOCK, 1)], lambda *_: BLOCK, Limit(-math.inf))
+
+    def work() -> list[int]:
+        signal.raise_signal(signal.SIGUSR1)
+        assert batch._take() is None
+        assert batch.wait(30.0)
+        return list(seen)
+
+    assert uninterrupted(work) == []
+    assert seen == [1]
 
 
 def test_a_stop_waits_for_the_reads_under_way(tmp_path: Path) -> None:
