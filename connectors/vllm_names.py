@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -26,8 +25,6 @@ from tiercache.messages import KEY_BYTES
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 HASHES = ("sha256", "sha256_cbor")
-CONTENT = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
-"""What vLLM's hashes of images, sounds and videos look like."""
 OPTIONS = (
     "quantization_config", "model_impl", "model_class_overrides", "code_revision", "disable_sliding_window",
     "generation_config", "override_generation_config",
@@ -166,14 +163,6 @@ def _states(path: str) -> list[tuple[str, int, int, int]]:
     place = Path(path)
     states = [(file.name, file.stat()) for file in ([place] if place.is_file() else sorted(place.glob("*")))]
     return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
-
-
-def names_content(request: Any) -> bool:
-    """Whether all that vLLM's block hashes say of a request is content, and not a name that its user has given.
-
-    vLLM takes ids that users give to images (`multi_modal_uuids`) for the images, as they are: they look like no hash.
-    """
-    return all(CONTENT.fullmatch(feature.mm_hash or feature.identifier) for feature in request.mm_features)
 
 
 def lengths_of(vllm_config: Any) -> list[int]:

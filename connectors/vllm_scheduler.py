@@ -25,7 +25,7 @@ from tiercache.connectors.vllm_compat import CacheHitSource, block_tables, ended
 from tiercache.connectors.vllm_costs import Costs
 from tiercache.connectors.vllm_hints import hint_of
 from tiercache.connectors.vllm_log import RequestLog
-from tiercache.connectors.vllm_names import Names, keys_of, names_content
+from tiercache.connectors.vllm_names import Names, keys_of
 from tiercache.connectors.vllm_orders import Load, Orders, Report, Said
 from tiercache.connectors.vllm_stores import Stores, runs_of
 from tiercache.errors import TierCacheError
@@ -106,7 +106,8 @@ class Scheduler:
         kv_cache_manager: vLLM's, which knows the blocks of its requests.
         costs: say which loads are worth it; without, all are.
         log: says what requests got.
-        media_ids: whether ids of images that users have given name their content.
+        media_ids: whether ids of images name their content, whoever has given them.
+        batches: steps that vLLM has under way at once.
         introduce: says which cache this is, and returns whether it is there. May block for a request.
     """
 
@@ -122,6 +123,7 @@ class Scheduler:
         log: RequestLog | None = None,
         introduce: Callable[[], bool] = lambda: True,
         media_ids: bool = False,
+        batches: int = 1,
     ) -> None:
         self.connector = connector
         self._specs = list({spec.fingerprint(): spec for specs in ranks for spec in specs}.values())
@@ -136,10 +138,10 @@ class Scheduler:
         self._requests: dict[str, _Request] = {}
         self._leased: set[str] = set()  # requests whose match has an end to come
         self._loads: dict[str, _Load] = {}
-        self._asked: dict[str, int] = {}  # blocks that vLLM had itself of requests that have no others yet
+        self._asked: dict[str, int] = {}  # tokens that vLLM had itself of requests that have no others yet
         self.costs = costs
         self._declined = 0  # blocks, when they were counted
-        self.stores = Stores(connector, block_tables(kv_cache_manager), len(ranks), per_block, windowed)
+        self.stores = Stores(connector, block_tables(kv_cache_manager), len(ranks), per_block, windowed, batches)
         self._orders = Orders()
         self._moves: dict[int, int] = {}  # of each rank's weights
         self._renamed = False  # since the last orders
@@ -170,13 +172,13 @@ class Scheduler:
         """In the background thread."""
         adapter = request.lora_request
         if adapter is None:
-            self._match(request, lookup, partial(self._names.root, None, self._own(request)))
+            self._match(request, lookup, lambda: self._names.root(None, self._own(request)))
         elif not self._adapters.begin(_number(adapter), partial(self._find_adapter, request, lookup)):
             lookup.done = True
 
     def _own(self, request: Any) -> bool:
-        """Whether a request's blocks are for this engine only."""
-        return not self._media_ids and not names_content(request)
+        """Whether a request's blocks are for this engine only: what looks like an image's hash may be a user's id."""
+        return not self._media_ids and bool(request.mm_features)
 
     def _greet(self) -> None:
         """In the background thread."""
@@ -190,7 +192,8 @@ class Scheduler:
                 root = self._names.root(request.lora_request, self._own(request))
         except (TierCacheError, OSError) as error:
             logger.warning("a request goes without the cache: %s", error)
-        self._background.begin_with(partial(self._match, request, lookup, lambda: root))
+        finally:
+            self._background.begin_with(partial(self._match, request, lookup, lambda: root))
 
     def _match(self, request: Any, lookup: _Lookup, name: Callable[[], bytes]) -> None:
         """In the background thread."""
@@ -224,7 +227,7 @@ class Scheduler:
         """How many tokens can be loaded after the first `local_tokens`; None while that is not known."""
         request_id = request.request_id
         state = self._requests.get(request_id)
-        self._asked[request_id] = local_tokens // self._block_size
+        self._asked[request_id] = local_tokens
         if state is None:
             return 0
         if state.lookup is None or request.num_preemptions > state.preemptions:
@@ -286,8 +289,8 @@ class Scheduler:
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """vLLM has allocated the request's blocks and wants `tokens` of them loaded; 0: nothing, or not by us."""
-        filled = request.num_computed_tokens // self._block_size
-        self.stores.allocated(request.request_id, blocks.blocks, self._asked.pop(request.request_id, filled))
+        filled = self._asked.pop(request.request_id, request.num_computed_tokens)
+        self.stores.allocated(request.request_id, blocks.blocks, filled)
         state = self._requests.get(request.request_id)
         if state is None or state.lookup is None:
             return

@@ -22,8 +22,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tenant: whose blocks these are, for the daemon's quotas. They are found by the same tenant only.
         load: `auto` loads what is faster loaded than computed, by what both have lately taken; `always` all that
             is found.
-        media_ids: ids that users give to images, sounds and videos name them in this `engine` only, or their
-            `content` wherever they are used.
+        media_ids: blocks of requests with images, sounds or videos are for this `engine` only; or, as users give them
+            no ids or ids that name their `content`, for all engines.
         load_timeout_s: a load that takes longer is computed instead.
         request_timeout_s: deadline of one request to the daemon.
         gds: `auto` reads from NVMe straight into the GPU where that is faster.

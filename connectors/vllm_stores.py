@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,8 @@ class Stores:
         ranks: processes that each store their part.
         per_block: block hashes of vLLM in one block.
         windowed: whether vLLM forgets the early blocks of any KV cache group.
+        batches: steps that vLLM has under way at once: it knows what became of one before it schedules the last of so
+            many after it.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Stores:
         ranks: int,
         per_block: int,
         windowed: bool,
+        batches: int = 1,
     ) -> None:
         self._connector = connector
         self._tables = tables
@@ -98,8 +102,10 @@ class Stores:
         self._least, self._turn_steps = (1, 1) if windowed else (DECODE_BLOCKS, TURN_STEPS)
         self._chains: dict[str, _Chain] = {}
         self._last: list[Store] = []  # of requests that have ended, for the next step
-        # What requests were given since the last step: their blocks, and from which on these are new.
+        # What requests were given since the last step: their blocks, and how many tokens were in these.
         self._given: dict[str, tuple[Sequence[Sequence[Any]], int]] = {}
+        # Blocks into which other connectors load in steps of which vLLM may not know yet what became.
+        self._brought: deque[set[int]] = deque(maxlen=batches)
         # Requests that have blocks, and were in no step since: another connector may be filling these.
         self._unstepped: set[str] = set()
         self._jobs: dict[int, _Job] = {}
@@ -162,9 +168,9 @@ class Stores:
 
     # --- when
 
-    def allocated(self, request_id: str, tables: Sequence[Sequence[Any]], first: int) -> None:
-        """A request has these blocks in each group; those from `first` on hold nothing of it yet."""
-        self._given[request_id] = tables, first
+    def allocated(self, request_id: str, tables: Sequence[Sequence[Any]], tokens: int) -> None:
+        """A request has these blocks in each group; they hold nothing of it yet but its first `tokens`."""
+        self._given[request_id] = tables, tokens
         if request_id in self._chains:
             self._unstepped.add(request_id)
 
@@ -189,12 +195,24 @@ class Stores:
         """Requests into whose blocks another connector loads in this very step are stored at their end only.
 
         If that load fails, what this step computes after it is computed again, which is known only after later steps.
+        So it is with requests that share these blocks until then: vLLM takes them for its own at once.
         """
+        size, brought = self._block_size, set[int]()
+        if output.num_scheduled_tokens:
+            self._brought.append(brought)
         cached = output.scheduled_cached_reqs
-        new = [(request.req_id, request.num_computed_tokens) for request in output.scheduled_new_reqs]
-        for request_id, computed in (*new, *zip(cached.req_ids, cached.num_computed_tokens, strict=True)):
-            _, first = self._given.get(request_id, ((), computed))
-            if computed // self._block_size > first and request_id in self._chains:
+        new = ((request.req_id, request.num_computed_tokens) for request in output.scheduled_new_reqs)
+        there = (*new, *zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        begun = [(name, computed, *self._given[name]) for name, computed in there if name in self._given]
+        for _, computed, tables, tokens in begun:
+            if computed > tokens:
+                first, end = tokens // size, -(-computed // size)
+                brought.update(block.block_id for table in tables for block in table[first:end] if not block.is_null)
+        if not any(self._brought):
+            return
+        for request_id, computed, tables, _ in begun:
+            ids = {block.block_id for table in tables for block in table[: -(-computed // size)] if not block.is_null}
+            if request_id in self._chains and not all(map(ids.isdisjoint, self._brought)):
                 self._chains[request_id].due = AT_ITS_END
 
     def _overwritten(self, output: Any) -> list[int]:
@@ -202,9 +220,9 @@ class Stores:
         size, cached = self._block_size, output.scheduled_cached_reqs
         written = {
             block.block_id
-            for tables, first in self._given.values()
+            for tables, tokens in self._given.values()
             for table in tables
-            for block in table[first:]
+            for block in table[tokens // self._block_size :]
             if not block.is_null
         }
         for new in output.scheduled_new_reqs:

@@ -199,6 +199,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             log,
             introduction,
             media_ids=settings.media_ids == "content",
+            batches=batches,
         )
         if self._reset_due:
             self._scheduler.reset()

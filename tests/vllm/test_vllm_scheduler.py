@@ -208,7 +208,9 @@ def test_what_is_not_wanted_is_given_back_and_a_reset_forgets(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("number", [None, 1])
-def test_ids_that_users_give_to_images_name_them_in_one_engine_only(rig: Rig, number: int | None) -> None:
+def test_images_have_names_in_one_engine_only_unless_ids_are_content(rig: Rig, number: int | None) -> None:
+    """A user's id can look like a hash: vLLM makes it one where images have options."""
+
     def own(*ids: str) -> bool:
         images = [SimpleNamespace(mm_hash=name, identifier=f"adapter:{name}") for name in ids]
         request = rig.add(f"{ids}", 2, None if number is None else adapter(number, "fine"), images)
@@ -219,7 +221,7 @@ def test_ids_that_users_give_to_images_name_them_in_one_engine_only(rig: Rig, nu
 
     rig.cache.go_on.set()
     hashed = "0123456789abcdef" * 4
-    assert [own(), own(hashed), own(hashed, "cat.png"), own("cat.png")] == [False, False, True, True]
+    assert [own(), own(hashed), own(hashed, "cat.png"), own("cat.png")] == [False, True, True, True]
     rig.scheduler._media_ids = True
     assert not own("dog.png", hashed)
 
@@ -268,6 +270,23 @@ def test_adapters_that_hang_are_no_more_than_so_many_threads(rig: Rig) -> None:
     assert answer(rig, rig.add("plain", 2)) == 2 * SIZE
     rig.names.goes_on.set()
     assert answer(rig, names[0]) == 2 * SIZE
+
+
+@pytest.mark.parametrize("number", [None, 1])
+@pytest.mark.parametrize("broken", ["media", "name", "answer"])
+def test_a_lookup_that_fails_in_whatever_way_is_a_miss(
+    rig: Rig, number: int | None, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.cache.go_on.set()
+    request = rig.add("a", 2, number and adapter(number, "fine"))
+    if broken == "media":
+        del request.mm_features
+    else:
+        monkeypatch.setattr(*((rig.names, "root") if broken == "name" else (rig.cache, "match")), None)
+    assert answer(rig, request) == 0
+    wait_until(lambda: "in a way that nobody foresaw" in caplog.text)
+    monkeypatch.undo()
+    assert answer(rig, rig.add("b", 2)) == 2 * SIZE
 
 
 def test_a_lookup_that_hangs_is_waited_for_no_longer_than_for_one_answer(rig: Rig) -> None:

@@ -31,12 +31,12 @@ class Request:
 class Engine:
     """A scheduler of vLLM's, as far as stores see it: requests with blocks `100 * n ..`."""
 
-    def __init__(self, *, groups: int = 1, windowed: bool = False) -> None:
+    def __init__(self, *, groups: int = 1, windowed: bool = False, batches: int = 1) -> None:
         self.connector: Any = SimpleNamespace(
             namespace=SimpleNamespace(block_size=SIZE), available=True, wants_events=False
         )
         self.tables: list[dict[str, list[Any]]] = [{} for _ in range(groups)]
-        self.stores = Stores(self.connector, self.tables, 1, 1, windowed)
+        self.stores = Stores(self.connector, self.tables, 1, 1, windowed, batches)
         self.requests: dict[str, Request] = {}
 
     def add(self, name: str, blocks: list[int], *, found: int = 0) -> Request:
@@ -148,9 +148,9 @@ def test_blocks_that_another_connector_may_fill_end_the_stores_that_read_them(wa
     engine.add("b", [4])
     [store] = engine.step({"a": 12}).fresh
     engine.finish("a")
-    engine.stores.allocated("c", blocks([3, 4]), 1)
+    engine.stores.allocated("c", blocks([3, 4]), SIZE)
     assert engine.step({"b": 1}).flush == [], "it has the first from vLLM's own cache"
-    engine.stores.allocated("c", blocks([0, 3, 4]), 1)
+    engine.stores.allocated("c", blocks([0, 3, 4]), SIZE)
     orders = engine.step({"b": 1}) if waits else engine.step({"b": 1}, starts={"c": (8, [0, 3, 4])})
     assert orders.flush == [store.job]
     assert engine.step({"b": 1}).flush == [], "it was said"
@@ -159,15 +159,45 @@ def test_blocks_that_another_connector_may_fill_end_the_stores_that_read_them(wa
 def test_what_follows_a_load_of_another_connector_in_the_same_step_is_stored_at_its_end() -> None:
     """Whether that has come is known only later, and what is computed from it is computed again if not."""
     engine = Engine()
-    for name, first in (("loaded", 0), ("cached", 2)):
+    for name, tokens in (("loaded", 0), ("cached", 8)):
         engine.add(name, [1, 2, 3])
-        engine.stores.allocated(name, blocks([1, 2, 3]), first)
+        engine.stores.allocated(name, blocks([1, 2, 3]), tokens)
         orders = engine.step({name: 4}, starts={name: (8, [1, 2, 3])})
         assert [len(store.keys) // KEY_BYTES for store in orders.fresh] == ([] if name == "loaded" else [3])
     assert engine.step({"loaded": 4}).fresh == []
     engine.finish("loaded")
     [store] = engine.step({}).ready
     assert store.runs == (Run(0, [1, 2, 3]),)
+
+
+def test_a_load_of_part_of_a_block_in_the_same_step_is_a_load() -> None:
+    engine = Engine()
+    engine.add("a", [1, 2, 3])
+    engine.stores.allocated("a", blocks([1, 2, 3]), 8)
+    assert engine.step({"a": 1}, starts={"a": (11, [1, 2, 3])}).fresh == []
+    engine.finish("a")
+    [store] = engine.step({}).ready
+    assert store.runs == (Run(0, [1, 2, 3]),)
+
+
+@pytest.mark.parametrize(("batches", "later", "shares"), [(1, 0, True), (1, 1, False), (2, 1, True), (2, 2, False)])
+def test_what_shares_a_load_that_may_fail_is_stored_at_its_end(batches: int, later: int, shares: bool) -> None:
+    """vLLM takes the blocks for its own cache before it knows, be it that the loading request was there before."""
+    engine = Engine(batches=batches)
+    for name, ids in (("loads", [1, 2, 3]), ("shares", [1, 2, 4]), ("other", [5])):
+        engine.add(name, ids)
+    starts = {"shares": (8, [1, 2, 4]), "loads": (8, [1, 2, 3])}
+    engine.stores.allocated("loads", blocks([1, 2, 3]), 0)
+    if later:
+        engine.step({"loads": 4}, starts={"loads": starts.pop("loads")})
+    for _ in range(1, later):
+        engine.step({})
+        engine.step({"other": 1})
+    engine.stores.allocated("shares", blocks([1, 2, 4]), 8)
+    orders = engine.step(dict.fromkeys(starts, 4), starts=starts)
+    assert len(orders.fresh) == (not shares)
+    engine.finish("shares")
+    assert len(engine.step({}).ready) == shares
 
 
 def test_what_a_sibling_still_fills_when_its_request_ends_is_not_stored() -> None:
