@@ -72,17 +72,17 @@ class Unfinished:
             if lease.over:
                 _add(self._quarantined, lease.owner.party, frames * lease.frame_bytes)
 
-    def complete(self, lease: WriteLease) -> None:
-        """Its writer is done with one more frame, which waits to be published."""
+    def complete(self, lease: WriteLease, frames: int) -> None:
+        """Its writer is done with so many more frames, which wait to be published."""
         self._changes += 1
-        lease.writing -= 1
+        lease.writing -= frames
 
-    def settle(self, lease: WriteLease) -> None:
-        """One that was complete is published, or dropped."""
+    def settle(self, lease: WriteLease, frames: int) -> None:
+        """So many that were complete are published, or dropped."""
         self._changes += 1
-        lease.frames -= 1
+        lease.frames -= frames
         if not lease.owner.internal:
-            _add(self._held, lease.owner.party, -lease.frame_bytes)
+            _add(self._held, lease.owner.party, -frames * lease.frame_bytes)
 
     def give_up(self, lease: WriteLease) -> None:
         """The lease is over from here on: what its writer has is in quarantine."""

@@ -12,6 +12,7 @@ its process has ended.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import islice
 
@@ -222,13 +223,13 @@ class Writes:
             if block.phase is _WRITING and (not self._is_whole(block) or (taken and self._is_taken_back(block))):
                 self._drop(block)
             if block.phase is _WRITING:
-                self.unfinished.complete(lease)
                 block.phase = _HELD
                 complete.append(block)
             elif block.phase is _PHASE_DROPPED:
                 self._give_back(lease, block)
         # All of them are complete before the first is published, so that runs of them become visible at once.
         if complete:
+            self.unfinished.complete(lease, len(complete))
             self._space.namespaces[complete[0].table.number].use.used_s = self._clock_s()
             self._ready.extend(block for block in reversed(complete) if block.parent_block is None)
             self._publish_some()
@@ -300,8 +301,7 @@ class Writes:
             turnover.comes(len(run) * last.lease.frame_bytes, stored=not last.lease.owner.internal)
             entries = index.insert_run(last.table, keys, parent, frames, pins=len(last.children))
             turnover.came()
-            for block, entry in zip(run, entries, strict=True):
-                self._show(block, entry)
+            self._show(run, entries)
             index.unpin(parent)
             if not last.children and not last.table.windowed and not last.lease.owner.internal:
                 self._space.tails.stored(last.lease.owner.instance, entries[-1])
@@ -311,23 +311,26 @@ class Writes:
                     ready.append(child)
             last.children = {}
 
-    def _show(self, block: PendingBlock, entry: int) -> None:
-        """A block is in the index: it is pending no more, and whoever wants to know is told."""
-        counters, table = self._space.counters, block.table
+    def _show(self, run: Sequence[PendingBlock], entries: Sequence[int]) -> None:
+        """Blocks of one namespace are in the index: they are pending no more, and who wants to know is told."""
+        table, pending, set_entry, events = run[0].table, self.pending, self._space.allocator.set_entry, self._events
         namespace = self._space.namespaces[table.number]
-        self._space.allocator.set_entry(block.frame, entry)
-        if not block.lease.owner.internal:
-            counters.stored_blocks += 1
-            counters.stored_bytes += namespace.spec.block_bytes
-            namespace.use.stored_blocks += 1
-        if self._events is not None:
-            said = block.lease.named and block.lease.named(block.place)
-            self._events.arrived(self._events.dram, table.number, block.key, said)
-        self._published(namespace, block.key, block.lease.before(block.place) if table.windowed else b"")
-        block.frame, block.parent_entry, block.phase = NO_FRAME, NO_ENTRY, _PHASE_VISIBLE
-        self._settle(block.lease)
-        del self.pending[table.number, block.key], block.among[block]
-        namespace.use.pending_blocks -= 1
+        for block, entry in zip(run, entries, strict=True):
+            lease = block.lease
+            set_entry(block.frame, entry)
+            if events is not None:
+                said = lease.named and lease.named(block.place)
+                events.arrived(events.dram, table.number, block.key, said)
+            self._published(namespace, block.key, lease.before(block.place) if table.windowed else b"")
+            block.frame, block.parent_entry, block.phase = NO_FRAME, NO_ENTRY, _PHASE_VISIBLE
+            del pending[table.number, block.key], block.among[block]
+        namespace.use.pending_blocks -= len(run)
+        for lease, count in Counter(block.lease for block in run).items():
+            if not lease.owner.internal:
+                self._space.counters.stored_blocks += count
+                self._space.counters.stored_bytes += count * namespace.spec.block_bytes
+                namespace.use.stored_blocks += count
+            self._settle(lease, count)
 
     def _drop(self, block: PendingBlock) -> None:
         """A pending block will never be published, nor those below it, which `work` drops if they are many.
@@ -351,13 +354,13 @@ class Writes:
         if complete:
             self._space.allocator.give_back(block.frame)
             block.frame = NO_FRAME
-            self._settle(block.lease)
+            self._settle(block.lease, 1)
 
-    def _settle(self, lease: WriteLease) -> None:
-        """A complete block of a lease is published, or dropped."""
-        self.unfinished.settle(lease)
-        if lease.lease_id in self.waiting and not lease.frames:
-            del self.waiting[lease.lease_id]
+    def _settle(self, lease: WriteLease, blocks: int) -> None:
+        """So many complete blocks of a lease are published, or dropped."""
+        self.unfinished.settle(lease, blocks)
+        if not lease.frames and self.waiting.pop(lease.lease_id, None) is not None:
+            lease.blocks = {}
         self._say_no_more(lease)
 
     def _say_no_more(self, lease: WriteLease) -> None:
@@ -518,6 +521,8 @@ class Writes:
             lease.owner.writes.pop(lease.lease_id, None)
         if lease.frames:
             self.waiting[lease.lease_id] = lease
+        else:
+            lease.blocks = {}  # they name it too: only the garbage collector would find them
         if ended is not None and not lease.owner.internal:
             self.ages.observe(int((self._clock_s() - lease.started_s) * 1e9))
 
