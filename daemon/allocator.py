@@ -133,7 +133,7 @@ class Allocator:
             size_class.open.pop()
         if account:
             if region.accounts is None:
-                region.accounts = array("H", bytes(2 * region.frames))
+                region.accounts = array("I", bytes(4 * region.frames))
             region.accounts[number] = account
             region.counts[account] = region.counts.get(account, 0) + 1
             self.account_bytes[account] += size_class.frame_bytes

@@ -52,6 +52,14 @@ def test_a_frame_given_back_names_no_entry_any_more() -> None:
     assert allocator.owned_frames(0) == 1
 
 
+def test_accounts_are_numbered_past_65536() -> None:
+    allocator, account = arena(1), 70_000  # they are numbered on while tenants come and go
+    frame = allocator.take(allocator.size_class(4096), account)
+    assert (allocator.account_of(frame), allocator.account_bytes[account]) == (account, 4096)
+    allocator.give_back(frame)
+    assert allocator.account_of(frame) == 0
+
+
 def test_an_empty_region_changes_its_size_class() -> None:
     allocator = arena(1)
     small, large = allocator.size_class(4096), allocator.size_class(2 * 4096)
