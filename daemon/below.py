@@ -110,8 +110,13 @@ class TierBelow(Protocol):
     def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
         """A block has become visible in DRAM. `before`: of a windowed one the key of the block before it, or empty."""
 
-    def flush(self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None]) -> None:
-        """Forget blocks at once; `done(blocks, durable)` when a crash cannot bring them back, or may."""
+    def flush(
+        self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], named: bool = False
+    ) -> None:
+        """Forget blocks at once; `done(blocks, durable)` when a crash cannot bring them back, or may.
+
+        Unless the namespaces are `named`, all of them also means those that only a disk knows which is not open yet.
+        """
 
     @property
     def settled(self) -> bool:
@@ -171,7 +176,9 @@ class NoTierBelow:
     def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
         return
 
-    def flush(self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None]) -> None:
+    def flush(
+        self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], named: bool = False
+    ) -> None:
         done(0, True)
 
     @property

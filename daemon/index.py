@@ -201,6 +201,16 @@ class Index:
         known.update(path)
         return True
 
+    def all_attached(self, entries: Sequence[int]) -> bool:
+        """Whether each of these blocks is `attached`: one or two milliseconds for those of the widest windows.
+
+        These hang below the same root, so what is before them is looked at once for all of them.
+        """
+        state, parent = self.state, self.parent
+        if [state[entry] for entry in entries].count(LIVE) < len(entries):
+            return False
+        return not self._unlinking or all(map(self.attached, {parent[entry] for entry in entries}))
+
     # --- changing --------------------------------------------------------------------------------
 
     def insert(self, table: Table, key: bytes, parent: int, frame: int, pins: int = 0) -> int:

@@ -200,10 +200,10 @@ class Directory:
     def close(self) -> None:
         """Close all files and let go of the lock. No I/O may be in flight. Idempotent."""
         while self._fds:
-            os.close(self._fds.popitem()[1])
+            _close(self._fds.popitem()[1])
         for fd in (self._lock_fd, self._folder_fd):
             if fd >= 0:
-                os.close(fd)
+                _close(fd)
         self._lock_fd = self._folder_fd = -1
 
     def note_database(self) -> None:
@@ -398,6 +398,12 @@ class Directory:
         del self._fds[segment_id]
         os.close(fd)
         self.disk.unlink(self._segment_file(segment_id))
+
+
+def _close(fd: int) -> None:
+    """A disk that fails says so here again, when it is closed for that: the others, and the lock, are closed too."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def _mode_of(path: Path) -> int:

@@ -27,6 +27,8 @@ from tiercache.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, Extent
 
 log = logging.getLogger("tiercache.daemon")
 
+MAX_HELD_BLOCKS = 2048
+"""Of all windows of a lease: each block is looked up and pinned, in some 2 us."""
 MAX_DOUBTS = 16
 """Blocks that are read again at a time; further reports are counted and no more."""
 
@@ -46,10 +48,11 @@ class Extents:
     def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> Held | None:
         """Keep what a cut at the end of `keys` needs from block `first` on; None if that is no use.
 
-        That is so too where not all of it is here, in one directory: then it comes up to DRAM.
+        That is so too where not all of it is here, in one directory, or its windows are too wide: it comes up to DRAM.
         """
-        shelf = self._find_shelf(keys[:KEY_BYTES])
-        if shelf is None:
+        shelf, cut = self._find_shelf(keys[:KEY_BYTES]), len(keys) // KEY_BYTES
+        windows = [one for one in namespaces if one.table.windowed]
+        if shelf is None or sum(cut - max(first, first_of_window(one, cut)) for one in windows) > MAX_HELD_BLOCKS:
             return None
         path = str(shelf.directory.path)
         if shelf.offline or not shelf.directory.direct or not path.isprintable():
@@ -179,10 +182,11 @@ class Held:
         A block that was dropped because it is bad takes nothing from the others, whose slots are held
         and whose bytes their reader has verified.
         """
-        shelf, attached = self._shelf, self._shelf.index.attached
-        return all(
-            shelf.epoch(part.namespace) == part.epoch or all(map(attached, part.entries)) for part in self._parts
-        )
+        shelf = self._shelf
+        if shelf.retired:
+            return False  # flushes do not reach it any more
+        whole = shelf.index.all_attached
+        return all(shelf.epoch(part.namespace) == part.epoch or whole(part.entries) for part in self._parts)
 
     def let_go(self, good: bool) -> None:
         """The lease ends; `good` if its last holder was told that what it copied is right."""

@@ -1,13 +1,17 @@
 """Flushes on their way to the disks: each is answered once, when every directory has taken note of it, or cannot.
 
 A disk may come back after another one was put in its place. What was flushed in between is kept for it, but only as
-long as the daemon lives, so such a flush is not durable. To end that, restart the daemon.
+long as the daemon lives, so such a flush is not durable. To end that, restart the daemon. Likewise a disk that hangs or
+fails may come back without what it was told at last: what it has not confirmed is kept for it too.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count, takewhile
 from pathlib import Path
 
 from tiercache.daemon.nvme.shelf import Shelf
@@ -48,6 +52,8 @@ class Flush:
 
 _Kept = tuple[Sequence[Namespace] | None, bytes, Flush]
 """Of which namespaces (None: all that there are), which key (empty: all), and who waits for it."""
+_Told = tuple[Sequence[Namespace] | None, bytes]
+"""Likewise."""
 
 
 class Flushes:
@@ -55,24 +61,27 @@ class Flushes:
 
     def __init__(self, every: Callable[[], Sequence[Namespace]]) -> None:
         self._every = every
-        self._under_way: list[Flush] = []
+        self._under_way: deque[Flush] = deque()  # in the order in which their time is up
+        self._told: dict[Shelf, dict[int, _Told]] = {}  # what open directories have not confirmed, numbered
+        self._numbers = count(1)
         self._kept: dict[Path, list[_Kept]] = {}
         self._last: dict[Path, bytes] = {}  # which directory was open there, by the id in its superblock
         self._former: dict[bytes, list[_Kept]] = {}  # for those that are open nowhere, since another one is there
 
     def begin(
         self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], shelves: Sequence[Shelf],
-        closed: Sequence[tuple[Path, bool]],
+        closed: Sequence[tuple[Path, bool]], named: bool = False,
     ) -> None:  # fmt: skip
         """Flush what `shelves` have, at once in memory; `closed` directories when they open.
 
-        `closed`: paths, and whether that may last. A flush is not durable then, and nobody waits for it.
+        `closed`: paths, and whether that may last. A flush is not durable then, and nobody waits for it. `named`: it is
+        about these namespaces alone, even if no others are known yet.
         """
         flush = Flush(done)
         for shelf in shelves:
             self._flush(shelf, namespaces, key, flush)
         # If it is about all that are known, it is also about those that only a closed directory knows.
-        wanted = None if len(namespaces) == len(self._every()) else namespaces
+        wanted = None if not named and len(namespaces) == len(self._every()) else namespaces
         for path, lasting in closed:
             flush.waiting += 1
             self._keep(path, (wanted, key, flush))
@@ -86,9 +95,17 @@ class Flushes:
         flush.noted(True)
 
     def _flush(self, shelf: Shelf, namespaces: Sequence[Namespace], key: bytes, flush: Flush) -> None:
+        told = self._told.setdefault(shelf, {})
         for namespace in namespaces:
             flush.waiting += 1
-            flush.blocks += shelf.flush(namespace, key, flush.noted)
+            waiting, number = flush.waiting, next(self._numbers)
+            flush.blocks += shelf.flush(namespace, key, partial(_noted, told, number, flush))
+            if flush.waiting < waiting:
+                continue  # confirmed at once: it has nothing of that namespace
+            if len(told) >= MAX_KEPT:
+                told.clear()
+                told[0] = None, b""
+            told[number] = [namespace], key
 
     def _keep(self, path: Path, one: _Kept) -> None:
         _add(self._kept.setdefault(path, []), one)
@@ -112,15 +129,23 @@ class Flushes:
             self._flush(shelf, self._every() if namespaces is None else namespaces, key, flush)
             flush.noted(not replaced)
 
+    def gone(self, shelf: Shelf) -> None:
+        """A directory is open no more: what it has not confirmed goes to it again before it is served again."""
+        for namespaces, key in self._told.pop(shelf, {}).values():
+            self._keep(shelf.directory.path, (namespaces, key, Flush(_nobody)))
+
     def work(self) -> None:
         """Answer those whose time is up."""
-        if not self._under_way:
-            return
-        now_s = time.monotonic()
-        for flush in self._under_way:
-            if now_s >= flush.end_s:
-                flush.answer(durable=False)
-        self._under_way = [flush for flush in self._under_way if not flush.over]
+        while self._under_way and (self._under_way[0].over or time.monotonic() >= self._under_way[0].end_s):
+            self._under_way.popleft().answer(durable=False)
+
+
+def _noted(told: dict[int, _Told], number: int, flush: Flush, ok: bool) -> None:
+    """A directory says whether a flush is durable there. If not, it tries that again before any later one."""
+    if ok and number in told:
+        for earlier in list(takewhile(number.__ge__, told)):
+            del told[earlier]
+    flush.noted(ok)
 
 
 def _nobody(blocks: int, durable: bool) -> None:

@@ -157,6 +157,7 @@ class NvmeTier:
         shelf.retired = True
         self._shelves.remove(shelf)
         self._hung.discard(shelf)
+        self._flushes.gone(shelf)
         self._promotion.give_up(shelf)
         self._writes.give_up(shelf)
         self._cache.space.policies.hints.forget(shelf.index)
@@ -226,10 +227,12 @@ class NvmeTier:
         if not namespace.spec.dram_only:
             self._writes.add(namespace, key, asked_again=False, before=before)
 
-    def flush(self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None]) -> None:
+    def flush(
+        self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], named: bool = False
+    ) -> None:
         """See `TierBelow`. In memory at once; answered when every directory has it on disk."""
         closed = [(keeper.path, keeper.away) for keeper in self._keepers if keeper.shelf is None]
-        self._flushes.begin(namespaces, key, done, self._shelves, closed)
+        self._flushes.begin(namespaces, key, done, self._shelves, closed, named)
 
     @property
     def settled(self) -> bool:

@@ -7,6 +7,8 @@ from typing import cast
 
 import pytest
 
+from tiercache.daemon import admin_requests
+from tiercache.daemon.admin_requests import AdminRequests
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.desk import MAX_LEASED_KEYS_BYTES, MAX_WINDOW_BLOCKS, Desk, check_range, check_windows
 from tiercache.daemon.leases import ReadLease
@@ -14,7 +16,7 @@ from tiercache.daemon.sessions import Session
 from tiercache.daemon.space import Namespace
 from tiercache.errors import RequestRefused
 from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES, MAX_PAYLOAD_BYTES, Hello
+from tiercache.messages import KEY_BYTES, MAX_PAYLOAD_BYTES, Hello, ModelCard, ModelList, Models
 
 MIB = 1 << 20
 
@@ -93,3 +95,27 @@ def test_the_windows_of_one_request_are_bounded_together() -> None:
     check_windows([wide, wide], keys[: len(keys) // 2])
     with pytest.raises(RequestRefused, match="at most 32768 in one request"):
         check_windows([wide, wide], keys)
+
+
+@pytest.mark.parametrize("tenant", ["", "a"])
+def test_models_of_many_sessions_are_listed_in_slices(monkeypatch: pytest.MonkeyPatch, tenant: str) -> None:
+    """Those of a tenant are encoded anew, and it may have as many sessions with the same ones as there can be."""
+    monkeypatch.setattr(admin_requests, "MODELS_AT_ONCE", 3)
+    desk, asking = desk_of(tenant)
+    for number in range(4):
+        session = Session(Hello(1, 1, bytes(16), "s", 0, False), "p", tenant=tenant)
+        cards = [ModelCard([f"model {number}"], bytes(16), [], 4), ModelCard(["another"], bytes(16), [], 4)]
+        session.models = {admin_requests.encoder.encode(card): card for card in cards}
+        desk.sessions[session.token] = session
+    steps = AdminRequests(desk)._models(asking, Models(1, asking.token, 1, 2**62))
+    slices = 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            reply = end.value
+            break
+        slices += 1
+    assert slices == 2
+    assert isinstance(reply, ModelList)
+    assert sorted(card.names[0] for card in reply.models) == ["another", *(f"model {number}" for number in range(4))]

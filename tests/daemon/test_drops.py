@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from tiercache.daemon.below import NoTierBelow
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.index import Index
 from tiercache.daemon.leases import ReadLease
+from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.space import Namespace
 from tiercache.messages import BlockState, CommitState
 
@@ -171,4 +173,34 @@ def test_no_other_session_holds_a_lease_that_has_lost_a_block() -> None:
     h.cache.space.index.drop(namespace.table.get(chain(1, 1)))
     assert not h.cache.reads.hold(worker, lease.lease_id)
     assert h.cache.reads.find(h.owner, lease.lease_id) is None
+    finish(h)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whether_many_are_attached_is_what_each_of_them_says(seed: int) -> None:
+    chance = random.Random(seed)
+    h = Harness(region_bytes=3000 * FRAME_BYTES)
+    spaces = [h.space(), h.space(rank=1), h.space(rank=2, window_blocks=400), h.space(rank=3, window_blocks=400)]
+    index, pinned = h.cache.space.index, list[int]()
+    for tag, namespace in enumerate(spaces):
+        keys = fill(h, namespace, tag, 500)
+        places = chance.sample(range(0, len(keys), 16), 20 if namespace.table.windowed else 2)
+        pinned += [namespace.table.get(keys[at : at + 16]) for at in places]
+    for entry in pinned:
+        index.pin(entry)
+    answers = set()
+    for _ in range(12):
+        some = chance.sample(pinned, chance.randrange(1, 12))
+        answers.add(index.all_attached(some))
+        assert index.all_attached(some) == all(map(index.attached, some))
+        tag = chance.randrange(len(spaces))
+        entry = spaces[tag].table.get(chain(tag, 500)[16 * chance.randrange(500) :][:16])
+        if chance.random() < 0.1:
+            index.drop_table(spaces[tag].table)
+        elif entry != NO_ENTRY:
+            index.drop(entry)
+        index.unlink_slice(chance.choice((0, 3, 100)))
+    assert answers == {False, True}
+    for entry in pinned:
+        index.unpin(entry)
     finish(h)

@@ -432,3 +432,20 @@ def test_a_segment_that_cannot_be_made_leaves_nothing(path: Path, fail_at: str) 
     directory.create_segment(1)
     assert directory.segments == [1]
     directory.close()
+
+
+def test_a_disk_that_fails_while_it_is_closed_is_let_go_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory_id = lived_in(path)
+    directory, close = opened(path), os.close
+
+    def failing(fd: int) -> None:
+        close(fd)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", failing)
+        directory.close()
+    assert directory.segments == []
+    again = opened(path)
+    assert again.superblock.directory_id == directory_id
+    again.close()

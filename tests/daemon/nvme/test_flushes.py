@@ -6,6 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from tiercache.daemon.nvme import flushes as nvme_flushes
 from tiercache.daemon.nvme.flushes import Flushes
 
 A, B = Path("/a"), Path("/b")
@@ -14,13 +17,17 @@ A, B = Path("/a"), Path("/b")
 class Shelf:
     """What a flush asks of an open directory."""
 
-    def __init__(self, name: str) -> None:
-        self.directory = SimpleNamespace(superblock=SimpleNamespace(directory_id=name.encode()))
+    def __init__(self, name: str, path: Path = A) -> None:
+        self.directory = SimpleNamespace(path=path, superblock=SimpleNamespace(directory_id=name.encode()))
         self.flushed: list[Any] = []
+        self.hangs = False
+        self.asked: list[Any] = []
 
     def flush(self, namespace: Any, key: bytes, done: Any) -> int:
         self.flushed.append((namespace, key))
-        done(True)
+        self.asked.append(done)
+        if not self.hangs:
+            done(True)
         return 1
 
 
@@ -34,10 +41,15 @@ def flush(flushes: Flushes, shelves: list[Shelf], *away: Path) -> bool:
 
 
 def opened(flushes: Flushes, path: Path, name: str) -> Shelf:
-    shelf = Shelf(name)
+    shelf = Shelf(name, path)
     told: Any = shelf
     flushes.opened(path, told)
     return shelf
+
+
+def gone(flushes: Flushes, shelf: Shelf) -> None:
+    which: Any = shelf
+    flushes.gone(which)
 
 
 def test_disks_that_come_back_at_each_others_places_are_told() -> None:
@@ -59,3 +71,56 @@ def test_a_flush_is_not_durable_while_a_disk_whose_place_another_one_has_is_away
     assert not flush(flushes, [two])
     one = opened(flushes, A, "1")
     assert one.flushed == [("n", b"k")]
+
+
+@pytest.mark.parametrize("said", [None, False])
+@pytest.mark.parametrize("there", [A, B])
+def test_what_a_disk_has_not_confirmed_is_flushed_when_it_is_back(said: bool | None, there: Path) -> None:
+    every: Any = ["n", "m"]
+    flushes = Flushes(lambda: every)
+    one = opened(flushes, A, "1")
+    one.hangs = True
+    assert not flush(flushes, [one])
+    if said is False:
+        one.asked[0](False)
+    gone(flushes, one)
+    again = opened(flushes, there, "1")
+    assert again.flushed == [("n", b"k")]
+    gone(flushes, again)
+    assert opened(flushes, there, "1").flushed == [], "it has confirmed that"
+
+
+def test_what_a_disk_has_confirmed_is_not_flushed_again_when_it_is_back() -> None:
+    every: Any = ["n", "m"]
+    flushes = Flushes(lambda: every)
+    one = opened(flushes, A, "1")
+    one.hangs = True
+    for _ in range(3):
+        flush(flushes, [one])
+    one.asked[0](False)  # it tries that again before the next one
+    one.asked[1](True)
+    gone(flushes, one)
+    assert opened(flushes, A, "1").flushed == [("n", b"k")], "the last one"
+
+
+def test_very_many_flushes_that_a_disk_does_not_confirm_flush_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme_flushes, "MAX_KEPT", 3)
+    every: Any = ["n", "m"]
+    flushes = Flushes(lambda: every)
+    one = opened(flushes, A, "1")
+    one.hangs = True
+    for _ in range(5):
+        flush(flushes, [one])
+    gone(flushes, one)
+    assert opened(flushes, A, "1").flushed == [("n", b""), ("m", b""), ("n", b"k"), ("n", b"k")]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_flush_of_named_namespaces_is_about_no_others_that_only_a_disk_knows(named: bool) -> None:
+    """Else a tenant that comes first would flush what earlier lives have stored for the others."""
+    every: Any = ["n"]
+    flushes, answers = Flushes(lambda: every), list[bool]()
+    flushes.begin(every, b"", lambda blocks, durable: answers.append(durable), [], [(A, False)], named)
+    every = ["n", "others"]
+    assert opened(flushes, A, "1").flushed == [("n", b"")] + ([] if named else [("others", b"")])
+    assert answers == [True]

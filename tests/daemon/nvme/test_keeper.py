@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tier_rig import TierRig, key_of, keys_of, play
 
-from tiercache.daemon.nvme import keeper, mounts
+from tiercache.daemon.nvme import flushes, keeper, mounts
 from tiercache.daemon.nvme.catalog import Catalog
 from tiercache.daemon.nvme.directory import Directory, Home
 from tiercache.daemon.nvme.disk import DiskIO
@@ -310,6 +310,49 @@ def test_what_was_flushed_while_a_directory_was_away_does_not_come_back_with_it(
         left = [0] * len(CHAINS) if moment == "while nothing is there" else [3, 0] + [8] * (len(CHAINS) - 2)
         assert await found(rig) == left
         rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_what_a_disk_that_hung_was_told_to_flush_does_not_come_back_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its database never answers, and then it is gone: nothing on it knows of the flush."""
+    monkeypatch.setattr(flushes, "FLUSH_S", 0.05)
+
+    async def scenario() -> None:
+        rig = await filled(tmp_path, disks=1)
+        [home], [shelf] = rig.dirs, rig.shelves
+        for name in ("raise_epoch", "add_tombstone", "delete"):
+            monkeypatch.setattr(shelf.catalog, name, lambda *args: None)
+        assert not await rig.flush(key_of(CHAINS[0], 3))
+        assert not await rig.flush(key_of(CHAINS[1], 0))
+        home.rename(tmp_path / "elsewhere")
+        await rig.until(lambda: states(rig) == ["away"])
+        (tmp_path / "elsewhere").rename(home)
+        await rig.until(lambda: states(rig) == ["ok"])
+        await rig.loaded()
+        assert await found(rig) == [3, 0] + [8] * (len(CHAINS) - 2)
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_what_is_read_on_a_disk_that_has_gone_is_not_called_good(tmp_path: Path) -> None:
+    """A flush does not reach it any more."""
+
+    async def scenario() -> None:
+        rig = await filled(tmp_path, disks=1)
+        [home], chain = rig.dirs, CHAINS[0]
+        lease = rig.cache.match(rig.owner, [rig.namespace()], chain, 60.0, extents=True).lease
+        assert lease is not None
+        assert lease.held is not None
+        home.rename(tmp_path / "elsewhere")
+        await rig.until(lambda: states(rig) == ["away"])
+        assert not await rig.flush()
+        assert not rig.cache.reads.release(rig.owner, lease.lease_id)
         await rig.close()
 
     play(scenario)

@@ -10,6 +10,7 @@ from tier_rig import TierRig, key_of, keys_of, play
 from window_rig import WINDOW, spaces_of, spread
 
 from tiercache.daemon.leases import ReadLease
+from tiercache.daemon.nvme import extents
 from tiercache.daemon.nvme import shelf as shelves
 from tiercache.daemon.slices import finish
 from tiercache.daemon.space import Namespace
@@ -71,6 +72,32 @@ def test_a_window_that_is_not_whole_in_one_directory_comes_up_instead(tmp_path: 
         assert lease.held is None
         await rig.until(lambda: not rig.cache.reads.growing)
         assert rig.read(lease, window) == 12
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("most", [5, 6])
+def test_windows_that_are_too_wide_together_come_up_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Each block of them is pinned while nobody else is served."""
+    monkeypatch.setattr(extents, "MAX_HELD_BLOCKS", most)
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        spaces, chain = [rig.namespace(rank=rank, window_blocks=3) for rank in range(2)], keys_of("a", 12)
+        for space in spaces:
+            rig.store(space, chain)
+        await rig.settled()
+        rig.forget_dram()
+        lease = rig.cache.match(rig.owner, spaces, chain, 60.0, promote=True, extents=True).lease
+        assert lease is not None
+        assert (lease.held is None) is (most < 6)
+        finish(rig.cache.reads.bring_up(lease, 12))
+        await rig.until(lambda: not rig.cache.reads.growing)
+        assert rig.read(lease, *spaces) == 12
         rig.check()
         await rig.close()
 
