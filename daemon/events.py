@@ -55,6 +55,8 @@ BLOCKS_AT_ONCE = 1024
 _EVENT_BYTES = 32
 """What an event of a block takes besides tokens, about."""
 _NIL = msgspec.Raw(msgspec.msgpack.encode(None))
+_decode_extra = msgspec.msgpack.Decoder(list[Any] | None).decode
+"""As subscribers do: vLLM's own expect an array for each block, or nil."""
 
 Hash = int | bytes
 
@@ -157,7 +159,7 @@ class NamedBlocks:
         if len(packed) > MAX_EXTRA_BYTES or containers > MAX_CONTAINERS:
             return False
         for extra in extra_keys:
-            msgspec.msgpack.decode(extra)
+            _decode_extra(extra)
         return True
 
     def __call__(self, place: int) -> Block:

@@ -11,6 +11,7 @@ import heapq
 import secrets
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tiercache.daemon.index import Table
@@ -103,7 +104,7 @@ class ReadLease:
 
     def pinned(self) -> list[int]:
         """Every entry that it pins, those of its runs too."""
-        return self.pins + [entry for run in self.runs for entry in run.pins]
+        return [*self.pins, *chain.from_iterable(run.pins for run in self.runs)]
 
 
 class BlockPhase(Enum):

@@ -24,7 +24,8 @@ MAX_PARKED = 64
 MAX_MATCHED_FRAMES = 4096
 """In the reply to a match, of all its namespaces together: about a millisecond."""
 ANSWERED_AT_ONCE = 128
-"""Of those that wait for the tier below."""
+"""Of those that wait for the tier below; and for so long, then the one that has begun."""
+ANSWER_NS = 1_000_000
 _PEEKS = 64
 """Namespaces looked into in one slice where they are chains."""
 PARK_S = 0.2
@@ -146,18 +147,20 @@ class ReadRequests:
 
     def answer_parked(self) -> bool:
         """Answer what waited for blocks that have landed, or has waited long enough; True while there is more."""
-        now_s, left = time.monotonic(), ANSWERED_AT_ONCE
+        now_s, left, until_ns = time.monotonic(), ANSWERED_AT_ONCE, time.perf_counter_ns() + ANSWER_NS
         while self._overdue and self._overdue[0][0] <= now_s:
             self._progressed(heapq.heappop(self._overdue)[1])
         while self._due and left > 0:
             lease_id, due = self._due.popitem()
-            waiting = self._parked[lease_id]
-            looked = min(left, due)
-            left -= looked
-            for _ in range(looked):
+            waiting, looked = self._parked[lease_id], 0
+            while looked < due and left > 0:
+                looked += 1
+                left -= 1
                 parked = waiting.popleft()
                 if not self._answered(parked, now_s):
                     waiting.append(parked)
+                if time.perf_counter_ns() >= until_ns:
+                    left = 0
             # A lease that has lost a block has ended only now, and said so: then all of them are due.
             due = min(max(due - looked, self._due.pop(lease_id, 0)), len(waiting))
             if due:

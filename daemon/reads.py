@@ -232,7 +232,7 @@ class Reads:
         """
         index = self._space.index
         drops, ends, entries = index.drops, list[int](), self._ends(namespaces, keys, blocks)
-        if pin:
+        if pin and blocks:
             self._taken[id(ends)] = ends
         first, whole = True, False
         try:
@@ -250,7 +250,7 @@ class Reads:
                     break
                 first = False
                 yield
-            whole = index.drops == drops or all(map(index.attached, ends))
+            whole = index.drops == drops or index.all_attached(ends)
             return ends if whole else None
         finally:
             if not whole:
@@ -550,7 +550,7 @@ class Reads:
         each lease before the frames that it holds go to new owners."""
         index = self._space.index
         if lease.whole_at != index.drops:
-            if not all(index.attached(entry) for entry in lease.pinned()):
+            if not index.all_attached(lease.pinned()):
                 return False
             lease.whole_at = index.drops
         return True
@@ -578,7 +578,7 @@ class Reads:
                 lease = self._suspects.pop()
                 pinned = lease.pinned()
                 done += 1 + len(pinned)
-                if not lease.over and any(state[entry] == DEAD for entry in pinned):
+                if not lease.over and DEAD in map(state.__getitem__, pinned):
                     self._end(lease)
         return bool(self._unpinning or self._stopping or self._touching) or done >= PINS
 

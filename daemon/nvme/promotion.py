@@ -67,9 +67,9 @@ class _Job:
     def awaited(self) -> Iterator[bytes]:
         """The keys of which one has to come next, whoever brings it."""
         run = self.run
-        if self.namespace.table.windowed:
-            return map(run.key, self.numbers)
-        return iter(() if run.complete else (run.key(run.end),))
+        if run.complete:
+            return iter(())
+        return map(run.key, self.numbers if self.namespace.table.windowed else (run.end,))
 
 
 class _Read(NamedTuple):

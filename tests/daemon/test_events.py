@@ -275,7 +275,7 @@ def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             tag, _, text = client.ask("reserve", client.namespace(), b"", new_chain(2), 1000, said)
             assert (tag, words in text) == ("error", True), text
         # Text that is no UTF-8: subscribers could not read the batch that it is in.
-        said = [[1], None, bytes(16), 0, None, None, None, None, ["XYZZY"]]
+        said = [[1], None, bytes(16), 0, None, None, None, None, [["XYZZY"]]]
         fields = [client.namespace(), b"", new_chain(1), 1000, said]
         packet = msgpack.packb(["reserve", *client.header(), *fields]).replace(b"\xa5XYZZY", b"\xa2\xff\xfe")
         reply, _ = client.exchange(packet)
@@ -396,6 +396,17 @@ def test_extra_keys_keep_nothing_of_the_message_they_came_in() -> None:
     assert sys.getrefcount(message) > before, "what was received is a part of it"
     del request
     assert (sys.getrefcount(message), named(0).extra) == (before, msgspec.Raw(msgspec.msgpack.encode("x")))
+
+
+@pytest.mark.parametrize("extra", [5, "x", {"a": 1}, True, [{(): 1}], [{1: {2: "x"}}]])
+def test_extra_keys_are_what_subscribers_of_vllm_can_read(extra: object) -> None:
+    """They decode a batch with types: what is no array would lose them all that others have stored meanwhile."""
+    run = ReceivedRun([1], None, bytes(64), extra_keys=[msgspec.Raw(msgspec.msgpack.encode(extra))])
+    if isinstance(extra, list):
+        assert name_blocks(run, 16).check()
+    else:
+        with pytest.raises(msgspec.ValidationError):
+            name_blocks(run, 16).check()
 
 
 def test_extra_keys_that_take_long_to_look_at_are_not_passed_on() -> None:

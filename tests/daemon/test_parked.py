@@ -7,6 +7,7 @@ import pytest
 from test_desk import desk_of
 from test_quotas import chain, make_cache, open_for, store
 
+from tiercache.daemon import read_requests
 from tiercache.daemon.read_requests import ReadRequests
 from tiercache.daemon.router import Answer
 from tiercache.daemon.slices import finish
@@ -59,6 +60,30 @@ def test_more_requests_that_come_before_the_others_are_answered_are_answered_too
     while requests.answer_parked():
         pass
     assert (len(answers), requests.parked, requests._parked, requests._due) == (5, 0, {}, {})
+
+
+def test_answers_that_take_long_are_given_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lease may have a very wide window, all of which is looked at."""
+    monkeypatch.setattr(read_requests, "ANSWER_NS", 0)
+    cache = make_cache(4)
+    namespace, keys = open_for(cache, ""), chain("a", 2)
+    assert store(cache, namespace, keys) == 2
+    desk, session = desk_of("")
+    desk.cache, answers = cache, list[Answer]()
+    desk.send = lambda identity, answer: answers.append(answer)
+    requests = ReadRequests(desk, SlowRequests(0.0, cache.counters))
+    for number in range(3):
+        lease = cache.match(session.owner, [namespace], keys, 60.0).lease
+        assert lease is not None
+        lease.target, cache.reads.growing[lease.lease_id] = 3, lease
+        for _ in range(1 + number):
+            asked = Resolve(1, bytes(16), 1, 0, lease.lease_id, namespace.number, 2, 1)
+            assert requests._resolve(session, asked) is None
+    given = []
+    while requests.answer_parked():
+        given.append(len(answers))
+    assert given == [1, 2, 3, 4, 5]
+    assert (len(answers), requests.parked, requests._parked, requests._due) == (6, 0, {}, {})
 
 
 @pytest.mark.parametrize("then", ["stop_growing", "grow"])

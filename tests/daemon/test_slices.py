@@ -391,3 +391,34 @@ def test_many_leases_on_wide_windows_are_renewed_in_slices(client: Client) -> No
     assert answers.keys() == {"flushed", "renewed"}, "which is first is up to when the second one came"
     assert answers["renewed"][3] == bytes([1] * 8 + [0])
     assert all(map(client.release, leases))
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_matches_and_pins_of_what_is_not_here_leave_nothing_behind(window: int) -> None:
+    h = Harness()
+    namespace = h.space(window_blocks=window)
+    for _ in range(5):
+        assert h.cache.match(h.owner, [namespace], chain(1, 8), 10).lease is None
+        assert h.cache.pin([namespace], chain(1, 8), 10) == 0
+    assert h.cache.reads._taken == {}
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_that_a_wide_window_is_whole_takes_one_look_before_its_blocks(
+    monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """Asked at each request for it, however often something else is dropped, and while that is being unlinked."""
+    h = Harness(region_bytes=(WINDOW + 3000) * FRAME_BYTES)
+    namespace, keys = windowed(h)
+    other = h.space()
+    lease = h.cache.match(h.owner, [namespace], keys, 10).lease
+    assert lease is not None
+    assert len(lease.pins) == WINDOW
+    h.cache.flush([other.number], fill(h, other, 2, 2500)[:KEY_BYTES])
+    if lost:
+        h.cache.flush([namespace.number], keys[-KEY_BYTES:])
+    assert h.cache.space.index.unlinking_entries()
+    looked = counted(monkeypatch, Index, "attached")
+    assert (h.cache.reads.find(h.owner, lease.lease_id) is None) is lost
+    assert looked() <= 1
+    finish(h)
