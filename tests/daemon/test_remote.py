@@ -1,0 +1,209 @@
+"""The TCP side of a daemon: who is greeted, and whose sessions end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from tiercache.curve import CLIENTS_DIR, load_client, make_client, make_server
+from tiercache.daemon import remote
+from tiercache.daemon.counters import Counters
+from tiercache.daemon.remote import REMOTE_SILENCE_S, AllowedClients, RemoteGate, RemoteSession
+from tiercache.daemon.router import Answer
+from tiercache.daemon.unsent import Unsent
+from tiercache.messages import MAX_HELLO_BYTES, Hello
+
+INSTANCE = bytes(range(16))
+encode = msgspec.msgpack.encode
+
+
+class Site:
+    """A gate for two tenants, that serves nothing else. `ended` and `cut`: sessions that it was done with."""
+
+    def __init__(self, directory: Path, max_sessions: int = 16) -> None:
+        self.keys = {name: load_client(directory.parent / f"{name}.toml").public.decode() for name in ("a", "b")}
+        self.sessions: dict[bytes, RemoteSession] = {}
+        self.ended: list[RemoteSession] = []
+        self.cut: list[RemoteSession] = []
+        self.handled: list[bytes] = []
+        config: Any = SimpleNamespace(curve_keys=directory, listen="tcp://127.0.0.1:*", max_sessions=max_sessions)
+        self.counters = Counters()
+        self.gate = RemoteGate(
+            config, self._sessions(), self._handle, lambda session, protocol: SimpleNamespace(welcome=1),  # type: ignore[arg-type, return-value]
+            self.counters, Unsent(), 10, 1,
+        )  # fmt: skip
+
+    def _sessions(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            sessions=self.sessions, end=self.ended.append, cut=lambda session, why: self.cut.append(session)
+        )
+
+    def _handle(self, identity: bytes, header: bytes, parts: object) -> Answer:
+        self.handled.append(header)
+        return Answer(b"", None)
+
+    def says(self, key: str, header: bytes) -> Answer | None:
+        self.gate.router.peer = self.keys[key]
+        return self.gate._serve(b"1", header, [])
+
+    def hello(self, key: str, name: str = "engine") -> RemoteSession | None:
+        before = set(self.sessions)
+        self.says(key, encode(Hello(1, 1, INSTANCE, name, 0, False)))
+        new = [session for token, session in self.sessions.items() if token not in before]
+        return new[0] if new else None
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # An answer is not sent here: what it says is another test's matter.
+    monkeypatch.setattr(remote, "_encode", lambda message: repr(message).encode())
+    make_server(tmp_path / "keys")
+    for name in ("a", "b"):
+        make_client(tmp_path / "keys", name, tmp_path / f"{name}.toml")
+    return tmp_path / "keys"
+
+
+def play(directory: Path, scenario: Callable[[Site], None], **options: Any) -> None:
+    async def run() -> None:
+        site = Site(directory, **options)
+        try:
+            scenario(site)
+        finally:
+            site.gate.close()
+
+    asyncio.run(run())
+
+
+def test_tenants_are_never_one_engine_whatever_they_say(directory: Path) -> None:
+    def scenario(site: Site) -> None:
+        first, again, other = site.hello("a"), site.hello("a"), site.hello("b")
+        assert first is not None
+        assert again is not None
+        assert other is not None
+        assert first.owner.same_engine(again.owner), "workers of one engine share its leases"
+        assert not first.owner.same_engine(other.owner)
+        assert first.owner.instance != INSTANCE != other.owner.instance, "nor are they an engine of this host"
+
+    play(directory, scenario)
+
+
+def test_a_key_that_was_removed_is_refused_at_once(directory: Path) -> None:
+    def scenario(site: Site) -> None:
+        assert site.hello("a") is not None
+        directory.joinpath(CLIENTS_DIR, "a.toml").unlink()
+        assert site.hello("a") is None
+        assert site.counters.sessions_refused == 1
+        assert site.hello("b") is not None
+
+    play(directory, scenario)
+
+
+def test_a_key_whose_file_is_another_clients_ends_its_sessions(directory: Path) -> None:
+    def scenario(site: Site) -> None:
+        ours = site.hello("a")
+        clients = directory / CLIENTS_DIR
+        clients.joinpath("a.toml").rename(clients / "c.toml")
+        site.gate.tick()
+        assert site.cut == [ours]
+        assert not site.ended
+
+    play(directory, scenario)
+
+
+def test_silence_ends_a_session_and_each_request_puts_that_off(directory: Path) -> None:
+    def scenario(site: Site) -> None:
+        silent, talks = site.hello("a"), site.hello("a")
+        assert silent is not None
+        assert talks is not None
+        for session in (silent, talks):
+            session.heard_s -= REMOTE_SILENCE_S + 1
+        header = encode(["ping", 1, talks.token])
+        site.says("a", header)
+        site.gate.tick()
+        assert site.handled == [header]
+        assert site.ended == [silent]
+
+    play(directory, scenario)
+
+
+def test_requests_in_a_session_of_another_key_are_refused(directory: Path) -> None:
+    def scenario(site: Site) -> None:
+        ours = site.hello("a")
+        assert ours is not None
+        ours.heard_s -= REMOTE_SILENCE_S + 1
+        answer = site.says("b", encode(["ping", 1, ours.token]))
+        assert answer is not None
+        assert b"another client" in answer.header
+        assert not site.handled
+        site.gate.tick()
+        assert site.ended == [ours], "nor do they keep it"
+
+    play(directory, scenario)
+
+
+def test_a_long_hello_is_no_hello(directory: Path) -> None:
+    def scenario(site: Site) -> None:
+        assert site.hello("a", name="x" * MAX_HELLO_BYTES) is None
+        assert len(site.handled) == 1, "whoever answers requests says what is wrong with it"
+
+    play(directory, scenario)
+
+
+def test_a_tenant_has_a_quarter_of_the_sessions_and_other_hosts_three(directory: Path) -> None:
+    def scenario(site: Site) -> None:
+        assert [site.hello("a") is not None for _ in range(5)] == [True] * 4 + [False]
+        assert site.hello("b") is not None
+        for number in range(7):  # of further tenants
+            site.sessions[bytes([number])] = RemoteSession(Hello(1, 1, INSTANCE, "x", 0, False), "key", "c", 0.0)
+        assert site.hello("b") is None
+        for number in range(7):
+            del site.sessions[bytes([number])]
+        assert site.hello("b") is not None
+
+    play(directory, scenario, max_sessions=16)
+
+
+def test_a_file_that_changes_twice_within_a_moment_is_read_again(directory: Path, tmp_path: Path) -> None:
+    """What changes within one step of the file system's clock has the same time before and after."""
+    allowed, path = AllowedClients(directory), directory / CLIENTS_DIR / "a.toml"
+    allowed.read()
+    old, other = load_client(tmp_path / "a.toml").public, load_client(tmp_path / "b.toml").public
+    assert allowed.name_of(old) == "a"
+    changed = path.stat().st_mtime_ns
+    directory.joinpath(CLIENTS_DIR, "b.toml").unlink()
+    allowed.read()
+    path.write_text(path.read_text().replace(old.decode(), other.decode()))
+    os.utime(path, ns=(changed, changed))
+    allowed.read()
+    assert allowed.name_of(other) == "a"
+    assert allowed.name_of(old) is None
+
+
+def test_files_that_stay_are_not_read_again_and_what_is_wrong_is_said_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients, reads = directory / CLIENTS_DIR, []
+    clients.joinpath("b.toml").write_text("nonsense")
+    long_ago = time.time_ns() - 60_000_000_000
+    for path in clients.iterdir():
+        os.utime(path, ns=(long_ago, long_ago))
+    load = remote.load_allowed
+    monkeypatch.setattr(remote, "load_allowed", lambda path: (reads.append(path), load(path))[1])
+    allowed = AllowedClients(directory)
+    for _ in range(3):
+        allowed.read()
+    assert len(reads) == 1
+    assert len(caplog.records) == 1
+    clients.joinpath("c.toml").write_text("nonsense")  # young: read again each time
+    for _ in range(3):
+        allowed.read()
+    assert len(reads) == 4
+    assert len(caplog.records) == 3, "both files, once"
