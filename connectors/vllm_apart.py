@@ -41,7 +41,11 @@ class Apart:
                 if len(self._waiting) >= MAX_THREADS:
                     return False
                 self._waiting[key] = deque([work])
-                threading.Thread(target=self._run, args=(key,), name=self._name, daemon=True).start()
+                try:
+                    threading.Thread(target=self._run, args=(key,), name=self._name, daemon=True).start()
+                except RuntimeError:  # there are too many in this process
+                    del self._waiting[key]
+                    return False
                 return True
             if len(waiting) >= MAX_WAITING:
                 return False

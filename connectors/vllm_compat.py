@@ -7,7 +7,7 @@ version that was not tried the connectors do nothing: they say so, and vLLM is s
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import vllm
@@ -50,6 +50,23 @@ def register(connector: type) -> None:
         KVConnectorFactory.register_connector(connector.__name__, connector.__module__, connector.__name__)
 
 
+def come_before_zeros(runner: Any, hook: Callable[[Any], None]) -> None:
+    """Have a connector's hook before a step called before vLLM empties new blocks, which stores may still read.
+
+    vLLM does so where types of KV are mixed. Its second model runner does it before it calls the hook itself.
+    """
+    original: Callable[[Any], None] | None = getattr(runner, "update_requests", None)
+    if original is None:
+        return  # the first one calls the hook before all else
+
+    def update_requests(scheduler_output: Any) -> None:
+        if scheduler_output.kv_connector_metadata is not None:
+            hook(scheduler_output.kv_connector_metadata)
+        original(scheduler_output)
+
+    runner.update_requests = update_requests
+
+
 def ended_by_output(request: Any) -> bool:
     """Whether a request has ended by what a step gave: all that was to be known of earlier steps is known by then."""
     ends = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_REPETITION
@@ -77,6 +94,7 @@ __all__ = [
     "base",
     "block_tables",
     "check_version",
+    "come_before_zeros",
     "create_metric_per_engine",
     "ended_by_output",
     "kv_cache_interface",

@@ -70,11 +70,6 @@ class _Request:
     preemptions: int = 0  # as many as there were before the lookup
 
 
-def _number(adapter: Any) -> Any:
-    """vLLM's number of an adapter."""
-    return getattr(adapter, "lora_int_id", adapter)
-
-
 def _tiers(match: Match, first: int, end: int) -> tuple[int, int]:
     """How many of blocks `first ..< end` of a match are in DRAM, and how many below it."""
     in_dram = min(max(0, match.blocks - match.below_blocks - first), end - first)
@@ -173,12 +168,15 @@ class Scheduler:
         adapter = request.lora_request
         if adapter is None:
             self._match(request, lookup, lambda: self._names.root(None, self._own(request)))
-        elif not self._adapters.begin(_number(adapter), partial(self._find_adapter, request, lookup)):
+        elif not self._adapters.begin(adapter.lora_int_id, partial(self._find_adapter, request, lookup)):
             lookup.done = True
 
     def _own(self, request: Any) -> bool:
-        """Whether a request's blocks are for this engine only: what looks like an image's hash may be a user's id."""
-        return not self._media_ids and bool(request.mm_features)
+        """Whether a request's blocks are for this engine only: what looks like an image's hash may be a user's id.
+
+        A prompt that comes in parts may have images in a later one.
+        """
+        return not self._media_ids and bool(request.mm_features or request.resumable)
 
     def _greet(self) -> None:
         """In the background thread."""
@@ -344,8 +342,13 @@ class Scheduler:
                 load.seconds = max(load.seconds, seconds)
         if any(moves > self._moves.get(rank, 0) for rank, moves in report.moves.items()):
             self._moves.update(report.moves)
-            self._mixed = True
             logger.warning("the weights have changed: vLLM finds only what it has computed itself since then")
+            self.reset()
+
+    def lost(self, block_ids: set[int]) -> None:
+        """Loads have not filled these blocks. After one within a step vLLM may go on with what is in them."""
+        if self.stores.brought(block_ids):
+            logger.warning("a load of another connector failed: vLLM finds only what it has computed itself since then")
             self.reset()
 
     def step(self, output: Any) -> Orders:
@@ -400,6 +403,8 @@ class Scheduler:
 
     def reset(self) -> None:
         """The weights may have changed: nothing found or computed so far is used or stored from here on."""
+        # vLLM has not emptied its own cache: nobody has told it to, or requests are running.
+        self._mixed = self._mixed or local_cache(self._kv_cache_manager) is self._local
         self._names.new_epoch()
         self._renamed = True
         for state in self._requests.values():

@@ -46,8 +46,8 @@ def check_parent(parent: Any) -> None:
         raise ModelRefused(f"peers of {early[0]} write to blocks before workers know it: leave one of the two out")
 
 
-def come_first(parent: Any, connector: Any) -> None:
-    """Have a connector's hook before a step called before those of all its siblings.
+def come_first(parent: Any, connector: Any) -> Callable[[Any], None]:
+    """Have a connector's hook before a step called before those of all its siblings. Returns how it is called.
 
     Some of them begin to write to blocks there, and stores of these blocks must have ended by then. Raises
     ModelRefused where the parent is not a MultiConnector.
@@ -58,11 +58,15 @@ def come_first(parent: Any, connector: Any) -> None:
         raise ModelRefused(f"being one of the connectors of a {type(parent).__name__} is not served") from None
     original: Callable[[Any], None] = parent.handle_preemptions
 
-    def handle_preemptions(kv_connector_metadata: Any) -> None:
+    def ours(kv_connector_metadata: Any) -> None:
         connector.handle_preemptions(kv_connector_metadata.metadata[place])
+
+    def handle_preemptions(kv_connector_metadata: Any) -> None:
+        ours(kv_connector_metadata)
         original(kv_connector_metadata)
 
     parent.handle_preemptions = handle_preemptions
+    return ours
 
 
 class Roll:

@@ -121,6 +121,8 @@ class Stores:
     def _go_on_after(self, chain: _Chain, blocks: int) -> None:
         """The first `blocks` are not to be offered. After them it is some at a time, and what the prompt ends with."""
         prompt, chain.offered = chain.request.num_prompt_tokens, blocks
+        if chain.due == AT_ITS_END:
+            return
         chain.due = (blocks + self._least) * self._block_size
         if prompt // self._block_size > blocks:
             chain.due = min(chain.due, prompt)
@@ -182,7 +184,8 @@ class Stores:
         self._leave_to_others(output)
         self._given.clear()
         running = output.num_scheduled_tokens
-        self._unstepped.difference_update(running)
+        if self._unstepped:
+            self._unstepped.difference_update(running)
         most = -(-len(running) // self._turn_steps)
         for request_id, tokens in running.items():
             chain = self._chains.get(request_id)
@@ -200,6 +203,8 @@ class Stores:
         size, brought = self._block_size, set[int]()
         if output.num_scheduled_tokens:
             self._brought.append(brought)
+        if not self._given:
+            return
         cached = output.scheduled_cached_reqs
         new = ((request.req_id, request.num_computed_tokens) for request in output.scheduled_new_reqs)
         there = (*new, *zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -253,6 +258,10 @@ class Stores:
                 self._go_on_after(job.chain, 0)
             if not job.ranks_left:
                 del self._jobs[number]
+
+    def brought(self, block_ids: set[int]) -> bool:
+        """Whether another connector was to load any of these blocks within a step."""
+        return not all(map(block_ids.isdisjoint, self._brought))
 
     # --- the rest
 

@@ -18,7 +18,14 @@ from typing import Any
 from tiercache.connector import Connector
 from tiercache.connectors.vllm_built import describe_built
 from tiercache.connectors.vllm_cards import Cards
-from tiercache.connectors.vllm_compat import CacheHitSource, base, check_version, register, resolve_kv_cache_block_sizes
+from tiercache.connectors.vllm_compat import (
+    CacheHitSource,
+    base,
+    check_version,
+    come_before_zeros,
+    register,
+    resolve_kv_cache_block_sizes,
+)
 from tiercache.connectors.vllm_costs import Costs
 from tiercache.connectors.vllm_events import event_groups
 from tiercache.connectors.vllm_log import RequestLog, introduce, join_vllm
@@ -88,10 +95,11 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         groups: list[Connector] = []
         parallel = self._vllm_config.parallel_config
         try:
-            if self._parent is not None:
-                come_first(self._parent, self)
+            hook = self.handle_preemptions if self._parent is None else come_first(self._parent, self)
             # Where vLLM moves experts between ranks, theirs are not looked at: who changes them changes others too.
             runner = runner_of_caller()
+            if self._kv_cache_config.needs_kv_cache_zeroing:
+                come_before_zeros(runner, hook)
             weights = Weights(RunnerTensors(runner, experts=not parallel.enable_eplb))
             built = describe_built(models_of(runner))
             for spec, pool in make_pools(self._vllm_config, self._kv_cache_config, kv_caches, built):
@@ -114,7 +122,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         return self._form if self._parent is None else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Before every step. Beside other connectors it is called twice."""
+        """Before every step. Beside other connectors, and where vLLM empties blocks, it is called twice."""
         if kv_connector_metadata is self._begun:
             return
         self._begun, self._known = kv_connector_metadata, kv_connector_metadata.known
@@ -251,6 +259,8 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             return
         if report is not None:
             self._scheduler.reported(report)
+        if connector_output.invalid_block_ids:
+            self._scheduler.lost(connector_output.invalid_block_ids)
         if connector_output.finished_recving:
             bad = bool(connector_output.invalid_block_ids or connector_output.failed_recving)
             self._scheduler.loads_ended(connector_output.finished_recving, bad)

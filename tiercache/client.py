@@ -104,7 +104,7 @@ class Client:
         self.times_down = 0
         self._map_arena = map_arena
         self._cuda = cuda
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close the client while this thread has it
         self._up: Session | None = None  # the session while UP
         self._session: Session | None = None  # also while DOWN, if it may come back
         self._errands: Errands = deque()

@@ -208,7 +208,7 @@ class Connector:
         self._mover = None if pool is None else Mover(make_copier(pool), pool.block_bytes)
         self._loads = JobQueue("tiercache-load", MAX_QUEUED_LOADS)
         self._stores = JobQueue("tiercache-store", MAX_QUEUED_STORES)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may use the connector while this thread has it
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._complained: set[str] = set()
         self.direct = DirectPath(client, namespace, pool, gds, gds_store)

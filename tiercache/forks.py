@@ -40,7 +40,7 @@ def _new(lock: Any) -> Any:
     for kind in (threading.Condition, threading.Event):
         if isinstance(lock, kind):
             return kind()
-    return threading.Lock()
+    return threading.Lock() if isinstance(lock, type(threading.Lock())) else threading.RLock()
 
 
 def _forget_all() -> None:

@@ -372,6 +372,33 @@ last = Last()
 # --- stores and loads ------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(60)
+def test_a_handler_may_use_the_connector_at_any_step_of_calls_that_signals_may_cut(open_connector: Open) -> None:
+    """It waits for no lock that its own thread has."""
+    connector = open_connector()
+    used: list[int] = []
+
+    def use(number: int, frame: Any) -> None:
+        connector.announce([])
+        used.append(connector.counters["stores"])
+
+    def call() -> None:
+        connector.announce([])
+        assert connector.counters["stores"] == 0
+
+    earlier = signal.signal(signal.SIGUSR1, use)
+    files = ("tiercache/client.py", "tiercache/connector.py")
+    try:
+        count = steps_of(call, files, "opcode")
+        assert count > 40
+        for step in range(1, count):
+            with injected({step: signal.SIGUSR1}, files):
+                call()
+        assert used == [0] * (count - 1)
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+
+
 NONE = {"write": 0, "quarantined": 0, "read": 0}
 
 

@@ -96,7 +96,7 @@ class Rig:
         request = SimpleNamespace(
             request_id=name, num_prompt_tokens=blocks * SIZE + 1, num_computed_tokens=0, num_preemptions=0,
             block_hashes=[bytes([block]) * 32 for block in range(blocks)], lora_request=adapter,
-            kv_transfer_params=None, mm_features=media, status=RequestStatus.FINISHED_STOPPED,
+            kv_transfer_params=None, mm_features=media, resumable=False, status=RequestStatus.FINISHED_STOPPED,
         )  # fmt: skip
         self.tables[name] = [SimpleNamespace(block_id=block, is_null=False) for block in range(blocks)]
         self.scheduler.add(request)
@@ -211,9 +211,10 @@ def test_what_is_not_wanted_is_given_back_and_a_reset_forgets(rig: Rig) -> None:
 def test_images_have_names_in_one_engine_only_unless_ids_are_content(rig: Rig, number: int | None) -> None:
     """A user's id can look like a hash: vLLM makes it one where images have options."""
 
-    def own(*ids: str) -> bool:
+    def own(*ids: str, in_parts: bool = False) -> bool:
         images = [SimpleNamespace(mm_hash=name, identifier=f"adapter:{name}") for name in ids]
-        request = rig.add(f"{ids}", 2, None if number is None else adapter(number, "fine"), images)
+        request = rig.add(f"{ids}{in_parts}", 2, None if number is None else adapter(number, "fine"), images)
+        request.resumable = in_parts
         answer(rig, request)
         lookup = rig.scheduler._requests[request.request_id].lookup
         assert lookup is not None
@@ -222,8 +223,10 @@ def test_images_have_names_in_one_engine_only_unless_ids_are_content(rig: Rig, n
     rig.cache.go_on.set()
     hashed = "0123456789abcdef" * 4
     assert [own(), own(hashed), own(hashed, "cat.png"), own("cat.png")] == [False, True, True, True]
+    assert own(in_parts=True), "a later part may have images"
     rig.scheduler._media_ids = True
     assert not own("dog.png", hashed)
+    assert not own("cat.png", in_parts=True)
 
 
 def adapter(number: int, path: str, **options: Any) -> Any:
@@ -334,6 +337,47 @@ def test_vllm_forgets_what_it_had_when_the_weights_changed(rig: Rig) -> None:
     assert rig.names.epochs == 2
     rig.pool.cached_block_hash_to_block = {}
     assert not rig.step().renamed, "it has nothing of before any more"
+
+
+def test_a_reset_while_vllm_keeps_its_own_cache_begins_anew_when_vllm_has_forgotten_it(rig: Rig) -> None:
+    """As with requests that run: until then what vLLM had before may be stored under the new names."""
+    rig.pool.cached_block_hash_to_block = {}
+    rig.scheduler.reset()
+    rig.step()
+    rig.pool.cached_block_hash_to_block = {}
+    assert not rig.step().renamed, "it had nothing of before"
+    rig.scheduler.reset()
+    assert rig.step().renamed
+    assert not rig.step().renamed
+    rig.pool.cached_block_hash_to_block = {}
+    assert rig.step().renamed
+    assert rig.names.epochs == 3
+
+
+def test_what_vllm_computes_after_a_failed_load_within_a_step_is_its_own(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests that share its blocks go on, and what they compute is in vLLM's cache: others may begin with it."""
+    rig.cache.found_blocks = 0
+    loads, shares = rig.add("loads", 2), rig.add("shares", 2)
+    rig.cache.go_on.set()
+    rig.looked_up()
+    for request, local in ((loads, 0), (shares, SIZE)):
+        assert rig.scheduler.matched_tokens(request, local) == 0
+        rig.load(request, 0)
+        request.num_computed_tokens = SIZE
+    rig.step({"loads": SIZE + 1, "shares": SIZE + 1}, new=[loads, shares])
+    rig.scheduler.lost({5})
+    assert not rig.step().renamed, "one of requests that waited for it"
+    rig.scheduler.matched_tokens(shares, 0)
+    rig.load(shares, 0)
+    rig.step({"shares": 1}, new=[shares])
+    rig.scheduler.lost({0})
+    shares.num_computed_tokens = 2 * SIZE + 1
+    rig.scheduler.finished(shares)
+    orders = rig.step()
+    assert (orders.renamed, orders.ready, rig.names.epochs) == (True, [], 1)
+    assert "a load of another connector failed" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED", "FINISHED_ERROR"])

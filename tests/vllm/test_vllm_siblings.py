@@ -153,10 +153,12 @@ def test_our_hook_is_called_before_those_of_siblings() -> None:
     called: list[Any] = []
     ours = SimpleNamespace(handle_preemptions=called.append)
     top = SimpleNamespace(sub_connectors=[object(), ours], handle_preemptions=called.append)
-    come_first(top, ours)
+    hook = come_first(top, ours)
     orders = SimpleNamespace(metadata=("theirs", "ours"))
     top.handle_preemptions(orders)
     assert called == ["ours", orders]
+    hook(orders)
+    assert called == ["ours", orders, "ours"]
     with pytest.raises(ModelRefused, match="SimpleNamespace"):
         come_first(SimpleNamespace(sub_connectors=[]), ours)
 

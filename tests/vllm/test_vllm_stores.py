@@ -241,6 +241,22 @@ def test_what_a_sibling_loads_in_a_step_is_not_stored_if_the_request_is_aborted(
     assert engine.step({}).ready == []
 
 
+def test_what_is_stored_at_its_end_only_stays_so() -> None:
+    """Though a store of before is to be made up for, or another load has failed."""
+    engine = Engine()
+    engine.add("a", [1, 2, 3])
+    [store] = engine.step({"a": 12}).fresh
+    engine.stores.allocated("a", blocks([1, 2, 3]), 0)
+    engine.step({"a": 4}, starts={"a": (8, [1, 2, 3])})
+    engine.stores.reported(Report({store.job: 1}, {store.job}))
+    assert engine.step({"a": 0}).fresh == []
+    engine.stores.begin_again("a")
+    assert engine.step({"a": 0}).fresh == []
+    engine.finish("a")
+    [store] = engine.step({}).ready
+    assert store.runs == (Run(0, [1, 2, 3]),)
+
+
 def test_all_stores_that_read_a_block_are_ended() -> None:
     """Two requests with the same beginning, both of which vLLM has computed before either was stored."""
     engine = Engine()
