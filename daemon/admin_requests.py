@@ -26,8 +26,6 @@ MAX_MODELS_BYTES = 32 << 10
 """Of one session, encoded: room for about a hundred LoRA adapters."""
 MAX_LISTED_MODELS_BYTES = 1 << 20
 """Of all sessions, in one reply."""
-MODELS_AT_ONCE = 256
-"""Looked at in one slice: those of tenants are encoded anew, a millisecond for so many."""
 MAX_LISTED_SPECS_BYTES = 1 << 20
 MAX_FINDINGS = 1000
 _PRIORITIES = (0, *(int(priority) for priority in m.Priority))
@@ -102,7 +100,7 @@ class AdminRequests:
             self._desk.recorder.hinted(namespaces, request)
         return m.Hinted(request.request_id, self._generation, blocks)
 
-    def _flush(self, session: Session, request: m.Flush) -> m.Reply | None:
+    def _flush(self, session: Session, request: m.Flush) -> Steps[m.Reply | None]:
         tiers = ["all", "dram", *filter(None, [self._cache.below.name])]
         if request.tier not in tiers:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, f"there is no tier {request.tier!r}: {', '.join(tiers)}")
@@ -111,30 +109,32 @@ class AdminRequests:
         if self._desk.tenant and not request.namespaces:
             raise RequestRefused(ErrorCode.FORBIDDEN.value, "a tenant flushes its own namespaces: name them")
         namespaces = self._desk.namespaces(request.namespaces) if request.namespaces else self._cache.all_namespaces()
-        blocks, more = 0, False
         if self._cache.events is not None and not (request.namespaces or request.key) and request.tier == "all":
             self._cache.events.cleared()
-        if request.tier != self._cache.below.name:
-            blocks, more = self._cache.flush([namespace.number for namespace in namespaces], request.key)
         # A single prefix, as probes of the data path do it every few seconds, is nothing for the log.
         level = logging.DEBUG if request.key else logging.INFO
-        if request.tier == "dram" or not self._cache.below.name:
-            log.log(level, "session %s flushed %d blocks", session.name, blocks)
-            return m.Flushed(request.request_id, self._generation, blocks, more)
-        identity = self._desk.identity
+        cache, identity, blocks, more = self._cache, self._desk.identity, 0, False
 
         def done(below_blocks: int, durable: bool) -> None:
             log.log(level, "session %s flushed %d blocks, %d of them below DRAM", session.name, blocks, below_blocks)
             reply: m.Reply = m.Flushed(request.request_id, self._generation, blocks + below_blocks, more)
             if not durable:
                 text = (
-                    "flushed, but a disk that hangs or was taken away has not confirmed it: its blocks may come back "
-                    "after a restart; flush again when it is there, or restart the daemon if it is gone for good"
+                    "flushed, but a disk that hangs or was taken away did not take note of it: its blocks may come "
+                    "back after a restart; flush again when it is there"
                 )
                 reply = m.Error(request.request_id, self._generation, ErrorCode.INTERNAL.value, text)
             self._desk.answer(identity, session, reply)
 
-        self._cache.below.flush(namespaces, request.key, done, named=bool(request.namespaces))
+        below = None
+        if cache.below.name and request.tier != "dram":
+            below = cache.below.begin_flush(namespaces, request.key, done, named=bool(request.namespaces))
+        in_dram = request.tier != cache.below.name
+        blocks, more = yield from cache.flush_in_slices(namespaces, request.key, below, in_dram)
+        if below is None:
+            log.log(level, "session %s flushed %d blocks", session.name, blocks)
+            return m.Flushed(request.request_id, self._generation, blocks, more)
+        below.end()
         return None
 
     def _report(self, session: Session, request: m.Report) -> m.Reply:
@@ -153,21 +153,17 @@ class AdminRequests:
         session.registration, session.counters, session.models = request.registration, request.counters, models
         return m.Done(request.request_id, self._generation)
 
-    def _models(self, session: Session, request: m.Models) -> Steps[m.Reply]:
+    def _models(self, session: Session, request: m.Models) -> m.Reply:
         models: dict[bytes, m.ModelCard] = {}
-        left_bytes, looked = MAX_LISTED_MODELS_BYTES, 0
-        for one in list(self._desk.sessions.values()):
-            if session.tenant not in ("", one.tenant):
+        left_bytes = MAX_LISTED_MODELS_BYTES
+        for one in self._desk.sessions.values():
+            if self._desk.tenant not in ("", one.tenant):
                 continue
             its = models_of(one) if one.tenant else one.models
             left_bytes -= sum(map(len, its.keys() - models.keys()))
             if left_bytes < 0:
                 break
             models |= its
-            looked += len(its)
-            if looked >= MODELS_AT_ONCE:
-                looked = 0
-                yield
         known = self._cache.space.numbers({name for card in models.values() for name in card.namespaces})
         return m.ModelList(request.request_id, self._generation, list(models.values()), known)
 

@@ -77,6 +77,21 @@ class GrantsBelow(Protocol):
         """Whether places wait for this session's process to exit."""
 
 
+class FlushBelow(Protocol):
+    """A flush of the tier below that is told what to forget part by part."""
+
+    forget: Callable[[Sequence[Namespace]], None]
+    """These now, out of sight at once."""
+    end: Callable[[], None]
+    """Those were all."""
+
+
+class _NoFlush:
+    def __init__(self, done: Callable[[int, bool], None]) -> None:
+        self.forget: Callable[[Sequence[Namespace]], None] = lambda namespaces: None
+        self.end: Callable[[], None] = lambda: done(0, True)
+
+
 class TierBelow(Protocol):
     """What the DRAM tier asks and tells the tier below it. On the event loop; nothing blocks. No tier has no name."""
 
@@ -110,10 +125,10 @@ class TierBelow(Protocol):
     def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
         """A block has become visible in DRAM. `before`: of a windowed one the key of the block before it, or empty."""
 
-    def flush(
+    def begin_flush(
         self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], named: bool = False
-    ) -> None:
-        """Forget blocks at once; `done(blocks, durable)` when a crash cannot bring them back, or may.
+    ) -> FlushBelow:
+        """Flush all these, part by part; `done(blocks, durable)` when a crash cannot bring them back, or may.
 
         Unless the namespaces are `named`, all of them also means those that only a disk knows which is not open yet.
         """
@@ -176,10 +191,10 @@ class NoTierBelow:
     def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
         return
 
-    def flush(
+    def begin_flush(
         self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], named: bool = False
-    ) -> None:
-        done(0, True)
+    ) -> FlushBelow:
+        return _NoFlush(done)
 
     @property
     def settled(self) -> bool:

@@ -47,6 +47,9 @@ FOR_TENANTS = frozenset((
 ))  # fmt: skip
 """What clients on other hosts may ask. All else would tell one tenant of others, or is of use on this host only."""
 
+TO_THE_END = frozenset((m.Flush,))
+"""What is done to the end even where its client has gone or its time is up: half of it would be no use to anybody."""
+
 _decoder = msgspec.msgpack.Decoder(m.AnyRequest)
 
 
@@ -213,13 +216,17 @@ class Service:
     def _go_on(
         self, identity: bytes, session: Session, request: m.Request, steps: Steps[m.Reply | None]
     ) -> Steps[None]:  # fmt: skip
-        """The further slices of a request, and its answer; as long as the session lasts and its client waits."""
+        """The further slices of a request, and its answer; as long as the session lasts and its client waits.
+
+        Or to the end; see `TO_THE_END`.
+        """
         until_us = request.deadline_us + session.clock_offset_us
+        to_the_end = type(request) in TO_THE_END
         reply: m.Reply | None = None  # at the end: it is answered otherwise
         with closing(steps):
-            while session.open:
+            while session.open or to_the_end:
                 try:
-                    if until_us < time.monotonic_ns() // 1000:
+                    if until_us < time.monotonic_ns() // 1000 and not to_the_end:
                         self._cache.counters.requests_expired += 1
                         raise RequestRefused(ErrorCode.EXPIRED.value, "its deadline was over before it was answered")
                     next(steps)

@@ -13,7 +13,7 @@ its process has ended.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import islice
 
 from tiercache.daemon.allocator import NO_FRAME
@@ -47,8 +47,10 @@ LOOKED_AT_ONCE = 4096
 """Looked at in one go when a region is emptied."""
 _DROP = 3
 """So many more could be looked at while one is dropped."""
+LEASE_STEPS = 8
+"""Steps of one go that a lease takes besides its blocks, as it is given up: it has up to `MAX_RESERVE` of those."""
 LEASES_AT_ONCE = 4
-"""Given up in one go: each has up to `MAX_RESERVE` blocks."""
+"""Looked through in one slice of a check."""
 NOTES_AT_ONCE = 512
 """Deadlines looked at in one go; most are of leases that have ended before."""
 
@@ -439,14 +441,14 @@ class Writes:
 
     def expire(self) -> None:
         """Quarantine leases whose time is up, a slice of them."""
-        now_s, ended = self._clock_s(), 0
+        now_s, steps = self._clock_s(), 0
         for lease_id in islice(self._deadlines.due(now_s), NOTES_AT_ONCE):
             lease = self.leases.get(lease_id)
             if lease is not None and lease.deadline_s <= now_s:
                 self._space.counters.leases_expired += 1
+                steps += _steps_of(lease)
                 self._give_up(lease)
-                ended += 1
-                if ended == LEASES_AT_ONCE:
+                if steps >= BLOCKS_AT_ONCE:
                     break
         self._drop_some()
 
@@ -454,7 +456,7 @@ class Writes:
         """The session is closed; its process may still be copying."""
         # Between two slices others of its instance may end some of them.
         while owner.writes:
-            for lease in list(islice(owner.writes.values(), LEASES_AT_ONCE)):
+            for lease in _some(owner.writes.values()):
                 self._give_up(lease)
             if owner.writes:
                 yield
@@ -463,7 +465,7 @@ class Writes:
         """The process has exited: nobody writes to its frames any more."""
         yield from self.session_lost(owner)
         while owner.quarantined:
-            for lease in list(islice(owner.quarantined.values(), LEASES_AT_ONCE)):
+            for lease in _some(owner.quarantined.values()):
                 self._finish(lease)
             if owner.quarantined:
                 yield
@@ -540,3 +542,19 @@ class Writes:
             blocks = (block for lease in leases[first : first + LEASES_AT_ONCE] for block in lease.blocks.values())
             dropped = (block for block in blocks if block.phase is _PHASE_DROPPED)
             yield [(block.frame, block) for block in dropped if block.frame != NO_FRAME]
+
+
+def _steps_of(lease: WriteLease) -> int:
+    """What it takes to give a lease up, in blocks that are dropped."""
+    return LEASE_STEPS + len(lease.blocks)
+
+
+def _some(leases: Iterable[WriteLease]) -> list[WriteLease]:
+    """As many of them as can be given up in one go."""
+    some, steps = list[WriteLease](), 0
+    for lease in leases:
+        some.append(lease)
+        steps += _steps_of(lease)
+        if steps >= BLOCKS_AT_ONCE:
+            break
+    return some

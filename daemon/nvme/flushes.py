@@ -7,6 +7,7 @@ fails may come back without what it was told at last: what it has not confirmed 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,11 +29,18 @@ MAX_FORMER = 64
 class Flush:
     """One flush; `done(blocks, durable)` is called once."""
 
-    def __init__(self, done: Callable[[int, bool], None]) -> None:
+    def __init__(
+        self, done: Callable[[int, bool], None] = lambda blocks, durable: None,
+        forget: Callable[[Sequence[Namespace]], None] = lambda namespaces: None, end: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.forget = forget
+        """See `FlushBelow`."""
+        self.end = end
+        """Likewise."""
         self.blocks = 0
         self.waiting = 1  # disks' words, and that all have been asked
         self.over = False
-        self.end_s = time.monotonic() + FLUSH_S
+        self.end_s = math.inf
         self._done = done
         self._durable = True
 
@@ -70,29 +78,44 @@ class Flushes:
 
     def begin(
         self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], shelves: Sequence[Shelf],
-        closed: Sequence[tuple[Path, bool]], named: bool = False,
-    ) -> None:  # fmt: skip
-        """Flush what `shelves` have, at once in memory; `closed` directories when they open.
+        closed: Callable[[], Sequence[tuple[Path, bool]]], named: bool = False,
+    ) -> Flush:  # fmt: skip
+        """A flush of all these: `shelves` forget what they are told to, part by part; `closed` directories as they open.
 
-        `closed`: paths, and whether that may last. A flush is not durable then, and nobody waits for it. `named`: it is
-        about these namespaces alone, even if no others are known yet.
+        `closed()`: paths, and whether that may last. A flush is not durable then, and nobody waits for it. What closes
+        between two parts is told of all of them when it opens. `named`: it is about these namespaces alone, even if no
+        others are known yet.
         """
-        flush = Flush(done)
-        for shelf in shelves:
-            self._flush(shelf, namespaces, key, flush)
         # If it is about all that are known, it is also about those that only a closed directory knows.
         wanted = None if not named and len(namespaces) == len(self._every()) else namespaces
-        for path, lasting in closed:
-            flush.waiting += 1
-            self._keep(path, (wanted, key, flush))
-            if lasting:
-                flush.noted(False)
+        kept_for = set[Path]()
+
+        def keep_for_closed() -> None:
+            for path, lasting in closed():
+                if path not in kept_for:
+                    kept_for.add(path)
+                    flush.waiting += 1
+                    self._keep(path, (wanted, key, flush))
+                    if lasting:
+                        flush.noted(False)
+
+        def forget(part: Sequence[Namespace]) -> None:
+            keep_for_closed()
+            for shelf in shelves:
+                self._flush(shelf, part, key, flush)
+
+        def end() -> None:
+            flush.end_s = time.monotonic() + FLUSH_S
+            self._under_way.append(flush)
+            flush.noted(True)
+
+        flush = Flush(done, forget, end)
+        keep_for_closed()
         for kept in self._former.values():
-            _add(kept, (wanted, key, Flush(_nobody)))
+            _add(kept, (wanted, key, Flush()))
             flush.waiting += 1
             flush.noted(False)
-        self._under_way.append(flush)
-        flush.noted(True)
+        return flush
 
     def _flush(self, shelf: Shelf, namespaces: Sequence[Namespace], key: bytes, flush: Flush) -> None:
         told = self._told.setdefault(shelf, {})
@@ -122,7 +145,7 @@ class Flushes:
         self._last[path] = here
         replaced = last is not None and last != here
         if last is not None and replaced:
-            self._former[last] = [(namespaces, key, Flush(_nobody)) for namespaces, key, _ in kept]
+            self._former[last] = [(namespaces, key, Flush()) for namespaces, key, _ in kept]
             if len(self._former) > MAX_FORMER:
                 del self._former[next(iter(self._former))]
         for namespaces, key, flush in [*self._former.pop(here, ()), *kept]:
@@ -132,7 +155,7 @@ class Flushes:
     def gone(self, shelf: Shelf) -> None:
         """A directory is open no more: what it has not confirmed goes to it again before it is served again."""
         for namespaces, key in self._told.pop(shelf, {}).values():
-            self._keep(shelf.directory.path, (namespaces, key, Flush(_nobody)))
+            self._keep(shelf.directory.path, (namespaces, key, Flush()))
 
     def work(self) -> None:
         """Answer those whose time is up."""
@@ -148,13 +171,9 @@ def _noted(told: dict[int, _Told], number: int, flush: Flush, ok: bool) -> None:
     flush.noted(ok)
 
 
-def _nobody(blocks: int, durable: bool) -> None:
-    """Nobody waits for that flush any more."""
-
-
 def _add(kept: list[_Kept], one: _Kept) -> None:
     if len(kept) >= MAX_KEPT:
         for _, _, flush in kept:
             flush.noted(False)
-        kept[:] = [(None, b"", Flush(_nobody))]
+        kept[:] = [(None, b"", Flush())]
     kept.append(one)

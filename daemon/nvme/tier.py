@@ -23,6 +23,7 @@ from typing import Any
 
 from tiercache.arena import Region
 from tiercache.config import DaemonConfig
+from tiercache.daemon.below import FlushBelow
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.index import Index, Table
 from tiercache.daemon.leases import ReadLease
@@ -227,12 +228,21 @@ class NvmeTier:
         if not namespace.spec.dram_only:
             self._writes.add(namespace, key, asked_again=False, before=before)
 
-    def flush(
+    def begin_flush(
         self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], named: bool = False
-    ) -> None:
-        """See `TierBelow`. In memory at once; answered when every directory has it on disk."""
-        closed = [(keeper.path, keeper.away) for keeper in self._keepers if keeper.shelf is None]
-        self._flushes.begin(namespaces, key, done, self._shelves, closed, named)
+    ) -> FlushBelow:
+        """See `TierBelow`. Each part in memory at once; answered when every directory has all of it on disk."""
+        return self._flushes.begin(namespaces, key, done, self._shelves, self._closed, named)
+
+    def flush(self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None]) -> None:
+        """See `begin_flush`: all of it at once."""
+        flush = self.begin_flush(namespaces, key, done)
+        flush.forget(namespaces)
+        flush.end()
+
+    def _closed(self) -> list[tuple[Path, bool]]:
+        """Directories that are not open, and whether that may last."""
+        return [(keeper.path, keeper.away) for keeper in self._keepers if keeper.shelf is None]
 
     @property
     def settled(self) -> bool:

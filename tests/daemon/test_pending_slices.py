@@ -8,9 +8,10 @@ import pytest
 from test_bounds import counted, finish
 from test_cache_edges import FRAME_BYTES, Harness, chain
 
+from tiercache.daemon import writes as writes_module
 from tiercache.daemon.leases import Owner
 from tiercache.daemon.space import Namespace
-from tiercache.daemon.writes import BLOCKS_AT_ONCE, LEASES_AT_ONCE, Writes
+from tiercache.daemon.writes import BLOCKS_AT_ONCE, LEASE_STEPS, Writes
 from tiercache.messages import MAX_RESERVE, BlockState, CommitState
 
 BLOCKS = 6000
@@ -114,7 +115,22 @@ def test_what_is_stored_below_a_block_that_is_to_be_dropped_is_dropped_too() -> 
     assert h.cache.space.allocator.used_bytes == 0
 
 
+def test_leases_with_many_blocks_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    h, leases = Harness(region_bytes=2 * BLOCKS * FRAME_BYTES), 12
+    namespace = h.space()
+    for tag in range(leases):
+        h.cache.reserve(h.owner, namespace, b"", chain(tag, MAX_RESERVE), 10)
+    dropped, given_back = counted(monkeypatch, Writes, "_drop"), counted(monkeypatch, Writes, "_give_back")
+    h.cache.session_lost(h.owner)
+    assert 0 < worked(h, dropped) < BLOCKS_AT_ONCE + MAX_RESERVE
+    h.cache.process_gone(h.owner)
+    assert 0 < worked(h, given_back) < BLOCKS_AT_ONCE + MAX_RESERVE
+    finish(h)
+    assert h.cache.space.allocator.used_bytes == 0
+
+
 def test_many_leases_of_a_session_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writes_module, "BLOCKS_AT_ONCE", 4 * (LEASE_STEPS + 2))
     h = Harness(region_bytes=BLOCKS * FRAME_BYTES)
     namespace, other = h.space(), Owner(b"b" * 16)
     for tag in range(50):
@@ -123,11 +139,11 @@ def test_many_leases_of_a_session_end_in_slices(monkeypatch: pytest.MonkeyPatch)
     given_up = counted(monkeypatch, Writes, "_give_up")
     h.cache.session_lost(h.owner)
     assert h.cache.has_quarantine(h.owner)
-    assert 0 < worked(h, given_up) <= LEASES_AT_ONCE
+    assert 0 < worked(h, given_up) <= 4
     assert len(h.cache.writes.quarantined) == 50
     finished = counted(monkeypatch, Writes, "_finish")
     h.cache.process_gone(h.owner)
-    assert 0 < worked(h, finished) <= LEASES_AT_ONCE
+    assert 0 < worked(h, finished) <= 4
     assert not h.cache.writes.quarantined
     assert not h.cache.has_quarantine(h.owner)
     assert h.cache.writes.commit(other, kept.lease_id, [0]) == [CommitState.VISIBLE]
@@ -135,6 +151,7 @@ def test_many_leases_of_a_session_end_in_slices(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_leases_that_expire_together_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writes_module, "BLOCKS_AT_ONCE", 4 * (LEASE_STEPS + 1))
     h = Harness(region_bytes=BLOCKS * FRAME_BYTES)
     namespace = h.space()
     h.store(namespace, chain(1, 1))
@@ -148,13 +165,16 @@ def test_leases_that_expire_together_end_in_slices(monkeypatch: pytest.MonkeyPat
         h.cache.expire()
         counts.append((before[0] - len(h.cache.reads.leases), before[1] - len(h.cache.writes.leases)))
         h.check()
-    assert max(writes for _, writes in counts) <= LEASES_AT_ONCE
+    assert max(writes for _, writes in counts) <= 4
     assert max(reads for reads, _ in counts) < 1500
     assert all(lease is not None and lease.over for lease in reads)
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_leases_that_others_end_between_two_slices_keep_nothing_back(gone: bool) -> None:
+def test_leases_that_others_end_between_two_slices_keep_nothing_back(
+    monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    monkeypatch.setattr(writes_module, "BLOCKS_AT_ONCE", 4 * (LEASE_STEPS + 1))
     h = Harness(region_bytes=BLOCKS * FRAME_BYTES)
     namespace, same = h.space(), Owner(h.owner.instance)
     leases = [h.cache.reserve(h.owner, namespace, b"", chain(tag, 1), 10).lease_id for tag in range(30)]

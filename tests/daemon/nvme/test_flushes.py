@@ -36,7 +36,10 @@ def flush(flushes: Flushes, shelves: list[Shelf], *away: Path) -> bool:
     answers: list[bool] = []
     told: Any = shelves
     which: Any = ["n"]
-    flushes.begin(which, b"k", lambda blocks, durable: answers.append(durable), told, [(path, True) for path in away])
+    closed = [(path, True) for path in away]
+    flush = flushes.begin(which, b"k", lambda blocks, durable: answers.append(durable), told, lambda: closed)
+    flush.forget(which)
+    flush.end()
     return answers == [True]
 
 
@@ -120,7 +123,27 @@ def test_a_flush_of_named_namespaces_is_about_no_others_that_only_a_disk_knows(n
     """Else a tenant that comes first would flush what earlier lives have stored for the others."""
     every: Any = ["n"]
     flushes, answers = Flushes(lambda: every), list[bool]()
-    flushes.begin(every, b"", lambda blocks, durable: answers.append(durable), [], [(A, False)], named)
+    flushes.begin(every, b"", lambda blocks, durable: answers.append(durable), [], lambda: [(A, False)], named).end()
     every = ["n", "others"]
     assert opened(flushes, A, "1").flushed == [("n", b"")] + ([] if named else [("others", b"")])
     assert answers == [True]
+
+
+def test_a_disk_that_goes_between_two_parts_of_a_flush_is_told_of_all_of_it_when_it_is_back() -> None:
+    every: Any = ["n", "m"]
+    flushes, answers = Flushes(lambda: every), list[bool]()
+    one = opened(flushes, A, "1")
+    shelves: Any = [one]
+    away: list[tuple[Path, bool]] = []
+    flush = flushes.begin(every, b"k", lambda blocks, durable: answers.append(durable), shelves, lambda: away)
+    flush.forget(every[:1])
+    shelves.clear()
+    gone(flushes, one)
+    away = [(A, True)]
+    flush.forget(every[1:])
+    assert one.flushed == [("n", b"k")]
+    assert answers == [], "not before the last part"
+    flush.end()
+    assert answers == [False]
+    one = opened(flushes, A, "1")
+    assert one.flushed == [("n", b"k"), ("m", b"k")]

@@ -1,0 +1,67 @@
+"""Flushes of very many namespaces: some in a slice, each in both tiers at once, and to the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from raw_client import Client, block_of, new_chain
+from test_bounds import finish
+from test_cache_edges import Harness, chain
+
+from tiercache.daemon.cache import FLUSHED_AT_ONCE
+from tiercache.daemon.space import Namespace
+
+MANY = 2 * FLUSHED_AT_ONCE + 10
+
+
+class Below:
+    """A tier that notes what DRAM has of the namespaces that it is told to forget."""
+
+    end: Callable[[], None]
+
+    def __init__(self) -> None:
+        self.parts: list[list[int]] = []
+        self.forget = self._forget
+
+    def _forget(self, namespaces: Sequence[Namespace]) -> None:
+        self.parts.append([namespace.table.blocks for namespace in namespaces])
+
+
+def test_many_namespaces_are_flushed_in_slices() -> None:
+    h, below = Harness(regions=1), Below()
+    spaces = [h.space(rank=rank, layers=layers) for rank in range(8) for layers in range(1, 20)][:MANY]
+    for place in (0, FLUSHED_AT_ONCE, MANY - 1):
+        h.store(spaces[place], chain(place + 1, 2))
+    steps, parts = h.cache.flush_in_slices(spaces, b"", below), list[int]()
+    late = chain(99, 1)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            gone, _ = end.value
+            break
+        parts.append(len(below.parts))
+        h.store(spaces[0], late) if len(parts) == 1 else None
+        h.check()
+    assert parts == [1, 2], "a part of both tiers in each slice"
+    assert [len(part) for part in below.parts] == [FLUSHED_AT_ONCE, FLUSHED_AT_ONCE, 10]
+    assert all(set(part) == {0} for part in below.parts), "nothing of it could come up or be written again"
+    assert gone == 6
+    assert h.cache.counters.flushes == 1
+    assert h.cache.match(h.owner, [spaces[0]], late, 0).dram == 1, "what was stored after its flush stays"
+    finish(h)
+
+
+def test_a_flush_goes_on_when_its_client_has_gone(client: Client, run_dir: Path) -> None:
+    numbers = [client.namespace(tp_rank=rank % 4, tp_size=4, engine=f"e{rank}") for rank in range(MANY)]
+    keys = new_chain(1)
+    client.store(numbers[-1], keys, [block_of(0)])
+    with Client(run_dir) as leaver:
+        leaver.send("flush", "dram", [], b"")
+        leaver.ask("bye")
+    end_s = time.monotonic() + 30
+    while client.ask("peek", numbers[-1:], keys)[1]:
+        assert time.monotonic() < end_s
+    assert client.ask("check")[1] == []
