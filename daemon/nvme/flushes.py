@@ -80,7 +80,7 @@ class Flushes:
         self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], shelves: Sequence[Shelf],
         closed: Callable[[], Sequence[tuple[Path, bool]]], named: bool = False,
     ) -> Flush:  # fmt: skip
-        """A flush of all these: `shelves` forget what they are told to, part by part; `closed` directories as they open.
+        """A flush of all these: `shelves` forget what they are told, part by part; `closed` directories as they open.
 
         `closed()`: paths, and whether that may last. A flush is not durable then, and nobody waits for it. What closes
         between two parts is told of all of them when it opens. `named`: it is about these namespaces alone, even if no
