@@ -206,11 +206,12 @@ class Simulation:
             first += count
 
     def _forget(self, namespaces: list[Namespace], keys: bytes, tier: str) -> None:
-        key, below = keys[-KEY_BYTES:], self.cache.below
-        if tier != NvmeTier.name:
-            self.cache.flush([namespace.number for namespace in namespaces], key)
+        key, below = keys[-KEY_BYTES:], None
         if tier != "dram":
-            below.flush(namespaces, key, lambda blocks, durable: None)
+            below = self.cache.below.begin_flush(namespaces, key, lambda blocks, durable: None)
+        finish(self.cache.flush_in_slices(namespaces, key, below, dram=tier != NvmeTier.name))
+        if below is not None:
+            below.end()
         self._settle()
 
     # --- what is there ---------------------------------------------------------------------------
