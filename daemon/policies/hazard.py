@@ -9,14 +9,23 @@ from collections.abc import Sequence
 import numpy as np
 
 from tiercache.daemon.index import Index
-from tiercache.daemon.policies.predictor import AGES, FIRST_AGE, Predictor, age_bucket, chain_class, shared_class
+from tiercache.daemon.policies.predictor import (
+    AGES,
+    FIRST_AGE,
+    Floats,
+    Predictor,
+    age_bucket,
+    age_buckets,
+    chain_class,
+    shared_class,
+)  # fmt: skip
 from tiercache.daemon.policies.rings import Rings
 from tiercache.daemon.policy import NO_ENTRY
 
 RANK_SHARE = 32
 """Cells are ranked anew when this part of them has been emptied."""
 RANK_LEAST = 16
-"""Or so many blocks have gone, or as many as a quarter of the cells, where there are few."""
+"""Or so many blocks have gone, or as many as a quarter of the cells, where there are few; and the clock has moved."""
 FEW_CELLS = 24
 """So few are ranked one by one."""
 MAX_CELLS = 2048
@@ -57,6 +66,7 @@ class LeastWorth:
         self._known: set[int] = set()  # cells that are in either, or have been since the last ranks
         self._evictions = 0
         self._ranked_for = 0  # evictions
+        self._ranked_until = 0.0  # and so long: ages that are nearer to each other are one
         self._version = -1
 
     # --- what happens to blocks ------------------------------------------------------------------
@@ -65,7 +75,7 @@ class LeastWorth:
         self.inserted_run([entry])
 
     def inserted_run(self, entries: Sequence[int]) -> None:
-        columns, index, expected = self._columns, self._index, self._predictor.expected
+        columns, index, expected = self._columns, self._index, self._predictor.expected.get
         stamp, classes, used_at = columns.stamp, self._class, self._used_at
         gap, uses, shared, key = self._gap, self._uses, self._shared, index.key
         now, clock, parent = self._turnover.now, columns.clock, index.parent[entries[0]]
@@ -145,7 +155,7 @@ class LeastWorth:
 
     def follows(self, entry: int, child: int) -> bool:
         # Once ranks are due they are taken before the next one goes, as if each were asked for.
-        if self._shared[entry] or self._used_at[entry] > self._used_at[child] or self._evictions >= self._ranked_for:
+        if self._shared[entry] or self._used_at[entry] > self._used_at[child] or self._due(self._evictions + 1):
             return False
         uses, stamp = self._uses, self._columns.stamp
         if uses[entry]:
@@ -187,7 +197,11 @@ class LeastWorth:
 
     def _worth_of(self, cell: int) -> float:
         age = self._turnover.now - (cell & _TICK_MASK) * _TICK
-        return self._predictor.worth_rows[cell >> _CLASS_SHIFT][age_bucket(age)]
+        return self._predictor.worth.item(cell >> _CLASS_SHIFT, age_bucket(age))
+
+    def _due(self, evictions: int) -> bool:
+        """Whether ranks are too old when so many have gone since: while the clock stands they are what they were."""
+        return evictions > self._ranked_for and self._turnover.now >= self._ranked_until
 
     def _rank(self) -> None:
         """All cells by what they are worth now."""
@@ -195,6 +209,7 @@ class LeastWorth:
         self._ranked, self._worth = self._rank_few() if count <= FEW_CELLS else self._rank_many()
         self._fresh, self._known = [], set(self._ranked)
         self._evictions, self._version = 0, self._predictor.version
+        self._ranked_until = self._turnover.now + FIRST_AGE
         self._ranked_for = max(min(RANK_LEAST, count // 4), count // RANK_SHARE)
         if count < MAX_CELLS // 2:
             self._width = max(1, self._width // 2)
@@ -208,9 +223,8 @@ class LeastWorth:
     def _rank_many(self) -> tuple[list[int], list[float]]:
         cells = np.fromiter(self._rings.heads, np.int64, len(self._rings.heads))
         ticks = cells & _TICK_MASK
-        ages = np.maximum(self._turnover.now - ticks * _TICK, FIRST_AGE / 2) / FIRST_AGE
-        buckets = np.minimum(AGES - 1, 1 + np.floor(2.0 * np.log2(ages)).astype(np.int64))
-        worth = self._predictor.worth[cells >> _CLASS_SHIFT, np.maximum(buckets, 0)]
+        ages: Floats = np.subtract(self._turnover.now, ticks * _TICK)
+        worth = self._predictor.worth[cells >> _CLASS_SHIFT, age_buckets(ages)]
         # Of those worth the same, the one that was used last goes first: it has the longest to wait.
         order = np.lexsort((cells, -ticks, -worth))
         return cells[order].tolist(), worth[order].tolist()
@@ -219,7 +233,7 @@ class LeastWorth:
         heads = self._rings.heads
         if not heads:
             return NO_ENTRY
-        if self._version != self._predictor.version or self._evictions > self._ranked_for:
+        if self._version != self._predictor.version or self._due(self._evictions):
             self._rank()
         ranked, fresh = self._ranked, self._fresh
         while ranked and ranked[-1] not in heads:

@@ -19,6 +19,7 @@ et al., FAST 2015). It outlives the blocks themselves, so it also tells when wha
 
 from __future__ import annotations
 
+import functools
 import math
 from array import array
 from collections.abc import Iterator, Sequence
@@ -58,18 +59,31 @@ ROWS_AT_ONCE = 128
 EVENTS_KEPT = 16 * MAX_SAMPLES
 """Beyond so many observations all of them are halved: what happened lately counts more."""
 
-_EDGES = np.concatenate([[0.0], FIRST_AGE * 2.0 ** (np.arange(AGES) / 2)])
-_WIDTHS = np.diff(_EDGES)
+_WIDTHS = np.diff(np.concatenate([[0.0], FIRST_AGE * 2.0 ** (np.arange(AGES) / 2)]))
+_MOST = 1.0 - 2.0**-20
+"""Hazard: of no blocks nothing would be left to divide by."""
 _HASHES = 1 << 32
 _WORD = (1 << 64) - 1
-_ODD = np.uint64(0x9E3779B97F4A7C15)
+_ODD, _HALF, _LESS = np.uint64(0x9E3779B97F4A7C15), np.uint64(32), np.uint64(29)
 
 
 def age_bucket(age: float) -> int:
     """Which of the age buckets; an age is in turnovers."""
     if age < FIRST_AGE:
         return 0
-    return min(AGES - 1, 1 + int(2.0 * math.log2(age / FIRST_AGE)))
+    age /= FIRST_AGE
+    return min(AGES - 1, math.frexp(age * age)[1])  # by the exponent: two for each doubling
+
+
+def age_buckets(ages: Floats) -> npt.NDArray[np.int64]:
+    """The same for many."""
+    squares = np.maximum(ages, 0.0) / FIRST_AGE
+    squares *= squares
+    np.maximum(squares, 0.5, out=squares)
+    buckets = squares.view(np.int64) >> 52  # the exponent
+    buckets -= 1022
+    result: npt.NDArray[np.int64] = np.minimum(buckets, AGES - 1, out=buckets)
+    return result
 
 
 def chain_class(turn: int, new_blocks: int, blocks: int) -> int:
@@ -122,9 +136,8 @@ class Predictor:
         """Raised when `worth` has changed."""
         self.worth: Floats = _worth(np.full((1, AGES), PRIOR)).repeat(CLASSES, axis=0)
         """Hits a turnover, by class and age bucket."""
-        self.worth_rows: list[list[float]] = self.worth.tolist()
-        """The same, quicker to look up one by one."""
         self._secret = secret
+        self._hashed = b"", hashes(b"", secret)  # of the prompt that was asked for last
         self._samples: dict[bytes, Sample] = {}  # the one that was used longest ago first
         self._doubtful: list[bytes] = []  # of the sample, to be looked at: some are to go
         self._places: list[int] = []  # in the columns, free
@@ -136,7 +149,8 @@ class Predictor:
         self._events = 0
         self._refresh_at = FIRST_EVENTS
         self._refreshing: Iterator[bool] | None = None
-        self._expected: dict[bytes, Context] = {}  # by the first block of a chain that will probably be stored
+        self.expected: dict[bytes, Context] = {}
+        """What a look-up said that missed this block, the first of a chain that will probably be stored."""
         self._stored: dict[bytes, Context] = {}  # by the last block of a store, which may go on there
         self._again = Again(turnover)
 
@@ -152,7 +166,7 @@ class Predictor:
         self._observe(keys, sampled, context, found)
         for first in {found_dram, found}:
             if first < length:
-                _put(self._expected, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES], context)
+                _put(self.expected, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES], context)
         if self._refreshing is None and self._events >= self._refresh_at:
             self._refreshing = self._refresh()
         if self._refreshing is not None and next(self._refreshing, None) is None:
@@ -162,32 +176,39 @@ class Predictor:
         """The request at hand is over."""
         self.context = None
 
-    def expected(self, key: bytes) -> Context | None:
-        """What a lookup said that missed this block."""
-        return self._expected.get(key)
-
     def stored(self, parent: bytes, keys: Sequence[bytes]) -> None:
         """A client has stored a run of blocks, each below the one before it, the first below `parent`."""
-        context = self._expected.get(keys[0]) or self._stored.get(parent)
+        context = self.expected.get(keys[0]) or self._stored.get(parent)
         if context is None:  # not asked for before
             context = Context(chain_class(0, len(keys), len(keys)), 0, 0)
         _put(self._stored, keys[-1], context)
         packed = b"".join(keys)
+        samples, begin, last = self._samples, self._begin, len(keys) - 1
         for number, hashed in self._sampled(packed):
-            if keys[number] not in self._samples:
-                self._begin(keys[number], hashed, context, packed[(number + 1) * KEY_BYTES : (number + 2) * KEY_BYTES])
+            if (key := keys[number]) not in samples:
+                begin(key, hashed, context, keys[number + 1] if number < last else b"")
 
     def _sampled(self, keys: bytes) -> list[tuple[int, int]]:
         """Which of the keys are in the sample, or would be, each with its hash; no more than `MAX_AT_ONCE`."""
-        hashed = hashes(keys, self._secret)
+        hashed = self._hashes(keys)
         threshold = self._threshold
-        chosen = np.flatnonzero(hashed < threshold)
+        if threshold == _HASHES and len(hashed) <= MAX_AT_ONCE:
+            return list(enumerate(hashed.tolist()))
+        chosen = (hashed < threshold).nonzero()[0]
         while len(chosen) > MAX_AT_ONCE:
             threshold //= 2
-            chosen = np.flatnonzero(hashed < threshold)
+            chosen = (hashed < threshold).nonzero()[0]
             if threshold == 0:
                 return []  # the same key over and over
         return list(zip(chosen.tolist(), hashed[chosen].tolist(), strict=True))
+
+    def _hashes(self, keys: bytes) -> npt.NDArray[np.uint64]:
+        """What is stored is mostly the end of the prompt that was asked for last."""
+        before, hashed = self._hashed
+        if before.endswith(keys):
+            return hashed[len(hashed) - len(keys) // KEY_BYTES :]
+        self._hashed = keys, hashes(keys, self._secret)
+        return self._hashed[1]
 
     def _classify(self, keys: bytes, sampled: list[tuple[int, int]], found: int, length: int) -> Context:
         """By the deepest block of the sample that is known: where its last user ended, and which turn that was."""
@@ -255,8 +276,7 @@ class Predictor:
         classes, ages = np.array(self._classes, np.int64), self.turnover.now - np.array(self._used_at)
         ages[self._places] = 0.0
         before = np.flatnonzero(ages >= HORIZON)
-        buckets = np.searchsorted(_EDGES[1:-1], ages[before], side="right")
-        np.add.at(self._ended, (classes[before], buckets), 1.0)
+        np.add.at(self._ended, (classes[before], age_buckets(ages[before])), 1.0)
         if len(before) < MAX_SAMPLES // 4:
             self._threshold //= 2
             self._used *= 0.5
@@ -286,15 +306,14 @@ class Predictor:
             self._used *= 0.5
             self._ended *= 0.5
         classes, ages = np.array(self._classes, np.int64), self.turnover.now - np.array(self._used_at)
-        cells = classes * AGES + np.searchsorted(_EDGES[1:-1], ages, side="right")
+        cells = classes * AGES + age_buckets(ages)
         if self._places:
             cells = np.delete(cells, self._places)
         waiting = np.bincount(cells, minlength=CLASSES * AGES).reshape(CLASSES, AGES)
         worths = _worths(self._used.copy(), self._used + self._ended + waiting)
         while (worth := next(worths)) is None:
             yield True
-        rows: list[list[float]] = worth.tolist()
-        self.worth, self.worth_rows = worth, rows
+        self.worth = worth
         self.version += 1
 
     def _plan_refresh(self) -> None:
@@ -318,14 +337,23 @@ def _put(known: dict[bytes, Context], key: bytes, context: Context) -> None:
 def hashes(keys: bytes, secret: int) -> npt.NDArray[np.uint64]:
     """A number below `_HASHES` for each of the packed keys, which tells nothing of them without the secret."""
     words = np.frombuffer(keys, dtype="<u8").reshape(-1, 2)
-    low, high = np.uint64(secret & _WORD), np.uint64(secret >> 64 & _WORD)
-    mixed = (words[:, 0] ^ low) * (_ODD | low << np.uint64(1))
-    mixed ^= mixed >> np.uint64(32)
-    mixed = (mixed ^ words[:, 1] ^ high) * (_ODD ^ high << np.uint64(1))
-    mixed ^= mixed >> np.uint64(29)
+    low, high, first, second = _numbers_of(secret)
+    mixed: npt.NDArray[np.uint64] = np.bitwise_xor(words[:, 0], low)
+    mixed *= first
+    mixed ^= mixed >> _HALF
+    mixed ^= words[:, 1]
+    mixed ^= high
+    mixed *= second
+    mixed ^= mixed >> _LESS
     mixed *= _ODD
-    result: npt.NDArray[np.uint64] = mixed >> np.uint64(32)
-    return result
+    mixed >>= _HALF
+    return mixed
+
+
+@functools.lru_cache(maxsize=8)
+def _numbers_of(secret: int) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
+    low, high = np.uint64(secret & _WORD), np.uint64(secret >> 64 & _WORD)
+    return low, high, _ODD | low << np.uint64(1), _ODD ^ high << np.uint64(1)
 
 
 _NUMBERS = np.arange(CLASSES)
@@ -334,6 +362,8 @@ _BY_TURN = np.where(_IS_CHAIN, _NUMBERS // (NEW * LENGTHS), TURNS)
 """The group of each class, ascending; all classes of blocks below which requests part are one."""
 _BY_NEW = np.where(_IS_CHAIN, _NUMBERS // LENGTHS, TURNS * NEW + (_NUMBERS - _CHAINS) // _GAPS)
 """Smaller groups: by turn and new blocks."""
+_TURN_OF = _BY_TURN[np.flatnonzero(np.diff(_BY_NEW, prepend=-1))]
+"""Of each smaller group, which turn it is."""
 
 
 def _worths(used: Floats, ended: Floats) -> Iterator[Floats | None]:
@@ -341,24 +371,33 @@ def _worths(used: Floats, ended: Floats) -> Iterator[Floats | None]:
 
     None as often as others may go on before it is known.
     """
-    at_risk = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1]
-    of_all = _of_all(used.sum(axis=0), at_risk.sum(axis=0))
-    its_used, its_risk = _summed(used, _BY_TURN), _summed(at_risk, _BY_TURN)
-    of_turn, wider = np.empty_like(its_used), of_all
+    known = np.flatnonzero(ended.any(axis=1))
+    used, at_risk = used[known], np.cumsum(ended[known, ::-1], axis=1)[:, ::-1]
+    by_group, groups = _BY_NEW[known], np.unique(_BY_NEW[known])
+    group_used, group_risk = _summed(used, by_group), _summed(at_risk, by_group)
+    turns = np.unique(_TURN_OF[groups])
+    its_used, its_risk = np.zeros((2, TURNS + 1, AGES))
+    its_used[turns], its_risk[turns] = _summed(used, _BY_TURN[known]), _summed(at_risk, _BY_TURN[known])
+    of_turn = np.empty_like(its_used)
+    of_all = wider = _of_all(its_used.sum(axis=0), its_risk.sum(axis=0))
     for turn in range(TURNS):  # what has gone on five times is like what has four times
         wider = of_turn[turn] = _leaning(its_used[turn], its_risk[turn], wider)
     of_turn[TURNS] = _leaning(its_used[TURNS], its_risk[TURNS], of_all)
-    of_group = _leaning(_summed(used, _BY_NEW), _summed(at_risk, _BY_NEW), of_turn[_BY_TURN[_firsts(_BY_NEW)]])
-    known = np.flatnonzero(at_risk[:, 0])
-    own = _leaning(used[known], at_risk[known], of_group[_BY_NEW[known]])
-    hazards = np.concatenate([of_group, own])
+    of_group = of_turn[_TURN_OF]
+    of_group[groups] = _leaning(group_used, group_risk, of_group[groups])
+    own = _leaning(used, at_risk, of_group[by_group])
+    hazards = np.concatenate([of_turn, of_group[groups], own])
     worth = np.empty_like(hazards)
     for row in range(0, len(hazards), ROWS_AT_ONCE):
         yield None
         worth[row : row + ROWS_AT_ONCE] = _worth(hazards[row : row + ROWS_AT_ONCE])
     yield None
-    result: Floats = worth[_BY_NEW]  # classes of which nothing is known are as their group
-    result[known] = worth[len(of_group) :]
+    # Groups of which nothing is known are as their turn, and such classes as their group.
+    rows = _TURN_OF.copy()
+    rows[groups] = np.arange(len(of_turn), len(of_turn) + len(groups))
+    rows = rows[_BY_NEW]
+    rows[known] = np.arange(len(of_turn) + len(groups), len(hazards))
+    result: Floats = worth[rows]
     yield result
 
 
@@ -368,38 +407,36 @@ def _leaning(used: Floats, at_risk: Floats, wider: Floats) -> Floats:
     return hazards
 
 
-def _firsts(group: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
-    return np.flatnonzero(np.diff(group, prepend=-1))
-
-
 def _summed(rows: Floats, group: npt.NDArray[np.int64]) -> Floats:
-    """The sums over each group."""
-    sums: Floats = np.add.reduceat(rows, _firsts(group), axis=0)
+    """The sums over each group that there is; theirs ascend."""
+    if not len(rows):
+        return rows
+    sums: Floats = np.add.reduceat(rows, np.flatnonzero(np.diff(group, prepend=-1)), axis=0)
     return sums
 
 
 def _of_all(used: Floats, at_risk: Floats) -> Floats:
     """Hazards of all blocks together. Each age leans on the one before it, so that no age which was hardly ever
     reached is thought better of than those that were."""
-    hazards, before = np.empty(AGES), PRIOR
-    for age in range(AGES):
-        before = hazards[age] = (used[age] + LEAN * before) / (at_risk[age] + LEAN)
-    return hazards
+    hazards, before = [], PRIOR
+    for its_used, its_risk in zip(used.tolist(), at_risk.tolist(), strict=True):
+        before = (its_used + LEAN * before) / (its_risk + LEAN)
+        hazards.append(before)
+    return np.array(hazards)
 
 
 def _worth(hazards: Floats) -> Floats:
     """The index of each row of hazards at each age."""
-    by_age = np.ascontiguousarray(np.minimum(hazards, 1.0).T)
-    worth, hits, stay = np.empty_like(by_age), np.empty_like(by_age), np.empty_like(by_age)
-    # From the last age to the first; row `end` of `hits` and `stay` is for a stay from `age` to the end of that age.
-    for age in range(AGES - 1, -1, -1):
-        hazard = by_age[age]
-        left, here = 1.0 - hazard, _WIDTHS[age] * (1.0 - hazard / 2.0)
-        hits[age + 1 :] *= left
-        hits[age + 1 :] += hazard
-        stay[age + 1 :] *= left
-        stay[age + 1 :] += here
-        hits[age], stay[age] = hazard, here
-        worth[age] = np.max(hits[age:] / stay[age:], axis=0)
+    by_age = np.minimum(hazards, _MOST).T
+    left = np.ones((AGES + 1, len(hazards)))  # of all, those that get so old
+    np.cumprod(1.0 - by_age, axis=0, out=left[1:])
+    stay = np.zeros_like(left)  # of all, how long they stay from that age on
+    stay[:-1] = left[:-1] * (1.0 - by_age / 2.0) * _WIDTHS[:, None]
+    np.cumsum(stay[::-1], axis=0, out=stay[::-1])
+    worth = np.empty_like(left[:-1])
+    for age in range(AGES):
+        hits = left[age] - left[age + 1 :]
+        hits /= stay[age] - stay[age + 1 :]
+        np.max(hits, axis=0, out=worth[age])
     result: Floats = worth.T
     return result

@@ -47,7 +47,7 @@ class WorkloadAware:
 
     def inserted(self, entry: int) -> None:
         index, parent = self._index, self._index.parent[entry]
-        context = self._times.expected(index.key[entry])
+        context = self._times.expected.get(index.key[entry])
         self._category[entry] = category(context) if context is not None else self._category[parent]
         self._orders[0].inserted(entry)
         self._used_at[entry] = self._turnover.now

@@ -88,6 +88,23 @@ def test_ages_fall_into_buckets() -> None:
     assert [age_bucket(age) for age in ages] == [0, 0, 1, 2, 3, AGES - 1]
 
 
+def test_many_ages_fall_into_the_buckets_of_each() -> None:
+    ages = np.concatenate([[-1.0, 0.0], FIRST_AGE * 2.0 ** np.random.default_rng(2).uniform(-3, 30, 1000)])
+    assert predicting.age_buckets(ages).tolist() == [age_bucket(age) for age in ages.tolist()]
+
+
+def test_a_class_of_which_nothing_is_known_is_as_the_nearest_wider_one() -> None:
+    used, ended = np.zeros((2, predicting.CLASSES, AGES))
+    known, like_it, like_its_turn = chain_class(2, 5, 40), chain_class(2, 5, 400), chain_class(2, 90, 400)
+    used[known, 3], ended[known, 3:20] = 300.0, 20.0
+    ended[known, 3] += 300.0
+    *_, worth = predicting._worths(used, ended)
+    assert worth is not None
+    assert worth[known, 2] > worth[like_it, 2] > worth[like_its_turn, 2] > worth[chain_class(1, 5, 40), 2]
+    assert (worth[chain_class(2, 1, 9)] == worth[like_its_turn]).all()
+    assert worth[chain_class(9, 1, 9), 2] == pytest.approx(worth[like_its_turn, 2]), "a later turn leans on it"
+
+
 def test_before_anything_is_known_the_longest_unused_is_worth_least() -> None:
     worth = Learning().predictor.worth
     assert (np.diff(worth[:, 1:], axis=1) <= 0).all()
@@ -166,7 +183,7 @@ def test_the_sample_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks, share = learning.predictor.sampled
     assert blocks > 100
     assert share == pytest.approx(blocks / 8000, rel=0.5)
-    assert len(learning.predictor._expected) <= 500
+    assert len(learning.predictor.expected) <= 500
 
 
 def counters(first: int, count: int) -> bytes:

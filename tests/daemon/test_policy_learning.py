@@ -98,12 +98,17 @@ def test_a_block_below_which_requests_part_is_shared() -> None:
     assert policy._shared[parent]
 
 
-def test_ranks_are_taken_anew_after_some_evictions() -> None:
-    index, policy = least_worth()
+def test_ranks_are_taken_anew_after_some_evictions_once_the_clock_has_moved() -> None:
+    turnover = Turnover(lambda: 0.0)
+    turnover.room_bytes = lambda: 1000
+    index, policy = least_worth(turnover)
     table = index.add_table(1, policy, windowed=False)
     index.insert(table, key(1), table.root, 1)
     policy.victim()
-    policy._evictions = policy._ranked_for + 1
+    due = policy._evictions = policy._ranked_for + 1
+    policy.victim()
+    assert policy._evictions == due, "the clock stands: all are worth what they were"
+    turnover.comes(10, stored=True)
     policy.victim()
     assert policy._evictions == 0
 
