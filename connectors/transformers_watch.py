@@ -35,6 +35,7 @@ from tiercache.connectors.weight_sample import WeightSample
 from tiercache.errors import ModelRefused
 from tiercache.keys import content_id, salted_root
 from tiercache.messages import KEY_BYTES
+from tiercache.uninterrupted import whole
 
 logger = logging.getLogger("tiercache.connectors.transformers")
 
@@ -148,6 +149,7 @@ class ModelWatch:
         self._said: set[str] = set()
         self.root()
 
+    @whole  # a signal's handler may call weights_changed, and must not wait for a lock of its own thread
     def root(self) -> bytes:
         """The root of all chains of what the model computes now.
 
@@ -165,6 +167,7 @@ class ModelWatch:
         self.on_change()
         return self._root
 
+    @whole
     def weights_changed(self, model_id: str = "") -> None:
         """Whatever has been seen before no longer counts: name the model anew.
 

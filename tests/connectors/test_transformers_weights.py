@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from test_transformers_cache import Open, greedy, prompt
 from tiny_models import tiny_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tiercache.connectors import transformers_watch
 from tiercache.connectors.module_facts import attributes_of
 from tiercache.connectors.transformers_cache import PrefixCache
 from tiercache.connectors.weight_sample import elements
@@ -181,6 +183,31 @@ def test_a_change_that_nothing_shows_can_be_told(open_cache: Open, monkeypatch: 
     assert restored_blocks(cache) == 0
     greedy(cache, IDS)
     assert restored_blocks(open_cache(model, model_id="with another rotation")) == BLOCKS
+
+
+@pytest.mark.timeout(120)
+def test_a_handler_of_a_signal_may_say_that_the_weights_have_changed(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the signal comes while they are being named, which it does not cut short."""
+    cache = open_cache(tiny_model("LlamaConfig"))
+    greedy(cache, IDS)
+    named = transformers_watch.hash_tensors
+
+    def interrupted(model: Any) -> str:
+        signal.raise_signal(signal.SIGUSR1)
+        return named(model)
+
+    earlier = signal.signal(signal.SIGUSR1, lambda number, frame: cache.weights_changed("reloaded"))
+    monkeypatch.setattr(transformers_watch, "hash_tensors", interrupted)
+    try:
+        cache.weights_changed()
+        assert restored_blocks(cache) == 0
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+    assert cache._watch._model_id == "reloaded"
+    greedy(cache, IDS)
+    assert restored_blocks(open_cache(cache.model, model_id="reloaded")) == BLOCKS
 
 
 @pytest.mark.parametrize("part", ["", "model.layers.1.self_attn", "model.embed_tokens"])
