@@ -12,6 +12,9 @@ from connector_helpers import BLOCK_BYTES, spec
 
 import tiercache
 
+REQUEST_TIMEOUT_S = 10.0
+"""On a busy machine a healthy daemon takes longer to answer than callers want to wait."""
+
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[tiercache.LaunchedDaemon]:
@@ -29,6 +32,7 @@ def open_connector(daemon: tiercache.LaunchedDaemon) -> Iterator[Callable[..., t
             pool = options.pop("pool", tiercache.Pool.from_blocks(noise))
             options.setdefault("namespace", spec(BLOCK_BYTES if pool is None else pool.block_bytes))
             options.setdefault("required", True)
+            options.setdefault("request_timeout_s", REQUEST_TIMEOUT_S)
             return stack.enter_context(tiercache.connect(daemon.address, pool=pool, **options))
 
         yield make
