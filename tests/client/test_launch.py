@@ -1,0 +1,72 @@
+"""The process of a launched daemon: its session, its pipe and its end. A small program stands in for the daemon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tiercache.errors import DaemonUnavailable
+from tiercache.launch import LaunchedDaemon
+
+PROGRAM = """
+import os, sys
+print("runs", flush=True)
+os.read(int(sys.argv[sys.argv.index("--parent-fd") + 1]), 1)  # the end of its parent
+print("over", flush=True)
+"""
+WAIT_S = 30.0
+
+
+def said(daemon: LaunchedDaemon, text: str, times: int = 1) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while daemon.log.read_text().count(text) < times:
+        assert time.monotonic() < end_s, daemon.log.read_text()
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[LaunchedDaemon]:
+    daemon = LaunchedDaemon(tmp_path, False, tmp_path / "log", [sys.executable, "-c", PROGRAM])
+    try:
+        said(daemon, "runs")
+        yield daemon
+    finally:
+        daemon.close()
+
+
+def test_ctrl_c_at_a_terminal_is_not_for_it(daemon: LaunchedDaemon) -> None:
+    assert os.getsid(daemon.pid) == daemon.pid != os.getsid(0)
+
+
+def test_one_that_was_stopped_ends_with_sigterm_too(daemon: LaunchedDaemon) -> None:
+    os.kill(daemon.pid, signal.SIGSTOP)
+    daemon.close(WAIT_S)
+    assert daemon.poll() == -signal.SIGTERM
+
+
+def test_each_life_has_one_pipe(daemon: LaunchedDaemon) -> None:
+    files = len(os.listdir("/proc/self/fd"))
+    for life in range(2, 4):
+        daemon.kill()
+        with pytest.raises(DaemonUnavailable, match=r"did not start within 0\.05 s"):
+            daemon.restart(timeout_s=0.05)
+        said(daemon, "runs", life)
+    assert len(os.listdir("/proc/self/fd")) == files
+    daemon.forget_in_child()
+    said(daemon, "over")
+    daemon.close()
+    assert len(os.listdir("/proc/self/fd")) == files - 1
+    assert "over" in daemon.log.read_text(), "it ends with the last holder of the pipe"
+
+
+def test_a_closed_one_does_not_come_back(daemon: LaunchedDaemon) -> None:
+    daemon.close()
+    daemon.close()
+    with pytest.raises(DaemonUnavailable, match="closed"):
+        daemon.restart()
