@@ -54,6 +54,84 @@ def test_a_daemon_that_hangs_is_ended_and_comes_back(
         assert int(lock.read_text()) != hung
 
 
+class _Lives:
+    """A daemon, a clock and the end of the server: each life lasts so long, and answers so or not at each ping."""
+
+    def __init__(self, lives_s: list[float], answers: list[bool] | None = None) -> None:
+        self.now_s = 0.0
+        self.lives_s = lives_s
+        self.said = answers
+        self.killed_s: list[float] = []
+        self.pauses_s: list[float] = []
+        self.log = "its log"
+        self._end_s = lives_s.pop(0)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def poll(self) -> int | None:
+        return None if self.now_s < self._end_s else 9
+
+    def answers(self, timeout_s: float) -> bool:
+        return self.said.pop(0) if self.said else True
+
+    def kill(self) -> None:
+        self.killed_s.append(self.now_s)
+        self._end_s = self.now_s
+
+    def restart(self) -> None:
+        self._end_s = self.now_s + self.lives_s.pop(0)
+
+    def wait(self, seconds: float) -> bool:
+        """Until the server ends, which it does with the last life."""
+        self.now_s += seconds
+        if self.poll() is not None and seconds != private_daemon._POLL_S:
+            self.pauses_s.append(seconds)
+        return self.is_set()
+
+    def is_set(self) -> bool:
+        return not self.lives_s and self.poll() is not None
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        watched = PrivateDaemon.__new__(PrivateDaemon)
+        monkeypatch.setattr(private_daemon, "time", self)
+        watched._daemon = watched._ending = self  # type: ignore[assignment]
+        watched._watch()
+
+
+def test_pauses_grow_with_short_lives_in_a_row_and_a_long_one_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(private_daemon, "_MAX_RESTARTS", 2)
+    lives = _Lives([1, 1, 100, 1, 1, 1, 1])
+    lives.watch(monkeypatch)
+    assert lives.pauses_s == [0.5, 1, 0.5, 1]
+    assert "ended 3 times in a row: no cache" in caplog.text
+    assert lives.lives_s == [1, 1], "it was not started again"
+
+
+def test_only_pings_that_are_missed_in_a_row_and_in_one_life_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [False] * 5 + [True] + [False] * 5 + [True] + [False] * 6  # and then another life
+    lives = _Lives([1000, 1000, 1], [*answers, False, *[True] * 1000])
+    lives.watch(monkeypatch)
+    assert len(lives.killed_s) == 1
+    assert lives.said is not None
+    assert len(lives.said) < 1000, "the second life was asked too"
+
+
+def test_what_is_ending_anyway_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lives = _Lives([1000], [False] * 100)
+    monkeypatch.setattr(lives, "is_set", lambda: lives.now_s > 200)
+    watched = PrivateDaemon.__new__(PrivateDaemon)
+    watched._daemon = watched._ending = lives  # type: ignore[assignment]
+    lives.now_s = 201
+    watched._end_if_hung(6)
+    assert not lives.killed_s
+    lives.now_s = 0
+    watched._end_if_hung(6)
+    assert lives.killed_s == [0]
+
+
 def test_a_closed_daemon_stays_closed() -> None:
     with tiercache.launch("16MiB") as daemon:
         pass
