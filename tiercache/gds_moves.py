@@ -141,10 +141,7 @@ class DirectMoves:
         When it returns nothing is under way. Raises CopyLost for a move that does not end.
         """
         if not self._started:
-            self._started = True
-            for number in range(self._threads):
-                name = f"tiercache-direct-{self._verb}-{number}"
-                threading.Thread(target=self._work, name=name, daemon=True).start()
+            self._start()
         batch = _Batch(runs, self._move, limit)
         for _ in range(min(self._threads, len(runs))):
             self._batches.put(batch)
@@ -154,6 +151,18 @@ class DirectMoves:
             logger.error("direct %ss are off: %s", self._verb, self.off)
             raise CopyLost(self.off)
         return sum(run.blocks for run in runs[: batch.leading()]), batch.problem
+
+    def _start(self) -> None:
+        """Start the threads; raises DirectFailed where the process gets none."""
+        for number in range(self._threads):
+            thread = threading.Thread(target=self._work, name=f"tiercache-direct-{self._verb}-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if not self._started:
+                    raise DirectFailed(str(error)) from error
+                return  # fewer do it as well
+            self._started = True
 
     def _work(self) -> None:
         while (batch := self._batches.get()) is not None:

@@ -117,14 +117,18 @@ class JobQueue:
         forks.watch(self, "_changed")
 
     def submit(self, transfer: Transfer[Any]) -> bool:
-        """Queue a transfer. False when the queue is full or closed."""
+        """Queue a transfer. False when the queue is full or closed, or has no thread and gets none."""
         with self._changed:
             if self._closed or len(self._jobs) >= self._capacity:
                 return False
-            self._jobs.append(transfer)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # there are too many in this process
+                    return False
+                self._thread = thread
+            self._jobs.append(transfer)
             self._changed.notify()
         return True
 

@@ -80,7 +80,11 @@ class ArenaMapping:
             start, self._populating = not self._populating, True
             self._changed.notify_all()
         if start:
-            threading.Thread(target=self._populate, name="tiercache-populate", daemon=True).start()
+            try:
+                threading.Thread(target=self._populate, name="tiercache-populate", daemon=True).start()
+            except RuntimeError:  # there are too many in this process: the next region may get one
+                with self._changed:
+                    self._populating = False
 
     def addresses(self, frames: bytes | npt.NDArray[np.uint64], length: int, timeout_s: float) -> Addresses:
         """Addresses of frames, packed as u64le or as an array, for `length` bytes each: int64 `[frames]`.

@@ -81,3 +81,14 @@ def test_closing_skips_what_has_not_begun_and_waits_for_what_has() -> None:
 def test_the_queue_is_bounded() -> None:
     queue = JobQueue("test", 0)
     assert not queue.submit(make(lambda: 1))
+
+
+def test_a_queue_that_gets_no_thread_refuses_and_tries_again(no_threads: pytest.MonkeyPatch) -> None:
+    queue = JobQueue("test", 4)
+    assert not queue.submit(make(lambda: 1))
+    assert len(queue) == 0
+    no_threads.undo()
+    later = make(lambda: 1)
+    assert queue.submit(later)
+    assert later.result() == 1
+    queue.close()

@@ -57,6 +57,20 @@ def packed(region_id: int) -> bytes:
     return (region_id << REGION_SHIFT).to_bytes(8, "little")
 
 
+def test_a_region_that_no_thread_can_populate_is_mapped(no_threads: pytest.MonkeyPatch) -> None:
+    ready = threading.Event()
+    mapping = ArenaMapping(lambda registration: ready.set())
+    with region() as first, region() as second:
+        mapping.add([(0, 1 << 20)], [first])
+        assert len(mapping.addresses(packed(0), 4096, 1.0)) == 1
+        no_threads.undo()
+        mapping.add([(1, 1 << 20)], [second])
+        assert ready.wait(WAIT_S), "both have been populated"
+        assert mapping._fresh == []
+    mapping.end()
+    assert mapping.wait_unmapped(WAIT_S)
+
+
 def test_a_region_is_mapped_once_and_its_number_is_bounded() -> None:
     mapping = ArenaMapping(lambda registration: None)
     try:

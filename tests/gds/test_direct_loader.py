@@ -202,6 +202,24 @@ def test_no_handler_of_a_signal_runs_while_reads_are_shared_out(on_signal: list[
     assert seen == [1]
 
 
+@pytest.mark.parametrize("most", [0, 1])
+def test_without_threads_it_fails_and_with_a_single_one_it_reads(
+    disk: Disk, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = threading.Thread.start, []
+
+    def start_some(thread: threading.Thread) -> None:
+        if len(started) == most:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    for _ in range(2):
+        assert disk.load([disk.extent(0), disk.extent(5)], [0, 1], limit=Limit()) == DirectResult(2 * most)
+    assert disk.loader.failures == 2 * (not most)
+
+
 def test_a_stop_waits_for_the_reads_under_way(tmp_path: Path) -> None:
     disk = Disk(tmp_path, fault=lambda number: Fault.HANG)
     limit, results = Limit(), []

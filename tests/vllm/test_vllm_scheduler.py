@@ -292,6 +292,15 @@ def test_a_lookup_that_fails_in_whatever_way_is_a_miss(
     assert answer(rig, rig.add("b", 2)) == 2 * SIZE
 
 
+def test_an_adapter_for_which_there_is_no_thread_is_read_when_there_is_one(
+    rig: Rig, no_threads: pytest.MonkeyPatch
+) -> None:
+    rig.cache.go_on.set()
+    assert answer(rig, rig.add("a", 2, adapter(1, "fine"))) == 0
+    no_threads.undo()
+    assert answer(rig, rig.add("b", 2, adapter(1, "fine"))) == 2 * SIZE
+
+
 def test_a_lookup_that_hangs_is_waited_for_no_longer_than_for_one_answer(rig: Rig) -> None:
     first, second = rig.add("a", 2), rig.add("b", 2)
     rig.step()
