@@ -107,6 +107,10 @@ class TierBelow(Protocol):
     def lookup(self, namespace: Namespace) -> Callable[[bytes], bool] | None:
         """Whether a block of a windowed namespace is in this tier, to be asked at once; None without any."""
 
+    @property
+    def unlinking(self) -> bool:
+        """Whether something dropped is being unlinked: a look-up may take a walk to the root meanwhile."""
+
     def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
         """A client asked for `keys`; DRAM has the first `dram_blocks`, both tiers together the first `found_blocks`."""
 
@@ -169,6 +173,7 @@ class NoTierBelow:
 
     name = ""
     grants: GrantsBelow | None = None
+    unlinking = False
 
     def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
         return 0

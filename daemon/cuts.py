@@ -58,7 +58,7 @@ class Cuts:
                 windowed.append(namespace)
             elif (cut := self._chain_length(namespace, keys, cut)) <= in_dram:
                 return in_dram
-            if not number % _CHAINS:
+            if not number % _CHAINS or self._below.unlinking:
                 yield
         if not windowed:
             return cut

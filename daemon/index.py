@@ -583,6 +583,11 @@ class Index:
         if self.frame[entry] != NO_FRAME:
             self._release_frame(self.frame[entry])
 
+    @property
+    def is_unlinking(self) -> bool:
+        """Whether something waits to be unlinked."""
+        return bool(self._unlinking)
+
     def unlinking_entries(self) -> list[int]:
         """Dead entries that wait for their children to be unlinked."""
         return list(self._unlinking)

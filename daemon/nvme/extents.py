@@ -36,7 +36,7 @@ MAX_DOUBTS = 16
 class Extents:
     """All that is held for clients that read from the disks. Event loop only; nothing here blocks."""
 
-    def __init__(self, find_shelf: Callable[[bytes], Shelf | None]) -> None:
+    def __init__(self, find_shelf: Callable[[Sequence[Namespace], bytes], Shelf | None]) -> None:
         self.direct_blocks = 0
         self.direct_bytes = 0
         self.held_leases = 0
@@ -50,7 +50,7 @@ class Extents:
 
         That is so too where not all of it is here, in one directory, or its windows are too wide: it comes up to DRAM.
         """
-        shelf, cut = self._find_shelf(keys[:KEY_BYTES]), len(keys) // KEY_BYTES
+        shelf, cut = self._find_shelf(namespaces, keys[:KEY_BYTES]), len(keys) // KEY_BYTES
         windows = [one for one in namespaces if one.table.windowed]
         if shelf is None or sum(cut - max(first, first_of_window(one, cut)) for one in windows) > MAX_HELD_BLOCKS:
             return None

@@ -6,8 +6,8 @@ order of the setting nor the other directories matter, so that one more of them 
 and moves nothing else. One that is there already is found wherever it is.
 
 Blocks of windows have no chain to be found by. They go where the block before them is, as their writer names
-it, or where another namespace has blocks of the same keys: so a request's windows live together, with its chain
-if it has one. A window may lie in several directories all the same, after one of them was away.
+it, or where another namespace of the model has blocks of the same keys: so a request's windows live together, with
+its chain if it has one. A window may lie in several directories all the same, after one of them was away.
 """
 
 from __future__ import annotations
@@ -19,6 +19,15 @@ from xxhash import xxh3_64_intdigest
 from tiercache.daemon.nvme.shelf import Shelf
 from tiercache.daemon.space import Namespace
 from tiercache.messages import KEY_BYTES
+
+_NEAR = 16
+"""So many namespaces before and after one are looked at for blocks of the same keys: those of a model are registered
+together, and to look at all of thousands for each block would hold up everybody."""
+
+
+def near(namespace: Namespace) -> range:
+    """Numbers of namespaces that may have blocks of the same keys, its own among them."""
+    return range(max(1, namespace.number - _NEAR), namespace.number + _NEAR + 1)
 
 
 class Placement:
@@ -32,13 +41,16 @@ class Placement:
         working = [shelf for shelf in self.shelves if shelf.works] or self.shelves
         return max(working, key=lambda shelf: xxh3_64_intdigest(first_key, shelf.directory_seed))
 
-    def window(self, key: bytes, before: bytes, going: Callable[[bytes], Shelf | None]) -> Shelf:
+    def window(
+        self, namespace: Namespace, key: bytes, before: bytes, going: Callable[[bytes], Shelf | None]
+    ) -> Shelf:  # fmt: skip
         """Where a block of a window goes that is nowhere yet; `before` is the key of the one before it, or empty.
 
-        `going`: where a block of that key, of whatever namespace, is being written.
+        `going`: where a block of that key, of this namespace or one near it, is being written.
         """
-        for near in filter(None, (before, key)):
-            shelf = going(near) or next((one for one in self.shelves if one.has_any(near)), None)
+        numbers = near(namespace)
+        for its in filter(None, (before, key)):
+            shelf = going(its) or next((one for one in self.shelves if one.has_any(numbers, its)), None)
             if shelf is not None and shelf.works:
                 return shelf
         # Rows may be on their way that would tell: to wait for them is better than to begin anew elsewhere.
@@ -76,9 +88,13 @@ class Placement:
 
         return here
 
-    def with_chain(self, first_key: bytes) -> Shelf | None:
-        """Who has a chain that begins so, of whatever namespace; else where a new one would go. None: none is open."""
+    def with_chain(self, namespaces: Sequence[Namespace], first_key: bytes) -> Shelf | None:
+        """Who has a chain that begins so, of one of these namespaces or near them; else where a new one would go.
+
+        None where no directory is open.
+        """
+        numbers = {*near(namespaces[0]), *(namespace.number for namespace in namespaces)}
         for shelf in self.shelves:
-            if shelf.has_any(first_key):
+            if shelf.has_any(numbers, first_key):
                 return shelf
         return self.home(first_key) if self.shelves else None

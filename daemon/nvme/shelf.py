@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
@@ -139,9 +139,10 @@ class Shelf:
         table = self.index.tables.get(namespace.number)
         return table is not None and table.get(key) != NO_ENTRY
 
-    def has_any(self, key: bytes) -> bool:
-        """Whether a block of that key is here, of whatever namespace."""
-        return any(table.get(key) != NO_ENTRY for table in self.index.tables.values())
+    def has_any(self, numbers: Iterable[int], key: bytes) -> bool:
+        """Whether a block of that key is here, of any of these namespaces."""
+        tables = self.index.tables
+        return any(number in tables and tables[number].get(key) != NO_ENTRY for number in numbers)
 
     def find(self, namespace: Namespace, key: bytes) -> Stored | None:
         """Where a block is, if it is here."""

@@ -57,10 +57,6 @@ LEAST_AMPLIFIED_BYTES = 64 << 20
 """Of blocks: before so many were written there is no write amplification to speak of."""
 PATIENCE_S = 30.0
 """How long nothing is written for the sake of directories that have not opened yet."""
-MATCHED_AT_ONCE = 256
-"""Blocks of one chain that are offered for writing with a match; the next match offers what follows."""
-MATCHED_OF_ALL = 1024
-"""Likewise of all its chains together."""
 _POLL_S = 0.01
 
 
@@ -100,7 +96,9 @@ class NvmeTier:
             self._placement, cache.space, self._regions, self._budget, self.fairness, self._config.nvme_codec,
             self._soon, cache.events, sealed=self._cipher is not None,
         )  # fmt: skip
-        self._offers = Offers(self._writes, self.lookup, self._soon)
+        self._offers = Offers(
+            self._writes, self._placement, cache.space.policies.hints, lambda: self._may_write, self._soon
+        )  # fmt: skip
         self._promotion = Promotion(cache, self._regions, self._placement)
         self._extents = Extents(self._placement.with_chain)
         self.grants = Grants(
@@ -185,24 +183,12 @@ class NvmeTier:
 
     def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
         """What is used in DRAM is used here too; and what was asked for and is not here yet is worth a write."""
-        may_write = self._may_write and self._writes.room >= MATCHED_OF_ALL
-        most = min(MATCHED_AT_ONCE, max(1, MATCHED_OF_ALL // len(namespaces)))
-        for namespace in namespaces:
-            if namespace.table.windowed:
-                if may_write and dram_blocks and not namespace.spec.dram_only:
-                    self._offers.add(namespace, keys, dram_blocks)
-                continue
-            here = self._touch(namespace, keys, found_blocks)
-            if may_write and here < dram_blocks and not namespace.spec.dram_only:
-                for number in range(here, min(here + most, dram_blocks)):
-                    self._writes.add(namespace, _key(keys, number), asked_again=True, before=_key(keys, number - 1))
+        self._offers.matched(namespaces, keys, dram_blocks, found_blocks)
 
-    def _touch(self, namespace: Namespace, keys: bytes, blocks: int) -> int:
-        """A chain was used as far as its first `blocks`; how many of those are here."""
-        shelf, length = self._placement.find(namespace, keys, blocks)
-        if shelf is not None:
-            shelf.index.touch(shelf.table(namespace).get(_key(keys, length - 1)))
-        return length
+    @property
+    def unlinking(self) -> bool:
+        """See `TierBelow`."""
+        return any(shelf.index.is_unlinking for shelf in self._shelves)
 
     def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:
         """See `TierBelow`."""
@@ -437,8 +423,3 @@ class NvmeTier:
 def _tell_bug(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("a directory is not seen to any more", exc_info=error)
-
-
-def _key(keys: bytes, number: int) -> bytes:
-    """A key of a packed list; empty before the first one."""
-    return keys[number * KEY_BYTES : (number + 1) * KEY_BYTES] if number >= 0 else b""

@@ -29,7 +29,7 @@ from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.disk import PAGE_BYTES
 from tiercache.daemon.nvme.fairness import Fairness, Room
 from tiercache.daemon.nvme.io import Priority
-from tiercache.daemon.nvme.placement import Placement
+from tiercache.daemon.nvme.placement import Placement, near
 from tiercache.daemon.nvme.shelf import Shelf, Stored
 from tiercache.daemon.policies.window import is_below
 from tiercache.daemon.policy import NO_ENTRY
@@ -278,11 +278,11 @@ class WriteBehind:
         found = placement.with_block(namespace, key)
         if found is not None or not namespace.table.windowed:
             return found or placement.home(key)
-        return placement.window(key, wanted.before, partial(self._going, namespace))
+        return placement.window(namespace, key, wanted.before, partial(self._going, namespace))
 
     def _going(self, namespace: Namespace, key: bytes) -> Shelf | None:
-        """Where a block of that key is being written or waits for its disk: of this namespace, or else of another."""
-        for number in (namespace.number, *self._space.namespaces):
+        """Where a block of that key is being written or waits for its disk: of this namespace, or else of one near."""
+        for number in (namespace.number, *near(namespace)):
             name = number, key
             if name in self._flying:
                 return self._flying[name].shelf

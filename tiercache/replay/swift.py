@@ -11,9 +11,9 @@ from __future__ import annotations
 from tiercache.daemon.allocator import NO_FRAME
 from tiercache.daemon.index import LIVE, Index, Table
 from tiercache.daemon.nvme.budget import WriteBudget
+from tiercache.daemon.nvme.offers import MATCHED_AT_ONCE
 from tiercache.daemon.nvme.promotion import BATCH
 from tiercache.daemon.nvme.slots import EVICT_AT_ONCE, FREE_AHEAD_BYTES
-from tiercache.daemon.nvme.tier import MATCHED_AT_ONCE
 from tiercache.daemon.policies import Policies
 from tiercache.daemon.policies.window import is_below
 from tiercache.daemon.policy import NO_ENTRY, Policy

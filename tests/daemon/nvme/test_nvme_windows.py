@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from tier_rig import BLOCK_BYTES, TierRig, key_of, keys_of, play
 from window_rig import WINDOW, broken, check_closed, homes, spaces_of, spread
 
 from tiercache.daemon import growth, reads
+from tiercache.daemon.index import Table
 from tiercache.daemon.nvme import offers, promotion
 from tiercache.daemon.nvme import shelf as shelves
 
@@ -448,6 +450,39 @@ def test_a_window_waits_for_the_rows_that_tell_where_it_is(tmp_path: Path) -> No
         assert [homes(rig, window, chain) for chain in names] == before
         assert rig.tier.stats()["written_blocks"] == 0
         rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_windows_are_placed_without_a_look_at_every_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be thousands: to look at all of them for each block held up everybody for a fifth of a second."""
+    looked = 0
+
+    def get(table: Table, key: bytes) -> int:
+        nonlocal looked
+        looked += 1
+        return found(table, key)
+
+    found = Table.get
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path, disks=2).open()
+        space = rig.cache.space
+        for layers in range(1, 301):
+            spec = msgspec.structs.replace(rig.namespace().spec, layers=layers)
+            for shelf in rig.shelves:
+                shelf.table(space.open_namespace(spec))
+        window, chain = rig.namespace(window_blocks=WINDOW), keys_of("a", 40)
+        rig.store(window, chain)
+        monkeypatch.setattr(Table, "get", get)
+        rig.tier.work()
+        monkeypatch.setattr(Table, "get", found)
+        await rig.settled()
+        assert 0 < looked < 40 * 50
+        assert rig.tier.stats()["written_blocks"] == 40
         await rig.close()
 
     play(scenario)

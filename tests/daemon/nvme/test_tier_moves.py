@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tier_rig import TierRig, key_of, keys_of, play
 
-from tiercache.daemon.nvme import promotion, tier
+from tiercache.daemon.nvme import offers, promotion
 from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.health import WriteHealth
 
@@ -168,7 +168,7 @@ def test_a_match_of_many_blocks_offers_some_at_a_time(tmp_path: Path) -> None:
         rounds = 0
         while rig.tier.stats()["blocks"] < 3000:
             assert await rig.load(space, chain) == 3000
-            assert rig.tier.stats()["write_queue_blocks"] <= tier.MATCHED_AT_ONCE
+            assert rig.tier.stats()["write_queue_blocks"] <= offers.MATCHED_AT_ONCE
             await rig.settled()
             rounds += 1
             assert rounds < 20

@@ -46,7 +46,7 @@ async def spread(rig: TierRig, window: Namespace, chain: bytes) -> None:
     """Store a chain so that its blocks are in the directories in turn."""
     home = rig.tier._placement.window
     turns = {key_of(chain, number): rig.shelves[number % len(rig.shelves)] for number in range(len(chain) // 16)}
-    rig.tier._placement.window = lambda key, *rest: turns[key]  # type: ignore[method-assign]
+    rig.tier._placement.window = lambda namespace, key, *rest: turns[key]  # type: ignore[method-assign]
     rig.store(window, chain)
     await rig.settled()
     rig.tier._placement.window = home  # type: ignore[method-assign]

@@ -1,0 +1,98 @@
+"""What a match of very many chains leaves to be looked for on NVMe: in slices, and all of it in the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tier_rig import TierRig, keys_of, play
+
+from tiercache.daemon.nvme.offers import CHAINS_AT_ONCE, MAX_BYTES
+from tiercache.daemon.nvme.placement import Placement
+from tiercache.daemon.space import Namespace
+
+MANY = 2 * CHAINS_AT_ONCE + 8
+
+
+class Looks:
+    """How often a chain was looked for since the last time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, find = 0, Placement.find
+
+        def counted(placement: Placement, *args: object) -> object:
+            self.count += 1
+            return find(placement, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Placement, "find", counted)
+
+    def take(self) -> int:
+        self.count, count = 0, self.count
+        return count
+
+
+async def _stored(root: Path) -> tuple[TierRig, list[Namespace]]:
+    rig = await TierRig(root).open()
+    spaces = [rig.namespace(4096 * size, rank=rank) for size in range(1, 6) for rank in range(8)][:MANY]
+    for space in spaces:
+        rig.store(space, keys_of("a", 3))
+    await rig.settled()
+    return rig, spaces
+
+
+def test_chains_of_many_namespaces_are_looked_for_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig, spaces = await _stored(tmp_path)
+        rig.tier.flush(spaces, b"", lambda blocks, durable: None)
+        await rig.until(lambda: not rig.tier.unlinking)
+        looks = Looks(monkeypatch)
+        assert rig.cache.match(rig.owner, spaces, keys_of("a", 3), 0).dram == 3
+        slices = [looks.take()]
+        while not rig.tier._offers.idle:
+            rig.tier.work()
+            slices.append(looks.take())
+        assert slices == [CHAINS_AT_ONCE, CHAINS_AT_ONCE, 8]
+        await rig.settled()
+        assert rig.tier.stats()["written_blocks"] == 2 * 3 * MANY, "each of them was offered again"
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_each_chain_has_a_slice_of_its_own_while_others_are_unlinked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look may then take a walk up to the root."""
+
+    async def scenario() -> None:
+        rig, spaces = await _stored(tmp_path)
+        rig.store(spaces[-1], keys_of("b", 300))
+        await rig.settled()
+        looks = Looks(monkeypatch)
+        rig.tier.flush(spaces[-1:], b"", lambda blocks, durable: None)
+        assert rig.tier.unlinking
+        looks.take()
+        assert rig.cache.match(rig.owner, spaces[:4], keys_of("a", 3), 0).dram == 3
+        assert looks.take() == 1
+        rig.tier.work()
+        assert looks.take() == 1
+        await rig.settled()
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_no_more_keys_wait_to_be_looked_for_than_there_is_room_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig, spaces = await _stored(tmp_path)
+        keys = keys_of("a", 3) + keys_of("b", 60_000)
+        for _ in range(3 * MAX_BYTES // len(keys)):
+            rig.cache.match(rig.owner, spaces, keys, 0)
+        assert 0 < rig.tier._offers._bytes <= MAX_BYTES
+        await rig.until(lambda: rig.tier._offers.idle)
+        assert rig.tier._offers._bytes == 0
+        await rig.close()
+
+    play(scenario)
