@@ -71,7 +71,10 @@ class Leases:
         return 1.0 if due_s is None else min(1.0, max(0.001, due_s - time.monotonic()))
 
     def renew(self, session: Session) -> None:
-        """Extend the kept leases that are due; give back those whose holder is gone. Raises as `Session.call`."""
+        """Extend the kept leases that are due; give back those whose holder is gone. Raises as `Session.call`.
+
+        What could not be extended then stays due.
+        """
         now_s = time.monotonic()
         due: list[int] = []
         dropped: list[tuple[int, bool]] = []
@@ -84,7 +87,6 @@ class Leases:
                     dropped.append((lease, kept.writing))
                 elif kept.due_s <= now_s:
                     due.append(lease)
-                    self._kept[lease] = kept._replace(due_s=now_s + kept.ttl_ms / 2000)
             ttl_ms = max((self._kept[lease].ttl_ms for lease in due), default=0)
         for lease, writing in dropped:
             give_back(session, lease, writing=writing)
@@ -92,8 +94,9 @@ class Leases:
             alive = session.call(Renew, Renewed, leases=due, ttl_ms=ttl_ms).alive
             with self._changed:
                 for lease, still in zip(due, alive, strict=False):
-                    if not still:
-                        self._kept.pop(lease, None)
+                    known = self._kept.pop(lease, None)
+                    if known is not None and still:
+                        self._kept[lease] = known._replace(due_s=now_s + known.ttl_ms / 2000)
 
     # --- loads and stores --------------------------------------------------------------------------
 

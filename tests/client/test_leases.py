@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tiercache import connector, leases
-from tiercache.errors import DaemonUnavailable
+from tiercache.errors import DaemonUnavailable, DeadlineExceeded
 from tiercache.leases import HOLD_AT_MOST_S, Leases
 from tiercache.messages import Abort, Release, Renewed
 from tiercache.session import Session
@@ -54,6 +54,24 @@ def test_a_lease_is_renewed_at_half_its_time_and_for_ten_minutes_at_most(clock: 
     held.renew(session)  # type: ignore[arg-type]
     assert session.renewed == [7, 7]
     assert held.until_next_renewal_s() == 1.0, "nothing is held any more"
+
+
+def test_a_lease_whose_renewal_had_no_answer_is_renewed_again_at_once(clock: SimpleNamespace) -> None:
+    """Not at half its time from then on, when it would be over."""
+    held, session, holder = Leases(), FakeSession(), Holder()
+    held.keep(session, 7, 10_000, holder, writing=False)  # type: ignore[arg-type]
+    clock.now_s += 5.0
+    answer, session.call = session.call, fail  # type: ignore[method-assign]
+    with pytest.raises(DeadlineExceeded):
+        held.renew(session)  # type: ignore[arg-type]
+    session.call = answer  # type: ignore[method-assign]
+    held.renew(session)  # type: ignore[arg-type]
+    held.renew(session)  # type: ignore[arg-type]
+    assert session.renewed == [7]
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise DeadlineExceeded("no answer")
 
 
 def test_what_its_holder_has_forgotten_is_ended_as_it_should_be(clock: SimpleNamespace) -> None:
