@@ -32,6 +32,8 @@ ENDED_AT_ONCE = 256
 _PINS_EACH = 4
 PINS_LISTED = 1 << 16
 """Pins of leases that end in one tick: they are undone later (`work`), but each is listed for that."""
+_LISTED_EACH = 4
+"""A region that a pin of a client keeps no more counts for so many of them; and so many regions for a pin undone."""
 _TRIES = 4
 """How often a run is looked for that others flush or evict meanwhile."""
 
@@ -515,7 +517,7 @@ class Reads:
                 continue
             if lease.holders:
                 self._space.counters.leases_expired += 1
-            pins += len(lease.pinned())
+            pins += len(lease.pinned()) + _LISTED_EACH * len(lease.pin_regions)
             self._end(lease)
             if pins >= PINS_LISTED:
                 break
@@ -577,7 +579,7 @@ class Reads:
             while self._suspects and done < PINS:
                 lease = self._suspects.pop()
                 pinned = lease.pinned()
-                done += 1 + len(pinned)
+                done += 1 + len(pinned) + len(lease.pin_regions) // _LISTED_EACH
                 if not lease.over and DEAD in map(state.__getitem__, pinned):
                     self._end(lease)
         return bool(self._unpinning or self._stopping or self._touching) or done >= PINS
@@ -605,7 +607,11 @@ class Reads:
         if lease.pin_name is not None:
             del self.pins[lease.pin_name]
             self.pin_changes += 1
-            self._space.pinned_regions -= Counter(lease.pin_regions)
+            kept = self._space.pinned_regions
+            for region_id in lease.pin_regions:
+                kept[region_id] -= 1
+                if not kept[region_id]:
+                    del kept[region_id]
             self.pinned_blocks.subtract({namespace.number: lease.blocks for namespace in lease.namespaces})
             frames = (namespace.spec.frame_bytes for namespace in lease.namespaces)
             self.pinned_bytes -= lease.blocks * sum(frames)

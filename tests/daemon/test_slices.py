@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, ItemsView
 from pathlib import Path
 from typing import Any
 
@@ -421,4 +422,40 @@ def test_that_a_wide_window_is_whole_takes_one_look_before_its_blocks(
     looked = counted(monkeypatch, Index, "attached")
     assert (h.cache.reads.find(h.owner, lease.lease_id) is None) is lost
     assert looked() <= 1
+    finish(h)
+
+
+class Pinned(Counter[int]):
+    """Regions that pins keep; there may be thousands."""
+
+    def items(self) -> ItemsView[int, int]:
+        raise AssertionError("all of them are looked at for one pin")
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_pins_that_lie_in_many_regions_end_some_at_a_time(monkeypatch: pytest.MonkeyPatch, flushed: bool) -> None:
+    monkeypatch.setattr("tiercache.daemon.reads.PINS_LISTED", 60)
+    monkeypatch.setattr("tiercache.daemon.reads.PINS", 4)
+    h = Harness(regions=8, pin_share=1000.0)
+    namespace, keys = h.space(), chain(1, 60)
+    h.store(namespace, keys)
+    pinned = h.cache.space.pinned_regions = Pinned()
+    for blocks in (60, 59, 58, 57):
+        assert h.cache.pin([namespace], keys[: blocks * KEY_BYTES], 10) == blocks
+    assert list(pinned.values()) == [4] * 8
+    left = []
+    if flushed:
+        h.cache.space.index.drop(namespace.table.get(keys[:KEY_BYTES]))
+        h.cache.space.index.unlink_slice(1000)
+        h.cache.reads.suspect_all()
+    h.now_s = 11
+    while h.cache.reads.pins:
+        if flushed:
+            h.cache.reads.work()
+        else:
+            h.cache.reads.expire()
+        left.append(len(h.cache.reads.pins))
+    assert left == ([3, 2, 1, 0] if flushed else [2, 0])
+    assert pinned == {}
+    h.cache.space.pinned_regions = Counter()
     finish(h)
