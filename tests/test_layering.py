@@ -54,7 +54,7 @@ MAY_IMPORT_HEAVY = {
 MAY_IMPORT_HEAVY_LAZILY = {"tiercache.cli": {"torch", "transformers"}}
 LAZY_IN_THE_DAEMON = {("tiercache.daemon.nvme.codecs", "numpy")}
 """Only where a codec other than raw is in use."""
-ON_DEMAND = {f"tiercache.daemon.policies.{name}" for name in ("hazard", "predictor", "reusetimes", "sketch")}
+ON_DEMAND = {f"tiercache.daemon.policies.{name}" for name in ("hazard", "predictor", "reusetimes", "sketch", "worths")}
 """Loaded only by a daemon whose `policy` needs them: these may use numpy, and nothing loads them at its top."""
 NEEDS_ON_DEMAND = {f"tiercache.daemon.policies.{name}" for name in ("workload_aware", "wtinylfu")}
 """The policies that do so."""

@@ -3,15 +3,7 @@
 Every block belongs to a *class*, set by the request that used it last: whether that went on where an earlier one had
 ended and for the how-manieth time, how many of its blocks were new, and how long it was. Blocks below which
 requests part, such as a system prompt, have classes of their own, by how often and how closely they were used.
-
-For each class the sample tells the *hazard* at each age since the last use: which share of the blocks that got so
-old was used while they were just that old (Kaplan and Meier's estimate; blocks not yet used again count as far as they
-got). From the hazards follows what keeping a block is worth: the greatest rate of hits that any further stay promises,
-
-    worth(class, age) = max over L of  P(used within L | age) / E[seconds until it is used or L is over | age]
-
-which is Gittins' index, and what LHD (Beckmann et al., NSDI 2018) calls hit density. Classes with little evidence
-lean on wider ones, and all of them on a hazard that falls with age, which is least recently used.
+What keeping a block is worth follows from when those of its class were used again: see worths.py.
 
 The sample is spatial: blocks whose key is below a threshold, which falls as there are more of them (SHARDS, Waldspurger
 et al., FAST 2015). It outlives the blocks themselves, so it also tells when what was evicted would have been used.
@@ -20,7 +12,6 @@ et al., FAST 2015). It outlives the blocks themselves, so it also tells when wha
 from __future__ import annotations
 
 import functools
-import math
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -30,21 +21,19 @@ import numpy.typing as npt
 
 from tiercache.daemon.policies.requests import Again
 from tiercache.daemon.policies.turnover import Turnover
+from tiercache.daemon.policies.worths import (
+    AGES,
+    CLASSES,
+    Floats,
+    age_bucket,
+    age_buckets,
+    chain_class,
+    estimate,
+    shared_class,
+    worths_before,
+)  # fmt: skip
 from tiercache.messages import KEY_BYTES
 
-Floats = npt.NDArray[np.float64]
-
-AGES = 46
-"""Age buckets: the first to a 32nd of a turnover, then two for each doubling."""
-FIRST_AGE = 1 / 1024
-TURNS, NEW, LENGTHS = 10, 8, 7
-_CHAINS = TURNS * NEW * LENGTHS
-_COUNTS, _GAPS = 9, 9
-CLASSES = _CHAINS + _COUNTS * _GAPS
-PRIOR = 0.1
-"""Hazard in each age bucket before anything is known: it falls with age as the buckets grow."""
-LEAN = 128.0
-"""How many blocks' evidence a class takes over from the wider one."""
 MAX_SAMPLES = 16_384
 LOOKED_AT = 8
 """Of a full sample, for each further block: half of it goes, and not all in one go of the loop."""
@@ -54,47 +43,12 @@ HORIZON = 256.0
 """A block that was not used for so many turnovers may leave the sample: no tier keeps it for as long."""
 FIRST_EVENTS, MOST_EVENTS = 64, 2048
 """The worths are estimated anew after so many blocks of the sample were stored or used."""
-ROWS_AT_ONCE = 128
-"""Classes whose worths are estimated in one part of that: the more, the less it takes in all."""
 EVENTS_KEPT = 16 * MAX_SAMPLES
 """Beyond so many observations all of them are halved: what happened lately counts more."""
 
-_WIDTHS = np.diff(np.concatenate([[0.0], FIRST_AGE * 2.0 ** (np.arange(AGES) / 2)]))
-_MOST = 1.0 - 2.0**-20
-"""Hazard: of no blocks nothing would be left to divide by."""
 _HASHES = 1 << 32
 _WORD = (1 << 64) - 1
 _ODD, _HALF, _LESS = np.uint64(0x9E3779B97F4A7C15), np.uint64(32), np.uint64(29)
-
-
-def age_bucket(age: float) -> int:
-    """Which of the age buckets; an age is in turnovers."""
-    if age < FIRST_AGE:
-        return 0
-    age /= FIRST_AGE
-    return min(AGES - 1, math.frexp(age * age)[1])  # by the exponent: two for each doubling
-
-
-def age_buckets(ages: Floats) -> npt.NDArray[np.int64]:
-    """The same for many."""
-    squares = np.maximum(ages, 0.0) / FIRST_AGE
-    squares *= squares
-    np.maximum(squares, 0.5, out=squares)
-    buckets = squares.view(np.int64) >> 52  # the exponent
-    buckets -= 1022
-    result: npt.NDArray[np.int64] = np.minimum(buckets, AGES - 1, out=buckets)
-    return result
-
-
-def chain_class(turn: int, new_blocks: int, blocks: int) -> int:
-    """The class of blocks whose last user was turn `turn` of a chain; 0: it had nothing in common with any before."""
-    new = min(NEW - 1, new_blocks.bit_length())
-    return (min(TURNS - 1, turn) * NEW + new) * LENGTHS + min(LENGTHS - 1, blocks.bit_length() // 2)
-
-
-def shared_class(uses: int, gap_bucket: int) -> int:
-    """The class of a block below which requests part."""
-    return _CHAINS + min(_COUNTS - 1, uses) * _GAPS + gap_bucket * _GAPS // AGES
 
 
 class Context(NamedTuple):
@@ -134,7 +88,7 @@ class Predictor:
         """Of the request that is being answered."""
         self.version = 0
         """Raised when `worth` has changed."""
-        self.worth: Floats = _worth(np.full((1, AGES), PRIOR)).repeat(CLASSES, axis=0)
+        self.worth: Floats = worths_before()
         """Hits a turnover, by class and age bucket."""
         self._secret = secret
         self._hashed = b"", hashes(b"", secret)  # of the prompt that was asked for last
@@ -310,7 +264,7 @@ class Predictor:
         if self._places:
             cells = np.delete(cells, self._places)
         waiting = np.bincount(cells, minlength=CLASSES * AGES).reshape(CLASSES, AGES)
-        worths = _worths(self._used.copy(), self._used + self._ended + waiting)
+        worths = estimate(self._used.copy(), self._used + self._ended + waiting, self._threshold / _HASHES)
         while (worth := next(worths)) is None:
             yield True
         self.worth = worth
@@ -354,89 +308,3 @@ def hashes(keys: bytes, secret: int) -> npt.NDArray[np.uint64]:
 def _numbers_of(secret: int) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
     low, high = np.uint64(secret & _WORD), np.uint64(secret >> 64 & _WORD)
     return low, high, _ODD | low << np.uint64(1), _ODD ^ high << np.uint64(1)
-
-
-_NUMBERS = np.arange(CLASSES)
-_IS_CHAIN = _NUMBERS < _CHAINS
-_BY_TURN = np.where(_IS_CHAIN, _NUMBERS // (NEW * LENGTHS), TURNS)
-"""The group of each class, ascending; all classes of blocks below which requests part are one."""
-_BY_NEW = np.where(_IS_CHAIN, _NUMBERS // LENGTHS, TURNS * NEW + (_NUMBERS - _CHAINS) // _GAPS)
-"""Smaller groups: by turn and new blocks."""
-_TURN_OF = _BY_TURN[np.flatnonzero(np.diff(_BY_NEW, prepend=-1))]
-"""Of each smaller group, which turn it is."""
-
-
-def _worths(used: Floats, ended: Floats) -> Iterator[Floats | None]:
-    """By class and age bucket, from how many blocks were used at that age, and at what age blocks were seen last.
-
-    None as often as others may go on before it is known.
-    """
-    known = np.flatnonzero(ended.any(axis=1))
-    used, at_risk = used[known], np.cumsum(ended[known, ::-1], axis=1)[:, ::-1]
-    by_group, groups = _BY_NEW[known], np.unique(_BY_NEW[known])
-    group_used, group_risk = _summed(used, by_group), _summed(at_risk, by_group)
-    turns = np.unique(_TURN_OF[groups])
-    its_used, its_risk = np.zeros((2, TURNS + 1, AGES))
-    its_used[turns], its_risk[turns] = _summed(used, _BY_TURN[known]), _summed(at_risk, _BY_TURN[known])
-    of_turn = np.empty_like(its_used)
-    of_all = wider = _of_all(its_used.sum(axis=0), its_risk.sum(axis=0))
-    for turn in range(TURNS):  # what has gone on five times is like what has four times
-        wider = of_turn[turn] = _leaning(its_used[turn], its_risk[turn], wider)
-    of_turn[TURNS] = _leaning(its_used[TURNS], its_risk[TURNS], of_all)
-    of_group = of_turn[_TURN_OF]
-    of_group[groups] = _leaning(group_used, group_risk, of_group[groups])
-    own = _leaning(used, at_risk, of_group[by_group])
-    hazards = np.concatenate([of_turn, of_group[groups], own])
-    worth = np.empty_like(hazards)
-    for row in range(0, len(hazards), ROWS_AT_ONCE):
-        yield None
-        worth[row : row + ROWS_AT_ONCE] = _worth(hazards[row : row + ROWS_AT_ONCE])
-    yield None
-    # Groups of which nothing is known are as their turn, and such classes as their group.
-    rows = _TURN_OF.copy()
-    rows[groups] = np.arange(len(of_turn), len(of_turn) + len(groups))
-    rows = rows[_BY_NEW]
-    rows[known] = np.arange(len(of_turn) + len(groups), len(hazards))
-    result: Floats = worth[rows]
-    yield result
-
-
-def _leaning(used: Floats, at_risk: Floats, wider: Floats) -> Floats:
-    """The hazards that were seen, as far as there is more evidence for them than `LEAN`."""
-    hazards: Floats = (used + LEAN * wider) / (at_risk + LEAN)
-    return hazards
-
-
-def _summed(rows: Floats, group: npt.NDArray[np.int64]) -> Floats:
-    """The sums over each group that there is; theirs ascend."""
-    if not len(rows):
-        return rows
-    sums: Floats = np.add.reduceat(rows, np.flatnonzero(np.diff(group, prepend=-1)), axis=0)
-    return sums
-
-
-def _of_all(used: Floats, at_risk: Floats) -> Floats:
-    """Hazards of all blocks together. Each age leans on the one before it, so that no age which was hardly ever
-    reached is thought better of than those that were."""
-    hazards, before = [], PRIOR
-    for its_used, its_risk in zip(used.tolist(), at_risk.tolist(), strict=True):
-        before = (its_used + LEAN * before) / (its_risk + LEAN)
-        hazards.append(before)
-    return np.array(hazards)
-
-
-def _worth(hazards: Floats) -> Floats:
-    """The index of each row of hazards at each age."""
-    by_age = np.minimum(hazards, _MOST).T
-    left = np.ones((AGES + 1, len(hazards)))  # of all, those that get so old
-    np.cumprod(1.0 - by_age, axis=0, out=left[1:])
-    stay = np.zeros_like(left)  # of all, how long they stay from that age on
-    stay[:-1] = left[:-1] * (1.0 - by_age / 2.0) * _WIDTHS[:, None]
-    np.cumsum(stay[::-1], axis=0, out=stay[::-1])
-    worth = np.empty_like(left[:-1])
-    for age in range(AGES):
-        hits = left[age] - left[age + 1 :]
-        hits /= stay[age] - stay[age + 1 :]
-        np.max(hits, axis=0, out=worth[age])
-    result: Floats = worth.T
-    return result

@@ -14,16 +14,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.daemon.policies.predictor import (
-    EVENTS_KEPT,
-    FIRST_AGE,
-    LENGTHS,
-    NEW,
-    Context,
-    Predictor,
-    Sample,
-)  # fmt: skip
+from tiercache.daemon.policies.predictor import EVENTS_KEPT, Context, Predictor, Sample
 from tiercache.daemon.policies.turnover import Turnover
+from tiercache.daemon.policies.worths import FIRST_AGE, LENGTHS, NEW
 
 Floats = npt.NDArray[np.float64]
 

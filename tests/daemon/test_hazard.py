@@ -13,8 +13,18 @@ import pytest
 from tiercache.daemon.index import Index
 from tiercache.daemon.policies import predictor as predicting
 from tiercache.daemon.policies.hazard import LeastWorth
-from tiercache.daemon.policies.predictor import AGES, FIRST_AGE, Predictor, age_bucket, chain_class, hashes
+from tiercache.daemon.policies.predictor import Predictor, hashes
 from tiercache.daemon.policies.turnover import Turnover
+from tiercache.daemon.policies.worths import (
+    AGES,
+    CLASSES,
+    FIRST_AGE,
+    age_bucket,
+    age_buckets,
+    chain_class,
+    estimate,
+    indices,
+)
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.messages import KEY_BYTES
 from tiercache.replay.requests import Request, plain_spec
@@ -70,7 +80,7 @@ def test_the_index_is_the_best_rate_of_any_stay() -> None:
     chance = np.random.default_rng(1)
     hazards = chance.random((5, AGES)) * chance.random((5, 1))
     widths = np.diff(np.concatenate([[0.0], FIRST_AGE * 2.0 ** (np.arange(AGES) / 2)]))
-    found = predicting._worth(hazards)
+    found = indices(hazards)
     for row in range(5):
         for age in range(AGES):
             best, alive, hits, stay_s = 0.0, 1.0, 0.0, 0.0
@@ -90,19 +100,39 @@ def test_ages_fall_into_buckets() -> None:
 
 def test_many_ages_fall_into_the_buckets_of_each() -> None:
     ages = np.concatenate([[-1.0, 0.0], FIRST_AGE * 2.0 ** np.random.default_rng(2).uniform(-3, 30, 1000)])
-    assert predicting.age_buckets(ages).tolist() == [age_bucket(age) for age in ages.tolist()]
+    assert age_buckets(ages).tolist() == [age_bucket(age) for age in ages.tolist()]
 
 
 def test_a_class_of_which_nothing_is_known_is_as_the_nearest_wider_one() -> None:
-    used, ended = np.zeros((2, predicting.CLASSES, AGES))
+    used, ended = np.zeros((2, CLASSES, AGES))
     known, like_it, like_its_turn = chain_class(2, 5, 40), chain_class(2, 5, 400), chain_class(2, 90, 400)
     used[known, 3], ended[known, 3:20] = 300.0, 20.0
     ended[known, 3] += 300.0
-    *_, worth = predicting._worths(used, ended)
+    *_, worth = estimate(used, ended)
     assert worth is not None
     assert worth[known, 2] > worth[like_it, 2] > worth[like_its_turn, 2] > worth[chain_class(1, 5, 40), 2]
     assert (worth[chain_class(2, 1, 9)] == worth[like_its_turn]).all()
     assert worth[chain_class(9, 1, 9), 2] == pytest.approx(worth[like_its_turn, 2]), "a later turn leans on it"
+
+
+def test_many_blocks_of_few_prompts_say_less_than_as_many_of_many() -> None:
+    """Those of one prompt come back together, or not at all; of a small share of all blocks hardly two are one's."""
+
+    def worth_of(blocks: int, share: float, seen: float) -> float:
+        used, ended = np.zeros((2, CLASSES, AGES))
+        used[0] = ended[0] = 100_000 * 0.9 ** np.arange(AGES) * 0.1  # others are as is thought of all at first
+        its = chain_class(2, blocks, blocks)
+        ended[its, 20] = seen
+        *_, worth = estimate(used, ended, share)
+        assert worth is not None
+        return float(worth[its, 10])
+
+    def found(blocks: int, share: float = 1.0) -> float:
+        return worth_of(blocks, share, 300.0) / worth_of(blocks, share, 0.0)
+
+    assert found(4) < 0.5, "300 blocks, 75 prompts: none was used at these ages"
+    assert 0.9 < found(300) < 1.0, "one prompt"
+    assert found(300, share=1 / 4096) < 0.5
 
 
 def test_before_anything_is_known_the_longest_unused_is_worth_least() -> None:
@@ -124,13 +154,13 @@ def test_an_age_that_nothing_has_reached_is_worth_no_more_than_a_younger_one() -
 
 def test_what_comes_back_after_a_while_is_worth_more_then_than_at_once() -> None:
     learning = Learning()
-    for lap in range(6):
+    for lap in range(20):
         for document in range(20):
             learning.ask(chain(document, 8), 8 if lap else 0)
             learning.go_on(50)
-    worth = learning.predictor.worth[chain_class(5, 0, 8)]
+    worth = learning.predictor.worth[chain_class(9, 0, 8)]
     assert worth[age_bucket(0.6)] > 1.5 * worth[0], "each comes back after one turnover"
-    assert worth[age_bucket(3.0)] < worth[age_bucket(0.6)], "what has not come by then has ended"
+    assert worth[age_bucket(3.0)] < 0.5 * worth[age_bucket(1.0)], "what has not come by then is late"
 
 
 def test_the_time_from_store_to_load_is_learnt() -> None:

@@ -113,6 +113,25 @@ def test_ranks_are_taken_anew_after_some_evictions_once_the_clock_has_moved() ->
     assert policy._evictions == 0
 
 
+@pytest.mark.parametrize("few", [0, 1000])
+def test_of_those_worth_the_same_the_one_used_last_goes_first(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a loop that is larger than the room it has the longest to wait."""
+    monkeypatch.setattr(hazard, "FEW_CELLS", few)
+    turnover = Turnover(lambda: 0.0)
+    turnover.room_bytes = lambda: 1000
+    index, policy = least_worth(turnover)
+    policy._predictor.worth[:] = 1.0
+    table = index.add_table(1, policy, windowed=False)
+    for number in range(1, 40):
+        index.insert(table, key(number), table.root, number)
+        turnover.comes(10, stored=True)
+    gone = []
+    while (victim := policy.victim()) != NO_ENTRY:
+        gone.append(index.frame[victim])
+        index.evict(victim)
+    assert gone == list(range(39, 0, -1))
+
+
 def test_there_are_so_many_cells_and_those_that_came_since(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hazard, "RANK_LEAST", 4)
     turnover = Turnover(lambda: 0.0)
