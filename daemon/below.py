@@ -141,8 +141,9 @@ class TierBelow(Protocol):
     def settled(self) -> bool:
         """Whether no block waits to be written there, or is on its way up."""
 
-    def work(self) -> bool:
-        """A slice of what was put off; True while there is more."""
+    @property
+    def kinds(self) -> Sequence[Callable[[], bool]]:
+        """What does a slice of each kind of work that was put off; True while there is more."""
 
     def check(self) -> Steps[list[str]]:
         """Everything in which its parts disagree. O(blocks)."""
@@ -205,8 +206,9 @@ class NoTierBelow:
     def settled(self) -> bool:
         return True
 
-    def work(self) -> bool:
-        return False
+    @property
+    def kinds(self) -> Sequence[Callable[[], bool]]:
+        return ()
 
     def check(self) -> Steps[list[str]]:
         yield from ()

@@ -11,6 +11,8 @@ The clock is a parameter, so tests drive all of it with a fake one.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,6 +86,13 @@ class Cache:
         self.ages = Ages()
         if events is not None:
             self.space.index.on_left = partial(events.left, events.dram)
+        self.work_ns = math.inf
+        """After so long `work` stops between two slices."""
+        self._kinds: list[Callable[[], bool]] = [self.slices.work, self.space.work, self._end_cut, self.writes.work]
+        self._kinds += [one.work for one in (what_if, events) if one is not None]
+        self._kinds += self.below.kinds
+        self._round = iter(self._kinds)
+        self._more = False  # to be done by those that had their turn in this round
 
     def match(
         self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False,
@@ -202,16 +211,17 @@ class Cache:
         return gone
 
     def work(self) -> bool:
-        """One slice of what was put off; True while there is more. About a millisecond."""
-        more = self.slices.work()
-        more = self.space.work() or more
-        more = self._end_cut() or more
-        more = self.writes.work() or more
-        if self.what_if is not None:
-            more = self.what_if.work() or more
-        if self.events is not None:
-            more = self.events.work() or more
-        more = self.below.work() or more
+        """What was put off, a slice of each kind in turn; True while there is more.
+
+        Each slice is a millisecond or two. After `work_ns` of them others are served first, and those that had no turn
+        come next: many kinds together never take much longer than one.
+        """
+        until_ns = time.perf_counter_ns() + self.work_ns
+        for kind in self._round:
+            self._more = kind() or self._more
+            if time.perf_counter_ns() >= until_ns:
+                return True
+        more, self._more, self._round = self._more, False, iter(self._kinds)
         # Not while something waits to be written: it would be gone before its turn.
         return more or (self.below.settled and self.space.keep_free())
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("tiercache.daemon")
 
 ROWS_AT_ONCE = 512
+RELEASED_AT_ONCE = 256
+"""Of rows that have waited: each is packed and unpacked once more."""
 
 
 class Recovery:
@@ -137,11 +139,11 @@ class Recovery:
     def _released_rows(self) -> Batch:
         """Rows whose parent has come, and those that waited for them in turn, parents first."""
         packed = bytearray()
-        while self._released and len(packed) < ROWS_AT_ONCE * PLACED_BYTES:
+        while self._released and (room := RELEASED_AT_ONCE * PLACED_BYTES - len(packed)) > 0:
             number, key = self._released.pop()
             orphans = self._orphans[number]
             waiting = orphans.pop(key, bytearray())
-            rest = len(waiting) - ROWS_AT_ONCE * PLACED_BYTES
+            rest = len(waiting) - room
             if rest > 0:
                 part = waiting[rest:]
                 del waiting[rest:]

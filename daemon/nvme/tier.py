@@ -31,6 +31,7 @@ from tiercache.daemon.nvme import viewing
 from tiercache.daemon.nvme.budget import WriteBudget
 from tiercache.daemon.nvme.cipher import load_cipher
 from tiercache.daemon.nvme.codecs import codec_number
+from tiercache.daemon.nvme.dirty import dirty
 from tiercache.daemon.nvme.disk import DiskIO
 from tiercache.daemon.nvme.extents import Extents, Held
 from tiercache.daemon.nvme.fairness import Fairness
@@ -45,7 +46,6 @@ from tiercache.daemon.nvme.promotion import Promotion
 from tiercache.daemon.nvme.scanning import Scan
 from tiercache.daemon.nvme.shelf import Shelf
 from tiercache.daemon.nvme.writebehind import WriteBehind
-from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.slices import Steps, finish
 from tiercache.daemon.space import Namespace
 from tiercache.messages import KEY_BYTES, BlockView
@@ -235,23 +235,42 @@ class NvmeTier:
         """See `TierBelow`."""
         return self._promotion.idle and ((self._offers.idle and self._writes.idle) or not self._may_write)
 
+    @property
+    def kinds(self) -> Sequence[Callable[[], bool]]:
+        """See `TierBelow`."""
+        return self._see_to_shelves, self._look_again, self._read, self._offer, self._write, self._land
+
     def work(self) -> bool:
         """Unlinking, loading, writing and reading, a slice of each; True while there is more at once."""
+        more = [kind() for kind in self.kinds]
+        return any(more)
+
+    def _see_to_shelves(self) -> bool:
         more = [shelf.work() for shelf in self._shelves]
         self._see_to_hung_disks()
         self._flushes.work()
         if self._scan is not None and not self._scan.over:
             more.append(self._scan.pump())
+        return any(more)
+
+    def _look_again(self) -> bool:
         if not self._closing:
             self._promotion.look_again()
-            more.append(self._promotion.pump())
-        if self._may_write:
-            more.append(self._offers.work())
-            more.append(self._writes.pump())
+        return False  # `_land` says whether there is more
+
+    def _read(self) -> bool:
+        return not self._closing and self._promotion.pump()
+
+    def _offer(self) -> bool:
+        return self._may_write and self._offers.work()
+
+    def _write(self) -> bool:
+        return self._may_write and self._writes.pump()
+
+    def _land(self) -> bool:
         if self._promotion.take_landed() and not self._closing:
             self._landed()
-        more.append(self._promotion.has_landed)
-        return any(more)
+        return self._promotion.has_landed
 
     def _see_to_hung_disks(self) -> None:
         for shelf in self._shelves:
@@ -300,22 +319,7 @@ class NvmeTier:
                 shelf.directory.close()
 
     def _dirty(self) -> Iterator[tuple[Namespace, bytes]]:
-        """Blocks of DRAM that are not here: chains, parents before children, then windows, which go where those are."""
-        index = self._cache.space.index
-        for namespace in sorted(self._cache.all_namespaces(), key=lambda namespace: namespace.table.windowed):
-            level = [] if namespace.spec.dram_only else [namespace.table.root]
-            while level:
-                below = []
-                for parent in level:
-                    child = index.first_child[parent]
-                    while child != NO_ENTRY:
-                        below.append(child)
-                        child = index.next_sibling[child]
-                for entry in below:
-                    key = index.key[entry]
-                    if not any(shelf.has(namespace, key) for shelf in self._shelves):
-                        yield namespace, key
-                level = below
+        return dirty(self._cache.space.index, self._cache.all_namespaces(), self._shelves)
 
     # --- checking --------------------------------------------------------------------------------
 
