@@ -92,7 +92,7 @@ class Report:
         """Print everything."""
         if self._load > BUSY_LOAD_PER_CORE * (os.cpu_count() or 1):
             self.note(f"the machine was busy: load average {self._load:.2f} when this began")
-        width = max(len(figure.label) for figure in self._figures)
+        width = max((len(figure.label) for figure in self._figures), default=0)
         print(f"\n{self._name}\n{'':{width}}  {'measured':>10}  {'quartiles':>15}  {'target':>10}  met")
         for figure in self._figures:
             spread = "" if figure.spread is None else f"{_short(figure.spread[0])}-{_short(figure.spread[1])}"
