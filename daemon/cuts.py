@@ -18,6 +18,7 @@ from tiercache.daemon.index import Index
 from tiercache.daemon.policy import NO_ENTRY
 from tiercache.daemon.slices import LOOKUPS, Steps
 from tiercache.daemon.space import Namespace, Space
+from tiercache.daemon.walks import walk
 from tiercache.messages import KEY_BYTES
 
 _CHAINS = 16
@@ -40,9 +41,10 @@ class Cuts:
             if namespace.table.windowed:
                 windowed.append(namespace)
                 continue
-            cut = self._index.prefix_length(namespace.table, keys, cut)
             if namespace.table.unlinking:
-                yield  # it may have walked up all of a long chain
+                yield from walk(self._index, namespace.table, keys, cut)
+                yield
+            cut = self._index.prefix_length(namespace.table, keys, cut)
         if not windowed or not cut:
             return cut
         return (yield from _behind_windows(windowed, lambda one: self._index.lookup(one.table), keys, cut, 0))

@@ -32,7 +32,7 @@ REFUSED = -2
 """Instead of an entry, from `insert_many`."""
 _SHARDS = 64
 _GROW_ENTRIES = 4096
-_REMEMBERED = 32
+REMEMBERED = 32
 
 
 class Table:
@@ -84,9 +84,11 @@ class Index:
         self.moved: bytearray | None = None
         """While somebody counts pins: 1 for each entry of which other pins are held than when that began."""
         self._free = array("i")
+        self.walked_from: list[int] = []
+        """Entries with a pin of a walk that is under way; see `walks`."""
         self._unlinking: list[int] = []
-        self._attached: set[int] = set()  # found to be so since the last drop, while some are unlinking
-        self._detached: set[int] = set()  # likewise, below a dead one; that is for good
+        self.known_attached: set[int] = set()  # found to be so since the last drop, while some are unlinking
+        self.known_detached: set[int] = set()  # likewise, below a dead one; that is for good
 
     def add_table(self, number: int, policy: Policy, windowed: bool) -> Table:
         """Make the table of a new namespace."""
@@ -187,7 +189,7 @@ class Index:
             return False
         if not self.tables[self.table[entry]].unlinking:
             return True  # what is live below a dead entry is waiting to be unlinked
-        known, lost, state, parent = self._attached, self._detached, self.state, self.parent
+        known, lost, state, parent = self.known_attached, self.known_detached, self.state, self.parent
         path = [entry]  # every so many entries on the way are remembered: whoever comes by later meets one soon
         steps = 0
         while entry != NO_ENTRY and entry not in known:
@@ -195,7 +197,7 @@ class Index:
                 lost.update(path)
                 return False
             steps += 1
-            if not steps % _REMEMBERED:
+            if not steps % REMEMBERED:
                 path.append(entry)
             entry = parent[entry]
         known.update(path)
@@ -480,8 +482,8 @@ class Index:
             if frame_of[entry] != NO_FRAME:
                 release(frame_of[entry])
         if self._unlinking:
-            self._attached.difference_update(run)
-            self._detached.difference_update(run)
+            self.known_attached.difference_update(run)
+            self.known_detached.difference_update(run)
         self._free.extend(run)
         table.blocks -= len(run)
 
@@ -493,7 +495,7 @@ class Index:
         """
         assert self.state[entry] == LIVE
         self.drops += 1
-        self._attached.clear()
+        self.known_attached.clear()
         self._unlink(entry)
 
     def is_untouched(self, table: Table) -> bool:
@@ -504,7 +506,7 @@ class Index:
         """Forget all blocks of a namespace, in slices; returns how many there were."""
         root, blocks = table.root, table.blocks
         self.drops += 1
-        self._attached.clear()
+        self.known_attached.clear()
         self._plant(table)
         self.state[root] = DEAD
         if self.children[root]:
@@ -570,15 +572,15 @@ class Index:
             self.tables[self.table[entry]].unlinking -= 1
             self.unpin(entry)
         if not self._unlinking:
-            self._attached.clear()
-            self._detached.clear()
+            self.known_attached.clear()
+            self.known_detached.clear()
         return done
 
     def _free_entry(self, entry: int) -> None:
         self.state[entry] = FREE
         self.key[entry] = b""
-        self._attached.discard(entry)
-        self._detached.discard(entry)
+        self.known_attached.discard(entry)
+        self.known_detached.discard(entry)
         self._free.append(entry)
         if self.frame[entry] != NO_FRAME:
             self._release_frame(self.frame[entry])

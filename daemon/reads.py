@@ -283,7 +283,7 @@ class Reads:
 
     def loose_pins(self) -> Iterator[int]:
         """Entries with a pin that is no lease's: not yet, or no more."""
-        return chain(self._unpinning, *self._taken.values())
+        return chain(self._unpinning, self._space.index.walked_from, *self._taken.values())
 
     def _grant(
         self, namespaces: Sequence[Namespace], keys: bytes, blocks: int, ends: list[int], ttl_s: float
