@@ -120,8 +120,8 @@ class AdminRequests:
             reply: m.Reply = m.Flushed(request.request_id, self._generation, blocks + below_blocks, more)
             if not durable:
                 text = (
-                    "flushed, but a disk that hangs or was taken away did not take note of it: its blocks may come "
-                    "back after a restart; flush again when it is there"
+                    "flushed, but a disk that hangs or was taken away has not confirmed it: its blocks may come back "
+                    "after a restart; flush again when it is there, or restart the daemon if it is gone for good"
                 )
                 reply = m.Error(request.request_id, self._generation, ErrorCode.INTERNAL.value, text)
             self._desk.answer(identity, session, reply)
