@@ -107,7 +107,7 @@ class WriteBehind:
         self._flying: dict[Name, _Write] = {}
         self._parked: dict[Name, list[tuple[_Write, Stored]]] = {}
         self._held: dict[Name, int] = {}  # the entry that a write under way keeps there: what it hangs below
-        self._below: dict[Name, list[Name]] = {}  # writes that hang below one that is under way itself
+        self._below: dict[Name, dict[Name, None]] = {}  # writes that hang below one that is under way itself
         self._taken: dict[Shelf, list[WriteOp]] = {}
         self._writable: dict[Shelf, bool] = {}
         self._forms: dict[tuple[int, bool], tuple[int, int]] = {}
@@ -322,7 +322,7 @@ class WriteBehind:
         number, shelf = write.namespace.number, write.shelf
         name, parent_name = (number, write.key), (number, write.parent)
         if parent_name in self._flying:
-            self._below.setdefault(parent_name, []).append(name)
+            self._below.setdefault(parent_name, {})[name] = None  # again, perhaps: an earlier try may have failed
         elif write.parent and (parent := shelf.table(write.namespace).get(write.parent)) != NO_ENTRY:
             self._hold(shelf, name, parent)
 

@@ -15,7 +15,7 @@ from tier_rig import TierRig, key_of, keys_of, play
 
 from tiercache.daemon import reads
 from tiercache.daemon.nvme import catalog, promotion
-from tiercache.daemon.nvme.blockio import ReadOp, WriteOp
+from tiercache.daemon.nvme.blockio import Outcome, ReadOp, WriteOp
 from tiercache.daemon.nvme.database import rename_aside
 from tiercache.daemon.nvme.shelf import Shelf, Stored
 from tiercache.daemon.policy import NO_ENTRY
@@ -113,6 +113,33 @@ def test_a_write_keeps_what_it_hangs_below(tmp_path: Path, parent_first: bool) -
         await rig.settled()
         rig.forget_dram()
         assert await rig.load(space, chain) == 2
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_a_write_that_failed_and_comes_again_keeps_what_it_hangs_below_once(tmp_path: Path) -> None:
+    """Both tries are made while the parent is under way. Pinned twice and let go once, it would stay for ever."""
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        [shelf], space, chain = rig.shelves, rig.namespace(), keys_of("a", 2)
+        writes = rig.tier._writes
+        done, late = writes._done, dict[bytes, Any]()
+        writes._done = lambda write, op: late.__setitem__(write.key, (write, op))  # type: ignore[method-assign]
+        parent, child = key_of(chain, 0), key_of(chain, 1)
+        rig.store(space, chain)
+        await rig.until(lambda: len(late) == 2)
+        write, op = late.pop(child)
+        op.outcome, op.errno = Outcome.CANCELLED, 0
+        done(write, op)
+        writes.add(space, child, asked_again=True)
+        await rig.until(lambda: child in late)
+        done(*late[parent])
+        done(*late[child])
+        await rig.settled()
+        assert shelf.index.pins[shelf.find(space, parent).entry] == 0  # type: ignore[union-attr]
         rig.check()
         await rig.close()
 
