@@ -87,7 +87,7 @@ class Cache:
         if events is not None:
             self.space.index.on_left = partial(events.left, events.dram)
         self.work_ns = math.inf
-        """After so long `work` stops between two slices."""
+        """After so much of this thread's CPU time `work` stops between two slices."""
         self._kinds: list[Callable[[], bool]] = [self.slices.work, self.space.work, self._end_cut, self.writes.work]
         self._kinds += [one.work for one in (what_if, events) if one is not None]
         self._kinds += self.below.kinds
@@ -216,10 +216,10 @@ class Cache:
         Each slice is a millisecond or two. After `work_ns` of them others are served first, and those that had no turn
         come next: many kinds together never take much longer than one.
         """
-        until_ns = time.perf_counter_ns() + self.work_ns
+        until_ns = time.thread_time_ns() + self.work_ns
         for kind in self._round:
             self._more = kind() or self._more
-            if time.perf_counter_ns() >= until_ns:
+            if time.thread_time_ns() >= until_ns:
                 return True
         more, self._more, self._round = self._more, False, iter(self._kinds)
         # Not while something waits to be written: it would be gone before its turn.

@@ -45,7 +45,8 @@ MAX_IN_FLIGHT = 1024
 """Writes under way on one shelf, and their bytes."""
 AT_ONCE = 64
 PUMP_NS = 2_000_000
-"""So many blocks are looked at, or for so long and then the one that has begun, before others are served."""
+"""So many blocks are looked at, or for so much CPU time and then the one that has begun, before others are served: with
+a clock on the wall, what begins together would depend on what else the machine does."""
 
 Name = tuple[int, bytes]
 """Namespace number and key."""
@@ -185,7 +186,7 @@ class WriteBehind:
 
     def pump(self) -> bool:
         """Begin writes as far as there is room for them; True when it stopped for others' sake."""
-        done, until_ns = 0, time.perf_counter_ns() + PUMP_NS
+        done, until_ns = 0, time.thread_time_ns() + PUMP_NS
         self._writable.clear()
         self._fairness.look_again()
         for (lanes_shelf, _), lane in self._lanes.items():
@@ -195,7 +196,7 @@ class WriteBehind:
                     break
                 gone = lane.popleft()
                 del self._in_lane[gone.namespace.number, gone.key]
-                if time.perf_counter_ns() >= until_ns:
+                if time.thread_time_ns() >= until_ns:
                     done = AT_ONCE
         # What cannot begin on any shelf stays in the queue: to put it into a lane first costs as much again.
         while done < AT_ONCE and not all(map(self._is_full, self._placement.shelves)):
@@ -206,7 +207,7 @@ class WriteBehind:
             shelf = self._begin(following)
             if shelf is not None:
                 self._wait(shelf, following)
-            if time.perf_counter_ns() >= until_ns:
+            if time.thread_time_ns() >= until_ns:
                 done = AT_ONCE
         self._submit()
         return done == AT_ONCE

@@ -92,17 +92,21 @@ def restarted(cluster: Cluster, hybrid: Hybrid) -> Hybrid:
     return Hybrid(cluster)
 
 
+CHAINS = 16
+"""So many that both directories have some of them, all but surely."""
+
+
 def test_windows_and_chains_come_back_after_a_kill(cluster: Cluster) -> None:
-    hybrid, chains = Hybrid(cluster), [chain_of(str(number), 20) for number in range(6)]
+    hybrid, chains = Hybrid(cluster), [chain_of(str(number), 20) for number in range(CHAINS)]
     for chain in chains:
         hybrid.store(chain[: 16 * 12])
         hybrid.store(chain, first=12)
     cluster.wait_written()
-    assert cluster.nvme()["blocks"] == 6 * 40
+    assert cluster.nvme()["blocks"] == CHAINS * 40
     hybrid = restarted(cluster, hybrid)
-    assert [hybrid.load(chain) for chain in chains] == [20] * 6
+    assert [hybrid.load(chain) for chain in chains] == [20] * CHAINS
     stats = cluster.nvme()
-    assert stats["promoted_blocks"] == 6 * (20 + WINDOW)
+    assert stats["promoted_blocks"] == CHAINS * (20 + WINDOW)
     assert stats["written_blocks"] == 0
     assert all(one["blocks"] for one in stats["directories"])
     assert hybrid.load(chains[0][: 16 * 9]) == 9, "an older cut, with a window of its own"
@@ -114,8 +118,8 @@ def test_windows_and_chains_come_back_after_a_kill(cluster: Cluster) -> None:
     assert hybrid.load(chains[2]) == 20
     hybrid.layers[1].connector.flush()
     hybrid = restarted(cluster, hybrid)
-    assert [hybrid.load(chain) for chain in chains] == [0] * 6
-    assert cluster.nvme()["blocks"] == 6 * 20
+    assert [hybrid.load(chain) for chain in chains] == [0] * CHAINS
+    assert cluster.nvme()["blocks"] == CHAINS * 20
     # Stored again, and written within the grace of a stop.
     for chain in chains:
         hybrid.layers[1].store(chain, 0)
@@ -124,7 +128,7 @@ def test_windows_and_chains_come_back_after_a_kill(cluster: Cluster) -> None:
     cluster.start()
     cluster.wait_loaded()
     hybrid = Hybrid(cluster)
-    assert [hybrid.load(chain) for chain in chains] == [20] * 6
+    assert [hybrid.load(chain) for chain in chains] == [20] * CHAINS
     assert cluster.check_daemon(sample=-1).scanned_blocks >= 200
     hybrid.close()
 
