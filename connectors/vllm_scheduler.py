@@ -36,8 +36,6 @@ from tiercache.messages import KEY_BYTES, MAX_KEYS
 
 MAX_LEASED = 512
 """Waiting requests that keep what was found for them; those behind are looked up when their turn comes."""
-TURN_S = 5.0
-"""If no turn comes for so long, whatever those before wait for, a request is looked up all the same."""
 SLOW_LOOKUP_S = 0.05
 """A lookup that takes longer than this is slow: those behind it could wait for many of them."""
 DECLINED = "declined_blocks"
@@ -134,7 +132,6 @@ class Scheduler:
         self._began_s: float | None = None  # when the lookup under way began; set by their thread
         self._requests: dict[str, _Request] = {}
         self._leased: set[str] = set()  # requests whose match has an end to come
-        self._moved_s = 0.0  # when the last of these came or went
         self._loads: dict[str, _Load] = {}
         self._asked: dict[str, int] = {}  # tokens that vLLM had itself of requests that have no others yet
         self.costs = costs
@@ -161,8 +158,7 @@ class Scheduler:
             self._look_up(state)
 
     def _look_up(self, state: _Request) -> None:
-        self._moved_s = time.monotonic()
-        state.lookup = lookup = _Lookup(self._moved_s + self.connector.client.request_timeout_s)
+        state.lookup = lookup = _Lookup(time.monotonic() + self.connector.client.request_timeout_s)
         state.running, state.end, state.preemptions = False, None, state.request.num_preemptions
         self._leased.add(state.request.request_id)
         self._background.later(partial(self._find, state.request, lookup))
@@ -232,8 +228,6 @@ class Scheduler:
         self._asked[request_id] = local_tokens
         if state is None:
             return 0
-        if state.lookup is None and len(self._leased) >= MAX_LEASED and time.monotonic() < self._moved_s + TURN_S:
-            return None  # vLLM asks for all that wait in every step, and those before it have their turn first
         if state.lookup is None or request.num_preemptions > state.preemptions:
             self._let_go(state)
             self._look_up(state)
@@ -281,7 +275,6 @@ class Scheduler:
         if lookup is None or state.request.request_id not in self._leased:
             return
         self._leased.discard(state.request.request_id)
-        self._moved_s = time.monotonic()
         lookup.wanted = False
         if not lookup.done or lookup.match.blocks:
             self._background.later(partial(self._release, lookup))  # after the lookup, which may be still to come
@@ -305,7 +298,6 @@ class Scheduler:
         match, end = state.lookup.match, state.local + tokens // self._block_size
         runs = runs_of(blocks.blocks, state.local, end)
         self._leased.discard(request.request_id)
-        self._moved_s = time.monotonic()
         self._loads[request.request_id] = _Load(
             match, self._first_key(state), *_tiers(match, state.local, end), state.local, request.num_prompt_tokens
         )  # fmt: skip

@@ -14,12 +14,11 @@ from vllm.v1.request import RequestStatus
 from vllm_engines import PATIENCE_S, wait_until
 
 import tiercache
-from tiercache.connectors import vllm_scheduler
 from tiercache.connectors.vllm_apart import MAX_THREADS
 from tiercache.connectors.vllm_compat import CacheHitSource
 from tiercache.connectors.vllm_costs import LAST_LOADS, LEAST_SAMPLES, Costs
 from tiercache.connectors.vllm_orders import Report
-from tiercache.connectors.vllm_scheduler import DECLINED, SLOW_LOOKUP_S, TURN_S, Scheduler
+from tiercache.connectors.vllm_scheduler import DECLINED, SLOW_LOOKUP_S, Scheduler
 from tiercache.layout import NamespaceSpec
 from tiercache.messages import KEY_BYTES, Priority
 
@@ -173,36 +172,6 @@ def test_a_request_that_has_gone_is_not_looked_up(rig: Rig) -> None:
     rig.cache.go_on.set()
     rig.looked_up()
     assert len(rig.cache.found) == 1
-
-
-def test_no_more_than_so_many_matches_are_held_however_many_requests_vllm_asks_for(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A session with the daemon has a limit of leases: all beyond it would be misses."""
-    monkeypatch.setattr(vllm_scheduler, "MAX_LEASED", 2)
-    requests = [rig.add(str(number), 2) for number in range(5)]
-    rig.cache.go_on.set()
-    for place, request in enumerate(requests):
-        for _ in range(2):  # the first begins a lookup for whoever's turn has come
-            answers = [rig.scheduler.matched_tokens(each, 0) for each in requests[place:]]
-            rig.looked_up()
-        assert len(rig.scheduler._leased) == min(2, len(requests) - place)
-        assert len(rig.cache.found) == min(len(requests), place + 2)
-        assert answers == [2 * SIZE] * min(2, len(answers)) + [None] * (len(answers) - 2)
-        rig.load(request, 0)
-
-
-def test_a_request_whose_turn_does_not_come_is_looked_up_all_the_same(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those before it may wait for something else, such as another connector."""
-    monkeypatch.setattr(vllm_scheduler, "MAX_LEASED", 1)
-    _, last = rig.add("first", 2), rig.add("last", 2)
-    rig.cache.go_on.set()
-    assert rig.scheduler.matched_tokens(last, 0) is None
-    assert rig.scheduler._requests["last"].lookup is None
-    rig.scheduler._moved_s -= TURN_S
-    assert answer(rig, last) == 2 * SIZE
 
 
 def test_a_request_waits_for_the_load_of_another_with_its_beginning(rig: Rig) -> None:
