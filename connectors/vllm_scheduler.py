@@ -86,6 +86,7 @@ class _Load:
     below: int  # blocks on NVMe, after those in DRAM
     local: int  # blocks before it
     prompt_tokens: int
+    block_ids: set[int]  # vLLM's, that it fills
     seconds: float = 0.0  # at the rank that took longest, of those that have ended
 
 
@@ -299,7 +300,8 @@ class Scheduler:
         runs = runs_of(blocks.blocks, state.local, end)
         self._leased.discard(request.request_id)
         self._loads[request.request_id] = _Load(
-            match, self._first_key(state), *_tiers(match, state.local, end), state.local, request.num_prompt_tokens
+            match, self._first_key(state), *_tiers(match, state.local, end), state.local, request.num_prompt_tokens,
+            {block for run in runs for block in run.block_ids},
         )  # fmt: skip
         self._orders.loads.append(Load(request.request_id, state.lookup.ticket, runs))
 
@@ -347,7 +349,8 @@ class Scheduler:
 
     def lost(self, block_ids: set[int]) -> None:
         """Loads have not filled these blocks. After one within a step vLLM may go on with what is in them."""
-        if self.stores.brought(block_ids):
+        ours = set[int]().union(*(load.block_ids for load in self._loads.values()))
+        if self.stores.brought(block_ids - ours):
             logger.warning("a load of another connector failed: vLLM finds only what it has computed itself since then")
             self.reset()
 

@@ -344,10 +344,13 @@ class Client:
                 self._go_down(session, str(error), True)
             return error
         with self._lock:
-            if self._session is not session or self._closed:
+            if self._session is not session:
                 return DaemonUnavailable(self._reason)
             session.resume()
             self._up = session
+            if self._closed:  # perhaps by a signal's handler, just before
+                self._up = None
+                return DaemonUnavailable(self._reason)
             self._up_since_s = time.monotonic()
         for said in [said for said in list(_complaints) if said[0] == self.address]:
             _complaints.pop(said, None)
@@ -437,9 +440,10 @@ class Client:
         """End the session without a word, and close what woke the background thread."""
         with self._lock:
             session, self._session = self._session, None
-            if self._wakeup >= 0:
-                os.close(self._wakeup)
-            self._wakeup = -1
+            # Forgotten before it is closed: a signal's handler in between would write to whatever has its number then.
+            wakeup, self._wakeup = self._wakeup, -1
+            if wakeup >= 0:
+                os.close(wakeup)
         if session is not None:
             session.end()
 

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from tiercache import forks
 from tiercache.errors import DeadlineExceeded
 from tiercache.transfer import CopyLost, Limit
+from tiercache.uninterrupted import uninterrupted
 
 RESULT_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
@@ -121,15 +122,21 @@ class JobQueue:
         with self._changed:
             if self._closed or len(self._jobs) >= self._capacity:
                 return False
-            if self._thread is None:
-                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:  # there are too many in this process
-                    return False
-                self._thread = thread
+            # Uninterrupted: what a signal's handler submits meanwhile would start a second thread.
+            if self._thread is None and not uninterrupted(self._start):
+                return False
             self._jobs.append(transfer)
             self._changed.notify()
+        return True
+
+    def _start(self) -> bool:
+        if self._thread is None:  # else a handler has had its turn just before
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # there are too many in this process
+                return False
+            self._thread = thread
         return True
 
     def __len__(self) -> int:

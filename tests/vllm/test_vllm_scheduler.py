@@ -389,6 +389,33 @@ def test_what_vllm_computes_after_a_failed_load_within_a_step_is_its_own(
     assert "a load of another connector failed" in caplog.text
 
 
+def test_a_failed_load_of_our_own_begins_no_epoch_beside_a_sibling(rig: Rig) -> None:
+    """Its blocks are those that a sibling has filled within a step that was the last one with tokens."""
+    rig.cache.found_blocks = 0
+    brought = rig.add("brought", 2)
+    rig.cache.go_on.set()
+    rig.looked_up()
+    assert rig.scheduler.matched_tokens(brought, 0) == 0
+    rig.load(brought, 0)
+    brought.num_computed_tokens = 2 * SIZE
+    rig.step({"brought": 1}, new=[brought])
+    rig.scheduler.finished(brought)
+    rig.cache.found_blocks = 2
+    ours = rig.add("ours", 2)
+    rig.tables["ours"] = rig.tables["brought"]
+    rig.looked_up()
+    tokens = rig.scheduler.matched_tokens(ours, 0)
+    assert tokens
+    rig.load(ours, tokens)
+    lost = {block.block_id for block in rig.tables["ours"]}
+    rig.step()
+    rig.scheduler.lost(lost)
+    assert rig.names.epochs == 0
+    rig.scheduler.loads_ended({"ours"}, True)
+    rig.scheduler.lost(lost)
+    assert rig.names.epochs == 1, "or this test would see nothing"
+
+
 @pytest.mark.parametrize("how", ["FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED", "FINISHED_ERROR"])
 def test_what_a_sibling_loads_in_a_step_is_stored_only_if_the_end_says_that_it_has_come(rig: Rig, how: str) -> None:
     rig.cache.found_blocks = 0
