@@ -199,6 +199,7 @@ class Cache:
                 self.writes.drop_key(table.number, key)
                 if (entry := table.get(key)) != NO_ENTRY:
                     index.drop(entry)
+            self.writes.drop_some()
         else:
             self.writes.drop_namespaces(set(numbers))
             for table in tables:

@@ -94,6 +94,7 @@ class Server:
         self.settings = LiveSettings(running, again, self.cache)
         if self.nvme is not None:
             self.nvme.attach(self.cache)
+            self.nvme.limit_work(WORK_NS)
         self.recorder: Recorder | None = None
         self.http: HttpProcess | None = None
         self.problem = ""

@@ -199,19 +199,24 @@ class Service:
 
     def _begin(self, session: Session, request: m.Request, steps: Steps[m.Reply | None]) -> m.Reply | None:
         """The first slice of a request: nearly always all of it."""
+        if type(request) in TO_THE_END:
+            self._check_room(session, steps)  # before any of it is done
         try:
             next(steps)
         except StopIteration as end:
             reply: m.Reply | None = end.value
             return reply
-        if self._sliced[session] >= MAX_SLICED:
-            steps.close()
-            text = f"{MAX_SLICED} long requests of this session are being answered: wait for one of them"
-            raise RequestRefused(ErrorCode.LIMIT.value, text)
+        self._check_room(session, steps)
         self._sliced[session] += 1
         self._cache.slices.add(self._go_on(self.desk.identity, session, request, steps))
         self.soon()
         return None
+
+    def _check_room(self, session: Session, steps: Steps[m.Reply | None]) -> None:
+        if self._sliced.get(session, 0) >= MAX_SLICED:
+            steps.close()
+            text = f"{MAX_SLICED} long requests of this session are being answered: wait for one of them"
+            raise RequestRefused(ErrorCode.LIMIT.value, text)
 
     def _go_on(
         self, identity: bytes, session: Session, request: m.Request, steps: Steps[m.Reply | None]

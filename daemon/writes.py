@@ -235,7 +235,7 @@ class Writes:
             self._space.namespaces[complete[0].table.number].use.used_s = self._clock_s()
             self._ready.extend(block for block in reversed(complete) if block.parent_block is None)
             self._publish_some()
-        self._drop_some()
+        self.drop_some()
         self._end_if_done(lease)
         return [_DROPPED if block is None else _COMMIT_STATE[block.phase] for block in blocks]
 
@@ -245,7 +245,7 @@ class Writes:
         if lease is None:
             return
         self._give_up(lease, finished)
-        self._drop_some()
+        self.drop_some()
 
     def fail(self, owner: Owner, lease_id: int, number: int) -> None:
         """The copy into one block has failed and ended: it is dropped, and what hangs below it."""
@@ -255,7 +255,7 @@ class Writes:
             return
         if block.phase is BlockPhase.WRITING:
             self._drop(block)
-            self._drop_some()
+            self.drop_some()
         self._give_back(lease, block)
         self._end_if_done(lease)
 
@@ -370,7 +370,7 @@ class Writes:
         if not lease.frames or (lease.over and lease.frames == lease.writing):
             lease.named = None
 
-    def _drop_some(self) -> None:
+    def drop_some(self) -> None:
         """Drop a slice of what hangs below dropped blocks, and of what was pending in flushed namespaces."""
         done = 0
         while done < BLOCKS_AT_ONCE and (self._doomed or self._flushed):
@@ -384,21 +384,20 @@ class Writes:
     def work(self) -> bool:
         """A slice of what was put off; True while there is more."""
         self._publish_some()
-        self._drop_some()
+        self.drop_some()
         self._take_back_some()
         return bool(self._ready or self._doomed or self._flushed or self._taken_back)
 
     def drop_namespaces(self, numbers: Set[int]) -> None:
         """Drop all pending blocks of these namespaces. Meanwhile none is published: their root is not attached."""
         self._flushed.extend(blocks for number in numbers if (blocks := self._pending_in.pop(number, None)))
-        self._drop_some()
+        self.drop_some()
 
     def drop_key(self, number: int, key: bytes) -> None:
-        """Drop a pending block and those below it."""
+        """Drop a pending block; those below it are dropped by `drop_some`."""
         block = self.pending.get((number, key))
         if block is not None:
             self._drop(block)
-            self._drop_some()
 
     def take_back(self, region_id: int) -> None:
         """A region is emptied: drop what clients without the mapping write there, and what hangs below blocks there.
@@ -450,7 +449,7 @@ class Writes:
                 self._give_up(lease)
                 if steps >= BLOCKS_AT_ONCE:
                     break
-        self._drop_some()
+        self.drop_some()
 
     def session_lost(self, owner: Owner) -> Steps[None]:
         """The session is closed; its process may still be copying."""

@@ -91,11 +91,13 @@ class Flushes:
         kept_for = set[Path]()
 
         def keep_for_closed() -> None:
-            for path, lasting in closed():
+            now = closed()
+            kept_for.intersection_update(path for path, _ in now)  # what was open in between is told again
+            for path, lasting in now:
                 if path not in kept_for:
                     kept_for.add(path)
                     flush.waiting += 1
-                    self._keep(path, (wanted, key, flush))
+                    self._keep(path, (wanted, key, Flush() if lasting else flush))
                     if lasting:
                         flush.noted(False)
 

@@ -100,17 +100,22 @@ class Offers:
     def work(self) -> bool:
         """A slice; True while there is more."""
         if self._chains:
-            steps, size_bytes = self._chains.popleft()
-            self._hints.asked = True
-            for _ in steps:
-                self._chains.append((steps, size_bytes))
-                break
-            else:
-                self._bytes -= size_bytes
-            self._hints.asked = False
-        else:
+            self._go_on(*self._chains.popleft())
+        if self._windows:  # in turn with chains, which may always be there
             self._look_for_windows()
         return not self.idle
+
+    def _go_on(self, steps: Steps[None], size_bytes: int) -> None:
+        """The next step of a look at chains, which are asked for, as they were."""
+        self._hints.asked, more = True, False
+        try:
+            more = next(steps, self) is not self
+        finally:
+            self._hints.asked = False
+            if not more:
+                self._bytes -= size_bytes
+        if more:
+            self._chains.append((steps, size_bytes))
 
     def _look_for_windows(self) -> None:
         left = LOOKED_AT_ONCE

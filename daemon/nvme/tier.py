@@ -214,6 +214,10 @@ class NvmeTier:
         if not namespace.spec.dram_only:
             self._writes.add(namespace, key, asked_again=False, before=before)
 
+    def limit_work(self, cpu_ns: int) -> None:
+        """Stop writes that begin together after so much CPU time: for a daemon that serves others meanwhile."""
+        self._writes.pump_ns = cpu_ns
+
     def begin_flush(
         self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], named: bool = False
     ) -> FlushBelow:
@@ -270,7 +274,7 @@ class NvmeTier:
     def _land(self) -> bool:
         if self._promotion.take_landed() and not self._closing:
             self._landed()
-        return self._promotion.has_landed
+        return not self._closing and self._promotion.has_landed
 
     def _see_to_hung_disks(self) -> None:
         for shelf in self._shelves:

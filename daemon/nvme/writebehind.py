@@ -44,9 +44,7 @@ MAX_IN_FLIGHT_BYTES = 64 << 20
 MAX_IN_FLIGHT = 1024
 """Writes under way on one shelf, and their bytes."""
 AT_ONCE = 64
-PUMP_NS = 2_000_000
-"""So many blocks are looked at, or for so much CPU time and then the one that has begun, before others are served: with
-a clock on the wall, what begins together would depend on what else the machine does."""
+"""Blocks looked at before others are served."""
 
 Name = tuple[int, bytes]
 """Namespace number and key."""
@@ -81,6 +79,8 @@ class WriteBehind:
         codec: str = "raw", soon: Callable[[], None] = lambda: None, events: Events | None = None,
         sealed: bool = False,
     ) -> None:  # fmt: skip
+        self.pump_ns = math.inf
+        """After so much of this thread's CPU time `pump` stops, when the block that has begun is done."""
         self.budget = budget
         self.codec = codec
         self._sealed = codecs.SEALED if sealed else 0
@@ -186,7 +186,7 @@ class WriteBehind:
 
     def pump(self) -> bool:
         """Begin writes as far as there is room for them; True when it stopped for others' sake."""
-        done, until_ns = 0, time.thread_time_ns() + PUMP_NS
+        done, until_ns = 0, time.thread_time_ns() + self.pump_ns
         self._writable.clear()
         self._fairness.look_again()
         for (lanes_shelf, _), lane in self._lanes.items():

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
 from raw_client import Client, block_of, new_chain
 from test_bounds import finish
 from test_cache_edges import Harness, chain
 
+from tiercache import messages as m
 from tiercache.daemon.cache import FLUSHED_AT_ONCE
+from tiercache.daemon.service import MAX_SLICED, Service
+from tiercache.daemon.sessions import Session
+from tiercache.daemon.slices import Steps
 from tiercache.daemon.space import Namespace
+from tiercache.errors import RequestRefused
+from tiercache.messages import Hello
 
 MANY = 2 * FLUSHED_AT_ONCE + 10
 
@@ -65,3 +73,21 @@ def test_a_flush_goes_on_when_its_client_has_gone(client: Client, run_dir: Path)
     while client.ask("peek", numbers[-1:], keys)[1]:
         assert time.monotonic() < end_s
     assert client.ask("check")[1] == []
+
+
+def test_a_flush_that_is_refused_has_flushed_nothing() -> None:
+    """Where a session has too many long requests under way, that is seen before the first slice."""
+    service, session = Service.__new__(Service), Session(Hello(1, 1, bytes(16), "s", 0, False), "p")
+    service._sliced = Counter({session: MAX_SLICED})
+    begun: list[str] = []
+
+    def steps(what: str) -> Steps[m.Reply | None]:
+        begun.append(what)
+        yield
+        return None
+
+    for request in (m.Flush(1, b"", 1, 0, "all", [], b""), m.Ping(1, b"", 1, 0)):
+        with pytest.raises(RequestRefused, match="long requests of this session"):
+            service._begin(session, request, steps(type(request).__name__))
+    assert begun == ["Ping"], "others learn that they take long by beginning"
+    assert service._sliced == {session: MAX_SLICED}

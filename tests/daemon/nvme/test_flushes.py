@@ -147,3 +147,49 @@ def test_a_disk_that_goes_between_two_parts_of_a_flush_is_told_of_all_of_it_when
     assert answers == [False]
     one = opened(flushes, A, "1")
     assert one.flushed == [("n", b"k"), ("m", b"k")]
+
+
+def test_a_flush_is_not_answered_before_all_were_asked_whatever_opens_meanwhile() -> None:
+    every: Any = [str(number) for number in range(3)]
+    flushes, answers, away, shelves = Flushes(lambda: every), list[bool](), [(A, True)], list[Any]()
+    flush = flushes.begin(every, b"k", lambda blocks, durable: answers.append(durable), shelves, lambda: away)
+    flush.forget(every[:1])
+    shelves.append(opened(flushes, A, "1"))
+    away.clear()
+    flush.forget(every[1:])
+    assert answers == []
+    flush.end()
+    assert answers == [False], "it was away when this began"
+
+
+def test_nor_when_too_much_is_kept_for_what_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme_flushes, "MAX_KEPT", 3)
+    every: Any = ["n", "m"]
+    flushes, answers = Flushes(lambda: every), list[bool]()
+    one = flushes.begin(every, b"k", lambda blocks, durable: answers.append(durable), [], lambda: [(A, True)])
+    for _ in range(4):
+        flush(flushes, [], A)
+    assert answers == []
+    one.end()
+    assert answers == [False]
+
+
+def test_a_directory_that_was_open_between_two_parts_is_told_again() -> None:
+    """Blocks of the later parts may have been written to it while DRAM still had them."""
+    every: Any = [str(number) for number in range(3)]
+    flushes, answers, closed, shelves = Flushes(lambda: every), list[bool](), [(A, False)], list[Any]()
+    flush = flushes.begin(every, b"", lambda blocks, durable: answers.append(durable), shelves, lambda: closed)
+    flush.forget(every[:1])
+    one = opened(flushes, A, "1")
+    shelves.append(one)
+    closed.clear()
+    flush.forget(every[1:2])
+    gone(flushes, one)
+    shelves.clear()
+    closed.append((A, False))
+    flush.forget(every[2:])
+    flush.end()
+    assert answers == []
+    again = opened(flushes, A, "1")
+    assert {namespace for namespace, _ in again.flushed} == set(every)
+    assert answers == [True]

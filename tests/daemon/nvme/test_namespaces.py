@@ -10,7 +10,6 @@ from tier_rig import TierRig, keys_of, play
 
 from tiercache.daemon import space as space_module
 from tiercache.daemon.cache import Cache
-from tiercache.daemon.nvme import writebehind
 from tiercache.daemon.nvme.catalog_check import read_state
 from tiercache.daemon.space import Namespace, NoRoom
 from tiercache.layout import NamespaceSpec
@@ -133,7 +132,7 @@ def test_a_flush_notes_nothing_of_namespaces_that_a_disk_knows_nothing_of(tmp_pa
     play(scenario)
 
 
-def test_writes_that_take_long_to_begin_begin_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_that_take_long_to_begin_begin_one_at_a_time(tmp_path: Path) -> None:
     """Where a block of a window belongs is asked of all namespaces, and there may be thousands."""
 
     async def scenario() -> None:
@@ -141,7 +140,7 @@ def test_writes_that_take_long_to_begin_begin_one_at_a_time(tmp_path: Path, monk
         window = rig.namespace(window_blocks=4)
         rig.store(window, keys_of("first", 1))
         await rig.settled()  # there are slots now
-        monkeypatch.setattr(writebehind, "PUMP_NS", 0)
+        rig.tier.limit_work(0)
         rig.store(window, keys_of("a", 5))
         begun = [(rig.tier._writes.pump(), 5 - rig.tier._writes.queued) for _ in range(6)]
         assert begun == [(True, 1), (True, 2), (True, 3), (True, 4), (True, 5), (False, 5)]

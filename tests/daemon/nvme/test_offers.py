@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,39 @@ def test_no_more_keys_wait_to_be_looked_for_than_there_is_room_for(tmp_path: Pat
         assert 0 < rig.tier._offers._bytes <= MAX_BYTES
         await rig.until(lambda: rig.tier._offers.idle)
         assert rig.tier._offers._bytes == 0
+        await rig.close()
+
+    play(scenario)
+
+
+def test_windows_have_their_turn_while_chains_wait(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        window, offers, looked = rig.namespace(window_blocks=4), rig.tier._offers, list[int]()
+        rig.store(window, keys_of("a", 4))
+        await rig.settled()
+
+        def never_ends() -> Iterator[None]:
+            while True:
+                looked.append(1)
+                yield
+
+        offers._chains.append((never_ends(), 0))  # type: ignore[arg-type]
+        offers._add_window(window, keys_of("a", 4), 4)
+        offers.work()
+        assert (len(looked), len(offers._windows)) == (1, 0)
+
+        def fails() -> Iterator[None]:
+            assert offers._hints.asked
+            raise RuntimeError("a bug")
+            yield
+
+        before, offers._bytes = offers._bytes, offers._bytes + 100
+        offers._chains.clear()
+        offers._chains.append((fails(), 100))  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="a bug"):
+            offers.work()
+        assert (offers._hints.asked, offers._bytes) == (False, before)
         await rig.close()
 
     play(scenario)
