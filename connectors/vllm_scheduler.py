@@ -35,7 +35,7 @@ from tiercache.loading import Match
 from tiercache.messages import KEY_BYTES, MAX_KEYS
 
 MAX_LEASED = 512
-"""Waiting requests that keep what was found for them; those behind are looked up when their turn comes."""
+"""Waiting requests that are looked up as they arrive; those behind when vLLM first asks for them."""
 SLOW_LOOKUP_S = 0.05
 """A lookup that takes longer than this is slow: those behind it could wait for many of them."""
 DECLINED = "declined_blocks"
@@ -349,6 +349,7 @@ class Scheduler:
 
     def lost(self, block_ids: set[int]) -> None:
         """Loads have not filled these blocks. After one within a step vLLM may go on with what is in them."""
+        # Blocks of an aborted request are no one's load before the steps under way are known: vLLM defers their return.
         ours = set[int]().union(*(load.block_ids for load in self._loads.values()))
         if self.stores.brought(block_ids - ours):
             logger.warning("a load of another connector failed: vLLM finds only what it has computed itself since then")

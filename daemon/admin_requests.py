@@ -166,7 +166,7 @@ class AdminRequests:
             if left_bytes < 0:
                 break
             models |= its
-            looked += len(its)
+            looked += len(one.models)
             if looked >= MODELS_AT_ONCE:
                 looked = 0
                 yield

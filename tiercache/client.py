@@ -489,20 +489,22 @@ class Client:
 
     def _wait(self, session: Session | None, seconds: float) -> None:
         """Wait for the session socket or a wake-up; take what the socket has."""
+        if (wakeup := self._wakeup) < 0:
+            return  # a signal's handler has closed the client
         poll = select.poll()
-        poll.register(self._wakeup, select.POLLIN)
+        poll.register(wakeup, select.POLLIN)
         if session is not None:
             fd = session.fileno()
             if fd < 0:
                 return
             poll.register(fd, select.POLLIN)
         ready = {fd for fd, _ in poll.poll(max(1, int(seconds * 1000)))}
-        if self._wakeup in ready:
+        if wakeup in ready and self._wakeup == wakeup:
             try:
-                os.eventfd_read(self._wakeup)
+                os.eventfd_read(wakeup)
             except BlockingIOError:
                 return  # another wait has taken it
-        if session is None or not ready - {self._wakeup}:
+        if session is None or not ready - {wakeup}:
             return
         try:
             if not session.receive():

@@ -119,24 +119,26 @@ class JobQueue:
 
     def submit(self, transfer: Transfer[Any]) -> bool:
         """Queue a transfer. False when the queue is full or closed, or has no thread and gets none."""
+        # Uninterrupted: what a signal's handler submits meanwhile would start a second thread. And not under the lock:
+        # a handler that closes the queue waits for the thread, which needs that.
+        if self._thread is None and not uninterrupted(self._start):
+            return False
         with self._changed:
             if self._closed or len(self._jobs) >= self._capacity:
-                return False
-            # Uninterrupted: what a signal's handler submits meanwhile would start a second thread.
-            if self._thread is None and not uninterrupted(self._start):
                 return False
             self._jobs.append(transfer)
             self._changed.notify()
         return True
 
     def _start(self) -> bool:
-        if self._thread is None:  # else a handler has had its turn just before
-            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # there are too many in this process
-                return False
-            self._thread = thread
+        with self._changed:
+            if self._thread is None and not self._closed:
+                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # there are too many in this process
+                    return False
+                self._thread = thread
         return True
 
     def __len__(self) -> int:

@@ -409,7 +409,9 @@ class WriteBehind:
             self.written_blocks += 1
             self.written_bytes += stored.stored_length
             for below in self._below.pop(name, ()):
-                if below in self._flying:
+                other = self._flying.get(below)
+                # It may have failed and be written again below another block: keys that clients make up are no chains.
+                if other is not None and other.parent == write.key and other.shelf is shelf:
                     self._hold(shelf, below, table.get(write.key))
             self._let_go(shelf, name)
             ready.extend(self._parked.pop(name, ()))

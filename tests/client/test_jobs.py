@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 import pytest
@@ -44,6 +45,42 @@ def test_a_job_tells_how_long_it_was_worked_on_and_not_how_long_it_waited() -> N
     assert first.began_s <= first.ended_s <= second.began_s <= second.ended_s
     assert Transfer.finished(3).ended_s == 0
     queue.close()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_handler_of_a_signal_may_use_the_queue_while_its_thread_starts(
+    closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, start, performed = JobQueue("test", 10), threading.Thread.start, list[str]()
+    names = ["handler's", "own"]
+
+    def submit(name: str) -> bool:
+        return queue.submit(make(lambda: performed.append(name) or 1))
+
+    def handle(number: int, frame: object) -> None:
+        if closes:
+            queue.close()
+        else:
+            submit("handler's")
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        signal.raise_signal(signal.SIGUSR1)
+
+    earlier = signal.signal(signal.SIGUSR1, handle)
+    threads = threading.active_count()
+    try:
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        assert submit("own") is not closes
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+    if not closes:
+        assert threading.active_count() == threads + 1
+        queue.submit(last := make(lambda: 7))
+        assert last.result(5) == 7
+        queue.close()
+    assert performed == ([] if closes else names)
 
 
 def test_a_job_that_fails_unforeseen_is_a_miss_and_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:

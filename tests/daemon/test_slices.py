@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, ItemsView
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from raw_client import Client, block_of, new_chain
 from test_bounds import counted, fill, finish
 from test_cache_edges import FRAME_BYTES, Harness, chain
 
+from tiercache import messages as m
+from tiercache.daemon.admin_requests import AdminRequests
 from tiercache.daemon.index import Index
 from tiercache.daemon.inspect import chain_of, pins_of
 from tiercache.daemon.reads import PINS_LISTED
@@ -459,3 +462,16 @@ def test_pins_that_lie_in_many_regions_end_some_at_a_time(monkeypatch: pytest.Mo
     assert pinned == {}
     h.cache.space.pinned_regions = Counter()
     finish(h)
+
+
+def test_cards_are_looked_at_in_slices_whether_or_not_they_may_be_told() -> None:
+    """Those that name a namespace of which their session knows nothing are left out, and take as long."""
+    card = m.ModelCard(["a"], b"c", ["unknown"], 16)
+    models = {number.to_bytes(2, "little"): card for number in range(300)}
+    sessions = {number: SimpleNamespace(tenant="t", registered={}, models=models) for number in range(10)}
+    desk = SimpleNamespace(sessions=sessions)
+    cache = SimpleNamespace(space=SimpleNamespace(numbers=lambda names: {}))
+    ours: Any = SimpleNamespace(_desk=desk, _cache=cache, _generation=1)
+    asking: Any = SimpleNamespace(tenant="t")
+    steps = AdminRequests._models(ours, asking, m.Models(1, b"", 1, 0))
+    assert sum(1 for _ in steps) == 10

@@ -146,6 +146,40 @@ def test_a_write_that_failed_and_comes_again_keeps_what_it_hangs_below_once(tmp_
     play(scenario)
 
 
+def test_a_write_that_failed_and_comes_again_elsewhere_keeps_what_it_hangs_below_now(tmp_path: Path) -> None:
+    """A client that makes up keys stores one below another block than before, while that is still under way."""
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path).open()
+        [shelf], space, chain, other = rig.shelves, rig.namespace(), keys_of("a", 2), keys_of("b", 1)
+        writes = rig.tier._writes
+        done, late = writes._done, dict[bytes, Any]()
+        writes._done = lambda write, op: late.__setitem__(write.key, (write, op))  # type: ignore[method-assign]
+        parent, child = key_of(chain, 0), key_of(chain, 1)
+        rig.store(space, chain)
+        await rig.until(lambda: len(late) == 2)
+        write, op = late.pop(child)
+        op.outcome, op.errno = Outcome.CANCELLED, 0
+        done(write, op)
+        rig.forget_blocks(space, child)
+        rig.store(space, other)
+        await rig.until(lambda: other in late)
+        done(*late[other])
+        rig.store(space, other + child)
+        await rig.until(lambda: child in late)
+        done(*late[parent])
+        done(*late[child])
+        await rig.settled()
+        for key in (parent, other):
+            stored = shelf.find(space, key)
+            assert stored is not None
+            assert shelf.index.pins[stored.entry] == 0
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
 def test_frames_that_a_hung_disk_may_still_write_to_are_nobody_elses(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
