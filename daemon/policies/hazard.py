@@ -217,7 +217,7 @@ class LeastWorth:
 
     def _rank_few(self) -> tuple[list[int], list[float]]:
         """Where there are few they are ranked anew at every second block that goes, and small arrays cost too much."""
-        ranks = sorted((-self._worth_of(cell), cell & _TICK_MASK, cell) for cell in self._rings.heads)
+        ranks = sorted((-self._worth_of(cell), -(cell & _TICK_MASK), cell) for cell in self._rings.heads)
         return [cell for _, _, cell in ranks], [-negative for negative, _, _ in ranks]
 
     def _rank_many(self) -> tuple[list[int], list[float]]:
@@ -225,8 +225,8 @@ class LeastWorth:
         ticks = cells & _TICK_MASK
         ages: Floats = np.subtract(self._turnover.now, ticks * _TICK)
         worth = self._predictor.worth[cells >> _CLASS_SHIFT, age_buckets(ages)]
-        # Of those worth the same, the one that was used last goes first: it has the longest to wait.
-        order = np.lexsort((cells, ticks, -worth))
+        # Of those worth the same, the one that was used last goes last: what was stored a moment ago is to be found.
+        order = np.lexsort((cells, -ticks, -worth))
         return cells[order].tolist(), worth[order].tolist()
 
     def victim(self) -> int:

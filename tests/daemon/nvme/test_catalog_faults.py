@@ -150,9 +150,11 @@ def test_closing_does_not_wait_for_a_dead_disk(tmp_path: Path, stuck: threading.
 
 def test_opening_does_not_wait_for_a_dead_disk(tmp_path: Path, stuck: threading.Event) -> None:
     bench = Bench(tmp_path)
+    first = Catalog(tmp_path, ID, bench.loop.post)
     with pytest.raises(CatalogUnavailable, match=r"did not open within 0.01 s: check that its disk answers"):
-        Catalog(tmp_path, ID, bench.loop.post).open(timeout_s=0.01)
+        first.open(timeout_s=0.01)
     stuck.set()
+    first._thread.join(WAIT_S)
     later, state = bench.open()  # another one finds what the first left
     assert state.namespaces == []
     assert later.close(WAIT_S)
