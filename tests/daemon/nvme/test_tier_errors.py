@@ -202,7 +202,7 @@ def test_the_end_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pyte
         space = rig.namespace()
         gate = rig.disks[rig.dirs[0]].gate
         gate.clear()
-        for chain in (keys_of(str(number), 12) for number in range(16)):  # so many that the disk that hangs has some of them
+        for chain in (keys_of(str(number), 12) for number in range(16)):  # the disk that hangs has some
             rig.store(space, chain)
         assert await rig.tier.close(0.3) > 0
         gate.set()
