@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from test_desk import desk_of
 from test_quotas import chain, make_cache, open_for, store
 
 from tiercache.daemon import read_requests
+from tiercache.daemon.leases import ReadLease
 from tiercache.daemon.read_requests import ReadRequests
 from tiercache.daemon.router import Answer
 from tiercache.daemon.slices import finish
@@ -15,75 +18,72 @@ from tiercache.daemon.slow import SlowRequests
 from tiercache.messages import KEY_BYTES, Resolve
 
 
+class Waiting:
+    """A chain of two blocks, and requests for a third one, of which leases wait to know."""
+
+    def __init__(self) -> None:
+        self.cache = make_cache(4)
+        self.namespace, self.keys = open_for(self.cache, ""), chain("a", 2)
+        assert store(self.cache, self.namespace, self.keys) == 2
+        desk, self.session = desk_of("")
+        desk.cache, self.answers = self.cache, list[Answer]()
+        desk.send = lambda identity, answer: self.answers.append(answer)
+        self.requests = ReadRequests(desk, SlowRequests(0.0, self.cache.counters))
+
+    def lease(self) -> ReadLease:
+        lease = self.cache.match(self.session.owner, [self.namespace], self.keys, 60.0).lease
+        assert lease is not None
+        lease.target, self.cache.reads.growing[lease.lease_id] = 3, lease
+        return lease
+
+    def park(self, lease: ReadLease, count: int, until_us: int = 0) -> None:
+        for _ in range(count):
+            asked = Resolve(1, bytes(16), 1, until_us, lease.lease_id, self.namespace.number, 2, 1)
+            assert self.requests._resolve(self.session, asked) is None
+
+    def lose_a_block(self) -> None:
+        self.cache.space.index.drop(self.namespace.table.get(self.keys[:KEY_BYTES]))
+
+    @property
+    def left(self) -> tuple[int, dict[Any, Any], dict[Any, Any]]:
+        return self.requests.parked, self.requests._parked, self.requests._due
+
+
 def test_a_lease_that_is_found_to_have_lost_a_block_only_when_asked_again_is_answered() -> None:
-    cache = make_cache(4)
-    namespace, keys = open_for(cache, ""), chain("a", 2)
-    assert store(cache, namespace, keys) == 2
-    desk, session = desk_of("")
-    desk.cache, answers = cache, list[Answer]()
-    desk.send = lambda identity, answer: answers.append(answer)
-    requests = ReadRequests(desk, SlowRequests(0.0, cache.counters))
-    lease = cache.match(session.owner, [namespace], keys, 60.0).lease
-    assert lease is not None
-    lease.target, cache.reads.growing[lease.lease_id] = 3, lease
-    for _ in range(2):  # whose time is up already
-        assert requests._resolve(session, Resolve(1, bytes(16), 1, 0, lease.lease_id, namespace.number, 2, 1)) is None
-    cache.space.index.drop(namespace.table.get(keys[:KEY_BYTES]))
-    while requests.answer_parked():
+    w = Waiting()
+    lease = w.lease()
+    w.park(lease, 2)  # whose time is up already
+    w.lose_a_block()
+    while w.requests.answer_parked():
         pass
-    assert [msgspec.msgpack.decode(answer.header)[0] for answer in answers] == ["frames"] * 2
-    assert (requests.parked, session.owner.reads) == (0, {})
+    assert [msgspec.msgpack.decode(answer.header)[0] for answer in w.answers] == ["frames"] * 2
+    assert (w.requests.parked, w.session.owner.reads) == (0, {})
 
 
 def test_more_requests_that_come_before_the_others_are_answered_are_answered_too() -> None:
     """The lease is found to have ended while those that were due already are answered."""
-    cache = make_cache(4)
-    namespace, keys = open_for(cache, ""), chain("a", 2)
-    assert store(cache, namespace, keys) == 2
-    desk, session = desk_of("")
-    desk.cache, answers = cache, list[Answer]()
-    desk.send = lambda identity, answer: answers.append(answer)
-    requests = ReadRequests(desk, SlowRequests(0.0, cache.counters))
-    lease = cache.match(session.owner, [namespace], keys, 60.0).lease
-    assert lease is not None
-    lease.target, cache.reads.growing[lease.lease_id] = 3, lease
-
-    def park(count: int) -> None:
-        for _ in range(count):
-            asked = Resolve(1, bytes(16), 1, 2**62, lease.lease_id, namespace.number, 2, 1)
-            assert requests._resolve(session, asked) is None
-
-    park(3)
-    requests._progressed(lease.lease_id)
-    park(2)
-    cache.space.index.drop(namespace.table.get(keys[:KEY_BYTES]))
-    while requests.answer_parked():
+    w = Waiting()
+    lease = w.lease()
+    w.park(lease, 3, until_us=2**62)
+    w.requests._progressed(lease.lease_id)
+    w.park(lease, 2, until_us=2**62)
+    w.lose_a_block()
+    while w.requests.answer_parked():
         pass
-    assert (len(answers), requests.parked, requests._parked, requests._due) == (5, 0, {}, {})
+    assert (len(w.answers), *w.left) == (5, 0, {}, {})
 
 
 def test_answers_that_take_long_are_given_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lease may have a very wide window, all of which is looked at."""
     monkeypatch.setattr(read_requests, "ANSWER_NS", 0)
-    cache = make_cache(4)
-    namespace, keys = open_for(cache, ""), chain("a", 2)
-    assert store(cache, namespace, keys) == 2
-    desk, session = desk_of("")
-    desk.cache, answers = cache, list[Answer]()
-    desk.send = lambda identity, answer: answers.append(answer)
-    requests = ReadRequests(desk, SlowRequests(0.0, cache.counters))
+    w = Waiting()
     for number in range(3):
-        lease = cache.match(session.owner, [namespace], keys, 60.0).lease
-        assert lease is not None
-        lease.target, cache.reads.growing[lease.lease_id] = 3, lease
-        for _ in range(1 + number):
-            asked = Resolve(1, bytes(16), 1, 0, lease.lease_id, namespace.number, 2, 1)
-            assert requests._resolve(session, asked) is None
+        w.park(w.lease(), 1 + number)
     given = []
-    while requests.answer_parked():
-        given.append(len(answers))
+    while w.requests.answer_parked():
+        given.append(len(w.answers))
     assert given == [1, 2, 3, 4, 5]
-    assert (len(answers), requests.parked, requests._parked, requests._due) == (6, 0, {}, {})
+    assert (len(w.answers), *w.left) == (6, 0, {}, {})
 
 
 @pytest.mark.parametrize("then", ["stop_growing", "grow"])
