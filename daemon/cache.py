@@ -40,7 +40,8 @@ from tiercache.messages import KEY_BYTES
 _FLUSH_AT_ONCE = 1024
 """Entries unlinked before a flush is answered; the rest goes in the background."""
 FLUSHED_AT_ONCE = 64
-"""Namespaces of which all or a key is flushed in one slice, with their disks told of it: about a millisecond."""
+"""Namespaces of which all or a key is flushed in one slice, with their disks told of it: about a millisecond, and some
+more where much hangs below a key."""
 _HINTED_AT_ONCE = 32
 """Namespaces that a hint is about in one slice: each may take a walk over its chain."""
 
