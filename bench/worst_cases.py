@@ -15,6 +15,7 @@ from tiercache import messages as m
 from tiercache.client import Client
 from tiercache.errors import RequestRefused
 from tiercache.layout import NamespaceSpec
+from tiercache.messages import KEY_BYTES
 
 MAX_NAMESPACES = m.MAX_NAMESPACES_PER_REQUEST
 TTL_MS = 60_000
@@ -494,6 +495,14 @@ def _flush_each(bench: Bench) -> Act:
     return lambda: bench.call(m.Flush, tier="all", namespaces=[], key=b"")
 
 
+def _flush_key(bench: Bench) -> Act:
+    """The first block of chains in very many namespaces."""
+    keys = bench.keys(4)
+    for number in bench.many("key", 1000):
+        bench.store(number, keys)
+    return lambda: bench.call(m.Flush, tier="all", namespaces=[], key=keys[:KEY_BYTES])
+
+
 # --- the tier below -----------------------------------------------------------------------------------
 
 
@@ -624,6 +633,7 @@ CASES = (
     Case("flush_then_store", "flush everything, then store another size", _flush_then_store_other_size, FULL),
     Case("flush_all", "flush 3000 namespaces", _flush_all, FULL),
     Case("flush_each", "flush 3000 namespaces with a block each", _flush_each),
+    Case("flush_key", "flush a key of 1000 namespaces", _flush_key),
     Case("stats", "stats with all lists full", _stats),
     Case("inspect", "inspect the end of 65536 blocks, its chain", _inspect, FULL),
     Case("decode", "messages of 2 million values", _decode),

@@ -40,8 +40,9 @@ from tiercache.messages import KEY_BYTES
 _FLUSH_AT_ONCE = 1024
 """Entries unlinked before a flush is answered; the rest goes in the background."""
 FLUSHED_AT_ONCE = 64
-"""Namespaces of which all or a key is flushed in one slice, with their disks told of it: about a millisecond, and some
-more where much hangs below a key."""
+"""Namespaces of which all is flushed in one slice, with their disks told of it: about a millisecond."""
+KEYS_FLUSHED_AT_ONCE = 16
+"""Likewise, of which one key is flushed: a disk has two rows to write for each, and much may hang below a key."""
 _HINTED_AT_ONCE = 32
 """Namespaces that a hint is about in one slice: each may take a walk over its chain."""
 
@@ -175,11 +176,11 @@ class Cache:
         a slice. Frames come back later (`work`). Reads under way are revoked, and what is being written is dropped at
         its commit. Returns the blocks that DRAM has forgotten and whether frames are still coming back.
         """
-        gone, tables = 0, self.space.index.tables
-        for first in range(0, len(namespaces), FLUSHED_AT_ONCE):
+        gone, tables, at_once = 0, self.space.index.tables, KEYS_FLUSHED_AT_ONCE if key else FLUSHED_AT_ONCE
+        for first in range(0, len(namespaces), at_once):
             if first:
                 yield
-            part = namespaces[first : first + FLUSHED_AT_ONCE]
+            part = namespaces[first : first + at_once]
             if dram:
                 gone += self._forget_now([namespace.number for namespace in part], key)
             if below is not None:

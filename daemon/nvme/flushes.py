@@ -16,6 +16,7 @@ from itertools import count, takewhile
 from pathlib import Path
 
 from tiercache.daemon.nvme.shelf import Shelf
+from tiercache.daemon.slices import Steps
 from tiercache.daemon.space import Namespace
 
 FLUSH_S = 10.0
@@ -24,6 +25,8 @@ MAX_KEPT = 4096
 """Flushes that wait for one directory; when there are more, it is flushed as a whole."""
 MAX_FORMER = 64
 """Directories that others have taken the place of: of more the first ones are forgotten."""
+TOLD_AT_ONCE = 64
+"""Namespaces that a directory is told of in one slice: a millisecond or two."""
 
 
 class Flush:
@@ -75,6 +78,8 @@ class Flushes:
         self._kept: dict[Path, list[_Kept]] = {}
         self._last: dict[Path, bytes] = {}  # which directory was open there, by the id in its superblock
         self._former: dict[bytes, list[_Kept]] = {}  # for those that are open nowhere, since another one is there
+        self._late: dict[Shelf, deque[_Kept]] = {}  # what open directories have yet to be told of the time before
+        self._telling: dict[Shelf, Steps[None]] = {}
 
     def begin(
         self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], shelves: Sequence[Shelf],
@@ -136,7 +141,7 @@ class Flushes:
         _add(self._kept.setdefault(path, []), one)
 
     def opened(self, path: Path, shelf: Shelf) -> None:
-        """A directory is open: what was flushed before goes now."""
+        """A directory is open: what was flushed before goes now, in slices. Then, not before, its rows are loaded."""
         here, last, kept = shelf.directory.superblock.directory_id, self._last.get(path), self._kept.pop(path, [])
         for other in [one for one, its in self._last.items() if its == here and one != path]:
             del self._last[other]  # mount points were swapped: what was kept there was about this directory
@@ -150,19 +155,47 @@ class Flushes:
             self._former[last] = [(namespaces, key, Flush()) for namespaces, key, _ in kept]
             if len(self._former) > MAX_FORMER:
                 del self._former[next(iter(self._former))]
-        for namespaces, key, flush in [*self._former.pop(here, ()), *kept]:
-            self._flush(shelf, self._every() if namespaces is None else namespaces, key, flush)
-            flush.noted(not replaced)
+            for _, _, flush in kept:
+                flush.noted(False)
+            kept = [(namespaces, key, Flush()) for namespaces, key, _ in kept]
+        self._late[shelf] = deque([*self._former.pop(here, ()), *kept])
+        self._telling[shelf] = self._tell_late(shelf)
+        self._go_on(shelf)
+
+    def _tell_late(self, shelf: Shelf) -> Steps[None]:
+        late, told = self._late[shelf], 0
+        while late:
+            namespaces, key, flush = late[0]  # there until all of it is told: see `gone`
+            for namespace in self._every() if namespaces is None else namespaces:
+                self._flush(shelf, [namespace], key, flush)
+                told += 1
+                if told % TOLD_AT_ONCE == 0:
+                    yield
+            late.popleft()
+            flush.noted(True)
+        shelf.start_loading()
+
+    def _go_on(self, shelf: Shelf) -> None:
+        for _ in self._telling[shelf]:
+            return
+        del self._telling[shelf], self._late[shelf]
 
     def gone(self, shelf: Shelf) -> None:
         """A directory is open no more: what it has not confirmed goes to it again before it is served again."""
+        path = shelf.directory.path
         for namespaces, key in self._told.pop(shelf, {}).values():
-            self._keep(shelf.directory.path, (namespaces, key, Flush()))
+            self._keep(path, (namespaces, key, Flush()))
+        self._telling.pop(shelf, None)
+        for late in self._late.pop(shelf, ()):
+            self._keep(path, late)
 
-    def work(self) -> None:
-        """Answer those whose time is up."""
+    def work(self) -> bool:
+        """Answer those whose time is up, and tell directories a slice of what they have yet to be told; True: more."""
         while self._under_way and (self._under_way[0].over or time.monotonic() >= self._under_way[0].end_s):
             self._under_way.popleft().answer(durable=False)
+        for shelf in list(self._telling):
+            self._go_on(shelf)
+        return bool(self._telling)
 
 
 def _noted(told: dict[int, _Told], number: int, flush: Flush, ok: bool) -> None:

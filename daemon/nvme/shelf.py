@@ -70,6 +70,7 @@ class Shelf:
         self.retired = False
         """Whether its directory has gone: what is still under way comes to nothing."""
         self.recovery: Recovery | None = None
+        self._has_cut = False  # tails may hang below what was dropped
         self._soon = soon
         self._hints = space.policies.hints
         self.turnover = space.policies.turnover
@@ -236,7 +237,7 @@ class Shelf:
         entry = NO_ENTRY if table is None else table.get(key)
         if entry != NO_ENTRY:
             self.index.drop(entry)
-            self.slots.tails.let_go_detached()
+            self._has_cut = True
 
     def flush(self, namespace: Namespace, key: bytes, done: Done) -> int:
         """Forget a namespace's blocks, or one and what follows; `done(ok)` when that is durable."""
@@ -247,7 +248,7 @@ class Shelf:
         if not key:
             self.registry.flush(namespace, done)
             dropped = self.index.drop_table(table)
-            self.slots.tails.let_go_detached()
+            self._has_cut = True
             return dropped
         before, entry = table.blocks, table.get(key)
         self.registry.flush_key(namespace, key, None if entry == NO_ENTRY else self.index.frame[entry], done)
@@ -275,6 +276,9 @@ class Shelf:
         """A slice of unlinking, loading and the like; True while there is more to do at once."""
         self.slots.work()
         self._record_again()
+        if self._has_cut:
+            self._has_cut = False
+            self.slots.tails.let_go_detached()
         if self.catalog.full:
             return False  # what follows posts rows to be deleted, and those wait for the disk
         self._hints.expire(self.index, self.slots.tails)

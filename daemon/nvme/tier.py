@@ -145,8 +145,8 @@ class NvmeTier:
         self._shelves.append(shelf)
         order = [keeper.path for keeper in self._keepers]
         self._shelves.sort(key=lambda shelf: order.index(shelf.directory.path))
-        shelf.start_loading()
         self._flushes.opened(directory.path, shelf)
+        self._soon()
         how = "direct I/O" if directory.direct else f"buffered I/O: {directory.direct_reason}"
         log.info("nvme directory %s: %d segments, %s", directory.path, len(directory.segments), how)
         return shelf
@@ -252,7 +252,7 @@ class NvmeTier:
     def _see_to_shelves(self) -> bool:
         more = [shelf.work() for shelf in self._shelves]
         self._see_to_hung_disks()
-        self._flushes.work()
+        more.append(self._flushes.work())
         if self._scan is not None and not self._scan.over:
             more.append(self._scan.pump())
         return any(more)

@@ -192,6 +192,12 @@ class Client:
         assert self._dealer.poll(int(WAIT_S * 1000)), "no answer"
         return list(msgpack.unpackb(self._dealer.recv(), strict_map_key=False))
 
+    def leave(self) -> None:
+        """Say goodbye, whatever else is answered before that."""
+        self.send("bye")
+        while self.answer()[0] != "done":
+            pass
+
     def writable(self) -> bool:
         """Whether another request can be sent at once."""
         return bool(self._dealer.poll(0, zmq.POLLOUT))

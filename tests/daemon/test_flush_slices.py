@@ -13,13 +13,13 @@ from test_bounds import finish
 from test_cache_edges import Harness, chain
 
 from tiercache import messages as m
-from tiercache.daemon.cache import FLUSHED_AT_ONCE
+from tiercache.daemon.cache import FLUSHED_AT_ONCE, KEYS_FLUSHED_AT_ONCE
 from tiercache.daemon.service import MAX_SLICED, Service
 from tiercache.daemon.sessions import Session
 from tiercache.daemon.slices import Steps
 from tiercache.daemon.space import Namespace
 from tiercache.errors import RequestRefused
-from tiercache.messages import Hello
+from tiercache.messages import KEY_BYTES, Hello
 
 MANY = 2 * FLUSHED_AT_ONCE + 10
 
@@ -62,13 +62,29 @@ def test_many_namespaces_are_flushed_in_slices() -> None:
     finish(h)
 
 
+def test_a_key_of_many_namespaces_is_flushed_in_smaller_slices() -> None:
+    h, below = Harness(regions=1), Below()
+    spaces = [h.space(rank=rank) for rank in range(2 * KEYS_FLUSHED_AT_ONCE + 1)]
+    keys = chain(1, 2)
+    h.store(spaces[-1], keys)
+    steps = h.cache.flush_in_slices(spaces, keys[:KEY_BYTES], below)
+    next(steps)
+    assert [len(part) for part in below.parts] == [KEYS_FLUSHED_AT_ONCE]
+    next(steps)
+    with pytest.raises(StopIteration) as end:
+        next(steps)
+    assert end.value.value[0] == 2
+    assert below.parts[2] == [0]
+    finish(h)
+
+
 def test_a_flush_goes_on_when_its_client_has_gone(client: Client, run_dir: Path) -> None:
     numbers = [client.namespace(tp_rank=rank % 4, tp_size=4, engine=f"e{rank}") for rank in range(MANY)]
     keys = new_chain(1)
     client.store(numbers[-1], keys, [block_of(0)])
     with Client(run_dir) as leaver:
         leaver.send("flush", "dram", [], b"")
-        leaver.ask("bye")
+        leaver.leave()
     end_s = time.monotonic() + 30
     while client.ask("peek", numbers[-1:], keys)[1]:
         assert time.monotonic() < end_s

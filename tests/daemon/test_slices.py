@@ -310,7 +310,7 @@ def test_others_are_served_while_a_long_request_is_answered(client: Client, run_
     # A client that has gone is not answered, and nothing of it stays.
     with Client(run_dir) as leaver:
         leaver.send("match", numbers, wanted, 1000)
-        leaver.ask("bye")
+        leaver.leave()
     assert client.ask("check")[1] == []
     # And no session keeps more than a few of them going.
     for _ in range(17):

@@ -22,6 +22,10 @@ class Shelf:
         self.flushed: list[Any] = []
         self.hangs = False
         self.asked: list[Any] = []
+        self.loads = 0
+
+    def start_loading(self) -> None:
+        self.loads += 1
 
     def flush(self, namespace: Any, key: bytes, done: Any) -> int:
         self.flushed.append((namespace, key))
@@ -193,3 +197,51 @@ def test_a_directory_that_was_open_between_two_parts_is_told_again() -> None:
     again = opened(flushes, A, "1")
     assert {namespace for namespace, _ in again.flushed} == set(every)
     assert answers == [True]
+
+
+def test_what_was_kept_is_told_in_slices_and_rows_are_loaded_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme_flushes, "TOLD_AT_ONCE", 4)
+    every: Any = [str(number) for number in range(6)]
+    flushes, answers = Flushes(lambda: every), list[bool]()
+    for key in (b"a", b"b"):
+        flushes.begin(every, key, lambda blocks, durable: answers.append(durable), [], lambda: [(A, False)]).end()
+    one = opened(flushes, A, "1")
+    told = [len(one.flushed)]
+    while flushes.work():
+        told.append(len(one.flushed))
+        assert one.loads == 0
+    assert told == [4, 8, 12]
+    assert one.flushed == [(name, key) for key in (b"a", b"b") for name in every]
+    assert answers == [True, True]
+    assert one.loads == 1
+    assert not flushes.work()
+    assert one.loads == 1
+
+
+def test_a_directory_that_goes_before_all_was_told_is_told_the_rest_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nvme_flushes, "TOLD_AT_ONCE", 4)
+    every: Any = [str(number) for number in range(6)]
+    flushes, answers = Flushes(lambda: every), list[bool]()
+    for key in (b"a", b"b"):
+        flushes.begin(every, key, lambda blocks, durable: answers.append(durable), [], lambda: [(A, False)]).end()
+    one = opened(flushes, A, "1")
+    gone(flushes, one)
+    assert (flushes.work(), len(one.flushed), one.loads) == (False, 4, 0)
+    assert answers == []
+    again = opened(flushes, A, "1")
+    while flushes.work():
+        pass
+    assert again.flushed == [(name, key) for key in (b"a", b"b") for name in every]
+    assert (answers, again.loads) == ([True, True], 1)
+
+
+def test_another_disk_in_the_place_is_told_too_but_the_flush_is_not_durable() -> None:
+    every: Any = ["n"]
+    flushes, answers = Flushes(lambda: every), list[bool]()
+    gone(flushes, opened(flushes, A, "1"))
+    flushes.begin(every, b"k", lambda blocks, durable: answers.append(durable), [], lambda: [(A, False)]).end()
+    assert answers == []
+    assert opened(flushes, A, "2").flushed == [("n", b"k")]
+    assert answers == [False]

@@ -95,7 +95,31 @@ def test_an_end_gives_way_where_nothing_else_is_left_and_at_a_flush(tmp_path: Pa
         assert await writers.store(writers.one, key_of(a, 5), key_of(a, 4)) == 1
         assert list(writers.slots.tails) != []
         rig.tier.flush([writers.namespace], b"", lambda blocks, durable: None)
+        rig.tier.work()
         assert list(writers.slots.tails) == []
+        rig.check()
+        await rig.close()
+
+    play(scenario)
+
+
+def test_ends_below_many_keys_that_are_flushed_are_looked_for_once(tmp_path: Path) -> None:
+    """For each key all of them would be walked again: a flush of a key of many namespaces took their square."""
+
+    async def scenario() -> None:
+        rig = await TierRig(tmp_path, nvme_bytes=16 << 20, segment_bytes=2 << 20).open()
+        writers, chains, walks = Writers(rig), [keys_of(name, 2) for name in "abc"], list[int]()
+        for keys in chains:
+            assert await writers.store(writers.one, keys) == 2
+        tails, let_go = writers.slots.tails, writers.slots.tails.let_go_detached
+        tails.let_go_detached = lambda: (walks.append(len(list(tails))), let_go())[1]
+        for keys in chains:
+            rig.tier.flush([writers.namespace], key_of(keys, 0), lambda blocks, durable: None)
+        rig.tier.work()
+        assert walks == [3]
+        assert list(tails) == []
+        rig.tier.work()
+        assert walks == [3]
         rig.check()
         await rig.close()
 
