@@ -59,6 +59,14 @@ def store_then_load() -> Prompts:
             yield prompt(number - 2)
 
 
+def store_then_load_at_the_edge() -> Prompts:
+    """So few that little is learnt, with room for five: what is about to be loaded was used longest ago but one."""
+    for number in range(30):
+        yield prompt(number, ROOM // 5)
+        if number >= 7:
+            yield prompt(number - 2, ROOM // 5)
+
+
 def loop() -> Prompts:
     """Half as much again as there is room for, round and round."""
     for _ in range(15):
@@ -99,7 +107,9 @@ def cold_start() -> Prompts:
         yield prompt(chat, length[chat])
 
 
-SMALL: tuple[Callable[[], Prompts], ...] = (store_then_load, loop, scan_beside_hot, zipf, bursts, cold_start)
+SMALL: tuple[Callable[[], Prompts], ...] = (
+    store_then_load, store_then_load_at_the_edge, loop, scan_beside_hot, zipf, bursts, cold_start,
+)  # fmt: skip
 
 
 def small_rates(make: Callable[[], Prompts], policy: str, divisor: float, nvme: bool) -> tuple[float, float]:

@@ -11,12 +11,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
 
 from tiercache.daemon.nvme.shelf import Shelf
-from tiercache.daemon.slices import Steps
 from tiercache.daemon.space import Namespace
 
 FLUSH_S = 10.0
@@ -27,6 +27,8 @@ MAX_FORMER = 64
 """Directories that others have taken the place of: of more the first ones are forgotten."""
 TOLD_AT_ONCE = 64
 """Namespaces that a directory is told of in one slice: a millisecond or two."""
+LAST_WORDS_S = 2.0
+"""For so long a daemon that ends tells directories the rest."""
 
 
 class Flush:
@@ -67,6 +69,14 @@ _Told = tuple[Sequence[Namespace] | None, bytes]
 """Likewise."""
 
 
+@dataclass
+class _Late:
+    """What a directory has yet to be told; of the first of it so many namespaces are done."""
+
+    kept: deque[_Kept]
+    told: int = 0
+
+
 class Flushes:
     """Event loop only; nothing here blocks. `every()` are all namespaces that are known."""
 
@@ -78,8 +88,7 @@ class Flushes:
         self._kept: dict[Path, list[_Kept]] = {}
         self._last: dict[Path, bytes] = {}  # which directory was open there, by the id in its superblock
         self._former: dict[bytes, list[_Kept]] = {}  # for those that are open nowhere, since another one is there
-        self._late: dict[Shelf, deque[_Kept]] = {}  # what open directories have yet to be told of the time before
-        self._telling: dict[Shelf, Steps[None]] = {}
+        self._late: dict[Shelf, _Late] = {}  # what open directories have yet to be told of the time before
 
     def begin(
         self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], shelves: Sequence[Shelf],
@@ -158,44 +167,55 @@ class Flushes:
             for _, _, flush in kept:
                 flush.noted(False)
             kept = [(namespaces, key, Flush()) for namespaces, key, _ in kept]
-        self._late[shelf] = deque([*self._former.pop(here, ()), *kept])
-        self._telling[shelf] = self._tell_late(shelf)
+        self._late[shelf] = _Late(deque([*self._former.pop(here, ()), *kept]))
         self._go_on(shelf)
 
-    def _tell_late(self, shelf: Shelf) -> Steps[None]:
-        late, told = self._late[shelf], 0
-        while late:
-            namespaces, key, flush = late[0]  # there until all of it is told: see `gone`
-            for namespace in self._every() if namespaces is None else namespaces:
-                self._flush(shelf, [namespace], key, flush)
-                told += 1
-                if told % TOLD_AT_ONCE == 0:
-                    yield
-            late.popleft()
-            flush.noted(True)
-        shelf.start_loading()
-
     def _go_on(self, shelf: Shelf) -> None:
-        for _ in self._telling[shelf]:
-            return
-        del self._telling[shelf], self._late[shelf]
+        late = self._late[shelf]
+        self._tell(shelf, late)
+        if not late.kept:
+            shelf.start_loading()
+            del self._late[shelf]
+
+    def _tell(self, shelf: Shelf, late: _Late) -> None:
+        """A slice."""
+        left = TOLD_AT_ONCE
+        while late.kept and left > 0:
+            namespaces, key, flush = late.kept[0]  # there until all of it is told: see `gone`
+            every = self._every() if namespaces is None else namespaces
+            part = every[late.told : late.told + left]
+            self._flush(shelf, part, key, flush)
+            late.told += len(part)
+            left -= max(1, len(part))
+            if late.told >= len(every):
+                late.kept.popleft()
+                late.told = 0
+                flush.noted(True)
 
     def gone(self, shelf: Shelf) -> None:
         """A directory is open no more: what it has not confirmed goes to it again before it is served again."""
         path = shelf.directory.path
         for namespaces, key in self._told.pop(shelf, {}).values():
             self._keep(path, (namespaces, key, Flush()))
-        self._telling.pop(shelf, None)
-        for late in self._late.pop(shelf, ()):
-            self._keep(path, late)
+        if shelf in self._late:
+            for late in self._late.pop(shelf).kept:
+                self._keep(path, late)
 
     def work(self) -> bool:
         """Answer those whose time is up, and tell directories a slice of what they have yet to be told; True: more."""
         while self._under_way and (self._under_way[0].over or time.monotonic() >= self._under_way[0].end_s):
             self._under_way.popleft().answer(durable=False)
-        for shelf in list(self._telling):
+        for shelf in list(self._late):
             self._go_on(shelf)
-        return bool(self._telling)
+        return bool(self._late)
+
+    def close(self) -> None:
+        """Before the directories are closed: tell them the rest, for a second or two. Their rows are not loaded."""
+        end_s = time.monotonic() + LAST_WORDS_S
+        for shelf, late in self._late.items():
+            while late.kept and time.monotonic() < end_s:
+                self._tell(shelf, late)
+        self._late.clear()
 
 
 def _noted(told: dict[int, _Told], number: int, flush: Flush, ok: bool) -> None:

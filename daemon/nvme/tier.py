@@ -304,6 +304,7 @@ class NvmeTier:
                 break
             await asyncio.sleep(0 if more else _POLL_S)
         left = sum(1 for _ in self._dirty())
+        self._flushes.close()
         leaving = [keeper.leaving for keeper in self._keepers if keeper.leaving is not None]
         await self._close_shelves(self._shelves, leaving)
         self._shelves.clear()

@@ -44,6 +44,8 @@ HORIZON = 256.0
 """A block that was not used for so many turnovers may leave the sample: no tier keeps it for as long."""
 FIRST_EVENTS, MOST_EVENTS = 64, 2048
 """The worths are estimated anew after so many blocks of the sample were stored or used."""
+FIRST_RETURNS = 32
+"""But not before so many prompts have used blocks of the sample again: a few say too little of all the others."""
 EVENTS_KEPT = 16 * MAX_SAMPLES
 """Beyond so many observations all of them are halved: what happened lately counts more."""
 
@@ -102,6 +104,7 @@ class Predictor:
         self._used = np.zeros((CLASSES, AGES))
         self._ended = np.zeros((CLASSES, AGES))  # left the sample, at that age
         self._events = 0
+        self._returns = 0  # prompts that used blocks of the sample again
         self._refresh_at = FIRST_EVENTS
         self._refreshing: Iterator[bool] | None = None
         self.expected: dict[bytes, Context] = {}
@@ -122,7 +125,7 @@ class Predictor:
         for first in {found_dram, found}:
             if first < length:
                 _put(self.expected, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES], context)
-        if self._refreshing is None and self._events >= self._refresh_at:
+        if self._refreshing is None and self._events >= self._refresh_at and self._returns >= FIRST_RETURNS:
             self._refreshing = self._refresh()
         if self._refreshing is not None and next(self._refreshing, None) is None:
             self._refreshing = None
@@ -182,7 +185,7 @@ class Predictor:
 
     def _observe(self, keys: bytes, sampled: list[tuple[int, int]], context: Context, found: int) -> None:
         samples, classes, used_at = self._samples, self._classes, self._used_at
-        now, length = self.turnover.now, context.length
+        now, length, returns = self.turnover.now, context.length, False
         for number, hashed in sampled:
             key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
             following = keys[(number + 1) * KEY_BYTES : (number + 2) * KEY_BYTES]
@@ -193,13 +196,14 @@ class Predictor:
                 continue
             samples[key] = sample
             place = sample.place
-            gap = self._used_again(sample, now - used_at[place])
+            gap, returns = self._used_again(sample, now - used_at[place]), True
             sample.uses += 1
             if following:
                 sample.shared = sample.shared or (sample.following != following and sample.following != b"")
                 sample.following = following
             used_at[place], sample.turn, sample.length = now, context.turn, length
             classes[place] = shared_class(sample.uses, gap) if sample.shared else context.block_class
+        self._returns += returns
 
     def _used_again(self, sample: Sample, age: float) -> int:
         """A block of the sample was used at that age; the bucket of that."""

@@ -141,8 +141,9 @@ def test_before_anything_is_known_the_longest_unused_is_worth_least() -> None:
     assert (worth[:, 0] > worth[:, -1]).all()
 
 
-def test_an_age_that_nothing_has_reached_is_worth_no_more_than_a_younger_one() -> None:
+def test_an_age_that_nothing_has_reached_is_worth_no_more_than_a_younger_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that were seen unused are no worse than older ones would be, of which nothing is known."""
+    monkeypatch.setattr(predicting, "FIRST_RETURNS", 0)
     learning = Learning()
     for number in range(400):
         learning.ask(chain(number, 10))
@@ -150,6 +151,35 @@ def test_an_age_that_nothing_has_reached_is_worth_no_more_than_a_younger_one() -
     assert predictor.version > 0
     context = chain_class(0, 10, 10)
     assert (np.diff(predictor.worth[context]) <= 1e-12).all()
+
+
+def test_a_few_prompts_that_come_back_change_nothing_yet() -> None:
+    """The ages of a few say little: with them some chains that are just about to come back seemed worth least."""
+    learning = Learning()
+    before = learning.predictor.worth
+    for number in range(predicting.FIRST_RETURNS + 2):
+        learning.ask(chain(number, 64))
+        assert learning.predictor.worth is before
+        if number > 1:
+            learning.ask(chain(number - 2, 64), 64)
+    for number in range(8):  # an estimate is made in parts, one with each prompt
+        learning.ask(chain(f"more {number}", 64))
+    assert learning.predictor.version > 0
+
+
+@pytest.mark.parametrize("prompt", [10, 64])
+@pytest.mark.parametrize("seed", range(3))
+def test_chains_that_only_just_fit_until_they_come_back_are_found(seed: int, prompt: int) -> None:
+    """Each is loaded once, when two more are stored, and there is room for five: `lru` finds all of them."""
+    chance, now_s = random.Random(seed), 100.0
+    engine = Swift(sizes(5 * prompt, 0, policy="hazard"))
+    engine.declare(1, SPEC)
+    for number in range(60):
+        now_s += 0.05 * (2 + chance.random())
+        engine.play(ask(now_s, chain(number, prompt)))
+        now_s += 0.05 * (1 + chance.random())
+        if number >= 6:
+            assert engine.play(ask(now_s, chain(number - 2, prompt))).dram == prompt, number
 
 
 def test_what_comes_back_after_a_while_is_worth_more_then_than_at_once() -> None:

@@ -210,7 +210,7 @@ def test_what_was_kept_is_told_in_slices_and_rows_are_loaded_after_the_last(monk
     while flushes.work():
         told.append(len(one.flushed))
         assert one.loads == 0
-    assert told == [4, 8, 12]
+    assert told == [4, 8]
     assert one.flushed == [(name, key) for key in (b"a", b"b") for name in every]
     assert answers == [True, True]
     assert one.loads == 1
@@ -245,3 +245,38 @@ def test_another_disk_in_the_place_is_told_too_but_the_flush_is_not_durable() ->
     assert answers == []
     assert opened(flushes, A, "2").flushed == [("n", b"k")]
     assert answers == [False]
+
+
+def test_a_slice_that_fails_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme_flushes, "TOLD_AT_ONCE", 4)
+    every: Any = [str(number) for number in range(6)]
+    flushes, answers = Flushes(lambda: every), list[bool]()
+    for key in (b"a", b"b"):
+        flushes.begin(every, key, lambda blocks, durable: answers.append(durable), [], lambda: [(A, False)]).end()
+    one = opened(flushes, A, "1")
+    flush, one.flush = one.flush, fails  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        flushes.work()
+    one.flush = flush  # type: ignore[method-assign]
+    while flushes.work():
+        pass
+    assert one.flushed == [(name, key) for key in (b"a", b"b") for name in every]
+    assert one.loads == 1
+    assert answers == [True], "the one that failed is answered when its time is up"
+
+
+def fails(namespace: Any, key: bytes, done: Any) -> int:
+    raise MemoryError
+
+
+def test_at_the_end_a_directory_is_told_the_rest_and_its_rows_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme_flushes, "TOLD_AT_ONCE", 2)
+    every: Any = [str(number) for number in range(7)]
+    flushes, answers = Flushes(lambda: every), list[bool]()
+    flushes.begin(every, b"k", lambda blocks, durable: answers.append(durable), [], lambda: [(A, False)]).end()
+    one = opened(flushes, A, "1")
+    flushes.close()
+    assert one.flushed == [(name, b"k") for name in every]
+    assert answers == [True]
+    assert not flushes.work()
+    assert one.loads == 0

@@ -113,6 +113,32 @@ def test_without_any_directory_the_tier_is_empty_and_waits(tmp_path: Path) -> No
     play(scenario)
 
 
+def test_a_daemon_that_ends_while_it_tells_a_directory_of_flushes_tells_it_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flushes, "TOLD_AT_ONCE", 2)
+
+    async def scenario() -> None:
+        rig = await filled(tmp_path, disks=1)
+        await rig.close()
+        segments = rig.dirs[0] / "lock"
+        segments.unlink()
+        segments.symlink_to("elsewhere")
+        again = await TierRig(tmp_path).open()
+        again.namespace()
+        for number in range(400):
+            assert not await again.flush(key_of(keys_of(f"other {number}", 1), 0))
+        assert not await again.flush(key_of(CHAINS[0], 0))
+        segments.unlink()
+        await again.until(lambda: states(again) == ["loading"])
+        await again.close()
+        third = await TierRig(tmp_path).open()
+        assert await found(third) == [0] + [8] * (len(CHAINS) - 1)
+        await third.close()
+
+    play(scenario)
+
+
 def test_a_setting_that_can_never_work_ends_the_start(tmp_path: Path) -> None:
     async def scenario() -> None:
         (tmp_path / "nvme1").write_text("a file")
