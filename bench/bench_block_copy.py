@@ -161,7 +161,7 @@ def bench_bus(bench: Bench) -> None:
     import numpy as np
     import torch
 
-    from tiercache.host_memory import PIN_CHUNK_BYTES, HostMemory
+    from tiercache.copies.host_memory import PIN_CHUNK_BYTES, HostMemory
 
     arena = mmap.mmap(-1, ARENA_BYTES)
     frames = np.frombuffer(arena, dtype=np.uint8)
@@ -196,8 +196,8 @@ def bench_bus_case(bench: Bench, case: BusCase, device: Any, frames: Any, memory
     import numpy as np
     import torch
 
-    from tiercache.copy_plan import Method
-    from tiercache.cuda import CudaCopier
+    from tiercache.copies.copy_plan import Method
+    from tiercache.copies.cuda import CudaCopier
 
     block_bytes = case.segments * case.piece
     frame_bytes = -(-block_bytes // 4096) * 4096

@@ -35,11 +35,11 @@ from common import (
     wait_populated,
 )
 
-from tiercache import messages
-from tiercache.client import Client
-from tiercache.keys import KeyChain, root_key
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES, MAX_RESERVE
+from tiercache.client.client import Client
+from tiercache.protocol import messages
+from tiercache.protocol.keys import KeyChain, root_key
+from tiercache.protocol.messages import KEY_BYTES, MAX_RESERVE
+from tiercache.protocol.namespaces import NamespaceSpec
 
 MIB = 1 << 20
 BLOCK_BYTES = 4096

@@ -27,9 +27,9 @@ import torch
 from against_transformers import measure
 from common import SEED, Report, percentile
 
-from tiercache.cli.demo_model import SIZES, build_model, prompt_tokens
+from tiercache.client.launcher import launch
+from tiercache.demo.model import SIZES, build_model, prompt_tokens
 from tiercache.engine import Engine, EngineSettings, SamplingParams, connect_to
-from tiercache.launch import launch
 
 PARTS = ("itl", "pressure", "generate")
 LONG = 8192

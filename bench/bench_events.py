@@ -18,10 +18,10 @@ import threading
 import zmq
 from common import SEED, Daemon, Report, cpu_s, wait_populated
 
-from tiercache.client import Client
-from tiercache.keys import name_blocks
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES, Commit, Committed, Reserve, Reserved, pack_indices
+from tiercache.client.client import Client
+from tiercache.protocol.keys import name_blocks
+from tiercache.protocol.messages import KEY_BYTES, Commit, Committed, Reserve, Reserved, pack_indices
+from tiercache.protocol.namespaces import NamespaceSpec
 
 WINDOW = 128
 WINDOWS = 64

@@ -26,10 +26,10 @@ from bench_policies import BLOCK_BYTES, NVME_TIMES, name_of, open_trace
 from common import SEED, Report
 from traces import trace_files
 
-from tiercache.daemon.index import Index
-from tiercache.daemon.policy import NO_ENTRY
-from tiercache.daemon.slices import finish
-from tiercache.messages import KEY_BYTES
+from tiercache.daemon.ground.slices import finish
+from tiercache.daemon.index.index import Index
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.protocol.messages import KEY_BYTES
 from tiercache.replay.played import Played, play
 from tiercache.replay.requests import Kind, Request, Told
 from tiercache.replay.simulation import Outcome, Simulation, Sizes

@@ -23,11 +23,11 @@ import numpy as np
 from common import Report, cpu_s, percentile, rss_besides_arena_bytes
 
 import tiercache
-from tiercache.client import Client
-from tiercache.connectors.vllm_hashes import block_hashes, hash_seed
-from tiercache.connectors.vllm_names import keys_of
-from tiercache.keys import content_id, salted_root
-from tiercache.messages import ModelCard
+from tiercache.client.client import Client
+from tiercache.connectors.vllm.hashes import block_hashes, hash_seed
+from tiercache.connectors.vllm.names import keys_of
+from tiercache.protocol.keys import content_id, salted_root
+from tiercache.protocol.messages import ModelCard
 
 TOKENS = 8192
 BLOCK = 16

@@ -31,7 +31,7 @@ from bench_transfer import MIB, Case, ClientProcess
 from common import ROOT, Daemon, Report, percentile, wait_populated
 
 import tiercache
-from tiercache.isolated import python_command
+from tiercache.ground.isolated import python_command
 
 sys.path.insert(0, str(ROOT / "tests" / "http_port"))
 from chromium import Browser, missing
@@ -59,9 +59,9 @@ class UnobservedDaemon(Daemon):
 def unobserved_main(arguments: list[str]) -> int:
     """The daemon without histograms, hot prefixes and what-if: what it would cost if nobody had ever wanted them."""
     from tiercache.daemon.__main__ import main
-    from tiercache.daemon.reuse import WhatIf
-    from tiercache.daemon.traffic import Traffic
-    from tiercache.metrics import Histogram
+    from tiercache.daemon.observe.reuse import WhatIf
+    from tiercache.daemon.observe.traffic import Traffic
+    from tiercache.ground.histograms import Histogram
 
     def nothing(*arguments: Any) -> None:
         return

@@ -41,15 +41,15 @@ from policy_promises import DEFAULT, DIVISORS, Promise, Rates, of_cost, of_means
 from traces import trace_files
 
 from tiercache.daemon.policies import POLICIES
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES
+from tiercache.protocol.messages import KEY_BYTES
+from tiercache.protocol.namespaces import NamespaceSpec
+from tiercache.replay.fast_cache import Swift
 from tiercache.replay.formats.mooncake import Mooncake
 from tiercache.replay.formats.trace import Trace
 from tiercache.replay.optimum import Accesses
 from tiercache.replay.played import play
 from tiercache.replay.requests import Request
 from tiercache.replay.simulation import Sizes
-from tiercache.replay.swift import Swift
 
 PERCENTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 MEAN_PERCENTS = (1.0, 2.0, 5.0)

@@ -29,10 +29,10 @@ from typing import NamedTuple
 import msgspec
 from common import ROOT, SEED, Daemon, PingWatch, Report, rss_besides_arena_bytes
 
-from tiercache.daemon.nvme.catalog import Catalog
-from tiercache.daemon.nvme.directory import Directory
-from tiercache.daemon.nvme.rows import ROOT_KEY, Row, place_of
-from tiercache.layout import NamespaceSpec
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
+from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, Row, place_of
+from tiercache.daemon.tiers.nvme.disk.directory import Directory
+from tiercache.protocol.namespaces import NamespaceSpec
 
 BLOCK_BYTES = 4096
 ROWS = 500_000

@@ -34,7 +34,7 @@ import numpy as np
 from common import ROOT, SEED, Daemon, PingWatch, Report, available_bytes, wait_populated
 
 import tiercache
-from tiercache.curve import make_client, make_server
+from tiercache.protocol.curve import make_client, make_server
 
 MIB = 1 << 20
 TOTAL_BUDGET_S = 80.0

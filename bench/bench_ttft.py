@@ -40,12 +40,12 @@ from typing import Any, NamedTuple
 import torch
 from common import SEED, Report
 
-from tiercache.cli.demo_model import build_model, prompt_tokens
-from tiercache.client import Client
-from tiercache.connector import Connector
+from tiercache.client.client import Client
+from tiercache.client.launcher import LaunchedDaemon, launch
+from tiercache.connector.connector import Connector
+from tiercache.demo.model import build_model, prompt_tokens
 from tiercache.engine import CacheLike, Engine, EngineSettings, SamplingParams, connect_to
-from tiercache.launch import LaunchedDaemon, launch
-from tiercache.layout import NamespaceSpec
+from tiercache.protocol.namespaces import NamespaceSpec
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 HEADLINE = 8192

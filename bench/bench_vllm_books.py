@@ -22,11 +22,11 @@ import numpy as np
 from common import Report, percentile
 from vllm.v1.request import RequestStatus
 
-from tiercache.connectors.vllm_orders import Orders
-from tiercache.connectors.vllm_orders import Report as WorkersReport
-from tiercache.connectors.vllm_scheduler import Scheduler
-from tiercache.layout import NamespaceSpec
-from tiercache.loading import Match
+from tiercache.connector.loads import Match
+from tiercache.connectors.vllm.orders import Orders
+from tiercache.connectors.vllm.orders import Report as WorkersReport
+from tiercache.connectors.vllm.scheduler import Scheduler
+from tiercache.protocol.namespaces import NamespaceSpec
 
 BLOCK = 32
 BATCH = 8

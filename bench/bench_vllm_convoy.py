@@ -28,7 +28,7 @@ from bench_vllm import BLOCK, Candidate, build_model, fastest_dtype, prompt_of, 
 from common import Report
 
 import tiercache
-from tiercache.launch import LaunchedDaemon
+from tiercache.client.launcher import LaunchedDaemon
 
 REQUESTS = 32
 OWN_TOKENS = 20
@@ -36,7 +36,7 @@ SLOW_TOKENS = 256
 SLOW = """
 import os, sys, time
 from pathlib import Path
-from tiercache.daemon.reads import Reads
+from tiercache.daemon.tiers.dram.reads import Reads
 match = Reads.match
 def slow(*arguments, **options):
     time.sleep(0.2 * Path(sys.argv[2], "slow").exists())

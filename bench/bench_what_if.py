@@ -25,14 +25,14 @@ from common import SEED, Report
 from traces import Request, asked_blocks, block_keys, lru_hits, made_up_trace, read_trace, trace_files, unique_blocks
 
 import tiercache
-from tiercache.daemon import reuse, reuse_pace
-from tiercache.daemon.counters import Counters
+from tiercache.daemon.ground.counters import Counters
+from tiercache.daemon.observe import reuse, reuse_pace
+from tiercache.daemon.observe.reuse import WhatIf
+from tiercache.daemon.observe.reuse_curve import WINDOW_S
 from tiercache.daemon.policies import Policies
-from tiercache.daemon.reuse import WhatIf
-from tiercache.daemon.reuse_curve import WINDOW_S
-from tiercache.daemon.space import Namespace, Space
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES
+from tiercache.daemon.tiers.dram.space import Namespace, Space
+from tiercache.protocol.messages import KEY_BYTES
+from tiercache.protocol.namespaces import NamespaceSpec
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)
 SEEDS = 5

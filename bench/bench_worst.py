@@ -45,7 +45,7 @@ from typing import Any, NamedTuple, cast
 from common import ROOT, SEED, Daemon, Report, percentile, wait_populated
 from worst_cases import CASES, Bench
 
-from tiercache.client import Client
+from tiercache.client.client import Client
 
 HELD_MS = 5.0
 PING_EVERY_S = 0.002
@@ -95,8 +95,8 @@ def watched_main(arguments: list[str]) -> int:
     import asyncio
 
     from tiercache.daemon.__main__ import main
-    from tiercache.daemon.router import Router
-    from tiercache.daemon.service import Service
+    from tiercache.daemon.requests.router import Router
+    from tiercache.daemon.requests.service import Service
 
     with open(os.environ["TIERCACHE_BENCH_HOLDS"], "r+b") as file:
         held = mmap.mmap(file.fileno(), _HOLDS.size)
@@ -158,16 +158,16 @@ class _Parts:
     def watch(self) -> None:
         """Have the larger parts of the daemon's work timed."""
         from tiercache.daemon.cache import Cache
-        from tiercache.daemon.events import Events
-        from tiercache.daemon.nvme.promotion import Promotion
-        from tiercache.daemon.nvme.shelf import Shelf
-        from tiercache.daemon.nvme.writebehind import WriteBehind
-        from tiercache.daemon.read_requests import ReadRequests
-        from tiercache.daemon.reads import Reads
-        from tiercache.daemon.router import Router
-        from tiercache.daemon.slices import Slices
-        from tiercache.daemon.space import Space
-        from tiercache.daemon.writes import Writes
+        from tiercache.daemon.events.events import Events
+        from tiercache.daemon.ground.slices import Slices
+        from tiercache.daemon.requests.reads import ReadRequests
+        from tiercache.daemon.requests.router import Router
+        from tiercache.daemon.tiers.dram.reads import Reads
+        from tiercache.daemon.tiers.dram.space import Space
+        from tiercache.daemon.tiers.dram.writes import Writes
+        from tiercache.daemon.tiers.nvme.moves.promotion import Promotion
+        from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
+        from tiercache.daemon.tiers.nvme.shelf import Shelf
 
         for owner, name in (
             (Cache, "expire"), (Cache, "session_lost"), (Cache, "process_gone"), (Events, "tick"),

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tiercache.client import Client  # noqa: E402
+from tiercache.client.client import Client  # noqa: E402
 from tiercache.errors import TierCacheError  # noqa: E402
-from tiercache.isolated import python_command  # noqa: E402
+from tiercache.ground.isolated import python_command  # noqa: E402
 
 SEED = 20261120
 BUSY_LOAD_PER_CORE = 0.5
@@ -176,7 +176,7 @@ def commit() -> str:
 
 def available_bytes() -> int:
     """Memory that a benchmark may take."""
-    from tiercache.arena import available_bytes as available
+    from tiercache.copies.arena import available_bytes as available
 
     return available()
 

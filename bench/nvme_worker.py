@@ -171,7 +171,7 @@ class Pinger:
     """Pings the daemon that is measured and an idle one, every millisecond or so, until another line comes."""
 
     def __init__(self, address: str, idle: str) -> None:
-        from tiercache.client import Client
+        from tiercache.client.client import Client
 
         self._clients = {
             name: Client.connect(where, name="ping", map_arena=False, request_timeout_s=10.0)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from tiercache.daemon.policies import POLICIES
-from tiercache.messages import KEY_BYTES
+from tiercache.protocol.messages import KEY_BYTES
+from tiercache.replay.fast_cache import Swift
 from tiercache.replay.requests import Request, chain_keys, plain_spec
 from tiercache.replay.simulation import Sizes
-from tiercache.replay.swift import Swift
 
 DEFAULT = "hazard"
 POINT = 0.01

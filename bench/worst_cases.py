@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import zmq
 
-from tiercache import messages as m
-from tiercache.client import Client
+from tiercache.client.client import Client
 from tiercache.errors import RequestRefused
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES
+from tiercache.protocol import messages as m
+from tiercache.protocol.messages import KEY_BYTES
+from tiercache.protocol.namespaces import NamespaceSpec
 
 MAX_NAMESPACES = m.MAX_NAMESPACES_PER_REQUEST
 TTL_MS = 60_000

@@ -27,21 +27,21 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from tiercache.connector import Connector, connect
-from tiercache.connectors.transformers_model import (
+from tiercache.connector.connector import Connector, connect
+from tiercache.connector.loads import Match
+from tiercache.connectors.transformers.model import (
     check_version,
     make_namespace,
     padding_is_neutral,
     try_model,
 )
-from tiercache.connectors.transformers_watch import ModelWatch
+from tiercache.connectors.transformers.watch import ModelWatch
+from tiercache.copies.pool import Pool
 from tiercache.errors import ConfigError, ModelRefused
-from tiercache.hints import Hint
-from tiercache.keys import KeyChain, name_blocks
-from tiercache.loading import Match
-from tiercache.messages import ModelCard
-from tiercache.transfer import Pool
-from tiercache.units import parse_bytes
+from tiercache.ground.units import parse_bytes
+from tiercache.protocol.hints import Hint
+from tiercache.protocol.keys import KeyChain, name_blocks
+from tiercache.protocol.messages import ModelCard
 
 NOT_SERVED: dict[str, Any] = {
     "num_beams": 1, "num_return_sequences": 1, "prompt_lookup_num_tokens": None, "assistant_early_exit": None,

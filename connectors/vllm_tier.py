@@ -33,21 +33,21 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from tiercache.connector import Connector
-from tiercache.connectors.vllm_compat import check_version, resolve_kv_cache_block_sizes
-from tiercache.connectors.vllm_events import event_groups, name_blocks, of_group
-from tiercache.connectors.vllm_log import introduce, join_vllm
-from tiercache.connectors.vllm_names import Names, lengths_of
-from tiercache.connectors.vllm_settings import Settings, absence
-from tiercache.connectors.vllm_tier_form import engine_of_caller, make_namespaces
-from tiercache.connectors.vllm_tier_jobs import LoadJob, Orphan, Run, StoreJob, has_ended, runs_of
-from tiercache.connectors.vllm_tier_lookups import Chain, Lookups, place
+from tiercache.connector.connector import Connector
+from tiercache.connector.jobs import Background, Transfer
+from tiercache.connector.stores import StoreResult
+from tiercache.connectors.vllm.compat import check_version, resolve_kv_cache_block_sizes
+from tiercache.connectors.vllm.events import event_groups, name_blocks, of_group
+from tiercache.connectors.vllm.log import introduce, join_vllm
+from tiercache.connectors.vllm.names import Names, lengths_of
+from tiercache.connectors.vllm.settings import Settings, absence
+from tiercache.connectors.vllm.tier_form import engine_of_caller, make_namespaces
+from tiercache.connectors.vllm.tier_jobs import LoadJob, Orphan, Run, StoreJob, has_ended, runs_of
+from tiercache.connectors.vllm.tier_lookups import Chain, Lookups, place
+from tiercache.copies.pool import Pool, Segment
 from tiercache.errors import ConfigError, DeadlineExceeded, TierCacheError
-from tiercache.jobs import Background, Transfer
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import INSTANCE_BYTES, KEY_BYTES
-from tiercache.storing import StoreResult
-from tiercache.transfer import Pool, Segment
+from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES
+from tiercache.protocol.namespaces import NamespaceSpec
 
 DRAIN_TIMEOUT_S = 60.0
 MAX_ORPHANS = 16

@@ -15,10 +15,10 @@ import logging
 from functools import partial
 from typing import Any
 
-from tiercache.connector import Connector
-from tiercache.connectors.vllm_built import describe_built
-from tiercache.connectors.vllm_cards import Cards
-from tiercache.connectors.vllm_compat import (
+from tiercache.connector.connector import Connector
+from tiercache.connectors.vllm.built import describe_built
+from tiercache.connectors.vllm.cards import Cards
+from tiercache.connectors.vllm.compat import (
     CacheHitSource,
     base,
     check_version,
@@ -26,20 +26,20 @@ from tiercache.connectors.vllm_compat import (
     register,
     resolve_kv_cache_block_sizes,
 )
-from tiercache.connectors.vllm_costs import Costs
-from tiercache.connectors.vllm_events import event_groups
-from tiercache.connectors.vllm_log import RequestLog, introduce, join_vllm
-from tiercache.connectors.vllm_names import Names, check_hashes
-from tiercache.connectors.vllm_orders import Orders, RankForm, Report
-from tiercache.connectors.vllm_pool import check_groups, make_pools, replicated
-from tiercache.connectors.vllm_scheduler import Scheduler
-from tiercache.connectors.vllm_settings import Settings, absence
-from tiercache.connectors.vllm_siblings import Roll, check_parent, come_first, parent_of_caller
-from tiercache.connectors.vllm_stats import PromMetrics, Stats
-from tiercache.connectors.vllm_weights import RunnerTensors, Weights, models_of, runner_of_caller
-from tiercache.connectors.vllm_worker import Worker
+from tiercache.connectors.vllm.costs import Costs
+from tiercache.connectors.vllm.events import event_groups
+from tiercache.connectors.vllm.log import RequestLog, introduce, join_vllm
+from tiercache.connectors.vllm.names import Names, check_hashes
+from tiercache.connectors.vllm.orders import Orders, RankForm, Report
+from tiercache.connectors.vllm.pool import check_groups, make_pools, replicated
+from tiercache.connectors.vllm.scheduler import Scheduler
+from tiercache.connectors.vllm.settings import Settings, absence
+from tiercache.connectors.vllm.siblings import Roll, check_parent, come_first, parent_of_caller
+from tiercache.connectors.vllm.stats import PromMetrics, Stats
+from tiercache.connectors.vllm.weights import RunnerTensors, Weights, models_of, runner_of_caller
+from tiercache.connectors.vllm.worker import Worker
 from tiercache.errors import ConfigError, TierCacheError, VersionError
-from tiercache.messages import INSTANCE_BYTES
+from tiercache.protocol.messages import INSTANCE_BYTES
 
 logger = logging.getLogger("tiercache.connectors.vllm")
 

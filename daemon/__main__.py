@@ -10,9 +10,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from tiercache.arguments import HelpFormatter
-from tiercache.config import Resolved, add_config_flags, flags_from_args, resolve_config
+from tiercache.config.daemon_config import Resolved, add_config_flags, flags_from_args, resolve_config
 from tiercache.errors import TierCacheError
+from tiercache.ground.arguments import HelpFormatter
 
 EXAMPLES = """\
 Exit status: 0 stopped by a signal, 1 it failed, 2 a wrong setting.
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
     from tiercache.daemon.descriptors import fit, raise_limit
-    from tiercache.daemon.logs import last_words, start_logging
-    from tiercache.daemon.regions import check_fits
+    from tiercache.daemon.ground.logs import last_words, start_logging
+    from tiercache.daemon.ground.regions import check_fits
     from tiercache.daemon.server import Server
 
     config = running.config

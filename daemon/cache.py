@@ -17,25 +17,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tiercache.daemon.ages import Ages
-from tiercache.daemon.ahead import Ahead
-from tiercache.daemon.below import FlushBelow, GrantsBelow, NoTierBelow, TierBelow
-from tiercache.daemon.books import check_books
-from tiercache.daemon.counters import Counters
-from tiercache.daemon.events import Events, Named
-from tiercache.daemon.hints import Said
-from tiercache.daemon.leases import Owner, Reservation
+from tiercache.daemon.events.events import Events, Named
+from tiercache.daemon.ground.counters import Counters
+from tiercache.daemon.ground.slices import Slices, Steps, finish, noted
+from tiercache.daemon.hints.hints import Said
+from tiercache.daemon.index.ages import Ages
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.observe.reuse import WhatIf
+from tiercache.daemon.observe.traffic import Traffic
 from tiercache.daemon.policies import Policies
-from tiercache.daemon.policy import NO_ENTRY
-from tiercache.daemon.quotas import Quotas
-from tiercache.daemon.reads import Found, Reads
-from tiercache.daemon.reuse import WhatIf
-from tiercache.daemon.slices import Slices, Steps, finish, noted
-from tiercache.daemon.space import Namespace, Space
-from tiercache.daemon.traffic import Traffic
-from tiercache.daemon.unfinished import Unfinished
-from tiercache.daemon.writes import Writes
-from tiercache.messages import KEY_BYTES
+from tiercache.daemon.prefetch import Ahead
+from tiercache.daemon.tiers.dram.check import check_dram
+from tiercache.daemon.tiers.dram.leases import Owner, Reservation
+from tiercache.daemon.tiers.dram.reads import Found, Reads
+from tiercache.daemon.tiers.dram.space import Namespace, Space
+from tiercache.daemon.tiers.dram.unfinished import Unfinished
+from tiercache.daemon.tiers.dram.writes import Writes
+from tiercache.daemon.tiers.lower_tier import FlushBelow, GrantsBelow, NoTierBelow, TierBelow
+from tiercache.daemon.tiers.quotas import Quotas
+from tiercache.protocol.messages import KEY_BYTES
 
 _FLUSH_AT_ONCE = 1024
 """Entries unlinked before a flush is answered; the rest goes in the background."""
@@ -285,6 +285,19 @@ class Cache:
         """Stores into DRAM, and those past it."""
         return [self.writes] if self.below.grants is None else [self.writes, self.below.grants]
 
+    def check(self) -> Steps[list[str]]:
+        """Everything in which its parts disagree, but for the tier below, which has a check of its own."""
+        findings = yield from check_dram(self.space, self.reads, self.writes)
+        if self.events is not None:
+            findings += yield from self.events.check()
+        for policy in self.space.policies.hints.policies:
+            findings += policy.check_integrity()
+            yield
+        if self.what_if is not None:
+            findings += self.what_if.stack.check_integrity()
+            yield
+        return findings
+
     def check_integrity(self) -> list[str]:
-        """See `check_books`: all of it at once."""
-        return finish(check_books(self))
+        """See `check`: all of it at once."""
+        return finish(self.check())

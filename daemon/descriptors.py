@@ -10,10 +10,10 @@ import dataclasses
 import logging
 import resource
 
-from tiercache.config import DaemonConfig
-from tiercache.daemon.connections import UNSEEN_EVENTS
-from tiercache.daemon.publisher import MAX_SUBSCRIBERS
-from tiercache.daemon.sessions import MAX_GREETING
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.daemon.events.publisher import MAX_SUBSCRIBERS
+from tiercache.daemon.ground.connections import UNSEEN_EVENTS
+from tiercache.daemon.requests.sessions import MAX_GREETING
 from tiercache.errors import ConfigError
 
 log = logging.getLogger("tiercache.daemon")

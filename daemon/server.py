@@ -21,37 +21,37 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tiercache import __version__
-from tiercache.arena import Region
-from tiercache.config import DaemonConfig, Resolved, control_endpoint, session_socket_path
+from tiercache.config.daemon_config import DaemonConfig, Resolved, control_endpoint, session_socket_path
+from tiercache.copies.arena import Region
 from tiercache.daemon.cache import Cache, CacheLimits
-from tiercache.daemon.changes import HealthLog
-from tiercache.daemon.clock import LeaseClock
 from tiercache.daemon.descriptors import CONNECTIONS_PER_SESSION
-from tiercache.daemon.desk import Desk
-from tiercache.daemon.events import Events
-from tiercache.daemon.http_process import HttpProcess
-from tiercache.daemon.live_settings import LiveSettings
-from tiercache.daemon.logs import STDERR
-from tiercache.daemon.memory import collect_in_small_parts, grow_without_copies
-from tiercache.daemon.priority import go_first
-from tiercache.daemon.publisher import Publisher
-from tiercache.daemon.regions import RegionMaker
-from tiercache.daemon.reuse import WhatIf
-from tiercache.daemon.router import DRAIN_REQUESTS, Answer, Router
-from tiercache.daemon.rundir import RunDir, find_group
-from tiercache.daemon.service import Service
-from tiercache.daemon.sessions import Session, SessionGate
-from tiercache.daemon.slow import SlowRequests
-from tiercache.daemon.stats import build_stats, health_of
-from tiercache.daemon.unfinished import FLOOR_SHARE
-from tiercache.daemon.unsent import Unsent
-from tiercache.messages import Welcome
-from tiercache.units import format_bytes
+from tiercache.daemon.events.events import Events
+from tiercache.daemon.events.publisher import Publisher
+from tiercache.daemon.ground.clock import LeaseClock
+from tiercache.daemon.ground.health_log import HealthLog
+from tiercache.daemon.ground.live_settings import LiveSettings
+from tiercache.daemon.ground.logs import STDERR
+from tiercache.daemon.ground.memory import collect_in_small_parts, grow_without_copies
+from tiercache.daemon.ground.niceness import go_first
+from tiercache.daemon.ground.regions import RegionMaker
+from tiercache.daemon.ground.run_directory import RunDir, find_group
+from tiercache.daemon.observe.http_process import HttpProcess
+from tiercache.daemon.observe.reuse import WhatIf
+from tiercache.daemon.requests.context import Desk
+from tiercache.daemon.requests.router import DRAIN_REQUESTS, Answer, Router
+from tiercache.daemon.requests.service import Service
+from tiercache.daemon.requests.sessions import Session, SessionGate
+from tiercache.daemon.requests.slow import SlowRequests
+from tiercache.daemon.requests.stats import build_stats, health_of
+from tiercache.daemon.requests.unsent import Unsent
+from tiercache.daemon.tiers.dram.unfinished import FLOOR_SHARE
+from tiercache.ground.units import format_bytes
+from tiercache.protocol.messages import Welcome
 
 if TYPE_CHECKING:
-    from tiercache.daemon.nvme.tier import NvmeTier
-    from tiercache.daemon.recorder import Recorder
-    from tiercache.daemon.remote import RemoteGate
+    from tiercache.daemon.observe.recorder import Recorder
+    from tiercache.daemon.requests.remote import RemoteGate
+    from tiercache.daemon.tiers.nvme.tier import NvmeTier
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -190,7 +190,7 @@ class Server:
         self, welcome: Callable[[Session, int], Welcome], unsent: Unsent, connections: int
     ) -> RemoteGate:
         # Imported here: most daemons serve their own host alone.
-        from tiercache.daemon.remote import RemoteGate
+        from tiercache.daemon.requests.remote import RemoteGate
 
         counters = self.cache.counters
         return RemoteGate(
@@ -267,7 +267,7 @@ class Server:
 
     def _make_nvme(self) -> NvmeTier:
         # Imported here: a daemon without disks needs no SQLite.
-        from tiercache.daemon.nvme.tier import NvmeTier
+        from tiercache.daemon.tiers.nvme.tier import NvmeTier
 
         return NvmeTier(self.config, self.regions, self._landed, soon=self._work_soon)
 
@@ -376,7 +376,7 @@ def _make_events(config: DaemonConfig) -> Events:
 
 def _make_recorder(config: DaemonConfig, clock_s: Callable[[], float]) -> Recorder:
     # Imported here: most daemons record nothing.
-    from tiercache.daemon.recorder import Recorder
+    from tiercache.daemon.observe.recorder import Recorder
 
     return Recorder(config, clock_s)
 
@@ -394,15 +394,3 @@ def _notify_systemd(state: str) -> None:
             sock.sendto(state.encode(), address)
         except OSError as error:
             log.warning("systemd could not be told %s: %s", state, error.strerror)
-
-
-def rss_bytes() -> tuple[int, int]:
-    """Resident bytes of this process: all, and those that are shared memory."""
-    fd = os.open("/proc/self/status", os.O_RDONLY)
-    try:
-        text = os.read(fd, 8192)
-    finally:
-        os.close(fd)
-    fields = (text.partition(name)[2].split(None, 1)[0] for name in (b"VmRSS:", b"RssShmem:"))
-    resident, shared = (int(field) * 1024 for field in fields)
-    return resident, shared

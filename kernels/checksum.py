@@ -1,12 +1,12 @@
 """Lane sums of blocks where they are, in device memory: the part of a checksum that touches the bytes.
 
-`tiercache.checksum` defines the sum and computes it with numpy. Here the same bits come from a Triton
+`tiercache.protocol.checksums` defines the sum and computes it with numpy. Here the same bits come from a Triton
 kernel, for blocks that arrived in device memory without having passed through the host:
 
     program (block, stripe)   4096 lanes of 4 bytes ─► Σ lane * key ─► mix with the stripe's number
     then                      partial [blocks, stripes] ─► sum of each row, mod 2^64
 
-`tiercache.checksum.finish_lanes` brings in the seed, on the host. The plain torch twin at the end is
+`tiercache.protocol.checksums.finish_lanes` brings in the seed, on the host. The plain torch twin at the end is
 what the kernel is tested against, and it is tested against numpy.
 """
 
@@ -19,7 +19,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tiercache.checksum import GOLDEN, LANE_BYTES, MIX_FACTORS, MIX_SHIFTS, STRIPE_BYTES, STRIPE_LANES, lane_keys
+from tiercache.protocol.checksums import (
+    GOLDEN,
+    LANE_BYTES,
+    MIX_FACTORS,
+    MIX_SHIFTS,
+    STRIPE_BYTES,
+    STRIPE_LANES,
+    lane_keys,
+)
 
 NUM_WARPS = 8
 ALIGN_BYTES = 16

@@ -23,7 +23,7 @@ import tiercache
 from tiercache.cli import flush, stats
 from tiercache.cli.main import main
 from tiercache.cli.report import Section, align, fitting, human, print_sections, sections, with_human
-from tiercache.config import load_config
+from tiercache.config.daemon_config import load_config
 from tiercache.errors import ConfigError
 
 COMMAND = [sys.executable, "-m", "tiercache.cli.main"]

@@ -12,8 +12,8 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.cli.main import main
-from tiercache.client import Client
-from tiercache.messages import ModelCard, Peek
+from tiercache.client.client import Client
+from tiercache.protocol.messages import ModelCard, Peek
 
 BLOCKS = 12
 SPEC = tiercache.NamespaceSpec(engine="test/1", layout="bytes", dtype="uint8", block_size=4, block_bytes=4096)
@@ -121,7 +121,7 @@ def test_a_prompt_is_pinned_as_the_engine_names_it(
     daemon: tuple[str, tiercache.Connector], monkeypatch: pytest.MonkeyPatch, ask: Ask
 ) -> None:
     from tiercache.cli import affinity
-    from tiercache.keys import salted_root
+    from tiercache.protocol.keys import salted_root
 
     connector = daemon[1]
     tokens = list(range(100, 122))

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import tiercache
-from tiercache import cuda_driver
 from tiercache.cli import doctor_cuda, doctor_daemon, doctor_disk, doctor_hits, doctor_host
 from tiercache.cli.findings import Finding, Host, Needs, State, collect, limit_of
 from tiercache.cli.main import main
+from tiercache.copies import cuda_driver
 
 GIB = 1 << 30
 NEEDS = Needs(4 * GIB, "auto", 2000, (), 64 * GIB)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from typer.core import TyperGroup
 
 from tiercache.cli import app, completion
 from tiercache.cli.command_line import PURPOSES
@@ -18,10 +19,15 @@ from tiercache.cli.main import main
 
 MOST_COLUMNS = 100
 
+
+def whole() -> TyperGroup:
+    """The group of all commands."""
+    return typer.main.get_group(app.app)
+
+
 def names() -> Iterator[str]:
     """All commands, and those in groups."""
-    group = typer.main.get_command(app.app)
-    for name, command in group.commands.items():  # type: ignore[attr-defined]
+    for name, command in whole().commands.items():
         yield name
         yield from (f"{name} {inner}" for inner in getattr(command, "commands", {}))
 
@@ -52,7 +58,7 @@ def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture(scope="module")
 def commands() -> list[completion.Command]:
     """All commands, as completion knows them."""
-    return completion.commands()
+    return completion.commands(whole())
 
 
 def test_help_and_completion_load_no_torch() -> None:

@@ -14,7 +14,8 @@ import pytest
 
 import tiercache
 from tiercache.cli import control
-from tiercache.cli.main import EXIT_NO_ANSWER, EXIT_UNWELL, main
+from tiercache.cli.exits import EXIT_NO_ANSWER, EXIT_UNWELL
+from tiercache.cli.main import main
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache import config as config_module
-from tiercache.config import (
+from tiercache.config import daemon_config as config_module
+from tiercache.config.daemon_config import (
     DaemonConfig,
     add_config_flags,
     control_endpoint,
@@ -25,10 +25,10 @@ from tiercache.config import (
     resolve_config,
     session_socket_path,
 )
+from tiercache.config.setting_kinds import MAX_REGIONS, MAX_SOCKET_PATH_BYTES
+from tiercache.config.settings import SETTINGS
+from tiercache.config.settings_schema import OF_THE_CHART, written_into
 from tiercache.errors import ConfigError
-from tiercache.setting_kinds import MAX_REGIONS, MAX_SOCKET_PATH_BYTES
-from tiercache.settings import SETTINGS
-from tiercache.settings_schema import OF_THE_CHART, written_into
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -258,7 +258,7 @@ def test_nvme_sizes_that_are_none_are_refused(text: str, problem: str) -> None:
 
 def test_the_schema_is_that_of_the_settings() -> None:
     text = SCHEMA.read_text()
-    again = "python -m tiercache.settings_schema daemon/deploy/helm/tiercache/values.schema.json"
+    again = "python -m tiercache.config.settings_schema daemon/deploy/helm/tiercache/values.schema.json"
     assert written_into(text) == text, f"make it anew: {again}"
     named = set(json.loads(text)["properties"]["settings"]["properties"])
     assert named | set(OF_THE_CHART) == set(SETTINGS)

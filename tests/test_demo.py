@@ -15,9 +15,12 @@ import pytest
 from rich.console import Console
 from waiting import wait_until
 
-from tiercache.cli import demo, demo_chat, demo_child, demo_model
-from tiercache.cli.demo_chat import ChatDemo, ServerProcess
-from tiercache.cli.demo_child import Child, ChildFailed
+from tiercache.cli import demo
+from tiercache.demo import chat as demo_chat
+from tiercache.demo import child as demo_child
+from tiercache.demo import model as demo_model
+from tiercache.demo.chat import ChatDemo, ServerProcess
+from tiercache.demo.child import Child, ChildFailed
 from tiercache.engine.prompts import load_tokenizer
 from tiercache.errors import ConfigError, ModelRefused
 
@@ -88,7 +91,7 @@ def test_conversations_answer_the_same_with_tiers_and_find_what_the_pool_has_los
     tokens, _ = demo_model.prompt_tokens(tiny_model, None, PROMPT)
     tokenizer = load_tokenizer(tiny_model)
     tokenizer.chat_template = None  # a model without one gets the demo's
-    played = ChatDemo(tiny_model, tokenizer, tokens, tmp_path, Console(quiet=True))
+    played = ChatDemo(tiny_model, tokenizer, tokens, tmp_path, Console(quiet=True), demo.SERVER)
     out = Console(record=True, width=120, quiet=True)
     figures = demo._converse(played, out)
     assert "--chat-template" in played.flags
@@ -120,7 +123,7 @@ def test_a_folder_that_is_no_model_is_said_in_a_line(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(ChildFailed, match=r"did not start(.|\n)*is no folder"):
-        ServerProcess(tmp_path / "log", str(tmp_path / "nowhere"))
+        ServerProcess(demo.SERVER, tmp_path / "log", str(tmp_path / "nowhere"))
 
 
 def test_a_child_may_finish_at_the_end_and_is_killed_after_an_error(tmp_path: Path) -> None:

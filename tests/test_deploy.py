@@ -13,7 +13,7 @@ import pytest
 from kubernetes_objects import validate
 
 from tiercache.cli.app import app
-from tiercache.settings import SETTINGS
+from tiercache.config.settings import SETTINGS
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "daemon" / "deploy"
@@ -23,8 +23,8 @@ MANIFESTS = sorted(DEPLOY.glob("kubernetes/*.yaml"))
 
 
 def documented_metrics() -> dict[str, str]:
-    """Name and kind of each metric, as the daemon's README has them; another test holds that to the code."""
-    text = (ROOT / "daemon" / "README.md").read_text()
+    """Name and kind of each metric, as MONITORING.md has them; another test holds that to the code."""
+    text = (ROOT / "daemon" / "MONITORING.md").read_text()
     return dict(re.findall(r"^\| `(tiercache_\w+)` \| (\w+) \|", text, re.MULTILINE))
 
 

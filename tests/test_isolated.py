@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import tiercache
-from tiercache import gds_probe
 from tiercache.cli import doctor_cuda
-from tiercache.cli.demo_child import Child
-from tiercache.isolated import python_command
+from tiercache.connector.direct import probe as gds_probe
+from tiercache.demo.child import Child
+from tiercache.ground.isolated import python_command
 
 ROOT = Path(__file__).resolve().parent.parent
 WANTED = ("tiercache", "msgspec", "zmq", "numpy", "uvicorn", "json", "logging", "typing", "runpy", "sitecustomize")
@@ -49,7 +49,7 @@ def test_no_child_imports_from_the_current_directory(proof: Path, tmp_path: Path
 
 def test_the_folder_is_dangerous_indeed(proof: Path) -> None:
     """What the test above would look like if a child were started in the ordinary way."""
-    subprocess.run([sys.executable, "-m", "tiercache.units"], capture_output=True, timeout=60, check=False)
+    subprocess.run([sys.executable, "-m", "tiercache.ground.units"], capture_output=True, timeout=60, check=False)
     assert proof.exists()
 
 
@@ -63,7 +63,7 @@ def test_a_child_has_the_package_of_its_parent(tmp_path: Path, flags: tuple[str,
     other.joinpath("probe.py").write_text("import sys, tiercache\nprint(tiercache.__file__, sys.argv)\n")
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import subprocess, tiercache.isolated as isolated\n"
+        "import subprocess, tiercache.ground.isolated as isolated\n"
         "print(isolated.python_command('probe', 'a b', '-m'))\n"
         "subprocess.run(isolated.python_command('probe', 'a b', '-m'))\n"
     )
@@ -92,4 +92,4 @@ def test_modules_are_started_in_one_place_only() -> None:
         for path in sorted((ROOT / folder).rglob("*.py")):
             if re.search(r"""["']-m["'],\s*f?["']tiercache""", path.read_text()) and not path.is_symlink():
                 places.append(str(path.relative_to(ROOT)))
-    assert places == [], "use tiercache.isolated.python_command"
+    assert places == [], "use tiercache.ground.isolated.python_command"

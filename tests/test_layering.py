@@ -1,4 +1,4 @@
-"""Who may import whom: a module imports its own layer or lower, and heavy packages stay where they belong."""
+"""Who may import whom: folders import from floors below theirs, and heavy packages stay where they belong."""
 
 from __future__ import annotations
 
@@ -14,51 +14,73 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LAYERS: dict[str, float] = {
-    "tiercache.errors": 0, "tiercache.units": 0, "tiercache.isolated": 0, "tiercache.forks": 0, "tiercache.extras": 0,
-    "tiercache.arguments": 1, "tiercache.config": 1, "tiercache.messages": 1, "tiercache.keys": 1,
-    "tiercache.layout": 1, "tiercache.curve": 1, "tiercache.checksum": 1, "tiercache.metrics": 1,
-    "tiercache.listening": 1, "tiercache.hints": 1, "tiercache.setting_kinds": 1, "tiercache.settings": 1,
-    "tiercache.settings_schema": 1,
-    "tiercache.uninterrupted": 1,
-    "tiercache.wire": 2, "tiercache.arena": 2, "tiercache.kernels": 2, "tiercache.gds_probe": 2,
-    "tiercache.gds_stage": 2, "tiercache.gds_backend": 2,
-    "tiercache.channel": 2, "tiercache.copy_plan": 2, "tiercache.cuda_driver": 2, "tiercache.host_memory": 2,
-    "tiercache.cuda_lane": 2, "tiercache.cuda": 2, "tiercache.memcpy": 2,
-    "tiercache.mapping": 3, "tiercache.session": 3, "tiercache.client": 3, "tiercache.transfer": 3,
-    "tiercache.leases": 3, "tiercache.moves": 3, "tiercache.jobs": 3,
-    "tiercache.gds": 3, "tiercache.gds_moves": 3, "tiercache.direct": 3,
-    "tiercache.loading": 4, "tiercache.storing": 4, "tiercache.direct_store": 4, "tiercache.connector": 4,
-    "tiercache.launch": 4, "tiercache": 4,
-    "tiercache.engine": 5, "tiercache.connectors": 5, "tiercache.daemon": 5,
-    "tiercache.serve": 6, "tiercache.http": 6, "tiercache.cli": 6, "tiercache.replay": 6,
-}  # fmt: skip
-"""A new module gets its layer here. A package's layer is that of all its modules."""
+FLOORS = """
+tiercache.errors
+tiercache.ground
+tiercache.config
+tiercache.protocol
+tiercache.kernels
+tiercache.copies
+tiercache.client
+tiercache.connector
+tiercache
+tiercache.connectors | tiercache.engine | tiercache.daemon
+tiercache.http | tiercache.plan
+tiercache.serve | tiercache.replay
+tiercache.demo
+tiercache.cli
+"""
+"""The folders, the lowest first: each imports from itself and from floors below, never from its own floor's others."""
 
-APART = {"tiercache.engine", "tiercache.connectors", "tiercache.daemon"}
-"""One layer, and yet none imports another."""
+DAEMON_FLOORS = """
+tiercache.daemon.ground
+tiercache.daemon.events
+tiercache.daemon.index
+tiercache.daemon.hints
+tiercache.daemon.policies
+tiercache.daemon.tiers
+tiercache.daemon.observe
+tiercache.daemon.requests
+tiercache.daemon
+"""
+"""Those of the daemon: the files directly in daemon/ put them together, and are on top."""
+
+NVME_FLOORS = """
+tiercache.daemon.tiers.nvme.disk
+tiercache.daemon.tiers.nvme.catalog
+tiercache.daemon.tiers.nvme.check | tiercache.daemon.tiers.nvme.moves
+tiercache.daemon.tiers.nvme.direct
+"""
+"""Those of the NVMe tier. The files directly in nvme/ are used by those that move blocks, and use them."""
+
+HOUSES = [
+    {folder: floor for floor, line in enumerate(text.split("\n")) for folder in line.split(" | ") if folder}
+    for text in (FLOORS, DAEMON_FLOORS, NVME_FLOORS)
+]
 
 HEAVY = {"torch", "triton", "transformers", "safetensors", "kvikio", "vllm"}
 MAY_IMPORT_HEAVY = {
     "tiercache.kernels": {"torch", "triton"},
-    "tiercache.cuda": {"torch"},
-    "tiercache.cuda_lane": {"torch"},
-    "tiercache.gds_probe": {"kvikio"},
-    "tiercache.gds_stage": {"kvikio", "torch"},
-    "tiercache.gds_backend": {"kvikio", "torch"},
+    "tiercache.copies.cuda": {"torch"},
+    "tiercache.copies.cuda_lane": {"torch"},
+    "tiercache.connector.direct.probe": {"kvikio"},
+    "tiercache.connector.direct.probe_stage": {"kvikio", "torch"},
+    "tiercache.connector.direct.backend": {"kvikio", "torch"},
     "tiercache.engine": {"torch", "triton", "transformers", "safetensors"},
     "tiercache.connectors": {"torch", "transformers", "vllm"},
-    "tiercache.cli.demo_worker": {"torch", "transformers"},  # the main module of a process of its own
-    "tiercache.cli.demo_vllm": {"vllm"},  # of another, in its functions: the demo asks it whether there is a vLLM
+    "tiercache.demo.worker": {"torch", "transformers"},  # the main module of a process of its own
+    "tiercache.demo.vllm_worker": {"vllm"},  # of another, in its functions: the demo asks it whether there is a vLLM
 }
-MAY_IMPORT_HEAVY_LAZILY = {"tiercache.cli": {"torch", "transformers"}}
-LAZY_IN_THE_DAEMON = {("tiercache.daemon.nvme.codecs", "numpy")}
+MAY_IMPORT_HEAVY_LAZILY = {
+    "tiercache.cli": {"torch", "transformers"}, "tiercache.demo": {"torch", "transformers"},
+}  # fmt: skip
+LAZY_IN_THE_DAEMON = {("tiercache.daemon.tiers.nvme.disk.codecs", "numpy")}
 """Only where a codec other than raw is in use."""
 ON_DEMAND = {f"tiercache.daemon.policies.{name}" for name in ("hazard", "predictor", "reusetimes", "sketch", "worths")}
 """Loaded only by a daemon whose `policy` needs them: these may use numpy, and nothing loads them at its top."""
 NEEDS_ON_DEMAND = {f"tiercache.daemon.policies.{name}" for name in ("workload_aware", "wtinylfu")}
 """The policies that do so."""
-NOT_IN_THE_DAEMON = {*HEAVY, "numpy", "typer", "rich", "tiercache.keys"}
+NOT_IN_THE_DAEMON = {*HEAVY, "numpy", "typer", "rich", "tiercache.protocol.keys"}
 """The daemon is small enough for a sidecar: numpy alone would be a third of its memory."""
 
 
@@ -112,10 +134,22 @@ def _imported(node: ast.AST, known: set[str]) -> Iterator[str]:
             yield str(node.args[0].value)
 
 
-def unit(module: str) -> str:
-    """The entry of LAYERS that a module falls under."""
-    short = ".".join(module.split(".")[:2])
-    return short if module != "tiercache" else module
+def unit(module: str, house: dict[str, int] = HOUSES[0]) -> str:
+    """The folder of a house that a module is in; "" for one outside. What a house has is all below its folders."""
+    while module and module not in house:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def upwards(found: Import) -> str | None:
+    """Whether an import goes up in one of the houses, in words."""
+    for house in HOUSES:
+        importer, imported = unit(found.importer, house), unit(found.module, house)
+        if not importer or not imported or importer == imported:
+            continue
+        if house[imported] >= house[importer] and not (house is HOUSES[1] and imported == "tiercache.daemon"):
+            return f"{importer} imports {imported}, which is not below it"
+    return None
 
 
 def problem(found: Import) -> str | None:
@@ -132,47 +166,63 @@ def problem(found: Import) -> str | None:
         return None
     if found.module in ON_DEMAND and found.importer not in {*ON_DEMAND, *NEEDS_ON_DEMAND} and not found.lazy:
         return f"{found.module} is loaded on demand only"
-    if importer == "tiercache.daemon" and {package, unit(found.module)} & NOT_IN_THE_DAEMON:
+    if importer == "tiercache.daemon" and {package, found.module} & NOT_IN_THE_DAEMON:
         return f"{found.module} is not for the daemon"
     if package != "tiercache" or found.module == "tiercache":
         return None
-    imported = unit(found.module)
-    for name in (importer, imported):
-        if name not in LAYERS:
-            return f"{name} has no layer: give it one in tests/test_layering.py"
-    if LAYERS[imported] > LAYERS[importer]:
-        return f"layer {LAYERS[importer]} imports layer {LAYERS[imported]}"
-    if importer != imported and {importer, imported} <= APART:
-        return f"{importer} and {imported} never import each other"
-    return None
+    return upwards(found)
 
 
-def test_every_module_has_a_layer() -> None:
-    assert [name for name in modules() if unit(name) not in LAYERS] == []
-
-
-def test_every_import_goes_to_its_own_layer_or_lower() -> None:
+def all_imports() -> list[Import]:
     known = modules()
-    found = [edge for name, path in known.items() for edge in imports(name, path.read_text(), set(known))]
+    return [edge for name, path in known.items() for edge in imports(name, path.read_text(), set(known))]
+
+
+def test_every_folder_has_a_floor() -> None:
+    for house, depth in zip(HOUSES, (2, 3, 5), strict=True):
+        top = next(iter(house)).rpartition(".")[0]
+        names = {name for name in modules() if name.startswith(f"{top}.") and name.count(".") >= depth}
+        assert {".".join(name.split(".")[:depth]) for name in names} - set(house) == set()
+
+
+def test_every_import_goes_down() -> None:
+    found = all_imports()
     assert len(found) > 50
     assert [f"{edge}: {text}" for edge in found if (text := problem(edge))] == []
+
+
+def test_no_two_files_import_each_other_whichever_way_round() -> None:
+    """Nor three, and so on: also within functions, and for type checkers alone."""
+    known = modules()
+    below: dict[str, set[str]] = {name: set() for name in known}
+    for edge in all_imports():
+        if edge.module in known and edge.module != edge.importer:
+            below[edge.importer].add(edge.module)
+    while free := [name for name, others in below.items() if not others]:
+        for name in free:
+            del below[name]
+        for others in below.values():
+            others.difference_update(free)
+    assert below == {}, "each of these is in a circle, or above one"
 
 
 @pytest.mark.parametrize(
     ("importer", "source", "words"),
     [
-        ("tiercache.units", "import tiercache.config", "layer 0 imports layer 1"),
-        ("tiercache.wire", "def f():\n    from tiercache import client", "layer 2 imports layer 3"),
-        ("tiercache.daemon.server", "import tiercache.engine.blocks", "never import each other"),
-        ("tiercache.client", "importlib.import_module('tiercache.cli.main')", "imports layer 6"),
-        ("tiercache.connector", "def f():\n    import torch.cuda", "torch is not for"),
-        ("tiercache.daemon.index", "def f():\n    import numpy", "not for the daemon"),
-        ("tiercache.daemon.index", "from tiercache.keys import KeyChain", "not for the daemon"),
-        ("tiercache.client", "import tiercache.brandnew", "has no layer"),
+        ("tiercache.ground.units", "import tiercache.config.daemon_config", "not below it"),
+        ("tiercache.protocol.wire", "def f():\n    from tiercache import client", "not below it"),
+        ("tiercache.daemon.server", "import tiercache.engine.blocks", "not below it"),
+        ("tiercache.client.client", "importlib.import_module('tiercache.cli.main')", "not below it"),
+        ("tiercache.connector.connector", "def f():\n    import torch.cuda", "torch is not for"),
+        ("tiercache.daemon.index.index", "def f():\n    import numpy", "not for the daemon"),
+        ("tiercache.daemon.index.index", "from tiercache.protocol.keys import KeyChain", "not for the daemon"),
+        ("tiercache.daemon.index.index", "import tiercache.daemon.tiers.dram.space", "not below it"),
+        ("tiercache.daemon.tiers.nvme.disk.queue", "import tiercache.daemon.tiers.nvme.moves.dirty", "not below it"),
     ],
 )  # fmt: skip
 def test_wrong_imports_are_found(importer: str, source: str, words: str) -> None:
-    found = [text for edge in imports(importer, source, {"tiercache.client"}) if (text := problem(edge))]
+    known = {"tiercache.client", "tiercache.protocol.keys"}
+    found = [text for edge in imports(importer, source, known) if (text := problem(edge))]
     assert len(found) == 1
     assert words in found[0]
 

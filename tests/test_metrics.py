@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache import metrics
-from tiercache.metrics import (
+from tiercache.ground import histograms as metrics
+from tiercache.ground.histograms import (
     MAX_FRESH,
     NANOSECONDS,
     NO_END,

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import tiercache
-from tiercache import extras
-from tiercache.settings import SETTINGS
+from tiercache.config.settings import SETTINGS
+from tiercache.ground import extras
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,9 +31,9 @@ OUTER = ("connectors", "daemon", "kernels")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORT_NAMES = {"pyzmq": "zmq", "prometheus-client": "prometheus_client"}
 OPTIONAL = (
-    "connectors/", "kernels/", "tiercache/engine/", "tiercache/cuda", "tiercache/gds.py", "tiercache/cli/demo",
-    "tiercache/serve/", "tiercache/cli/serve", "tiercache/http/", "tiercache/cli/affinity", "daemon/nvme/cipher.py",
-    "tiercache/replay/plot.py",
+    "connectors/", "kernels/", "tiercache/engine/", "tiercache/copies/cuda", "tiercache/connector/direct/",
+    "tiercache/demo/", "tiercache/cli/demo", "tiercache/serve/", "tiercache/cli/serve", "tiercache/http/",
+    "tiercache/cli/affinity", "daemon/tiers/nvme/disk/cipher.py", "tiercache/replay/plot.py",
 )  # fmt: skip
 """Modules that need an extra; everything else works with the base install."""
 
@@ -98,7 +98,8 @@ def test_the_wheel_holds_every_module_once_and_nothing_else(wheel: Path) -> None
 def test_the_installed_package_runs_without_the_checkout(installed: Path, tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'triton', 'transformers', 'kvikio')))\n"
-        "import tiercache, tiercache.client, tiercache.connector, tiercache.daemon, tiercache.cli.app\n"
+        "import tiercache, tiercache.client.client, tiercache.connector.connector, tiercache.daemon\n"
+        "import tiercache.cli.app\n"
         "print(tiercache.__file__, *tiercache.daemon.__path__)"
     )
     places = run(sys.executable, "-c", code, cwd=tmp_path, python_path=installed).split()
@@ -126,7 +127,7 @@ def test_a_checkout_gets_its_extras_from_itself(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_wheel_gets_the_packages_of_its_extras(installed: Path, tmp_path: Path) -> None:
-    code = "from tiercache.extras import install_extra; print(install_extra('http')); print(install_extra('nothing'))"
+    code = "from tiercache.ground.extras import *; print(install_extra('http')); print(install_extra('nothing'))"
     line, unknown = run(sys.executable, "-c", code, cwd=tmp_path, python_path=installed).splitlines()
     wanted = PROJECT["optional-dependencies"]["http"]
     assert shlex.split(line) == [sys.executable, "-m", "pip", "install", *wanted]

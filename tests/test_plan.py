@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tiercache.cli.main import main
-from tiercache.cli.plan_known import GPUS, MODELS
-from tiercache.cli.plan_model import load_model, read_config, record_bytes
-from tiercache.cli.plan_sizes import Form
+from tiercache.plan.known import GPUS, MODELS
+from tiercache.plan.model import load_model, read_config, record_bytes
+from tiercache.plan.sizes import Form
 
 KIB = 1024
 

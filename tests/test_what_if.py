@@ -11,7 +11,7 @@ import pytest
 import tiercache
 from tiercache.cli.main import main
 from tiercache.cli.what_if import points, sentence, table
-from tiercache.layout import NamespaceSpec
+from tiercache.protocol.namespaces import NamespaceSpec
 
 BLOCKS = 320
 ROUNDS = 25

@@ -3,20 +3,23 @@
     daemon = tiercache.launch(arena="1GiB")
     connector = tiercache.connect(daemon.address, namespace=spec, pool=pool)
 
-`tiercache.connector` shows the whole way of a block. Names are imported when they are first used,
+`tiercache.connector.connector` shows the whole way of a block. Names are imported when they are first used,
 so `import tiercache` costs nothing.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiercache.client import Client
-    from tiercache.connector import Connector, connect
+    from tiercache.client.client import Client
+    from tiercache.client.launcher import LaunchedDaemon, launch
+    from tiercache.connector.connector import Connector, connect
+    from tiercache.connector.jobs import Transfer
+    from tiercache.connector.loads import Match
+    from tiercache.connector.stores import StoreResult
+    from tiercache.copies.pool import Pool
     from tiercache.errors import (
         ArenaError,
         ConfigError,
@@ -29,20 +32,15 @@ if TYPE_CHECKING:
         TierCacheError,
         VersionError,
     )
-    from tiercache.hints import Hint
-    from tiercache.jobs import Transfer
-    from tiercache.keys import KeyChain, fingerprint_files, root_key
-    from tiercache.launch import LaunchedDaemon, launch
-    from tiercache.layout import NamespaceSpec
-    from tiercache.loading import Match
-    from tiercache.messages import Priority
-    from tiercache.storing import StoreResult
-    from tiercache.transfer import Pool
+    from tiercache.protocol.hints import Hint
+    from tiercache.protocol.keys import KeyChain, fingerprint_files, root_key
+    from tiercache.protocol.messages import ModelCard, Priority
+    from tiercache.protocol.namespaces import NamespaceSpec
 
 _HOMES = {
-    "Client": "client",
-    "Connector": "connector",
-    "connect": "connector",
+    "Client": "client.client",
+    "Connector": "connector.connector",
+    "connect": "connector.connector",
     "ArenaError": "errors",
     "ConfigError": "errors",
     "DaemonUnavailable": "errors",
@@ -53,18 +51,19 @@ _HOMES = {
     "RequestRefused": "errors",
     "TierCacheError": "errors",
     "VersionError": "errors",
-    "Hint": "hints",
-    "Transfer": "jobs",
-    "KeyChain": "keys",
-    "fingerprint_files": "keys",
-    "root_key": "keys",
-    "LaunchedDaemon": "launch",
-    "launch": "launch",
-    "NamespaceSpec": "layout",
-    "Match": "loading",
-    "Priority": "messages",
-    "StoreResult": "storing",
-    "Pool": "transfer",
+    "Hint": "protocol.hints",
+    "Transfer": "connector.jobs",
+    "KeyChain": "protocol.keys",
+    "fingerprint_files": "protocol.keys",
+    "root_key": "protocol.keys",
+    "LaunchedDaemon": "client.launcher",
+    "launch": "client.launcher",
+    "NamespaceSpec": "protocol.namespaces",
+    "Match": "connector.loads",
+    "ModelCard": "protocol.messages",
+    "Priority": "protocol.messages",
+    "StoreResult": "connector.stores",
+    "Pool": "copies.pool",
 }
 
 __version__ = "0.2.0"
@@ -80,6 +79,7 @@ __all__ = [
     "LaunchedDaemon",
     "LayoutError",
     "Match",
+    "ModelCard",
     "ModelRefused",
     "NamespaceSpec",
     "Pool",
@@ -105,18 +105,6 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"tiercache.{home}"), name)
     globals()[name] = value
     return value
-
-
-class _Package(ModuleType):
-    """Keeps `tiercache.launch` the function: importing the module of that name would replace it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "launch" and isinstance(value, ModuleType):
-            value = value.launch
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

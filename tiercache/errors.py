@@ -15,7 +15,7 @@
     └── ModelRefused          the engine cannot serve this model; the text says why
 
 Misses, pending blocks and a full arena are not errors: they are return values.
-At an engine's edge (`tiercache.connector`) every one of these becomes a miss.
+At an engine's edge (`tiercache.connector.connector`) every one of these becomes a miss.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class VersionError(ProtocolError):
 
 
 class RequestRefused(TierCacheError):
-    """The daemon refused a request; `code` is one of `tiercache.messages.ErrorCode`."""
+    """The daemon refused a request; `code` is one of `tiercache.protocol.messages.ErrorCode`."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"{code}: {text}")

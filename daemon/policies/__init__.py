@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tiercache.daemon.hinted import HintedPolicy
-from tiercache.daemon.hints import Hints
-from tiercache.daemon.index import Index
+from tiercache.daemon.hints.hinted_policy import HintedPolicy
+from tiercache.daemon.hints.hints import Hints
+from tiercache.daemon.index.index import Index
+from tiercache.daemon.index.policy import Learner, Policy
 from tiercache.daemon.policies.arc import ARC
 from tiercache.daemon.policies.lru import LeafLRU
 from tiercache.daemon.policies.requests import Requests
 from tiercache.daemon.policies.s3fifo import S3FIFO
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.daemon.policies.window import Window
-from tiercache.daemon.policy import Learner, Policy
 
 __all__ = ["POLICIES", "Policies"]
 

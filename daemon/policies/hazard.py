@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tiercache.daemon.index import Index
+from tiercache.daemon.index.index import Index
+from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies.predictor import Predictor
 from tiercache.daemon.policies.rings import Rings
 from tiercache.daemon.policies.worths import (
@@ -20,7 +21,6 @@ from tiercache.daemon.policies.worths import (
     chain_class,
     shared_class,
 )  # fmt: skip
-from tiercache.daemon.policy import NO_ENTRY
 
 RANK_SHARE = 32
 """Cells are ranked anew when this part of them has been emptied."""

@@ -6,8 +6,8 @@ import heapq
 from array import array
 from collections.abc import Sequence
 
+from tiercache.daemon.index.policy import NO_ENTRY, Columns
 from tiercache.daemon.policies.rings import Rings
-from tiercache.daemon.policy import NO_ENTRY, Columns
 
 _BUCKET_SHIFT = 6
 

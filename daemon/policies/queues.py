@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from array import array
 
-from tiercache.daemon.index import Index, Table
+from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies.lru import LeafLRU
-from tiercache.daemon.policy import NO_ENTRY
 
 _SHRINK = 0.9995
 """What is left of the capacity at each eviction when fewer blocks are here than it says."""

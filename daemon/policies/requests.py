@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiercache.daemon.policies.turnover import Turnover
-from tiercache.messages import KEY_BYTES
+from tiercache.protocol.messages import KEY_BYTES
 
 
 class Again:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiercache.daemon.policy import NO_ENTRY, Columns
+from tiercache.daemon.index.policy import NO_ENTRY, Columns
 
 
 class Rings:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from tiercache.daemon.policies.requests import Requests
 from tiercache.daemon.policies.turnover import Turnover
-from tiercache.messages import KEY_BYTES
+from tiercache.protocol.messages import KEY_BYTES
 
 ROWS = 4
 MOST = 15

@@ -11,10 +11,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from tiercache.daemon.index import Index
+from tiercache.daemon.index.index import Index
+from tiercache.daemon.index.policy import NO_ENTRY, Learner, Policy
 from tiercache.daemon.policies.rings import Rings
 from tiercache.daemon.policies.turnover import Turnover
-from tiercache.daemon.policy import NO_ENTRY, Learner, Policy
 
 SHARE = 0.1
 """Of the room in DRAM."""

@@ -19,9 +19,9 @@ import msgspec
 import zmq
 from waiting import wait_until as wait_until
 
-from tiercache import messages as m
-from tiercache.arena import Region, create_region
-from tiercache.wire import close_fds, receive_packet, send_packet
+from tiercache.copies.arena import Region, create_region
+from tiercache.protocol import messages as m
+from tiercache.protocol.wire import close_fds, receive_packet, send_packet
 
 Rule = Callable[[m.Request, m.Reply], "list[bytes] | None"]
 """Parts to send for a request whose proper reply this is; None answers properly, [] not at all."""

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tiercache.jobs import Background
+from tiercache.connector.jobs import Background
 
 
 def test_all_is_done_in_order_though_some_of_it_fails(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 import zmq
 
-from tiercache import channel
-from tiercache.channel import Channels
+from tiercache.client import channel
+from tiercache.client.channel import Channels
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, TierCacheError
-from tiercache.messages import MAX_MESSAGE_BYTES, TOKEN_BYTES, AnyReply, Done, Ping, Stats
+from tiercache.protocol.messages import MAX_MESSAGE_BYTES, TOKEN_BYTES, AnyReply, Done, Ping, Stats
 
 DEADLINE_S = 600.0
 """Nobody waits this long: a test that did would fail by its own limit."""

@@ -17,13 +17,13 @@ import pytest
 from fake_daemon import FakeDaemon, wait_until
 
 import tiercache
-from tiercache import messages as m
-from tiercache.channel import LATE_CHANNEL_S
-from tiercache.client import BACK_OFF_FIRST_S, BACK_OFF_LAST_S
+from tiercache.client.channel import LATE_CHANNEL_S
+from tiercache.client.client import BACK_OFF_FIRST_S, BACK_OFF_LAST_S
+from tiercache.client.session import Session
+from tiercache.connector.stores import abort_lease
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, RequestRefused
-from tiercache.session import Session
-from tiercache.storing import abort_lease
-from tiercache.wire import receive_packet, send_packet
+from tiercache.protocol import messages as m
+from tiercache.protocol.wire import receive_packet, send_packet
 
 BLOCK = 4096
 SPEC = tiercache.NamespaceSpec(engine="t/1", layout="x", dtype="uint8", block_size=4, block_bytes=BLOCK)
@@ -46,7 +46,7 @@ def daemon(run_dir: Path) -> Iterator[FakeDaemon]:
 @pytest.fixture
 def brief_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients whose daemon has kept an answer from them do not wait for it at their end."""
-    monkeypatch.setattr(tiercache.client, "CLOSE_S", 0.1)
+    monkeypatch.setattr(tiercache.client.client, "CLOSE_S", 0.1)
 
 
 @pytest.fixture
@@ -269,12 +269,12 @@ def test_a_daemon_that_stays_away_is_asked_for_less_and_less(run_dir: Path) -> N
 def test_a_client_is_cold_for_a_moment_after_the_daemon_was_away(
     daemon: FakeDaemon, client: tiercache.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiercache.client.RAMP_S", 1e6)
+    monkeypatch.setattr("tiercache.client.client.RAMP_S", 1e6)
     assert client.warmth == 1.0, "at the start there is nothing to be spared"
     daemon.drop_sessions()
     wait_until(lambda: client.times_up == 2)
     assert 0.0 <= client.warmth < 0.5
-    monkeypatch.setattr("tiercache.client.RAMP_S", 1e-9)
+    monkeypatch.setattr("tiercache.client.client.RAMP_S", 1e-9)
     assert client.warmth == 1.0
 
 
@@ -292,7 +292,7 @@ def test_trouble_of_a_former_session_leaves_the_new_one_alone(client: tiercache.
 def test_a_held_match_is_renewed_and_a_forgotten_one_given_back(
     daemon: FakeDaemon, connector: tiercache.Connector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiercache.loading.READ_TTL_MS", 200)
+    monkeypatch.setattr("tiercache.connector.loads.READ_TTL_MS", 200)
     connector.store(KEYS, [0, 1, 2])
     match = connector.match(KEYS)
     wait_until(lambda: len(daemon.seen(m.Renew)) >= 2)
@@ -473,7 +473,7 @@ def test_who_does_not_answer_holds_up_no_end_of_a_client(
         time.sleep(seconds)
 
     monkeypatch.setattr(Session, "settle", look)
-    monkeypatch.setattr(tiercache.client, "time", SimpleNamespace(monotonic=time.monotonic, sleep=rest))
+    monkeypatch.setattr(tiercache.client.client, "time", SimpleNamespace(monotonic=time.monotonic, sleep=rest))
     client.close()
     assert looks <= rests + 3
     daemon.let_go()

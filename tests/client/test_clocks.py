@@ -14,9 +14,9 @@ from fake_daemon import FakeDaemon
 from waiting import wait_until
 
 import tiercache
-from tiercache import messages as m
-from tiercache import session
+from tiercache.client import session
 from tiercache.errors import DaemonUnavailable, RequestRefused
+from tiercache.protocol import messages as m
 
 SPEC = tiercache.NamespaceSpec(engine="clocks/1", layout="x", dtype="uint8", block_size=4, block_bytes=4096)
 KEYS = tiercache.KeyChain(tiercache.root_key("clocks"), 4, range(12)).packed()

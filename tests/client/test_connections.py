@@ -14,10 +14,10 @@ import zmq
 from fake_daemon import FakeDaemon
 
 import tiercache
-from tiercache import channel
-from tiercache import messages as m
-from tiercache.channel import Channels
+from tiercache.client import channel
+from tiercache.client.channel import Channels
 from tiercache.errors import DeadlineExceeded, RequestRefused
+from tiercache.protocol import messages as m
 
 WAIT_S = 60
 

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
+from tiercache.connector.jobs import JobQueue, Transfer
+from tiercache.copies.pool import CopyLost, Limit
 from tiercache.errors import DeadlineExceeded
-from tiercache.jobs import JobQueue, Transfer
-from tiercache.transfer import CopyLost, Limit
 
 
 def fail(error: Exception) -> int:

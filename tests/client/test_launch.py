@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tiercache.client.launcher import LaunchedDaemon
 from tiercache.errors import DaemonUnavailable
-from tiercache.launch import LaunchedDaemon
 
 PROGRAM = """
 import os, signal, sys

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from tiercache import connector, leases
+from tiercache.client import leases
+from tiercache.client.leases import HOLD_AT_MOST_S, Leases
+from tiercache.client.session import Session
+from tiercache.connector import connector
+from tiercache.copies.pool import Limit
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded
-from tiercache.leases import HOLD_AT_MOST_S, Leases
-from tiercache.messages import Abort, Release, Renewed
-from tiercache.session import Session
-from tiercache.transfer import Limit
+from tiercache.protocol.messages import Abort, Release, Renewed
 
 
 class Holder:

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiercache import mapping as module
-from tiercache.arena import Region, create_region
+from tiercache.client import mapping as module
+from tiercache.client.mapping import FEW, ArenaMapping
+from tiercache.copies.arena import Region, create_region
 from tiercache.errors import ArenaError, DeadlineExceeded, ProtocolError
-from tiercache.mapping import FEW, ArenaMapping
-from tiercache.messages import REGION_SHIFT
+from tiercache.protocol.messages import REGION_SHIFT
 
 WAIT_S = 60
 

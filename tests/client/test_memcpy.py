@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tiercache import memcpy
-from tiercache.memcpy import Move, copy_moves
+from tiercache.copies import memcpy
+from tiercache.copies.memcpy import Move, copy_moves
 
 Bytes = npt.NDArray[np.uint8]
 BLOCK = 3000

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiercache.copies.pool import MERGE_BYTES, CpuCopier, Limit, Pool, run_starts
 from tiercache.errors import LayoutError
-from tiercache.transfer import MERGE_BYTES, CpuCopier, Limit, Pool, run_starts
 
 
 def addresses(array: np.ndarray, rows: list[int]) -> np.ndarray:
@@ -154,7 +154,7 @@ def test_a_read_only_pool_of_small_blocks_can_be_stored_from() -> None:
 def test_a_stopped_copy_says_how_many_leading_blocks_are_complete(
     layered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiercache.memcpy.SHARED_FROM_BYTES", 1 << 40)  # two threads: see test_memcpy
+    monkeypatch.setattr("tiercache.copies.memcpy.SHARED_FROM_BYTES", 1 << 40)  # two threads: see test_memcpy
     half = MERGE_BYTES // 2
     pools = [np.zeros((6, half), np.uint8)] if not layered else [np.zeros((6, half // 2), np.uint8)] * 2
     source = np.ones((6, half), np.uint8)
@@ -170,7 +170,7 @@ def test_after_its_deadline_a_limit_is_reached() -> None:
 
 
 def test_a_stopped_gathering_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercache.transfer.MERGE_BYTES", 2 * 96)
+    monkeypatch.setattr("tiercache.copies.pool.MERGE_BYTES", 2 * 96)
     blocks, arena = np.zeros((6, 96), np.uint8), np.ones((6, 96), np.uint8)
     copier = CpuCopier(Pool.from_blocks(blocks))
     assert copier.copy_in(addresses(arena, [0, 1, 2, 3, 4, 5]), np.array([4, 2, 5, 0, 3, 1]), StopAfter(2)) == 4

@@ -9,8 +9,8 @@ import pytest
 from fake_daemon import FakeDaemon
 
 import tiercache
-from tiercache import messages as m
-from tiercache.keys import name_blocks
+from tiercache.protocol import messages as m
+from tiercache.protocol.keys import name_blocks
 
 BLOCKS, SIZE = 300, 4
 SPEC = tiercache.NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=SIZE, block_bytes=4096)

@@ -13,10 +13,10 @@ import pytest
 from fake_daemon import FakeDaemon, wait_until
 
 import tiercache
-from tiercache import messages as m
-from tiercache import storing
-from tiercache.messages import BlockState, CommitState
-from tiercache.transfer import CopyLost, CpuCopier, Limit
+from tiercache.connector import stores as storing
+from tiercache.copies.pool import CopyLost, CpuCopier, Limit
+from tiercache.protocol import messages as m
+from tiercache.protocol.messages import BlockState, CommitState
 
 BLOCK = 4096
 BLOCKS = 12

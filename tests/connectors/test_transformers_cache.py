@@ -17,7 +17,7 @@ import transformers
 from tiny_models import tiny_model
 
 import tiercache
-from tiercache.connectors import transformers_model
+from tiercache.connectors.transformers import model as transformers_model
 from tiercache.connectors.transformers_cache import PrefixCache
 from tiercache.errors import ConfigError, DaemonUnavailable, ModelRefused
 

@@ -18,10 +18,10 @@ from test_transformers_cache import Open, greedy, prompt
 from tiny_models import tiny_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tiercache.connectors import transformers_watch
-from tiercache.connectors.module_facts import attributes_of
+from tiercache.connectors.transformers import watch as transformers_watch
 from tiercache.connectors.transformers_cache import PrefixCache
-from tiercache.connectors.weight_sample import elements
+from tiercache.connectors.weights.module_facts import attributes_of
+from tiercache.connectors.weights.sample import elements
 from tiercache.errors import ModelRefused
 
 pytestmark = pytest.mark.engine

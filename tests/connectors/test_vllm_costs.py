@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiercache.connectors.vllm_costs import ASK_AGAIN, LAST_LOADS, LEAST_SAMPLES, MEASURED_TOKENS, Costs
+from tiercache.connectors.vllm.costs import ASK_AGAIN, LAST_LOADS, LEAST_SAMPLES, MEASURED_TOKENS, Costs
 
 SIZE = 16
 STEP_TOKENS = 1600

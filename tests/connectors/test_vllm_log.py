@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import tiercache
-from tiercache.connectors import vllm_log
-from tiercache.connectors.vllm_log import LINE_EVERY_S, MOST_LINES, RequestLog, introduce, join_vllm
+from tiercache.connectors.vllm import log as vllm_log
+from tiercache.connectors.vllm.log import LINE_EVERY_S, MOST_LINES, RequestLog, introduce, join_vllm
 
 LOGGER = "tiercache.connectors.vllm"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tiercache.connectors import vllm_names
-from tiercache.connectors.vllm_names import Names, check_hashes, lengths_of
+from tiercache.connectors.vllm import names as vllm_names
+from tiercache.connectors.vllm.names import Names, check_hashes, lengths_of
 from tiercache.errors import ModelRefused
 
 LONG_S = 600.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiercache.connectors.vllm_weights import Look, RunnerTensors, Weights, runner_of_caller
+from tiercache.connectors.vllm.weights import Look, RunnerTensors, Weights, runner_of_caller
 from tiercache.errors import ModelRefused
 
 pytestmark = pytest.mark.engine

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiercache.connectors.weight_sample import ELEMENTS, WeightSample, elements, lattice
+from tiercache.connectors.weights.sample import ELEMENTS, WeightSample, elements, lattice
 
 pytestmark = pytest.mark.engine
 

@@ -1,4 +1,4 @@
-"""A client of the daemon written from `daemon/README.md` alone: no module of tiercache is imported here.
+"""A client of the daemon written from `daemon/PROTOCOL.md` alone: no module of tiercache is imported here.
 
 What it needs is what any language has: unix sockets, msgpack, ZeroMQ, blake2b, mmap.
 """

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from tiercache.daemon import ahead
-from tiercache.daemon.ahead import AT_ONCE, LEAD_S, Ahead
-from tiercache.daemon.hints import said_at
-from tiercache.daemon.slices import Slices, Steps
-from tiercache.daemon.space import Namespace
+from tiercache.daemon import prefetch as ahead
+from tiercache.daemon.ground.slices import Slices, Steps
+from tiercache.daemon.hints.hints import said_at
+from tiercache.daemon.prefetch import AT_ONCE, LEAD_S, Ahead
+from tiercache.daemon.tiers.dram.space import Namespace
 
 SPACES = [cast(Namespace, SimpleNamespace(number=1, table=SimpleNamespace(policy=None)))]
 

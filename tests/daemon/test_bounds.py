@@ -14,16 +14,16 @@ import pytest
 import zmq
 from test_cache_edges import FRAME_BYTES, Harness, chain
 
-from tiercache.daemon import router, service
 from tiercache.daemon.cache import Cache, CacheLimits
-from tiercache.daemon.index import Index
-from tiercache.daemon.leases import Deadlines, ReadLease
+from tiercache.daemon.index.index import Index
 from tiercache.daemon.policies.window import Window
-from tiercache.daemon.reads import Reads
-from tiercache.daemon.space import ROOM_STEPS, SLICE, Space
-from tiercache.daemon.unsent import Unsent
+from tiercache.daemon.requests import router, service
+from tiercache.daemon.requests.unsent import Unsent
+from tiercache.daemon.tiers.dram.leases import Deadlines, ReadLease
+from tiercache.daemon.tiers.dram.reads import Reads
+from tiercache.daemon.tiers.dram.space import ROOM_STEPS, SLICE, Space
 from tiercache.errors import RequestRefused
-from tiercache.messages import BlockState
+from tiercache.protocol.messages import BlockState
 
 BLOCKS = 6000
 
@@ -142,7 +142,7 @@ def test_what_hangs_below_a_dropped_block_is_out_of_sight_while_it_is_being_unli
 
 def test_a_region_of_very_many_frames_is_looked_at_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it is emptied for frames of another size."""
-    monkeypatch.setattr("tiercache.daemon.space.LOOK_AT_ONCE", 512)
+    monkeypatch.setattr("tiercache.daemon.tiers.dram.space.LOOK_AT_ONCE", 512)
     h = Harness(region_bytes=BLOCKS * FRAME_BYTES)
     small, large = h.space(), h.space(rank=1, block_bytes=2 * FRAME_BYTES)
     fill(h, small, 1, BLOCKS)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from tiercache.daemon import reads
 from tiercache.daemon.cache import Cache, CacheLimits
-from tiercache.daemon.leases import Owner
-from tiercache.daemon.space import Namespace
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import BlockState, CommitState
+from tiercache.daemon.tiers.dram import reads
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.protocol.messages import BlockState, CommitState
+from tiercache.protocol.namespaces import NamespaceSpec
 
 FRAME_BYTES = 4096
 

@@ -7,11 +7,11 @@ import random
 import pytest
 
 from tiercache.daemon.cache import Cache, CacheLimits
-from tiercache.daemon.leases import Owner
 from tiercache.daemon.policies import POLICIES
-from tiercache.daemon.space import Namespace
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import BlockState, CommitState
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.protocol.messages import BlockState, CommitState
+from tiercache.protocol.namespaces import NamespaceSpec
 
 
 def key(*path: int) -> bytes:

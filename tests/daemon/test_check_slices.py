@@ -10,11 +10,10 @@ from test_bounds import fill
 from test_cache_edges import FRAME_BYTES, Harness, chain
 from test_slices import in_slices
 
-from tiercache.daemon.books import check_books
-from tiercache.daemon.index import FREE
-from tiercache.daemon.index_check import ENTRIES
-from tiercache.daemon.leases import Owner
-from tiercache.messages import KEY_BYTES, REGION_SHIFT
+from tiercache.daemon.index.check import ENTRIES
+from tiercache.daemon.index.index import FREE
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.protocol.messages import KEY_BYTES, REGION_SHIFT
 
 BLOCKS = 6 * ENTRIES
 
@@ -72,7 +71,7 @@ class Busy(Harness):
 def test_books_that_change_all_the_time_agree() -> None:
     h = Busy()
     for _ in range(4):
-        findings, slices = in_slices(check_books(h.cache), h.step)
+        findings, slices = in_slices(h.cache.check(), h.step)
         assert findings == []
         assert slices > BLOCKS // ENTRIES
     h.check()
@@ -178,7 +177,7 @@ def test_what_is_wrong_is_found_while_others_are_served(text: str) -> None:
         h.cache.reads.release(h.owner, found.lease.lease_id)
         h.store(h.spaces[2], chain(h.rng.randrange(4, 250), 3))
 
-    findings, _ = in_slices(check_books(h.cache), read)
+    findings, _ = in_slices(h.cache.check(), read)
     assert [finding for finding in findings if text in finding], findings
 
 
@@ -204,7 +203,7 @@ def test_a_slice_of_a_check_looks_at_a_part(monkeypatch: pytest.MonkeyPatch) -> 
         nonlocal looked, most
         most, looked = max(most, looked), 0
 
-    findings, slices = in_slices(check_books(h.cache), look)
+    findings, slices = in_slices(h.cache.check(), look)
     assert findings == []
     assert 0 < most <= ENTRIES
     entries = sum(state != FREE for state in index.state)
@@ -213,9 +212,9 @@ def test_a_slice_of_a_check_looks_at_a_part(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_check_that_is_given_up_leaves_nothing_behind() -> None:
     h = Busy()
-    _, slices = in_slices(check_books(h.cache), lambda: None)
+    _, slices = in_slices(h.cache.check(), lambda: None)
     for after in range(1, slices, 7):
-        steps = check_books(h.cache)
+        steps = h.cache.check()
         for _ in range(after):
             next(steps)
         steps.close()

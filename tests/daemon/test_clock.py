@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tiercache.daemon.clock import STALL_S, LeaseClock
+from tiercache.daemon.ground.clock import STALL_S, LeaseClock
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cache_model import Harness, chain, key
 
-from tiercache.daemon.below import NoTierBelow
-from tiercache.daemon.cuts import Cuts
-from tiercache.daemon.slices import finish
-from tiercache.daemon.space import Namespace
+from tiercache.daemon.ground.slices import finish
+from tiercache.daemon.tiers.dram.match_ends import Cuts
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.lower_tier import NoTierBelow
 
 BLOCKS = 9
 PATH = tuple(range(1, BLOCKS + 1))

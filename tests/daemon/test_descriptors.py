@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tiercache.config import DaemonConfig
-from tiercache.daemon.connections import UNSEEN_EVENTS, Connections
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.config.setting_kinds import NvmeDirectory
 from tiercache.daemon.descriptors import CONNECTIONS_PER_SESSION, fit, needed, raise_limit
-from tiercache.daemon.publisher import MAX_SUBSCRIBERS
+from tiercache.daemon.events.publisher import MAX_SUBSCRIBERS
+from tiercache.daemon.ground.connections import UNSEEN_EVENTS, Connections
 from tiercache.errors import ConfigError
-from tiercache.setting_kinds import NvmeDirectory
 
 CONFIG = DaemonConfig(arena_bytes=64 << 20, region_bytes=2 << 20, max_sessions=100)
 

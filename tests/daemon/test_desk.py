@@ -7,16 +7,16 @@ from typing import cast
 
 import pytest
 
-from tiercache.daemon import admin_requests
-from tiercache.daemon.admin_requests import AdminRequests
 from tiercache.daemon.cache import Cache
-from tiercache.daemon.desk import MAX_LEASED_KEYS_BYTES, MAX_WINDOW_BLOCKS, Desk, check_range, check_windows
-from tiercache.daemon.leases import ReadLease
-from tiercache.daemon.sessions import Session
-from tiercache.daemon.space import Namespace
+from tiercache.daemon.requests import admin as admin_requests
+from tiercache.daemon.requests.admin import AdminRequests
+from tiercache.daemon.requests.context import MAX_LEASED_KEYS_BYTES, MAX_WINDOW_BLOCKS, Desk, check_range, check_windows
+from tiercache.daemon.requests.sessions import Session
+from tiercache.daemon.tiers.dram.leases import ReadLease
+from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.errors import RequestRefused
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES, MAX_PAYLOAD_BYTES, Hello, ModelCard, ModelList, Models
+from tiercache.protocol.messages import KEY_BYTES, MAX_PAYLOAD_BYTES, Hello, ModelCard, ModelList, Models
+from tiercache.protocol.namespaces import NamespaceSpec
 
 MIB = 1 << 20
 

@@ -9,13 +9,13 @@ import pytest
 from test_bounds import fill, finish
 from test_cache_edges import FRAME_BYTES, Harness, chain
 
-from tiercache.daemon.below import NoTierBelow
 from tiercache.daemon.cache import Cache
-from tiercache.daemon.index import Index
-from tiercache.daemon.leases import ReadLease
-from tiercache.daemon.policy import NO_ENTRY
-from tiercache.daemon.space import Namespace
-from tiercache.messages import BlockState, CommitState
+from tiercache.daemon.index.index import Index
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.tiers.dram.leases import ReadLease
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.lower_tier import NoTierBelow
+from tiercache.protocol.messages import BlockState, CommitState
 
 
 def deep() -> tuple[Harness, Namespace, bytes]:

@@ -11,16 +11,16 @@ import pytest
 from test_bounds import fill, finish
 from test_cache_edges import FRAME_BYTES, Harness, chain
 
-from tiercache.daemon import events as events_module
-from tiercache.daemon import writes
 from tiercache.daemon.cache import Cache
-from tiercache.daemon.events import Events, name_blocks
-from tiercache.daemon.growth import Run
-from tiercache.daemon.leases import Owner
-from tiercache.daemon.publisher import Publisher
-from tiercache.daemon.reads import ENDED_AT_ONCE
-from tiercache.daemon.slices import PINS
-from tiercache.messages import KEY_BYTES, EventRun
+from tiercache.daemon.events import events as events_module
+from tiercache.daemon.events.events import Events, name_blocks
+from tiercache.daemon.events.publisher import Publisher
+from tiercache.daemon.ground.slices import PINS
+from tiercache.daemon.tiers.dram import writes
+from tiercache.daemon.tiers.dram.growing import Run
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.reads import ENDED_AT_ONCE
+from tiercache.protocol.messages import KEY_BYTES, EventRun
 
 MANY = 5 * ENDED_AT_ONCE
 

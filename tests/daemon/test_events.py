@@ -19,14 +19,14 @@ import pytest
 import zmq
 from raw_client import ROOT, VISIBLE, WAIT_S, Client, daemon, new_chain, until
 
-from tiercache.config import DaemonConfig, load_config
+from tiercache.config.daemon_config import DaemonConfig, load_config
 from tiercache.daemon.cache import Cache, CacheLimits
-from tiercache.daemon.events import Events, name_blocks
-from tiercache.daemon.leases import Owner
-from tiercache.daemon.publisher import Publisher
+from tiercache.daemon.events.events import Events, name_blocks
+from tiercache.daemon.events.publisher import Publisher
+from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.errors import ConfigError
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import CommitState, EventRun, ReceivedRun, Reserve
+from tiercache.protocol.messages import CommitState, EventRun, ReceivedRun, Reserve
+from tiercache.protocol.namespaces import NamespaceSpec
 
 END = -1
 Batch = tuple[int, list[dict[str, Any]]]
@@ -255,7 +255,7 @@ def replayed(publisher: Publisher, context: zmq.Context[zmq.Socket[bytes]], fold
 
 
 def test_what_is_kept_for_later_is_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercache.daemon.publisher.MAX_BUFFER_BYTES", 100)
+    monkeypatch.setattr("tiercache.daemon.events.publisher.MAX_BUFFER_BYTES", 100)
     publisher = Publisher("", "", "", 1000)
     for _ in range(10):
         publisher.publish(b"x" * 30)
@@ -350,8 +350,8 @@ def test_what_is_remembered_of_blocks_is_limited(monkeypatch: pytest.MonkeyPatch
     """By tenant and in all, and what has left makes room."""
     events = Events(Publisher("", "", "", 10))
     size = name_blocks(ReceivedRun([1], None, bytes(4)), 1)(0).size
-    monkeypatch.setattr("tiercache.daemon.events.MAX_TENANT_BYTES", 2 * size)
-    monkeypatch.setattr("tiercache.daemon.events.MAX_KNOWN_BYTES", 5 * size)
+    monkeypatch.setattr("tiercache.daemon.events.events.MAX_TENANT_BYTES", 2 * size)
+    monkeypatch.setattr("tiercache.daemon.events.events.MAX_KNOWN_BYTES", 5 * size)
 
     def known(tenant: str, numbers: range) -> int:
         before = events.stats()["known_blocks"]
@@ -422,7 +422,7 @@ def test_extra_keys_that_take_long_to_look_at_are_not_passed_on() -> None:
 
 def test_what_waits_to_be_said_is_limited_by_process_for_as_long_as_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     events = Events(Publisher("", "", "", 10))
-    monkeypatch.setattr("tiercache.daemon.events.MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr("tiercache.daemon.events.events.MAX_WAITING_BYTES", 1000)
     said = [name_blocks(ReceivedRun([1], None, bytes(400)), 100) for _ in range(4)]
     assert [events.waits("a", one) for one in said[:3]] == [True, True, False]
     assert events.waits("b", said[3])

@@ -9,8 +9,8 @@ _FIRST = """
 import random, sys, time
 import tiercache.daemon.server
 from tiercache.daemon.cache import Cache, CacheLimits
-from tiercache.daemon.leases import Owner
-from tiercache.layout import NamespaceSpec
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.protocol.namespaces import NamespaceSpec
 
 now_s = 0.0
 cache, owner = Cache(lambda: now_s, CacheLimits(policy="hazard")), Owner(bytes(16))

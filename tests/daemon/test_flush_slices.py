@@ -12,14 +12,14 @@ from raw_client import Client, block_of, new_chain
 from test_bounds import finish
 from test_cache_edges import Harness, chain
 
-from tiercache import messages as m
 from tiercache.daemon.cache import FLUSHED_AT_ONCE, KEYS_FLUSHED_AT_ONCE
-from tiercache.daemon.service import MAX_SLICED, Service
-from tiercache.daemon.sessions import Session
-from tiercache.daemon.slices import Steps
-from tiercache.daemon.space import Namespace
+from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.requests.service import MAX_SLICED, Service
+from tiercache.daemon.requests.sessions import Session
+from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.errors import RequestRefused
-from tiercache.messages import KEY_BYTES, Hello
+from tiercache.protocol import messages as m
+from tiercache.protocol.messages import KEY_BYTES, Hello
 
 MANY = 2 * FLUSHED_AT_ONCE + 10
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiercache.daemon.index import Index
+from tiercache.daemon.index.index import Index
+from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import predictor as predicting
 from tiercache.daemon.policies.hazard import LeastWorth
 from tiercache.daemon.policies.predictor import Predictor, hashes
@@ -25,11 +26,10 @@ from tiercache.daemon.policies.worths import (
     estimate,
     indices,
 )
-from tiercache.daemon.policy import NO_ENTRY
-from tiercache.messages import KEY_BYTES
+from tiercache.protocol.messages import KEY_BYTES
+from tiercache.replay.fast_cache import Swift
 from tiercache.replay.requests import Request, plain_spec
 from tiercache.replay.simulation import Simulation, Sizes
-from tiercache.replay.swift import Swift
 
 BLOCK_BYTES = 4096
 TOKENS = 16

@@ -6,15 +6,16 @@ import pytest
 from test_cache_model import chain, key
 from test_hints import HIGH, LOW, Hinting
 
-from tiercache.daemon import hinted, hints
-from tiercache.daemon.hinted import KEPT_SHARE
-from tiercache.daemon.hints import CARRY_S, said_at
-from tiercache.daemon.index import Index
-from tiercache.daemon.marks import Group, Mark
+from tiercache.daemon.hints import hinted_policy as hinted
+from tiercache.daemon.hints import hints
+from tiercache.daemon.hints.chain_hints import Group, Mark
+from tiercache.daemon.hints.hinted_policy import KEPT_SHARE
+from tiercache.daemon.hints.hints import CARRY_S, said_at
+from tiercache.daemon.index.chain_ends import TAIL_S, Tails
+from tiercache.daemon.index.index import Index
+from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import Policies
-from tiercache.daemon.policy import NO_ENTRY
-from tiercache.daemon.space import Namespace
-from tiercache.daemon.tails import TAIL_S, Tails
+from tiercache.daemon.tiers.dram.space import Namespace
 
 
 @pytest.fixture

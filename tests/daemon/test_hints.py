@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cache_model import Harness, chain, key
 
-from tiercache.daemon import hinted, hints
-from tiercache.daemon.hinted import HintedPolicy
-from tiercache.daemon.hints import CARRY_S, own_blocks, said_at
-from tiercache.daemon.leases import Owner
-from tiercache.daemon.marks import LATE_S, Group
+from tiercache.daemon.hints import hinted_policy as hinted
+from tiercache.daemon.hints import hints
+from tiercache.daemon.hints.chain_hints import LATE_S, Group
+from tiercache.daemon.hints.hinted_policy import HintedPolicy
+from tiercache.daemon.hints.hints import CARRY_S, own_blocks, said_at
+from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import POLICIES
-from tiercache.daemon.policy import NO_ENTRY
-from tiercache.daemon.space import Namespace
-from tiercache.messages import BlockState, Priority
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.protocol.messages import BlockState, Priority
 
 FRAME, NONE = BlockState.FRAME, BlockState.NONE
 LOW, HIGH = Priority.LOW, Priority.HIGH

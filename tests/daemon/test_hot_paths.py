@@ -9,12 +9,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.daemon import hotpaths
-from tiercache.daemon.counters import Counters
-from tiercache.daemon.hotpaths import HALF_LIFE_S, HotPaths
+from tiercache.daemon.ground.counters import Counters
+from tiercache.daemon.observe import hot_prefixes as hotpaths
+from tiercache.daemon.observe.hot_prefixes import HALF_LIFE_S, HotPaths
 from tiercache.daemon.policies import Policies
-from tiercache.daemon.space import Space
-from tiercache.layout import NamespaceSpec
+from tiercache.daemon.tiers.dram.space import Space
+from tiercache.protocol.namespaces import NamespaceSpec
 
 Steps = tuple[int, ...]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tiercache.config import DaemonConfig
-from tiercache.daemon import http_process
-from tiercache.daemon.http_process import FIRST_PAUSE_S, LONGEST_PAUSE_S, HttpProcess
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.daemon.observe import http_process
+from tiercache.daemon.observe.http_process import FIRST_PAUSE_S, LONGEST_PAUSE_S, HttpProcess
 from tiercache.errors import ConfigError
 
 DEADLINE_S = 30.0

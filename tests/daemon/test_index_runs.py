@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from tiercache.daemon.allocator import NO_FRAME
-from tiercache.daemon.index import Index, Table
+from tiercache.daemon.index.allocator import NO_FRAME
+from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import POLICIES, Policies
-from tiercache.daemon.policy import NO_ENTRY
 
 
 class Clock:

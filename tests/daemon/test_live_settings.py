@@ -18,10 +18,10 @@ from raw_client import Client, until
 
 import tiercache
 from tiercache.cli.main import main
-from tiercache.config import DaemonConfig, Resolved
-from tiercache.daemon.live_settings import LiveSettings
-from tiercache.daemon.quotas import NOBODY, Quotas
-from tiercache.daemon.rundir import RunDir
+from tiercache.config.daemon_config import DaemonConfig, Resolved
+from tiercache.daemon.ground.live_settings import LiveSettings
+from tiercache.daemon.ground.run_directory import RunDir
+from tiercache.daemon.tiers.quotas import NOBODY, Quotas
 from tiercache.errors import ConfigError
 
 FILE = 'region = "2MiB"\nquota = "team-a=1MiB"\nlog_level = "info"\n'

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 from raw_client import ROOT, WAIT_S, Client, new_chain, until
 
-from tiercache.daemon import logs
-from tiercache.daemon.changes import HealthLog
-from tiercache.daemon.counters import Counters
-from tiercache.daemon.slow import SlowRequests
-from tiercache.messages import Hello, Match
+from tiercache.daemon.ground import logs
+from tiercache.daemon.ground.counters import Counters
+from tiercache.daemon.ground.health_log import HealthLog
+from tiercache.daemon.requests.slow import SlowRequests
+from tiercache.protocol.messages import Hello, Match
 
 TEXT = logging.Formatter("%(levelname)s %(message)s")
 
@@ -229,7 +229,7 @@ def test_each_change_of_health_is_one_line(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_slow_requests_say_what_took_the_time(caplog: pytest.LogCaptureFixture) -> None:
-    from tiercache.daemon.sessions import Session
+    from tiercache.daemon.requests.sessions import Session
 
     counters = Counters()
     slow = SlowRequests(0.1, counters)

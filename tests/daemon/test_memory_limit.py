@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tiercache import arena
-from tiercache.config import DaemonConfig
-from tiercache.daemon.regions import check_fits
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.copies import arena
+from tiercache.daemon.ground.regions import check_fits
 from tiercache.errors import ArenaError, ConfigError
 
 GIB = 1 << 30

@@ -9,13 +9,13 @@ import pytest
 from test_desk import desk_of
 from test_quotas import chain, make_cache, open_for, store
 
-from tiercache.daemon import read_requests
-from tiercache.daemon.leases import ReadLease
-from tiercache.daemon.read_requests import ReadRequests
-from tiercache.daemon.router import Answer
-from tiercache.daemon.slices import finish
-from tiercache.daemon.slow import SlowRequests
-from tiercache.messages import KEY_BYTES, Resolve
+from tiercache.daemon.ground.slices import finish
+from tiercache.daemon.requests import reads as read_requests
+from tiercache.daemon.requests.reads import ReadRequests
+from tiercache.daemon.requests.router import Answer
+from tiercache.daemon.requests.slow import SlowRequests
+from tiercache.daemon.tiers.dram.leases import ReadLease
+from tiercache.protocol.messages import KEY_BYTES, Resolve
 
 
 class Waiting:

@@ -8,11 +8,11 @@ import pytest
 from test_bounds import counted, finish
 from test_cache_edges import FRAME_BYTES, Harness, chain
 
-from tiercache.daemon import writes as writes_module
-from tiercache.daemon.leases import Owner
-from tiercache.daemon.space import Namespace
-from tiercache.daemon.writes import BLOCKS_AT_ONCE, LEASE_STEPS, Writes
-from tiercache.messages import MAX_RESERVE, BlockState, CommitState
+from tiercache.daemon.tiers.dram import writes as writes_module
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.dram.writes import BLOCKS_AT_ONCE, LEASE_STEPS, Writes
+from tiercache.protocol.messages import MAX_RESERVE, BlockState, CommitState
 
 BLOCKS = 6000
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiercache.daemon.index import LIVE, Index, Table
+from tiercache.daemon.index.index import LIVE, Index, Table
+from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import POLICIES, Policies
 from tiercache.daemon.policies.arc import AGAIN, ARC
 from tiercache.daemon.policies.ghosts import Ghosts
@@ -22,11 +23,10 @@ from tiercache.daemon.policies.sketch import FIRST_WIDTH, MOST, PERIOD, Sketch
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.daemon.policies.workload_aware import WorkloadAware
 from tiercache.daemon.policies.wtinylfu import WINDOW, WINDOW_LEAST
-from tiercache.daemon.policy import NO_ENTRY
-from tiercache.messages import KEY_BYTES
+from tiercache.protocol.messages import KEY_BYTES
+from tiercache.replay.fast_cache import Swift
 from tiercache.replay.requests import Request, chain_keys, plain_spec
 from tiercache.replay.simulation import Sizes
-from tiercache.replay.swift import Swift
 
 BLOCK_BYTES = 64 << 20
 WITH_GHOSTS = ("arc", "s3fifo")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tiercache.daemon.index.policy import NO_ENTRY, Columns
 from tiercache.daemon.policies.lru import LeafLRU
-from tiercache.daemon.policy import NO_ENTRY, Columns
 
 
 def policy(entries: int) -> LeafLRU:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from test_policy_rules import STILL, key
 
-from tiercache.daemon.index import Index
+from tiercache.daemon.index.index import Index
+from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import hazard, predictor
 from tiercache.daemon.policies.hazard import LeastWorth
 from tiercache.daemon.policies.lru import LeafLRU
@@ -15,7 +16,6 @@ from tiercache.daemon.policies.reusetimes import ReuseTimes
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.daemon.policies.window import Window, is_below
 from tiercache.daemon.policies.workload_aware import LIFETIME_EVICTIONS, LIFETIME_MOST, WorkloadAware
-from tiercache.daemon.policy import NO_ENTRY
 
 CONTEXT = Context(0, 0, 1)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tiercache.daemon.index import Index, Table
+from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import ghosts as ghosts_module
 from tiercache.daemon.policies.arc import AGAIN, ARC, ONCE
 from tiercache.daemon.policies.ghosts import _SLACK, Ghosts
@@ -17,8 +18,7 @@ from tiercache.daemon.policies.sketch import Sketch
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.daemon.policies.window import Window
 from tiercache.daemon.policies.wtinylfu import PROBATION, PROTECTED, PROTECTED_SHARE, WINDOW, WTinyLFU
-from tiercache.daemon.policy import NO_ENTRY
-from tiercache.messages import KEY_BYTES
+from tiercache.protocol.messages import KEY_BYTES
 from tiercache.replay.requests import chain_keys
 
 STILL = Turnover(lambda: 0.0)

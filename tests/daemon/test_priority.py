@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import tiercache
-from tiercache.daemon.priority import NICENESS
+from tiercache.daemon.ground.niceness import NICENESS
 
 ASK = """
 import os, subprocess, threading
-from tiercache.daemon.priority import go_first
+from tiercache.daemon.ground.niceness import go_first
 def niceness():
     print(os.getpriority(os.PRIO_PROCESS, 0), flush=True)
 print(go_first(), flush=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tiercache.config import load_config
-from tiercache.daemon import space
+from tiercache.config.daemon_config import load_config
 from tiercache.daemon.cache import Cache, CacheLimits
-from tiercache.daemon.leases import Owner
-from tiercache.daemon.quotas import Quotas
-from tiercache.daemon.slices import finish
-from tiercache.daemon.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
+from tiercache.daemon.ground.slices import finish
+from tiercache.daemon.tiers.dram import space
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
+from tiercache.daemon.tiers.quotas import Quotas
 from tiercache.errors import ConfigError
-from tiercache.keys import KeyChain, root_key
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import BlockState
+from tiercache.protocol.keys import KeyChain, root_key
+from tiercache.protocol.messages import BlockState
+from tiercache.protocol.namespaces import NamespaceSpec
 
 FRAME = 4096
 REGION = 16 * FRAME

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from tiercache.curve import CLIENTS_DIR, load_client, make_client, make_server
-from tiercache.daemon import remote
-from tiercache.daemon.counters import Counters
-from tiercache.daemon.remote import REMOTE_SILENCE_S, AllowedClients, RemoteGate, RemoteSession
-from tiercache.daemon.router import Answer
-from tiercache.daemon.unsent import Unsent
-from tiercache.messages import MAX_HELLO_BYTES, Hello
+from tiercache.daemon.ground.counters import Counters
+from tiercache.daemon.requests import remote
+from tiercache.daemon.requests.remote import REMOTE_SILENCE_S, AllowedClients, RemoteGate, RemoteSession
+from tiercache.daemon.requests.router import Answer
+from tiercache.daemon.requests.unsent import Unsent
+from tiercache.protocol.curve import CLIENTS_DIR, load_client, make_client, make_server
+from tiercache.protocol.messages import MAX_HELLO_BYTES, Hello
 
 INSTANCE = bytes(range(16))
 encode = msgspec.msgpack.encode

@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-from tiercache.daemon import reuse
 from tiercache.daemon.cache import Cache
-from tiercache.daemon.counters import Counters
-from tiercache.daemon.leases import Owner
+from tiercache.daemon.ground.counters import Counters
+from tiercache.daemon.observe import reuse
+from tiercache.daemon.observe.reuse import WhatIf, windowed
+from tiercache.daemon.observe.reuse_curve import SLICE_S, WINDOW_S, Lookups, step_end, step_of
+from tiercache.daemon.observe.reuse_pace import MAX_REQUESTS_PER_S, SUSTAINED_S
+from tiercache.daemon.observe.reuse_stack import MAX_SHIFT, MAX_SPANS, ReuseStack, chosen, is_chosen
 from tiercache.daemon.policies import Policies
-from tiercache.daemon.reuse import WhatIf, windowed
-from tiercache.daemon.reuse_curve import SLICE_S, WINDOW_S, Lookups, step_end, step_of
-from tiercache.daemon.reuse_pace import MAX_REQUESTS_PER_S, SUSTAINED_S
-from tiercache.daemon.reuse_stack import MAX_SHIFT, MAX_SPANS, ReuseStack, chosen, is_chosen
-from tiercache.daemon.space import Namespace, Space
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import BlockState
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.space import Namespace, Space
+from tiercache.protocol.messages import BlockState
+from tiercache.protocol.namespaces import NamespaceSpec
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 TRACES = os.environ.get("TIERCACHE_TRACES")  # read before a fixture hides it

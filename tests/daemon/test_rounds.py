@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_cache_edges import Harness
 
-from tiercache.daemon.space import Space
-from tiercache.daemon.writes import Writes
+from tiercache.daemon.tiers.dram.space import Space
+from tiercache.daemon.tiers.dram.writes import Writes
 
 
 def rounds(monkeypatch: pytest.MonkeyPatch, work_ns: float) -> tuple[Harness, list[str]]:

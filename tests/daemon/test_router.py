@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import zmq
 
-from tiercache.daemon import router
-from tiercache.daemon.connections import Connections
-from tiercache.daemon.router import MAX_OUTSTANDING, Answer, Router, _Sending
-from tiercache.daemon.sessions import Session
-from tiercache.daemon.unsent import Unsent
+from tiercache.daemon.ground.connections import Connections
+from tiercache.daemon.requests import router
+from tiercache.daemon.requests.router import MAX_OUTSTANDING, Answer, Router, _Sending
+from tiercache.daemon.requests.sessions import Session
+from tiercache.daemon.requests.unsent import Unsent
 from tiercache.errors import ConfigError
-from tiercache.messages import MAX_MESSAGE_BYTES, Hello
+from tiercache.protocol.messages import MAX_MESSAGE_BYTES, Hello
 
 DEADLINE_S = 30.0
 

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from tiercache.arena import Region, create_region
-from tiercache.daemon import sessions
-from tiercache.daemon.counters import Counters
-from tiercache.daemon.sessions import LocalSession, Session, SessionGate
-from tiercache.messages import Hello, Welcome
-from tiercache.wire import send_packet
+from tiercache.copies.arena import Region, create_region
+from tiercache.daemon.ground.counters import Counters
+from tiercache.daemon.requests import sessions
+from tiercache.daemon.requests.sessions import LocalSession, Session, SessionGate
+from tiercache.protocol.messages import Hello, Welcome
+from tiercache.protocol.wire import send_packet
 
 DEADLINE_S = 30.0
 LONG_S = 3600.0

@@ -13,14 +13,14 @@ from raw_client import Client, block_of, new_chain
 from test_bounds import counted, fill, finish
 from test_cache_edges import FRAME_BYTES, Harness, chain
 
-from tiercache import messages as m
-from tiercache.daemon.admin_requests import AdminRequests
-from tiercache.daemon.index import Index
-from tiercache.daemon.inspect import chain_of, pins_of
-from tiercache.daemon.reads import PINS_LISTED
-from tiercache.daemon.slices import LOOKUPS, PINS, Slices, Steps
-from tiercache.daemon.space import Namespace
-from tiercache.messages import KEY_BYTES
+from tiercache.daemon.ground.slices import LOOKUPS, PINS, Slices, Steps
+from tiercache.daemon.index.index import Index
+from tiercache.daemon.inspection import chain_of, pins_of
+from tiercache.daemon.requests.admin import AdminRequests
+from tiercache.daemon.tiers.dram.reads import PINS_LISTED
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.protocol import messages as m
+from tiercache.protocol.messages import KEY_BYTES
 
 WINDOW = 3000
 
@@ -437,8 +437,8 @@ class Pinned(Counter[int]):
 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_pins_that_lie_in_many_regions_end_some_at_a_time(monkeypatch: pytest.MonkeyPatch, flushed: bool) -> None:
-    monkeypatch.setattr("tiercache.daemon.reads.PINS_LISTED", 60)
-    monkeypatch.setattr("tiercache.daemon.reads.PINS", 4)
+    monkeypatch.setattr("tiercache.daemon.tiers.dram.reads.PINS_LISTED", 60)
+    monkeypatch.setattr("tiercache.daemon.tiers.dram.reads.PINS", 4)
     h = Harness(regions=8, pin_share=1000.0)
     namespace, keys = h.space(), chain(1, 60)
     h.store(namespace, keys)

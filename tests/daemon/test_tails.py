@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from test_cache_model import Harness, chain, key
 
-from tiercache.daemon import tails
-from tiercache.daemon.leases import Owner
-from tiercache.daemon.tails import MAX_TAILS, TAIL_S
-from tiercache.messages import BlockState
+from tiercache.daemon.index import chain_ends as tails
+from tiercache.daemon.index.chain_ends import MAX_TAILS, TAIL_S
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.protocol.messages import BlockState
 
 FRAME, NONE = BlockState.FRAME, BlockState.NONE
 

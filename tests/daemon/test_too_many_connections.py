@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from tiercache.daemon import connections
-from tiercache.daemon.connections import HANDSHAKE_MS, Connections
+from tiercache.daemon.ground import connections
+from tiercache.daemon.ground.connections import HANDSHAKE_MS, Connections
 
 FIRST = 1 << 20
 """Numbers of files that this process does not have: to shut one down does nothing."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tiercache.daemon.reads import Found
-from tiercache.daemon.traffic import MAX_NOTED, PROBE_ENGINE, Traffic
-from tiercache.messages import KEY_BYTES
+from tiercache.daemon.observe.traffic import MAX_NOTED, PROBE_ENGINE, Traffic
+from tiercache.daemon.tiers.dram.reads import Found
+from tiercache.protocol.messages import KEY_BYTES
 
 
 def namespace(engine: str = "test") -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tiercache.daemon.cache import Cache, CacheLimits
-from tiercache.daemon.leases import Owner, Reservation
-from tiercache.daemon.space import Namespace
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import BlockState, CommitState
+from tiercache.daemon.tiers.dram.leases import Owner, Reservation
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.protocol.messages import BlockState, CommitState
+from tiercache.protocol.namespaces import NamespaceSpec
 
 FRAME = 4096
 ARENA_FRAMES = 32

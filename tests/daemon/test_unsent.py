@@ -11,12 +11,12 @@ import zmq
 from test_desk import desk_of
 from test_quotas import chain, make_cache, open_for, store
 
-from tiercache.daemon import unsent as limits
-from tiercache.daemon.read_requests import ReadRequests
-from tiercache.daemon.router import Answer, Router
-from tiercache.daemon.sessions import Session
-from tiercache.daemon.slow import SlowRequests
-from tiercache.daemon.unsent import (
+from tiercache.daemon.requests import unsent as limits
+from tiercache.daemon.requests.reads import ReadRequests
+from tiercache.daemon.requests.router import Answer, Router
+from tiercache.daemon.requests.sessions import Session
+from tiercache.daemon.requests.slow import SlowRequests
+from tiercache.daemon.requests.unsent import (
     ALL_BYTES,
     FAIR_BYTES,
     LEAST_BYTES,
@@ -27,7 +27,7 @@ from tiercache.daemon.unsent import (
     Unsent,
 )
 from tiercache.errors import RequestRefused
-from tiercache.messages import Hello, Read
+from tiercache.protocol.messages import Hello, Read
 
 MIB = 1 << 20
 

@@ -6,9 +6,9 @@ import pytest
 from test_bounds import fill, finish
 from test_cache_edges import FRAME_BYTES, Harness
 
-from tiercache.daemon import walks
-from tiercache.daemon.space import Namespace
-from tiercache.messages import KEY_BYTES
+from tiercache.daemon.index import walks
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.protocol.messages import KEY_BYTES
 
 BLOCKS = 3000
 

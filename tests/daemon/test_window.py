@@ -7,10 +7,10 @@ import random
 import pytest
 from test_cache_model import Harness, chain
 
-from tiercache.daemon.index import LIVE
+from tiercache.daemon.index.index import LIVE
 from tiercache.daemon.policies import POLICIES
 from tiercache.daemon.policies.window import SHARE
-from tiercache.messages import BlockState
+from tiercache.protocol.messages import BlockState
 from tiercache.replay.requests import Request, chain_keys, plain_spec
 from tiercache.replay.simulation import Simulation, Sizes
 

@@ -1,4 +1,4 @@
-"""The wire protocol as `daemon/README.md` has it, spoken to a real daemon without a line of tiercache: blocks."""
+"""The wire protocol as `daemon/PROTOCOL.md` has it, spoken to a real daemon without a line of tiercache: blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators ask of a daemon, spoken as `daemon/README.md` has it: inspect, pins, specs, the use of namespaces."""
+"""What operators ask of a daemon, as `daemon/PROTOCOL.md` has it: inspect, pins, specs, the use of namespaces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from raw_client import VISIBLE, Client, block_of, daemon, new_chain, new_spec, until
 
-from tiercache.daemon.ages import MAX_MOMENTS, Ages
+from tiercache.daemon.index.ages import MAX_MOMENTS, Ages
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`daemon/README.md` says of the wire protocol what the code does."""
+"""`daemon/PROTOCOL.md` and `MONITORING.md` say what the code does."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from raw_client import (
 )
 
 
-def _document() -> str:
-    return (ROOT / "daemon" / "README.md").read_text()
+def _document(name: str = "PROTOCOL.md") -> str:
+    return (ROOT / "daemon" / name).read_text()
 
 
-def _section(title: str) -> str:
-    return next(part for part in _document().split("\n## ") if part.startswith(title))
+def _section(title: str, document: str = "PROTOCOL.md") -> str:
+    return next(part for part in _document(document).split("\n## ") if part.startswith(title))
 
 
 def _vectors() -> dict[str, bytes]:
@@ -35,12 +35,12 @@ def _vectors() -> dict[str, bytes]:
 def test_the_documented_vectors_are_what_the_code_computes() -> None:
     import msgspec
 
-    from tiercache import messages
-    from tiercache.checksum import CHECKSUM_LANES, block_checksum
-    from tiercache.keys import KeyChain
-    from tiercache.keys import content_id as code_content_id
-    from tiercache.keys import root_key as code_root_key
-    from tiercache.layout import NamespaceSpec
+    from tiercache.protocol import messages
+    from tiercache.protocol.checksums import CHECKSUM_LANES, block_checksum
+    from tiercache.protocol.keys import KeyChain
+    from tiercache.protocol.keys import content_id as code_content_id
+    from tiercache.protocol.keys import root_key as code_root_key
+    from tiercache.protocol.namespaces import NamespaceSpec
 
     plain = code_root_key("demo")
     salted = code_root_key("demo", salt="s3cret", epoch=2, extra=[("lora", "b7"), ("config", "9f")])
@@ -101,7 +101,7 @@ def _lanes(data: bytes, seed: int) -> int:
 def test_the_documented_limits_and_tags_are_those_of_the_code() -> None:
     import msgspec
 
-    from tiercache import messages
+    from tiercache.protocol import messages
 
     limits = re.findall(r"^\| `([A-Z_]+)` +\| ([0-9 ]+) ", _section("Limits"), re.MULTILINE)
     assert len(limits) > 10
@@ -131,9 +131,10 @@ def test_stats_have_the_documented_shape(client: Client, run_dir: Path) -> None:
     client.store(number, keys, [block_of(0)])
     assert client.ask("report", "mlock", {"loads": 3}) == ["done"]
     stats = client.stats()
-    documented = re.findall(r"^\| `([a-z_]+)` +\| (?!only )", _section("The stats tree"), re.MULTILINE)
+    tree = _section("The stats tree", "MONITORING.md")
+    documented = re.findall(r"^\| `([a-z_]+)` +\| (?!only )", tree, re.MULTILINE)
     assert sorted(stats) == sorted(documented)
-    if_asked_for = re.findall(r"^\| `([a-z_]+)` +\| only if asked for", _section("The stats tree"), re.MULTILINE)
+    if_asked_for = re.findall(r"^\| `([a-z_]+)` +\| only if asked for", tree, re.MULTILINE)
     (more,) = client.ask("stats", True, 1)[1:]
     assert sorted(more) == sorted(documented + if_asked_for)
     assert stats["health"]["state"] in ("ok", "degraded")

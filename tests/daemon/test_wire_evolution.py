@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from raw_client import VISIBLE, Client, daemon, new_spec, until
 
-from tiercache.layout import NamespaceSpec
+from tiercache.protocol.namespaces import NamespaceSpec
 
 
 def _number(client: Client, spec: dict[str, object]) -> int:

@@ -1,4 +1,4 @@
-"""Hints spoken as `daemon/README.md` has it, and whatever else may come in their place."""
+"""Hints spoken as `daemon/PROTOCOL.md` has it, and whatever else may come in their place."""
 
 from __future__ import annotations
 

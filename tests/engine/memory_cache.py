@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tiercache.copies.pool import Pool
 from tiercache.errors import DaemonUnavailable
-from tiercache.hints import Hint
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import EventRun, ModelCard
-from tiercache.transfer import Pool
+from tiercache.protocol.hints import Hint
+from tiercache.protocol.messages import EventRun, ModelCard
+from tiercache.protocol.namespaces import NamespaceSpec
 
 
 class StoreResult(NamedTuple):

@@ -18,8 +18,8 @@ from tiercache.engine import Engine, EngineSettings
 from tiercache.engine.kv_pool import KVPool
 from tiercache.engine.layer_groups import LayerGroups
 from tiercache.engine.model import ModelShape
-from tiercache.keys import content_id
-from tiercache.layout import NamespaceSpec
+from tiercache.protocol.keys import content_id
+from tiercache.protocol.namespaces import NamespaceSpec
 
 VOCABULARY = 50
 

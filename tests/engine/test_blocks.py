@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tiercache.engine.blocks import BlockManager
-from tiercache.keys import KeyChain, root_key
+from tiercache.protocol.keys import KeyChain, root_key
 
 pytestmark = pytest.mark.engine
 ROOT = root_key("blocks")

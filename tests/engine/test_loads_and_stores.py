@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from tiercache.connector.stores import StoreResult
 from tiercache.engine.cache import GuardedCache
 from tiercache.engine.cost import LoadChoice
 from tiercache.engine.loads import CacheHit, LoadOrder, Loads
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.stores import Stores
 from tiercache.errors import DaemonUnavailable
-from tiercache.storing import StoreResult
 
 pytestmark = pytest.mark.engine
 BLOCK = 16

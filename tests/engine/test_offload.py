@@ -13,7 +13,7 @@ from test_engine import record_logits, run_checked
 
 from tiercache.engine import Engine, EngineSettings, SamplingParams
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded
-from tiercache.messages import Priority
+from tiercache.protocol.messages import Priority
 
 pytestmark = pytest.mark.engine
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -10,7 +10,7 @@ from tiercache.engine.sequence import Sequence
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.window import Window
 from tiercache.errors import ConfigError
-from tiercache.keys import KeyChain, root_key
+from tiercache.protocol.keys import KeyChain, root_key
 
 pytestmark = pytest.mark.engine
 ROOT = root_key("sequence")

@@ -12,7 +12,7 @@ import pytest
 from random_models import SaveModel, prompt_of
 
 import tiercache
-from tiercache.daemon.nvme.checking import ALL, check_directory
+from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
 from tiercache.engine import Engine, EngineSettings, SamplingParams, connect_to
 
 pytestmark = pytest.mark.engine

@@ -15,7 +15,7 @@ from fault_engine import Engine
 from fault_peer import Peer
 from fault_processes import Child, Daemon
 
-from tiercache.layout import NamespaceSpec
+from tiercache.protocol.namespaces import NamespaceSpec
 
 _HERE = Path(__file__).parent
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES
+from tiercache.protocol.messages import KEY_BYTES
+from tiercache.protocol.namespaces import NamespaceSpec
 
 LINE_BYTES = 64
 

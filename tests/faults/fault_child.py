@@ -24,7 +24,7 @@ from fault_blocks import chain, content, key_at, spec_of
 from fault_engine import Engine
 from fault_peer import Peer
 
-from tiercache import messages as m
+from tiercache.protocol import messages as m
 
 LIFE_S = 120
 

@@ -8,11 +8,11 @@ import numpy as np
 from fault_blocks import content, key_at, whose
 
 import tiercache
+from tiercache.connector.loads import Match
+from tiercache.connector.stores import StoreResult
 from tiercache.errors import TierCacheError
-from tiercache.layout import NamespaceSpec
-from tiercache.loading import Match
-from tiercache.messages import KEY_BYTES
-from tiercache.storing import StoreResult
+from tiercache.protocol.messages import KEY_BYTES
+from tiercache.protocol.namespaces import NamespaceSpec
 
 _DIRT = 0xDD
 

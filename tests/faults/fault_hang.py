@@ -98,8 +98,8 @@ def patch(directory: Path, gate: Gate, only_database: bool = False, **constants:
     lines.append(f"fault_hang.install({str(directory)!r}, {str(gate.path)!r}, {only_database})")
     for name, value in constants.items():
         module, _, constant = name.partition("__")
-        lines.append(f"setattr(importlib.import_module('tiercache.daemon.nvme.{module}'), {constant!r}, {value!r})")
-    lines.append("from tiercache.daemon.nvme.catalog import Catalog; Catalog.open.__defaults__ = (0.05,)")
+        lines.append(f"importlib.import_module('tiercache.daemon.tiers.nvme.{module}').{constant} = {value!r}")
+    lines.append("from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog; Catalog.open.__defaults__ = (0.05,)")
     return "\n".join(lines)
 
 

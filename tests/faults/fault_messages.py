@@ -16,8 +16,8 @@ import msgpack
 import msgspec
 from fault_peer import DEADLINE_S, hello, open_session_socket, readable
 
-from tiercache import messages as m
-from tiercache.wire import close_fds, receive_packet, send_packet
+from tiercache.protocol import messages as m
+from tiercache.protocol.wire import close_fds, receive_packet, send_packet
 
 _decode = msgspec.msgpack.Decoder(m.SessionMessage).decode
 END = None

@@ -17,11 +17,11 @@ import msgspec
 import zmq
 from fault_blocks import content, key_at
 
-from tiercache import messages as m
-from tiercache.arena import Region
-from tiercache.config import session_socket_path
-from tiercache.layout import NamespaceSpec
-from tiercache.wire import close_fds, receive_packet, send_packet
+from tiercache.config.daemon_config import session_socket_path
+from tiercache.copies.arena import Region
+from tiercache.protocol import messages as m
+from tiercache.protocol.namespaces import NamespaceSpec
+from tiercache.protocol.wire import close_fds, receive_packet, send_packet
 
 DEADLINE_S = 5.0
 _ids = itertools.count(1)

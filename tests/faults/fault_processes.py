@@ -19,7 +19,7 @@ from typing import Any
 from fault_peer import Peer
 from waiting import wait_until as wait_until
 
-from tiercache.config import session_socket_path
+from tiercache.config.daemon_config import session_socket_path
 
 READY_S = 20.0
 _HERE = Path(__file__).parent

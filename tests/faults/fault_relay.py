@@ -21,9 +21,9 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from tiercache import messages as m
-from tiercache.config import control_endpoint, session_socket_path
-from tiercache.wire import close_fds, receive_packet, send_packet
+from tiercache.config.daemon_config import control_endpoint, session_socket_path
+from tiercache.protocol import messages as m
+from tiercache.protocol.wire import close_fds, receive_packet, send_packet
 
 Delays = Callable[[m.AnyRequest], list[float]]
 Mangle = Callable[[m.AnyRequest, list[bytes]], list[bytes]]

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from tiercache.curve import load_client, make_client, make_server
+from tiercache.protocol.curve import load_client, make_client, make_server
 
 WAIT_MS = 20_000
 

@@ -12,7 +12,7 @@ from fault_engine import Engine
 from fault_peer import Peer
 from fault_processes import Child, Daemon, wait_until
 
-from tiercache import messages as m
+from tiercache.protocol import messages as m
 
 FRAMES = 16 << 20 >> 12
 

@@ -16,10 +16,10 @@ from fault_engine import Engine
 from fault_peer import Peer
 from fault_processes import Daemon, wait_until
 
-from tiercache import loading
-from tiercache import messages as m
+from tiercache.connector import loads as loading
+from tiercache.copies.pool import Addresses, Copier, Limit
 from tiercache.errors import DeadlineExceeded
-from tiercache.transfer import Addresses, Copier, Limit
+from tiercache.protocol import messages as m
 
 SPEC = spec_of(64 << 10)
 BLOCKS = 16

@@ -12,8 +12,8 @@ from fault_engine import Engine
 from fault_processes import Child, Daemon, wait_until
 from fault_relay import HELD, Relay, at_once
 
-from tiercache import messages as m
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, TierCacheError
+from tiercache.protocol import messages as m
 
 SPEC = spec_of(64 << 10)
 ANSWER_S = 5.0
@@ -24,7 +24,7 @@ GIVEN_BACK_S = 5.0
 @pytest.fixture
 def relay(monkeypatch: pytest.MonkeyPatch, daemon: Daemon, closing: ExitStack) -> Relay:
     """A relay before the daemon. Clients do not wait at their end for what it keeps from them."""
-    monkeypatch.setattr("tiercache.client.CLOSE_S", 0.1)
+    monkeypatch.setattr("tiercache.client.client.CLOSE_S", 0.1)
     return closing.enter_context(Relay(daemon.run_dir))
 
 

@@ -18,10 +18,10 @@ from fault_messages import RawZmtp, greet
 from fault_peer import Peer
 from fault_processes import Child, Daemon, open_fds, rss_bytes, wait_until
 
-from tiercache import messages as m
-from tiercache.config import session_socket_path
+from tiercache.client.session import Session
+from tiercache.config.daemon_config import session_socket_path
 from tiercache.errors import RequestRefused
-from tiercache.session import Session
+from tiercache.protocol import messages as m
 
 MIB = 1 << 20
 

@@ -16,9 +16,9 @@ from fault_messages import END, answer_on, greet
 from fault_peer import Peer, hello, open_session_socket
 from fault_processes import Daemon, open_fds, wait_until
 
-from tiercache import messages as m
-from tiercache.config import session_socket_path
-from tiercache.wire import send_packet
+from tiercache.config.daemon_config import session_socket_path
+from tiercache.protocol import messages as m
+from tiercache.protocol.wire import send_packet
 
 GREETINGS: dict[str, Callable[[], bytes]] = {
     "noise": lambda: random.Random(1).randbytes(300),

@@ -15,13 +15,13 @@ from fault_processes import Daemon
 from fault_tenants import free_port
 
 import tiercache
-from tiercache import messages as m
 from tiercache.cli.main import main
-from tiercache.client import Client
-from tiercache.curve import make_client, make_server
+from tiercache.client.client import Client
 from tiercache.errors import ConfigError, DaemonUnavailable, RequestRefused
 from tiercache.http.affinity import Affinity, Query, UnknownModel
-from tiercache.keys import content_id, salted_root
+from tiercache.protocol import messages as m
+from tiercache.protocol.curve import make_client, make_server
+from tiercache.protocol.keys import content_id, salted_root
 
 SPEC = tiercache.NamespaceSpec(engine="hostile/1", layout="x", dtype="uint8", block_size=4, block_bytes=64)
 STRANGER = 54322

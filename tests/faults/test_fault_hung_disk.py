@@ -23,9 +23,9 @@ from fault_engine import Engine
 from fault_hang import FrozenDisk, Gate, patch
 from fault_processes import Daemon, wait_until
 
-from tiercache import messages as m
-from tiercache.daemon.nvme.checking import ALL, check_directory
+from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
 from tiercache.errors import RequestRefused
+from tiercache.protocol import messages as m
 
 SPEC = spec_of(64 << 10)
 BLOCKS = 6

@@ -11,8 +11,8 @@ from fault_blocks import chain, spec_of
 from fault_peer import NoAnswer, Peer
 from fault_processes import Daemon
 
-from tiercache import messages as m
-from tiercache.config import control_endpoint, session_socket_path
+from tiercache.config.daemon_config import control_endpoint, session_socket_path
+from tiercache.protocol import messages as m
 
 SPEC = spec_of(64 << 10)
 

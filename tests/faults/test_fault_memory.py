@@ -19,11 +19,11 @@ from fault_peer import Peer
 from fault_processes import Child, Daemon, open_fds, wait_until
 from fault_relay import Relay
 
-from tiercache import messages as m
-from tiercache.arena import Region, create_region
-from tiercache.config import session_socket_path
+from tiercache.config.daemon_config import session_socket_path
+from tiercache.copies.arena import Region, create_region
 from tiercache.errors import ArenaError, ProtocolError
-from tiercache.wire import receive_packet, send_packet
+from tiercache.protocol import messages as m
+from tiercache.protocol.wire import receive_packet, send_packet
 
 MIB = 1 << 20
 _F_ADD_SEALS, _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 1033, 2, 4, 8
@@ -236,7 +236,7 @@ def test_a_lack_of_memory_is_said_and_survived(
     start_daemon: Callable[..., Daemon], engine_of: Callable[..., Engine], closing: ExitStack
 ) -> None:
     """No region fits: a line that says what to do, a daemon that answers, and an engine that goes on."""
-    nothing_left = "import tiercache.arena\ntiercache.arena.available_bytes = lambda: 0"
+    nothing_left = "import tiercache.copies.arena\ntiercache.arena.available_bytes = lambda: 0"
     daemon = Daemon("--arena", "32MiB", "--region", "16MiB", patch=nothing_left)
     closing.callback(daemon.close)
     daemon.start(complete=False)

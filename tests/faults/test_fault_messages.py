@@ -15,7 +15,7 @@ from fault_messages import bad_headers, random_headers
 from fault_peer import NoAnswer, Peer
 from fault_processes import Daemon
 
-from tiercache import messages as m
+from tiercache.protocol import messages as m
 
 BAD_HEADERS = sorted(bad_headers(b"s" * 16, 1, Path("/nowhere")))
 

@@ -20,10 +20,10 @@ from fault_processes import Daemon, wait_until
 from fault_tenants import Site, free_port
 
 import tiercache
-from tiercache import messages as m
-from tiercache.client import Client
-from tiercache.curve import ClientKeys, find_remote, load_allowed, load_client, make_client, make_server
+from tiercache.client.client import Client
 from tiercache.errors import ConfigError, DaemonUnavailable, RequestRefused
+from tiercache.protocol import messages as m
+from tiercache.protocol.curve import ClientKeys, find_remote, load_allowed, load_client, make_client, make_server
 
 SPEC = tiercache.NamespaceSpec(engine="remote/1", layout="x", dtype="uint8", block_size=4, block_bytes=5000)
 KEYS = tiercache.KeyChain(tiercache.root_key("a model"), 4, range(16)).packed()  # of 4 blocks

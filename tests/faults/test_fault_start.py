@@ -15,7 +15,7 @@ import pytest
 from fault_peer import Peer
 from fault_processes import Daemon, state_of, wait_until
 
-from tiercache import messages as m
+from tiercache.protocol import messages as m
 
 BAD_SETTINGS: dict[str, tuple[list[str], str]] = {
     "a size that is none": (["--arena", "much"], "arena"),

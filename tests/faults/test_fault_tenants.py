@@ -14,10 +14,10 @@ from fault_peer import Peer
 from fault_processes import Daemon, wait_until
 from fault_tenants import Site, Tenant, free_port
 
-from tiercache import messages as m
-from tiercache.client import Client
-from tiercache.curve import make_client
-from tiercache.daemon.service import FOR_TENANTS
+from tiercache.client.client import Client
+from tiercache.daemon.requests.service import FOR_TENANTS
+from tiercache.protocol import messages as m
+from tiercache.protocol.curve import make_client
 
 MIB = 1 << 20
 VISIBLE, DROPPED = 0, 2

@@ -10,7 +10,7 @@ from fault_engine import Engine
 from fault_peer import Peer
 from fault_processes import Child, Daemon, state_of, wait_until
 
-from tiercache import messages as m
+from tiercache.protocol import messages as m
 
 SPEC = spec_of(64 << 10)
 

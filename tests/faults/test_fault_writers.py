@@ -17,7 +17,7 @@ from fault_messages import greet
 from fault_peer import Peer
 from fault_processes import Child, Daemon, state_of, wait_until
 
-from tiercache import messages as m
+from tiercache.protocol import messages as m
 
 SPEC = spec_of(256 << 10)
 FRAMES = 16

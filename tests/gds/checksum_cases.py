@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tiercache.checksum import STRIPE_BYTES, lane_sum
 from tiercache.kernels.checksum import lane_sums, lane_sums_reference
+from tiercache.protocol.checksums import STRIPE_BYTES, lane_sum
 
 LENGTHS = [16, 48, 4096, STRIPE_BYTES - 16, STRIPE_BYTES, STRIPE_BYTES + 16, 3 * STRIPE_BYTES, 5 * STRIPE_BYTES + 4096]
 

@@ -11,7 +11,7 @@ import numpy as np
 from cluster import BLOCK_BYTES, POOL_BLOCKS, Cluster, chain_of, content, key_of, wait_for
 
 import tiercache
-from tiercache.gds_backend import Fault, HostBackend
+from tiercache.connector.direct.backend import Fault, HostBackend
 
 __all__ = ["DirectCluster", "chain_of", "content", "key_of", "wait_for"]
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiercache import direct_store
-from tiercache.direct import load_direct
-from tiercache.direct_store import _Store
+from tiercache.connector.direct import stores as direct_store
+from tiercache.connector.direct.loads import load_direct
+from tiercache.connector.direct.stores import _Store
+from tiercache.copies.pool import CopyLost, Limit
 from tiercache.errors import ProtocolError, RequestRefused
-from tiercache.messages import NO_LEASE, Abort, BadExtent, CommitState, Extent, pack_extents
-from tiercache.transfer import CopyLost, Limit
+from tiercache.protocol.messages import NO_LEASE, Abort, BadExtent, CommitState, Extent, pack_extents
 
 KEYS = bytes(range(256))  # 16 blocks
 PLACE = Extent(0, 0, 0, 0, 0, 4096, 4096, 0)

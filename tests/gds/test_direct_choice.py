@@ -11,12 +11,13 @@ import pytest
 from cluster import Cluster, chain_of, wait_for
 
 import tiercache
-from tiercache import direct, messages
-from tiercache.checksum import CHECKSUM_LANES
-from tiercache.direct import DirectPath
+from tiercache.connector.direct import loads as direct
+from tiercache.connector.direct.backend import HostBackend
+from tiercache.connector.direct.loads import DirectPath
+from tiercache.connector.direct.probe import GdsProbe, Mode
 from tiercache.errors import ConfigError, RequestRefused
-from tiercache.gds_backend import HostBackend
-from tiercache.gds_probe import GdsProbe, Mode
+from tiercache.protocol import messages
+from tiercache.protocol.checksums import CHECKSUM_LANES
 
 pytestmark = pytest.mark.faults
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from cluster import wait_for
 
-from tiercache.checksum import CHECKSUM_LANES, CHECKSUM_XXH3, block_checksum
-from tiercache.gds import DirectLoader, DirectResult
-from tiercache.gds_backend import Fault, HostBackend
-from tiercache.gds_moves import MAX_OPEN_FILES, MOVE_BYTES, Run, _Batch, direct_problem
-from tiercache.messages import Extent
-from tiercache.transfer import Limit, Pool
-from tiercache.uninterrupted import uninterrupted
+from tiercache.connector.direct.backend import Fault, HostBackend
+from tiercache.connector.direct.gds import DirectLoader, DirectResult
+from tiercache.connector.direct.transfers import MAX_OPEN_FILES, MOVE_BYTES, Run, _Batch, direct_problem
+from tiercache.copies.pool import Limit, Pool
+from tiercache.ground.uninterrupted import uninterrupted
+from tiercache.protocol.checksums import CHECKSUM_LANES, CHECKSUM_XXH3, block_checksum
+from tiercache.protocol.messages import Extent
 
 BLOCK = 8192
 BLOCKS = 32

@@ -12,8 +12,8 @@ import pytest
 from direct_case import DirectCluster, chain_of, key_of, wait_for
 
 import tiercache
-from tiercache.gds_backend import Fault
-from tiercache.transfer import CopyLost
+from tiercache.connector.direct.backend import Fault
+from tiercache.copies.pool import CopyLost
 
 pytestmark = pytest.mark.faults
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from cluster import wait_for
 
-from tiercache.checksum import CHECKSUM_LANES, block_checksum
-from tiercache.gds import DirectStorer
-from tiercache.gds_backend import DirectFailed, Fault, HostBackend, KvikioBackend
-from tiercache.messages import Extent
-from tiercache.transfer import Limit, Pool
+from tiercache.connector.direct.backend import DirectFailed, Fault, HostBackend, KvikioBackend
+from tiercache.connector.direct.gds import DirectStorer
+from tiercache.copies.pool import Limit, Pool
+from tiercache.protocol.checksums import CHECKSUM_LANES, block_checksum
+from tiercache.protocol.messages import Extent
 
 FAKES = Path(__file__).parent / "fakes"
 BLOCK = 8192

@@ -16,11 +16,11 @@ import pytest
 from direct_case import DirectCluster, chain_of, key_of, wait_for
 
 import tiercache
+from tiercache.connector.direct.backend import Fault, HostBackend
+from tiercache.connector.direct.transfers import MOVE_THREADS
+from tiercache.copies.pool import CopyLost
 from tiercache.errors import ConfigError
-from tiercache.gds_backend import Fault, HostBackend
-from tiercache.gds_moves import MOVE_THREADS
-from tiercache.messages import CommitExtents
-from tiercache.transfer import CopyLost
+from tiercache.protocol.messages import CommitExtents
 
 pytestmark = pytest.mark.faults
 

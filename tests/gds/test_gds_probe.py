@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tiercache import gds_probe
+from tiercache.connector.direct import probe as gds_probe
+from tiercache.connector.direct.backend import KvikioBackend
+from tiercache.connector.direct.probe import GdsProbe, Mode, probe_gds
 from tiercache.errors import ConfigError
-from tiercache.gds_backend import KvikioBackend
-from tiercache.gds_probe import GdsProbe, Mode, probe_gds
 
 FAKES = Path(__file__).parent / "fakes"
 Probe = Callable[..., GdsProbe]

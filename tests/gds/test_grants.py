@@ -13,10 +13,10 @@ import pytest
 from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of, wait_for
 
 import tiercache
-from tiercache import messages
-from tiercache.checksum import CHECKSUM_LANES, block_checksum, block_seed
 from tiercache.errors import RequestRefused
-from tiercache.messages import CommitState, Extent
+from tiercache.protocol import messages
+from tiercache.protocol.checksums import CHECKSUM_LANES, block_checksum, block_seed
+from tiercache.protocol.messages import CommitState, Extent
 
 pytestmark = pytest.mark.faults
 

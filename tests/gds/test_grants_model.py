@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tier_rig import TierRig, content, key_of, keys_of, play
 
-from tiercache.checksum import CHECKSUM_LANES, block_checksum, block_seed
-from tiercache.daemon.below import Granted
-from tiercache.daemon.leases import Owner
-from tiercache.daemon.nvme.grants import Grants
-from tiercache.messages import KEY_BYTES, CommitState
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.lower_tier import Granted
+from tiercache.daemon.tiers.nvme.direct.grants import Grants
+from tiercache.protocol.checksums import CHECKSUM_LANES, block_checksum, block_seed
+from tiercache.protocol.messages import KEY_BYTES, CommitState
 
 BLOCK_BYTES = 512 << 10
 CHAINS = 6

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.checksum import (
+from tiercache.protocol.checksums import (
     CHECKSUM_LANES,
     GOLDEN,
     STRIPE_BYTES,
@@ -133,7 +133,7 @@ def test_changing_one_bit_changes_half_of_the_checksum() -> None:
 
 def test_a_daemon_that_stores_for_nobody_imports_no_numpy() -> None:
     code = (
-        "import sys; from tiercache.checksum import block_checksum; block_checksum(b'x', 1, 1);"
+        "import sys; from tiercache.protocol.checksums import block_checksum; block_checksum(b'x', 1, 1);"
         "print('numpy' in sys.modules); block_checksum(b'x', 1, 2); print('numpy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "daemon" / "nvme"))
 from cluster import BLOCK_BYTES, chain_of, content, key_of, wait_for
 
 import tiercache
-from tiercache.gds_backend import Fault, HostBackend
+from tiercache.connector.direct.backend import Fault, HostBackend
 
 
 def main(run_dir: str, name: str, blocks: int) -> None:

@@ -19,8 +19,8 @@ from connector_cases import ARENA, REGION, Client, await_that, check_store_and_l
 from copier_cases import GUARD, POOLS, WAIT_S
 
 import tiercache
+from tiercache.copies.host_memory import process_memory
 from tiercache.errors import LayoutError
-from tiercache.host_memory import process_memory
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""`tiercache.cuda` on a real device: registered memory, and copies both ways by every method."""
+"""`tiercache.copies.cuda` on a real device: registered memory, and copies both ways by every method."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ pytest.importorskip("triton")
 import torch
 from copier_cases import GUARD, POOLS, WAIT_S, Arena, check_out_and_back, check_transfer_layer, layers_of, segments_of
 
-from tiercache import cuda_driver
-from tiercache.copy_plan import Method
-from tiercache.cuda import CudaCopier
-from tiercache.cuda_lane import CudaCopy
+from tiercache.copies import cuda_driver
+from tiercache.copies.copy_plan import Method
+from tiercache.copies.cuda import CudaCopier
+from tiercache.copies.cuda_lane import CudaCopy
+from tiercache.copies.host_memory import HostMemory, process_memory
 from tiercache.errors import ArenaError, LayoutError
-from tiercache.host_memory import HostMemory, process_memory
 from tiercache.kernels.block_copy import gather_blocks_reference
 
 pytestmark = pytest.mark.gpu

@@ -19,11 +19,11 @@ from checksum_cases import LENGTHS, check_kernel, noise, unsigned
 from cluster import BLOCK_BYTES, POOL_BLOCKS, Cluster, chain_of, content, key_of
 
 import tiercache
-from tiercache.checksum import lane_sum
+from tiercache.connector.direct.backend import KvikioBackend
+from tiercache.connector.direct.probe import GdsProbe, Mode, probe_gds
 from tiercache.errors import ConfigError
-from tiercache.gds_backend import KvikioBackend
-from tiercache.gds_probe import GdsProbe, Mode, probe_gds
 from tiercache.kernels.checksum import lane_sums
+from tiercache.protocol.checksums import lane_sum
 
 pytestmark = pytest.mark.gpu
 

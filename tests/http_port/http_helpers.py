@@ -18,8 +18,8 @@ import numpy as np
 from waiting import wait_until as wait_until
 
 import tiercache
-from tiercache.keys import content_id, salted_root
-from tiercache.messages import ModelCard
+from tiercache.protocol.keys import content_id, salted_root
+from tiercache.protocol.messages import ModelCard
 
 BLOCK = 4
 BLOCK_BYTES = 64 << 10

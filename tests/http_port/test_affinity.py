@@ -17,12 +17,12 @@ from http_helpers import BLOCK, SALT, affinity, card, chain, connect, spec, toke
 
 import tiercache
 from tiercache.cli.main import main
-from tiercache.connectors.vllm_hashes import ENCODINGS, block_hashes, hash_seed
-from tiercache.connectors.vllm_names import keys_of
+from tiercache.connectors.vllm.hashes import ENCODINGS, block_hashes, hash_seed
+from tiercache.connectors.vllm.names import keys_of
 from tiercache.errors import RequestRefused
 from tiercache.http.affinity import Affinity, Query, UnknownModel
-from tiercache.keys import content_id, salted_root
-from tiercache.messages import ModelCard, Models, Report
+from tiercache.protocol.keys import content_id, salted_root
+from tiercache.protocol.messages import ModelCard, Models, Report
 
 Connect = Callable[..., tiercache.Connector]
 

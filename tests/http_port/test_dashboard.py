@@ -22,7 +22,7 @@ import tiercache
 from tiercache.errors import DaemonUnavailable
 from tiercache.http import history
 from tiercache.http.app import build_app
-from tiercache.messages import ModelCard, ModelList
+from tiercache.protocol.messages import ModelCard, ModelList
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(missing()), reason=missing())]
 

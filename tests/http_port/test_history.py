@@ -13,9 +13,9 @@ from http_helpers import chain, connect, request, spec, tokens_of, wait_until
 
 import tiercache
 from tiercache.errors import DaemonUnavailable
+from tiercache.ground.histograms import LatencyHistogram
 from tiercache.http import history
 from tiercache.http.history import COLUMNS, KEEP_S, MAX_SAMPLES, History, Recorder
-from tiercache.metrics import LatencyHistogram
 
 
 class Daemon:

@@ -11,7 +11,7 @@ import pytest
 from http_helpers import TIMEOUT_S, url_in
 
 import tiercache
-from tiercache.config import DaemonConfig
+from tiercache.config.daemon_config import DaemonConfig
 from tiercache.errors import ConfigError
 from tiercache.http.hosts import allowed_hosts
 from tiercache.http.server import HttpSettings

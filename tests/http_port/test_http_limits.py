@@ -12,8 +12,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from tiercache import listening
 from tiercache.errors import ConfigError
+from tiercache.ground import listening
 from tiercache.http.hosts import MAX_SHOWN_CHARS, HostCheck, allowed_hosts, refusal
 from tiercache.http.limits import GRACE_S, LimitedConnection
 

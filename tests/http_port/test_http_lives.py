@@ -16,7 +16,7 @@ import pytest
 from http_helpers import request, url_in, wait_until
 
 import tiercache
-from tiercache.config import DaemonConfig
+from tiercache.config.daemon_config import DaemonConfig
 from tiercache.errors import ConfigError, DaemonUnavailable
 
 pytestmark = pytest.mark.faults

@@ -14,7 +14,7 @@ from prometheus_client import ProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 import tiercache
-from tiercache.daemon.counters import Counters
+from tiercache.daemon.ground.counters import Counters
 from tiercache.http.families import COUNTERS, FAMILIES, PREFIX, table
 from tiercache.http.metrics import metrics_text
 from tiercache.http.readings import MAX_NAMESPACES, MAX_REASONS
@@ -65,13 +65,13 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, tierca
 
 
 def test_the_documented_table_is_that_of_the_code() -> None:
-    text = (ROOT / "daemon" / "README.md").read_text()
-    assert table() in text, "put what `python -m tiercache.http.families` prints into daemon/README.md"
+    text = (ROOT / "daemon" / "MONITORING.md").read_text()
+    assert table() in text, "put what `python -m tiercache.http.families` prints into daemon/MONITORING.md"
 
 
 def test_every_counter_has_its_metric() -> None:
     own = {field.name for field in fields(Counters)} | {"connections_refused"}
-    assert set(COUNTERS) == own, "name each counter of daemon/counters.py in tiercache/http/families.py, and no other"
+    assert set(COUNTERS) == own, "name each of daemon/ground/counters.py in tiercache/http/families.py, and no other"
     assert len({family.name for family in FAMILIES}) == len(FAMILIES)
 
 

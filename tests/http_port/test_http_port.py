@@ -19,7 +19,7 @@ import pytest
 from http_helpers import TIMEOUT_S, affinity, connect, request, spec, tokens_of, url_in, wait_until
 
 import tiercache
-from tiercache.extras import install_extra
+from tiercache.ground.extras import install_extra
 from tiercache.http.__main__ import main
 from tiercache.http.app import HttpError
 from tiercache.http.limits import MAX_CONNECTIONS

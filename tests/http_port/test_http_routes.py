@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import pytest
 
-from tiercache.client import Client
+from tiercache.client.client import Client
 from tiercache.errors import DaemonUnavailable
 from tiercache.http import app
 from tiercache.http.history import History

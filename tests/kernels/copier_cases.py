@@ -1,4 +1,4 @@
-"""Cases for `tiercache.cuda.CudaCopier`, shared by the tests on a GPU and those on a stand-in."""
+"""Cases for `tiercache.copies.cuda.CudaCopier`, shared by the tests on a GPU and those on a stand-in."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import random
 import numpy as np
 import torch
 
-from tiercache.copy_plan import Method
-from tiercache.cuda import CudaCopier
-from tiercache.host_memory import HostMemory
+from tiercache.copies.copy_plan import Method
+from tiercache.copies.cuda import CudaCopier
+from tiercache.copies.host_memory import HostMemory
+from tiercache.copies.pool import GpuCopier, Limit, Pool
 from tiercache.kernels.block_copy import gather_blocks_reference
-from tiercache.transfer import GpuCopier, Limit, Pool
 
 GUARD = 0xA5
 """Byte that fills everything that a copy must leave alone."""
@@ -50,7 +50,7 @@ def layers_of(shape: tuple[int, ...], count: int, device: str) -> list[torch.Ten
 
 
 def segments_of(layers: list[torch.Tensor], block_axis: int) -> list[tuple[int, int, int]]:
-    """As `tiercache.transfer.Pool` makes them."""
+    """As `tiercache.copies.pool.Pool` makes them."""
     found = []
     for layer in layers:
         parts = layer if block_axis == 1 else layer[None]

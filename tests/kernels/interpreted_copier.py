@@ -18,11 +18,12 @@ from copier_cases import POOLS, check_out_and_back, check_transfer_layer
 from fake_driver import STREAM, FakeLibrary
 
 import tiercache
-from tiercache import cuda, cuda_driver, host_memory, transfer
-from tiercache.copy_plan import Method
-from tiercache.cuda import CudaCopier
+from tiercache.copies import cuda, cuda_driver, host_memory
+from tiercache.copies import pool as transfer
+from tiercache.copies.copy_plan import Method
+from tiercache.copies.cuda import CudaCopier
+from tiercache.copies.pool import CopyLost, GpuCopier, Limit, Pool
 from tiercache.errors import ArenaError, LayoutError
-from tiercache.transfer import CopyLost, GpuCopier, Limit, Pool
 
 pytestmark = pytest.mark.kernels
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.copy_plan import (
+from tiercache.copies.copy_plan import (
     DMA_MIN_BYTES,
     Method,
     Runs,

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from fake_driver import STREAM, FakeLibrary
 
-from tiercache import cuda_driver
-from tiercache.copy_plan import Runs, merge_runs
-from tiercache.cuda import CudaCopier
-from tiercache.cuda_driver import Driver
-from tiercache.cuda_lane import CudaCopy
+from tiercache.copies import cuda_driver
+from tiercache.copies.copy_plan import Runs, merge_runs
+from tiercache.copies.cuda import CudaCopier
+from tiercache.copies.cuda_driver import Driver
+from tiercache.copies.cuda_lane import CudaCopy
 from tiercache.errors import ArenaError, LayoutError
 
 pytestmark = pytest.mark.kernels

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from fake_driver import FakeDriver
 
-from tiercache import arena, host_memory, mapping
+from tiercache.client import mapping
+from tiercache.copies import arena, host_memory
+from tiercache.copies.host_memory import HostMemory
 from tiercache.errors import ArenaError
-from tiercache.host_memory import HostMemory
 
 pytestmark = pytest.mark.kernels
 

@@ -12,8 +12,8 @@ import struct
 import sys
 from types import SimpleNamespace
 
-from tiercache.daemon import clock
 from tiercache.daemon.__main__ import main
+from tiercache.daemon.ground import clock
 
 if __name__ == "__main__":
     with open(sys.argv[1], "rb") as file:

@@ -20,7 +20,7 @@ import pytest
 import tiercache
 from tiercache.daemon.policies import POLICIES
 from tiercache.errors import DaemonUnavailable
-from tiercache.messages import KEY_BYTES, Inspect, Inspected
+from tiercache.protocol.messages import KEY_BYTES, Inspect, Inspected
 from tiercache.replay.formats.recorded import Recorded, RecordedReader
 from tiercache.replay.formats.trace import Trace
 from tiercache.replay.requests import Kind

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import tiercache
-from tiercache.daemon.hinted import HintedPolicy
-from tiercache.daemon.hints import said_at
-from tiercache.messages import KEY_BYTES, Hint, Priority
+from tiercache.daemon.hints.hinted_policy import HintedPolicy
+from tiercache.daemon.hints.hints import said_at
+from tiercache.protocol.messages import KEY_BYTES, Hint, Priority
 from tiercache.replay.formats.lines import BadTrace
 from tiercache.replay.formats.recorded import Recorded
 from tiercache.replay.formats.trace import Trace
@@ -151,7 +151,7 @@ def test_a_return_that_is_put_off_has_its_own_time() -> None:
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiercache.daemon import ahead
+    from tiercache.daemon import prefetch as ahead
 
     monkeypatch.setattr(ahead, "MAX_PLANS", 4)
     play = Play(dram=16, nvme=64)

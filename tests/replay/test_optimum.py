@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from tiercache.daemon.policies import POLICIES
-from tiercache.layout import NamespaceSpec
+from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.optimum import Accesses
 from tiercache.replay.played import play
 from tiercache.replay.requests import Kind, Request, chain_keys, plain_spec

@@ -12,13 +12,13 @@ import pytest
 from waiting import wait_until
 
 import tiercache
-from tiercache.config import DaemonConfig, load_config
-from tiercache.daemon import recorder as recording
-from tiercache.daemon.counters import Counters
+from tiercache.config.daemon_config import DaemonConfig, load_config
+from tiercache.daemon.ground.counters import Counters
+from tiercache.daemon.observe import recorder as recording
+from tiercache.daemon.observe.recorder import Recorder
+from tiercache.daemon.observe.traffic import PROBE_ENGINE
 from tiercache.daemon.policies import Policies
-from tiercache.daemon.recorder import Recorder
-from tiercache.daemon.space import Namespace, Space
-from tiercache.daemon.traffic import PROBE_ENGINE
+from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.errors import ConfigError, DaemonUnavailable
 from tiercache.replay.formats.lines import BadTrace
 from tiercache.replay.formats.recorded import Recorded, RecordedReader

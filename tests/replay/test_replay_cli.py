@@ -14,8 +14,8 @@ import pytest
 
 from tiercache.cli import replay as command
 from tiercache.cli.main import main
-from tiercache.cli.plan_model import load_model
-from tiercache.extras import install_extra
+from tiercache.ground.extras import install_extra
+from tiercache.plan.model import load_model
 from tiercache.replay.estimate import Costs, Estimate
 from tiercache.replay.requests import Request, chain_keys
 from tiercache.replay.simulation import Outcome

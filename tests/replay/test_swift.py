@@ -10,14 +10,14 @@ from typing import ClassVar
 import pytest
 
 from tiercache.daemon.policies import POLICIES
-from tiercache.layout import NamespaceSpec
+from tiercache.protocol.namespaces import NamespaceSpec
+from tiercache.replay import fast_cache as swift_module
 from tiercache.replay import played as played_module
 from tiercache.replay import simulation as simulation_module
-from tiercache.replay import swift as swift_module
+from tiercache.replay.fast_cache import Swift
 from tiercache.replay.played import play
 from tiercache.replay.requests import Kind, Request, chain_keys, plain_spec
 from tiercache.replay.simulation import Outcome, Simulation, Sizes
-from tiercache.replay.swift import Swift
 
 BLOCK_BYTES = 64 << 20
 """So large that the daemon has one write under way at a time: smaller ones it writes in batches."""

@@ -26,7 +26,7 @@ GREEDY: dict[str, Any] = {"model": "tiny-chat", "temperature": 0}
 HANGS = """
 import os, socket, time
 from tiercache.engine.model import HostedModel
-from tiercache import listening
+from tiercache.ground import listening
 from tiercache.serve import bodies, server
 forward = HostedModel.forward
 def hanging(*arguments):
@@ -47,7 +47,7 @@ listening.bind = bind_small
 # The next load stops the process that the file names before it copies.
 STOPS_DAEMON = """
 import os, signal
-from tiercache.moves import Mover
+from tiercache.connector.mover import Mover
 fetch = Mover.fetch
 def stopping(*arguments):
     if os.path.exists({file!r}):

@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 from vllm_engines import Engine, prompt, wait_until
 
 import tiercache
-from tiercache.connectors.vllm_hashes import ENCODINGS, block_hashes, hash_seed
+from tiercache.connectors.vllm.hashes import ENCODINGS, block_hashes, hash_seed
 from tiercache.http.affinity import Affinity, Query
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]

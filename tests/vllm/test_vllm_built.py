@@ -13,8 +13,8 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm_engines import BLOCK, Engine, prompt, save_model, stored_blocks, wait_until
 
 import tiercache
-from tiercache.connectors.vllm_built import describe_built
-from tiercache.connectors.vllm_weights import models_of, unwrapped
+from tiercache.connectors.vllm.built import describe_built
+from tiercache.connectors.vllm.weights import models_of, unwrapped
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 LONGROPE = {

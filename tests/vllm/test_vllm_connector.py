@@ -8,7 +8,7 @@ import pytest
 from vllm_engines import BLOCK, Engine, flush, launch, prompt, save_model, save_window_model, stored_blocks, wait_until
 
 import tiercache
-from tiercache.connectors.vllm_compat import check_version
+from tiercache.connectors.vllm.compat import check_version
 from tiercache.errors import VersionError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]

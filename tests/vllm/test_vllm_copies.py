@@ -15,7 +15,7 @@ import pytest
 from vllm_engines import Engine, flush, launch, prompt, statistics, stored_blocks, wait_until
 
 import tiercache
-from tiercache.messages import Check
+from tiercache.protocol.messages import Check
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 Start = Callable[..., Engine]
@@ -49,7 +49,7 @@ class Held:
 def findings(daemon: tiercache.LaunchedDaemon) -> list[str]:
     """What the daemon's books contradict."""
     with tiercache.Client.connect(daemon.address, map_arena=False) as client:
-        return list(client.session().call(Check, tiercache.messages.CheckReply).findings)
+        return list(client.session().call(Check, tiercache.protocol.messages.CheckReply).findings)
 
 
 def test_a_convoy_loads_its_prefix_once(engine: Engine, plain: Engine, daemon: tiercache.LaunchedDaemon) -> None:

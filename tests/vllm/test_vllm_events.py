@@ -20,9 +20,9 @@ from vllm.v1.request import Request
 from vllm_engines import BLOCK, PATIENCE_S, Engine, launch, offloading_config, prompt, stored_blocks, wait_until
 
 import tiercache
-from tiercache.connectors.vllm_events import Group, name_blocks, of_group
+from tiercache.connectors.vllm.events import Group, name_blocks, of_group
 from tiercache.http.affinity import Affinity, Query
-from tiercache.messages import unpack_indices
+from tiercache.protocol.messages import unpack_indices
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

@@ -34,10 +34,10 @@ PROMPTS = [prompt(600, f"fault {number}") for number in range(8)]
 FOUND = 576
 SMALL = {"arena": "32MiB", "region": "8MiB"}
 FLAGS = ("--arena", "32MiB", "--region", "8MiB")
-OTHER_PROTOCOL = "import tiercache.messages as m; m.PROTOCOL = m.OLDEST_PROTOCOL = {}"
+OTHER_PROTOCOL = "import tiercache.protocol.messages as m; m.PROTOCOL = m.OLDEST_PROTOCOL = {}"
 SLOW_MATCHES = """
 import time
-from tiercache.daemon.reads import Reads
+from tiercache.daemon.tiers.dram.reads import Reads
 match = Reads.match
 def slow(*arguments, **options):
     time.sleep(0.2)
@@ -185,7 +185,7 @@ def test_replies_that_do_not_come(engine: Engine, run_dir: Path, expected: list[
     patch = f"""
 import time
 from pathlib import Path
-from tiercache.daemon.reads import Reads
+from tiercache.daemon.tiers.dram.reads import Reads
 hold = Reads.hold
 def late(*arguments):
     while not Path({str(go)!r}).exists():

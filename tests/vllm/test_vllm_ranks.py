@@ -14,10 +14,10 @@ import torch
 from vllm_engines import BLOCK, Engine, launch, prompt, save_model, statistics, wait_until
 
 import tiercache
-from tiercache.connectors import vllm_pool
-from tiercache.connectors.vllm_compat import kv_cache_interface
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import Flush
+from tiercache.connectors.vllm import pool as vllm_pool
+from tiercache.connectors.vllm.compat import kv_cache_interface
+from tiercache.protocol.messages import Flush
+from tiercache.protocol.namespaces import NamespaceSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 Start = Callable[..., Engine]

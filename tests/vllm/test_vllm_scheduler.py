@@ -14,13 +14,13 @@ from vllm.v1.request import RequestStatus
 from vllm_engines import PATIENCE_S, wait_until
 
 import tiercache
-from tiercache.connectors.vllm_apart import MAX_THREADS
-from tiercache.connectors.vllm_compat import CacheHitSource
-from tiercache.connectors.vllm_costs import LAST_LOADS, LEAST_SAMPLES, Costs
-from tiercache.connectors.vllm_orders import Report
-from tiercache.connectors.vllm_scheduler import DECLINED, SLOW_LOOKUP_S, Scheduler
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES, Priority
+from tiercache.connectors.vllm.apart import MAX_THREADS
+from tiercache.connectors.vllm.compat import CacheHitSource
+from tiercache.connectors.vllm.costs import LAST_LOADS, LEAST_SAMPLES, Costs
+from tiercache.connectors.vllm.orders import Report
+from tiercache.connectors.vllm.scheduler import DECLINED, SLOW_LOOKUP_S, Scheduler
+from tiercache.protocol.messages import KEY_BYTES, Priority
+from tiercache.protocol.namespaces import NamespaceSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 SIZE = 4

@@ -15,13 +15,13 @@ from vllm_sibling import FOREIGN
 
 import tiercache
 from tiercache.connectors import vllm_v1
-from tiercache.connectors.vllm_compat import register
-from tiercache.connectors.vllm_orders import RankForm, Report
-from tiercache.connectors.vllm_siblings import WAIT_S, Roll, check_parent, come_first
-from tiercache.connectors.vllm_stats import Stats
+from tiercache.connectors.vllm.compat import register
+from tiercache.connectors.vllm.orders import RankForm, Report
+from tiercache.connectors.vllm.siblings import WAIT_S, Roll, check_parent, come_first
+from tiercache.connectors.vllm.stats import Stats
 from tiercache.connectors.vllm_v1 import TierCacheConnector
 from tiercache.errors import ConfigError, ModelRefused
-from tiercache.layout import NamespaceSpec
+from tiercache.protocol.namespaces import NamespaceSpec
 
 SPEC = NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=BLOCK, block_bytes=64)
 

@@ -8,7 +8,7 @@ import pytest
 from vllm_engines import Engine, prompt
 
 import tiercache
-from tiercache.connectors.vllm_costs import ASK_AGAIN, LAST_LOADS
+from tiercache.connectors.vllm.costs import ASK_AGAIN, LAST_LOADS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 SLOW_S = 5.0

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tiercache.connectors.vllm_orders import Orders, Report, Run
-from tiercache.connectors.vllm_stores import MAX_JOBS, TURN_STEPS, Stores
-from tiercache.messages import KEY_BYTES
+from tiercache.connectors.vllm.orders import Orders, Report, Run
+from tiercache.connectors.vllm.stores import MAX_JOBS, TURN_STEPS, Stores
+from tiercache.protocol.messages import KEY_BYTES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(60)]
 SIZE = 4

@@ -13,12 +13,12 @@ import torch
 from vllm_engines import launch, wait_until
 
 import tiercache
-from tiercache.connectors.vllm_orders import Load, Orders, Report, Run, Store
-from tiercache.connectors.vllm_weights import Look, Weights
-from tiercache.connectors.vllm_worker import Worker
-from tiercache.gds_backend import Fault, HostBackend
-from tiercache.jobs import Transfer
-from tiercache.storing import StoreResult
+from tiercache.connector.direct.backend import Fault, HostBackend
+from tiercache.connector.jobs import Transfer
+from tiercache.connector.stores import StoreResult
+from tiercache.connectors.vllm.orders import Load, Orders, Report, Run, Store
+from tiercache.connectors.vllm.weights import Look, Weights
+from tiercache.connectors.vllm.worker import Worker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(60)]
 BLOCKS = 8

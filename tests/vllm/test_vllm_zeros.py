@@ -11,8 +11,8 @@ import pytest
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tiercache.connectors import vllm_v1
-from tiercache.connectors.vllm_compat import come_before_zeros
-from tiercache.connectors.vllm_orders import Orders, RankForm
+from tiercache.connectors.vllm.compat import come_before_zeros
+from tiercache.connectors.vllm.orders import Orders, RankForm
 from tiercache.connectors.vllm_v1 import TierCacheConnector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(60)]

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import tiercache
-from tiercache.config import session_socket_path
-from tiercache.launch import LaunchedDaemon
+from tiercache.client.launcher import LaunchedDaemon
+from tiercache.config.daemon_config import session_socket_path
 
 VOCABULARY = 512
 BLOCK = 32

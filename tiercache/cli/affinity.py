@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.cli.control import connected
-from tiercache.cli.main import EXIT_OK, EXIT_UNWELL
+from tiercache.cli.exits import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.report import Section, print_json, print_sections
 from tiercache.errors import ConfigError, DaemonUnavailable, ModelRefused, RequestRefused
-from tiercache.extras import install_extra
+from tiercache.ground.extras import install_extra
 
 TIMEOUT_S = 10.0
 

@@ -15,7 +15,7 @@ import typer
 
 from tiercache.cli import app_change, app_check, app_look, app_measure, app_plan, app_replay, app_run, app_serve
 from tiercache.cli.command_line import app
-from tiercache.cli.main import EXIT_OK, EXIT_USAGE
+from tiercache.cli.exits import EXIT_OK, EXIT_USAGE
 
 __all__ = ["MODULES", "app", "run"]
 

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from tiercache.cli.command_line import MEASURE, Json, app, ending
-from tiercache.cli.main import EXIT_USAGE
-from tiercache.extras import install_extra
+from tiercache.cli.exits import EXIT_USAGE
+from tiercache.ground.extras import install_extra
 
 
 @app.command(rich_help_panel=MEASURE, epilog=ending("""\

@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from tiercache.cli.command_line import OWN_HELP, RUN, Address, Json, app, ending
+from tiercache.cli.exits import EXIT_OK
 
 
 @app.command(rich_help_panel=RUN, **OWN_HELP)
 def daemon(context: typer.Context) -> int:
     """Run the daemon in the foreground until SIGTERM."""
-    from tiercache.cli.main import main
+    from tiercache.daemon.__main__ import main as command
 
-    return main(["daemon", *context.args])
+    return command(context.args) or EXIT_OK
 
 
 @app.command(rich_help_panel=RUN, epilog=ending("""\
@@ -77,9 +79,12 @@ def keygen(
   tiercache completion fish > ~/.config/fish/completions/tiercache.fish
 """))
 def completion(
+    context: typer.Context,
     shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="The shell to complete commands in.")],
 ) -> int:
     """Print a script that completes commands and options; it runs nothing of tiercache."""
     from tiercache.cli import completion as command
 
-    return command.show(shell)
+    group = context.find_root().command
+    assert isinstance(group, TyperGroup)
+    return command.show(shell, group)

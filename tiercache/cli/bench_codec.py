@@ -20,11 +20,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiercache.cli.main import EXIT_OK
+from tiercache.cli.exits import EXIT_OK
 from tiercache.cli.report import Section, print_json, print_sections
 from tiercache.errors import ConfigError
-from tiercache.layout import MAX_BLOCK_BYTES
-from tiercache.units import format_bytes, parse_bytes, round_up
+from tiercache.ground.units import format_bytes, parse_bytes, round_up
+from tiercache.protocol.namespaces import MAX_BLOCK_BYTES
 
 MAX_SAMPLE_BYTES = 64 << 20
 """Of the files; blocks are taken evenly from all of them."""
@@ -76,7 +76,7 @@ def run(
 
     Raises ConfigError for files, sizes or directories that cannot be used.
     """
-    from tiercache.daemon.nvme import codecs
+    from tiercache.daemon.tiers.nvme.disk import codecs
 
     try:
         size = parse_bytes(block_bytes)
@@ -147,7 +147,7 @@ def _made_up(size: int) -> list[bytes]:
 
 def _measure(name: str, element: int, blocks: list[bytes]) -> CodecFigures:
     """Encode and decode all blocks, again and again, and compare what comes out. Raises ConfigError."""
-    from tiercache.daemon.nvme import codecs
+    from tiercache.daemon.tiers.nvme.disk import codecs
 
     codec = codecs.codec_number(name, element)
     views = [memoryview(block) for block in blocks]

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.cli.control import connected
-from tiercache.cli.main import EXIT_OK, EXIT_UNWELL, NotAnswering
+from tiercache.cli.exits import EXIT_OK, EXIT_UNWELL, NotAnswering
 from tiercache.cli.report import print_json
-from tiercache.config import default_address, resolve_config, session_socket_path
+from tiercache.config.daemon_config import default_address, resolve_config, session_socket_path
 from tiercache.errors import ConfigError, DaemonUnavailable, ProtocolError, RequestRefused
-from tiercache.messages import Check, CheckReply, ErrorCode
-from tiercache.units import format_bytes, parse_bytes
+from tiercache.ground.units import format_bytes, parse_bytes
+from tiercache.protocol.messages import Check, CheckReply, ErrorCode
 
 if TYPE_CHECKING:
-    from tiercache.daemon.nvme.checking import Progress, Report
+    from tiercache.daemon.tiers.nvme.check.directory_check import Progress, Report
 
 DEFAULT_SAMPLE = 1000
 ALL = -1
@@ -87,7 +87,7 @@ def check(options: Options) -> int:
 
 
 def _check_directories(options: Options, directories: list[Path], rate: int) -> int:
-    from tiercache.daemon.nvme.checking import check_directory
+    from tiercache.daemon.tiers.nvme.check.directory_check import check_directory
 
     reports = []
     for directory in directories:

@@ -11,7 +11,9 @@ import shlex
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tiercache.cli.main import EXIT_OK
+from typer.core import TyperGroup
+
+from tiercache.cli.exits import EXIT_OK
 from tiercache.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "fish")
@@ -39,24 +41,19 @@ class Command(NamedTuple):
     files: bool = False
 
 
-def show(shell: str) -> int:
-    """Print the script for a shell. Raises ConfigError for an unknown one."""
+def show(shell: str, group: TyperGroup) -> int:
+    """Print the script for a shell that completes the commands of `group`. Raises ConfigError for an unknown one."""
     if shell not in SHELLS:
         raise ConfigError(f"{shell}: there is completion for {', '.join(SHELLS)}")
-    print({"bash": bash, "zsh": zsh, "fish": fish}[shell](commands()))
+    print({"bash": bash, "zsh": zsh, "fish": fish}[shell](commands(group)))
     return EXIT_OK
 
 
 # --- what there is to complete -----------------------------------------------------------------------
 
 
-def commands() -> list[Command]:
-    """All commands with their options."""
-    import typer.main
-
-    from tiercache.cli import app
-
-    group: Any = typer.main.get_command(app.app)
+def commands(group: TyperGroup) -> list[Command]:
+    """All commands of a group with their options."""
     found = []
     for name, command in group.commands.items():
         parser = _parser_of(name)

@@ -8,11 +8,11 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 from tiercache import __version__
-from tiercache.cli.main import EXIT_OK
+from tiercache.cli.exits import EXIT_OK
 from tiercache.cli.report import print_json
-from tiercache.config import DEFAULT, render_toml, resolve_config
+from tiercache.config.daemon_config import DEFAULT, render_toml, resolve_config
+from tiercache.config.settings import SETTINGS
 from tiercache.errors import ConfigError, RequestRefused
-from tiercache.settings import SETTINGS
 
 
 def show(path: Path | None, *, as_json: bool) -> int:
@@ -33,7 +33,7 @@ def show(path: Path | None, *, as_json: bool) -> int:
 def show_running(address: str | None, *, as_json: bool) -> int:
     """Print the settings that a running daemon uses. Raises DaemonUnavailable."""
     from tiercache.cli.control import connected
-    from tiercache.messages import SettingList, Settings
+    from tiercache.protocol.messages import SettingList, Settings
 
     with connected(address) as client:
         answer = client.session().call(Settings, SettingList)
@@ -59,7 +59,7 @@ def show_running(address: str | None, *, as_json: bool) -> int:
 def change(address: str | None, assignment: str, *, as_json: bool) -> int:
     """Change a setting of a running daemon. Raises ConfigError, RequestRefused, DaemonUnavailable."""
     from tiercache.cli.control import connected
-    from tiercache.messages import Changed, ChangeSetting
+    from tiercache.protocol.messages import Changed, ChangeSetting
 
     key, equals, value = assignment.partition("=")
     if not equals:
@@ -80,7 +80,7 @@ def change(address: str | None, assignment: str, *, as_json: bool) -> int:
 
 def version(*, as_json: bool) -> int:
     """Print the versions of tiercache, of the libraries that it stands on, and of Python."""
-    from tiercache.messages import PROTOCOL
+    from tiercache.protocol.messages import PROTOCOL
 
     versions = {
         "tiercache": __version__,

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiercache.cli.main import NotAnswering
-from tiercache.config import default_address, session_socket_path
-from tiercache.curve import is_remote
+from tiercache.cli.exits import NotAnswering
+from tiercache.config.daemon_config import default_address, session_socket_path
 from tiercache.errors import DaemonUnavailable
+from tiercache.protocol.curve import is_remote
 
 if TYPE_CHECKING:
-    from tiercache.client import Client
+    from tiercache.client.client import Client
 
 CONNECT_DEADLINE_S = 3.0
 REQUEST_S = 2.0
@@ -30,7 +30,7 @@ def connected(address: str | None) -> Iterator[Client]:
 
     Blocks for at most a few seconds. Raises DaemonUnavailable, with what to do about it.
     """
-    from tiercache.client import Client
+    from tiercache.client.client import Client
 
     where = address or default_address()
     # A client would wait for the socket to appear. People will not.

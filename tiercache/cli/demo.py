@@ -15,17 +15,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tiercache.cli.demo_chat import CONVERSATIONS, POOL_SHARE, TURNS, ChatDemo, Chats
-from tiercache.cli.demo_child import none_left
-from tiercache.cli.demo_model import build_model, prompt_tokens
-from tiercache.cli.demo_prompt import LongPrompt, Run
-from tiercache.cli.demo_vllm import ENVIRONMENT, has_vllm
+from tiercache.cli.exits import EXIT_OK, EXIT_UNWELL
+from tiercache.demo.chat import CONVERSATIONS, POOL_SHARE, TURNS, ChatDemo, Chats
+from tiercache.demo.child import none_left
+from tiercache.demo.model import build_model, prompt_tokens
+from tiercache.demo.prompt import LongPrompt, Run
+from tiercache.demo.vllm_worker import ENVIRONMENT, has_vllm
 from tiercache.engine.prompts import load_tokenizer
 from tiercache.errors import ConfigError
-from tiercache.extras import install_extra, install_packages
-from tiercache.units import format_bytes, format_duration
+from tiercache.ground.extras import install_extra, install_packages
+from tiercache.ground.units import format_bytes, format_duration
 
-WORKERS = {"tiercache": "tiercache.cli.demo_worker", "vllm": "tiercache.cli.demo_vllm"}
+WORKERS = {"tiercache": "tiercache.demo.worker", "vllm": "tiercache.demo.vllm_worker"}
+SERVER = "tiercache.cli.demo_server"
+"""Main modules of the processes that the demo starts."""
 _SERVING = ("starlette", "uvicorn")
 _DEFECT = "NOT the same: this is a defect, please report it"
 
@@ -71,10 +74,10 @@ def run(*, engine: str, model: Path | None, prompt_file: Path | None, tokens: in
             needs = f"serving needs {' and '.join(missing)}: {install_extra('engine', 'serve')}"
             console.print(f"No conversations: {needs}", markup=False)
         elif engine == "tiercache":
-            figures["served"] = _converse(ChatDemo(model, load_tokenizer(model), prompt, folder, console), out)
+            figures["served"] = _converse(ChatDemo(model, load_tokenizer(model), prompt, folder, console, SERVER), out)
     if as_json:
         print(json.dumps(figures))
-    return 0 if _is_well(figures) else 1
+    return EXIT_OK if _is_well(figures) else EXIT_UNWELL
 
 
 def _is_well(figures: dict[str, Any]) -> bool:

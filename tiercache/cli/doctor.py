@@ -9,15 +9,15 @@ from typing import Any
 
 from tiercache.cli import doctor_cuda, doctor_daemon, doctor_disk, doctor_hits, doctor_host
 from tiercache.cli.control import connected
+from tiercache.cli.exits import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.findings import Finding, Host, Needs, State, as_tree, failure, ok, warning
 from tiercache.cli.live import Tree, at, quiet_client
-from tiercache.cli.main import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.report import Section, print_json, print_sections
-from tiercache.config import DaemonConfig, resolve_config, session_socket_path
+from tiercache.config.daemon_config import DaemonConfig, resolve_config, session_socket_path
+from tiercache.connector.direct.probe import GdsProbe, Mode, probe_gds
 from tiercache.errors import TierCacheError
-from tiercache.gds_probe import GdsProbe, Mode, probe_gds
-from tiercache.layout import NamespaceSpec
-from tiercache.units import format_bytes
+from tiercache.ground.units import format_bytes
+from tiercache.protocol.namespaces import NamespaceSpec
 
 _WAYS = {
     Mode.GDS: "disk to GPU memory (gds)",
@@ -63,7 +63,7 @@ def run(options: Options) -> int:
 
 def _ask(run_dir: Path) -> tuple[Tree, dict[int, NamespaceSpec], str]:
     """A running daemon's statistics and specs, and why there are none."""
-    from tiercache.messages import MAX_NAMESPACES_PER_REQUEST, SpecList, Specs
+    from tiercache.protocol.messages import MAX_NAMESPACES_PER_REQUEST, SpecList, Specs
 
     if not session_socket_path(run_dir).exists():
         return {}, {}, ""

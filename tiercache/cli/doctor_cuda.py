@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from tiercache.cli.findings import Finding, failure, ok, skipped
-from tiercache.isolated import python_command
+from tiercache.ground.isolated import python_command
 
 TOPIC = "gpu"
 ANSWER_S = 20.0
@@ -38,7 +38,7 @@ def main() -> int:
     import os
     import time
 
-    from tiercache.cuda_driver import driver
+    from tiercache.copies.cuda_driver import driver
 
     found = driver()
     if found is None:

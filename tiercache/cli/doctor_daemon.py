@@ -12,7 +12,7 @@ from typing import Any
 from tiercache import __version__
 from tiercache.cli.findings import Finding, collect, failure, ok, skipped, warning
 from tiercache.cli.live import Tree, at
-from tiercache.units import format_duration
+from tiercache.ground.units import format_duration
 
 TOPIC = "daemon"
 
@@ -69,7 +69,7 @@ def _health(tree: Tree) -> Iterator[Finding]:
 
 
 def _versions(tree: Tree) -> Iterator[Finding]:
-    from tiercache.messages import OLDEST_PROTOCOL, PROTOCOL
+    from tiercache.protocol.messages import OLDEST_PROTOCOL, PROTOCOL
 
     own, its = __version__, str(tree["daemon"].get("version"))
     spoken = {int(one.get("protocol", PROTOCOL)) for one in tree.get("sessions", [])}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiercache.cli.findings import Finding, Needs, failure, ok, skipped, warning
-from tiercache.units import format_bytes
+from tiercache.ground.units import format_bytes
 
 TOPIC = "disks"
 STEP_BYTES = 1 << 20

@@ -7,8 +7,8 @@ from typing import Any
 
 from tiercache.cli.findings import Finding, ok, skipped, warning
 from tiercache.cli.live import Tree, at
-from tiercache.layout import NamespaceSpec
-from tiercache.units import format_duration
+from tiercache.ground.units import format_duration
+from tiercache.protocol.namespaces import NamespaceSpec
 
 TOPIC = "hits"
 TOO_SOON_S = 60.0

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tiercache import __version__
 from tiercache.cli.findings import Finding, Host, Needs, collect, failure, limit_of, ok, skipped, warning
-from tiercache.extras import DISTRIBUTION, install_packages
-from tiercache.units import format_bytes, format_duration
+from tiercache.ground.extras import DISTRIBUTION, install_packages
+from tiercache.ground.units import format_bytes, format_duration
 
 TOPIC = "host"
 REQUIRED = ("numpy", "pyzmq", "msgspec", "xxhash", "lz4", "typer", "rich")
@@ -25,7 +25,7 @@ CLOCK_READS, CLOCK_TRIES = 2_000, 10
 CLOCK_S = 0.1
 SLOW_CLOCK_NS = 500
 STALL_S = 0.1
-"""As `tiercache.daemon.clock`: a gap that is longer is taken off the time of leases."""
+"""As `tiercache.daemon.ground.clock`: a gap that is longer is taken off the time of leases."""
 _GOOD_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "xen")
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import typer
 
 from tiercache.cli.control import connected
-from tiercache.cli.main import EXIT_OK
+from tiercache.cli.exits import EXIT_OK
 from tiercache.cli.report import print_json
 from tiercache.errors import ConfigError, ProtocolError
-from tiercache.messages import KEY_BYTES, Flush, Flushed
+from tiercache.protocol.messages import KEY_BYTES, Flush, Flushed
 
 TIERS = ("all", "dram")
 FLUSH_DEADLINE_S = 60.0

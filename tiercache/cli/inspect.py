@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from tiercache.cli.control import connected
+from tiercache.cli.exits import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.flush import find_namespace
-from tiercache.cli.main import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.report import Section, print_json, print_sections, with_human
-from tiercache.messages import KEY_BYTES
-from tiercache.units import format_bytes, format_duration
+from tiercache.ground.units import format_bytes, format_duration
+from tiercache.protocol.messages import KEY_BYTES
 
 COLUMNS = ("namespace", "engine", "rank", "tier", "bytes", "used", "children", "kept by", "codec", "checksum", "place")
 
@@ -25,7 +25,7 @@ def as_key(text: str) -> bytes | None:
 
 def block(address: str | None, key: bytes, *, namespace: str | None, as_json: bool) -> int:
     """Print every place of a block. Exit status 1: it is nowhere."""
-    from tiercache.messages import Inspect, Inspected
+    from tiercache.protocol.messages import Inspect, Inspected
 
     with connected(address) as client:
         tree = client.stats()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiercache.cli.main import EXIT_OK
-from tiercache.curve import SERVER_FILE, check_name, make_client, make_server
+from tiercache.cli.exits import EXIT_OK
+from tiercache.protocol.curve import SERVER_FILE, check_name, make_client, make_server
 
 
 def keygen(directory: Path, name: str | None, out: Path | None) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tiercache.errors import TierCacheError
 
 if TYPE_CHECKING:
-    from tiercache.client import Client
+    from tiercache.client.client import Client
 
 Tree = dict[str, Any]
 
@@ -38,7 +38,7 @@ class Looker:
 
     def look(self) -> Look:
         """One look now. Blocks for a round trip, at most the client's request deadline."""
-        from tiercache.messages import Stats, StatsReply
+        from tiercache.protocol.messages import Stats, StatsReply
 
         try:
             reply = self._client.session().call(Stats, StatsReply, hot_prefixes=self._hot_prefixes)

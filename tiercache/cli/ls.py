@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tiercache.cli.control import connected
-from tiercache.cli.main import EXIT_OK
+from tiercache.cli.exits import EXIT_OK
 from tiercache.cli.report import Section, print_json, print_sections, with_human
+from tiercache.ground.units import format_bytes, format_duration
 from tiercache.http.models import models_by_namespace
-from tiercache.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from tiercache.client import Client
+    from tiercache.client.client import Client
 
 COLUMNS = (
     "id", "fingerprint", "tenant", "engine", "model", "rank", "block", "DRAM", "NVMe", "hit%", "last used", "pinned",
@@ -20,7 +20,7 @@ COLUMNS = (
 
 def namespaces(address: str | None, *, as_json: bool) -> int:
     """Print every namespace: whose blocks, of what form, how many, and of what use."""
-    from tiercache.messages import ModelList, Models
+    from tiercache.protocol.messages import ModelList, Models
 
     with connected(address) as client:
         tree = client.stats()
@@ -83,7 +83,7 @@ def pins(address: str | None, *, as_json: bool) -> int:
 
 def pins_of(client: Client) -> dict[str, Any]:
     """The pins as a tree."""
-    from tiercache.messages import PinList, Pins
+    from tiercache.protocol.messages import PinList, Pins
 
     reply = client.session().call(Pins, PinList)
     return {

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from tiercache.cli.plan_known import GPUS, Gpu, find, unknown
 from tiercache.errors import ConfigError
-from tiercache.units import parse_bytes
+from tiercache.ground.units import parse_bytes
+from tiercache.plan.known import GPUS, Gpu, find, unknown
 
 DEFAULT_TFLOPS = 312.0
 DEFAULT_BUS = "25GB"

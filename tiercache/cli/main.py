@@ -1,7 +1,6 @@
 """Entry point of the `tiercache` command.
 
-Exit status: 0 it is well, 1 the thing asked about is not (no daemon), 2 a wrong command line,
-setting or installation, 3 there is a daemon and it does not answer. Errors are one line on stderr.
+Its exit statuses are explained in `exits`. Errors are one line on stderr.
 """
 
 from __future__ import annotations
@@ -12,21 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError
+from tiercache.cli.exits import EXIT_NO_ANSWER, EXIT_OK, EXIT_UNWELL, EXIT_USAGE, NotAnswering
+from tiercache.errors import ConfigError, TierCacheError
 
-EXIT_OK = 0
-EXIT_UNWELL = 1
-EXIT_USAGE = 2
-EXIT_NO_ANSWER = 3
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-
-class NotAnswering(DaemonUnavailable):
-    """A daemon runs at the address, and does not answer: `pid` is its process."""
-
-    def __init__(self, text: str, pid: int) -> None:
-        super().__init__(text)
-        self.pid = pid
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,6 +58,4 @@ def _print_no_more() -> None:
 
 
 if __name__ == "__main__":
-    from tiercache.cli import main as imported  # whose NotAnswering commands raise: this run of the file has another
-
-    sys.exit(imported.main())
+    sys.exit(main())

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiercache.cli.control import connected
+from tiercache.cli.exits import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.flush import find_namespace
 from tiercache.cli.inspect import as_key
 from tiercache.cli.ls import pins_of
-from tiercache.cli.main import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.report import print_json
 from tiercache.errors import ConfigError
-from tiercache.messages import KEY_BYTES, MAX_PIN_TTL_MS
-from tiercache.units import format_duration, parse_duration_s
+from tiercache.ground.units import format_duration, parse_duration_s
+from tiercache.protocol.messages import KEY_BYTES, MAX_PIN_TTL_MS
 
 if TYPE_CHECKING:
-    from tiercache.client import Client
+    from tiercache.client.client import Client
 
 LOAD_S = 30.0
 """How long blocks that are on disks only may take to come up."""
@@ -72,7 +72,7 @@ def unpin(address: str | None, *, key: str | None, everything: bool, as_json: bo
 
     Raises ConfigError unless one of the two is given.
     """
-    from tiercache.messages import Pinned, Unpin
+    from tiercache.protocol.messages import Pinned, Unpin
 
     if (key is None) == (not everything):
         raise ConfigError("give either the KEY that a pin was set with (`tiercache ls --pins`), or --all")
@@ -111,7 +111,7 @@ def _parse_ttl(text: str) -> float:
 
 def _find(client: Client, key: bytes, namespace: str | None) -> _Prefix:
     """The chain that ends with the key, in the namespaces that have its last block."""
-    from tiercache.messages import Inspect, Inspected
+    from tiercache.protocol.messages import Inspect, Inspected
 
     numbers = [] if namespace is None else [find_namespace(client.stats(), namespace)]
     reply = client.session().call(Inspect, Inspected, namespaces=numbers, key=key, chain=True)
@@ -124,7 +124,7 @@ def _of_prompt(client: Client, text: str, model: str, salt: str | None) -> _Pref
     """What is stored of a prompt, in all ranks and groups of the model that has most of it."""
     from tiercache.cli.affinity import tokenise
     from tiercache.http.affinity import Query, is_meant, keys_of_card
-    from tiercache.messages import ModelList, Models, Peek, Peeked
+    from tiercache.protocol.messages import ModelList, Models, Peek, Peeked
 
     if salt is None:
         raise ConfigError("--salt is missing: give that of the tenant, or --salt '' where the engines have none")
@@ -146,7 +146,7 @@ def _of_prompt(client: Client, text: str, model: str, salt: str | None) -> _Pref
 
 def _load(client: Client, prefix: _Prefix) -> int:
     """Bring the prefix up into DRAM, as far as that goes within LOAD_S; returns the blocks that are there."""
-    from tiercache.messages import Matched, Peek, Peeked, Prefetch
+    from tiercache.protocol.messages import Matched, Peek, Peeked, Prefetch
 
     def here() -> Any:
         return client.session().call(Peek, Peeked, namespaces=prefix.namespaces, keys=prefix.keys)
@@ -161,7 +161,7 @@ def _load(client: Client, prefix: _Prefix) -> int:
 
 
 def _pin(client: Client, prefix: _Prefix, ttl_s: float) -> int:
-    from tiercache.messages import Pin, Pinned
+    from tiercache.protocol.messages import Pin, Pinned
 
     ttl_ms = max(1, int(ttl_s * 1000))
     reply = client.session().call(Pin, Pinned, namespaces=prefix.namespaces, keys=prefix.keys, ttl_ms=ttl_ms)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tiercache.cli.control import connected
-from tiercache.cli.main import EXIT_NO_ANSWER, EXIT_OK, EXIT_UNWELL, NotAnswering
+from tiercache.cli.exits import EXIT_NO_ANSWER, EXIT_OK, EXIT_UNWELL, NotAnswering
 from tiercache.cli.report import print_json
-from tiercache.config import default_address
+from tiercache.config.daemon_config import default_address
 from tiercache.errors import DaemonUnavailable
-from tiercache.units import format_duration
+from tiercache.ground.units import format_duration
 
 
 def ping(address: str | None, *, count: int, as_json: bool) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tiercache.cli.exits import EXIT_OK
 from tiercache.cli.machine import as_bytes, check_mfu, find_gpu
-from tiercache.cli.main import EXIT_OK
-from tiercache.cli.plan_model import KV_DTYPES, Model, load_model
-from tiercache.cli.plan_sizes import Form, Plant, plan
 from tiercache.cli.report import Section, print_json, print_sections, with_human
 from tiercache.errors import ConfigError
-from tiercache.units import format_bytes, format_duration
+from tiercache.ground.units import format_bytes, format_duration
+from tiercache.plan.model import KV_DTYPES, Model, load_model
+from tiercache.plan.sizes import Form, Plant, plan
 
 DEFAULT_LENGTHS = (2048, 8192, 32768, 131072)
 MAX_BLOCK_SIZE = 4096

@@ -7,14 +7,15 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tiercache.cli.exits import EXIT_OK
 from tiercache.cli.machine import as_bytes, check_mfu, find_gpu
-from tiercache.cli.main import EXIT_OK
-from tiercache.cli.plan_model import load_model
-from tiercache.cli.plan_sizes import Form
 from tiercache.cli.report import Section, print_json, print_sections, with_human
 from tiercache.daemon.policies import POLICIES
 from tiercache.errors import ConfigError
-from tiercache.layout import MAX_BLOCK_BYTES
+from tiercache.ground.units import format_bytes, format_duration
+from tiercache.plan.model import load_model
+from tiercache.plan.sizes import Form
+from tiercache.protocol.namespaces import MAX_BLOCK_BYTES
 from tiercache.replay.estimate import Costs
 from tiercache.replay.formats.bailian import Bailian
 from tiercache.replay.formats.mooncake import Mooncake
@@ -22,7 +23,6 @@ from tiercache.replay.formats.recorded import Recorded, RecordedReader
 from tiercache.replay.formats.trace import Format, Trace, check_block_size
 from tiercache.replay.formats.vllm import KvEvents
 from tiercache.replay.sweep import AS_RECORDED, Point, Swept, Wanted, sweep
-from tiercache.units import format_bytes, format_duration
 
 FORMATS: dict[str, Format] = {one.name: one for one in (Recorded(), Bailian(), Mooncake(), KvEvents())}
 TELL_EVERY_S = 0.2

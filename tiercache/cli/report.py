@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tiercache.units import format_bytes, format_duration
+from tiercache.ground.units import format_bytes, format_duration
 
 _LONGEST_TEXT = 60
 _MOST_COLUMNS = 12

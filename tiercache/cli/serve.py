@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tiercache.arguments import HelpFormatter
-from tiercache.cli.main import EXIT_USAGE
+from tiercache.cli.exits import EXIT_USAGE
 from tiercache.engine.settings import CHOICES, EngineSettings
 from tiercache.errors import ConfigError
-from tiercache.extras import install_extra
+from tiercache.ground.arguments import HelpFormatter
+from tiercache.ground.extras import install_extra
 from tiercache.serve.settings import ServeSettings
 
 _EXAMPLES = """\

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from tiercache.cli.control import connected
+from tiercache.cli.exits import EXIT_OK
 from tiercache.cli.live import Look, Looker, quiet_client
-from tiercache.cli.main import EXIT_OK
 from tiercache.cli.report import Section, human, print_json, print_sections, sections, with_human
 from tiercache.cli.what_if import sentence, table
 from tiercache.errors import ConfigError
-from tiercache.units import format_bytes
+from tiercache.ground.units import format_bytes
 
 SUMMARY = "summary"
 _WHAT_IF = "what_if"

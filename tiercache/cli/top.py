@@ -17,11 +17,11 @@ from rich.live import Live
 from rich.text import Text
 
 from tiercache.cli.control import connected
+from tiercache.cli.exits import EXIT_OK
 from tiercache.cli.live import Looker, quiet_client
-from tiercache.cli.main import EXIT_OK
 from tiercache.cli.top_history import History
 from tiercache.cli.top_view import SORTS, Settings, frame
-from tiercache.config import default_address
+from tiercache.config.daemon_config import default_address
 from tiercache.errors import ConfigError
 
 HOT_PREFIXES = 8

@@ -11,13 +11,13 @@ from rich.text import Text
 
 from tiercache.cli.live import at
 from tiercache.cli.top_history import History, sparkline
-from tiercache.units import format_bytes, format_duration
+from tiercache.ground.units import format_bytes, format_duration
 
 SORTS = ("asked", "hits", "blocks", "idle")
 HEAD, GOOD, BAD, DIM, BAR = "bold cyan", "green", "bold red", "dim", "blue"
 _MAX_REASONS = 3
 REPORT_S = 5.0
-"""Clients tell the daemon their counters so often (`tiercache.session`): rates over less would jump."""
+"""Clients tell the daemon their counters so often (`tiercache.client.session`): rates over less would jump."""
 
 KEYS = (
     ("q", "leave"),

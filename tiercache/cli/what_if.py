@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from tiercache.cli.report import Section
-from tiercache.units import format_bytes, format_duration
+from tiercache.ground.units import format_bytes, format_duration
 
 
 class Point(NamedTuple):

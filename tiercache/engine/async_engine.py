@@ -21,11 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tiercache import forks
 from tiercache.engine.sampling import SamplingParams
 from tiercache.engine.settings import MAX_WAITING, STALL_TIMEOUT_S
 from tiercache.engine.text_engine import TextEngine, TextOutput
 from tiercache.errors import DeadlineExceeded, TierCacheError
+from tiercache.ground import forks
 
 logger = logging.getLogger(__name__)
 # Outputs that wait for a reader: more than a long answer has, less than what would fill the memory.

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tiercache.keys import KeyChain
+from tiercache.protocol.keys import KeyChain
 
 
 class Origin(NamedTuple):

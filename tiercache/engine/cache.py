@@ -1,7 +1,7 @@
 """What the engine asks of a cache, and how it takes its failures.
 
-`tiercache.connector.Connector` has all of it, tests bring their own. For a model with several groups of layers it is
-asked for a sibling for each (see `tiercache.engine.grouped_cache`).
+`tiercache.Connector` has all of it, tests bring their own. For a model with several groups of layers it is asked for a
+sibling for each (see `tiercache.engine.grouped_cache`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from tiercache.copies.pool import Pool
 from tiercache.errors import TierCacheError
-from tiercache.hints import Hint
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import EventRun, ModelCard
-from tiercache.transfer import Pool
+from tiercache.protocol.hints import Hint
+from tiercache.protocol.messages import EventRun, ModelCard
+from tiercache.protocol.namespaces import NamespaceSpec
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from tiercache.engine.cache import CacheLike, GroupLike
 from tiercache.engine.grouped_cache import GroupedCache
 from tiercache.engine.kv_pool import KVLayout, KVPool
 from tiercache.engine.tier_format import StagedCache
-from tiercache.layout import NamespaceSpec
+from tiercache.protocol.namespaces import NamespaceSpec
 
 Connect = Callable[[NamespaceSpec, torch.Tensor], CacheLike]
 """Makes a connector for the blocks of a namespace in a pool `[block, ...]`, each contiguous (see `KVLayout.empty`)."""

@@ -40,8 +40,8 @@ from tiercache.engine.settings import EngineSettings
 from tiercache.engine.step_plan import Chunk
 from tiercache.engine.stream_probe import find_streaming
 from tiercache.errors import ConfigError, DeadlineExceeded, ModelRefused
-from tiercache.keys import salted_root
-from tiercache.messages import ModelCard
+from tiercache.protocol.keys import salted_root
+from tiercache.protocol.messages import ModelCard
 
 # How long a step waits for a transfer when there is nothing to compute.
 _IDLE_WAIT_S = 0.02

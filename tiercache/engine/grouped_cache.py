@@ -16,9 +16,9 @@ import msgspec
 
 from tiercache.engine.cache import GroupLike, MatchLike, Part, TransferLike
 from tiercache.errors import TierCacheError
-from tiercache.hints import Hint
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES, EventRun, ModelCard
+from tiercache.protocol.hints import Hint
+from tiercache.protocol.messages import KEY_BYTES, EventRun, ModelCard
+from tiercache.protocol.namespaces import NamespaceSpec
 
 
 class GroupLoad:

@@ -12,8 +12,8 @@ from tiercache.engine.model import ModelShape, choose_device, read_shape, weight
 from tiercache.engine.packed_linear import can_pack
 from tiercache.engine.settings import EngineSettings
 from tiercache.errors import ConfigError
-from tiercache.keys import content_id, fingerprint_files, salted_root
-from tiercache.layout import NamespaceSpec
+from tiercache.protocol.keys import content_id, fingerprint_files, salted_root
+from tiercache.protocol.namespaces import NamespaceSpec
 
 ENGINE_NAME = "tiercache/1"
 BLOCK_LAYOUT = "layer,2,slot,kv_head,head_dim"

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from tiercache.arena import available_bytes
+from tiercache.copies.arena import available_bytes
 from tiercache.engine.settings import EngineSettings
 from tiercache.errors import ConfigError
-from tiercache.units import format_bytes
+from tiercache.ground.units import format_bytes
 
 _MIB = 1 << 20
 CPU_POOL_BYTES = 1 << 30

@@ -39,7 +39,7 @@ from tiercache.engine.block_table import NO_BLOCK, BlockTable
 from tiercache.engine.sampling import Sampler, SamplingParams
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.window import Window
-from tiercache.keys import KeyChain
+from tiercache.protocol.keys import KeyChain
 
 
 class SequenceState(enum.Enum):

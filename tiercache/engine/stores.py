@@ -13,8 +13,8 @@ from tiercache.engine.blocks import BlockManager, Origin
 from tiercache.engine.cache import GuardedCache, TransferLike
 from tiercache.engine.sequence import Sequence
 from tiercache.engine.settings import EngineSettings
-from tiercache.hints import Hint
-from tiercache.messages import Priority
+from tiercache.protocol.hints import Hint
+from tiercache.protocol.messages import Priority
 
 _HINTS = {-1: Hint(priority=Priority.HIGH), 0: None, 1: Hint(priority=Priority.LOW)}
 """What is said of the blocks of a request, by the sign of its priority: who is served later is kept less."""

@@ -19,9 +19,9 @@ import torch
 from tiercache.engine.cache import GroupLike, MatchLike, TransferLike
 from tiercache.engine.kv_pool import KVLayout, KVPool
 from tiercache.errors import TierCacheError
-from tiercache.hints import Hint
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES, EventRun, ModelCard
+from tiercache.protocol.hints import Hint
+from tiercache.protocol.messages import KEY_BYTES, EventRun, ModelCard
+from tiercache.protocol.namespaces import NamespaceSpec
 
 _STAGE_BYTES = 64 << 20
 _LEAST_STAGE_BLOCKS = 16

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiercache.arguments import HelpFormatter
-from tiercache.config import default_run_dir
-from tiercache.daemon.logs import start_logging
+from tiercache.config.daemon_config import default_run_dir
+from tiercache.daemon.ground.logs import start_logging
 from tiercache.errors import ConfigError, TierCacheError
-from tiercache.extras import install_extra
-from tiercache.units import parse_duration_s
+from tiercache.ground.arguments import HelpFormatter
+from tiercache.ground.extras import install_extra
+from tiercache.ground.units import parse_duration_s
 
 EXAMPLES = """\
 Exit status: 0 stopped by a signal, 2 a wrong setting or a missing package.

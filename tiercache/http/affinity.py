@@ -13,14 +13,14 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from tiercache.client import Client
-from tiercache.connectors.vllm_cards import HASHING
-from tiercache.connectors.vllm_hashes import ENCODINGS, block_hashes
-from tiercache.connectors.vllm_names import keys_of
+from tiercache.client.client import Client
+from tiercache.client.session import Session
+from tiercache.connectors.vllm.cards import HASHING
+from tiercache.connectors.vllm.hashes import ENCODINGS, block_hashes
+from tiercache.connectors.vllm.names import keys_of
 from tiercache.errors import TierCacheError
-from tiercache.keys import KeyChain, salted_root
-from tiercache.messages import CHAIN_HASHING, KEY_BYTES, MAX_KEYS, ModelCard, ModelList, Models, Peek, Peeked
-from tiercache.session import Session
+from tiercache.protocol.keys import KeyChain, salted_root
+from tiercache.protocol.messages import CHAIN_HASHING, KEY_BYTES, MAX_KEYS, ModelCard, ModelList, Models, Peek, Peeked
 
 LIST_S = 1.0
 """How long the list of models is used before it is asked for again."""

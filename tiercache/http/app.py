@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tiercache.client import Client
+from tiercache.client.client import Client
 from tiercache.errors import DaemonUnavailable, TierCacheError
 from tiercache.http.affinity import Affinity, Query, UnknownModel
 from tiercache.http.history import History
@@ -25,7 +25,7 @@ from tiercache.http.models import models_by_namespace
 from tiercache.http.page import page_routes
 from tiercache.http.probe import Probe
 from tiercache.http.trees import Trees
-from tiercache.messages import ModelList, Models
+from tiercache.protocol.messages import ModelList, Models
 
 MAX_BODY_BYTES = 2 << 20
 """A prompt of about 300 000 tokens."""

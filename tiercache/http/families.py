@@ -1,6 +1,6 @@
 """Every metric there is: its name, kind, labels and meaning, and how it is read from the stats.
 
-Names are stable: what is there keeps its name and meaning. `daemon/README.md` has the same table, which is
+Names are stable: what is there keeps its name and meaning. `daemon/MONITORING.md` has the same table, which is
 what this module prints; a test compares them.
 """
 

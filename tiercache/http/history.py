@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tiercache.errors import TierCacheError
+from tiercache.ground.histograms import percentiles_of, since
 from tiercache.http.readings import namespaces_of
-from tiercache.metrics import percentiles_of, since
 
 WATCHED_S = 2.0
 IDLE_S = 10.0

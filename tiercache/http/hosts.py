@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from tiercache.config.setting_kinds import is_loopback
 from tiercache.http.limits import error_body
-from tiercache.setting_kinds import is_loopback
 
 OF_THIS_HOST = ("localhost", "127.0.0.1", "::1")
 MISDIRECTED = 421

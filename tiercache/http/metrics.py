@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tiercache.ground.histograms import cumulative
 from tiercache.http.families import FAMILIES, Family
 from tiercache.http.readings import Samples, Tree
-from tiercache.metrics import cumulative
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})

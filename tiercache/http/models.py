@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tiercache.messages import ModelCard
+from tiercache.protocol.messages import ModelCard
 
 
 def models_by_namespace(cards: Iterable[ModelCard]) -> dict[str, list[str]]:

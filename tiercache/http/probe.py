@@ -12,15 +12,15 @@ import time
 
 import numpy as np
 
-from tiercache.client import Client
-from tiercache.daemon.traffic import PROBE_ENGINE
+from tiercache.client.client import Client
+from tiercache.connector.loads import load_blocks, match_blocks
+from tiercache.connector.mover import Mover
+from tiercache.connector.stores import store_blocks
+from tiercache.copies.pool import Limit, Pool, make_copier
+from tiercache.daemon.observe.traffic import PROBE_ENGINE
 from tiercache.errors import TierCacheError
-from tiercache.layout import FRAME_ALIGNMENT_BYTES, NamespaceSpec
-from tiercache.loading import load_blocks, match_blocks
-from tiercache.messages import KEY_BYTES
-from tiercache.moves import Mover
-from tiercache.storing import store_blocks
-from tiercache.transfer import Limit, Pool, make_copier
+from tiercache.protocol.messages import KEY_BYTES
+from tiercache.protocol.namespaces import FRAME_ALIGNMENT_BYTES, NamespaceSpec
 
 AGAIN_S = 1.0
 """An answer is good for so long, however many ask."""

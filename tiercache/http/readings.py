@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from tiercache.daemon.traffic import PROBE_ENGINE
+from tiercache.daemon.observe.traffic import PROBE_ENGINE
 
 MAX_NAMESPACES = 32
 """Those with the most blocks asked for and stored have metrics of their own."""

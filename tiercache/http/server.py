@@ -12,13 +12,13 @@ from pathlib import Path
 
 import uvicorn
 
-from tiercache import listening
-from tiercache.client import Client
+from tiercache.client.client import Client
+from tiercache.config.setting_kinds import hosts_problem, http_problem, split_http
 from tiercache.errors import ConfigError
+from tiercache.ground import listening
 from tiercache.http.app import build_app
 from tiercache.http.hosts import HostCheck, allowed_hosts, refusal
 from tiercache.http.limits import MAX_HEADER_BYTES, LimitedConnection
-from tiercache.setting_kinds import hosts_problem, http_problem, split_http
 
 REQUEST_TIMEOUT_S = 2.0
 """Deadline of one request to the daemon: patient, since a slow daemon is no dead one."""

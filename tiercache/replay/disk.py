@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiercache.daemon.nvme.blockio import AnyOp, Outcome, TaskOp, WriteOp
-from tiercache.daemon.nvme.io import Priority
-from tiercache.daemon.nvme.rows import Row
-from tiercache.daemon.nvme.superblock import Superblock
+from tiercache.daemon.tiers.nvme.catalog.rows import Row
+from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, Outcome, TaskOp, WriteOp
+from tiercache.daemon.tiers.nvme.disk.queue import Priority
+from tiercache.daemon.tiers.nvme.disk.superblock import Superblock
 
 Done = Callable[[bool], None]
 

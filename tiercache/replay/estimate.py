@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from tiercache.cli.plan_model import Model
+from tiercache.plan.model import Model
 from tiercache.replay.requests import Request
 from tiercache.replay.simulation import Outcome
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.messages import KEY_BYTES
+from tiercache.protocol.messages import KEY_BYTES
 from tiercache.replay.requests import Kind, Request
 
 _NEVER = 1 << 40

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES
+from tiercache.protocol.messages import KEY_BYTES
+from tiercache.protocol.namespaces import NamespaceSpec
+from tiercache.replay.fast_cache import Swift
 from tiercache.replay.requests import Kind, Request
 from tiercache.replay.simulation import Outcome, Simulation, Sizes, Tallies
-from tiercache.replay.swift import Swift
 
 TELL_EVERY = 64
 """Requests between two reports of progress."""

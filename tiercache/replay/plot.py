@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.errors import ConfigError
-from tiercache.extras import install_extra
+from tiercache.ground.extras import install_extra
 from tiercache.replay.sweep import Point, Swept
 
 SUFFIXES = (".png", ".svg")

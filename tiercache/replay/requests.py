@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import xxhash
 
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES
+from tiercache.protocol.messages import KEY_BYTES
+from tiercache.protocol.namespaces import NamespaceSpec
 
 _ID_BYTES = 8
 

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-from tiercache.arena import Region
-from tiercache.config import DaemonConfig
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.copies.arena import Region
 from tiercache.daemon.cache import Cache, CacheLimits
-from tiercache.daemon.hints import said_at
-from tiercache.daemon.leases import Owner
-from tiercache.daemon.nvme.budget import WriteBudget
-from tiercache.daemon.nvme.database import CatalogState
-from tiercache.daemon.nvme.shelf import Shelf
-from tiercache.daemon.nvme.tier import NvmeTier
-from tiercache.daemon.policy import NO_ENTRY
-from tiercache.daemon.slices import finish
-from tiercache.daemon.space import Namespace
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import INSTANCE_BYTES, KEY_BYTES, MAX_RESERVE, REGION_SHIFT, BlockState, Priority
+from tiercache.daemon.ground.slices import finish
+from tiercache.daemon.hints.hints import said_at
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme.catalog.database import CatalogState
+from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
+from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.daemon.tiers.nvme.tier import NvmeTier
+from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES, MAX_RESERVE, REGION_SHIFT, BlockState, Priority
+from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.disk import PaperCatalog, PaperDirectory, PaperQueue
 from tiercache.replay.requests import Kind, Request
 

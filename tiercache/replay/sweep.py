@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tiercache.errors import ConfigError
+from tiercache.ground.units import parse_bytes
 from tiercache.replay.estimate import Costs, Estimate
 from tiercache.replay.formats.recorded import RecordedReader
 from tiercache.replay.formats.trace import Trace
@@ -14,7 +15,6 @@ from tiercache.replay.optimum import Accesses
 from tiercache.replay.played import Played, play
 from tiercache.replay.requests import Request
 from tiercache.replay.simulation import Outcome, Sizes
-from tiercache.units import parse_bytes
 
 AS_RECORDED = "as recorded"
 Tell = Callable[[str, float], None]

@@ -8,9 +8,9 @@ import time
 from types import TracebackType
 from typing import Any
 
-from tiercache import forks
+from tiercache.client.launcher import launch
 from tiercache.errors import TierCacheError
-from tiercache.launch import launch
+from tiercache.ground import forks
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.2

@@ -18,13 +18,13 @@ from typing import Any
 
 import uvicorn
 
-from tiercache import listening
 from tiercache.engine import Connect, Engine, connect_to
 from tiercache.engine.async_engine import AsyncEngine, Stopping
 from tiercache.engine.prompts import Prompts, load_tokenizer
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.text_engine import TextEngine
 from tiercache.errors import ConfigError
+from tiercache.ground import listening
 from tiercache.http.hosts import allowed_hosts
 from tiercache.serve.app import Service, build_app
 from tiercache.serve.connections import SWEEP_S, Sweeper, cut_unsent

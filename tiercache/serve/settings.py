@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiercache.config.setting_kinds import hosts_problem
 from tiercache.engine.settings import MAX_WAITING, STALL_TIMEOUT_S
 from tiercache.errors import ConfigError
-from tiercache.setting_kinds import hosts_problem
-from tiercache.units import parse_bytes
+from tiercache.ground.units import parse_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

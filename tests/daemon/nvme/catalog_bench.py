@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tiercache.daemon.nvme.catalog import Catalog, CatalogState
-from tiercache.daemon.nvme.database import NAME
-from tiercache.daemon.nvme.rows import Row
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState
+from tiercache.daemon.tiers.nvme.catalog.database import NAME
+from tiercache.daemon.tiers.nvme.catalog.rows import Row
 
 ID = b"directory number"
 WAIT_S = 20.0

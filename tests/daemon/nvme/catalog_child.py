@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-from tiercache.daemon.nvme.catalog import Catalog
-from tiercache.daemon.nvme.rows import Row, place_of
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
+from tiercache.daemon.tiers.nvme.catalog.rows import Row, place_of
 
 SEGMENTS, SLOTS = 4, 64
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 import tiercache
-from tiercache.daemon.nvme.checking import ALL, check_directory
-from tiercache.messages import Check, CheckReply
+from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
+from tiercache.protocol.messages import Check, CheckReply
 
 BLOCK_BYTES = 64 << 10
 POOL_BLOCKS = 256

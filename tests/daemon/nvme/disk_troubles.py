@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tiercache.daemon.nvme.catalog import Catalog
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
 
 
 def fail(name: str, number: int, code: int = errno.EIO) -> Callable[[str, int], int | None]:

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tiercache.daemon.nvme.directory import Directory
-from tiercache.daemon.nvme.disk import PAGE_BYTES, DiskIO
-from tiercache.daemon.nvme.io import DiskQueue, Outcome, Priority, ReadOp, WriteOp
+from tiercache.daemon.tiers.nvme.disk.directory import Directory
+from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
+from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue, Outcome, Priority, ReadOp, WriteOp
 
 DEADLINE_S = 60.0
 SEGMENT_BYTES = 1 << 20

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from catalog_bench import ID, WAIT_S, Answers, Bench, row
 
-from tiercache.daemon.nvme import catalog as catalog_module
-from tiercache.daemon.nvme import database
-from tiercache.daemon.nvme.catalog import Catalog, CatalogState, SavedNamespace, Tombstone
-from tiercache.daemon.nvme.catalog_check import check_rows, read_state
-from tiercache.daemon.nvme.database import NAME
-from tiercache.daemon.nvme.rows import WAITING_BATCHES, Row, place_of
+from tiercache.daemon.tiers.nvme.catalog import catalog as catalog_module
+from tiercache.daemon.tiers.nvme.catalog import database
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState, SavedNamespace, Tombstone
+from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows, read_state
+from tiercache.daemon.tiers.nvme.catalog.database import NAME
+from tiercache.daemon.tiers.nvme.catalog.rows import WAITING_BATCHES, Row, place_of
 
 
 def test_a_new_database_is_empty_and_a_second_start_finds_it(bench: Bench) -> None:

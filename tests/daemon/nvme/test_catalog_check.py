@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from catalog_bench import WAIT_S, Bench, row
 
-from tiercache.daemon.nvme.catalog_check import check_database, check_rows, read_state
-from tiercache.daemon.nvme.rows import unpack_row
+from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_database, check_rows, read_state
+from tiercache.daemon.tiers.nvme.catalog.rows import unpack_row
 from tiercache.errors import CatalogUnavailable
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from catalog_bench import WAIT_S, Bench, row
 
-from tiercache.daemon.nvme.rows import Row
+from tiercache.daemon.tiers.nvme.catalog.rows import Row
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 CHILD = Path(__file__).with_name("catalog_child.py")
@@ -21,8 +21,8 @@ CHILD = Path(__file__).with_name("catalog_child.py")
 FLUSHES = """
 import os, sys, threading
 from pathlib import Path
-from tiercache.daemon.nvme.catalog import Catalog
-from tiercache.daemon.nvme.rows import Row
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
+from tiercache.daemon.tiers.nvme.catalog.rows import Row
 
 catalog = Catalog(Path(sys.argv[1]), b"directory number", lambda callback, *args: callback(*args))
 catalog.open()
@@ -68,7 +68,7 @@ def test_a_flush_is_on_the_disk_before_it_is_acknowledged(tmp_path: Path) -> Non
 MAKES = """
 import os, sqlite3, sys
 from pathlib import Path
-from tiercache.daemon.nvme import database
+from tiercache.daemon.tiers.nvme.catalog import database
 
 left, connect = int(sys.argv[2]), sqlite3.connect
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from catalog_bench import WAIT_S, Answers, Bench, row
 
-from tiercache.daemon.nvme import database
-from tiercache.daemon.nvme.catalog import CatalogState
-from tiercache.daemon.nvme.catalog_check import check_database, check_rows
-from tiercache.daemon.nvme.rows import RECORD_BYTES, Row, pack_row, place_of
+from tiercache.daemon.tiers.nvme.catalog import database
+from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState
+from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_database, check_rows
+from tiercache.daemon.tiers.nvme.catalog.rows import RECORD_BYTES, Row, pack_row, place_of
 from tiercache.errors import ConfigError
 
 

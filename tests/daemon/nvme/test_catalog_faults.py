@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from catalog_bench import ID, WAIT_S, Answers, Bench, fill, row
 
-from tiercache.daemon.nvme import catalog as catalog_module
-from tiercache.daemon.nvme.catalog import Catalog, SavedNamespace, Tombstone
-from tiercache.daemon.nvme.catalog_check import check_rows, read_state
+from tiercache.daemon.tiers.nvme.catalog import catalog as catalog_module
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, SavedNamespace, Tombstone
+from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows, read_state
 from tiercache.errors import CatalogUnavailable
 
 

@@ -16,9 +16,9 @@ import pytest
 from cluster import BLOCK_BYTES, Cluster, chain_of, wait_for
 
 from tiercache.cli.main import main
-from tiercache.daemon.nvme.rows import segment_and_slot, unpack_row
+from tiercache.daemon.tiers.nvme.catalog.rows import segment_and_slot, unpack_row
 from tiercache.errors import RequestRefused, TierCacheError
-from tiercache.messages import Check, CheckReply
+from tiercache.protocol.messages import Check, CheckReply
 
 pytestmark = pytest.mark.faults
 

@@ -14,12 +14,12 @@ import msgspec
 import pytest
 from cluster import BLOCK_BYTES, Cluster, chain_of
 
-from tiercache.daemon.nvme.checking import ALL, MAX_NAMED, Report, check_directory
-from tiercache.daemon.nvme.database import row_checksum as _checksum
-from tiercache.daemon.nvme.lock import take_lock
-from tiercache.daemon.nvme.rows import SLOT_BITS, Row, pack_row, place_of, segment_and_slot, unpack_row
+from tiercache.daemon.tiers.nvme.catalog.database import row_checksum as _checksum
+from tiercache.daemon.tiers.nvme.catalog.rows import SLOT_BITS, Row, pack_row, place_of, segment_and_slot, unpack_row
+from tiercache.daemon.tiers.nvme.check.directory_check import ALL, MAX_NAMED, Report, check_directory
+from tiercache.daemon.tiers.nvme.disk.lock import take_lock
 from tiercache.errors import ConfigError
-from tiercache.layout import NamespaceSpec
+from tiercache.protocol.namespaces import NamespaceSpec
 
 pytestmark = pytest.mark.faults
 
@@ -111,8 +111,8 @@ def test_reading_keeps_to_its_rate(directory: Path, monkeypatch: pytest.MonkeyPa
         slept.append(seconds)
         now_s[0] += seconds
 
-    monkeypatch.setattr("tiercache.daemon.nvme.checking.time.monotonic", lambda: now_s[0])
-    monkeypatch.setattr("tiercache.daemon.nvme.checking.time.sleep", sleep)
+    monkeypatch.setattr("tiercache.daemon.tiers.nvme.check.directory_check.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("tiercache.daemon.tiers.nvme.check.directory_check.time.sleep", sleep)
     check_directory(directory, sample=ALL, rate=BLOCK_BYTES * 10)
     assert sum(slept) == pytest.approx(1.5)
 

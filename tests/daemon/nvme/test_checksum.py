@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.checksum import CHECKSUM_XXH3, block_checksum, block_seed
+from tiercache.protocol.checksums import CHECKSUM_XXH3, block_checksum, block_seed
 
 KEY, NAMESPACE = bytes(range(16)), "0123456789abcdef" * 2
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from cluster import BLOCK_BYTES, Cluster, chain_of, wait_for
 
-from tiercache.daemon.nvme import codecs
-from tiercache.daemon.nvme.rows import Row, unpack_row
+from tiercache.daemon.tiers.nvme.catalog.rows import Row, unpack_row
+from tiercache.daemon.tiers.nvme.disk import codecs
 
 pytestmark = pytest.mark.faults
 BLOCKS = 60

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from rig import ObedientDisk
 
-from tiercache.daemon.nvme import superblock as superblocks
-from tiercache.daemon.nvme.directory import DATABASE_NAME, Directory, segments_within
-from tiercache.daemon.nvme.superblock import (
+from tiercache.daemon.tiers.nvme.disk import superblock as superblocks
+from tiercache.daemon.tiers.nvme.disk.directory import DATABASE_NAME, Directory, segments_within
+from tiercache.daemon.tiers.nvme.disk.superblock import (
     SIZE_BYTES,
     DamagedSuperblock,
     NewerSuperblock,
@@ -148,7 +148,8 @@ def test_a_folder_that_everybody_can_write_to_is_refused(path: Path) -> None:
 
 def test_a_killed_daemon_leaves_no_lock(path: Path) -> None:
     code = (
-        "import signal, sys; from pathlib import Path; from tiercache.daemon.nvme.directory import Directory\n"
+        "import signal, sys; from pathlib import Path\n"
+        "from tiercache.daemon.tiers.nvme.disk.directory import Directory\n"
         f"d = Directory(Path({str(path)!r}), {8 * MIB}, {MIB}); d.open(); d.create_segment(3)\n"
         "print('open', flush=True); signal.pause()"
     )

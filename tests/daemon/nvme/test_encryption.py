@@ -11,13 +11,20 @@ import pytest
 from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of
 
 import tiercache
-from tiercache.config import DaemonConfig
-from tiercache.daemon.nvme import codecs
-from tiercache.daemon.nvme.blockio import plausible_length
-from tiercache.daemon.nvme.cipher import OVERHEAD_BYTES, Cipher, CipherError, load_cipher, sealed_bytes, whose
-from tiercache.daemon.nvme.tier import NvmeTier
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.config.setting_kinds import NvmeDirectory
+from tiercache.daemon.tiers.nvme.disk import codecs
+from tiercache.daemon.tiers.nvme.disk.block_io import plausible_length
+from tiercache.daemon.tiers.nvme.disk.cipher import (
+    OVERHEAD_BYTES,
+    Cipher,
+    CipherError,
+    load_cipher,
+    sealed_bytes,
+    whose,
+)
+from tiercache.daemon.tiers.nvme.tier import NvmeTier
 from tiercache.errors import ConfigError
-from tiercache.setting_kinds import NvmeDirectory
 
 pytestmark = [
     pytest.mark.faults,

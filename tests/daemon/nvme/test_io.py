@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from rig import DEADLINE_S, FINGERPRINT, SEGMENT_BYTES, ObedientDisk, Rig, content, key
 
-from tiercache.daemon.nvme import codecs
-from tiercache.daemon.nvme.directory import Directory
-from tiercache.daemon.nvme.disk import PAGE_BYTES
-from tiercache.daemon.nvme.io import DiskQueue, Outcome, Priority, ReadOp, TaskOp, WriteOp
+from tiercache.daemon.tiers.nvme.disk import codecs
+from tiercache.daemon.tiers.nvme.disk.directory import Directory
+from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
+from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue, Outcome, Priority, ReadOp, TaskOp, WriteOp
 
 OK, CORRUPT, IO_ERROR = Outcome.OK, Outcome.CORRUPT, Outcome.IO_ERROR
 

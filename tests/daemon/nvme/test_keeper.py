@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from tier_rig import TierRig, key_of, keys_of, play
 
-from tiercache.daemon.nvme import flushes, keeper, mounts
-from tiercache.daemon.nvme.catalog import Catalog
-from tiercache.daemon.nvme.directory import Directory, Home
-from tiercache.daemon.nvme.disk import DiskIO
-from tiercache.daemon.nvme.opening import Plan, open_directory
+from tiercache.daemon.tiers.nvme import flushes, keeper
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
+from tiercache.daemon.tiers.nvme.disk import mounts
+from tiercache.daemon.tiers.nvme.disk.directory import Directory, Home
+from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
+from tiercache.daemon.tiers.nvme.opening import Plan, open_directory
 from tiercache.errors import ConfigError, DirectoryUnavailable
-from tiercache.messages import CommitState
+from tiercache.protocol.messages import CommitState
 
 MIB = 1 << 20
 CHAINS = [keys_of(str(number), 8) for number in range(12)]

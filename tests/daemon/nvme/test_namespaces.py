@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from tier_rig import TierRig, keys_of, play
 
-from tiercache.daemon import space as space_module
 from tiercache.daemon.cache import Cache
-from tiercache.daemon.nvme.catalog_check import read_state
-from tiercache.daemon.space import Namespace, NoRoom
-from tiercache.layout import NamespaceSpec
+from tiercache.daemon.tiers.dram import space as space_module
+from tiercache.daemon.tiers.dram.space import Namespace, NoRoom
+from tiercache.daemon.tiers.nvme.catalog.catalog_check import read_state
+from tiercache.protocol.namespaces import NamespaceSpec
 
 RANKS = 4
 

@@ -19,8 +19,8 @@ import xxhash
 from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of, wait_for
 
 import tiercache
-from tiercache.daemon.nvme.catalog_check import check_rows
-from tiercache.daemon.nvme.superblock import FORMAT_VERSION, Superblock
+from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows
+from tiercache.daemon.tiers.nvme.disk.superblock import FORMAT_VERSION, Superblock
 
 pytestmark = pytest.mark.faults
 

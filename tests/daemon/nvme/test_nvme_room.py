@@ -11,7 +11,7 @@ import pytest
 from catalog_bench import fill
 from cluster import Cluster, chain_of, key_of, wait_for
 
-from tiercache.daemon.nvme.rows import unpack_row
+from tiercache.daemon.tiers.nvme.catalog.rows import unpack_row
 
 pytestmark = pytest.mark.faults
 

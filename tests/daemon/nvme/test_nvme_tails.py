@@ -6,12 +6,12 @@ from pathlib import Path
 
 from tier_rig import TierRig, key_of, keys_of, play
 
-from tiercache.daemon.below import Granted
-from tiercache.daemon.leases import Owner
-from tiercache.daemon.nvme.slots import Slots
-from tiercache.daemon.space import Namespace
-from tiercache.daemon.tails import TAIL_S
-from tiercache.messages import KEY_BYTES, CommitState
+from tiercache.daemon.index.chain_ends import TAIL_S
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.lower_tier import Granted
+from tiercache.daemon.tiers.nvme.slots import Slots
+from tiercache.protocol.messages import KEY_BYTES, CommitState
 
 BLOCK_BYTES = 512 << 10
 

@@ -9,12 +9,12 @@ import pytest
 from tier_rig import TierRig, key_of, keys_of, play
 from window_rig import WINDOW, spaces_of, spread
 
-from tiercache.daemon.leases import ReadLease
-from tiercache.daemon.nvme import extents
-from tiercache.daemon.nvme import shelf as shelves
-from tiercache.daemon.slices import finish
-from tiercache.daemon.space import Namespace
-from tiercache.messages import Extent
+from tiercache.daemon.ground.slices import finish
+from tiercache.daemon.tiers.dram.leases import ReadLease
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme import shelf as shelves
+from tiercache.daemon.tiers.nvme.direct import extents
+from tiercache.protocol.messages import Extent
 
 Named = Callable[[Namespace, int], list[Extent]]
 

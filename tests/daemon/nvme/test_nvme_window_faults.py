@@ -12,9 +12,9 @@ from disk_troubles import fail
 from tier_rig import BLOCK_BYTES, TierRig, key_of, keys_of, play
 from window_rig import WINDOW, check_closed, spaces_of, spread
 
-from tiercache.daemon.nvme.checking import ALL, check_directory
-from tiercache.daemon.nvme.rows import ROOT_KEY, pack_row, unpack_row
-from tiercache.layout import NamespaceSpec
+from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, pack_row, unpack_row
+from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
+from tiercache.protocol.namespaces import NamespaceSpec
 
 # --- every error path -------------------------------------------------------------------------------
 

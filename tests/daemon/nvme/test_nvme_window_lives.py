@@ -12,8 +12,8 @@ from disk_troubles import fail
 from tier_rig import TierRig, key_of, keys_of, play
 from window_rig import check_closed
 
-from tiercache.daemon.space import Namespace
-from tiercache.messages import BlockState
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.protocol.messages import BlockState
 
 
 class Model:

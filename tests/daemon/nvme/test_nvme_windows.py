@@ -9,10 +9,11 @@ import pytest
 from tier_rig import BLOCK_BYTES, TierRig, key_of, keys_of, play
 from window_rig import WINDOW, broken, check_closed, homes, spaces_of, spread
 
-from tiercache.daemon import growth, reads
-from tiercache.daemon.index import Table
-from tiercache.daemon.nvme import offers, promotion
-from tiercache.daemon.nvme import shelf as shelves
+from tiercache.daemon.index.index import Table
+from tiercache.daemon.tiers.dram import growing as growth
+from tiercache.daemon.tiers.dram import reads
+from tiercache.daemon.tiers.nvme import shelf as shelves
+from tiercache.daemon.tiers.nvme.moves import offers, promotion
 
 
 @pytest.fixture(params=["at once", "in slices"], autouse=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tier_rig import TierRig, keys_of, play
 
-from tiercache.daemon.nvme.offers import CHAINS_AT_ONCE, MAX_BYTES
-from tiercache.daemon.nvme.placement import Placement
-from tiercache.daemon.space import Namespace
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme.moves.offers import CHAINS_AT_ONCE, MAX_BYTES
+from tiercache.daemon.tiers.nvme.placement import Placement
 
 MANY = 2 * CHAINS_AT_ONCE + 8
 

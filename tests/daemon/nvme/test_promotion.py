@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tier_rig import TierRig, keys_of, play
 
-from tiercache.daemon.nvme import promotion
-from tiercache.daemon.nvme.io import QUEUE_LIMITS, Priority
+from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS, Priority
+from tiercache.daemon.tiers.nvme.moves import promotion
 
 SMALL_BYTES = 4096
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.daemon.nvme.rows import (
+from tiercache.daemon.tiers.nvme.catalog.rows import (
     MAX_SEGMENTS,
     MAX_SLOTS,
     RECORD_BYTES,

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.checksum import CHECKSUM_XXH3
-from tiercache.daemon.allocator import NO_FRAME
-from tiercache.daemon.counters import Counters
-from tiercache.daemon.nvme import recovery
-from tiercache.daemon.nvme.catalog import Catalog
-from tiercache.daemon.nvme.directory import Directory
-from tiercache.daemon.nvme.io import DiskQueue
-from tiercache.daemon.nvme.shelf import Shelf, Stored
+from tiercache.daemon.ground.counters import Counters
+from tiercache.daemon.index.allocator import NO_FRAME
+from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import Policies
-from tiercache.daemon.policy import NO_ENTRY
-from tiercache.daemon.space import Namespace, Space
-from tiercache.layout import NamespaceSpec
+from tiercache.daemon.tiers.dram.space import Namespace, Space
+from tiercache.daemon.tiers.nvme import recovery
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
+from tiercache.daemon.tiers.nvme.disk.directory import Directory
+from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
+from tiercache.daemon.tiers.nvme.shelf import Shelf, Stored
+from tiercache.protocol.checksums import CHECKSUM_XXH3
+from tiercache.protocol.namespaces import NamespaceSpec
 
 SEGMENT_BYTES = 1 << 20
 SPEC = NamespaceSpec(engine="t/1", layout="bytes", dtype="uint8", block_size=1, block_bytes=4096)

@@ -13,12 +13,13 @@ from catalog_bench import Bench
 from disk_troubles import fail
 from tier_rig import TierRig, key_of, keys_of, play
 
-from tiercache.daemon import reads
-from tiercache.daemon.nvme import catalog, promotion
-from tiercache.daemon.nvme.blockio import Outcome, ReadOp, WriteOp
-from tiercache.daemon.nvme.database import rename_aside
-from tiercache.daemon.nvme.shelf import Shelf, Stored
-from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.tiers.dram import reads
+from tiercache.daemon.tiers.nvme.catalog import catalog
+from tiercache.daemon.tiers.nvme.catalog.database import rename_aside
+from tiercache.daemon.tiers.nvme.disk.block_io import Outcome, ReadOp, WriteOp
+from tiercache.daemon.tiers.nvme.moves import promotion
+from tiercache.daemon.tiers.nvme.shelf import Shelf, Stored
 
 
 def watch_slots(shelf: Shelf) -> list[str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from cluster import BLOCK_BYTES, Cluster, chain_of, key_of, wait_for
 
-from tiercache.daemon.nvme.catalog_check import check_rows
-from tiercache.daemon.nvme.rows import pack_row
+from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows
+from tiercache.daemon.tiers.nvme.catalog.rows import pack_row
 
 pytestmark = pytest.mark.faults
 

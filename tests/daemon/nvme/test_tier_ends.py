@@ -9,7 +9,7 @@ import pytest
 from disk_troubles import hang
 from tier_rig import BLOCK_BYTES, TierRig, key_of, keys_of, play
 
-from tiercache.daemon.nvme import flushes
+from tiercache.daemon.tiers.nvme import flushes
 
 # --- the end --------------------------------------------------------------------------------------
 

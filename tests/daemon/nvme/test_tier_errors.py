@@ -10,7 +10,7 @@ import pytest
 from disk_troubles import fail
 from tier_rig import BLOCK_BYTES, TierRig, key_of, keys_of, play
 
-from tiercache.daemon.nvme import shelf, tier
+from tiercache.daemon.tiers.nvme import shelf, tier
 
 # --- every error path -----------------------------------------------------------------------------
 

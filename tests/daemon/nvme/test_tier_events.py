@@ -12,12 +12,12 @@ import msgpack
 import pytest
 from tier_rig import TierRig, key_of, keys_of, play
 
-from tiercache.daemon.events import Events, Named, name_blocks
-from tiercache.daemon.index import Index
-from tiercache.daemon.nvme import keeper
-from tiercache.daemon.publisher import Publisher
-from tiercache.daemon.space import Namespace
-from tiercache.messages import KEY_BYTES, ReceivedRun, pack_indices
+from tiercache.daemon.events.events import Events, Named, name_blocks
+from tiercache.daemon.events.publisher import Publisher
+from tiercache.daemon.index.index import Index
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme import keeper
+from tiercache.protocol.messages import KEY_BYTES, ReceivedRun, pack_indices
 
 
 def hash_of(key: bytes) -> int:

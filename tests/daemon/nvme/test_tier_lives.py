@@ -14,9 +14,9 @@ import pytest
 from disk_troubles import fail
 from tier_rig import TierRig, key_of, keys_of, play
 
-from tiercache.daemon.nvme import recovery
-from tiercache.daemon.nvme.rows import Batch
-from tiercache.daemon.space import Namespace
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme import recovery
+from tiercache.daemon.tiers.nvme.catalog.rows import Batch
 
 
 class Model:
@@ -255,7 +255,7 @@ def test_write_amplification_counts_blocks_and_database(tmp_path: Path, monkeypa
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
         assert rig.tier.stats()["write_amplification"] is None, "of an idle daemon there is none"
-        monkeypatch.setattr("tiercache.daemon.nvme.tier.LEAST_AMPLIFIED_BYTES", 1)
+        monkeypatch.setattr("tiercache.daemon.tiers.nvme.tier.LEAST_AMPLIFIED_BYTES", 1)
         assert rig.tier.stats()["write_amplification"] is None
         rig.store(rig.namespace(), keys_of("a", 40))
         await rig.settled()

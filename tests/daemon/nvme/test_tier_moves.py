@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tier_rig import TierRig, key_of, keys_of, play
 
-from tiercache.daemon.nvme import offers, promotion
-from tiercache.daemon.nvme.budget import WriteBudget
-from tiercache.daemon.nvme.health import WriteHealth
+from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
+from tiercache.daemon.tiers.nvme.moves import offers, promotion
+from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 
 # --- there and back -------------------------------------------------------------------------------
 

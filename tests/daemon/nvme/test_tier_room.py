@@ -10,9 +10,9 @@ import pytest
 from disk_troubles import hang
 from tier_rig import BLOCK_BYTES, TierRig, keys_of, play
 
-from tiercache.daemon.nvme import slots
-from tiercache.daemon.nvme.segment_files import segment_name
-from tiercache.daemon.policy import NO_ENTRY
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.tiers.nvme import slots
+from tiercache.daemon.tiers.nvme.disk.segment_files import segment_name
 
 
 def test_no_room_for_a_segment_and_then_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

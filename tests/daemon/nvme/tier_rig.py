@@ -12,18 +12,17 @@ from typing import Any
 
 from rig import ObedientDisk
 
-from tiercache.arena import Region, create_region
-from tiercache.config import DaemonConfig
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.config.setting_kinds import NvmeDirectory
+from tiercache.copies.arena import Region, create_region
 from tiercache.daemon.cache import Cache, CacheLimits
-from tiercache.daemon.cuts import first_of_window
-from tiercache.daemon.events import Events, Named
-from tiercache.daemon.leases import Owner, ReadLease
-from tiercache.daemon.nvme.shelf import Shelf
-from tiercache.daemon.nvme.tier import NvmeTier
-from tiercache.daemon.space import Namespace
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
-from tiercache.setting_kinds import NvmeDirectory
+from tiercache.daemon.events.events import Events, Named
+from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
+from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
+from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.daemon.tiers.nvme.tier import NvmeTier
+from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
+from tiercache.protocol.namespaces import NamespaceSpec
 
 BLOCK_BYTES = 64 << 10
 REGION_BYTES = 2 << 20

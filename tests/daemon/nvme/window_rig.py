@@ -7,8 +7,8 @@ import os
 
 from tier_rig import TierRig, key_of
 
-from tiercache.daemon.nvme.checking import ALL, check_directory
-from tiercache.daemon.space import Namespace
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
 
 WINDOW = 3
 

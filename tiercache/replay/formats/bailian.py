@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from tiercache.layout import NamespaceSpec
+from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.formats.lines import BadLine
 from tiercache.replay.formats.mooncake import check, fields_of, full_keys, wrong
 from tiercache.replay.requests import Request, plain_spec

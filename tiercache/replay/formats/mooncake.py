@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from tiercache.layout import NamespaceSpec
+from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.formats.lines import BadLine
 from tiercache.replay.requests import Request, chain_keys, plain_spec
 

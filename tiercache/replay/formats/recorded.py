@@ -2,7 +2,7 @@
 
     {"tiercache_trace":1,"policy":"lru","arena_bytes":...}            first line: the daemon's sizes
     {"t":3,"o":"ns","number":1,"block_tokens":16,"block_bytes":4096}  a namespace, before the first line about it
-    {"t":5,"o":"m","n":[1],"had":[4,2],"c":0,"b":0,"at":0,"k":"..."}  a match; daemon/README.md has the rest
+    {"t":5,"o":"m","n":[1],"had":[4,2],"c":0,"b":0,"at":0,"k":"..."}  a match; daemon/MONITORING.md has the rest
 
 The order of the lines is that in which the daemon was asked.
 """
@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from tiercache.daemon.nvme.directory import segments_within
-from tiercache.daemon.nvme.opening import DB_RESERVE_SHARE, fitted_segment_bytes
-from tiercache.layout import NamespaceSpec
-from tiercache.messages import KEY_BYTES, Priority
+from tiercache.daemon.tiers.nvme.disk.directory import segments_within
+from tiercache.daemon.tiers.nvme.opening import DB_RESERVE_SHARE, fitted_segment_bytes
+from tiercache.protocol.messages import KEY_BYTES, Priority
+from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.formats.lines import BadLine
 from tiercache.replay.formats.mooncake import fields_of, wrong
 from tiercache.replay.requests import Kind, Request, Told, plain_spec

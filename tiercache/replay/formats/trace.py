@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from tiercache.errors import ConfigError
-from tiercache.layout import NamespaceSpec
+from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.formats.lines import BadLine, BadTrace, CutOff, TraceLines
 from tiercache.replay.requests import Request
 

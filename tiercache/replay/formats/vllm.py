@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from tiercache.layout import NamespaceSpec
+from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.formats.lines import BadLine
 from tiercache.replay.formats.mooncake import fields_of, wrong
 from tiercache.replay.requests import Kind, Request, chain_keys, plain_spec

@@ -1,0 +1,106 @@
+"""What vLLM's log says of the cache: that it is connected, and what requests get from it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from tiercache.connector.connector import Connector
+from tiercache.errors import TierCacheError
+from tiercache.ground.units import format_bytes, format_duration
+
+MOST_LINES = 20
+"""Of requests that may follow each other closely; then it is LINE_EVERY_S, and what was left out is counted."""
+LINE_EVERY_S = 0.5
+
+logger = logging.getLogger("tiercache.connectors.vllm")
+
+
+def join_vllm() -> None:
+    """Have tiercache's lines go where vLLM's go, from the same level on, unless logging of ours was configured."""
+    ours, theirs = logging.getLogger("tiercache"), logging.getLogger("vllm")
+    if ours.handlers or ours.level != logging.NOTSET or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.level)
+    ours.propagate = theirs.propagate
+
+
+def introduce(connector: Connector, ranks: int) -> bool:
+    """Say which cache this is. Blocks for one request; returns whether there is one to speak of."""
+    try:
+        stats = connector.client.stats()
+    except TierCacheError:
+        return False
+    daemon, tiers = stats["daemon"], stats["tiers"]
+    sizes = [f"{name.upper()} {format_bytes(tier['capacity_bytes'])}" for name, tier in tiers.items()]
+    if directories := tiers.get("nvme", {}).get("directories"):
+        sizes[-1] += f" in {len(directories)} director{'y' if len(directories) == 1 else 'ies'}"
+    stored, spec = sum(tier["bytes"] for tier in tiers.values()), connector.namespace
+    logger.info(
+        "connected to the cache at %s (daemon %s, pid %s): %s, of which %s hold blocks; "
+        "%d tokens and %s of each of %d rank(s) in a block",
+        connector.client.address, daemon["version"], daemon["pid"], ", ".join(sizes), format_bytes(stored),
+        spec.block_size, format_bytes(spec.block_bytes), ranks,
+    )  # fmt: skip
+    return True
+
+
+class RequestLog:
+    """A line for each request that the cache has served, as long as there are few of them.
+
+    Args:
+        how: `auto` leaves lines out and counts them where requests are many; `all` does not; `off`.
+        clock: in seconds.
+    """
+
+    def __init__(self, how: str = "auto", clock: Callable[[], float] = time.monotonic) -> None:
+        self._how = how
+        self._clock = clock
+        self._room = float(MOST_LINES)
+        self._last_s = clock()
+        self._left_out = self._left_out_tokens = 0
+
+    def served(
+        self, request_id: str, tokens: int, of_tokens: int, local_tokens: int, disk_tokens: int, seconds: float
+    ) -> None:
+        """A request had so many tokens loaded, of which some from NVMe, after those that vLLM had itself."""
+        if self._how == "off":
+            return
+        if not self._may():
+            self._left_out += 1
+            self._left_out_tokens += tokens
+            return
+        others = ""
+        if self._left_out:
+            others = f"; {self._left_out} requests before it got {self._left_out_tokens:,} tokens"
+            self._left_out = self._left_out_tokens = 0
+        logger.info(
+            "%s: %s of %s prompt tokens from the cache (DRAM %s, NVMe %s) in %s, %s from vLLM's own%s",
+            request_id, f"{tokens:,}", f"{of_tokens:,}", f"{tokens - disk_tokens:,}", f"{disk_tokens:,}",
+            format_duration(seconds), f"{local_tokens:,}", others,
+        )  # fmt: skip
+
+    def failed(self, request_ids: set[str]) -> None:
+        """Not all came of what these requests, or one of them, were to have loaded: that is computed."""
+        if self._how != "off" and self._may():
+            logger.info(
+                "%s: not all came that was to come from the cache; it is computed", ", ".join(sorted(request_ids))
+            )
+
+    def missed(self, request_id: str, of_tokens: int) -> None:
+        """The cache had nothing more for a request."""
+        if self._how != "off":
+            logger.debug("%s: nothing in the cache for %d prompt tokens", request_id, of_tokens)
+
+    def _may(self) -> bool:
+        """Whether there is room for a line."""
+        now_s = self._clock()
+        self._room = min(MOST_LINES, self._room + (now_s - self._last_s) / LINE_EVERY_S)
+        self._last_s = now_s
+        if self._how == "auto" and self._room < 1:
+            return False
+        self._room -= 1
+        return True

@@ -1,0 +1,203 @@
+"""What blocks of a vLLM engine are called: weights, config, adapters and tenant in one root key.
+
+vLLM's own block hashes name tokens, images, salt and an adapter's name, and nothing of the model;
+a key here is such a hash under a root that names the rest by content. The files are read once, in
+the background. Lookups wait for that a little after the start, so that the first requests of an engine
+with small or pinned weights find what they can; then everything is a miss until it is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tiercache.errors import ModelRefused, TierCacheError
+from tiercache.ground import forks
+from tiercache.protocol.keys import content_id, fingerprint_files, salted_root
+from tiercache.protocol.messages import KEY_BYTES
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+HASHES = ("sha256", "sha256_cbor")
+OPTIONS = (
+    "quantization_config", "model_impl", "model_class_overrides", "code_revision", "disable_sliding_window",
+    "generation_config", "override_generation_config",
+)  # fmt: skip
+"""Of vLLM's model_config: what models are built by besides weights and config."""
+MEDIA_OPTIONS = ("mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "video_pruning_rate")
+"""Of its multimodal_config: what images are computed by. The kind of KV that they end up in has no other name."""
+ENVIRONMENT = (
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_CPU_INT4_W4A8", "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_DEEPEPLL_NVFP4_DISPATCH", "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+    "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_MLA_DISABLE",
+)  # fmt: skip
+"""Variables by which vLLM computes in other types or takes other experts, whatever the model says."""
+
+logger = logging.getLogger("tiercache.connectors.vllm")
+
+
+def keys_of(root: bytes, block_hashes: list[bytes], per_block: int, first: int, end: int) -> bytes:
+    """The keys of blocks `first ..< end`, each of `per_block` hashes of vLLM's; these name the whole prefix."""
+    blake2b = hashlib.blake2b
+    ends = range((first + 1) * per_block - 1, end * per_block, per_block)
+    return b"".join(blake2b(block_hashes[end], digest_size=KEY_BYTES, key=root).digest() for end in ends)
+
+
+def check_hashes(vllm_config: Any) -> None:
+    """Raise ModelRefused for settings under which equal names would not mean equal blocks."""
+    cache = vllm_config.cache_config
+    if cache.prefix_caching_hash_algo not in HASHES:
+        text = f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo}, whose hashes differ between processes"
+        raise ModelRefused(f"{text}: set it to sha256")
+    if not cache.enable_prefix_caching:
+        # vLLM turns it off itself where a backend cannot compute on top of KV that is there already.
+        raise ModelRefused("prefix caching is off in vLLM, or not possible with this model here: turn it on")
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ModelRefused("calculate_kv_scales makes the scales of KV differ between processes: leave it off")
+
+
+class Names:
+    """The roots of one engine's chains.
+
+    Args:
+        wait_s: how long after now `root` may wait for the model's name.
+        more: what else the model is named by.
+    """
+
+    def __init__(self, vllm_config: Any, model_id: str, salt: str, wait_s: float, **more: Any) -> None:
+        self._config = vllm_config
+        self._more = more
+        self._model_id = model_id
+        self._salt = salt
+        self._epoch = ""
+        self._engine = os.urandom(KEY_BYTES).hex()
+        self._model = ""
+        self._named = threading.Event()
+        forks.watch(self, "_named")
+        self._deadline_s = time.monotonic() + wait_s
+        self._adapters: dict[int, tuple[list[Any], str]] = {}  # by vLLM's number: files and content when first used
+        self.on_use: Callable[[bytes, str, str], None] = lambda content, adapter, adapter_path: None
+        """Told of what computes the blocks of every request."""
+
+    def read_later(self, who: str) -> None:
+        """Name the model in the background; `who` is served without the cache where that fails, which is logged."""
+        threading.Thread(target=self._read, args=(who,), name="tiercache-names", daemon=True).start()
+
+    def _read(self, who: str) -> None:
+        try:
+            self.read_model()
+            self.root()  # so that affinity queries know it before the first request
+        except (TierCacheError, OSError) as error:
+            logger.error("%s is served without the cache: %s", who, error)
+
+    def read_model(self) -> None:
+        """Name the model. Reads every byte of its weights, unless a hub's commit or `model_id` pins them.
+
+        Raises ModelRefused, OSError.
+        """
+        model, load = self._config.model_config, self._config.load_config
+        draft = getattr(self._config.speculative_config, "draft_model_config", None)
+        places = [place.model for place in (model, draft) if place]
+        states = [*map(_states, places)]
+        code = bool(getattr(model, "trust_remote_code", False))
+        described = {
+            "weights": self._model_id or _content_of(model.model, model.revision, load.load_format, code),
+            "draft": _content_of(draft.model, draft.revision, load.load_format, code) if draft else "",
+            "config": [_config_of(each) for each in (model, draft) if each],
+            "types": [str(model.dtype), str(model.quantization), str(self._config.cache_config.cache_dtype)],
+            "options": [str(getattr(model, name, None)) for name in OPTIONS],
+            "media": [str(getattr(getattr(model, "multimodal_config", None), name, None)) for name in MEDIA_OPTIONS],
+            "environment": [os.environ.get(name) for name in ENVIRONMENT],
+            **self._more,
+        }
+        if not self._model_id and states != [*map(_states, places)]:
+            raise ModelRefused("the files of the weights have changed while they were read: start vLLM again")
+        self._model = json.dumps(described, sort_keys=True, default=str)
+        self._named.set()
+
+    def root(self, lora_request: Any = None, own: bool = False) -> bytes:
+        """The root of a request's chain; empty while it has no name. Reads an adapter that it has not seen.
+
+        With `own` it is no other engine's: what the request says of its content means something in this one only.
+        Blocks until there is a name, for `wait_s` after the start at most. Raises ModelRefused, OSError.
+        """
+        if not self._named.wait(max(0.0, self._deadline_s - time.monotonic())):
+            return b""
+        name, path = ("", "") if lora_request is None else (lora_request.lora_name, lora_request.lora_path)
+        adapter = self._adapter(lora_request) if path else ""
+        if path and not adapter:
+            return b""
+        extra = [("epoch", self._epoch), ("adapter", adapter)]
+        if own:
+            return salted_root(content_id(self._model, extra=[*extra, ("engine", self._engine)]), self._salt)
+        content = content_id(self._model, extra=extra)
+        self.on_use(content, name, path)
+        return salted_root(content, self._salt)
+
+    def _adapter(self, lora_request: Any) -> str:
+        """The content of an adapter; empty when its files have changed since vLLM loaded it: it may have either."""
+        number, path = lora_request.lora_int_id, lora_request.lora_path
+        state = [path, *_states(path)]
+        if number not in self._adapters or (lora_request.load_inplace and self._adapters[number][0] != state):
+            content = _content_of(path, None, "")
+            if state != [path, *_states(path)]:
+                content = ""  # vLLM may have either
+            self._adapters[number] = state, content
+        loaded, content = self._adapters[number]
+        return content if loaded == state else ""
+
+    def new_epoch(self) -> None:
+        """From here on blocks have names that no other engine has: who knows what the weights are now?"""
+        self._epoch = os.urandom(KEY_BYTES).hex()
+
+
+def _states(path: str) -> list[tuple[str, int, int, int]]:
+    """What changes when another file is put in the place of one of these, or it is written to."""
+    place = Path(path)
+    states = [(file.name, file.stat()) for file in ([place] if place.is_file() else sorted(place.glob("*")))]
+    return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
+
+
+def lengths_of(vllm_config: Any) -> list[int]:
+    """What stands for the modules that models build by the length of requests, where those cannot be looked at.
+
+    The second is the length before vLLM has made it fit into memory, which the modules may have been built by.
+    """
+    model = vllm_config.model_config
+    return [model.max_model_len, getattr(model, "original_max_model_len", None) or 0]
+
+
+def _config_of(model: Any) -> dict[str, Any]:
+    """The config of a model, without where it came from."""
+    return {**model.hf_config.to_dict(), "_name_or_path": "", "transformers_version": ""}
+
+
+def _content_of(path: str, revision: str | None, load_format: str, code: bool = False) -> str:
+    """What names the content of a model or an adapter: a commit of a hub, or a hash of all files.
+
+    `code`: it brings code of its own, which is used.
+    """
+    folder = Path(path)
+    if folder.is_file():
+        return fingerprint_files([folder])
+    if folder.is_dir():
+        weights = [] if load_format == "dummy" else [file for kind in WEIGHTS for file in folder.glob(kind)]
+        if not weights and load_format != "dummy":
+            raise ModelRefused(f"{path} has no weights that could name it: set model_id to what pins them")
+        files = [*weights, *folder.glob("*.json"), *(folder.glob("*.py") if code else ())]
+        return f"{load_format == 'dummy'} {fingerprint_files(files)}"
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        commit = Path(snapshot_download(path, revision=revision, local_files_only=True)).name
+    except (LocalEntryNotFoundError, ValueError) as error:
+        raise ModelRefused(f"what pins the weights of {path} is not known: set model_id to it") from error
+    return f"{path}@{commit}"

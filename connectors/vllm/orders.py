@@ -1,0 +1,109 @@
+"""What the scheduler's half tells the workers with each step, and what they answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tiercache.connectors.vllm.compat import base
+from tiercache.protocol.hints import Hint
+from tiercache.protocol.messages import EventRun
+from tiercache.protocol.namespaces import NamespaceSpec
+
+
+class Run(NamedTuple):
+    """Blocks `first ..< first + len(block_ids)` of a chain, in one KV cache group."""
+
+    first: int
+    block_ids: list[int]
+
+
+class Load(NamedTuple):
+    """Blocks of a match, of which `ticket` tells the worker, into each group's blocks."""
+
+    request_id: str
+    ticket: bytes
+    runs: tuple[Run, ...]
+
+
+class Store(NamedTuple):
+    """Blocks to be stored. `keys` begins with the parent of the first, unless that is the root.
+
+    `events` is what KV events say of the blocks, if there are any.
+    """
+
+    job: int
+    keys: bytes
+    runs: tuple[Run, ...]
+    events: EventRun | None = None
+
+
+class Said(NamedTuple):
+    """What is known of the further use of a chain, to be passed on when what is stored by then has been."""
+
+    keys: bytes
+    hint: Hint
+
+
+@dataclass
+class Orders(base.KVConnectorMetadata):  # type: ignore[misc]
+    """The orders of one step.
+
+    Attributes:
+        ready: stores whose blocks are computed.
+        fresh: stores whose blocks this very step computes.
+        flush: jobs whose blocks this step writes to: they end before it, or count for nothing.
+        cancel: requests that no longer want their load.
+        hints: of requests that have ended.
+        idle: the step computes nothing.
+        moves: by rank, how often its weights have changed, as far as the names in these orders know of it.
+        renamed: all names are given anew with these orders: they are of the weights that are there now.
+        known: the scheduler's half knows what the blocks of all ranks are.
+    """
+
+    loads: list[Load] = field(default_factory=list)
+    ready: list[Store] = field(default_factory=list)
+    fresh: list[Store] = field(default_factory=list)
+    flush: list[int] = field(default_factory=list)
+    cancel: list[str] = field(default_factory=list)
+    hints: list[Said] = field(default_factory=list)
+    idle: bool = False
+    moves: dict[int, int] = field(default_factory=dict)
+    renamed: bool = False
+    known: bool = True
+
+
+@dataclass
+class RankForm(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """The form of one rank's blocks, a namespace for each KV cache group, or why it has none.
+
+    `absence` is why it has no daemon at its start: that may change.
+    """
+
+    specs: list[NamespaceSpec]
+    problem: str = ""
+    absence: str = ""
+
+
+@dataclass
+class Report(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Which store jobs have ended, at how many ranks, and which of them left blocks out; what loads have taken.
+
+    `moves`: by rank, how often its weights have changed, where the orders do not know it yet.
+    `forms`: by rank, what its blocks are, where there is no handshake that could say it.
+    """
+
+    ended: dict[int, int] = field(default_factory=dict)
+    incomplete: set[int] = field(default_factory=set)
+    load_seconds: dict[str, float] = field(default_factory=dict)
+    moves: dict[int, int] = field(default_factory=dict)
+    forms: dict[int, RankForm] = field(default_factory=dict)
+
+    def aggregate(self, other: Report) -> Report:
+        """This and another rank's report as one."""
+        jobs = self.ended.keys() | other.ended.keys()
+        ended = {job: self.ended.get(job, 0) + other.ended.get(job, 0) for job in jobs}
+        loads = self.load_seconds.keys() | other.load_seconds.keys()
+        longest = {name: max(self.load_seconds.get(name, 0.0), other.load_seconds.get(name, 0.0)) for name in loads}
+        moves, forms = {**self.moves, **other.moves}, {**self.forms, **other.forms}
+        return Report(ended, self.incomplete | other.incomplete, longest, moves, forms)

@@ -1,0 +1,429 @@
+"""The scheduler's half: what to load, and, with `vllm_stores`, what to store.
+
+A request is looked up once, in the background, as soon as it arrives; vLLM asks again and again and
+is answered from memory. What was found stays leased until it is loaded or not wanted. Lookups are done in
+order: while the daemon is slow with each, a request waits for its turn no longer than for one answer, and
+then goes without the cache. An adapter's files are read in a thread of its own: only requests for that adapter wait
+for them, and no longer than for one answer either.
+
+    arrives ─ lookup ─► known ─ blocks allocated ─► loading ─► running ─► finished
+                          └──── nothing new: lease back ─────────┘  stores on the way
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tiercache.connector.connector import Connector
+from tiercache.connector.jobs import Background
+from tiercache.connector.loads import Match
+from tiercache.connectors.vllm.apart import Apart
+from tiercache.connectors.vllm.compat import CacheHitSource, block_tables, ended_by_output, local_cache
+from tiercache.connectors.vllm.costs import Costs
+from tiercache.connectors.vllm.hints import hint_of
+from tiercache.connectors.vllm.log import RequestLog
+from tiercache.connectors.vllm.names import Names, keys_of
+from tiercache.connectors.vllm.orders import Load, Orders, Report, Said
+from tiercache.connectors.vllm.stores import Stores, runs_of
+from tiercache.errors import TierCacheError
+from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
+from tiercache.protocol.namespaces import NamespaceSpec
+
+MAX_LEASED = 512
+"""Waiting requests that are looked up as they arrive; those behind when vLLM first asks for them."""
+SLOW_LOOKUP_S = 0.05
+"""A lookup that takes longer than this is slow: those behind it could wait for many of them."""
+DECLINED = "declined_blocks"
+"""The counter of blocks that were found and computed all the same."""
+MISS = Match()
+
+logger = logging.getLogger("tiercache.connectors.vllm")
+
+
+@dataclass(slots=True, eq=False)
+class _Lookup:
+    """What the cache has of a request; the lookups' thread sets it, `done` last. Without a root there is no cache."""
+
+    until_s: float  # it is waited for so long if lookups are slow, or its adapter has to be read
+    wanted: bool = True
+    root: bytes = b""
+    keys: bytes = b""
+    match: Match = MISS
+    ticket: bytes = b""
+    done: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request of vLLM, and what was found for it."""
+
+    request: Any
+    lookup: _Lookup | None = None  # not yet: there were too many before it
+    running: bool = False  # its blocks are stored from here on
+    local: int = 0  # blocks that vLLM had itself when it asked
+    end: int | None = None  # of the blocks that are worth a load after those; None: not thought about
+    preemptions: int = 0  # as many as there were before the lookup
+
+
+def _tiers(match: Match, first: int, end: int) -> tuple[int, int]:
+    """How many of blocks `first ..< end` of a match are in DRAM, and how many below it."""
+    in_dram = min(max(0, match.blocks - match.below_blocks - first), end - first)
+    return in_dram, end - first - in_dram
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load under way."""
+
+    match: Match
+    first_key: bytes
+    in_dram: int
+    below: int  # blocks on NVMe, after those in DRAM
+    local: int  # blocks before it
+    prompt_tokens: int
+    block_ids: set[int]  # vLLM's, that it fills
+    seconds: float = 0.0  # at the rank that took longest, of those that have ended
+
+
+class Scheduler:
+    """Decides, and never waits. Used by vLLM's scheduler thread; only lookups run in one of their own.
+
+    Args:
+        connector: a connector without a pool.
+        ranks: the namespaces of each rank; a match is what all of them have.
+        names: the roots of chains.
+        per_block: block hashes of vLLM in one block.
+        windowed: whether vLLM forgets the early blocks of any KV cache group.
+        kv_cache_manager: vLLM's, which knows the blocks of its requests.
+        costs: say which loads are worth it; without, all are.
+        log: says what requests got.
+        media_ids: whether ids of images name their content, whoever has given them.
+        batches: steps that vLLM has under way at once.
+        introduce: says which cache this is, and returns whether it is there. May block for a request.
+    """
+
+    def __init__(
+        self,
+        connector: Connector,
+        ranks: Sequence[Sequence[NamespaceSpec]],
+        names: Names,
+        per_block: int,
+        windowed: bool,
+        kv_cache_manager: Any,
+        costs: Costs | None = None,
+        log: RequestLog | None = None,
+        introduce: Callable[[], bool] = lambda: True,
+        media_ids: bool = False,
+        batches: int = 1,
+    ) -> None:
+        self.connector = connector
+        self._specs = list({spec.fingerprint(): spec for specs in ranks for spec in specs}.values())
+        self._names = names
+        self._media_ids = media_ids
+        self._per_block = per_block
+        self._block_size = connector.namespace.block_size
+        self._background = Background("tiercache-lookup")
+        self._adapters = Apart("tiercache-adapter")
+        self._slow = False  # the last lookup was; set by their thread
+        self._began_s: float | None = None  # when the lookup under way began; set by their thread
+        self._requests: dict[str, _Request] = {}
+        self._leased: set[str] = set()  # requests whose match has an end to come
+        self._loads: dict[str, _Load] = {}
+        self._asked: dict[str, int] = {}  # tokens that vLLM had itself of requests that have no others yet
+        self.costs = costs
+        self._declined = 0  # blocks, when they were counted
+        self.stores = Stores(connector, block_tables(kv_cache_manager), len(ranks), per_block, windowed, batches)
+        self._orders = Orders()
+        self._moves: dict[int, int] = {}  # of each rank's weights
+        self._renamed = False  # since the last orders
+        # Blocks that vLLM had itself when the weights changed may be stored under the new names, until vLLM resets.
+        self._mixed = False
+        self._kv_cache_manager = kv_cache_manager
+        self._local = local_cache(kv_cache_manager)
+        self._log = log or RequestLog("off")
+        self._introduce, self._introduced = introduce, False
+        names.read_later("vLLM")
+        self._background.begin_with(self._greet)
+
+    # --- lookups ---------------------------------------------------------------------------------
+
+    def add(self, request: Any) -> None:
+        """A new request: look it up."""
+        state = self._requests[request.request_id] = _Request(request)
+        if len(self._leased) < MAX_LEASED:
+            self._look_up(state)
+
+    def _look_up(self, state: _Request) -> None:
+        state.lookup = lookup = _Lookup(time.monotonic() + self.connector.client.request_timeout_s)
+        state.running, state.end, state.preemptions = False, None, state.request.num_preemptions
+        self._leased.add(state.request.request_id)
+        self._background.later(partial(self._find, state.request, lookup))
+
+    def _find(self, request: Any, lookup: _Lookup) -> None:
+        """In the background thread."""
+        adapter = request.lora_request
+        if adapter is None:
+            self._match(request, lookup, lambda: self._names.root(None, self._own(request)))
+        elif not self._adapters.begin(adapter.lora_int_id, partial(self._find_adapter, request, lookup)):
+            lookup.done = True
+
+    def _own(self, request: Any) -> bool:
+        """Whether a request's blocks are for this engine only: what looks like an image's hash may be a user's id.
+
+        A prompt that comes in parts may have images in a later one.
+        """
+        return not self._media_ids and bool(request.mm_features or request.resumable)
+
+    def _greet(self) -> None:
+        """In the background thread."""
+        self._introduced = self._introduced or self._introduce()
+
+    def _find_adapter(self, request: Any, lookup: _Lookup) -> None:
+        """In a thread of the adapter's, where its files may take long."""
+        root = b""
+        try:
+            if lookup.wanted:
+                root = self._names.root(request.lora_request, self._own(request))
+        except (TierCacheError, OSError) as error:
+            logger.warning("a request goes without the cache: %s", error)
+        finally:
+            self._background.begin_with(partial(self._match, request, lookup, lambda: root))
+
+    def _match(self, request: Any, lookup: _Lookup, name: Callable[[], bytes]) -> None:
+        """In the background thread."""
+        self._began_s = began_s = time.monotonic()
+        try:
+            root = name()
+            if root and lookup.wanted:
+                hashes = list(request.block_hashes)
+                keys = keys_of(root, hashes, self._per_block, 0, min(len(hashes) // self._per_block, MAX_KEYS))
+                began_s = time.monotonic()
+                lookup.match = self.connector.match(keys, namespaces=self._specs)
+                self._slow = time.monotonic() - began_s > SLOW_LOOKUP_S
+                lookup.ticket = lookup.match.ticket()
+                lookup.root, lookup.keys = root, keys
+                self._greet()
+        except (TierCacheError, OSError) as error:
+            logger.warning("a request goes without the cache: %s", error)
+        finally:
+            self._began_s = None
+            lookup.done = True
+
+    def _waits(self, state: _Request, lookup: _Lookup) -> bool:
+        """Whether a request goes on waiting for its lookup. While lookups are quick it is as good as there."""
+        if lookup.done:
+            return False
+        now_s, began_s = time.monotonic(), self._began_s
+        slow = self._slow or (began_s is not None and now_s - began_s > SLOW_LOOKUP_S)
+        return now_s <= lookup.until_s or not (slow or state.request.lora_request is not None)
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
+        """How many tokens can be loaded after the first `local_tokens`; None while that is not known."""
+        request_id = request.request_id
+        state = self._requests.get(request_id)
+        self._asked[request_id] = local_tokens
+        if state is None:
+            return 0
+        if state.lookup is None or request.num_preemptions > state.preemptions:
+            self._let_go(state)
+            self._look_up(state)
+        lookup = state.lookup
+        assert lookup is not None
+        if self._waits(state, lookup):
+            self._background.begin()
+            return None
+        if not lookup.done or not lookup.root:
+            self._let_go(state)
+            self.stores.end(request, 0)
+            del self._requests[request_id]
+            return 0
+        if not state.running:
+            state.running = True
+            self.stores.begin(request, lookup.root, lookup.keys, lookup.match.blocks)
+            if not lookup.match.blocks:
+                self._log.missed(request_id, request.num_prompt_tokens)
+        local = local_tokens // self._block_size
+        if local != state.local:
+            state.local, state.end = local, None
+        if lookup.match.blocks <= local or request_id not in self._leased or not self.connector.available:
+            return 0
+        first_key = self._first_key(state)
+        if any(first_key == load.first_key for load in self._loads.values()):
+            return None  # another request brings these blocks: they will be a hit in vLLM's own cache
+        if state.end is None:
+            state.end = self._worth(lookup.match, local)
+        return (state.end - local) * self._block_size
+
+    def _worth(self, match: Match, local: int) -> int:
+        """The end of the blocks of a match that are worth a load after the first `local`."""
+        if self.costs is None:
+            return match.blocks
+        return local + self.costs.choose(*_tiers(match, local, match.blocks))
+
+    def _first_key(self, state: _Request) -> bytes:
+        """The key of the first block that vLLM has not itself."""
+        assert state.lookup is not None
+        return state.lookup.keys[state.local * KEY_BYTES : (state.local + 1) * KEY_BYTES]
+
+    def _let_go(self, state: _Request) -> None:
+        """Nothing more is loaded of what was found, or will be."""
+        lookup = state.lookup
+        if lookup is None or state.request.request_id not in self._leased:
+            return
+        self._leased.discard(state.request.request_id)
+        lookup.wanted = False
+        if not lookup.done or lookup.match.blocks:
+            self._background.later(partial(self._release, lookup))  # after the lookup, which may be still to come
+
+    def _release(self, lookup: _Lookup) -> None:
+        """In the background thread."""
+        self.connector.release(lookup.match)
+
+    # --- loads -----------------------------------------------------------------------------------
+
+    def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
+        """vLLM has allocated the request's blocks and wants `tokens` of them loaded; 0: nothing, or not by us."""
+        filled = self._asked.pop(request.request_id, request.num_computed_tokens)
+        self.stores.allocated(request.request_id, blocks.blocks, filled)
+        state = self._requests.get(request.request_id)
+        if state is None or state.lookup is None:
+            return
+        if not tokens:
+            self._let_go(state)
+            return
+        match, end = state.lookup.match, state.local + tokens // self._block_size
+        runs = runs_of(blocks.blocks, state.local, end)
+        self._leased.discard(request.request_id)
+        self._loads[request.request_id] = _Load(
+            match, self._first_key(state), *_tiers(match, state.local, end), state.local, request.num_prompt_tokens,
+            {block for run in runs for block in run.block_ids},
+        )  # fmt: skip
+        self._orders.loads.append(Load(request.request_id, state.lookup.ticket, runs))
+
+    def hit_sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
+        """From which tier the tokens of a load come."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.lookup is None:
+            return {}
+        end = state.local + tokens // self._block_size
+        disk = _tiers(state.lookup.match, state.local, end)[1] * self._block_size
+        sources = {CacheHitSource.HOST: tokens - disk, CacheHitSource.DISK: disk}
+        return {source: count for source, count in sources.items() if count}
+
+    def loads_ended(self, request_ids: set[str], failed: bool) -> None:
+        """All ranks are done with these loads; with `failed` some block of them is not good."""
+        for request_id in request_ids:
+            ended = self._loads.pop(request_id, None)
+            if ended is not None:
+                self._background.later(partial(self.connector.release, ended.match))
+                if self.costs is not None and ended.seconds:
+                    self.costs.loaded(ended.in_dram, ended.below, ended.seconds)
+                if not failed:
+                    size, blocks = self._block_size, ended.in_dram + ended.below
+                    self._log.served(
+                        request_id, blocks * size, ended.prompt_tokens, ended.local * size, ended.below * size,
+                        ended.seconds,
+                    )  # fmt: skip
+            if failed:
+                self.stores.begin_again(request_id)
+        if failed:
+            self._log.failed(request_ids)
+
+    # --- steps and their end
+
+    def reported(self, report: Report) -> None:
+        """What the workers say of stores and loads that have ended."""
+        self.stores.reported(report)
+        for request_id, seconds in report.load_seconds.items():
+            if (load := self._loads.get(request_id)) is not None:
+                load.seconds = max(load.seconds, seconds)
+        if any(moves > self._moves.get(rank, 0) for rank, moves in report.moves.items()):
+            self._moves.update(report.moves)
+            logger.warning("the weights have changed: vLLM finds only what it has computed itself since then")
+            self.reset()
+
+    def lost(self, block_ids: set[int]) -> None:
+        """Loads have not filled these blocks. After one within a step vLLM may go on with what is in them."""
+        # Blocks of an aborted request are no one's load before the steps under way are known: vLLM defers their return.
+        ours = set[int]().union(*(load.block_ids for load in self._loads.values()))
+        if self.stores.brought(block_ids - ours):
+            logger.warning("a load of another connector failed: vLLM finds only what it has computed itself since then")
+            self.reset()
+
+    def step(self, output: Any) -> Orders:
+        """The orders of a step that has just been scheduled."""
+        local = local_cache(self._kv_cache_manager)
+        if self._mixed and local is not self._local:
+            self._mixed = False
+            self.reset()
+        self._local = local
+        orders, self._orders = self._orders, Orders()
+        orders.moves, orders.renamed, self._renamed = dict(self._moves), self._renamed, False
+        self._background.begin()
+        self.stores.step(output, orders)
+        orders.idle = not output.num_scheduled_tokens
+        if self.costs is not None:
+            self.costs.stepped(output.num_scheduled_tokens, output.total_num_scheduled_tokens, time.monotonic())
+        return orders
+
+    def finished(self, request: Any) -> None:
+        """A request has ended, and its blocks are free from here on."""
+        state = self._requests.pop(request.request_id, None)
+        self._asked.pop(request.request_id, None)
+        keys = b""
+        if request.request_id in self._loads:
+            self._orders.cancel.append(request.request_id)
+            keys = self.stores.end(request, 0)
+        elif state is not None:
+            self._let_go(state)
+            keys = self.stores.end(request, request.num_computed_tokens, aborted=not ended_by_output(request))
+        if request.kv_transfer_params and keys:
+            self._pass_on(request, keys)
+
+    def _pass_on(self, request: Any, keys: bytes) -> None:
+        """What a request says of the further use of its blocks, if it does."""
+        try:
+            hint = hint_of(request)
+        except ValueError as error:
+            logger.warning("a request's hint is not passed on: %s", error)
+            return
+        if hint is not None:
+            self._orders.hints.append(Said(keys, hint))
+
+    # --- the rest --------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """What was found and not loaded since the last call, in blocks."""
+        declined = self.costs.declined_blocks if self.costs is not None else 0
+        if declined == self._declined:
+            return {}
+        new, self._declined = declined - self._declined, declined
+        return {DECLINED: new}
+
+    def reset(self) -> None:
+        """The weights may have changed: nothing found or computed so far is used or stored from here on."""
+        # vLLM has not emptied its own cache: nobody has told it to, or requests are running.
+        self._mixed = self._mixed or local_cache(self._kv_cache_manager) is self._local
+        self._names.new_epoch()
+        self._renamed = True
+        for state in self._requests.values():
+            self._let_go(state)
+        self._requests.clear()
+        self.stores.forget()
+        self._orders.cancel += self._loads
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the books contradict each other."""
+        self.stores.check_integrity()
+        assert self._leased <= self._requests.keys()
+        assert not self._leased & self._loads.keys()
+
+    def close(self) -> None:
+        """Blocks for seconds at most."""
+        self._background.close()
+        self.connector.close()

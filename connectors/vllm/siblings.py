@@ -1,0 +1,108 @@
+"""tiercache as one of several connectors, below vLLM's MultiConnector.
+
+It differs from being alone in three ways. Siblings write to blocks that stores may still read: our hook before a step
+runs before theirs, whatever their order. The handshake at the start is a sibling's, if any has one: ranks say with
+their reports what their blocks are, and the first requests wait for that. And what becomes of a load that fails is
+set at the top, for all of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tiercache.connectors.vllm.compat import base
+from tiercache.connectors.vllm.orders import RankForm, Report
+from tiercache.errors import ConfigError, ModelRefused
+
+WAIT_S = 5.0
+"""A request waits no longer for what ranks have to say. They say it with the next step, be it one without tokens."""
+TOO_EARLY = {"MoRIIOConnector"}
+"""Connectors whose peers write to new blocks before the workers are told of these."""
+
+
+def parent_of_caller(connector: Any) -> Any | None:
+    """The connector that is making this one or calling it, if it is not vLLM itself."""
+    frame, parent = inspect.currentframe(), None
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, base.KVConnectorBase_V1) and owner is not connector:
+            parent = owner
+        frame = frame.f_back
+    return parent
+
+
+def check_parent(parent: Any) -> None:
+    """Raise ConfigError or ModelRefused for settings at the top with which we cannot be one of several."""
+    config = parent._kv_transfer_config
+    if config.kv_load_failure_policy != "recompute":
+        text = "beside other connectors a load that fails would fail its request"
+        where = f'set "kv_load_failure_policy": "recompute" next to "kv_connector": "{config.kv_connector}"'
+        raise ConfigError(f"{text}: {where}")
+    names = {child.get("kv_connector", "") for child in config.kv_connector_extra_config.get("connectors", [])}
+    if early := sorted(names & TOO_EARLY):
+        raise ModelRefused(f"peers of {early[0]} write to blocks before workers know it: leave one of the two out")
+
+
+def come_first(parent: Any, connector: Any) -> Callable[[Any], None]:
+    """Have a connector's hook before a step called before those of all its siblings. Returns how it is called.
+
+    Some of them begin to write to blocks there, and stores of these blocks must have ended by then. Raises
+    ModelRefused where the parent is not a MultiConnector.
+    """
+    try:
+        place = next(number for number, child in enumerate(parent.sub_connectors) if child is connector)
+    except (AttributeError, StopIteration):
+        raise ModelRefused(f"being one of the connectors of a {type(parent).__name__} is not served") from None
+    original: Callable[[Any], None] = parent.handle_preemptions
+
+    def ours(kv_connector_metadata: Any) -> None:
+        connector.handle_preemptions(kv_connector_metadata.metadata[place])
+
+    def handle_preemptions(kv_connector_metadata: Any) -> None:
+        ours(kv_connector_metadata)
+        original(kv_connector_metadata)
+
+    parent.handle_preemptions = handle_preemptions
+    return ours
+
+
+class Roll:
+    """What ranks have said of their blocks, and the requests that wait for it. For the scheduler's thread.
+
+    Args:
+        ranks: how many there are.
+        clock: in seconds.
+    """
+
+    def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ranks, self._clock = ranks, clock
+        self._forms: dict[int, RankForm] = {}
+        self.waiting: dict[str, Any] = {}
+        self._until_s: dict[str, float] = {}
+
+    def call(self, report: Report) -> list[RankForm]:
+        """Take note of a report. Returns the forms of all ranks, in order, as soon as they are known."""
+        self._forms.update(report.forms)
+        return [self._forms[rank] for rank in sorted(self._forms)] if len(self._forms) == self._ranks else []
+
+    def add(self, request: Any) -> None:
+        """A request has arrived."""
+        self.waiting[request.request_id] = request
+
+    def waits(self, request_id: str) -> bool:
+        """Whether a request, about which vLLM asks, is to wait; if not, it is computed without the cache."""
+        if request_id not in self.waiting:
+            return False
+        now_s = self._clock()
+        if now_s <= self._until_s.setdefault(request_id, now_s + WAIT_S):
+            return True
+        self.remove(request_id)
+        return False
+
+    def remove(self, request_id: str) -> None:
+        """A request has ended, or goes on without the cache."""
+        self.waiting.pop(request_id, None)
+        self._until_s.pop(request_id, None)

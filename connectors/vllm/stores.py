@@ -1,0 +1,283 @@
+"""What vLLM's scheduler has stored: which blocks, when, and whether they are still those that were computed.
+
+    step n        computes blocks: a store of them is in its orders
+    step n + 1    the workers begin to copy them, in the background
+    step m        writes to a block that is being stored: `Orders.flush` names the store
+
+Blocks that are being stored are not held: vLLM may give them away. Before a step that writes to them the workers
+end the store, or void it. Blocks count as written to from when a request gets them: another connector may fill them,
+at any time from then on, whether or not the step computes that request.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiercache.connector.connector import Connector
+from tiercache.connectors.vllm.events import name_blocks
+from tiercache.connectors.vllm.names import keys_of
+from tiercache.connectors.vllm.orders import Orders, Report, Run, Store
+from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
+
+MAX_JOBS = 48
+"""Stores under way; a request that finds no place offers its blocks again with a later step."""
+TURN_STEPS = 16
+"""Of what runs, one in so many may offer blocks with one step, and at least one: so no step waits long for that."""
+DECODE_BLOCKS = 8
+"""So many blocks of an answer are stored at once, or what there is at its end."""
+AT_ITS_END = sys.maxsize
+
+
+def runs_of(tables: Iterable[Sequence[Any]], first: int, end: int, base: int = 0) -> tuple[Run, ...]:
+    """Blocks `first ..< end` of a request in each group, counted from `base` on; not those that a window has left."""
+    runs = []
+    for table in tables:
+        blocks = table[first:end]
+        ids = [block.block_id for block in blocks if not block.is_null]  # vLLM's null blocks come first
+        runs.append(Run(first + len(blocks) - len(ids) - base, ids))
+    return tuple(runs)
+
+
+@dataclass(slots=True, eq=False)
+class _Chain:
+    """The blocks of a request, as far as they have been offered to the cache."""
+
+    request: Any  # None when it has ended: we must not be the ones who free all of it, in a hook that others wait for
+    root: bytes
+    keys: bytes  # as far as they have been needed
+    offered: int = 0
+    due: int = 0  # with so many tokens computed there is something to offer
+    retried: bool = False
+
+
+@dataclass(slots=True)
+class _Job:
+    """A store under way."""
+
+    chain: _Chain
+    runs: tuple[Run, ...]
+    preemptions: int  # of the request, before it
+    ranks_left: int  # at which it has yet to end
+
+    def exposed(self) -> bool:
+        """Whether vLLM may give the blocks to others: it has taken them from the request."""
+        request = self.chain.request
+        return request is None or bool(request.num_preemptions != self.preemptions)
+
+
+class Stores:
+    """The stores of one engine. Used by vLLM's scheduler thread.
+
+    Args:
+        connector: says whether there is a cache, and what it wants to know.
+        tables: of each KV cache group, vLLM's blocks of each request.
+        ranks: processes that each store their part.
+        per_block: block hashes of vLLM in one block.
+        windowed: whether vLLM forgets the early blocks of any KV cache group.
+        batches: steps that vLLM has under way at once: it knows what became of one before it schedules the last of so
+            many after it.
+    """
+
+    def __init__(
+        self,
+        connector: Connector,
+        tables: Sequence[Mapping[str, Sequence[Any]]],
+        ranks: int,
+        per_block: int,
+        windowed: bool,
+        batches: int = 1,
+    ) -> None:
+        self._connector = connector
+        self._tables = tables
+        self._ranks = ranks
+        self._per_block = per_block
+        self._windowed = windowed
+        self._block_size = connector.namespace.block_size
+        # What a window leaves behind is gone: it is stored at once.
+        self._least, self._turn_steps = (1, 1) if windowed else (DECODE_BLOCKS, TURN_STEPS)
+        self._chains: dict[str, _Chain] = {}
+        self._last: list[Store] = []  # of requests that have ended, for the next step
+        # What requests were given since the last step: their blocks, and how many tokens were in these.
+        self._given: dict[str, tuple[Sequence[Sequence[Any]], int]] = {}
+        # Blocks into which other connectors load in steps of which vLLM may not know yet what became.
+        self._brought: deque[set[int]] = deque(maxlen=batches)
+        # Requests that have blocks, and were in no step since: another connector may be filling these.
+        self._unstepped: set[str] = set()
+        self._jobs: dict[int, _Job] = {}
+        self._numbers = itertools.count(1)
+
+    # --- which
+
+    def begin(self, request: Any, root: bytes, keys: bytes, blocks: int) -> None:
+        """From here on a request's blocks are stored, but for the first `blocks`. `keys` are of its first ones."""
+        chain = self._chains[request.request_id] = _Chain(request, root, keys)
+        self._go_on_after(chain, blocks)
+
+    def _go_on_after(self, chain: _Chain, blocks: int) -> None:
+        """The first `blocks` are not to be offered. After them it is some at a time, and what the prompt ends with."""
+        prompt, chain.offered = chain.request.num_prompt_tokens, blocks
+        if chain.due == AT_ITS_END:
+            return
+        chain.due = (blocks + self._least) * self._block_size
+        if prompt // self._block_size > blocks:
+            chain.due = min(chain.due, prompt)
+
+    def begin_again(self, request_id: str) -> None:
+        """Blocks of a request that were thought to be in the cache are not: what is computed of it is offered again."""
+        if request_id in self._chains:
+            self._go_on_after(self._chains[request_id], 0)
+
+    def end(self, request: Any, computed_tokens: int, *, aborted: bool = False) -> bytes:
+        """No more of a request is stored than what is computed now, though its blocks may be free from here on.
+
+        Nothing is stored of what another connector is still filling, or may have failed to fill if the request was
+        `aborted`. Returns the keys of the blocks that are stored then, if all goes well.
+        """
+        chain = self._chains.pop(request.request_id, None)
+        if chain is None:
+            return b""
+        filling = request.request_id in self._unstepped or (aborted and chain.due == AT_ITS_END)
+        self._unstepped.discard(request.request_id)
+        if not filling:
+            self._offer(chain, computed_tokens, self._last)
+        chain.request = None
+        return chain.keys[: chain.offered * KEY_BYTES]
+
+    def _offer(self, chain: _Chain, computed_tokens: int, stores: list[Store]) -> None:
+        """Have what is full and hashed by then stored. No drafts have hashes."""
+        request, first, per_block = chain.request, chain.offered, self._per_block
+        end = min(computed_tokens // self._block_size, len(request.block_hashes) // per_block, MAX_KEYS)
+        if end <= first or len(self._jobs) >= MAX_JOBS or not self._connector.available:
+            return
+        known = len(chain.keys) // KEY_BYTES
+        if known < end:
+            chain.keys += keys_of(chain.root, request.block_hashes, per_block, known, end)
+        base = max(0, first - 1)
+        runs = runs_of([table.get(request.request_id, ()) for table in self._tables], first, end, base)
+        events = None
+        if self._connector.wants_events:
+            events = name_blocks(request, first, end, per_block, self._block_size)
+        job = next(self._numbers)
+        store = Store(job, chain.keys[base * KEY_BYTES : end * KEY_BYTES], runs, events)
+        self._jobs[job] = _Job(chain, runs, request.num_preemptions, self._ranks)
+        stores.append(store)
+        self._go_on_after(chain, end)
+
+    # --- when
+
+    def allocated(self, request_id: str, tables: Sequence[Sequence[Any]], tokens: int) -> None:
+        """A request has these blocks in each group; they hold nothing of it yet but its first `tokens`."""
+        self._given[request_id] = tables, tokens
+        if request_id in self._chains:
+            self._unstepped.add(request_id)
+
+    def step(self, output: Any, orders: Orders) -> None:
+        """Add to the orders of a step that has just been scheduled, whose loads are in them."""
+        orders.ready, self._last = self._last, []
+        if self._jobs and (self._windowed or any(job.exposed() for job in self._jobs.values())):
+            orders.flush = self._overwritten(output)
+        self._leave_to_others(output)
+        self._given.clear()
+        running = output.num_scheduled_tokens
+        if self._unstepped:
+            self._unstepped.difference_update(running)
+        most = -(-len(running) // self._turn_steps)
+        for request_id, tokens in running.items():
+            chain = self._chains.get(request_id)
+            if chain is not None and (computed := chain.request.num_computed_tokens + tokens) >= chain.due:
+                self._offer(chain, computed, orders.fresh)
+                if len(orders.fresh) == most:
+                    break
+
+    def _leave_to_others(self, output: Any) -> None:
+        """Requests into whose blocks another connector loads in this very step are stored at their end only.
+
+        If that load fails, what this step computes after it is computed again, which is known only after later steps.
+        So it is with requests that share these blocks until then: vLLM takes them for its own at once.
+        """
+        size, brought = self._block_size, set[int]()
+        if output.num_scheduled_tokens:
+            self._brought.append(brought)
+        if not self._given:
+            return
+        cached = output.scheduled_cached_reqs
+        new = ((request.req_id, request.num_computed_tokens) for request in output.scheduled_new_reqs)
+        there = (*new, *zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        begun = [(name, computed, *self._given[name]) for name, computed in there if name in self._given]
+        for _, computed, tables, tokens in begun:
+            if computed > tokens:
+                first, end = tokens // size, -(-computed // size)
+                brought.update(block.block_id for table in tables for block in table[first:end] if not block.is_null)
+        if not any(self._brought):
+            return
+        for request_id, computed, tables, _ in begun:
+            ids = {block.block_id for table in tables for block in table[: -(-computed // size)] if not block.is_null}
+            if request_id in self._chains and not all(map(ids.isdisjoint, self._brought)):
+                self._chains[request_id].due = AT_ITS_END
+
+    def _overwritten(self, output: Any) -> list[int]:
+        """Jobs that may read blocks to which this step writes, or another connector from now on."""
+        size, cached = self._block_size, output.scheduled_cached_reqs
+        written = {
+            block.block_id
+            for tables, tokens in self._given.values()
+            for table in tables
+            for block in table[tokens // self._block_size :]
+            if not block.is_null
+        }
+        for new in output.scheduled_new_reqs:
+            for ids in new.block_ids:
+                written.update(ids[new.num_computed_tokens // size :])
+        for request_id, computed, added in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            resumed = request_id in cached.resumed_req_ids  # then these are all of its blocks
+            for ids in added or ():
+                written.update(ids[computed // size if resumed else 0 :])
+        if not written:
+            return []
+        # Requests with the same beginning have blocks in common, so several may read one. Workers end them in order.
+        last = 0
+        for number, job in self._jobs.items():
+            if any(not written.isdisjoint(run.block_ids) for run in job.runs):
+                last = number
+        return [number for number in self._jobs if number <= last]
+
+    def reported(self, report: Report) -> None:
+        """What the workers say of stores."""
+        for number, count in report.ended.items():
+            job = self._jobs[number]
+            job.ranks_left -= count
+            if number in report.incomplete and not job.chain.retried and job.chain.request is not None:
+                job.chain.retried = True  # the cache had no room, or has lost the blocks before
+                self._go_on_after(job.chain, 0)
+            if not job.ranks_left:
+                del self._jobs[number]
+
+    def brought(self, block_ids: set[int]) -> bool:
+        """Whether another connector was to load any of these blocks within a step."""
+        return not all(map(block_ids.isdisjoint, self._brought))
+
+    # --- the rest
+
+    def forget(self) -> None:
+        """Nothing that has been computed so far is stored from here on."""
+        for chain in self._chains.values():
+            chain.request = None
+        self._chains.clear()
+        self._unstepped.clear()
+        for store in self._last:
+            del self._jobs[store.job]
+        self._last.clear()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the books contradict each other."""
+        assert all(0 < job.ranks_left <= self._ranks for job in self._jobs.values())
+        assert {store.job for store in self._last} <= self._jobs.keys()
+        assert self._unstepped <= self._chains.keys()
+        assert all(chain.offered <= MAX_KEYS for chain in self._chains.values())

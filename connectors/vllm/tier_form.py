@@ -1,0 +1,119 @@
+"""What a row of vLLM's own offload memory holds, as namespaces, and what cannot be served from it.
+
+A row is one chunk of one KV cache group: the blocks of all workers, one after another. vLLM tells a tier
+how long a row is, and little of what decides the meaning of its bytes; the rest is in the configuration
+of the engine that makes the tier.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import platform
+from typing import Any, NamedTuple
+
+import torch
+
+from tiercache.connectors.vllm.compat import VERSION
+from tiercache.connectors.vllm.names import check_hashes
+from tiercache.connectors.vllm.pool import WINDOWED, check_groups, layer_specs
+from tiercache.errors import ModelRefused
+from tiercache.protocol.namespaces import NamespaceSpec
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import get_sliding_window_size_in_chunks
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class Caller(NamedTuple):
+    """Who makes a tier: the configuration of the engine, that of its KV caches, and the scheduler of its offloading."""
+
+    vllm_config: Any
+    kv_cache_config: Any
+    scheduler: Any
+
+    def request(self, request_id: str) -> Any:
+        """vLLM's request of this id, or None: a tier is given no more than the id."""
+        status = getattr(self.scheduler, "_req_status", {}).get(request_id)
+        return getattr(status, "req", None)
+
+
+def engine_of_caller() -> Caller:
+    """Who is making a tier.
+
+    vLLM gives a tier neither: what it gives is the model's name, which says nothing of weights, revision or
+    overrides. But it makes a tier from the constructor of a scheduler that has been given both, so they are
+    on the stack, and so is that. Raises ModelRefused where they are not.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("vllm_config"), frame.f_locals.get("kv_cache_config")
+        if isinstance(found[0], VllmConfig) and isinstance(found[1], KVCacheConfig):
+            return Caller(*found, frame.f_locals.get("self"))
+        frame = frame.f_back
+    raise ModelRefused("this vLLM does not show which model a tier is for: use TierCacheConnector")
+
+
+def make_namespaces(vllm_config: Any, kv_cache_config: Any, offloading: Any, row_bytes: int) -> list[NamespaceSpec]:
+    """The namespace of each KV cache group. Raises ModelRefused for what cannot be named or served.
+
+    Args:
+        offloading: vLLM's OffloadingConfig.
+        row_bytes: length of a row of the offload memory.
+    """
+    check_hashes(vllm_config)
+    block_size = check_groups(vllm_config, kv_cache_config)
+    groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
+    if vllm_config.lora_config is not None:
+        raise ModelRefused("vLLM does not tell a tier which adapter a request uses: use TierCacheConnector for LoRA")
+    if parallel.nnodes_within_dp > 1:
+        raise ModelRefused("the offload memory of one node does not hold the blocks of all: use TierCacheConnector")
+    if [group.group_id for group in offloading.groups] != list(range(len(groups))):
+        raise ModelRefused("vLLM offloads only some of the model's KV cache groups: the tier is not used")
+    chunk_tokens = block_size * offloading.cache.blocks_per_chunk
+    extra = {
+        "workers": f"tp {parallel.tensor_parallel_size} pp {parallel.pipeline_parallel_size}",
+        "rows": f"{offloading.cache.blocks_per_chunk} x {offloading.worker_kv_bytes_per_block}, "
+        f"replicated {offloading.replicated_layout}, canonical {offloading.canonical_layout}",
+        "pages": _pages(vllm_config, kv_cache_config),
+        "device": _device(),
+    }
+    namespaces = []
+    for number, group in enumerate(groups):
+        spec = next(iter(layer_specs(group).values()))
+        kind = type(spec).__name__
+        # As many chunks as vLLM looks for: of a windowed group it stores no more than it will look for either.
+        window = get_sliding_window_size_in_chunks(spec, chunk_tokens) if kind in WINDOWED else 0
+        namespaces.append(
+            NamespaceSpec(
+                engine=f"vllm/{VERSION} offload",
+                layout=f"{offloading.kv_cache_layout} rows",
+                dtype=offloading.model.dtype,
+                block_size=chunk_tokens,
+                block_bytes=row_bytes,
+                layers=len(group.layer_names),
+                kv_heads=getattr(spec, "num_kv_heads", 0),
+                head_dim=getattr(spec, "head_size", 0),
+                group=f"{number} of {kind}",
+                quantization=str(getattr(spec, "kv_quant_mode", "none")),
+                window_blocks=window,
+                extra=extra,
+            )
+        )
+    return namespaces
+
+
+def _pages(vllm_config: Any, kv_cache_config: Any) -> str:
+    """A hash of what else decides where in a row a value is: layers, their order and specs, attention backends."""
+    groups = [(group.layer_names, str(layer_specs(group))) for group in kv_cache_config.kv_cache_groups]
+    placed = [tensor.layers for tensor in kv_cache_config.kv_cache_tensors]
+    described = repr((groups, placed, vllm_config.attention_config))
+    return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
+
+
+def _device() -> str:
+    """The kind of device: by it vLLM chooses an attention backend, and that how it packs a block."""
+    if current_platform.is_cpu():
+        amx = torch.cpu.get_capabilities().get("amx_tile", False)
+        return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()} amx {amx}"
+    return f"{current_platform.device_type} {current_platform.get_device_name()}"

@@ -1,0 +1,94 @@
+"""Jobs of vLLM's offloading: what their transfers are, and what vLLM is told when they have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from tiercache.connector.jobs import Transfer
+from tiercache.connector.loads import Match
+from tiercache.connector.stores import StoreResult
+from tiercache.connectors.vllm.tier_lookups import Chain, Place
+from vllm.v1.kv_offload.tiering.base import JobResult
+
+
+class Run(NamedTuple):
+    """Chunks of a job that follow one another: the number of the first from the root on, and rows and keys of all."""
+
+    group: int
+    first: int
+    rows: list[int]
+    keys: list[bytes]
+
+    @property
+    def end(self) -> int:
+        """The number of the chunk after the last."""
+        return self.first + len(self.rows)
+
+
+def runs_of(places: Iterable[Place], rows: Iterable[int], keys: Iterable[bytes]) -> list[Run]:
+    """The chunks of a job by KV cache group, in the order of their chains."""
+    runs: list[Run] = []
+    for (group, number), row, key in sorted(zip(places, rows, keys, strict=True)):
+        if not runs or runs[-1].group != group or runs[-1].end != number:
+            runs.append(Run(group, number, [], []))
+        runs[-1].rows.append(row)
+        runs[-1].keys.append(key)
+    return runs
+
+
+class Orphan(NamedTuple):
+    """Chunks `first ..< end` of a chain, of which the last were stored and found no parent."""
+
+    group: int
+    chain: Chain
+    end: int
+    first: int = 0
+
+
+class LoadJob:
+    """A load, of which the background makes `parts` until it has `begun`."""
+
+    def __init__(self, request_id: str, match: Match, chunks: int) -> None:
+        self.request_id = request_id
+        self.match = match
+        self.chunks = chunks
+        self.parts: list[tuple[Run, Transfer[int]]] = []
+        self.left_out: list[bytes] = []  # keys of chunks that are not loaded after all
+        self.begun = False
+
+    def result(self, job_id: int) -> JobResult:
+        """For vLLM, when it has ended."""
+        good = [key for run, transfer in self.parts for key in run.keys[: transfer.result(0)]]
+        whole = len(good) == self.chunks
+        return JobResult(job_id, whole, None if whole else good, _seconds(self.parts))
+
+
+class StoreJob:
+    """A store, of which the background makes `parts` until it has `begun`."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[Orphan | None, Transfer[StoreResult]]] = []
+        self.begun = False
+
+    def result(self, job_id: int) -> JobResult:
+        """For vLLM, when it has ended."""
+        dropped = any(transfer.result(0).dropped for _, transfer in self.parts)
+        return JobResult(job_id, not dropped and bool(self.parts), None, _seconds(self.parts))
+
+    def orphans(self) -> Iterator[Orphan]:
+        """What has found no parent, when it has ended."""
+        for orphan, transfer in self.parts:
+            if orphan is not None and transfer.result(0).parent_missing:
+                yield orphan
+
+
+def has_ended(job: LoadJob | StoreJob) -> bool:
+    """Whether its last copy has."""
+    return job.begun and all(transfer.done() for _, transfer in job.parts)
+
+
+def _seconds(parts: Iterable[tuple[Any, Transfer[Any]]]) -> float:
+    """How long transfers took that have ended."""
+    times = [(transfer.began_s, transfer.ended_s) for _, transfer in parts if transfer.ended_s]
+    return max(end for _, end in times) - min(begin for begin, _ in times) if times else 0.0

@@ -1,0 +1,161 @@
+"""Whether a rank's weights are still those that its blocks are named by.
+
+Trainers write new weights into a running vLLM (`reload_weights`, `update_weights`, functions of their own through
+`collective_rpc`), and need not tell its connectors. So each rank looks at a sample of its weights (`weight_sample`)
+before a step that loads or stores:
+
+    look ─ the step's loads and stores ─ the step ─ what the look has shown: as before, or the weights have moved
+
+With weights that have moved, nothing counts that was begun since the last look that was as before: loads are computed
+instead, stores are not committed. The scheduler is told, gives all blocks new names, and says so in its next orders;
+orders that do not are not carried out. Nothing waits for a device: what a look shows is asked for later.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tiercache.connectors.weights.sample import Taken, WeightSample
+from tiercache.errors import ModelRefused
+
+DRAFTERS = ("drafter", "speculator")
+"""Where vLLM's model runners keep the model of drafts, whose KV is in blocks too."""
+
+Tensors = Callable[[], list[tuple[str, torch.Tensor]]]
+
+
+class Look:
+    """What one look has shown, as soon as it is known."""
+
+    def __init__(self, taken: Taken) -> None:
+        self._taken: Taken | None = taken
+        self._digest = b""
+
+    def known(self) -> bool:
+        """Whether `digest` answers at once."""
+        taken = self._taken
+        return taken is None or all(event.query() for event in taken.copied)
+
+    def digest(self) -> bytes:
+        """For any thread. Waits for the device, as far as its work had come when the look was taken."""
+        taken = self._taken
+        if taken is not None:
+            self._digest = taken.digest()
+            self._taken = None
+        return self._digest
+
+
+class Weights:
+    """The weights of one rank. For the worker's thread.
+
+    Attributes:
+        moves: how often they have changed, as far as looks have shown.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.moves = 0
+        self._tensors = tensors
+        self._sample = WeightSample(keep_views=True)
+        self._named = Look(self._sample.take(tensors()))  # what blocks are named by
+        self._looks: deque[Look] = deque()  # that have yet to be taken note of
+
+    def look(self, adopt: bool = False) -> Callable[[], bool]:
+        """Look at them: the answer says, in any thread, whether they were those that blocks are named by.
+
+        With `adopt` they are from here on: all names have been given anew.
+        """
+        look = Look(self._sample.take(self._tensors()))
+        if adopt:
+            self._looks.clear()
+            self._named = look
+            return lambda: True
+        named = self._named
+        self._looks.append(look)
+        self.settle()
+        return lambda: look.digest() == named.digest()
+
+    def settle(self, wait: bool = False) -> bool:
+        """Take note of what looks have shown; returns whether all have. With `wait`, wait for those that have not."""
+        while self._looks and (wait or self._looks[0].known()):
+            look = self._looks.popleft()
+            if look.digest() != self._named.digest():
+                self.moves += 1
+                self._named = look
+        return not self._looks
+
+
+def models_of(runner: Any) -> list[torch.nn.Module]:
+    """The model of one of vLLM's model runners, and that of its drafts if it has one."""
+    drafters = (getattr(runner, name, None) for name in DRAFTERS)
+    models = (unwrapped(getattr(owner, "model", None)) for owner in (runner, *drafters))
+    return [model for model in models if model is not None]
+
+
+def unwrapped(model: Any) -> torch.nn.Module | None:
+    """A model without what vLLM wraps it in for CUDA graphs and micro-batches; None where it is none."""
+    if not isinstance(model, torch.nn.Module) and callable(getattr(model, "unwrap", None)):
+        model = model.unwrap()
+    return model if isinstance(model, torch.nn.Module) else None
+
+
+class RunnerTensors:
+    """The parameters and buffers of the models of one of vLLM's model runners, whatever has become of its modules."""
+
+    def __init__(self, runner: Any, *, experts: bool = True) -> None:
+        """`experts`: with those of experts, which are not to be looked at where vLLM moves them about."""
+        self._runner = runner
+        self._experts = experts
+        self._children: list[Any] = []
+        self._places: list[tuple[dict[str, Any], str]] = []  # of children: in the dict of their parent
+        self._tensors: list[tuple[str, dict[str, Any], str]] = []
+        self._walk()
+
+    def _walk(self) -> None:
+        self._roots = models_of(self._runner)
+        self._places, self._tensors, seen = [], [], set[int]()
+        for model in self._roots:
+            for name, module in model.named_modules():
+                self._places += [(module._modules, child) for child in module._modules]
+                for owner in (module._parameters, module._buffers):
+                    for key, tensor in owner.items():
+                        if tensor is None or id(tensor) in seen or not (self._experts or tensor.ndim < 3):
+                            continue
+                        seen.add(id(tensor))
+                        self._tensors.append((f"{name}.{key}", owner, key))
+        self._children = [owner[key] for owner, key in self._places]
+
+    def __call__(self) -> list[tuple[str, torch.Tensor]]:
+        """As they are now. Some tens of microseconds, unless modules have been exchanged."""
+        try:
+            if not (
+                _same(models_of(self._runner), self._roots) and _same([o[k] for o, k in self._places], self._children)
+            ):
+                self._walk()
+            return [(name, owner[key]) for name, owner, key in self._tensors if owner[key] is not None]
+        except KeyError:
+            self._walk()
+            return [(name, owner[key]) for name, owner, key in self._tensors]
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def runner_of_caller() -> Any:
+    """The model runner that is registering its KV caches: vLLM tells a connector of the caches and not of the model.
+
+    Raises ModelRefused where it is not on the stack.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if unwrapped(getattr(owner, "model", None)) is not None:
+            return owner
+        frame = frame.f_back
+    raise ModelRefused("this vLLM does not show its weights, so that a change of them could not be noticed")

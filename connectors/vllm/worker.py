@@ -1,0 +1,192 @@
+"""The worker's half: it copies what the scheduler's orders say, in the background, and tells how it went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from tiercache.connector.connector import Connector
+from tiercache.connector.jobs import Transfer
+from tiercache.connector.stores import StoreResult
+from tiercache.connectors.vllm.events import Group, of_group
+from tiercache.connectors.vllm.orders import Load, Orders, Report, Run, Store
+from tiercache.connectors.vllm.weights import Weights
+from tiercache.protocol.messages import KEY_BYTES, EventRun
+
+FLUSH_TIMEOUT_S = 0.1
+"""A step waits so long for stores whose blocks it overwrites; then they count for nothing."""
+IDLE_WAIT_S = 0.001
+"""A step without tokens gives so much time to the loads that it waits for, instead of spinning."""
+COUNTERS = ("loaded_blocks", "loaded_bytes", "loads_short", "stored_blocks", "stored_bytes", "dropped_blocks")
+
+Proof = Callable[[], bool]
+
+
+class Worker:
+    """Copies between one rank's pools and the cache. Used by vLLM's worker thread only.
+
+    Args:
+        groups: a connector for each KV cache group.
+        writers: of each group, whether this rank stores it.
+        names: of each group, how KV events name it; None where another rank's blocks are in events.
+        weights: those that compute this rank's blocks; without, they are taken to be always the same.
+        rank: the number of this rank.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Connector],
+        writers: Sequence[bool],
+        names: Sequence[Group] | None = None,
+        weights: Weights | None = None,
+        rank: int = 0,
+    ) -> None:
+        self._groups = groups
+        self._names = names
+        self._writers = writers
+        self._weights = weights
+        self._rank = rank
+        self._known_moves = 0  # of the weights, as far as the last orders know of them
+        self._loads: dict[str, list[tuple[Run, Transfer[int]]]] = {}
+        self._load_moves: dict[str, int] = {}
+        self._stores: dict[int, list[Transfer[StoreResult]]] = {}
+        self._fresh: list[Store] = []  # computed by the step before
+        self._cancelled: set[str] = set()
+        self._load_seconds: dict[str, float] = {}  # of loads that have ended and are not reported
+        self._bad_blocks: set[int] = set()
+        self._counted = dict.fromkeys(COUNTERS, 0)
+        self._moved = False  # since they were counted
+
+    def begin(self, orders: Orders) -> None:
+        """Before a step computes. Waits for FLUSH_TIMEOUT_S at most, and only if it writes to what is stored."""
+        proof = self._look(orders)
+        for stores, moves in ((self._fresh, self._known_moves), (orders.ready, orders.moves.get(self._rank, 0))):
+            for store in stores:
+                self._store(store, proof if moves == self._moves() else None)
+        self._known_moves = orders.moves.get(self._rank, 0)
+        for said in orders.hints:
+            for connector, writes in zip(self._groups, self._writers, strict=True):
+                if writes:
+                    connector.hint_async(said.keys, said.hint)
+        self._fresh = orders.fresh
+        if orders.flush:
+            self._flush(orders.flush)
+        for load in orders.loads:
+            self._load(load, self._known_moves == self._moves())
+        for request_id in orders.cancel:
+            if request_id in self._loads:
+                self._cancelled.add(request_id)
+                for _, transfer in self._loads[request_id]:
+                    transfer.cancel()
+
+    def _moves(self) -> int:
+        return self._weights.moves if self._weights is not None else 0
+
+    def _look(self, orders: Orders) -> Proof:
+        """Look at the weights if it matters. What is returned says whether what was computed by now is of those."""
+        if self._weights is None or not (orders.renamed or self._fresh or orders.ready or orders.loads or self._loads):
+            return lambda: True
+        if not orders.renamed:
+            return self._weights.look()
+        self._weights.look(adopt=True)
+        return lambda: False  # nothing that is named anew has been computed yet
+
+    def _store(self, store: Store, proof: Proof | None) -> None:
+        """Store blocks, and commit them if `proof` says so; without one they are not stored."""
+        self._stores[store.job] = [
+            connector.store_async(
+                store.keys, run.block_ids, first=run.first, events=self._events(store, number), proof=proof
+            )
+            if proof is not None
+            else Transfer.finished(StoreResult(dropped=len(run.block_ids)))
+            for number, (connector, writes, run) in enumerate(zip(self._groups, self._writers, store.runs, strict=True))
+            if writes and run.block_ids
+        ]
+
+    def _events(self, store: Store, number: int) -> EventRun | None:
+        """What KV events say of the blocks of one group."""
+        if store.events is None or self._names is None:
+            return None
+        run, before = store.runs[number], len(store.keys) // KEY_BYTES - len(store.events.hashes)
+        return of_group(store.events, self._names[number], run.first - before, len(run.block_ids))
+
+    def _load(self, load: Load, begin: bool) -> None:
+        """Begin a load, or have it fail."""
+        self._load_moves[load.request_id] = self._moves()
+        self._loads[load.request_id] = [
+            (run, connector.load_async(load.ticket, run.block_ids, first=run.first) if begin else Transfer.finished(0))
+            for connector, run in zip(self._groups, load.runs, strict=True)
+            if run.block_ids
+        ]
+
+    def _flush(self, jobs: list[int]) -> None:
+        deadline_s = time.monotonic() + FLUSH_TIMEOUT_S
+        for transfer in (transfer for job in jobs for transfer in self._stores.get(job, ())):
+            if not transfer.wait(max(0.0, deadline_s - time.monotonic())):
+                transfer.void()
+
+    def ended_loads(self, idle: bool) -> tuple[set[str], set[str]]:
+        """Requests whose loads have ended, and those of them that must be computed from the start instead.
+
+        A load into one KV cache group that came short has its bad blocks reported, and the good ones are kept.
+        """
+        ended: set[str] = set()
+        failed: set[str] = set()
+        if self._weights is not None and self._loads and not self._weights.settle(wait=idle):
+            return ended, failed  # whether they are of these weights is not known yet
+        for request_id, parts in list(self._loads.items()):
+            if not all(transfer.wait(IDLE_WAIT_S) if idle else transfer.done() for _, transfer in parts):
+                continue
+            del self._loads[request_id]
+            ended.add(request_id)
+            self._moved = True
+            cancelled = self._load_moves.pop(request_id) != self._moves() or request_id in self._cancelled
+            self._cancelled.discard(request_id)
+            if not cancelled and parts:
+                self._load_seconds[request_id] = max(part.ended_s - part.began_s for _, part in parts)
+            for run, transfer in parts:
+                good = 0 if cancelled else transfer.result(0)
+                if good < len(run.block_ids) and len(self._groups) > 1:
+                    failed.add(request_id)
+                elif good < len(run.block_ids):
+                    self._bad_blocks.update(run.block_ids[good:])
+        return ended, failed
+
+    def take_bad_blocks(self) -> set[int]:
+        """Blocks that loads were to fill and did not, since the last call."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def report(self) -> Report | None:
+        """Stores and loads that have ended since the last call."""
+        ended = [job for job, parts in self._stores.items() if all(transfer.done() for transfer in parts)]
+        if self._weights is not None:
+            self._weights.settle()
+        moves = {self._rank: self._moves()} if self._moves() != self._known_moves else {}
+        if not ended and not self._load_seconds:
+            return Report(moves=moves) if moves else None
+        self._moved = True
+        incomplete = {job for job in ended if any(part.result(0).dropped for part in self._stores[job])}
+        for job in ended:
+            del self._stores[job]
+        seconds, self._load_seconds = self._load_seconds, {}
+        return Report(dict.fromkeys(ended, 1), incomplete, seconds, moves)
+
+    def counters(self) -> dict[str, int]:
+        """What was moved since the last call, in blocks and bytes."""
+        if not self._moved:
+            return {}
+        self._moved = False
+        totals = dict.fromkeys(COUNTERS, 0)
+        for connector in self._groups:
+            for name, count in connector.counters.items():
+                if name in totals:
+                    totals[name] += count
+        new = {name: count - self._counted[name] for name, count in totals.items() if count > self._counted[name]}
+        self._counted = totals
+        return new
+
+    def close(self) -> None:
+        """End what is under way. Blocks for seconds at most."""
+        for connector in self._groups:
+            connector.close()

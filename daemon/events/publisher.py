@@ -1,0 +1,193 @@
+"""The sockets of KV events: a PUB, and a ROUTER that sends again what a subscriber has missed.
+
+    PUB      ─► topic, sequence number (8 bytes, big endian), batch
+    ROUTER   ◄─ empty, first sequence number wanted
+             ─► empty, topic, sequence number, batch      as many as are still kept, in order
+             ─► empty, empty, -1, empty                   the end
+
+That is the protocol of vLLM's own publisher. Numbers begin at 0 in every life of the daemon. A
+subscriber that does not keep up loses batches, and sees that by the numbers.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections import deque
+from itertools import islice
+from pathlib import Path
+
+import zmq
+
+from tiercache.daemon.ground.connections import Connections
+from tiercache.errors import ConfigError
+
+MAX_UNSENT = 2048
+"""Batches that may wait for one subscriber; further ones it loses."""
+MAX_SUBSCRIBERS = 256
+"""Connections to each of the two sockets."""
+MAX_BUFFER_BYTES = 64 << 20
+MAX_REPLAYS = 64
+"""Subscribers served at once; others wait."""
+REPLAY_AT_ONCE = 128
+"""Batches sent again in one tick."""
+REPLAY_TIMEOUT_S = 10.0
+"""After which one that takes nothing is given up."""
+LINGER_MS = 100
+_END = (-1).to_bytes(8, "big", signed=True)
+_MAX_REQUEST_BYTES = 1024
+
+
+class _Replay:
+    """What one subscriber is being sent again."""
+
+    def __init__(self, identity: bytes, following: int) -> None:
+        self.identity = identity
+        self.following = following
+        self.moved_s = time.monotonic()
+
+
+class Publisher:
+    """Event loop only; nothing here blocks.
+
+    Args:
+        endpoint: of the PUB.
+        replay: endpoint of the ROUTER, or nothing for none.
+        topic: what every batch carries.
+        buffer_steps: batches that are kept to be sent again, as far as MAX_BUFFER_BYTES go.
+    """
+
+    def __init__(
+        self, endpoint: str, replay: str, topic: str, buffer_steps: int, max_unsent: int = MAX_UNSENT
+    ) -> None:
+        self.batches = 0
+        self.replays = 0
+        self.buffer_bytes = 0
+        self._endpoint = endpoint
+        self._replay_endpoint = replay
+        self._topic = topic.encode()
+        self._buffer_steps = buffer_steps
+        self._max_unsent = max_unsent
+        self._buffer: deque[bytes] = deque()
+        self._replays: deque[_Replay] = deque()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._pub: zmq.Socket[bytes] | None = None
+        self._router: zmq.Socket[bytes] | None = None
+        self._connections: list[Connections] = []
+
+    def open(self) -> None:
+        """Bind. Raises ConfigError for an address that cannot be had."""
+        self._pub = self._bind(zmq.PUB, "kv_events", self._endpoint)
+        if self._replay_endpoint:
+            self._router = self._bind(zmq.ROUTER, "kv_events_replay", self._replay_endpoint)
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+
+    def _bind(self, kind: int, setting: str, endpoint: str) -> zmq.Socket[bytes]:
+        socket_ = self._context.socket(kind)
+        for option, value in (
+            (zmq.LINGER, LINGER_MS),
+            (zmq.SNDHWM, self._max_unsent),
+            (zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES),
+            (zmq.IPV6, int("[" in endpoint)),
+        ):
+            socket_.setsockopt(option, value)
+        connections = Connections(socket_, MAX_SUBSCRIBERS)
+        scheme, _, path = endpoint.partition("://")
+        try:
+            if scheme == "ipc":
+                _check_free(path)
+            socket_.bind(endpoint)
+            if scheme == "ipc":
+                Path(path).chmod(0o600)
+        except (OSError, zmq.ZMQError) as error:
+            connections.close()
+            socket_.close()
+            reason = zmq.strerror(error.errno or 0)
+            raise ConfigError(f"{setting} = {endpoint}: {reason}: choose another address") from error
+        self._connections.append(connections)
+        return socket_
+
+    def publish(self, batch: bytes) -> None:
+        """Send a batch to all who listen now, and keep it for those who ask later."""
+        if self._pub is not None:
+            self._pub.send_multipart((self._topic, self.batches.to_bytes(8, "big"), batch), zmq.NOBLOCK)
+        self.batches += 1
+        self._buffer.append(batch)
+        self.buffer_bytes += len(batch)
+        while len(self._buffer) > self._buffer_steps or self.buffer_bytes > MAX_BUFFER_BYTES:
+            self.buffer_bytes -= len(self._buffer.popleft())
+
+    def tick(self) -> None:
+        """See who has come and gone, and send a part of what subscribers have asked for again."""
+        for connections in self._connections:
+            connections.look()
+        if self._router is None:
+            return
+        while len(self._replays) < MAX_REPLAYS:
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(frames) == 3:  # else nobody could know what the answer is to
+                self.replays += 1
+                self._replays.append(_Replay(frames[0], int.from_bytes(frames[2], "big")))
+        budget = REPLAY_AT_ONCE
+        for _ in range(len(self._replays)):
+            replay = self._replays.popleft()
+            sent, more = self._send_again(self._router, replay, budget)
+            budget -= sent
+            if more:
+                self._replays.append(replay)
+
+    def _send_again(self, router: zmq.Socket[bytes], replay: _Replay, budget: int) -> tuple[int, bool]:
+        """At most `budget` batches; returns how many it were, and whether there is more to send."""
+        oldest = self.batches - len(self._buffer)
+        first = replay.following = max(replay.following, oldest)
+        address = replay.identity, b""
+        try:
+            for batch in islice(self._buffer, first - oldest, first - oldest + budget):
+                number = replay.following.to_bytes(8, "big")
+                router.send_multipart((*address, self._topic, number, batch), zmq.NOBLOCK)
+                replay.following += 1
+            over = replay.following >= self.batches
+            if over:
+                router.send_multipart((*address, b"", _END, b""), zmq.NOBLOCK)
+        except zmq.Again:  # it reads more slowly than this
+            over = time.monotonic() > replay.moved_s + REPLAY_TIMEOUT_S
+        except zmq.ZMQError:  # it has gone
+            over = True
+        if replay.following > first:
+            replay.moved_s = time.monotonic()
+        return replay.following - first, not over
+
+    def refused_connections(self) -> int:
+        """Of subscribers beyond `MAX_SUBSCRIBERS`."""
+        return sum(connections.refused for connections in self._connections)
+
+    def stats(self) -> dict[str, int]:
+        """What `stats` shows of this."""
+        return {"batches": self.batches, "buffer_bytes": self.buffer_bytes, "replays": self.replays}
+
+    def close(self) -> None:
+        """End; what is on its way to subscribers has a tenth of a second."""
+        for connections in self._connections:
+            connections.close()
+        for socket_ in (self._pub, self._router):
+            if socket_ is not None:
+                socket_.close()
+        self._context.term()
+
+
+def _check_free(path: str) -> None:
+    """Raise OSError where binding would take a path from a socket in use, or remove a file that is none."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except FileNotFoundError:
+            return
+        except ConnectionRefusedError:
+            if not Path(path).is_socket():
+                raise FileExistsError(errno.EEXIST, path) from None
+            return
+    raise OSError(errno.EADDRINUSE, path)

@@ -1,0 +1,42 @@
+"""One line in the log for each change of the daemon's health, and none while it stays as it is."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Sequence
+
+from tiercache.daemon.ground.logs import fields
+
+log = logging.getLogger("tiercache.daemon")
+
+LOOK_S = 1.0
+START_S = 3.0
+"""What is not there yet just after the start is no news: memory, directories."""
+_FIGURES = re.compile(r"[0-9]+(\.[0-9]+)?")
+
+
+class HealthLog:
+    """Compares the reasons why the daemon is not well with those of the last look. Event loop only."""
+
+    def __init__(self) -> None:
+        self.next_s = time.monotonic() + START_S
+        self._known: set[str] = set()
+        self._since_s = 0.0
+
+    def look(self, reasons: Sequence[str], now_s: float | None = None) -> None:
+        """Say what has changed. A reason is the same one when only its figures differ (how long, how much)."""
+        now_s = time.monotonic() if now_s is None else now_s
+        self.next_s = now_s + LOOK_S
+        kinds = {_FIGURES.sub("#", reason): reason for reason in reasons}
+        for kind in kinds.keys() - self._known:
+            more = fields(event="health", state="degraded", reason=kinds[kind])
+            log.warning("health: degraded: %s", kinds[kind], **more)
+        if kinds and not self._known:
+            self._since_s = now_s
+        elif self._known and not kinds:
+            degraded_s = now_s - self._since_s
+            more = fields(event="health", state="ok", degraded_s=round(degraded_s, 1))
+            log.info("health: ok again, after %.0f s", degraded_s, **more)
+        self._known = set(kinds)

@@ -1,0 +1,119 @@
+"""The settings that a daemon runs with: where each came from, and those that can change while it runs.
+
+SIGHUP reads file, environment and flags again; `tiercache set` changes one until the next SIGHUP or restart. Either
+takes all of it or nothing: what is wrong is said in one line, and all stays as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable
+
+from tiercache.config.daemon_config import DaemonConfig, Resolved, parse_setting
+from tiercache.config.settings import SETTINGS
+from tiercache.daemon.cache import Cache
+from tiercache.errors import ConfigError, TierCacheError
+from tiercache.protocol.messages import SettingView
+
+log = logging.getLogger("tiercache.daemon")
+
+LIVE = ("log_level", "quota", "nvme_quota")
+"""What can change while the daemon runs. Keys of clients on other hosts are read again by themselves."""
+BY_HAND = "tiercache set, until the next reload or restart"
+
+
+class LiveSettings:
+    """Event loop only; files are read by a thread.
+
+    Args:
+        running: what the daemon was started with.
+        again: reads that anew. Raises TierCacheError, and may block.
+    """
+
+    def __init__(self, running: Resolved, again: Callable[[], Resolved], cache: Cache) -> None:
+        self.config, self.sources = running.config, dict(running.sources)
+        self._again = again
+        self._cache = cache
+        self._reloading = asyncio.Lock()
+
+    async def reload(self) -> str:
+        """Take over what can change; the problem if there is one, which is in the log too."""
+        async with self._reloading:  # one after the other: what was read last is what holds
+            return await self._reload()
+
+    async def _reload(self) -> str:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.run_in_executor(None, self._again)
+        except TierCacheError as error:
+            log.error("settings were not reloaded, and stay as they were: %s", error)
+            return str(error)
+        changed = [key for key in LIVE if self._text(self.config, key) != self._text(found.config, key)]
+        fields = {SETTINGS[key].field: getattr(found.config, SETTINGS[key].field) for key in LIVE}
+        self.sources |= {key: found.sources[key] for key in LIVE}
+        told = ", ".join(f"{key} = {self._text(found.config, key)}" for key in changed) or "no change"
+        before = log.isEnabledFor(logging.INFO)  # said at the old level or at the new one, whichever lets it through
+        if before:
+            log.info("settings reloaded: %s", told)
+        self._take(dataclasses.replace(self.config, **fields))
+        if not before:
+            log.info("settings reloaded: %s", told)
+        for key in changed:
+            if note := self._left_out(key):
+                log.warning("%s is changed in part: %s", key, note)
+        if later := [key for key in SETTINGS if self._text(self.config, key) != self._text(found.config, key)]:
+            log.warning("settings that change with a restart only: %s", ", ".join(later))
+        return ""
+
+    def change(self, key: str, text: str) -> str:
+        """Change one by hand; what there is to say of it. Raises ConfigError."""
+        if key not in SETTINGS:
+            raise ConfigError(f"{key}: there is no such setting; {', '.join(LIVE)} can be set")
+        if key not in LIVE:
+            raise ConfigError(f"{key} changes with a restart only: {', '.join(LIVE)} can be set while the daemon runs")
+        value = parse_setting(key, text, "tiercache set")
+        self._take(dataclasses.replace(self.config, **{SETTINGS[key].field: value}))
+        self.sources[key] = BY_HAND
+        log.info("%s = %s was set", key, self._text(self.config, key))
+        return self._left_out(key)
+
+    def _take(self, config: DaemonConfig) -> None:
+        self.config = config
+        logging.getLogger().setLevel(config.log_level.upper())
+        self._cache.space.quotas.change(dict(config.quota))
+        self._cache.space.quotas_below.change(dict(config.nvme_quota))
+
+    def _left_out(self, key: str) -> str:
+        """Which namespaces a new quota does not hold for."""
+        if key == "log_level":
+            return ""
+        space = self._cache.space
+        quotas = space.quotas if key == "quota" else space.quotas_below
+        count = 0
+        for one in space.namespaces.values():
+            wanted = quotas.account_of(one.spec.tenant, one.fingerprint)
+            count += wanted != (one.account if key == "quota" else one.account_below)
+        if not count:
+            return ""
+        return f"{count} namespaces stay in the account that they began in until the daemon is restarted"
+
+    async def view(self) -> tuple[list[SettingView], str]:
+        """Each setting, with what the next start would have instead; and why that is not known."""
+        found, problem = None, ""
+        try:
+            found = (await asyncio.get_running_loop().run_in_executor(None, self._again)).config
+        except TierCacheError as error:
+            problem = str(error)
+        views = []
+        for key in SETTINGS:
+            value, other = self._text(self.config, key), None if found is None else self._text(found, key)
+            view = SettingView(key, value, self.sources.get(key, ""), key in LIVE, other if other != value else None)
+            views.append(view)
+        return views, problem
+
+    @staticmethod
+    def _text(config: DaemonConfig, key: str) -> str:
+        setting = SETTINGS[key]
+        return setting.kind.render(getattr(config, setting.field))

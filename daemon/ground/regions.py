@@ -1,0 +1,98 @@
+"""The thread that makes the arena, region by region, while the daemon already answers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from tiercache.config.setting_kinds import toml_bytes
+from tiercache.copies.arena import Region, capacity_bytes, create_region, largest_arena_bytes
+from tiercache.errors import ArenaError, ConfigError
+from tiercache.ground.units import format_bytes, round_up
+
+log = logging.getLogger("tiercache.daemon")
+
+RETRY_S = 2.0
+NICENESS = 10
+_REGION_GRANULE_BYTES = 2 << 20
+
+
+def check_fits(arena_bytes: int) -> None:
+    """Raise ConfigError for an arena that this host can never give: the kernel would end engines to make room for it.
+
+    What is taken only now does not count: it may be what the clients of a killed daemon still map.
+    """
+    largest = largest_arena_bytes()
+    if arena_bytes > largest:
+        text = f"this host, or the cgroup, has {format_bytes(capacity_bytes())}, and engines need some of it"
+        raise ConfigError(f"arena = {toml_bytes(arena_bytes)}: {text}: write arena = {toml_bytes(largest)} or less")
+
+
+class RegionMaker(threading.Thread):
+    """Allocates, maps, populates and locks one region after another; hands each over when ready.
+
+    Memory that is not there yet (a killed daemon's clients may still map its regions) is asked for
+    again every two seconds, and `shortage` says so meanwhile. `hand_over(region, fd)` and
+    `give_up(text)` are called on this thread: pass the loop's `call_soon_threadsafe`.
+    """
+
+    def __init__(
+        self, arena_bytes: int, region_bytes: int, lock_memory: str,
+        hand_over: Callable[[Region, int], None], give_up: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        super().__init__(name="regions", daemon=True)
+        self._sizes = region_sizes(arena_bytes, region_bytes)
+        self._lock_memory = lock_memory
+        self._hand_over = hand_over
+        self._give_up = give_up
+        self._stopped = threading.Event()
+        self.shortage = ""
+
+    def run(self) -> None:
+        # On Linux this is for the thread alone. It wants a core for seconds, the loop wants one at once.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        for region_id, size_bytes in enumerate(self._sizes):
+            made = self._make(region_id, size_bytes)
+            if made is None:
+                return
+            region, fd = made
+            populated = region.populate()
+            if not populated:
+                log.warning("this kernel cannot populate memory ahead (before 5.14): first stores are slower")
+            if self._lock_memory != "off" and not region.lock() and self._lock_memory == "require":
+                self._give_up(
+                    "memory could not be locked: raise RLIMIT_MEMLOCK (ulimit -l, LimitMEMLOCK=infinity) "
+                    "or set lock_memory = 'auto'"
+                )
+                return
+            if self._stopped.is_set():
+                return
+            self._hand_over(region, fd)
+
+    def _make(self, region_id: int, size_bytes: int) -> tuple[Region, int] | None:
+        while not self._stopped.is_set():
+            try:
+                fd = create_region(size_bytes, f"tiercache-{region_id}")
+                try:
+                    return Region(region_id, fd, size_bytes), fd
+                except ArenaError:
+                    os.close(fd)  # else every attempt would keep a region's memory
+                    raise
+            except (ArenaError, OSError) as error:
+                if not self.shortage:
+                    log.warning("%s; trying again every %.0f s", error, RETRY_S)
+                self.shortage = str(error)
+            self._stopped.wait(RETRY_S)
+        return None
+
+    def stop(self) -> None:
+        """Ask the thread to end; it does after the region that it is at."""
+        self._stopped.set()
+
+
+def region_sizes(arena_bytes: int, region_bytes: int) -> list[int]:
+    """Sizes of the regions that make up an arena; the last may be smaller."""
+    whole, rest = divmod(arena_bytes, region_bytes)
+    return [region_bytes] * whole + ([round_up(rest, _REGION_GRANULE_BYTES)] if rest else [])

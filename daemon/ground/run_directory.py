@@ -1,0 +1,86 @@
+"""The daemon's run dir: 0700 (0750 where it is shared with a group), one daemon at a time, no stale sockets."""
+
+from __future__ import annotations
+
+import fcntl
+import grp
+import os
+from pathlib import Path
+
+from tiercache.config.daemon_config import control_endpoint, session_socket_path
+from tiercache.errors import ConfigError
+
+
+def find_group(name: str) -> int | None:
+    """The gid of a group by its name or number, None for "". Raises ConfigError where we may not use it."""
+    if not name:
+        return None
+    try:
+        group = int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ConfigError(f"group = {name!r}: there is no such group: make it with groupadd, or name another") from None
+    if os.geteuid() != 0 and group not in {os.getegid(), *os.getgroups()}:
+        raise ConfigError(f"group = {name!r}: the daemon's user is not in it: add it with usermod -aG {name} USER")
+    return group
+
+
+def guard(path: Path, group: int | None) -> None:
+    """Who may open a socket: its owner, and the members of `group`. To be called in a run dir of ours."""
+    if group is None:
+        path.chmod(0o600)
+    else:
+        os.chown(path, -1, group)
+        path.chmod(0o660)
+
+
+class RunDir:
+    """Holds the lock of a run dir as long as it is open.
+
+    Members of `group` may connect. Raises ConfigError when another daemon has it, or when it is not a folder of ours.
+    """
+
+    def __init__(self, path: Path, group: int | None = None) -> None:
+        self.path = path
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid()):
+                # Who made it can have it lead elsewhere once clients look for us here.
+                raise ConfigError(f"run_dir {path} is another user's symbolic link: choose one with --run-dir")
+            stat = path.stat()
+            if stat.st_uid != os.geteuid():
+                text = f"--run-dir, for example {path}/daemon where we may make that (in a volume of a pod)"
+                raise ConfigError(f"run_dir {path} belongs to another user: choose one with {text}")
+            if stat.st_mode & 0o022:
+                raise ConfigError(f"run_dir {path} can be written by others: chmod 0700 it, or choose another one")
+            self._fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            text = f"run_dir {path} cannot be used ({error.strerror}): choose one with --run-dir"
+            raise ConfigError(text) from error
+        self._lock()
+        self.remove_sockets()
+        if group is not None:  # now that it is ours: a second daemon changes nothing of what the first one serves
+            os.chown(path, -1, group)
+            path.chmod(0o750)
+
+    def _lock(self) -> None:
+        # An flock on an open file ends with the process, however it ends.
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._fd)
+            text = f"another daemon (pid {pid}) serves {self.path}: stop it, or choose another --run-dir"
+            raise ConfigError(text) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def remove_sockets(self) -> None:
+        """Take away sockets that a killed daemon left; only the holder of the lock may."""
+        control = Path(control_endpoint(self.path).removeprefix("ipc://"))
+        for path in (session_socket_path(self.path), control):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the sockets and let go of the lock."""
+        self.remove_sockets()
+        os.close(self._fd)

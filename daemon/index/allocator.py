@@ -1,0 +1,286 @@
+"""Who owns which part of the arena: regions, split in frames of one size class each.
+
+A frame's number is `region_id << 48 | byte offset`, as on the wire. Size classes come from the
+namespaces; a region belongs to one class as long as one of its frames is in use, and can be split
+anew when all are free. Owners of frames are told apart by `holders`: a frame given back while
+something outside (a ZeroMQ send, later a disk) still reads it is free only when that has ended.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from itertools import compress
+
+from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
+
+NO_FRAME = -1
+NO_ACCOUNT = 0
+MOVED = -1
+"""In `Region.seen`: the frame was given out or taken back."""
+_OTHER = bytes((1, 0)) + bytes(254)
+
+
+class Region:
+    """One region's frames: never used from `fresh` on, given back ones on the stack `returned`.
+
+    `counts` are its frames by account, and `accounts` says whose each frame is, from the first that is anybody's.
+    `seen` is what a `FrameCheck` notes of each, while there is one.
+    """
+
+    __slots__ = (
+        "accounts", "counts", "draining", "entries", "frames", "fresh", "owned", "region_id", "returned", "seen",
+        "size_bytes",
+    )  # fmt: skip
+
+    def __init__(self, region_id: int, size_bytes: int) -> None:
+        self.region_id = region_id
+        self.size_bytes = size_bytes
+        self.split(size_bytes)
+
+    def split(self, frame_bytes: int) -> None:
+        self.frames = self.size_bytes // frame_bytes
+        self.fresh = 0
+        self.returned = array("I")
+        self.owned = 0
+        self.draining = False
+        self.entries = array("i", bytes(4 * self.frames))  # index entry + 1 of each frame, 0 without one
+        self.accounts: array[int] | None = None
+        self.counts: dict[int, int] = {}
+        self.seen: array[int] | None = None
+
+
+class SizeClass:
+    """All regions whose frames have one size."""
+
+    def __init__(self, frame_bytes: int) -> None:
+        self.frame_bytes = frame_bytes
+        self.regions: dict[int, Region] = {}
+        self.open: list[Region] = []  # regions with a free frame; the last one is used first
+        self.free = 0
+
+    @property
+    def frames(self) -> int:
+        """Frames of this class, in use or not."""
+        return sum(region.frames for region in self.regions.values())
+
+
+class Allocator:
+    """Frames of the arena. Event loop only; O(1) but for the re-splitting of a region.
+
+    A frame is an account's from `take` until it is free, whatever becomes of its block meanwhile: being written,
+    evicted while something still reads it, dropped and waiting for its turn. Account 0 is nobody's and not counted.
+    """
+
+    def __init__(self) -> None:
+        self.classes: dict[int, SizeClass] = {}
+        self.unassigned: list[Region] = []
+        self.arena_bytes = 0
+        self.used_bytes = 0
+        self.account_bytes: Counter[int] = Counter()
+        self.waiting_bytes: Counter[int] = Counter()
+        """Of `account_bytes` those that were given back, and are free when their last holder is done."""
+        self._holders: dict[int, int] = {}
+        self.waiting: set[int] = set()
+        """Those frames."""
+        self._class_of: dict[int, SizeClass] = {}
+
+    def add_region(self, region_id: int, size_bytes: int) -> None:
+        """A region that all mapping clients have been told of."""
+        self.unassigned.append(Region(region_id, size_bytes))
+        self.arena_bytes += size_bytes
+
+    def adopt_region(self, region_id: int, size_bytes: int, frame_bytes: int, owned: bytearray) -> None:
+        """A region that was in use in an earlier life: frames with a 1 in `owned` have owners, the others 0."""
+        size_class = self.size_class(frame_bytes)
+        region = Region(region_id, size_bytes)
+        region.split(frame_bytes)
+        region.fresh = region.frames
+        free = owned[::-1].translate(_OTHER)
+        region.returned = array("I", compress(range(region.frames - 1, -1, -1), free))
+        region.owned = region.frames - len(region.returned)
+        size_class.regions[region_id] = region
+        size_class.free += len(region.returned)
+        if region.returned:
+            size_class.open.insert(0, region)
+        self._class_of[region_id] = size_class
+        self.arena_bytes += size_bytes
+        self.used_bytes += region.owned * frame_bytes
+
+    def size_class(self, frame_bytes: int) -> SizeClass:
+        """The class of that frame size, made when it is the first of its kind."""
+        if frame_bytes not in self.classes:
+            self.classes[frame_bytes] = SizeClass(frame_bytes)
+        return self.classes[frame_bytes]
+
+    def take(self, size_class: SizeClass, account: int = NO_ACCOUNT) -> int:
+        """A free frame, or NO_FRAME. Frames taken one after another tend to be neighbours."""
+        if not size_class.open and not self._open_region(size_class):
+            return NO_FRAME
+        region = size_class.open[-1]
+        if region.returned:
+            number = region.returned.pop()
+        else:
+            number = region.fresh
+            region.fresh += 1
+        if region.seen is not None:
+            region.seen[number] = MOVED
+        region.owned += 1
+        size_class.free -= 1
+        self.used_bytes += size_class.frame_bytes
+        if region.owned == region.frames:
+            size_class.open.pop()
+        if account:
+            if region.accounts is None:
+                region.accounts = array("I", bytes(4 * region.frames))
+            region.accounts[number] = account
+            region.counts[account] = region.counts.get(account, 0) + 1
+            self.account_bytes[account] += size_class.frame_bytes
+        return region.region_id << REGION_SHIFT | number * size_class.frame_bytes
+
+    def give_back(self, frame: int) -> None:
+        """The owner is done with the frame. It is free at once, or when its last holder is done."""
+        region_id = frame >> REGION_SHIFT
+        size_class = self._class_of[region_id]
+        region = size_class.regions[region_id]
+        number = (frame & OFFSET_MASK) // size_class.frame_bytes
+        if region.seen is not None:
+            region.seen[number] = MOVED
+        region.entries[number] = 0  # the entry may be another block's before the last holder is done
+        account = region.accounts[number] if region.accounts is not None else NO_ACCOUNT
+        if frame in self._holders:
+            self.waiting.add(frame)
+            if account:
+                self.waiting_bytes[account] += size_class.frame_bytes
+            return
+        if account:
+            self._leave_account(region, number, account, size_class.frame_bytes)
+        region.returned.append(number)
+        region.owned -= 1
+        self.used_bytes -= size_class.frame_bytes
+        if region.draining:
+            self._finish_drain(size_class, region)
+            return
+        if region.owned == region.frames - 1:
+            size_class.open.insert(0, region)
+        size_class.free += 1
+
+    def hold(self, frame: int) -> None:
+        """Something that cannot be recalled reads or writes the frame."""
+        self._holders[frame] = self._holders.get(frame, 0) + 1
+
+    def unhold(self, frame: int) -> None:
+        """That has ended."""
+        self._holders[frame] -= 1
+        if self._holders[frame] == 0:
+            del self._holders[frame]
+            if frame in self.waiting:
+                self.waiting.remove(frame)
+                if account := self.account_of(frame):
+                    self.waiting_bytes[account] -= self.frame_bytes(frame)
+                self.give_back(frame)
+
+    def _leave_account(self, region: Region, number: int, account: int, frame_bytes: int) -> None:
+        assert region.accounts is not None
+        region.accounts[number] = NO_ACCOUNT
+        region.counts[account] -= 1
+        if not region.counts[account]:
+            del region.counts[account]
+        self.account_bytes[account] -= frame_bytes
+
+    def account_of(self, frame: int) -> int:
+        """Whose a frame in use is."""
+        size_class = self._class_of[frame >> REGION_SHIFT]
+        accounts = size_class.regions[frame >> REGION_SHIFT].accounts
+        return NO_ACCOUNT if accounts is None else accounts[(frame & OFFSET_MASK) // size_class.frame_bytes]
+
+    def shares(self) -> Iterator[tuple[int, int, int, dict[int, int]]]:
+        """Each region in use: its id, its bytes, its frames in use, and how many of these each account has."""
+        for region_id, size_class in self._class_of.items():
+            region = size_class.regions[region_id]
+            yield region_id, region.size_bytes, region.owned, region.counts
+
+    def set_entry(self, frame: int, entry: int) -> None:
+        """Remember which index entry the frame belongs to, so that a region can be emptied."""
+        region_id = frame >> REGION_SHIFT
+        size_class = self._class_of[region_id]
+        number = (frame & OFFSET_MASK) // size_class.frame_bytes
+        size_class.regions[region_id].entries[number] = entry + 1
+
+    def entries_of(self, region_id: int, draining: bool) -> array[int] | None:
+        """For each frame of a region its index entry + 1, 0 where it has none. Not a copy.
+
+        None when the region is not in use, or is (not) draining unlike asked.
+        """
+        size_class = self._class_of.get(region_id)
+        region = size_class.regions[region_id] if size_class is not None else None
+        return region.entries if region is not None and region.draining is draining else None
+
+    def regions_like(self, region_id: int) -> list[int]:
+        """Ids of all regions of the same class."""
+        return sorted(self._class_of[region_id].regions)
+
+    def bytes_in_use(self, region_id: int) -> int:
+        """Of a region, in its frames that are in use."""
+        return self.owned_frames(region_id) * self._class_of[region_id].frame_bytes
+
+    def owned_frames(self, region_id: int) -> int:
+        """Frames of a region in use, with or without an index entry."""
+        return self._class_of[region_id].regions[region_id].owned
+
+    def drain(self, region_id: int) -> None:
+        """Hand out no more frames of the region; once the last one is back it is unassigned."""
+        size_class = self._class_of[region_id]
+        region = size_class.regions[region_id]
+        region.draining = True
+        if region in size_class.open:
+            size_class.open.remove(region)
+        size_class.free -= region.frames - region.owned
+        self._finish_drain(size_class, region)
+
+    def _finish_drain(self, size_class: SizeClass, region: Region) -> None:
+        if region.owned == 0:
+            del size_class.regions[region.region_id]
+            del self._class_of[region.region_id]
+            region.split(region.size_bytes)
+            self.unassigned.append(region)
+
+    def frame_bytes(self, frame: int) -> int:
+        """Size of a frame in use."""
+        return self._class_of[frame >> REGION_SHIFT].frame_bytes
+
+    def _open_region(self, size_class: SizeClass) -> bool:
+        """Give the class one more region: an unassigned one, or an empty one of another class."""
+        region = self._take_unassigned(size_class.frame_bytes) or self._take_empty(size_class)
+        if region is None:
+            return False
+        region.split(size_class.frame_bytes)
+        size_class.regions[region.region_id] = region
+        size_class.open.append(region)
+        size_class.free += region.frames
+        self._class_of[region.region_id] = size_class
+        return True
+
+    def _take_unassigned(self, frame_bytes: int) -> Region | None:
+        for place, region in enumerate(self.unassigned):
+            if region.size_bytes >= frame_bytes:
+                return self.unassigned.pop(place)
+        return None
+
+    def _take_empty(self, size_class: SizeClass) -> Region | None:
+        for other in self.classes.values():
+            if other is size_class or other.free == 0:
+                continue
+            for region in other.open:
+                if region.owned == 0 and region.size_bytes >= size_class.frame_bytes:
+                    other.open.remove(region)
+                    del other.regions[region.region_id]
+                    other.free -= region.frames
+                    return region
+        return None
+
+    def region_of(self, region_id: int) -> tuple[SizeClass, Region] | None:
+        """A region in use, and whose frames it has."""
+        size_class = self._class_of.get(region_id)
+        return None if size_class is None else (size_class, size_class.regions[region_id])

@@ -1,0 +1,205 @@
+"""Whether an index agrees with itself, and who pins its entries with its counts: a slice at a time, while it changes.
+
+Each block is compared with its neighbours at one time. Pins have holders all over the daemon, which are met one after
+another; so the index notes meanwhile of which entries the holders change, and these are looked at again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+from tiercache.daemon.ground.slices import PINS, Steps
+from tiercache.daemon.index.allocator import NO_FRAME, Allocator
+from tiercache.daemon.index.frame_check import Entries, FrameCheck
+from tiercache.daemon.index.policy import NO_ENTRY, Columns
+
+ENTRIES = 2 * PINS
+"""Looked at in one slice."""
+_SIBLINGS = 8 * PINS
+"""Children counted in one slice."""
+_TRIES = 3
+FREE, LIVE = 0, 1
+
+
+class CheckedTable(Protocol):
+    """As much of a namespace's table as is compared."""
+
+    number: int
+    root: int
+    blocks: int
+    shards: list[dict[bytes, int]]
+
+    def get(self, key: bytes) -> int:
+        """The live entry of `key`, or NO_ENTRY."""
+
+
+class Checked(Entries, Protocol):
+    """As much of an index as is compared."""
+
+    key: list[bytes]
+    parent: array[int]
+    children: array[int]
+    first_child: array[int]
+    next_sibling: array[int]
+    prev_sibling: array[int]
+    pins: array[int]
+    table: array[int]
+    columns: Columns
+    moved: bytearray | None
+    """Set while pins are counted: the index notes there which of them change."""
+
+    @property
+    def tables(self) -> Mapping[int, CheckedTable]:
+        """By the number of their namespace."""
+
+
+Owners = Callable[[], Iterable[Sequence[tuple[int, object]]]]
+"""Frames that are being written, each with who does: parts of all that there are at the first of them."""
+
+
+def check_blocks(index: Checked, allocator: Allocator, owners: Owners, leaving: Container[int]) -> Steps[list[str]]:
+    """As `check_index`, and whether each frame in use is one entry's or one owner's, or `leaving`."""
+    frames = FrameCheck(allocator)
+    try:
+        yield from frames.begin()
+        for part in owners():
+            frames.written(frame for frame, _ in part)
+            yield
+        findings = yield from check_index(index, frames)
+        for part in owners() if frames.in_doubt else ():
+            frames.written_again(index, part)
+            yield
+        yield from frames.end(leaving)
+    finally:
+        frames.stop()
+    return findings + frames.findings
+
+
+def check_index(index: Checked, frames: FrameCheck | None = None) -> Steps[list[str]]:
+    """Every way in which columns, tables and counts disagree; `frames` is told who has which."""
+    findings: list[str] = []
+    roots = {table.root for table in index.tables.values()}
+    for first in range(0, len(index.key), ENTRIES):
+        many: list[int] = []
+        for entry in range(first, min(first + ENTRIES, len(index.key))):
+            if index.state[entry] == FREE:
+                continue
+            findings += _check_entry(index, entry, roots)
+            if index.children[entry] > PINS:
+                many.append(entry)
+            if frames is not None and index.frame[entry] != NO_FRAME:
+                frames.entry(index, entry, index.frame[entry])
+        yield
+        for entry in many:
+            findings += yield from _check_children(index, entry)
+    for number, table in enumerate(list(index.tables.values()), 1):
+        if table.blocks != sum(map(len, table.shards)):
+            findings.append(f"namespace {table.number} counts {table.blocks} blocks")
+        if not number % PINS:
+            yield
+    return findings
+
+
+def _check_entry(index: Checked, entry: int, roots: set[int]) -> list[str]:
+    """One that is not free, with its parent, its siblings and its children, if these are not too many."""
+    findings, state, parent = [], index.state[entry], index.parent[entry]
+    table = index.tables[index.table[entry]]
+    if state == LIVE and entry not in roots and entry != table.root and table.get(index.key[entry]) != entry:
+        findings.append(f"entry {entry} is live but its key is not in its table")
+    if parent != NO_ENTRY:
+        if state == LIVE and index.state[parent] == FREE:
+            findings.append(f"entry {entry} hangs below the free entry {parent}")
+        before, after = index.prev_sibling[entry], index.next_sibling[entry]
+        its = index.first_child[parent] if before == NO_ENTRY else index.next_sibling[before]
+        if its != entry or (after != NO_ENTRY and index.prev_sibling[after] != entry):
+            findings.append(f"entry {entry} is not among the children of {parent}")
+    children = index.children[entry]
+    if children <= PINS:
+        found = sum(1 for _ in islice(_children(index, entry), PINS + 1))
+        if found != children:
+            findings.append(f"entry {entry} counts {children} children, has {found}")
+    is_candidate = index.columns.next[entry] != 0
+    if is_candidate != (state == LIVE and children == 0 and index.pins[entry] == 0):
+        findings.append(f"entry {entry} is {'' if is_candidate else 'not '}a candidate, wrongly")
+    return findings
+
+
+def _children(index: Checked, entry: int) -> Iterable[int]:
+    child = index.first_child[entry]
+    while child != NO_ENTRY:
+        if index.parent[child] == entry:
+            yield child
+        child = index.next_sibling[child]
+
+
+def _check_children(index: Checked, entry: int) -> Steps[list[str]]:
+    """Count the children of one that has many; if they never stay the same for so long, they are not counted."""
+    for _ in range(_TRIES):
+        first, children, found = index.first_child[entry], index.children[entry], 0
+        child = first
+        while child != NO_ENTRY and index.parent[child] == entry:
+            found += 1
+            child = index.next_sibling[child]
+            if not found % _SIBLINGS:
+                yield
+                # A new child comes first, and one that goes is counted no more.
+                if index.first_child[entry] != first or index.children[entry] != children:
+                    break
+        else:
+            return [] if found == children else [f"entry {entry} counts {children} children, has {found}"]
+    return []
+
+
+Holding = tuple[Sequence[Any], Callable[[Any], Iterable[int]]]
+"""Holders of pins, and which entries one of them pins."""
+
+
+def check_pins(index: Checked, holdings: Callable[[], Sequence[Holding]]) -> Steps[list[str]]:
+    """Entries that do not have as many pins as are held. Those of which holders change all the time are left out.
+
+    `holdings()` are all holders as of that moment; what one pins may be asked later, as changes are noted.
+    """
+    doubtful: Sequence[int] | None = None  # all
+    try:
+        for _ in range(_TRIES):
+            counts = yield from _counted(index, holdings, doubtful)
+            wrong, moved = list[str](), list[int]()
+            entries = range(len(counts)) if doubtful is None else doubtful
+            for first in range(0, len(entries), 4 * ENTRIES):
+                for entry in entries[first : first + 4 * ENTRIES]:
+                    if index.state[entry] == FREE or index.pins[entry] == counts[entry]:
+                        continue
+                    if index.moved is None or index.moved[entry]:
+                        moved.append(entry)
+                    else:
+                        wrong.append(f"entry {entry} counts {index.pins[entry]} pins, has {counts[entry]}")
+                yield
+            if wrong or not moved:
+                return wrong
+            doubtful = moved
+        return []
+    finally:
+        index.moved = None
+
+
+def _counted(index: Checked, holdings: Callable[[], Sequence[Holding]], doubtful: Sequence[int] | None) -> Steps[Any]:
+    """How many pins are held, by entry; of the doubtful ones only, if there are any. Changes are noted from here on."""
+    size = len(index.key)
+    index.moved = bytearray(size)
+    counts: Any = array("i", bytes(4 * size)) if doubtful is None else dict.fromkeys(doubtful, 0)
+    known = range(size) if doubtful is None else counts
+    done = 0
+    for holders, held_by in holdings():
+        for holder in holders:
+            done += 1
+            for entry in held_by(holder):
+                done += 1
+                if entry in known:
+                    counts[entry] += 1
+            if done >= ENTRIES:
+                done = 0
+                yield
+    return counts

@@ -1,0 +1,181 @@
+"""Whether each frame in use has one owner, looked at a slice at a time while frames come and go.
+
+From `begin` on the allocator notes in each region which frames it gives and takes back. A frame of which nothing was
+noted has been as it was all the time: free, and then it has no owner, or in use, and then its owner is met on the way,
+as owners follow each other in one order only:
+
+    being written ─► in the index ─► leaving (of a disk: until its row is deleted) ─► free
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+from typing import Protocol
+
+from tiercache.daemon.ground.slices import LOOKUPS, Steps, finish
+from tiercache.daemon.index.allocator import Allocator, Region, SizeClass
+from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
+
+UNSEEN, FREE, WRITTEN = 0, -2, -3
+"""What is noted of a frame, beside the allocator's `MOVED`; entry + 1 of one that was met in the index."""
+_AT_ONCE = 8 * LOOKUPS
+"""Notes that are counted, not looked at one by one."""
+
+
+class Entries(Protocol):
+    """As much of an index as this reads."""
+
+    state: array[int]
+    frame: array[int]
+
+
+class FrameCheck:
+    """One look at all frames of an allocator. Event loop only; `stop` it in any case."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self.findings: list[str] = []
+        self._allocator = allocator
+        self._regions: list[tuple[SizeClass, Region]] = []
+        self._met_again: set[int] = set()  # frames that have been met as another owner's before
+        self._owners: dict[int, object] = {}  # of these, who writes them now
+
+    def begin(self) -> Steps[None]:
+        """Have frames that come and go noted, and note what is free now."""
+        for size_class in list(self._allocator.classes.values()):
+            for region in list(size_class.regions.values()):
+                seen = region.seen = array("i", bytes(4 * region.frames))
+                self._regions.append((size_class, region))
+                seen[region.fresh :] = array("i", [FREE]) * (region.frames - region.fresh)
+                returned = region.returned[:]
+                for first in range(0, len(returned), LOOKUPS):
+                    for number in returned[first : first + LOOKUPS]:
+                        if seen[number] == UNSEEN:
+                            seen[number] = FREE
+                    yield
+                yield
+
+    def stop(self) -> None:
+        """Nothing is noted any more."""
+        for _, region in self._regions:
+            region.seen = None
+
+    def _place(self, frame: int) -> tuple[array[int] | None, int]:
+        """Where notes of a frame are; None for one in a region that was made meanwhile."""
+        found = self._allocator.region_of(frame >> REGION_SHIFT)
+        if found is None:
+            self.findings.append(f"a frame of region {frame >> REGION_SHIFT} has an owner, but that is not in use")
+            return None, 0
+        size_class, region = found
+        return region.seen, (frame & OFFSET_MASK) // size_class.frame_bytes
+
+    def written(self, frames: Iterable[int]) -> None:
+        """These are being written: said of all, before the first entry of the index."""
+        for frame in frames:
+            seen, number = self._place(frame)
+            if seen is None:
+                continue
+            if seen[number] == FREE:
+                self.findings.append(_free_and_owned(frame, number))
+            elif seen[number] == WRITTEN:
+                self._met_again.add(frame)
+            seen[number] = WRITTEN
+
+    def entry(self, index: Entries, entry: int, frame: int) -> None:
+        """An entry of the index has this frame now."""
+        seen, number = self._place(frame)
+        if seen is None:
+            return
+        before = seen[number]
+        if before == FREE:
+            self.findings.append(_free_and_owned(frame, number))
+        elif before == WRITTEN:
+            self._met_again.add(frame)
+        elif before > 0 and index.state[before - 1] and index.frame[before - 1] == frame:
+            self.findings.append(f"entries {before - 1} and {entry} have the same frame: it has two owners")
+        seen[number] = entry + 1
+
+    def written_again(self, index: Entries, owners: Sequence[tuple[int, object]]) -> None:
+        """Of frames that seemed to have two owners: who has them now. `owners` are a part of all."""
+        for frame, owner in owners:
+            if frame not in self._met_again:
+                continue
+            other = self._owners.setdefault(frame, owner)
+            seen, number = self._place(frame)
+            entry = -1 if seen is None else seen[number] - 1
+            in_index = entry >= 0 and index.state[entry] and index.frame[entry] == frame
+            if other is not owner or in_index:
+                self.findings.append(f"region {frame >> REGION_SHIFT} frame {number} has two owners")
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether `written_again` is to be asked."""
+        return bool(self._met_again)
+
+    def end(self, leaving: Container[int]) -> Steps[None]:
+        """All owners have been met but those that are `leaving`."""
+        waiting = self._allocator.waiting
+        for size_class, region in self._regions:
+            for first in range(0, region.frames, _AT_ONCE):
+                if region.seen is None:
+                    break  # it was emptied, and is divided anew
+                notes, lost = region.seen[first : first + _AT_ONCE], 0
+                for number in range(first, first + len(notes)) if notes.count(UNSEEN) else ():
+                    frame = region.region_id << REGION_SHIFT | number * size_class.frame_bytes
+                    lost += notes[number - first] == UNSEEN and frame not in waiting and frame not in leaving
+                if lost:
+                    self.findings.append(f"region {region.region_id} counts {lost} frames in use that have no owner")
+                yield
+        yield from self._check_counts()
+
+    def _check_counts(self) -> Steps[None]:
+        """Sums: of each region by itself, then those of all at one time."""
+        findings, allocator = self.findings, self._allocator
+        for _, region in self._regions:
+            if region.seen is not None and region.accounts is not None:
+                counts = Counter(account for account in region.accounts if account)
+                if counts != region.counts:
+                    text = f"counts {region.counts} frames by account, has {dict(counts)}"
+                    findings.append(f"region {region.region_id} {text}")
+                yield
+        used_bytes, total = 0, Counter[int]()
+        for size_class in allocator.classes.values():
+            free = 0
+            for region in size_class.regions.values():
+                free += 0 if region.draining else region.frames - region.owned
+                used_bytes += region.owned * size_class.frame_bytes
+                for account, count in region.counts.items():
+                    total[account] += count * size_class.frame_bytes
+                if region.fresh - len(region.returned) != region.owned:
+                    findings.append(f"region {region.region_id}: free list and count differ")
+            if free != size_class.free:
+                findings.append(f"class {size_class.frame_bytes} counts {size_class.free} free, has {free}")
+        if used_bytes != allocator.used_bytes:
+            findings.append(f"{allocator.used_bytes} bytes counted in use, {used_bytes} are")
+        if total != +allocator.account_bytes:
+            findings.append("bytes by account are not counted as they are")
+        waiting = Counter[int]()
+        for frame in allocator.waiting:
+            waiting[allocator.account_of(frame)] += allocator.frame_bytes(frame)
+        del waiting[0]
+        if waiting != +allocator.waiting_bytes:
+            findings.append("bytes that wait for their last holder are not counted as they are")
+
+
+def check_frames(allocator: Allocator, owned_frames: Iterable[int]) -> list[str]:
+    """Findings when exactly `owned_frames` (those of every owner, any order) should be in use."""
+    check = FrameCheck(allocator)
+    try:
+        finish(check.begin())
+        check.written(owned_frames)
+        if check.in_doubt:
+            check.findings.append("frames have two owners")
+        finish(check.end(()))
+    finally:
+        check.stop()
+    return check.findings
+
+
+def _free_and_owned(frame: int, number: int) -> str:
+    return f"region {frame >> REGION_SHIFT} frame {number} is free and owned"

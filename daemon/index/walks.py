@@ -1,0 +1,60 @@
+"""Walks up long chains, in slices.
+
+While part of a namespace is being unlinked, a block counts only if all before it are live (`Index.attached`). Who asks
+for the end of a chain of 65536 blocks would walk up all of it at once; a walk beforehand leaves marks on the way.
+"""
+
+from __future__ import annotations
+
+from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.index.index import LIVE, REMEMBERED, Index, Table
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.protocol.messages import KEY_BYTES
+
+WALKED_AT_ONCE = 8192
+"""Entries on the way to a root that are looked at in one slice: about a millisecond."""
+
+
+def walk(index: Index, table: Table, keys: bytes, limit: int) -> Steps[None]:
+    """Before `prefix_length` of a table that is `unlinking`: take the walk up that it would take.
+
+    Where something is dropped meanwhile it takes that again, by itself.
+    """
+    entry = _deepest(table, keys, limit)
+    if entry == NO_ENTRY:
+        return
+    known, lost, path, above, steps = index.known_attached, index.known_detached, [entry], entry, 0
+    # With a pin on the last one nothing before it is freed, and used again, while that is live.
+    index.pin(entry)
+    index.walked_from.append(entry)
+    try:
+        while above != NO_ENTRY and above not in known:
+            if index.state[above] != LIVE or above in lost:
+                lost.update(path)
+                return
+            steps += 1
+            if not steps % REMEMBERED:
+                path.append(above)
+            above = index.parent[above]
+            if not steps % WALKED_AT_ONCE:
+                drops = index.drops
+                yield
+                if index.drops != drops or index.state[entry] != LIVE or not table.unlinking:
+                    return
+        known.update(path)
+    finally:
+        index.walked_from.remove(entry)
+        index.unpin(entry)
+
+
+def _deepest(table: Table, keys: bytes, limit: int) -> int:
+    """The entry of the last of the first `limit` keys that is here, if they are a leading run; else of some key."""
+    low, high, deepest = 0, limit, NO_ENTRY
+    while low < high:
+        middle = limit - 1 if high == limit and deepest == NO_ENTRY else (low + high) // 2
+        entry = table.get(keys[middle * KEY_BYTES : (middle + 1) * KEY_BYTES])
+        if entry == NO_ENTRY:
+            high = middle
+        else:
+            low, deepest = middle + 1, entry
+    return deepest

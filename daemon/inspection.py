@@ -1,0 +1,90 @@
+"""What an operator may ask about single blocks and pins: looks that change nothing, not even recency."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import nsmallest
+from operator import attrgetter
+
+from tiercache.daemon.cache import Cache
+from tiercache.daemon.ground.slices import LOOKUPS, Steps
+from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.protocol.messages import MAX_INSPECTED, MAX_KEYS, MAX_LISTED_PINS, BlockView, PinView
+
+_NAMESPACES_AT_ONCE = 256
+_PINS_AT_ONCE = 256
+
+
+def places_of(cache: Cache, namespaces: Sequence[Namespace], key: bytes) -> Steps[list[BlockView]]:
+    """Every place of the block, those in DRAM first; at most MAX_INSPECTED."""
+    here, below = list[BlockView](), list[BlockView]()
+    for number, namespace in enumerate(namespaces, 1):
+        view = _in_dram(cache, namespace, key)
+        here += [] if view is None else [view]
+        below += cache.below.places(namespace, key)
+        if not number % _NAMESPACES_AT_ONCE:
+            yield
+    return (here + below)[:MAX_INSPECTED]
+
+
+def _in_dram(cache: Cache, namespace: Namespace, key: bytes) -> BlockView | None:
+    index = cache.space.index
+    entry = namespace.table.get(key)
+    if entry == NO_ENTRY:
+        return None
+    idle_s = cache.ages.age_s(index.columns.stamp[entry], cache.clock_s())
+    length = namespace.spec.block_bytes
+    return BlockView(
+        namespace.number, "dram", "", length, index.children[entry], index.pins[entry], idle_s=round(idle_s, 3)
+    )
+
+
+def chain_of(cache: Cache, namespaces: Sequence[Namespace], key: bytes) -> Steps[list[bytes]]:
+    """The keys from the first block to this one, as one of the tiers has them; empty if none knows the chain."""
+    for namespace in namespaces:
+        yield
+        found = yield from path_to(cache.space.index, namespace.table, key)
+        if not found:
+            found = yield from cache.below.chain(namespace, key)
+        if found:
+            return found
+    return []
+
+
+def path_to(index: Index, table: Table | None, key: bytes) -> Steps[list[bytes]]:
+    """Keys from the root of a table down to a block of it; empty where it is not, or has no chain.
+
+    A key stands for all before it, so what was seen in earlier slices is right as long as the last of it is here.
+    """
+    if table is None or table.windowed:
+        return []
+    entry, keys, parent, path = table.get(key), index.key, index.parent, list[bytes]()
+    while entry not in (NO_ENTRY, table.root) and len(path) < MAX_KEYS:
+        path.append(keys[entry])
+        if not len(path) % LOOKUPS:
+            yield
+            if table.get(path[-1]) != entry:
+                return []  # it was evicted or flushed meanwhile
+        entry = parent[entry]
+    # One that ends elsewhere than at the root is being unlinked, or is longer than a request may name.
+    return path[::-1] if entry == table.root else []
+
+
+def pins_of(cache: Cache) -> Steps[list[PinView]]:
+    """The pins that end first, at most MAX_LISTED_PINS; without those that end meanwhile."""
+    now_s, pins = cache.clock_s(), cache.reads.pins.values()
+    leases = nsmallest(MAX_LISTED_PINS, pins, attrgetter("deadline_s"))
+    views = []
+    for place, lease in enumerate(leases):
+        if not place % _PINS_AT_ONCE:
+            yield
+        if lease.over:
+            continue
+        assert lease.pin_name is not None, "a pin has the name that it is ended by"
+        numbers, key = lease.pin_name
+        frame_bytes = sum(namespace.spec.frame_bytes for namespace in lease.namespaces)
+        left_ms = max(0, int((lease.deadline_s - now_s) * 1000))
+        views.append(PinView(list(numbers), key, lease.blocks, lease.blocks * frame_bytes, left_ms))
+    return views

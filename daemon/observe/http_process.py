@@ -1,0 +1,120 @@
+"""The HTTP process beside the daemon: started with it, again when it dies, and ended with it.
+
+Nothing of HTTP runs in the daemon: the child is a client like any other, and what it does to answer costs
+nobody else anything. It ends when its pipe reads end of file; should it not be able to, the kernel kills it when
+the thread that started it is gone. So a daemon that is killed leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import threading
+import time
+
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.config.setting_kinds import split_http
+from tiercache.errors import ConfigError
+from tiercache.ground import listening
+from tiercache.ground.isolated import python_command
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+STEADY_S = 5.0
+"""A child that lived so long has started well."""
+STOP_S = 2.0
+PATIENCE_S = 1.0
+"""The child of a daemon that was killed just now needs a moment to let go of the port."""
+_LOOK_S = 0.05
+
+log = logging.getLogger("tiercache.daemon")
+
+
+class HttpProcess:
+    """Watches one child in a thread of its own.
+
+    Attributes:
+        problem: why there is no HTTP now; empty when all is well.
+    """
+
+    def __init__(self, config: DaemonConfig) -> None:
+        """Raises ConfigError where the address cannot be had: now, and not in the child later."""
+        self.problem = ""
+        # Ours for as long as we live, so that nobody else takes the port while a child is started again.
+        self._socket = _bound(config.http)
+        self._command = python_command(
+            "tiercache.http", str(config.run_dir), "--listen", config.http,
+            "--log-level", config.log_level, "--log-format", config.log_format,
+        )  # fmt: skip
+        self._command += ["--listen-fd", str(self._socket.fileno())]
+        if config.http_allow_remote:
+            self._command.append("--allow-remote")
+        if config.http_hosts:
+            self._command += ["--hosts", config.http_hosts]
+        self._ending = threading.Event()
+        self._lock = threading.Lock()  # no child is started after `stop` has begun
+        self._child: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._watch, name="http process", daemon=True)
+
+    def start(self) -> None:
+        """Start the child, and go on doing so until `stop`. Does not block."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the child. Blocks for seconds at most."""
+        with self._lock:
+            self._ending.set()
+        if self._child is not None:
+            self._child.terminate()
+            self._thread.join(STOP_S)
+            self._child.kill()
+        self._thread.join(STOP_S)
+        self._socket.close()
+
+    def _watch(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self._ending.is_set():
+            why, was_steady = self._live()
+            if self._ending.is_set():
+                return
+            pause_s = FIRST_PAUSE_S if was_steady else min(pause_s * 2, LONGEST_PAUSE_S)
+            self.problem = f"no HTTP at the moment: its process {why}, and the log says why"
+            log.warning("the HTTP process %s: it is started again in %g s", why, pause_s)
+            self._ending.wait(pause_s)
+
+    def _live(self) -> tuple[str, bool]:
+        """One life of the child: how it ended, and whether it had started well."""
+        its, ours = os.pipe2(os.O_CLOEXEC)
+        try:
+            with self._lock:
+                if self._ending.is_set():
+                    return "was not wanted any more", False
+                # A session of its own: Control-C at a terminal is for the daemon, which ends it.
+                self._child = subprocess.Popen(
+                    [*self._command, "--parent-fd", str(its)], stdin=subprocess.DEVNULL,
+                    pass_fds=[its, self._socket.fileno()], start_new_session=True,
+                )  # fmt: skip
+            try:
+                return f"ended with status {self._child.wait(STEADY_S)}", False
+            except subprocess.TimeoutExpired:
+                self.problem = ""
+                return f"ended with status {self._child.wait()}", True
+        except OSError as error:
+            return f"could not be started ({error.strerror})", False
+        finally:
+            os.close(its)
+            os.close(ours)
+
+
+def _bound(address: str) -> socket.socket:
+    """A socket at the address. Blocks for a second at most. Raises ConfigError."""
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return listening.bind(*split_http(address), f"http = {address}")
+        except ConfigError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(_LOOK_S)

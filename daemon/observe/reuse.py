@@ -1,0 +1,394 @@
+"""What if there were more memory, or less: the hit rate that caches of other sizes would have.
+
+Every look-up and every store is shown to a `ReuseStack`, which keeps a sample of the blocks in the order of their last
+use. A look-up asks for a chain; an LRU cache of C bytes has of it the leading run of blocks whose distances are all at
+most C (leaves go first, so a block never stays longer than the one before it). The first block of the sample that is
+missing says where the run ends: there, or somewhat before. At a rate of 1/R the run ends R - 1 blocks before it on
+average (the number of failures before a success is geometric); where none is missing, the whole chain is there. So:
+
+    chain       0  1  2  3  4  5  6  7  8  9 10 11      rate 1/4
+    sample               3        6        9
+    distance             1 GiB    1 GiB    6 GiB
+    a cache of  512 MiB has 3 - 3 = 0 blocks, one of 2 GiB 9 - 3 = 6, one of 8 GiB all 12
+
+The mean over all samples is the true length, at any rate and for any chain. Counting what is missed and not what is hit
+goes one step further than the correction of SHARDS (SHARDS-adj in Waldspurger et al., FAST 2015), which puts a sample's
+surplus or shortage down to the blocks that are used most: these, system prompts above all, are few, and so sampled
+badly; what misses is many different blocks.
+
+Bounds: MAX_SAMPLES blocks in the sample, MAX_SAMPLES_PER_REQUEST of one request, and those of `Pace`: each lowers the
+rate when it is reached, and after a quiet slice of the window the rate doubles again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left as _place
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from math import inf
+from typing import Any
+
+from tiercache.daemon.ground.slices import Steps, finish
+from tiercache.daemon.observe.reuse_curve import Lookups
+from tiercache.daemon.observe.reuse_pace import Pace
+from tiercache.daemon.observe.reuse_stack import MAX_SHIFT, NAME_START, Looked, ReuseStack, chosen, is_chosen, marks
+from tiercache.daemon.observe.reuse_tails import Tail, Tails
+from tiercache.daemon.observe.traffic import PROBE_ENGINE
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.protocol.messages import KEY_BYTES
+
+MAX_SAMPLES = 16384
+"""Blocks in the sample: about 2.5 MB."""
+MAX_SAMPLES_PER_REQUEST = 512
+QUIET = 4
+"""The rate doubles after a slice in which no bound was reached by this factor."""
+MIN_SAMPLED_LOOKUPS = 1000
+"""Blocks of the sample that were looked up within the window before there is a curve."""
+TOGETHER_S = 1.0
+"""What a store hangs below becomes newer with it, so that it is evicted after it. With the first one after a look-up;
+then, when stores follow one another, when this time has passed or they have added half as much again."""
+MAX_NOTED = 64
+_MARKS_EACH = 128
+"""So many keys are told from those of the sample while one of that is looked at."""
+MAX_NOTED_BYTES = 4096 * KEY_BYTES
+"""Beyond them they are looked into, the oldest first (`work`)."""
+MOST_NOTED = 8 * MAX_NOTED
+MOST_NOTED_BYTES = 4 << 20
+"""Beyond them with each further request."""
+LOOKED_INTO = 512
+"""Blocks of the sample in one go, about a millisecond; a request that has begun is finished."""
+TIMES_DRAM = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
+TIMES_BELOW = (1 / 2, 1, 2)
+
+
+_Noted = tuple[float, Sequence[Namespace], bytes | None, bytes, int, int]
+"""When, in which namespaces, below which parent (None for a look-up), the keys, how many were in DRAM and below it. A
+flush has no keys."""
+
+
+class WhatIf:
+    """The estimate for one daemon: DRAM of so many bytes and the tier below of so many. Event loop only.
+
+    What the cache is asked and given is noted when it comes, a microsecond or two, and looked into with others: when
+    somebody asks for the estimate, or when many wait and there is time (`work`).
+    """
+
+    def __init__(
+        self, clock_s: Callable[[], float], dram_bytes: int, below_bytes: int = 0, max_samples: int = MAX_SAMPLES
+    ) -> None:
+        self._noted: deque[_Noted] = deque()
+        self._noted_bytes = 0
+        self._left = 0  # blocks of the sample that may be looked at in this go
+        self._stack = ReuseStack()
+        self.capacities = capacities(dram_bytes, below_bytes)
+        self._lookups = Lookups(clock_s())
+        self._clock_s = clock_s
+        self._dram_bytes = dram_bytes
+        self._all_bytes = dram_bytes + below_bytes
+        self._max_samples = max_samples
+        self._counted_shift = 0  # what counts: less than the sample while its newest part has no past yet
+        self._tags: dict[int, bytes] = {}
+        self._tails = Tails()
+        self._pace = Pace(clock_s())
+        self._most_at_once = 0  # in this slice
+
+    @property
+    def stack(self) -> ReuseStack:
+        """The sample."""
+        finish(self.catch_up())
+        return self._stack
+
+    @property
+    def lookups(self) -> Lookups:
+        """What look-ups needed."""
+        finish(self.catch_up())
+        return self._lookups
+
+    # --- what the cache is asked and given ---------------------------------------------------------
+
+    def looked_up(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, below_blocks: int) -> None:
+        """A client asked for `keys` in all of `namespaces`; so many leading blocks were in DRAM, so many below."""
+        self._note((self._clock_s(), namespaces, None, keys, dram_blocks, below_blocks))
+
+    def stored(self, namespace: Namespace, parent: bytes, keys: bytes) -> None:
+        """A client stores the run `keys` below `parent`. With it all that it hangs below stays longer."""
+        self._note((self._clock_s(), (namespace,), parent, keys, 0, 0))
+
+    def forget(self, namespaces: Sequence[Namespace]) -> None:
+        """Everything in these namespaces was flushed."""
+        self._note((self._clock_s(), namespaces, None, b"", 0, 0))
+
+    def _note(self, noted: _Noted) -> None:
+        self._noted.append(noted)
+        self._noted_bytes += len(noted[3])
+        if len(self._noted) >= MOST_NOTED or self._noted_bytes > MOST_NOTED_BYTES:
+            self._look_into_some()
+
+    def work(self) -> bool:
+        """Look into some of what was noted, if much was; True while there is more."""
+        if self._has_many:
+            self._look_into_some()
+        return self._has_many
+
+    @property
+    def _has_many(self) -> bool:
+        return len(self._noted) >= MAX_NOTED or self._noted_bytes > MAX_NOTED_BYTES
+
+    def catch_up(self) -> Steps[None]:
+        """Look into what was noted."""
+        until_s = self._clock_s()  # what comes meanwhile is for the next one who asks
+        while self._noted and self._noted[0][0] <= until_s:
+            self._look_into_some()
+            if self._noted:
+                yield
+
+    def _look_into_some(self) -> None:
+        """A part of it, the oldest, at least one."""
+        self._left = LOOKED_INTO
+        while self._noted and self._left > 0:
+            self._look_into(self._take())
+
+    def _take(self) -> list[_Noted]:
+        """Some that were noted, as many as are told at once whether they have anything of the sample."""
+        taken, size = list[_Noted](), 0
+        while self._noted and (not taken or size + len(self._noted[0][3]) <= MAX_NOTED_BYTES):
+            taken.append(self._noted.popleft())
+            size += len(taken[-1][3])
+        self._noted_bytes -= size
+        return taken
+
+    def _put_back(self, noted: Sequence[_Noted]) -> None:
+        """Not now."""
+        self._noted.extendleft(reversed(noted))
+        self._noted_bytes += sum(len(one[3]) for one in noted)
+
+    def _look_into(self, noted: list[_Noted]) -> None:
+        """Most of it has nothing of the sample, which one search tells. Some are put back when this go is over."""
+        shift, sample, start = self._stack.shift, marks(b"".join([one[3] for one in noted]), self._stack.shift), 0
+        self._left -= 1 + len(sample) // _MARKS_EACH
+        for number, one in enumerate(noted):
+            at_s, namespaces, parent, keys, dram_blocks, below_blocks = one
+            if at_s >= self._lookups.end_s:
+                self._turn(at_s)
+            if self._stack.shift < shift or (self._left <= 0 and number):
+                self._put_back(noted[number:])  # at a higher rate, or later
+                return
+            blocks = len(keys) // KEY_BYTES
+            end = start + blocks
+            has_some = sample.find(1, start, end) >= 0
+            start = end
+            if not keys:
+                self._forget(namespaces)
+                continue
+            if namespaces[0].spec.engine == PROBE_ENGINE:
+                continue
+            if parent is None:
+                self._lookups.add(blocks, dram_blocks + below_blocks, not has_some)
+            if has_some:
+                self._sample(one)
+            elif parent:
+                self._move_tail(namespaces[0], parent, keys)
+
+    def _sample(self, noted: _Noted) -> None:
+        """A look-up or a store of which some blocks may be in the sample."""
+        at_s, namespaces, parent, keys, dram_blocks, below_blocks = noted
+        positions = self._chosen(keys, len(namespaces))
+        if positions:
+            self._left -= len(positions) * len(namespaces)
+            slower = self._pace.spend(len(positions) * len(namespaces), at_s)
+            if parent is None:
+                self._look_up(at_s, namespaces, keys, positions, dram_blocks, below_blocks)
+            else:
+                self._store(at_s, namespaces[0], parent, keys, positions)
+            if slower:
+                self._thin(min(self._stack.shift + slower, MAX_SHIFT))
+        elif positions is not None and parent:
+            self._move_tail(namespaces[0], parent, keys)
+
+    def _look_up(
+        self, at_s: float, namespaces: Sequence[Namespace], keys: bytes, positions: list[int], dram_blocks: int,
+        below_blocks: int,
+    ) -> None:  # fmt: skip
+        asked, found = len(keys) // KEY_BYTES, dram_blocks + below_blocks
+        window = _window(namespaces)
+        certain = len(positions) if window else _place(positions, found)
+        looked = [self._stack.look(keys, positions, self._tag(namespace), certain) for namespace in namespaces]
+        self._count(asked, keys, positions, self._needed(namespaces, looked, positions, dram_blocks, found))
+        if window:  # what lies before the window is not held either
+            held = positions[_place(positions, found - window) : _place(positions, found)][::-1]
+            looked = [self._stack.look(keys, held, self._tag(namespace), len(held)) for namespace in namespaces]
+        elif certain:
+            self._remember(at_s, namespaces, keys, positions[:certain], found)
+        self._use([name for names in zip_longest(*(one.known for one in looked)) for name in names if name])
+
+    def _store(self, now_s: float, namespace: Namespace, parent: bytes, keys: bytes, positions: list[int]) -> None:
+        tag = self._tag(namespace)
+        names = _names(keys, positions, tag)
+        if namespace.table.windowed:  # no chain: the last one is the newest
+            self._use(names[::-1])
+            return
+        above = self._tails.take(parent[NAME_START:] + tag) if parent else None
+        chain = names if above is None else above.chain + names
+        if (
+            above is None or above.looked_up or now_s - above.used_s >= TOGETHER_S
+            or 2 * len(chain) >= 3 * above.used
+        ):  # fmt: skip
+            above = Tail(now_s, False, len(chain), chain)
+            names = chain
+        self._tails.put(keys[NAME_START - KEY_BYTES :] + tag, above._replace(chain=chain))
+        self._use(names)
+
+    def _move_tail(self, namespace: Namespace, parent: bytes, keys: bytes) -> None:
+        """A store with nothing of the sample goes on where another ended."""
+        tag = self._tag(namespace)
+        tail = self._tails.take(parent[NAME_START:] + tag)
+        if tail is not None and not namespace.table.windowed:
+            self._tails.put(keys[NAME_START - KEY_BYTES :] + tag, tail)
+
+    def _forget(self, namespaces: Sequence[Namespace]) -> None:
+        tags = {self._tags[one.number] for one in namespaces if one.number in self._tags}
+        if tags:
+            self._stack.forget(tags)
+            self._left = 0
+        self._tails.clear()
+
+    def _tag(self, namespace: Namespace) -> bytes:
+        tag = self._tags.get(namespace.number)
+        if tag is None:
+            tag = self._tags[namespace.number] = namespace.number.to_bytes(2, "little")
+            self._stack.frame_bytes[tag] = namespace.spec.frame_bytes
+        return tag
+
+    def _needed(
+        self, namespaces: Sequence[Namespace], looked: list[Looked], positions: Sequence[int], dram_blocks: int,
+        found: int,
+    ) -> list[float]:  # fmt: skip
+        """The sizes of cache that have each of the blocks in all namespaces."""
+        window = _window(namespaces)
+        columns = [
+            one.needed
+            for namespace, one in zip(namespaces, looked, strict=True)
+            if window or not namespace.table.windowed  # the others say more: they need every block
+        ]
+        needed = columns[0] if len(columns) == 1 else list(map(max, *columns))
+        for number, at in enumerate(positions):
+            if at >= found:
+                break
+            if needed[number] == inf:  # stored before anybody counted, by an earlier daemon perhaps
+                needed[number] = self._dram_bytes if at < dram_blocks else self._all_bytes
+        return windowed(positions, needed, window) if window else needed
+
+    def _count(self, asked: int, keys: bytes, positions: list[int], needed: list[float]) -> None:
+        if self._counted_shift > self._stack.shift:
+            sample = {at for at in positions if is_chosen(keys[at * KEY_BYTES + NAME_START :][:2], self._counted_shift)}
+            needed = [size for at, size in zip(positions, needed, strict=False) if at in sample]
+            positions = [at for at in positions if at in sample]
+        self._lookups.add_run(asked, positions, needed, 1 << self._counted_shift)
+
+    def _use(self, names: list[bytes]) -> None:
+        """The first of a chain is the newest of it: the last one would be evicted first."""
+        if names:
+            self._stack.use(reversed(names))
+            self._stack.trim(self.capacities[-1])
+            if len(self._stack) > self._max_samples:
+                self._thin(self._stack.shift + 1)
+
+    def _remember(
+        self, now_s: float, namespaces: Sequence[Namespace], keys: bytes, positions: Sequence[int], found: int
+    ) -> None:
+        """A store may go on where a look-up ended."""
+        end = keys[(found - 1) * KEY_BYTES + NAME_START : found * KEY_BYTES]
+        for namespace in namespaces:
+            tag = self._tag(namespace)
+            self._tails.put(end + tag, Tail(now_s, True, len(positions), _names(keys, positions, tag)))
+
+    # --- the rate --------------------------------------------------------------------------------
+
+    def _chosen(self, keys: bytes, namespaces: int) -> list[int] | None:
+        """Positions of the keys in the sample; at a lower rate from now on where there are too many.
+
+        None where no rate is low enough for one request: the keys are no hashes.
+        """
+        shift = self._stack.shift
+        positions = chosen(keys, shift)
+        if len(positions) * namespaces <= self._most_at_once:  # as many as ever
+            return positions
+        most = max(1, MAX_SAMPLES_PER_REQUEST // namespaces)
+        while len(positions) > most and shift < MAX_SHIFT:
+            shift += 1
+            positions = chosen(keys, shift)
+        if shift > self._stack.shift:
+            self._thin(shift)
+        if len(positions) > most:
+            return None
+        self._most_at_once = len(positions) * namespaces
+        return positions
+
+    def _thin(self, shift: int) -> None:
+        if shift > self._stack.shift:
+            self._stack.thin(shift)
+            self._left = 0
+            self._counted_shift = max(self._counted_shift, shift)
+            self._tails.thin(shift)
+
+    def _turn(self, now_s: float) -> None:
+        """A new slice, perhaps, and then perhaps twice the rate."""
+        if not self._lookups.turn(now_s):
+            return
+        self._counted_shift = self._stack.shift  # all of the sample has had a slice of time to be used again
+        bounds = self._pace.turn(), len(self._stack) / self._max_samples, self._most_at_once / MAX_SAMPLES_PER_REQUEST
+        if max(bounds) * QUIET <= 1 and self._stack.shift:
+            self._stack.thicken()
+        self._most_at_once = 0
+
+    # --- what comes of it ------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """What `stats` shows. The curve is empty before MIN_SAMPLED_LOOKUPS. About 0.3 ms, once caught up."""
+        finish(self.catch_up())
+        self._turn(self._clock_s())
+        lookups = self._lookups
+        sizes = self.capacities if lookups.sampled >= MIN_SAMPLED_LOOKUPS else []
+        return {
+            "sample_rate": 2.0**-self._counted_shift,
+            "sampled_blocks": len(self._stack),
+            "accessed_blocks": lookups.asked,
+            "window_s": self._clock_s() - lookups.since_s(),
+            "hit_rate": lookups.hit_rate(),
+            "curve": [
+                {"capacity_bytes": size, "hit_rate": rate}
+                for size, rate in zip(sizes, lookups.hit_rates(sizes), strict=True)
+            ],
+        }
+
+
+def capacities(dram_bytes: int, below_bytes: int) -> list[int]:
+    """The sizes that the curve is of, ascending: DRAM alone, and with a tier below."""
+    sizes = {int(dram_bytes * times) for times in TIMES_DRAM}
+    if below_bytes:
+        sizes |= {dram_bytes + int(below_bytes * times) for times in TIMES_BELOW}
+    return sorted(sizes)
+
+
+def windowed(positions: Sequence[int], needed: Sequence[float], window: int) -> list[float]:
+    """For each position the size of cache that has a whole window before the end of some run from there on."""
+    whole, first = [], 0
+    for number, at in enumerate(positions):
+        while positions[first] <= at - window:
+            first += 1
+        whole.append(max(needed[first : number + 1]))
+    least = inf
+    return [least := min(least, size) for size in reversed(whole)][::-1]
+
+
+def _window(namespaces: Sequence[Namespace]) -> int:
+    """How many blocks before its end a match needs; 0: all of them."""
+    for namespace in namespaces:
+        if not namespace.table.windowed:
+            return 0
+    return max(namespace.spec.window_blocks for namespace in namespaces)
+
+
+def _names(keys: bytes, positions: Sequence[int], tag: bytes) -> list[bytes]:
+    return [keys[at * KEY_BYTES + NAME_START : (at + 1) * KEY_BYTES] + tag for at in positions]

@@ -1,0 +1,87 @@
+"""What clients asked for and what of it was here: in tokens, by tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tiercache.daemon.observe.hot_prefixes import HotPaths
+from tiercache.ground.histograms import POWERS_OF_TWO, Histogram
+
+MAX_NOTED = 32
+"""Matches that may wait to be counted: with the longest keys, 4 MiB."""
+PROBE_ENGINE = "tiercache/probe"
+"""The `engine` of namespaces in which only health checks store blocks: they are no traffic."""
+
+if TYPE_CHECKING:
+    from tiercache.daemon.tiers.dram.reads import Found
+    from tiercache.daemon.tiers.dram.space import Namespace
+
+
+class Traffic:
+    """Plain counts, only ever raised, on the event loop.
+
+    Of a request that asks for several namespaces (ranks, groups) tokens are counted once, those of the first. A match
+    is only noted when it comes and counted with others, when somebody asks or `MAX_NOTED` wait: one by one, between
+    copies that leave nothing of ours in the CPU's caches, counting takes several times as long.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Namespace, bytes, int, int, int]] = []
+        self._asked_tokens = Histogram(POWERS_OF_TWO)
+        self._hit_tokens = Histogram(POWERS_OF_TWO)
+        self._dram_hit_tokens = 0
+        self._below_hit_tokens = 0
+        self.read_bytes = 0
+        self._hot_paths = HotPaths()
+
+    def matched(self, namespaces: Sequence[Namespace], keys: bytes, asked_blocks: int, found: Found) -> None:
+        """A client asked for the blocks `keys`."""
+        self._noted.append((namespaces[0], keys, asked_blocks, found.dram, found.below))
+        if len(self._noted) >= MAX_NOTED:
+            self._count()
+
+    def _count(self) -> None:
+        for first, keys, asked_blocks, dram, below in self._noted:
+            if first.spec.engine == PROBE_ENGINE:
+                continue
+            size, hit = first.spec.block_size, dram + below
+            self._asked_tokens.observe(asked_blocks * size)
+            self._hit_tokens.observe(hit * size)
+            self._dram_hit_tokens += dram * size
+            self._below_hit_tokens += below * size
+            if hit:
+                self._hot_paths.matched(first, keys, hit)
+        self._noted.clear()
+
+    @property
+    def asked_tokens(self) -> Histogram:
+        """Of each request that matched: what it asked for."""
+        self._count()
+        return self._asked_tokens
+
+    @property
+    def hit_tokens(self) -> Histogram:
+        """Of each request that matched: what was found in all tiers together."""
+        self._count()
+        return self._hit_tokens
+
+    @property
+    def hot_paths(self) -> HotPaths:
+        """Where matches ended."""
+        self._count()
+        return self._hot_paths
+
+    def read(self, namespace: Namespace, size_bytes: int) -> None:
+        """A client was told where so many bytes of blocks are, or was sent them."""
+        if namespace.spec.engine != PROBE_ENGINE:
+            self.read_bytes += size_bytes
+
+    def stats(self) -> dict[str, Any]:
+        """What `stats` shows of it."""
+        return {
+            "asked_tokens": self.asked_tokens.sum,
+            "dram_hit_tokens": self._dram_hit_tokens,
+            "below_hit_tokens": self._below_hit_tokens,
+            "read_bytes": self.read_bytes,
+        }

@@ -1,0 +1,107 @@
+"""Who said to be back in a while has its blocks in DRAM before that: brought up shortly ahead, in the background.
+
+    hint(return_in) ─► plan ─ a moment before that ─► what NVMe has of the chain comes up, behind what others wait for
+
+A plan holds nothing: blocks that have left both tiers meanwhile are a miss as ever. What has come up is kept in DRAM
+like anything that is awaited (`hinted.py`); what would not be, since others come sooner, is not brought up.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tiercache.daemon.ground.slices import Slices, Steps
+from tiercache.daemon.hints.hinted_policy import HintedPolicy
+from tiercache.daemon.hints.hints import Said
+from tiercache.daemon.tiers.dram.reads import Reads
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.protocol.messages import KEY_BYTES
+
+LEAD_SHARE = 0.1
+LEAD_S = 1.0
+"""So much before the time, as a share of the wait and at least: people and tools come early, and reads take time."""
+MAX_PLANS = 4096
+MAX_PLAN_BYTES = 16 << 20
+"""Keys of all plans; the oldest are forgotten for others."""
+AT_ONCE = 8
+"""Chains on their way up, prefetches of clients included: while there are so many, plans wait."""
+
+
+class _Plan(NamedTuple):
+    """`namespaces` are brought up as far as `keys` from `begin_s` on; after `late_s` nobody is awaited any more."""
+
+    namespaces: tuple[Namespace, ...]
+    keys: bytes
+    begin_s: float
+    late_s: float
+
+
+_Name = tuple[tuple[int, ...], bytes]
+
+
+class Ahead:
+    """Event loop only; nothing here blocks."""
+
+    def __init__(self, reads: Reads, clock_s: Callable[[], float], slices: Slices) -> None:
+        self.blocks = 0
+        """That were brought up so far, or set out to be."""
+        self._reads = reads
+        self._slices = slices
+        self._clock_s = clock_s
+        self._plans: OrderedDict[_Name, _Plan] = OrderedDict()
+        self._bytes = 0
+        self._due: list[tuple[float, _Name]] = []
+
+    @property
+    def plans(self) -> int:
+        """Chains that are awaited."""
+        return len(self._plans)
+
+    def say(self, namespaces: Sequence[Namespace], keys: bytes, said: Said) -> None:
+        """Take note of a hint that says when, or that nobody comes back."""
+        name = tuple(one.number for one in namespaces), keys[-KEY_BYTES:]
+        if said.done or said.late_s:
+            self._drop(name)
+        if not said.late_s:
+            return
+        now_s = self._clock_s()
+        begin_s = said.back_s - max(LEAD_S, LEAD_SHARE * (said.back_s - now_s))
+        self._plans[name] = _Plan(tuple(namespaces), keys, begin_s, said.late_s)
+        self._bytes += len(keys)
+        heapq.heappush(self._due, (begin_s, name))
+        while len(self._plans) > MAX_PLANS or self._bytes > MAX_PLAN_BYTES:
+            self._drop(next(iter(self._plans)))
+        if len(self._due) > 2 * len(self._plans) + MAX_PLANS:  # most of them are of plans that were replaced
+            self._due = [(plan.begin_s, one) for one, plan in self._plans.items()]
+            heapq.heapify(self._due)
+
+    def _drop(self, name: _Name) -> None:
+        plan = self._plans.pop(name, None)
+        if plan is not None:
+            self._bytes -= len(plan.keys)
+
+    def work(self) -> None:
+        """Bring up what will be asked for soon. O(1) while there is nothing."""
+        now_s = self._clock_s()
+        for _ in range(AT_ONCE):
+            if not self._due or self._due[0][0] > now_s or len(self._reads.growing) >= AT_ONCE:
+                return
+            name = heapq.heappop(self._due)[1]
+            plan = self._plans.get(name)
+            if plan is None or plan.begin_s > now_s:
+                continue  # said again since, for later: that has its own note
+            self._drop(name)
+            if plan.late_s > now_s:
+                self._slices.add(self._bring(plan))
+
+    def _bring(self, plan: _Plan) -> Steps[None]:
+        self.blocks += yield from self._reads.bring_ahead(plan.namespaces, plan.keys, lambda: self._room(plan))
+
+    def _room(self, plan: _Plan) -> int:
+        """How many blocks of each namespace would stay in DRAM until they are asked for, not go for others' sake."""
+        coming = sum(lease.target - lease.blocks for lease in self._reads.growing.values() if not lease.holders)
+        policies = (namespace.table.policy for namespace in plan.namespaces)
+        return min(one.room_for(plan.late_s) for one in policies if isinstance(one, HintedPolicy)) - coming

@@ -1,0 +1,264 @@
+"""Requests of operators and watchers: pins, prefetches, flushes, reports, models, checks, looks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from tiercache.config.settings import SETTINGS
+from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.hints.hints import said_at
+from tiercache.daemon.inspection import chain_of, pins_of, places_of
+from tiercache.daemon.requests.context import Desk, Method, check_keys, check_windows, encoder, positive
+from tiercache.daemon.requests.sessions import Session
+from tiercache.errors import ConfigError, RequestRefused
+from tiercache.protocol import messages as m
+from tiercache.protocol.messages import NO_LEASE, ErrorCode
+
+log = logging.getLogger("tiercache.daemon")
+
+MAX_CLIENT_COUNTERS = 64
+MAX_COUNTER_NAME_BYTES = 32
+MAX_MODELS_BYTES = 32 << 10
+"""Of one session, encoded: room for about a hundred LoRA adapters."""
+MAX_LISTED_MODELS_BYTES = 1 << 20
+"""Of all sessions, in one reply."""
+MODELS_AT_ONCE = 256
+"""Looked at in one slice: those of tenants are encoded anew, a millisecond for so many."""
+MAX_LISTED_SPECS_BYTES = 1 << 20
+MAX_FINDINGS = 1000
+_PRIORITIES = (0, *(int(priority) for priority in m.Priority))
+"""Of a hint; 0 says nothing."""
+
+
+class AdminRequests:
+    """One method for each kind of request. Event loop only."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._cache = desk.cache
+        self._generation = desk.generation
+        self._checking = False
+        self._tasks: set[asyncio.Future[None]] = set()  # the loop itself keeps none of them alive
+
+    def methods(self) -> dict[type, Method]:
+        """What answers each kind of request."""
+        return {
+            m.Pin: self._pin,
+            m.Unpin: self._unpin,
+            m.Prefetch: self._prefetch,
+            m.Hint: self._hint,
+            m.Flush: self._flush,
+            m.Report: self._report,
+            m.Models: self._models,
+            m.Check: self._check,
+            m.Inspect: self._inspect,
+            m.Pins: self._pins,
+            m.Specs: self._specs,
+            m.Settings: self._settings,
+            m.ChangeSetting: self._change_setting,
+        }
+
+    def _pin(self, session: Session, request: m.Pin) -> Steps[m.Reply]:
+        check_keys(request.keys, m.MAX_KEYS)
+        ttl_s = min(positive(request.ttl_ms, "ttl_ms"), m.MAX_PIN_TTL_MS) / 1000
+        namespaces = self._desk.namespaces(request.namespaces)
+        check_windows(namespaces, request.keys)
+        blocks = yield from self._cache.reads.pin(namespaces, request.keys, ttl_s)
+        return m.Pinned(request.request_id, self._generation, blocks)
+
+    def _unpin(self, session: Session, request: m.Unpin) -> m.Reply:
+        check_keys(request.keys, m.MAX_KEYS)
+        blocks = self._cache.reads.unpin(self._desk.namespaces(request.namespaces), request.keys)
+        return m.Pinned(request.request_id, self._generation, blocks)
+
+    def _prefetch(self, session: Session, request: m.Prefetch) -> Steps[m.Reply]:
+        check_keys(request.keys, m.MAX_KEYS)
+        namespaces = self._desk.namespaces(request.namespaces)
+        check_windows(namespaces, request.keys)
+        found = yield from self._cache.prefetch_in_slices(session.owner, namespaces, request.keys)
+        return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
+
+    def _hint(self, session: Session, request: m.Hint) -> Steps[m.Reply]:
+        check_keys(request.keys, m.MAX_KEYS)
+        namespaces = self._desk.namespaces(request.namespaces)
+        if request.first < 0 or request.return_in_ms < 0 or request.ttl_ms < 0:
+            text = f"first {request.first}, return_in_ms {request.return_in_ms}, ttl_ms {request.ttl_ms}: from 0 on"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        if request.priority not in _PRIORITIES:
+            text = f"priority is {request.priority}: must be one of {', '.join(map(str, _PRIORITIES))}"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        if request.done and request.return_in_ms:
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, "done and return_in_ms: say one of them")
+        said = said_at(
+            self._cache.clock_s(), request.done, min(request.return_in_ms, m.MAX_HINT_MS) / 1000,
+            min(request.ttl_ms, m.MAX_HINT_MS) / 1000, m.Priority(request.priority) if request.priority else None,
+        )  # fmt: skip
+        blocks = yield from self._cache.hint_in_slices(namespaces, request.keys, request.first, said)
+        if self._desk.recorder is not None:
+            self._desk.recorder.hinted(namespaces, request)
+        return m.Hinted(request.request_id, self._generation, blocks)
+
+    def _flush(self, session: Session, request: m.Flush) -> Steps[m.Reply | None]:
+        tiers = ["all", "dram", *filter(None, [self._cache.below.name])]
+        if request.tier not in tiers:
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, f"there is no tier {request.tier!r}: {', '.join(tiers)}")
+        if request.key:
+            check_keys(request.key, 1)
+        if self._desk.tenant and not request.namespaces:
+            raise RequestRefused(ErrorCode.FORBIDDEN.value, "a tenant flushes its own namespaces: name them")
+        namespaces = self._desk.namespaces(request.namespaces) if request.namespaces else self._cache.all_namespaces()
+        if self._cache.events is not None and not (request.namespaces or request.key) and request.tier == "all":
+            self._cache.events.cleared()
+        # A single prefix, as probes of the data path do it every few seconds, is nothing for the log.
+        level = logging.DEBUG if request.key else logging.INFO
+        cache, identity, blocks, more = self._cache, self._desk.identity, 0, False
+
+        def done(below_blocks: int, durable: bool) -> None:
+            log.log(level, "session %s flushed %d blocks, %d of them below DRAM", session.name, blocks, below_blocks)
+            reply: m.Reply = m.Flushed(request.request_id, self._generation, blocks + below_blocks, more)
+            if not durable:
+                text = (
+                    "flushed, but a disk that hangs or was taken away has not confirmed it: its blocks may come back "
+                    "after a restart; flush again when it is there, or restart the daemon if it is gone for good"
+                )
+                reply = m.Error(request.request_id, self._generation, ErrorCode.INTERNAL.value, text)
+            self._desk.answer(identity, session, reply)
+
+        below = None
+        if cache.below.name and request.tier != "dram":
+            below = cache.below.begin_flush(namespaces, request.key, done, named=bool(request.namespaces))
+        in_dram = request.tier != cache.below.name
+        blocks, more = yield from cache.flush_in_slices(namespaces, request.key, below, in_dram)
+        if below is None:
+            log.log(level, "session %s flushed %d blocks", session.name, blocks)
+            return m.Flushed(request.request_id, self._generation, blocks, more)
+        below.end()
+        return None
+
+    def _report(self, session: Session, request: m.Report) -> m.Reply:
+        if request.registration not in ("cuda", "mlock", "none") or len(request.counters) > MAX_CLIENT_COUNTERS:
+            text = f"registration is cuda, mlock or none, with at most {MAX_CLIENT_COUNTERS} counters"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        if any(len(name.encode()) > MAX_COUNTER_NAME_BYTES for name in request.counters):
+            text = f"a counter's name is longer than {MAX_COUNTER_NAME_BYTES} bytes"  # all go into one `stats` reply
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        if problem := next(filter(None, (card.problem() for card in request.models)), None):
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, f"a model card: {problem}")
+        models = {encoder.encode(card): card for card in request.models}
+        if sum(map(len, models)) > MAX_MODELS_BYTES:
+            text = f"the models are described in more than {MAX_MODELS_BYTES} bytes: name fewer"
+            raise RequestRefused(ErrorCode.TOO_LARGE.value, text)
+        session.registration, session.counters, session.models = request.registration, request.counters, models
+        return m.Done(request.request_id, self._generation)
+
+    def _models(self, session: Session, request: m.Models) -> Steps[m.Reply]:
+        models: dict[bytes, m.ModelCard] = {}
+        left_bytes, looked = MAX_LISTED_MODELS_BYTES, 0
+        for one in list(self._desk.sessions.values()):
+            if session.tenant not in ("", one.tenant):
+                continue
+            its = models_of(one) if one.tenant else one.models
+            left_bytes -= sum(map(len, its.keys() - models.keys()))
+            if left_bytes < 0:
+                break
+            models |= its
+            looked += len(one.models)
+            if looked >= MODELS_AT_ONCE:
+                looked = 0
+                yield
+        known = self._cache.space.numbers({name for card in models.values() for name in card.namespaces})
+        return m.ModelList(request.request_id, self._generation, list(models.values()), known)
+
+    def _check(self, session: Session, request: m.Check) -> Steps[m.Reply | None]:
+        if request.sample < -1 or request.bytes_per_s < 0:
+            text = f"sample {request.sample}, bytes_per_s {request.bytes_per_s}: from 0, or sample -1 for all blocks"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        if self._checking:
+            raise RequestRefused(ErrorCode.LIMIT.value, "another check is under way: wait until it has ended")
+        cache, identity = self._cache, self._desk.identity
+        self._checking = True
+        try:
+            findings = yield from cache.check()
+            findings += yield from cache.below.check()
+        finally:
+            self._checking = False
+        blocks = sum(table.blocks for table in cache.space.index.tables.values())
+        blocks += int(cache.below.stats().get("blocks", 0))
+        if not request.sample:
+            return self._checked(request, findings, blocks, 0)
+
+        def done(bad: list[str], scanned: int) -> None:
+            reply = self._checked(request, findings + bad, blocks, scanned)
+            self._desk.answer(identity, session, reply)
+
+        if not cache.below.scan(request.sample, request.bytes_per_s, lambda: session.open, done):
+            raise RequestRefused(ErrorCode.LIMIT.value, "another check reads blocks: wait until it has ended")
+        return None
+
+    def _checked(self, request: m.Check, findings: list[str], blocks: int, scanned: int) -> m.CheckReply:
+        for finding in findings[:MAX_FINDINGS]:
+            log.error("check: %s", finding)
+        if len(findings) > MAX_FINDINGS:
+            findings = [*findings[:MAX_FINDINGS], f"{len(findings) - MAX_FINDINGS} more"]
+        return m.CheckReply(request.request_id, self._generation, findings, blocks, scanned)
+
+    def _inspect(self, session: Session, request: m.Inspect) -> Steps[m.Reply]:
+        check_keys(request.key, 1)
+        cache = self._cache
+        namespaces = self._desk.namespaces(request.namespaces) if request.namespaces else cache.all_namespaces()
+        blocks = yield from places_of(cache, namespaces, request.key)
+        # Only those that have it are looked into.
+        known = [cache.space.namespaces[number] for number in dict.fromkeys(view.namespace for view in blocks)]
+        chain = yield from chain_of(cache, known, request.key)
+        packed = b"".join(chain) if request.chain else b""
+        return m.Inspected(request.request_id, self._generation, blocks, len(chain), packed)
+
+    def _pins(self, session: Session, request: m.Pins) -> Steps[m.Reply]:
+        views = yield from pins_of(self._cache)
+        reads = self._cache.reads
+        return m.PinList(request.request_id, self._generation, views, len(reads.pins), reads.pin_limit_bytes)
+
+    def _specs(self, session: Session, request: m.Specs) -> m.Reply:
+        specs, left_bytes = {}, MAX_LISTED_SPECS_BYTES
+        for namespace in self._desk.namespaces(request.namespaces):
+            left_bytes -= len(self._cache.space.save(namespace))
+            if left_bytes < 0:
+                break
+            specs[namespace.number] = msgspec.to_builtins(namespace.spec)
+        return m.SpecList(request.request_id, self._generation, specs)
+
+    def _settings(self, session: Session, request: m.Settings) -> m.Reply | None:
+        identity, settings = self._desk.identity, self._desk.settings
+        assert settings is not None
+
+        async def answer() -> None:
+            listed, problem = await settings.view()
+            reply = m.SettingList(request.request_id, self._generation, listed, problem)
+            self._desk.answer(identity, session, reply)
+
+        task = asyncio.ensure_future(answer())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return None
+
+    def _change_setting(self, session: Session, request: m.ChangeSetting) -> m.Reply:
+        settings = self._desk.settings
+        assert settings is not None
+        try:
+            note = settings.change(request.key, request.value)
+        except ConfigError as error:
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, str(error)) from None
+        setting = SETTINGS[request.key]
+        value = setting.kind.render(getattr(settings.config, setting.field))
+        return m.Changed(request.request_id, self._generation, value, note)
+
+
+def models_of(session: Session) -> dict[bytes, m.ModelCard]:
+    """What a tenant says of its models, with its namespaces as they are called here; nothing of any others."""
+    known = session.registered
+    cards = [card for card in session.models.values() if all(name in known for name in card.namespaces)]
+    its = [msgspec.structs.replace(card, namespaces=[known[name] for name in card.namespaces]) for card in cards]
+    return {encoder.encode(card): card for card in its}

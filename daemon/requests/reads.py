@@ -1,0 +1,264 @@
+"""Requests that find blocks and read them: match, peek, resolve, read, extents, and the leases of reads."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter, deque
+from typing import NamedTuple
+
+from tiercache.daemon.ground.slices import LOOKUPS, Steps
+from tiercache.daemon.requests.context import Desk, Method, check_keys, check_range, check_windows, encoder, positive
+from tiercache.daemon.requests.router import Answer
+from tiercache.daemon.requests.sessions import Session
+from tiercache.daemon.requests.slow import SlowRequests
+from tiercache.daemon.tiers.dram.leases import HeldBelow, ReadLease
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.errors import RequestRefused
+from tiercache.protocol import messages as m
+from tiercache.protocol.messages import KEY_BYTES, NO_LEASE, OFFSET_MASK, REGION_SHIFT, ErrorCode
+
+MAX_PARKED = 64
+"""Requests of one session that may wait for the tier below."""
+MAX_MATCHED_FRAMES = 4096
+"""In the reply to a match, of all its namespaces together: about a millisecond."""
+ANSWERED_AT_ONCE = 128
+"""Of those that wait for the tier below; and for so long, then the one that has begun."""
+ANSWER_NS = 1_000_000
+_PEEKS = 64
+"""Namespaces looked into in one slice where they are chains."""
+PARK_S = 0.2
+"""How long at most, and at most half of the time that the client gives the request."""
+
+
+class _Parked(NamedTuple):
+    """A `Resolve` that waits for blocks on their way up."""
+
+    identity: bytes
+    session: Session
+    namespace: Namespace
+    request: m.Resolve
+    since_s: float
+    until_s: float
+
+
+class ReadRequests:
+    """One method for each kind of request. Event loop only."""
+
+    def __init__(self, desk: Desk, slow: SlowRequests) -> None:
+        self._slow = slow
+        self._desk = desk
+        self._cache = desk.cache
+        self._generation = desk.generation
+        self._parked: dict[int, deque[_Parked]] = {}  # by lease
+        self._parked_of: Counter[Session] = Counter()
+        self._overdue: list[tuple[float, int]] = []  # a heap: until when each was to wait, and its lease
+        self._due: dict[int, int] = {}  # leases of which some may be answered, and how many have to be looked at
+        desk.cache.reads.on_progress = self._progressed
+
+    def methods(self) -> dict[type, Method]:
+        """What answers each kind of request."""
+        return {
+            m.Match: self._match,
+            m.Peek: self._peek,
+            m.Resolve: self._resolve,
+            m.Hold: self._hold,
+            m.Release: self._release,
+            m.Renew: self._renew,
+            m.Extents: self._extents,
+            m.BadExtent: self._bad_extent,
+        }
+
+    def _match(self, session: Session, request: m.Match) -> Steps[m.Reply]:
+        check_keys(request.keys, m.MAX_KEYS)
+        namespaces = self._desk.namespaces(request.namespaces)
+        check_windows(namespaces, request.keys)
+        ttl_s = self._desk.lease_ttl_s(session, request.ttl_ms) if request.ttl_ms else 0.0
+        # On another host nobody can read the disks, so nothing there is kept for it.
+        wants = request.promote, request.extents and not session.tenant
+        found = yield from self._cache.match_in_slices(session.owner, namespaces, request.keys, ttl_s, *wants)
+        self._cache.traffic.matched(namespaces, request.keys, len(request.keys) // KEY_BYTES, found)
+        if self._desk.recorder is not None:
+            promote = request.promote and request.ttl_ms > 0
+            self._desk.recorder.looked(namespaces, request.keys, found.dram, found.below, promote)
+        if found.lease is None:
+            return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
+        named = min(request.resolve, m.MAX_RESOLVE, max(1, MAX_MATCHED_FRAMES // len(namespaces)))
+        frames = []
+        if named > 0:
+            for namespace in namespaces:
+                its = self._cache.reads.frames(found.lease, namespace, 0, named)
+                self._cache.traffic.read(namespace, len(its) * namespace.spec.block_bytes)
+                frames.append(m.pack_frames(its))
+        lease_id = found.lease.lease_id
+        held = found.lease.held is not None
+        return m.Matched(request.request_id, self._generation, found.dram, found.below, lease_id, frames, held)
+
+    def _peek(self, session: Session, request: m.Peek) -> Steps[m.Reply]:
+        check_keys(request.keys, m.MAX_KEYS)
+        namespaces = self._desk.namespaces(request.namespaces)
+        together = yield from self._cache.reads.peek(namespaces, request.keys)
+        each = []
+        for number, namespace in enumerate(namespaces, 1):
+            each.append((yield from self._cache.reads.peek([namespace], request.keys)))
+            if not number % _PEEKS:
+                yield
+        return m.Peeked(request.request_id, self._generation, *together, each)
+
+    def _resolve(self, session: Session, request: m.Resolve) -> m.Reply | None:
+        if not request.first >= 0 or not 0 < request.count <= m.MAX_RESOLVE:
+            text = f"blocks {request.first} + {request.count}: at most {m.MAX_RESOLVE} in one request, from 0 on"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        lease = self._cache.reads.find(session.owner, request.lease)
+        if lease is None:
+            raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
+        namespace = self._desk.namespace(request.namespace)
+        self._cache.slices.begin(self._cache.reads.bring_up(lease, request.first + request.count))
+        reply = self._resolved(lease, namespace, request)
+        if reply.frames or not reply.more or self._parked_of[session] >= MAX_PARKED:
+            return reply
+        left_us = request.deadline_us + session.clock_offset_us - time.monotonic_ns() // 1000
+        since_s = time.monotonic()
+        until_s = since_s + min(PARK_S, left_us / 2e6)
+        parked = _Parked(self._desk.identity, session, namespace, request, since_s, until_s)
+        self._parked.setdefault(request.lease, deque()).append(parked)
+        self._parked_of[session] += 1
+        heapq.heappush(self._overdue, (until_s, request.lease))
+        return None
+
+    def _resolved(self, lease: ReadLease, namespace: Namespace, request: m.Resolve) -> m.Frames:
+        frames = self._cache.reads.frames(lease, namespace, request.first, request.count)
+        growing = lease.blocks < lease.target
+        self._cache.traffic.read(namespace, len(frames) * namespace.spec.block_bytes)
+        more = growing and request.first + len(frames) < min(request.first + request.count, lease.target)
+        packed = m.pack_frames(frames)
+        return m.Frames(request.request_id, self._generation, request.first, packed, more=more)
+
+    @property
+    def parked(self) -> int:
+        """Requests that wait for blocks on their way up."""
+        return self._parked_of.total()
+
+    def _progressed(self, lease_id: int) -> None:
+        """A lease has grown, or will no more."""
+        if lease_id in self._parked:
+            self._due[lease_id] = len(self._parked[lease_id])
+
+    def answer_parked(self) -> bool:
+        """Answer what waited for blocks that have landed, or has waited long enough; True while there is more."""
+        now_s, left, until_ns = time.monotonic(), ANSWERED_AT_ONCE, time.perf_counter_ns() + ANSWER_NS
+        while self._overdue and self._overdue[0][0] <= now_s:
+            self._progressed(heapq.heappop(self._overdue)[1])
+        while self._due and left > 0:
+            lease_id, due = self._due.popitem()
+            waiting, looked = self._parked[lease_id], 0
+            while looked < due and left > 0:
+                looked += 1
+                left -= 1
+                parked = waiting.popleft()
+                if not self._answered(parked, now_s):
+                    waiting.append(parked)
+                if time.perf_counter_ns() >= until_ns:
+                    left = 0
+            # A lease that has lost a block has ended only now, and said so: then all of them are due.
+            due = min(max(due - looked, self._due.pop(lease_id, 0)), len(waiting))
+            if due:
+                self._due[lease_id] = due
+            if not waiting:
+                del self._parked[lease_id]
+        return bool(self._due)
+
+    def _answered(self, parked: _Parked, now_s: float) -> bool:
+        """Answer one, if there is anything to say."""
+        session, request = parked.session, parked.request
+        if session.open:
+            lease = self._cache.reads.find(session.owner, request.lease)  # it may have lost a block meanwhile
+            reply = m.Frames(request.request_id, self._generation, request.first, b"")
+            if lease is not None:
+                reply = self._resolved(lease, parked.namespace, request)
+            if not reply.frames and reply.more and now_s < parked.until_s:
+                return False
+            self._desk.answer(parked.identity, session, reply)
+            self._slow.answered_late(session, request, now_s - parked.since_s)
+        self._parked_of[session] -= 1
+        if not self._parked_of[session]:
+            del self._parked_of[session]
+        return True
+
+    def _extents(self, session: Session, request: m.Extents) -> m.Reply:
+        if not request.first >= 0 or not 0 < request.count <= m.MAX_RESOLVE:
+            text = f"blocks {request.first} + {request.count}: at most {m.MAX_RESOLVE} in one request, from 0 on"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        held, namespace = self._held(session, request.lease, request.namespace)
+        directories, extents = held.extents(namespace, request.first, request.count)
+        packed = m.pack_extents(extents)
+        return m.ExtentList(request.request_id, self._generation, request.first, directories, packed)
+
+    def _bad_extent(self, session: Session, request: m.BadExtent) -> m.Reply:
+        held, namespace = self._held(session, request.lease, request.namespace)
+        held.doubt(namespace, request.index)
+        return m.Done(request.request_id, self._generation)
+
+    def _held(self, session: Session, lease_id: int, number: int) -> tuple[HeldBelow, Namespace]:
+        """What a lease keeps in the tier below for one of its namespaces."""
+        lease = self._cache.reads.find(session.owner, lease_id)
+        if lease is None:
+            raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
+        namespace = self._desk.namespace(number)
+        if lease.held is None or namespace not in lease.namespaces:
+            text = "this lease keeps no extents of that namespace: ask for its frames"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        return lease.held, namespace
+
+    def _hold(self, session: Session, request: m.Hold) -> m.Reply:
+        self._desk.lease_ttl_s(session, 1)
+        if not self._cache.reads.hold(session.owner, request.lease):
+            raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
+        return m.Done(request.request_id, self._generation)
+
+    def _release(self, session: Session, request: m.Release) -> m.Reply:
+        good = self._cache.reads.release(session.owner, request.lease)
+        return m.Released(request.request_id, self._generation, good)
+
+    def _renew(self, session: Session, request: m.Renew) -> Steps[m.Reply]:
+        ttl_s = min(positive(request.ttl_ms, "ttl_ms") / 1000, self._desk.lease_ttl_max_s)
+        alive, looked = bytearray(), 0
+        owner, grants = session.owner, self._cache.below.grants
+        for lease_id in request.leases[: self._desk.max_leases]:
+            looked += len(owner.reads[lease_id].pins) if lease_id in owner.reads else 0
+            read, write = self._cache.reads.find(owner, lease_id), owner.writes.get(lease_id)
+            granted = grants is not None and lease_id in owner.grants
+            if read is not None:
+                self._cache.reads.renew(read, ttl_s)
+            elif write is not None:
+                self._cache.writes.renew(write, ttl_s)
+            elif grants is not None and granted:
+                grants.renew(lease_id, ttl_s)
+            alive.append(read is not None or write is not None or granted)
+            if looked >= LOOKUPS:  # at each block of a window, where something was dropped
+                looked = 0
+                yield
+        return m.Renewed(request.request_id, self._generation, bytes(alive))
+
+    def read(self, session: Session, request: m.Read) -> Answer:
+        lease = self._cache.reads.find(session.owner, request.lease)
+        if lease is None:
+            raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
+        namespace = self._desk.namespace(request.namespace)
+        check_range(request.offset, request.length, namespace.spec.block_bytes)
+        frames = self._cache.reads.frames(lease, namespace, request.index, 1) if request.index >= 0 else []
+        if not frames:
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, f"block {request.index} is not under this lease")
+        if (problem := self._desk.unsent.problem(session, request.length)) is not None:
+            raise RequestRefused(ErrorCode.LIMIT.value, problem)
+        frame, allocator = frames[0], self._cache.space.allocator
+        self._cache.counters.payload_bytes_read += request.length
+        self._cache.traffic.read(namespace, request.length)
+        region = self._desk.regions[frame >> REGION_SHIFT]
+        view = region.view((frame & OFFSET_MASK) + request.offset, request.length)
+        header = encoder.encode(m.Payload(request.request_id, self._generation, request.length))
+        if session.tenant:
+            # Of other hosts none holds a frame by reading slowly: a copy is nothing to what the network takes.
+            return Answer(header, session, bytes(view))
+        allocator.hold(frame)
+        return Answer(header, session, view, lambda: allocator.unhold(frame))

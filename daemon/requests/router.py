@@ -1,0 +1,246 @@
+"""The ROUTER: requests in, replies out, without ever waiting for a peer.
+
+What bites here, and what is done about it:
+- the descriptor is edge-triggered, and a send can swallow the edge: EVENTS is read again after
+  every batch, and the loop's tick drains too;
+- a full peer queue drops replies without a word unless ROUTER_MANDATORY is set: a peer that does
+  not read its replies loses its session;
+- a payload sent without a copy is read by ZeroMQ's own thread: its frame is held until the tracker
+  says that it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+
+from tiercache.daemon.ground.connections import Connections
+from tiercache.daemon.ground.run_directory import guard
+from tiercache.daemon.requests.sessions import Session
+from tiercache.daemon.requests.unsent import SMALL_BYTES, Reader, SmallAnswers, Unsent
+from tiercache.errors import ConfigError
+from tiercache.protocol.messages import MAX_MESSAGE_BYTES
+
+BATCH = 64
+BATCH_NS = 2_000_000
+"""For so long requests are served in one go of the loop, and then the one that has begun is."""
+MAX_OUTSTANDING = 1024
+"""Replies that may wait for one peer; one more ends its session."""
+CONNECTIONS_AT_ONCE, PARTS_AT_ONCE = 512, 64
+"""Looked at in one go for answers that have been sent, and such answers of one."""
+DRAIN_REQUESTS = 4 * MAX_OUTSTANDING
+
+
+class Answer(NamedTuple):
+    """A reply to a session: its header, and a payload, maybe with what to call once nobody reads that."""
+
+    header: bytes
+    session: Session | None
+    payload: memoryview | bytes | None = None
+    payload_done: Callable[[], None] | None = None
+
+
+class _Sending(NamedTuple):
+    """A part that ZeroMQ may still read; `length` counts what it has still to send before that."""
+
+    tracker: zmq.MessageTracker
+    reader: Reader
+    length: int
+    done: Callable[[], None] | None
+
+    def end(self, unsent: Unsent) -> None:
+        unsent.sent(self.reader, self.length)
+        if self.done is not None:
+            self.done()
+
+
+Handler = Callable[[bytes, bytes, "list[zmq.Frame]"], "Answer | None"]
+
+
+class Router:
+    """Owns the ROUTER socket; calls `handle(identity, header, further parts)` for each request in turn.
+
+    What is answered later (`handle` returned None) is given to `reply` with the same identity. `prepare`
+    is called with the socket before it is bound, to ask who connects; `peer` then names whom `handle` serves.
+    Raises ConfigError where the endpoint cannot be bound.
+    """
+
+    def __init__(
+        self, endpoint: str, handle: Handler, cut: Callable[[Session, str], None], unsent: Unsent, max_connections: int,
+        prepare: Callable[[zmq.Socket[bytes]], None] | None = None, group: int | None = None,
+    ) -> None:  # fmt: skip
+        self.peer = ""
+        self.empty_ns = time.perf_counter_ns()  # when no request was waiting, the last time that anybody looked
+        self._asks_who = prepare is not None
+        self._handle = handle
+        self._cut = cut
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context(io_threads=1)
+        self._socket = socket_ = self._context.socket(zmq.ROUTER)
+        self._socket.copy_threshold = 0  # what is copied is not tracked
+        self._unsent = unsent
+        unsent.collectors.append(self._collect)
+        self._small = SmallAnswers(2 * max_connections)
+        self._sending: dict[bytes, deque[_Sending]] = {}  # by connection, in order
+        self._turn: deque[bytes] = deque()  # of those, who is looked at next
+        self._scheduled = False
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.SNDHWM, MAX_OUTSTANDING),
+            (zmq.RCVHWM, MAX_OUTSTANDING),
+        ):
+            socket_.setsockopt(option, value)
+        self.connections = Connections(socket_, max_connections)
+        self._looking = False
+        if prepare is not None:
+            prepare(socket_)
+        try:
+            socket_.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.connections.close()
+            socket_.close()
+            raise ConfigError(f"nothing can be served at {endpoint}: {error.strerror}") from error
+        if endpoint.startswith("ipc://"):
+            guard(Path(endpoint.removeprefix("ipc://")), group)
+        self._fd = int(socket_.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._on_readable)
+
+    def _on_readable(self) -> None:
+        self._scheduled = False
+        if self._socket.closed:
+            return  # scheduled before the end
+        self.drain(BATCH)
+        # A send may have taken the edge of a request that came in meanwhile.
+        if _readable(self._socket) and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._on_readable)
+
+    def drain(self, limit: int) -> bool:
+        """Serve what is here now, at most `limit` requests; True when nothing is left.
+
+        After `BATCH_NS` no more are begun.
+        """
+        until_ns = time.perf_counter_ns() + BATCH_NS
+        for _ in range(limit):
+            if not self._serve_one():
+                return True
+            if time.perf_counter_ns() >= until_ns:
+                return False
+        return False
+
+    def _serve_one(self) -> bool:
+        """One request, if there is one."""
+        try:
+            identity = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            self.empty_ns = time.perf_counter_ns()
+            return False
+        header, parts = b"", []
+        if self._socket.getsockopt(zmq.RCVMORE):
+            header = self._receive_header()
+        while self._socket.getsockopt(zmq.RCVMORE):
+            parts.append(self._socket.recv(copy=False))
+        answer = self._handle(identity, header, parts)
+        if answer is not None:
+            self.reply(identity, answer)
+        return True
+
+    def _receive_header(self) -> bytes:
+        frame = self._socket.recv(copy=False)
+        with suppress(zmq.ZMQError):  # ZeroMQ knows nothing of peers that speak ZMTP 1.0
+            self.connections.heard(int(frame.get(zmq.SRCFD)))
+        if self._asks_who:
+            self.peer = str(frame.get("User-Id"))
+        return frame.bytes
+
+    def reply(self, identity: bytes, answer: Answer) -> None:
+        """Send an answer, or drop it when its peer has gone or does not read."""
+        session, last = answer.session, answer.header if answer.payload is None else answer.payload
+        reader, is_large = session or self._unsent.strangers, answer.payload is not None or len(last) > SMALL_BYTES
+        counted = len(last) if is_large else self._small.add(identity, len(last))
+        if counted and answer.payload is None and self._unsent.is_too_much(reader, counted):
+            if session is not None:
+                self._cut_later(session)
+            return
+        try:
+            self._socket.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
+            if answer.payload is not None:
+                self._socket.send(answer.header, zmq.NOBLOCK | zmq.SNDMORE)
+            if not counted:
+                self._socket.send(last, zmq.NOBLOCK)
+                return
+            tracker = self._socket.send(last, zmq.NOBLOCK, copy=False, track=True)
+        except zmq.ZMQError as error:
+            if answer.payload_done is not None:
+                answer.payload_done()
+            # EHOSTUNREACH: the peer has gone, and its session socket says so too.
+            if error.errno == zmq.EAGAIN and session is not None:
+                self._cut_later(session)
+            return
+        assert isinstance(tracker, zmq.MessageTracker)
+        self._unsent.add(reader, counted)
+        its = self._sending.get(identity)
+        if its is None:
+            its = self._sending[identity] = deque()
+            self._turn.append(identity)
+        its.append(_Sending(tracker, reader, counted, answer.payload_done))
+
+    def _cut_later(self, session: Session) -> None:
+        # Not at once: an end drains this socket, and we may be in the middle of that.
+        self._loop.call_soon(self._cut, session, "it does not read its replies")
+
+    def tick(self) -> None:
+        """What is looked at now and then: finished payloads, new and lost connections."""
+        self._collect()
+        self._look()
+
+    def _collect(self) -> None:
+        """Let go of the payloads that have been sent: of very many connections some in turn."""
+        for _ in range(min(CONNECTIONS_AT_ONCE, len(self._turn))):
+            identity = self._turn.popleft()
+            self._collect_of(identity)
+            if identity in self._sending:
+                self._turn.append(identity)
+
+    def _collect_of(self, identity: bytes) -> None:
+        """Likewise of one: ZeroMQ sends them in order, so that of those that wait only the first is looked at."""
+        its = self._sending[identity]
+        for _ in range(min(PARTS_AT_ONCE, len(its))):
+            if not its[0].tracker.done:
+                return
+            its.popleft().end(self._unsent)
+        if not its:
+            del self._sending[identity]
+
+    def _look(self) -> None:
+        """Those who have come and gone, a part at a time: in a flood others are served in between."""
+        if not self._looking and not self._socket.closed and self.connections.look():
+            self._looking = True
+            self._loop.call_soon(self._look_on)
+
+    def _look_on(self) -> None:
+        self._looking = False
+        self._look()
+
+    def close(self) -> None:
+        """Stop serving; what was not sent is dropped."""
+        self._loop.remove_reader(self._fd)
+        self.connections.close()
+        self._socket.close()
+        for its in self._sending.values():
+            for part in its:
+                part.end(self._unsent)
+        self._context.term()
+
+
+def _readable(socket_: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket_.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

@@ -1,0 +1,299 @@
+"""Requests, one by one: decode, check, have them answered, encode.
+
+Whatever arrives is answered: a malformed message, an unknown session, a value out of range and a
+bug of ours each get a typed error, are counted, and disturb nobody else. What a request asks is
+done in `read_requests`, `write_requests` and `admin_requests`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import closing
+from typing import Any
+
+import msgspec
+import zmq
+
+from tiercache.daemon.ground.clock import LeaseClock
+from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.requests.admin import AdminRequests
+from tiercache.daemon.requests.context import Desk, Method, encoder
+from tiercache.daemon.requests.reads import ReadRequests
+from tiercache.daemon.requests.router import Answer
+from tiercache.daemon.requests.sessions import Session
+from tiercache.daemon.requests.slow import SlowRequests
+from tiercache.daemon.requests.writes import MAX_SPEC_BYTES, WriteRequests
+from tiercache.errors import RequestRefused
+from tiercache.ground.histograms import LatencyHistogram
+from tiercache.protocol import messages as m
+from tiercache.protocol.messages import ErrorCode
+from tiercache.protocol.namespaces import NamespaceSpec
+from tiercache.protocol.wire import UNREADABLE
+
+log = logging.getLogger("tiercache.daemon")
+
+MAX_ERROR_CHARS = 400
+MAX_REGISTER_BYTES = 2 * MAX_SPEC_BYTES
+"""Of a message with a spec, and of one that is looked at once more for fields that we do not know."""
+MAX_SLICED = 16
+"""Requests of one session that may be under way in slices: each keeps its keys, up to 1 MiB."""
+
+FOR_TENANTS = frozenset((
+    m.Ping, m.RegisterNamespace, m.Match, m.Peek, m.Resolve, m.Hold, m.Release, m.Renew, m.Reserve, m.Commit, m.Abort,
+    m.Read, m.Write, m.Pin, m.Unpin, m.Prefetch, m.Hint, m.Flush, m.Report, m.Models, m.Bye,
+))  # fmt: skip
+"""What clients on other hosts may ask. All else would tell one tenant of others, or is of use on this host only."""
+
+TO_THE_END = frozenset((m.Flush,))
+"""What is done to the end even where its client has gone or its time is up: half of it would be no use to anybody."""
+
+_decoder = msgspec.msgpack.Decoder(m.AnyRequest)
+
+
+class _Start(msgspec.Struct, array_like=True):
+    """How every request starts; what comes after is skipped, not built."""
+
+    tag: str
+    request_id: int
+
+
+_decode_start = msgspec.msgpack.Decoder(_Start).decode
+_decode_elements = msgspec.msgpack.Decoder(list[Any]).decode
+_REGISTER = str(m.RegisterNamespace.__struct_config__.tag)
+_TAG_WITHIN = 32
+"""Where a request's tag ends at the latest, however it is packed; a number and random bytes follow it."""
+_SPEC = 1 + m.RegisterNamespace.__struct_fields__.index("spec")
+"""Where the spec stands in the array, which begins with the tag."""
+
+
+class Service:
+    """Answers requests. Event loop only.
+
+    `end(session)` ends a session once its reply is sent; `stats(request)` builds the tree that `Stats` is
+    answered with.
+    """
+
+    def __init__(
+        self, desk: Desk, clock: LeaseClock, end: Callable[[Session], None],
+        stats: Callable[[m.Stats], Steps[dict[str, Any]]], slow: SlowRequests,
+    ) -> None:  # fmt: skip
+        self.latency: dict[str, LatencyHistogram] = {}
+        self.desk = desk
+        self._cache = desk.cache
+        self._clock = clock
+        self._generation = desk.generation
+        self._sessions = desk.sessions
+        self._end = end
+        self._stats = stats
+        self.slow = slow
+        self.soon: Callable[[], None] = lambda: None
+        """Says that there is a slice to do before the next tick."""
+        self._sliced: Counter[Session] = Counter()  # requests under way in slices, by session
+        self.reads = ReadRequests(desk, slow)
+        self._writes = WriteRequests(desk)
+        self._methods: dict[type, Method] = {
+            m.Ping: self._ping,
+            m.Stats: self._statistics,
+            m.Bye: self._bye,
+            **self.reads.methods(),
+            **self._writes.methods(),
+            **AdminRequests(desk).methods(),
+        }
+
+    def handle(self, identity: bytes, header: bytes, parts: list[zmq.Frame]) -> Answer | None:
+        """Answer one message: its header part, and the payload parts that followed.
+
+        None for what waits for the tier below, or takes several slices, and is given to `send` later.
+        """
+        started_ns = time.perf_counter_ns()
+        counters = self._cache.counters
+        counters.requests += 1
+        self._clock.observe()
+        self.desk.identity = identity
+        request_id = 0
+        session: Session | None = None
+        request: m.Request | None = None
+        try:
+            request = self._decode(header)
+            request_id = request.request_id
+            session = self._session_of(request)
+            self.desk.tenant = session.tenant
+            if session.tenant and type(request) not in FOR_TENANTS:
+                text = "clients of other hosts may not ask this: ask on the daemon's own host"
+                raise RequestRefused(ErrorCode.FORBIDDEN.value, text)
+            answer: Answer | None = self._dispatch(session, request, parts)
+        except RequestRefused as refusal:
+            error = self._refused(request_id or _request_id_of(header), refusal)
+            answer = Answer(encoder.encode(error), session)
+        except Exception:
+            log.exception("a request failed")
+            answer = Answer(encoder.encode(self._failed(request_id)), session)
+        else:
+            self._observe(session, request, started_ns)
+        return answer
+
+    def _observe(self, session: Session, request: m.Request, started_ns: int) -> None:
+        kind, ended_ns = type(request).__name__, time.perf_counter_ns()
+        histogram = self.latency.get(kind)
+        if histogram is None:
+            histogram = self.latency[kind] = LatencyHistogram()
+        histogram.observe(ended_ns - started_ns)
+        self.slow.served(session, request, started_ns, ended_ns)
+        if self.desk.recorder is not None and isinstance(request, (m.Flush, m.Prefetch)):
+            self._record(request)
+
+    def _record(self, request: m.Flush | m.Prefetch) -> None:
+        """What is asked seldom enough to be looked at here."""
+        recorder, known = self.desk.recorder, self._cache.space.namespaces
+        assert recorder is not None
+        namespaces = [known[number] for number in request.namespaces or known]
+        if isinstance(request, m.Flush):
+            recorder.forgot(namespaces, request.key, request.tier)
+        else:
+            recorder.fetched(namespaces, request.keys)
+
+    def _decode(self, header: bytes) -> m.Request:
+        if len(header) > MAX_REGISTER_BYTES and _REGISTER.encode() in header[:_TAG_WITHIN]:
+            # To build what is in a spec of megabytes would hold up everybody.
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, f"the spec is longer than {MAX_SPEC_BYTES} bytes")
+        try:
+            return _decode(header)
+        except UNREADABLE as error:
+            self._cache.counters.requests_malformed += 1
+            raise RequestRefused(ErrorCode.MALFORMED.value, str(error)) from error
+
+    def _session_of(self, request: m.Request) -> Session:
+        if request.generation != self._generation:
+            text = "the daemon was restarted since this session began: connect again"
+            raise RequestRefused(ErrorCode.STALE_GENERATION.value, text)
+        session = self._sessions.get(request.session)
+        if session is None:
+            raise RequestRefused(ErrorCode.UNKNOWN_SESSION.value, "this session has ended: connect again")
+        now_us = time.monotonic_ns() // 1000
+        if isinstance(request, m.Ping) and request.clock_us:
+            # Clocks of two hosts drift, and stand still while a machine is paused.
+            # This never expires: it would not be heard.
+            session.clock_offset_us = now_us - request.clock_us
+        elif request.deadline_us + session.clock_offset_us < now_us:
+            self._cache.counters.requests_expired += 1
+            raise RequestRefused(ErrorCode.EXPIRED.value, "its deadline was over before it was read")
+        return session
+
+    def _dispatch(self, session: Session, request: m.Request, parts: list[zmq.Frame]) -> Answer | None:
+        if len(parts) != (1 if isinstance(request, m.Write) else 0):
+            self._cache.counters.requests_malformed += 1
+            raise RequestRefused(ErrorCode.MALFORMED.value, f"{len(parts)} payload parts do not belong to this request")
+        if isinstance(request, m.Read):
+            return self.reads.read(session, request)
+        if isinstance(request, m.Write):
+            reply: m.Reply | None = self._writes.write(session, request, parts[0].buffer)
+        else:
+            asked = self._methods[type(request)](session, request)
+            reply = self._begin(session, request, asked) if isinstance(asked, Generator) else asked
+        return None if reply is None else Answer(encoder.encode(reply), session)
+
+    # --- requests that take several slices -----------------------------------------------------------
+
+    def _begin(self, session: Session, request: m.Request, steps: Steps[m.Reply | None]) -> m.Reply | None:
+        """The first slice of a request: nearly always all of it."""
+        if type(request) in TO_THE_END:
+            self._check_room(session, steps)  # before any of it is done
+        try:
+            next(steps)
+        except StopIteration as end:
+            reply: m.Reply | None = end.value
+            return reply
+        self._check_room(session, steps)
+        self._sliced[session] += 1
+        self._cache.slices.add(self._go_on(self.desk.identity, session, request, steps))
+        self.soon()
+        return None
+
+    def _check_room(self, session: Session, steps: Steps[m.Reply | None]) -> None:
+        if self._sliced.get(session, 0) >= MAX_SLICED:
+            steps.close()
+            text = f"{MAX_SLICED} long requests of this session are being answered: wait for one of them"
+            raise RequestRefused(ErrorCode.LIMIT.value, text)
+
+    def _go_on(
+        self, identity: bytes, session: Session, request: m.Request, steps: Steps[m.Reply | None]
+    ) -> Steps[None]:  # fmt: skip
+        """The further slices of a request, and its answer; as long as the session lasts and its client waits.
+
+        Or to the end; see `TO_THE_END`.
+        """
+        until_us = request.deadline_us + session.clock_offset_us
+        to_the_end = type(request) in TO_THE_END
+        reply: m.Reply | None = None  # at the end: it is answered otherwise
+        with closing(steps):
+            while session.open or to_the_end:
+                try:
+                    if until_us < time.monotonic_ns() // 1000 and not to_the_end:
+                        self._cache.counters.requests_expired += 1
+                        raise RequestRefused(ErrorCode.EXPIRED.value, "its deadline was over before it was answered")
+                    next(steps)
+                except StopIteration as end:
+                    reply = end.value
+                except RequestRefused as refusal:
+                    reply = self._refused(request.request_id, refusal)
+                except Exception:
+                    log.exception("a request failed")
+                    reply = self._failed(request.request_id)
+                else:
+                    yield
+                    continue
+                break
+        self._sliced[session] -= 1
+        if not self._sliced[session]:
+            del self._sliced[session]
+        if reply is not None and session.open:
+            self.desk.answer(identity, session, reply)
+
+    def _refused(self, request_id: int, refusal: RequestRefused) -> m.Error:
+        self._cache.counters.requests_refused += 1
+        text = refusal.text[:MAX_ERROR_CHARS]  # some quote what was sent
+        return m.Error(request_id, self._generation, refusal.code, text)
+
+    def _failed(self, request_id: int) -> m.Error:
+        """A bug of ours must not become a client that waits for ever."""
+        self._cache.counters.requests_failed += 1
+        text = "the daemon failed at this request; its log says where"
+        return m.Error(request_id, self._generation, ErrorCode.INTERNAL.value, text)
+
+    # --- answers of its own --------------------------------------------------------------------------
+
+    def _ping(self, session: Session, request: m.Ping) -> m.Reply:
+        return m.Done(request.request_id, self._generation)
+
+    def _statistics(self, session: Session, request: m.Stats) -> Steps[m.Reply]:
+        return m.StatsReply(request.request_id, self._generation, (yield from self._stats(request)))
+
+    def _bye(self, session: Session, request: m.Bye) -> m.Reply:
+        self._end(session)
+        return m.Done(request.request_id, self._generation)
+
+
+def _decode(header: bytes) -> m.Request:
+    """A request, with whatever a later release has added to it. Raises one of UNREADABLE."""
+    try:
+        request: m.Request = _decoder.decode(header)
+        return request
+    except msgspec.ValidationError:
+        # Further elements of arrays are skipped; the one map is the spec of a namespace, of which nothing may be.
+        elements = _decode_elements(header) if len(header) <= MAX_REGISTER_BYTES else []
+        if elements[:1] != [_REGISTER] or len(elements) <= _SPEC or not isinstance(elements[_SPEC], dict):
+            raise
+        spec = NamespaceSpec.received(elements[_SPEC])
+        request = _decoder.decode(encoder.encode([*elements[:_SPEC], spec, *elements[_SPEC + 1 :]]))
+        return request
+
+
+def _request_id_of(header: bytes) -> int:
+    """The request id of a message that could not be decoded, if it got that far; else 0."""
+    try:
+        return _decode_start(header).request_id
+    except UNREADABLE:
+        return 0

@@ -1,0 +1,255 @@
+"""The tree that `stats` answers: raw numbers and short strings, units last in the names."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tiercache import __version__
+from tiercache.daemon.ground.counters import Counters
+from tiercache.daemon.ground.own_process import process_figures, rss_bytes
+from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.observe.histograms import build_histograms
+from tiercache.protocol.messages import Stats
+
+if TYPE_CHECKING:
+    from tiercache.config.daemon_config import DaemonConfig
+    from tiercache.copies.arena import Region
+    from tiercache.daemon.cache import Cache
+    from tiercache.daemon.events.events import Events
+    from tiercache.daemon.ground.regions import RegionMaker
+    from tiercache.daemon.observe.http_process import HttpProcess
+    from tiercache.daemon.observe.recorder import Recorder
+    from tiercache.daemon.requests.service import Service
+    from tiercache.daemon.requests.sessions import SessionGate
+    from tiercache.daemon.tiers.dram.space import Namespace
+    from tiercache.daemon.tiers.nvme.tier import NvmeTier
+    from tiercache.daemon.tiers.quotas import Quotas
+
+# What clients name themselves and register is theirs to choose; the reply has to fit into one message.
+MAX_LISTED_NAMESPACES = 1024
+MAX_LISTED_SESSIONS = 256
+MAX_LISTED_QUOTAS = 256
+_NAMESPACES_AT_ONCE = 128
+_MAX_CHARS = 48
+_COUNTERS = [field.name for field in fields(Counters)]
+
+
+class Daemon(Protocol):
+    """As much of the daemon as `stats` tells of."""
+
+    config: DaemonConfig
+    generation: int
+    started_s: float
+    log_figures: Callable[[], dict[str, Any]]
+    cache: Cache
+    regions: dict[int, Region]
+    maker: RegionMaker
+    gate: SessionGate
+    service: Service
+    nvme: NvmeTier | None
+    events: Events | None
+    recorder: Recorder | None
+    http: HttpProcess | None
+
+    def refused_connections(self) -> int:
+        """Of clients and subscribers."""
+
+
+def build_stats(daemon: Daemon, request: Stats) -> Steps[dict[str, Any]]:
+    """Everything that is known, as of now; the lists of namespaces and sessions are cut.
+
+    Very many namespaces, and what is asked for besides, come in slices of their own.
+    """
+    if daemon.cache.what_if is not None:
+        yield from daemon.cache.what_if.catch_up()
+    stats = _figures(daemon)
+    stats["namespaces"] = yield from _namespaces(daemon)
+    stats["sessions"] = _sessions(daemon)
+    if request.histograms:
+        yield
+        stats["histograms"] = build_histograms(daemon.cache, daemon.service.latency, daemon.nvme)
+    if request.hot_prefixes > 0:
+        yield
+        paths, index = daemon.cache.traffic.hot_paths, daemon.cache.space.index
+        stats["hot_prefixes"] = paths.snapshot(request.hot_prefixes, index)
+    return stats
+
+
+def _figures(daemon: Daemon) -> dict[str, Any]:
+    cache, space = daemon.cache, daemon.cache.space
+    blocks = sum(table.blocks for table in space.index.tables.values())
+    counters = {name: getattr(cache.counters, name) for name in _COUNTERS}  # asdict() takes twenty times as long
+    counters["invariant_failures"] = space.index.invariant_failures
+    counters["connections_refused"] = daemon.refused_connections()
+    return {
+        "daemon": _daemon(daemon),
+        "health": health_of(daemon),
+        "arena": _arena(daemon),
+        "tiers": {
+            "dram": {
+                "blocks": blocks,
+                "bytes": space.allocator.used_bytes,
+                "capacity_bytes": space.allocator.arena_bytes,
+            },
+            **({cache.below.name: cache.below.stats()} if cache.below.name else {}),
+        },
+        **({} if cache.what_if is None else {"what_if": cache.what_if.stats()}),
+        "counters": counters,
+        "traffic": cache.traffic.stats(),
+        "latency": {name: histogram.snapshot() for name, histogram in sorted(daemon.service.latency.items())},
+        "leases": {
+            "read": len(cache.reads.leases) - len(cache.reads.pins),
+            "write": len(cache.writes.leases),
+            "quarantined": len(cache.writes.quarantined),
+            "pending_blocks": len(cache.writes.pending),
+            "parked_requests": daemon.service.reads.parked,
+        },
+        **({} if daemon.events is None else {"kv_events": daemon.events.stats()}),
+        **({} if daemon.recorder is None else {"record": daemon.recorder.stats()}),
+        "pins": {"count": len(cache.reads.pins), "bytes": cache.reads.pinned_bytes},
+        "hints": {**space.policies.hints.stats(), "plans": cache.ahead.plans, "ahead_blocks": cache.ahead.blocks},
+        **({"quotas": quotas} if (quotas := _quotas(daemon)) else {}),
+    }
+
+
+def _daemon(daemon: Daemon) -> dict[str, Any]:
+    rss, shared = rss_bytes()
+    return {
+        "version": __version__,
+        "pid": os.getpid(),
+        "run_dir": str(daemon.config.run_dir),
+        "generation": daemon.generation,
+        "uptime_s": time.monotonic() - daemon.started_s,
+        "rss_bytes": rss,
+        "rss_besides_arena_bytes": rss - shared,
+        **process_figures(),
+        "policy": daemon.config.policy,
+        **daemon.log_figures(),
+    }
+
+
+def health_of(daemon: Daemon) -> dict[str, Any]:
+    """Whether all is well, and why not.
+
+    `parts` says in how many ways each part is not well: reasons are for people and may change their words.
+    """
+    parts: dict[str, list[str]] = {"arena": [], "index": [], "nvme": [], "http": []}
+    if daemon.maker.shortage and daemon.cache.space.allocator.arena_bytes < daemon.config.arena_bytes:
+        parts["arena"].append(daemon.maker.shortage)
+    parts["arena"] += daemon.cache.writes.unfinished.reasons()
+    if daemon.cache.space.index.invariant_failures:
+        parts["index"].append("the index has contradicted itself, or a client sent keys that are no chain")
+    if daemon.nvme is not None:
+        parts["nvme"] += daemon.nvme.reasons()
+    if daemon.http is not None and daemon.http.problem:
+        parts["http"].append(daemon.http.problem)
+    reasons = [reason for its in parts.values() for reason in its]
+    return {
+        "state": "degraded" if reasons else "ok",
+        "reasons": reasons,
+        "parts": {part: len(its) for part, its in parts.items()},
+    }
+
+
+def _sessions(daemon: Daemon) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": session.name,
+            "pid": session.pid,
+            "tenant": session.tenant,
+            "mapped": session.mapped,
+            "registration": session.registration,
+            "protocol": session.protocol,
+            "connected_s": round(session.age_s, 1),
+            "read_leases": len(session.owner.reads),
+            "write_leases": len(session.owner.writes) + len(session.owner.grants),
+            "counters": session.counters,
+        }
+        for session in islice(daemon.gate.sessions.values(), MAX_LISTED_SESSIONS)
+    ]
+
+
+def _quotas(daemon: Daemon) -> list[dict[str, Any]]:
+    """Who has a limit, and how far it is used; of tenants that only `*` is for those that have namespaces."""
+    space, nvme = daemon.cache.space, daemon.nvme
+    used: dict[str, tuple[Quotas, Callable[[str], int]]] = {"dram": (space.quotas, space.used_bytes)}
+    if nvme is not None:
+        used["nvme"] = space.quotas_below, nvme.fairness.used_bytes
+    taken = space.shares.taken_bytes()
+    return [
+        {
+            "name": account,
+            "tier": tier,
+            "used_bytes": used_bytes(account),
+            **({"region_bytes": taken[space.quotas.numbers[account]]} if tier == "dram" else {}),
+            "limit_bytes": quotas.limit_bytes(account),
+            "refused_blocks": quotas.refused[account],
+        }
+        for tier, (quotas, used_bytes) in used.items()
+        for account in islice(quotas.members, MAX_LISTED_QUOTAS)
+    ]
+
+
+def _arena(daemon: Daemon) -> dict[str, Any]:
+    allocator = daemon.cache.space.allocator
+    locked = sum(region.size_bytes for region in daemon.regions.values() if region.locked)
+    return {
+        "bytes": daemon.config.arena_bytes,
+        "populated_bytes": allocator.arena_bytes,
+        "locked_bytes": locked,
+        "regions": len(daemon.regions),
+        "used_bytes": allocator.used_bytes,
+        "free_bytes": allocator.arena_bytes - allocator.used_bytes,
+        "quarantined_bytes": daemon.cache.writes.unfinished.quarantined_bytes,
+        "classes": [
+            {
+                "frame_bytes": size_class.frame_bytes,
+                "regions": len(size_class.regions),
+                "frames": size_class.frames,
+                "free": size_class.free,
+            }
+            for size_class in allocator.classes.values()
+        ],
+    }
+
+
+def _namespaces(daemon: Daemon) -> Steps[list[dict[str, Any]]]:
+    cache = daemon.cache
+    pinned, below = cache.reads.pinned_blocks, cache.below.blocks_of
+    views: list[dict[str, Any]] = []
+    for one in list(islice(cache.space.namespaces.values(), MAX_LISTED_NAMESPACES)):
+        if len(views) % _NAMESPACES_AT_ONCE == _NAMESPACES_AT_ONCE - 1:
+            yield
+        views.append(_namespace(one, cache.clock_s(), pinned[one.number], below(one.number)))
+    return views
+
+
+def _namespace(namespace: Namespace, now_s: float, pinned: int, below: int) -> dict[str, Any]:
+    spec, use = namespace.spec, namespace.use
+    return {
+        "id": namespace.number,
+        "fingerprint": namespace.fingerprint,
+        "engine": spec.engine[:_MAX_CHARS],
+        "layout": spec.layout[:_MAX_CHARS],
+        "dtype": spec.dtype[:_MAX_CHARS],
+        "group": spec.group[:_MAX_CHARS],
+        "tenant": spec.tenant,
+        "quantization": spec.quantization[:_MAX_CHARS],
+        "block_size": spec.block_size,
+        "block_bytes": spec.block_bytes,
+        "rank": f"tp {spec.tp_rank}/{spec.tp_size} pp {spec.pp_rank}/{spec.pp_size}",
+        "blocks": namespace.table.blocks,
+        "below_blocks": below,
+        "pinned_blocks": pinned,
+        "asked_blocks": use.asked_blocks,
+        "hit_blocks": use.hit_blocks,
+        "hit_below_blocks": use.below_blocks,
+        "stored_blocks": use.stored_blocks,
+        "refused_blocks": use.refused_blocks,
+        "idle_s": None if use.used_s is None else round(now_s - use.used_s, 1),
+    }

@@ -1,0 +1,147 @@
+"""Requests that store blocks: register, reserve, commit, abort, write, and places on NVMe."""
+
+from __future__ import annotations
+
+from tiercache.daemon.events.events import Named, name_blocks
+from tiercache.daemon.requests.context import Desk, Method, check_range, check_run, encoder
+from tiercache.daemon.requests.sessions import Session
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
+from tiercache.daemon.tiers.lower_tier import Granted
+from tiercache.errors import RequestRefused
+from tiercache.protocol import messages as m
+from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, ErrorCode
+from tiercache.protocol.wire import UNREADABLE
+
+MAX_SPEC_BYTES = 8192
+
+
+class WriteRequests:
+    """One method for each kind of request. Event loop only."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._cache = desk.cache
+        self._generation = desk.generation
+
+    def methods(self) -> dict[type, Method]:
+        """What answers each kind of request."""
+        return {
+            m.RegisterNamespace: self._register,
+            m.Reserve: self._reserve,
+            m.Commit: self._commit,
+            m.Abort: self._abort,
+            m.ReserveExtents: self._reserve_extents,
+            m.CommitExtents: self._commit_extents,
+        }
+
+    def _register(self, session: Session, request: m.RegisterNamespace) -> m.Reply:
+        problem = request.spec.problem()
+        if problem is None and request.spec.frame_bytes > self._desk.region_bytes:
+            problem = (
+                f"a block has {request.spec.block_bytes} bytes and a region of the arena {self._desk.region_bytes}: "
+                "start the daemon with a larger --region, and an --arena that is no smaller"
+            )
+        if problem is None and len(encoder.encode(request.spec)) > MAX_SPEC_BYTES:
+            problem = f"the spec is longer than {MAX_SPEC_BYTES} bytes"
+        if problem is not None:
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, problem)
+        spec = request.spec.of_tenant(session.tenant) if session.tenant else request.spec
+        try:
+            namespace = self._cache.space.open_namespace(spec)
+        except NoRoom as error:
+            raise RequestRefused(ErrorCode.LIMIT.value, str(error)) from error
+        if session.tenant and len(session.registered) < MAX_TENANT_NAMESPACES:
+            session.registered[request.spec.fingerprint()] = namespace.fingerprint
+        namespace.direct |= request.direct and not session.tenant
+        return m.Namespace(request.request_id, self._generation, namespace.number, request.spec.frame_bytes)
+
+    def _reserve(self, session: Session, request: m.Reserve) -> m.Reply:
+        check_run(request.parent, request.keys)
+        ttl_s = self._desk.lease_ttl_s(session, request.ttl_ms)
+        namespace = self._desk.namespace(request.namespace)
+        named = self._named(session.owner, request, namespace)
+        got = self._cache.reserve(session.owner, namespace, request.parent, request.keys, ttl_s, named)
+        if self._desk.recorder is not None:
+            self._desk.recorder.stored(namespace, request.parent, request.keys)
+        frames, states = m.pack_frames(got.frames), bytes(got.states)
+        return m.Reserved(request.request_id, self._generation, got.lease_id, states, frames, got.parent_missing)
+
+    def _named(
+        self, owner: Owner, request: m.Reserve | m.ReserveExtents, namespace: Namespace
+    ) -> Named | None:
+        """What events will say of the blocks of a store, if there are events. Nothing where it is too much to keep."""
+        run, block_size = request.events, namespace.spec.block_size
+        if run is None or self._cache.events is None:
+            return None
+        blocks = len(request.keys) // KEY_BYTES
+        extra = blocks if run.extra_keys is None else len(run.extra_keys)
+        if not blocks == len(run.hashes) == extra or len(run.tokens) != 4 * blocks * block_size:
+            text = f"events name {len(run.hashes)} blocks, {extra} extra keys and {len(run.tokens)} bytes of tokens"
+            text += f": must be {blocks} blocks of {block_size} tokens"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        named, events = name_blocks(run, block_size, namespace.spec.tenant), self._cache.events
+        try:
+            fits = named.check() and not named.too_large
+        except UNREADABLE as error:
+            raise RequestRefused(ErrorCode.MALFORMED.value, f"extra keys of events: {error}") from error
+        if not fits or not events.waits(owner.party, named):
+            events.unnamed_blocks += blocks
+            return None
+        return named
+
+    def _commit(self, session: Session, request: m.Commit) -> m.Reply:
+        if len(request.blocks) % 4 or len(request.blocks) > 4 * m.MAX_RESERVE:
+            text = f"blocks must be u32le indices, at most {m.MAX_RESERVE}"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        numbers = m.unpack_indices(request.blocks)
+        states = self._cache.writes.commit(session.owner, request.lease, numbers)
+        return m.Committed(request.request_id, self._generation, bytes(states))
+
+    def _abort(self, session: Session, request: m.Abort) -> m.Reply:
+        self._cache.writes.abort(session.owner, request.lease, request.finished)
+        if self._cache.below.grants is not None:
+            self._cache.below.grants.abort(session.owner, request.lease, request.finished)
+        return m.Done(request.request_id, self._generation)
+
+    def _reserve_extents(self, session: Session, request: m.ReserveExtents) -> m.Reply:
+        check_run(request.parent, request.keys)
+        ttl_s = self._desk.lease_ttl_s(session, request.ttl_ms)
+        namespace = self._desk.namespace(request.namespace)
+        grants, got = self._cache.below.grants, Granted()
+        if grants is not None:
+            named = self._named(session.owner, request, namespace)
+            got = grants.reserve(session.owner, namespace, request.parent, request.keys, ttl_s, named)
+            if self._cache.what_if is not None:
+                self._cache.what_if.stored(namespace, request.parent, request.keys)
+        extents = m.pack_extents(got.extents)
+        return m.ReservedExtents(
+            request.request_id, self._generation, got.lease_id, got.present, got.directory, extents, got.soon
+        )
+
+    def _commit_extents(self, session: Session, request: m.CommitExtents) -> m.Reply:
+        if len(request.checksums) % 8 or len(request.checksums) > 8 * m.MAX_RESERVE:
+            text = f"checksums must be u64le, at most {m.MAX_RESERVE}"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        checksums, grants = m.unpack_checksums(request.checksums), self._cache.below.grants
+        states = [m.CommitState.DROPPED] * len(checksums)
+        if grants is not None:
+            states = grants.commit(session.owner, request.lease, checksums)
+        return m.Committed(request.request_id, self._generation, bytes(states))
+
+    def write(self, session: Session, request: m.Write, payload: memoryview) -> m.Reply:
+        block = self._cache.writes.writable_block(session.owner, request.lease, request.index)
+        if block is None:
+            text = f"block {request.index} is not reserved under this lease (any more)"
+            raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, text)
+        frame = block.frame
+        check_range(request.offset, len(payload), self._cache.space.allocator.frame_bytes(frame))
+        if request.offset > block.written:
+            text = f"offset {request.offset} leaves a gap after byte {block.written}: write a block from its start"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
+        block.written = max(block.written, request.offset + len(payload))
+        region = self._desk.regions[frame >> REGION_SHIFT]
+        # At most 2 MiB: a third of a millisecond of the loop.
+        region.view((frame & OFFSET_MASK) + request.offset, len(payload))[:] = payload
+        self._cache.counters.payload_bytes_written += len(payload)
+        return m.Done(request.request_id, self._generation)

@@ -1,0 +1,85 @@
+"""Whether the books of the DRAM tier agree: looked at a slice at a time, while they change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.index.allocator import NO_ACCOUNT, NO_FRAME
+from tiercache.daemon.index.check import ENTRIES, Holding, check_blocks, check_pins
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.tiers.dram.leases import PendingBlock, ReadLease
+from tiercache.daemon.tiers.dram.reads import Reads
+from tiercache.daemon.tiers.dram.space import Space
+from tiercache.daemon.tiers.dram.writes import Writes
+
+_TRIES = 3
+_PINS = 512
+"""Of clients, looked at in one slice."""
+
+
+def check_dram(space: Space, reads: Reads, writes: Writes) -> Steps[list[str]]:
+    """Everything in which columns, tables, leases and frames disagree; empty when all is well."""
+    findings = yield from check_blocks(space.index, space.allocator, writes.owners, ())
+    findings += yield from check_pins(space.index, lambda: _holdings(space, reads, writes))
+    findings += yield from _check_accounts(space, writes)
+    findings += yield from _check_pinned_regions(space, reads)
+    leases = writes.leases, writes.quarantined, writes.waiting
+    findings += yield from writes.unfinished.check(lambda: [lease for its in leases for lease in its.values()])
+    return findings
+
+
+def _holdings(space: Space, reads: Reads, writes: Writes) -> Sequence[Holding]:
+    """Who pins entries of the index."""
+    index = space.index
+    single = [
+        *space.tails, *reads.loose_pins(), *index.unlinking_entries(),
+        *(table.root for table in index.tables.values()),
+    ]  # fmt: skip
+    return [
+        (list(reads.leases.values()), ReadLease.pinned),
+        (list(writes.pending.values()), _pinned_by),
+        (single, lambda entry: (entry,)),
+    ]
+
+
+def _pinned_by(block: PendingBlock) -> Iterable[int]:
+    return () if block.parent_entry == NO_ENTRY else (block.parent_entry,)
+
+
+def _check_accounts(space: Space, writes: Writes) -> Steps[list[str]]:
+    """Frames that are not their namespace's account's. Namespaces keep theirs, and so do frames in use."""
+    index = space.index
+    if not space.quotas.numbers:
+        return []
+    wrong, account_of = 0, space.allocator.account_of
+
+    def is_wrong(frame: int, number: int) -> bool:
+        return account_of(frame) != space.quotas.numbers.get(space.namespaces[number].account, NO_ACCOUNT)
+
+    for first in range(0, len(index.key), ENTRIES):
+        for entry in range(first, min(first + ENTRIES, len(index.key))):
+            if index.state[entry] and index.frame[entry] != NO_FRAME:
+                wrong += is_wrong(index.frame[entry], index.table[entry])
+        yield
+    for part in writes.owners():
+        wrong += sum(is_wrong(frame, block.table.number) for frame, block in part)
+        yield
+    return [f"{wrong} frames are in an account that is not their namespace's"] if wrong else []
+
+
+def _check_pinned_regions(space: Space, reads: Reads) -> Steps[list[str]]:
+    """The regions that pins of clients keep; not looked at while pins come and go all the time."""
+    for _ in range(_TRIES):
+        changes, pinned = reads.pin_changes, Counter[int]()
+        for number, lease in enumerate(list(reads.pins.values()), 1):
+            pinned.update(lease.pin_regions)
+            if not number % _PINS:
+                yield
+                if reads.pin_changes != changes:
+                    break
+        else:
+            same = pinned == space.pinned_regions
+            return [] if same else ["the regions that pins keep are not those of the pins"]
+    return []

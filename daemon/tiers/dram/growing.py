@@ -1,0 +1,111 @@
+"""A read lease that grows: what it waits for in each of its namespaces, and what of that it holds already.
+
+    chain    |=================>..........|     blocks come in order; the last one that has come is pinned
+             0                end       target
+
+    window                  |===.==>.==..|      they come in any order, and each that has come is pinned;
+                          first end    target   `end` is the first gap
+
+What is pinned is used: the policy is told when the run begins and when it is complete, and not of every landing, since
+in how many goes blocks land is up to the disk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tiercache.daemon.ground.slices import PINS
+from tiercache.daemon.index.index import Index
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
+from tiercache.protocol.messages import KEY_BYTES
+
+
+class Run:
+    """What one namespace needs for a cut at `target`; `first ..< end` of it is in DRAM, and pinned. Event loop only.
+
+    A wide window is looked through in slices, again and again: see `look` and `begin_pass`.
+    """
+
+    __slots__ = ("_here", "_index", "_keys", "end", "first", "missing", "namespace", "pins", "target", "to_look")
+
+    def __init__(self, index: Index, namespace: Namespace, keys: bytes, target: int) -> None:
+        self._index = index
+        self._keys = keys
+        self.namespace = namespace
+        self.target = target
+        self.first = self.end = first_of_window(namespace, target)
+        self.missing = deque(range(self.first, target)) if namespace.table.windowed else deque[int]()
+        self._here = bytearray(len(self.missing))
+        self.to_look = len(self.missing)  # of them, in this pass
+        self.pins: list[int] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it is in DRAM, and pinned."""
+        return self.end == self.target
+
+    def key(self, number: int) -> bytes:
+        """The key of a block."""
+        return self._keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+
+    def begin_pass(self) -> None:
+        """All that is missing is to be looked for once more."""
+        self.to_look = len(self.missing)
+
+    def look(self) -> bool:
+        """Take in what has come, a slice of it: pinned from here on. True while this pass is not over."""
+        if self.complete:
+            return False
+        if self.namespace.table.windowed:
+            self._gather()
+        elif self.namespace.table.get(self.key(self.end)) != NO_ENTRY:
+            self._extend()
+        return self.to_look > 0
+
+    def advance(self) -> int:
+        """Take in what has come, or a slice of what there is to look through; how many blocks were looked for."""
+        if not self.to_look:
+            self.begin_pass()
+        looked = min(PINS, self.to_look)
+        self.look()
+        return looked
+
+    def touch(self, first: int) -> int:
+        """Tell the policy of what is pinned, a slice of it: a chain's end, or a window's blocks in their order from
+        `first` on. Where the next slice begins, `target` at the end."""
+        table, pinned = self.namespace.table, set(self.pins)
+        numbers = range(max(first, self.end - 1), self.end)
+        if table.windowed:
+            numbers = range(first, min(first + PINS, self.target))
+        for entry in map(table.get, map(self.key, numbers)):
+            if entry in pinned:
+                self._index.touch(entry)
+        return numbers.stop if table.windowed else self.target
+
+    def _extend(self) -> None:
+        table = self.namespace.table
+        end = self._index.prefix_length(table, self._keys, self.target)
+        if end > self.end:
+            self._pin(table.get(self.key(end - 1)))
+            if len(self.pins) > 1:
+                self._index.unpin(self.pins.pop(0))
+            self.end = end
+
+    def _gather(self) -> None:
+        table, parent, missing = self.namespace.table, self._index.parent, self.missing
+        for _ in range(min(PINS, self.to_look)):
+            number = missing.popleft()
+            entry = table.get(self.key(number))
+            if entry == NO_ENTRY or parent[entry] != table.root:
+                missing.append(number)
+            else:
+                self._pin(entry)
+                self._here[number - self.first] = 1
+            self.to_look -= 1
+        end = self._here.find(0, self.end - self.first)
+        self.end = self.target if end < 0 else self.first + end
+
+    def _pin(self, entry: int) -> None:
+        self._index.pin(entry)
+        self.pins.append(entry)

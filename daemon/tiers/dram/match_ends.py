@@ -1,0 +1,113 @@
+"""Where a match may end: behind the longest leading run that all asked namespaces have.
+
+    chain    blocks 0 ..< cut. DRAM and the tier below are prefix-closed, each by itself, so the longer one counts
+    window   blocks cut - w ..< cut; each may be in DRAM or in the tier below
+
+    block         0  1  2  3  4  5  6      D: in DRAM, N: below
+    chain         D  D  D  N  N  N  .      DRAM alone: at 3 and before; with what is below: at 6 and before
+    window of 2   .  .  N  D  D  N  D      DRAM alone: at 5; with what is below: at 4, 5, 6 and 7
+                                           both of them: nothing in DRAM alone, at 6 with what is below
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tiercache.daemon.ground.slices import LOOKUPS, Steps
+from tiercache.daemon.index.index import Index
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.index.walks import walk
+from tiercache.daemon.tiers.dram.space import Namespace, Space, first_of_window
+from tiercache.daemon.tiers.lower_tier import TierBelow
+from tiercache.protocol.messages import KEY_BYTES
+
+_CHAINS = 16
+"""Chains looked for in the tier below in one slice: each of its directories is asked."""
+Lookup = Callable[[bytes], bool]
+"""Whether a block of a window is here."""
+
+
+class Cuts:
+    """Searches, without a trace. Event loop only."""
+
+    def __init__(self, space: Space, below: TierBelow) -> None:
+        self._index: Index = space.index
+        self._below = below
+
+    def in_dram(self, namespaces: Sequence[Namespace], keys: bytes, limit: int) -> Steps[int]:
+        """The longest cut of at most `limit` blocks that DRAM has alone."""
+        cut, windowed = limit, []
+        for namespace in namespaces:
+            if namespace.table.windowed:
+                windowed.append(namespace)
+                continue
+            if namespace.table.unlinking:
+                yield from walk(self._index, namespace.table, keys, cut)
+                yield
+            cut = self._index.prefix_length(namespace.table, keys, cut)
+        if not windowed or not cut:
+            return cut
+        return (yield from _behind_windows(windowed, lambda one: self._index.lookup(one.table), keys, cut, 0))
+
+    def with_below(self, namespaces: Sequence[Namespace], keys: bytes, in_dram: int) -> Steps[int]:
+        """The longest cut of both tiers together, where DRAM alone has `in_dram` blocks."""
+        cut = len(keys) // KEY_BYTES
+        if not self._below.name or in_dram == cut:
+            return in_dram
+        windowed = []
+        for number, namespace in enumerate(namespaces, 1):
+            if namespace.table.windowed:
+                windowed.append(namespace)
+            elif (cut := self._chain_length(namespace, keys, cut)) <= in_dram:
+                return in_dram
+            if not number % _CHAINS or self._below.unlinking:
+                yield
+        if not windowed:
+            return cut
+        return (yield from _behind_windows(windowed, self._lookup, keys, cut, in_dram))
+
+    def _chain_length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
+        length, table = self._below.length(namespace, keys, limit), namespace.table
+        if length < limit and table.get(keys[length * KEY_BYTES : (length + 1) * KEY_BYTES]) != NO_ENTRY:
+            return max(length, self._index.prefix_length(table, keys, limit))
+        return length
+
+    def _lookup(self, namespace: Namespace) -> Lookup | None:
+        """Whether a block is in DRAM or below; None if nothing is."""
+        here, there = self._index.lookup(namespace.table), self._below.lookup(namespace)
+        if here is None or there is None:
+            return here or there
+        return lambda key: here(key) or there(key)
+
+
+def _behind_windows(
+    namespaces: Sequence[Namespace], lookup: Callable[[Namespace], Lookup | None], keys: bytes, cut: int, least: int
+) -> Steps[int]:
+    """The longest cut, `cut` at most, whose windows are whole; `least` is known to be one."""
+    # A missing block m rules out every cut in m+1 ..= m+w, so m is the next one to try: the first one that is
+    # missing of a window leads furthest, and a list of which nothing is here takes a look-up for each window. What
+    # was seen of one is not looked at again: each block is, at most once for each namespace.
+    seen_from = [cut] * len(namespaces)
+    lookups = [lookup(one) for one in namespaces]
+    if None in lookups:
+        return least
+    settled, left = False, LOOKUPS
+    while cut > least and not settled:
+        settled = True
+        for place, namespace in enumerate(namespaces):
+            number = first = first_of_window(namespace, cut)
+            end = min(seen_from[place], cut)
+            while number < end:
+                if not left:
+                    yield
+                    lookups, left = [lookup(one) for one in namespaces], LOOKUPS
+                here = lookups[place]
+                if here is None:
+                    return least  # there is nothing of it at all
+                left -= 1
+                if not here(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]):
+                    cut, settled = number, False
+                    break
+                number += 1
+            seen_from[place] = first
+    return max(cut, least)

@@ -1,0 +1,376 @@
+"""Room for blocks: namespaces, their size classes, and what is evicted to make more of it."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from tiercache.daemon.ground.counters import Counters
+from tiercache.daemon.index.allocator import NO_ACCOUNT, NO_FRAME, Allocator, SizeClass
+from tiercache.daemon.index.chain_ends import Prompts, Tails
+from tiercache.daemon.index.index import LIVE, Index, Table
+from tiercache.daemon.index.policy import NO_ENTRY, Policy, coldest_of
+from tiercache.daemon.policies import Policies
+from tiercache.daemon.tiers.dram.region_shares import Shares
+from tiercache.daemon.tiers.quotas import NOBODY, Quotas
+from tiercache.protocol.messages import REGION_SHIFT
+from tiercache.protocol.namespaces import NamespaceSpec
+from tiercache.protocol.wire import UNREADABLE
+
+MAX_NAMESPACES = 4096
+MAX_TENANT_NAMESPACES = 256
+"""Of one tenant: room for a few models on many ranks, and none to take the places of all others."""
+SLICE = 512
+"""Entries unlinked, or frames drained, in one go: about a millisecond of the loop."""
+ROOM_STEPS = 4 * SLICE
+"""Unlinked at most for one request, before it evicts: the rest comes back in the background."""
+EVICT_AT_ONCE = 4 * SLICE
+"""Evicted at most for one request. Only large blocks under a quota can need more, in the place of small ones."""
+
+LOOK_AT_ONCE = 16 * SLICE
+"""Frames of a region that are looked at in one go before it is emptied: likewise."""
+_DRAIN_REST = 256
+_TURN = 16
+
+
+@dataclass(slots=True)
+class Use:
+    """What a namespace has been asked for and given, in blocks, in this life of the daemon.
+
+    `used_s`: when it was asked or stored last, on the lease clock; None before the first time.
+    """
+
+    asked_blocks: int = 0
+    hit_blocks: int = 0
+    below_blocks: int = 0
+    stored_blocks: int = 0
+    refused_blocks: int = 0
+    used_s: float | None = None
+    pending_blocks: int = 0
+    """Being stored now."""
+    pending_below_blocks: int = 0
+    """On their way to the tier below."""
+
+
+@dataclass(slots=True, eq=False)
+class Namespace:
+    """A registered spec and where its blocks live. Each is itself alone: none equals another one.
+
+    `direct`: a client wants to read its blocks on NVMe itself, so they are stored for that. `account`,
+    `account_below`: whose quota its blocks are under in DRAM and in the tier below (see `Quotas`).
+    """
+
+    number: int
+    spec: NamespaceSpec
+    fingerprint: str
+    table: Table
+    size_class: SizeClass
+    direct: bool = False
+    account: str = NOBODY
+    account_below: str = NOBODY
+    use: Use = field(default_factory=Use)
+
+
+def first_of_window(namespace: Namespace, cut: int) -> int:
+    """The first block that a cut needs: of a chain all before it."""
+    return max(0, cut - namespace.spec.window_blocks) if namespace.table.windowed else 0
+
+
+class NoRoom(Exception):
+    """There is no place for another namespace."""
+
+
+class Space:
+    """The DRAM tier's places and what is in them. Event loop only; nothing here blocks."""
+
+    def __init__(
+        self, policies: Policies, counters: Counters, quotas: Quotas | None = None, headroom_bytes: int = 0,
+        quotas_below: Quotas | None = None,
+    ) -> None:  # fmt: skip
+        self.allocator = Allocator()
+        self.index = Index(self.allocator.give_back)
+        self.counters = counters
+        self.namespaces: dict[int, Namespace] = {}
+        self._by_fingerprint: dict[str, Namespace] = {}
+        self._namespaces_of: Counter[str] = Counter()  # how many, by tenant
+        self.policies = policies
+        self.prompts = Prompts()
+        self.tails = Tails(self.index, self.prompts, policies.clock_s)
+        self._policies: dict[int, dict[str, Policy]] = {}  # of a size of frames, by account
+        self.quotas = quotas or Quotas({})
+        self.quotas_below = quotas_below or Quotas({})
+        self.shares = Shares(self.allocator, self.quotas)
+        self.on_taken_back: Callable[[int], None] = lambda region_id: None
+        """Is told of a region that is emptied whatever keeps it."""
+        self._headroom_bytes = headroom_bytes
+        policies.turnover.room_bytes = lambda: self.allocator.arena_bytes - headroom_bytes
+        self._draining: tuple[int, int] | None = None  # region id, next frame to look at
+        self._looking: tuple[int, int, int] | None = None  # a region that may be emptied, next frame, blocks so far
+        self._drain_rest = 0  # times that no drain is considered
+        self._drain_turn = 0
+        self.pinned_regions: Counter[int] = Counter()  # regions that are not emptied, with the pins on each
+
+    def open_namespace(self, spec: NamespaceSpec) -> Namespace:
+        """The namespace of a spec that has no `problem()`; made when it is new. Raises NoRoom."""
+        fingerprint = spec.fingerprint()
+        known = self._by_fingerprint.get(fingerprint)
+        if known is not None:
+            return known
+        if len(self.namespaces) >= MAX_NAMESPACES:
+            raise NoRoom(f"{MAX_NAMESPACES} namespaces are registered: restart the daemon to forget the empty ones")
+        known_of_tenant = self._namespaces_of[spec.tenant]
+        if spec.tenant and known_of_tenant >= MAX_TENANT_NAMESPACES:
+            raise NoRoom(f"tenant {spec.tenant} has registered {known_of_tenant} namespaces: there can be no more")
+        self._namespaces_of[spec.tenant] += 1
+        number = len(self.namespaces) + 1
+        size_class = self.allocator.size_class(spec.frame_bytes)
+        its = self._policies.setdefault(spec.frame_bytes, {})
+        account = self.quotas.enter(number, spec.tenant, fingerprint)
+        below = self.quotas_below.enter(number, spec.tenant, fingerprint)
+        policy = its.get(account)
+        if policy is None:
+            policy = its[account] = self.policies.hinted(self.index)
+        table = self.index.add_table(number, policy, windowed=spec.window_blocks > 0)
+        namespace = Namespace(number, spec, fingerprint, table, size_class, account=account, account_below=below)
+        self.namespaces[number] = self._by_fingerprint[fingerprint] = namespace
+        return namespace
+
+    def numbers(self, fingerprints: Iterable[str]) -> dict[str, int]:
+        """The numbers of those namespaces that are registered."""
+        known = self._by_fingerprint
+        return {name: known[name].number for name in fingerprints if name in known}
+
+    def save(self, namespace: Namespace) -> bytes:
+        """A namespace's spec for the disk."""
+        return msgspec.msgpack.encode(namespace.spec)
+
+    def open_saved(self, spec: bytes) -> Namespace | None:
+        """The namespace of a saved spec; None when it cannot be read or served any more."""
+        try:
+            known = NamespaceSpec.received(msgspec.msgpack.decode(spec, type=dict[str, Any]))
+        except UNREADABLE:
+            return None
+        return None if known.problem() else self.open_namespace(known)
+
+    def take_frames(self, namespace: Namespace, count: int) -> list[int]:
+        """Frames for `count` blocks, evicting leaves of the same size class if need be; maybe fewer.
+
+        Whatever must survive this (the new blocks' ancestors) has to be pinned by the caller.
+        """
+        allocator, size_class = self.allocator, namespace.size_class
+        account = self.quotas.numbers.get(namespace.account, NO_ACCOUNT)
+        self.tails.lapse()
+        limit_bytes = self.quotas.limit_bytes(namespace.account)
+        if limit_bytes is not None:
+            count = self._within_quota(namespace, count, limit_bytes)
+        frames: list[int] = []
+        steps = room = ROOM_STEPS
+        may_take_back = self._draining is None and len(self._policies) > 1
+        while len(frames) < count:
+            frame = allocator.take(size_class, account)
+            if frame != NO_FRAME:
+                frames.append(frame)
+            elif steps > 0 and (done := self.index.unlink_slice(min(SLICE, steps))):
+                steps -= done
+            elif may_take_back:
+                may_take_back = False  # one region, even where it is not free at once
+                self._take_back(size_class, account)
+            elif room > 0 and (gone := self._make_room(namespace, count - len(frames))):
+                room -= gone
+            elif not self.tails.give_up():
+                break
+        return frames
+
+    def used_bytes(self, account: str) -> int:
+        """What an account with a quota has of the arena."""
+        return self.allocator.account_bytes[self.quotas.numbers.get(account, NO_ACCOUNT)]
+
+    def _within_quota(self, namespace: Namespace, count: int, limit_bytes: int) -> int:
+        """How many of `count` frames its account may have, once it has given up blocks of its own for them.
+
+        No more are given up than would do if all of them were free at once; what is still read counts until it is not.
+        """
+        account, frame_bytes = namespace.account, namespace.size_class.frame_bytes
+        steps, wanted_bytes = ROOM_STEPS, count * frame_bytes
+        while steps > 0 and self.used_bytes(account) + wanted_bytes > limit_bytes:
+            if not (done := self.index.unlink_slice(min(SLICE, steps))):
+                break
+            steps -= done
+        waiting_bytes = self.allocator.waiting_bytes[self.quotas.numbers[account]]
+        over = self.used_bytes(account) - waiting_bytes + wanted_bytes - limit_bytes
+        accounts = [its[account] for its in self._policies.values() if account in its]
+        most = EVICT_AT_ONCE
+        while over > 0 and most > 0:
+            policy = coldest_of(accounts)
+            if policy is None:
+                if self.tails.give_up():
+                    continue
+                break
+            victim = policy.victim()
+            size = self.namespaces[self.index.table[victim]].size_class.frame_bytes
+            evicted = self.index.evict_run(victim, min(most, -(-over // size)))
+            self.counters.evicted_blocks += evicted
+            over -= evicted * size
+            most -= evicted
+        room = max(0, limit_bytes - self.used_bytes(account)) // frame_bytes
+        if room >= count:
+            return count
+        refused = count - room
+        self.counters.refused_by_quota_blocks += refused
+        self.quotas.refused[account] += refused
+        return room
+
+    def _make_room(self, namespace: Namespace, count: int) -> int:
+        """Evict `count` blocks, or fewer where that is all there is; returns how many.
+
+        All of them before the first frame is taken: a chain goes from its tail, and what went last
+        is taken first, so that the frames come out in the order in which they once were filled.
+        """
+        accounts = list(self._policies[namespace.size_class.frame_bytes].values())
+        if len(accounts) == 1:
+            self._consider_drain(namespace, coldest_of(accounts))
+            evicted = self._evict(accounts[0], count)
+        else:
+            evicted = self._evict_in_turn(namespace, accounts, count)
+        self.counters.evicted_blocks += evicted
+        return evicted
+
+    def _evict(self, policy: Policy, count: int) -> int:
+        """Evict `count` blocks of one account, or all that there are; returns how many."""
+        evicted = 0
+        while evicted < count and (victim := policy.victim()) != NO_ENTRY:
+            evicted += self.index.evict_run(victim, count - evicted)
+        return evicted
+
+    def _evict_in_turn(self, namespace: Namespace, accounts: list[Policy], count: int) -> int:
+        """Evict `count` blocks, or fewer, the coldest whoever has it.
+
+        There may be thousands of accounts, so each is asked once, and then the one that gave.
+        """
+        order = [(stamp, place) for place, one in enumerate(accounts) if (stamp := one.coldest_stamp()) is not None]
+        heapq.heapify(order)
+        self._consider_drain(namespace, accounts[order[0][1]] if order else None)
+        evicted = 0
+        while evicted < count and order:
+            place = order[0][1]
+            evicted += self.index.evict_run(accounts[place].victim(), min(count - evicted, _TURN))
+            if evicted < count:
+                stamp = accounts[place].coldest_stamp()
+                if stamp is None:
+                    heapq.heappop(order)
+                else:
+                    heapq.heapreplace(order, (stamp, place))
+        return evicted
+
+    def work(self) -> bool:
+        """One slice of unlinking and draining; True while there is more."""
+        self._look_slice()
+        self._drain_slice()
+        busy = self._draining is not None or self._looking is not None
+        return self.index.unlink_slice(SLICE) == SLICE or busy
+
+    def keep_free(self) -> bool:
+        """Make room ahead of need, a slice of it; True while there is less than the headroom.
+
+        What came last has its turn too, so it stays only if it is worth more than what was here before.
+        """
+        short_bytes = self._headroom_bytes - (self.allocator.arena_bytes - self.allocator.used_bytes)
+        if short_bytes <= 0:
+            return False
+        policy = coldest_of([one for its in self._policies.values() for one in its.values()])
+        if policy is None:
+            return False
+        victim = policy.victim()
+        size_bytes = self.namespaces[self.index.table[victim]].size_class.frame_bytes
+        self.counters.evicted_blocks += self.index.evict_run(victim, min(SLICE, -(-short_bytes // size_bytes)))
+        return True
+
+    # A class that is out of frames gets a region of another one whose coldest block is colder than
+    # its own. The region is emptied in slices and cannot be used before its last frame is back.
+
+    def _take_back(self, size_class: SizeClass, account: int) -> None:
+        """Have an account that takes too many regions give one back.
+
+        Nothing keeps it: leases and pins of that account are revoked, and what is written there is dropped.
+        """
+        region_id = self.shares.to_give_back(size_class, account)
+        if region_id is not None:
+            self._drain(region_id)
+            self.on_taken_back(region_id)
+
+    def _drain(self, region_id: int) -> None:
+        self.allocator.drain(region_id)
+        self._draining = region_id, 0
+        self.counters.regions_drained += 1
+        self._drain_slice()
+
+    def _consider_drain(self, namespace: Namespace, policy: Policy | None) -> None:
+        if self._draining is not None or self._looking is not None or len(self._policies) < 2:
+            return
+        if self._drain_rest:
+            self._drain_rest -= 1
+            return
+        own, size_class = None if policy is None else policy.coldest_stamp(), namespace.size_class
+        # Who takes as much as he may in whole regions has one of his own emptied, or none.
+        alone = self.shares.at_limit(self.quotas.numbers.get(namespace.account, NO_ACCOUNT))
+        coldest: tuple[int, Policy] | None = None
+        for frame_bytes, accounts in self._policies.items():
+            its = [one for account, one in accounts.items() if not alone or account == namespace.account]
+            other = None if frame_bytes == size_class.frame_bytes or not its else coldest_of(its)
+            stamp = None if other is None else other.coldest_stamp()
+            if other is not None and stamp is not None and (coldest is None or stamp < coldest[0]):
+                coldest = stamp, other
+        if coldest is None or (own is not None and own <= coldest[0]):
+            return
+        region_id = self.index.frame[coldest[1].victim()] >> REGION_SHIFT
+        if self._drain_turn:  # the coldest one could not be emptied the last time: try the others in turn
+            regions = self.allocator.regions_like(region_id)
+            region_id = regions[self._drain_turn % len(regions)]
+        self._drain_turn += 1
+        self._looking = region_id, 0, 0
+        self._look_slice()
+
+    def _look_slice(self) -> None:
+        """Look at a part of a region: if nobody pins any block of it, it is emptied at once.
+
+        Leases in which such a block stands before the last one are revoked; what clients pinned stays.
+        """
+        if self._looking is None:
+            return
+        region_id, first, blocks = self._looking
+        self._looking = None
+        pins, entries = self.index.pins, self.allocator.entries_of(region_id, draining=False)
+        if region_id in self.pinned_regions or entries is None:
+            return
+        part = entries[first : first + LOOK_AT_ONCE]
+        blocks += len(part) - part.count(0)
+        pinned = any(entry and pins[entry - 1] for entry in part)
+        if not pinned and first + LOOK_AT_ONCE < len(entries):
+            self._looking = region_id, first + LOOK_AT_ONCE, blocks
+        # A frame in use that is no block's is being written, or still read.
+        elif not pinned and blocks == self.allocator.owned_frames(region_id):
+            self._drain_turn = 0
+            self._drain(region_id)
+        else:  # the answer would be the same for every block of a reserve
+            self._drain_rest = len(entries) // _DRAIN_REST
+
+    def _drain_slice(self) -> None:
+        if self._draining is None:
+            return
+        region_id, first = self._draining
+        entries = self.allocator.entries_of(region_id, draining=True)
+        if entries is None:  # the last frame came back meanwhile
+            self._draining = None
+            return
+        for frame in range(first, min(first + SLICE, len(entries))):
+            entry = entries[frame] - 1
+            if entry != NO_ENTRY and self.index.state[entry] == LIVE:
+                self.index.drop(entry)
+                self.counters.evicted_blocks += 1
+        done = first + SLICE >= len(entries)
+        self._draining = None if done else (region_id, first + SLICE)

@@ -1,0 +1,136 @@
+"""Frames that clients may still be writing to: how many bytes each of them has, and how many it may have.
+
+A client that stops for good keeps its frames: from then on they wait in quarantine for its end. So what it may have is
+limited before it writes, and a part of the arena is left to what can be read, however many clients hang. A block that
+is complete counts too while the one before it is not: nobody can read it, and it cannot be evicted. What counts is the
+party, a process of this host or a tenant on others: clients choose their instances.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.index.allocator import Allocator
+from tiercache.daemon.tiers.dram.leases import WriteLease
+from tiercache.ground.units import format_bytes
+from tiercache.protocol.messages import MAX_RESERVE
+
+FLOOR_SHARE = 0.25
+"""Of the arena, in a daemon: what all clients together leave of it. One of them leaves twice as much."""
+_TOLD_SHARE = 2
+"""`health` tells of a quarantine from a half of what may be there."""
+_MAX_TOLD = 4
+_LEASES_AT_ONCE = 2048
+_TRIES = 3
+
+
+class Unfinished:
+    """Bytes by party; `limit_bytes` is what one may have at most. Event loop only."""
+
+    def __init__(self, limit_bytes: int, floor_share: float, allocator: Allocator) -> None:
+        self._limit_bytes = limit_bytes
+        self._floor_share = floor_share
+        self._allocator = allocator
+        self._held: Counter[str] = Counter()
+        self._quarantined: Counter[str] = Counter()
+        self._changes = 0  # of any of these
+
+    @property
+    def _limit_of_one_bytes(self) -> int:
+        return min(self._limit_bytes, int(self._allocator.arena_bytes * (1 - 2 * self._floor_share)))
+
+    @property
+    def _limit_of_all_bytes(self) -> int:
+        return int(self._allocator.arena_bytes * (1 - self._floor_share))
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """What waits for the end of a client."""
+        return self._quarantined.total()
+
+    def quarantined_of(self, party: str) -> int:
+        """What waits for the end of that one."""
+        return self._quarantined[party]
+
+    def most_frames(self, lease: WriteLease) -> int:
+        """How many frames a new lease may have. One it may if its party has none, to get on at all."""
+        if lease.owner.internal:
+            return MAX_RESERVE
+        held_bytes = self._held[lease.owner.party]
+        room_bytes = min(self._limit_of_one_bytes - held_bytes, self._limit_of_all_bytes - self._held.total())
+        return max(0 if held_bytes else 1, room_bytes // lease.frame_bytes)
+
+    def count(self, lease: WriteLease, frames: int) -> None:
+        """So many frames more, or fewer, are its writer's."""
+        self._changes += 1
+        lease.writing += frames
+        lease.frames += frames
+        if not lease.owner.internal:
+            _add(self._held, lease.owner.party, frames * lease.frame_bytes)
+            if lease.over:
+                _add(self._quarantined, lease.owner.party, frames * lease.frame_bytes)
+
+    def complete(self, lease: WriteLease, frames: int) -> None:
+        """Its writer is done with so many more frames, which wait to be published."""
+        self._changes += 1
+        lease.writing -= frames
+
+    def settle(self, lease: WriteLease, frames: int) -> None:
+        """So many that were complete are published, or dropped."""
+        self._changes += 1
+        lease.frames -= frames
+        if not lease.owner.internal:
+            _add(self._held, lease.owner.party, -frames * lease.frame_bytes)
+
+    def give_up(self, lease: WriteLease) -> None:
+        """The lease is over from here on: what its writer has is in quarantine."""
+        self._changes += 1
+        lease.over = True
+        if not lease.owner.internal:
+            _add(self._quarantined, lease.owner.party, lease.writing * lease.frame_bytes)
+
+    def reasons(self) -> list[str]:
+        """Whose unfinished stores take so much of the arena that people should know."""
+        each_bytes, all_bytes = self._limit_of_one_bytes // _TOLD_SHARE, self._limit_of_all_bytes // _TOLD_SHARE
+        text = "of the arena wait in quarantine for"
+        reasons = [
+            f"{format_bytes(its_bytes)} {text} {party}, which does not finish its stores: restart it"
+            for party, its_bytes in self._quarantined.most_common(_MAX_TOLD)
+            if its_bytes >= each_bytes
+        ]
+        if not reasons and self.quarantined_bytes >= all_bytes > 0:
+            clients = len(self._quarantined)
+            reasons.append(
+                f"{format_bytes(self.quarantined_bytes)} {text} {clients} clients, which do not finish their stores: "
+                "restart engines that hang"
+            )
+        return reasons
+
+    def check(self, leases: Callable[[], Sequence[WriteLease]]) -> Steps[list[str]]:
+        """Findings where what all write leases have is not what is counted here.
+
+        While there are many, and these have other frames all the time, nothing is found.
+        """
+        for _ in range(_TRIES):
+            changes, held, quarantined = self._changes, Counter[str](), Counter[str]()
+            for number, lease in enumerate(leases(), 1):
+                if not lease.owner.internal:
+                    held[lease.owner.party] += lease.frames * lease.frame_bytes
+                    quarantined[lease.owner.party] += lease.writing * lease.frame_bytes * lease.over
+                if not number % _LEASES_AT_ONCE:
+                    yield
+                    if self._changes != changes:
+                        break
+            else:
+                counted = {"being written": (self._held, held), "in quarantine": (self._quarantined, quarantined)}
+                pairs = counted.items()
+                return [f"frames {what} are not counted as they are" for what, (ours, its) in pairs if ours != +its]
+        return []
+
+
+def _add(counts: Counter[str], party: str, more_bytes: int) -> None:
+    counts[party] += more_bytes
+    if not counts[party]:
+        del counts[party]

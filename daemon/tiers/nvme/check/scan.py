@@ -1,0 +1,170 @@
+"""Reading blocks only to see whether their checksums hold, while the daemon serves.
+
+Blocks are chosen at random and read at the priority of prefetches into memory of the scan's own, a
+few at a time and so many bytes a second. A block that is bad is dropped, with what follows it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from tiercache.daemon.index.index import LIVE
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme.disk.block_io import Outcome, ReadOp
+from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
+from tiercache.daemon.tiers.nvme.disk.queue import Priority
+from tiercache.daemon.tiers.nvme.shelf import Shelf, Stored
+
+ALL = -1
+"""As a sample: every block."""
+MAX_READING = 32
+MAX_READING_BYTES = 16 << 20
+"""Unless a single block is larger."""
+LOOKED_AT_ONCE = 2000
+"""Entries passed over in one slice of the loop, about a millisecond."""
+MAX_NAMED = 20
+
+Done = Callable[[list[str], int], None]
+"""Findings, and how many blocks were read."""
+
+
+class Scan:
+    """One pass over a sample of all blocks. Event loop only; nothing here blocks.
+
+    `wanted()` says whether anybody still waits for it; `done` is called once, unless it is `stop`ped.
+    """
+
+    def __init__(
+        self, shelves: Sequence[Shelf], namespaces: Mapping[int, Namespace], sample: int, bytes_per_s: int,
+        wanted: Callable[[], bool], done: Done,
+    ) -> None:  # fmt: skip
+        self.over = False
+        self._namespaces = namespaces
+        self._left = math.inf if sample == ALL else sample
+        self._bytes_per_s = bytes_per_s
+        self._wanted = wanted
+        self._report = done
+        self._entries = _in_random_order(shelves)
+        self._areas: list[mmap.mmap] = []  # free ones
+        self._reading = self._reading_bytes = 0
+        self._blocks = 0
+        self._bytes = 0
+        self._bad = 0
+        self._findings: list[str] = []
+        self._started_s = time.monotonic()
+
+    def pump(self) -> bool:
+        """Begin reads that are due; True while there is more to do at once."""
+        if not self._wanted():
+            self._left = 0
+        looked = 0
+        while self._left > 0 and self._is_due():
+            if looked == LOOKED_AT_ONCE:
+                return True
+            looked += 1
+            following = next(self._entries, None)
+            if following is None:
+                self._left = 0
+            elif self._read(*following):
+                self._left -= 1
+        self._finish()
+        return False
+
+    def stop(self) -> None:
+        """Begin nothing more and report nothing."""
+        self.over, self._left = True, 0
+
+    def _is_due(self) -> bool:
+        if self._reading == MAX_READING or self._reading_bytes >= MAX_READING_BYTES:
+            return False
+        if not self._bytes_per_s:
+            return True
+        return self._bytes <= (time.monotonic() - self._started_s) * self._bytes_per_s
+
+    def _finish(self) -> None:
+        if self._left <= 0 and self._reading == 0 and not self.over:
+            self.over = True
+            if self._bad > len(self._findings):
+                self._findings.append(f"{self._bad - len(self._findings):,} more bad blocks")
+            self._report(self._findings, self._blocks)
+
+    def _read(self, shelf: Shelf, entry: int) -> bool:
+        """Begin to read a block; False when there is none, or the disk has no time for it."""
+        index = shelf.index
+        if entry >= len(index.key) or index.state[entry] != LIVE or not index.key[entry] or shelf.offline:
+            return False
+        namespace, key = self._namespaces[index.table[entry]], index.key[entry]
+        stored = shelf.find(namespace, key)
+        if stored is None or stored.entry != entry:
+            return False
+        spec = namespace.spec
+        area = self._area(spec.frame_bytes)
+        op = ReadOp(
+            done=lambda op: self._done(shelf, namespace, stored, area, op), slot=stored.slot,
+            address=ctypes.addressof(ctypes.c_char.from_buffer(area)), length=spec.block_bytes, key=key,
+            fingerprint=namespace.fingerprint, stored_length=stored.stored_length, checksum=stored.checksum,
+            codec=stored.codec, kind=stored.kind,
+        )  # fmt: skip
+        # As for a promotion: the entry keeps its slot, and the slot is the kernel's until the end.
+        index.pin(entry)
+        shelf.allocator.hold(stored.slot)
+        self._reading += 1
+        self._reading_bytes += len(area)
+        self._bytes += op.moved_bytes
+        if not shelf.queue.submit(op, Priority.PREFETCH):
+            op.outcome = Outcome.CANCELLED
+            op.done(op)
+        return True
+
+    def _area(self, size_bytes: int) -> mmap.mmap:
+        area = self._areas.pop() if self._areas else mmap.mmap(-1, max(size_bytes, PAGE_BYTES))
+        return area if len(area) >= size_bytes else mmap.mmap(-1, size_bytes)
+
+    def _done(self, shelf: Shelf, namespace: Namespace, stored: Stored, area: mmap.mmap, op: ReadOp) -> None:
+        self._reading -= 1
+        self._reading_bytes -= len(area)
+        if op.outcome is Outcome.ABANDONED:
+            return  # only at the end: the kernel may still write to the area, which the op keeps
+        self._areas.append(area)
+        shelf.allocator.unhold(stored.slot)
+        shelf.index.unpin(stored.entry)
+        self._blocks += op.outcome is not Outcome.CANCELLED
+        if op.outcome in (Outcome.CORRUPT, Outcome.IO_ERROR):
+            self._bad += 1
+            if len(self._findings) < MAX_NAMED:
+                self._findings.append(_finding(shelf, op))
+        if op.outcome in (Outcome.CORRUPT, Outcome.OTHER_KEY):  # of another key: no fault of the disk
+            shelf.drop(namespace, op.key)
+
+
+def _finding(shelf: Shelf, op: ReadOp) -> str:
+    what = "fails its checksum and is dropped"
+    if op.outcome is Outcome.IO_ERROR:
+        what = f"cannot be read ({os.strerror(op.errno)})"
+    return f"nvme directory {shelf.directory.path}: block {op.key.hex()} {what}"
+
+
+def _in_random_order(shelves: Sequence[Shelf]) -> Iterator[tuple[Shelf, int]]:
+    """Every entry id of all indexes as they are now, once, without a list of them."""
+    bounds = [len(shelf.index.key) for shelf in shelves]
+    count = sum(bounds)
+    if count == 0:
+        return
+    chance = random.Random()
+    stride = chance.randrange(1, count + 1)
+    while math.gcd(stride, count) != 1:
+        stride += 1
+    start = chance.randrange(count)
+    for step in range(count):
+        number = (start + step * stride) % count
+        for shelf, bound in zip(shelves, bounds, strict=True):
+            if number < bound:
+                yield shelf, number
+                break
+            number -= bound

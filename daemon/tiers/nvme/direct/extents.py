@@ -1,0 +1,200 @@
+"""Blocks that stay on NVMe while a client reads them there itself, under a read lease.
+
+    match(extents) ─► Held: of a chain the deepest entry is pinned, so nothing of it is evicted; of a window each
+    extents        ─► each slot that is named is held: it has no new owner before the lease ends
+    release        ─► good unless the run was flushed in between
+    bad_extent     ─► the block is read here, and dropped if it is bad: a client's word is not enough
+
+Only blocks that a GPU can verify are named: stored as they are, with lane sums for a checksum.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
+from tiercache.daemon.tiers.nvme.disk import codecs
+from tiercache.daemon.tiers.nvme.disk.block_io import Outcome, ReadOp
+from tiercache.daemon.tiers.nvme.disk.queue import Priority
+from tiercache.daemon.tiers.nvme.shelf import Shelf, Stored
+from tiercache.protocol.checksums import CHECKSUM_LANES
+from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, Extent
+
+log = logging.getLogger("tiercache.daemon")
+
+MAX_HELD_BLOCKS = 2048
+"""Of all windows of a lease: each block is looked up and pinned, in some 2 us."""
+MAX_DOUBTS = 16
+"""Blocks that are read again at a time; further reports are counted and no more."""
+
+
+class Extents:
+    """All that is held for clients that read from the disks. Event loop only; nothing here blocks."""
+
+    def __init__(self, find_shelf: Callable[[Sequence[Namespace], bytes], Shelf | None]) -> None:
+        self.direct_blocks = 0
+        self.direct_bytes = 0
+        self.held_leases = 0
+        self.reported_blocks = 0
+        self.bad_blocks = 0
+        self._find_shelf = find_shelf
+        self._doubts: dict[tuple[Shelf, int], mmap.mmap] = {}
+
+    def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> Held | None:
+        """Keep what a cut at the end of `keys` needs from block `first` on; None if that is no use.
+
+        That is so too where not all of it is here, in one directory, or its windows are too wide: it comes up to DRAM.
+        """
+        shelf, cut = self._find_shelf(namespaces, keys[:KEY_BYTES]), len(keys) // KEY_BYTES
+        windows = [one for one in namespaces if one.table.windowed]
+        if shelf is None or sum(cut - max(first, first_of_window(one, cut)) for one in windows) > MAX_HELD_BLOCKS:
+            return None
+        path = str(shelf.directory.path)
+        if shelf.offline or not shelf.directory.direct or not path.isprintable():
+            return None
+        parts = []
+        for namespace in namespaces:
+            part = _find_part(shelf, namespace, keys, first)
+            if part is None:
+                return None
+            parts.append(part)
+        for part in parts:
+            for entry in part.entries:
+                shelf.index.touch(entry)
+                shelf.index.pin(entry)
+        self.held_leases += 1
+        return Held(self, shelf, keys, parts)
+
+    def doubt(self, shelf: Shelf, namespace: Namespace, key: bytes) -> None:
+        """Read a block of which a client says that it is bad."""
+        self.reported_blocks += 1
+        stored = shelf.find(namespace, key)
+        if stored is None or (shelf, stored.slot) in self._doubts or len(self._doubts) >= MAX_DOUBTS:
+            return
+        area = self._doubts[shelf, stored.slot] = mmap.mmap(-1, namespace.spec.frame_bytes)
+        shelf.index.pin(stored.entry)
+        shelf.allocator.hold(stored.slot)
+        op = ReadOp(
+            done=lambda op: self._judged(shelf, namespace, stored, op), slot=stored.slot,
+            address=ctypes.addressof(ctypes.c_char.from_buffer(area)), length=namespace.spec.block_bytes, key=key,
+            fingerprint=namespace.fingerprint, stored_length=stored.stored_length, checksum=stored.checksum,
+            codec=stored.codec, kind=stored.kind,
+        )  # fmt: skip
+        if not shelf.queue.submit(op, Priority.PREFETCH):
+            op.outcome = Outcome.CANCELLED
+            op.done(op)
+
+    def _judged(self, shelf: Shelf, namespace: Namespace, stored: Stored, op: ReadOp) -> None:
+        if op.outcome is Outcome.ABANDONED:
+            return  # only at the end: the kernel may still write to the memory
+        del self._doubts[shelf, stored.slot]
+        shelf.allocator.unhold(stored.slot)
+        shelf.index.unpin(stored.entry)
+        if op.outcome is Outcome.CORRUPT:
+            self.bad_blocks += 1
+            shelf.drop_damaged(namespace, op.key)
+        elif op.outcome is Outcome.OK:
+            log.warning("%s: a client finds a block bad that is good here", shelf.directory.path)
+
+    @property
+    def judging(self) -> int:
+        """Reported blocks that are being read."""
+        return len(self._doubts)
+
+
+class _Part(NamedTuple):
+    """What is kept of one namespace: blocks from `first` on, by pins on `entries`, since a certain epoch."""
+
+    namespace: Namespace
+    first: int
+    entries: list[int]
+    epoch: int
+
+
+def _find_part(shelf: Shelf, namespace: Namespace, keys: bytes, first: int) -> _Part | None:
+    """What a cut at the end of `keys` needs of a namespace from block `first` on; None unless all of it is here."""
+    cut = len(keys) // KEY_BYTES
+    low = max(first, first_of_window(namespace, cut)) if namespace.table.windowed else 0
+    pinned = range(low, cut) if namespace.table.windowed else (cut - 1,)
+    found = [shelf.find(namespace, keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]) for number in pinned]
+    entries = [stored.entry for stored in found if stored is not None]
+    return _Part(namespace, low, entries, shelf.epoch(namespace)) if len(entries) == len(found) else None
+
+
+class Held:
+    """What a read lease keeps on NVMe of a run of `blocks`, counted from the root."""
+
+    __slots__ = ("_extents", "_keys", "_named", "_parts", "_shelf", "blocks")
+
+    def __init__(self, extents: Extents, shelf: Shelf, keys: bytes, parts: list[_Part]) -> None:
+        self.blocks = len(keys) // KEY_BYTES
+        self._extents = extents
+        self._shelf = shelf
+        self._keys = keys
+        self._parts = parts
+        self._named: dict[tuple[int, int], Stored] = {}  # by namespace number and block
+
+    def extents(self, namespace: Namespace, first: int, count: int) -> tuple[list[str], list[Extent]]:
+        """Directories and places of blocks `first ..< first + count`; fewer where one cannot be named."""
+        named = []
+        low = next(part.first for part in self._parts if part.namespace is namespace)
+        for number in range(first, min(first + count, self.blocks) if first >= low else first):
+            stored = self._name(namespace, number)
+            if stored is None:
+                break
+            named.append(
+                Extent(
+                    stored.slot >> REGION_SHIFT, 0, stored.kind, stored.codec, stored.slot & OFFSET_MASK,
+                    namespace.spec.block_bytes, stored.stored_length, stored.checksum,
+                )
+            )  # fmt: skip
+        return ([str(self._shelf.directory.path)] if named else []), named
+
+    def _name(self, namespace: Namespace, number: int) -> Stored | None:
+        """Where a block is, held from now on."""
+        name = namespace.number, number
+        stored = self._named.get(name)
+        if stored is None:
+            stored = self._shelf.find(namespace, self._key(number))
+            if stored is None or stored.kind != CHECKSUM_LANES or stored.codec != codecs.RAW:
+                return None
+            self._shelf.allocator.hold(stored.slot)
+            self._named[name] = stored
+        return stored
+
+    def _key(self, number: int) -> bytes:
+        return self._keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+
+    def doubt(self, namespace: Namespace, number: int) -> None:
+        """A client says that a block which was named to it is bad."""
+        if (namespace.number, number) in self._named:
+            self._extents.doubt(self._shelf, namespace, self._key(number))
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing of the run was flushed meanwhile.
+
+        A block that was dropped because it is bad takes nothing from the others, whose slots are held
+        and whose bytes their reader has verified.
+        """
+        shelf = self._shelf
+        if shelf.retired:
+            return False  # flushes do not reach it any more
+        whole = shelf.index.all_attached
+        return all(shelf.epoch(part.namespace) == part.epoch or whole(part.entries) for part in self._parts)
+
+    def let_go(self, good: bool) -> None:
+        """The lease ends; `good` if its last holder was told that what it copied is right."""
+        for stored in self._named.values():
+            self._shelf.allocator.unhold(stored.slot)
+        for part in self._parts:
+            for entry in part.entries:
+                self._shelf.index.unpin(entry)
+        self._extents.held_leases -= 1
+        if good:
+            self._extents.direct_blocks += len(self._named)
+            self._extents.direct_bytes += sum(stored.stored_length for stored in self._named.values())

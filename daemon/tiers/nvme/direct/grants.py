@@ -1,0 +1,393 @@
+"""Slots that clients write themselves, under a write lease: stores past DRAM.
+
+    reserve ─► how many keys are here, then a run of free slots, in no index and without a row
+    write      from the client's device into the slots
+    commit  ─► the leading blocks that are complete, with their checksums: in the index, visible
+    abort   ─► none of them
+
+A run begins below a block that is here, so NVMe stays prefix-closed by itself. A slot that a client
+was given has no other owner before that client says that its writes have ended (commit, or abort
+with that word) or its process has exited; when the lease ends earlier the slot is in quarantine.
+Writes that outlive the daemon are the exception: its next life knows nothing of them, and a block
+that they spoil fails its checksum.
+
+The checksum is the client's own word. Whoever reads the block computes the same sum over what is on
+the disk, so a wrong one costs a miss; and who may open the segment files could write anything there
+in any case. They trust each other as those do who map the arena.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+from tiercache.daemon.events.events import Named
+from tiercache.daemon.ground.counters import Counters
+from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.index.allocator import NO_FRAME
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.tiers.dram.leases import Deadlines, Owner, new_lease_id
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.lower_tier import Granted
+from tiercache.daemon.tiers.nvme.disk.codecs import RAW
+from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
+from tiercache.daemon.tiers.nvme.fairness import Fairness, Room
+from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
+from tiercache.daemon.tiers.nvme.placement import Placement
+from tiercache.daemon.tiers.nvme.shelf import Shelf, Stored
+from tiercache.protocol.checksums import CHECKSUM_LANES
+from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, CommitState, Extent
+
+SLOTS_AT_ONCE = 1024
+"""Of leases that are given up or end, in one go: a millisecond or so of the loop."""
+NOTES_AT_ONCE = 512
+"""Deadlines looked at in one go; most are of leases that have ended before."""
+
+_VISIBLE, _DROPPED = CommitState.VISIBLE, CommitState.DROPPED
+
+
+class Grant:
+    """Slots handed to one writer: block `i` of the run is `keys[i]`, at `slots[i]` while that is the writer's.
+
+    `over` once it expired or was given up without the word that its writes have ended.
+    """
+
+    __slots__ = (
+        "deadline_s", "epoch", "first", "keys", "lease_id", "named", "namespace", "over", "owner", "parent", "pin",
+        "shelf", "slots",
+    )  # fmt: skip
+
+    def __init__(
+        self, owner: Owner, deadline_s: float, shelf: Shelf, namespace: Namespace, parent: bytes, pin: int,
+        keys: list[bytes], slots: list[int], named: Named | None, first: int,
+    ) -> None:  # fmt: skip
+        self.lease_id = new_lease_id()
+        self.owner = owner
+        self.deadline_s = deadline_s
+        self.shelf = shelf
+        self.namespace = namespace
+        self.epoch = shelf.epoch(namespace)
+        self.parent = parent
+        self.pin = pin  # the parent's entry: room for the run is not made of what it hangs below
+        self.keys = keys
+        self.slots = slots
+        self.named = named  # what events say of the blocks, from the `first` of its places on
+        self.first = first
+        self.over = False
+
+    @property
+    def bytes(self) -> int:
+        """Of the slots that are the writer's."""
+        return len(self.slots) * self.namespace.spec.frame_bytes
+
+    @property
+    def flushed(self) -> bool:
+        """Whether something of the namespace was flushed since."""
+        return self.epoch != self.shelf.epoch(self.namespace)
+
+
+class Grants:
+    """All slots that clients write to. Event loop only; nothing here blocks.
+
+    Args:
+        may_write: whether chains may begin or go on now, for all directories.
+        limit_bytes: of one client's slots, those in quarantine included. One slot it gets in any case.
+    """
+
+    def __init__(
+        self, placement: Placement, budget: WriteBudget, fairness: Fairness, may_write: Callable[[], bool],
+        counters: Counters, clock_s: Callable[[], float], limit_bytes: int,
+    ) -> None:  # fmt: skip
+        self.leases: dict[int, Grant] = {}
+        self.quarantined: dict[int, Grant] = {}
+        self.stored_blocks = 0
+        self.stored_bytes = 0
+        self._placement = placement
+        self._budget = budget
+        self._fairness = fairness
+        self._may_write = may_write
+        self._counters = counters
+        self._clock_s = clock_s
+        self._limit_bytes = limit_bytes
+        self._bytes: Counter[str] = Counter()  # of slots that are clients' to write to, by who answers for them
+        self._quarantined_bytes = 0  # of these, in quarantine
+        self._pending: dict[tuple[int, bytes], Grant] = {}  # who writes a block, by namespace number and key
+        self._deadlines = Deadlines(self.leases)
+
+    # --- reserve ---------------------------------------------------------------------------------
+
+    def reserve(
+        self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float, named: Named | None = None
+    ) -> Granted:
+        """Slots for a run of `keys` below the block `parent` (empty: the root), past those that are here.
+
+        Nothing where the parent is not here, or nothing may be written: the client has DRAM for that.
+        """
+        shelf = self._shelf_of(namespace, parent, keys[:KEY_BYTES])
+        if shelf is None:
+            return Granted()
+        entry, present = _present(shelf, namespace, parent, keys)
+        rest = [keys[at : at + KEY_BYTES] for at in range(present * KEY_BYTES, len(keys), KEY_BYTES)]
+        if entry == NO_ENTRY or not rest:
+            return Granted(present)
+        before = keys[(present - 1) * KEY_BYTES : present * KEY_BYTES] if present else parent
+        shelf.index.pin(entry)  # before anything is evicted
+        slots, soon = self._take_slots(owner, shelf, namespace, before, rest)
+        if not slots:
+            shelf.index.unpin(entry)
+            return Granted(present, soon=soon)
+        mine = rest[: len(slots)]
+        deadline_s = self._clock_s() + ttl_s
+        grant = Grant(owner, deadline_s, shelf, namespace, before, entry, mine, slots, named, present)
+        self._count(grant, grant.bytes)
+        self.leases[grant.lease_id] = grant
+        owner.grants.add(grant.lease_id)
+        self._deadlines.add(grant.deadline_s, grant.lease_id)
+        shelf.slots.tails.went_on(owner.instance, entry)
+        self._pending.update(((namespace.number, key), grant) for key in mine)
+        extents = [_place(slot, namespace.spec.block_bytes) for slot in slots]
+        return Granted(present, grant.lease_id, str(shelf.directory.path), extents)
+
+    def _shelf_of(self, namespace: Namespace, parent: bytes, first_key: bytes) -> Shelf | None:
+        """Where the run belongs, if a client can write there now."""
+        spec = namespace.spec
+        # To windows of several directories `present` and one place for the rest would not do justice: DRAM does.
+        if namespace.table.windowed or spec.dram_only or spec.block_bytes % PAGE_BYTES or not self._may_write():
+            return None
+        shelf = self._placement.with_block(namespace, parent or first_key)
+        if shelf is None and not parent:
+            shelf = self._placement.home(first_key)
+        if shelf is None or not shelf.may_write or spec.frame_bytes > shelf.directory.segment_bytes:
+            return None
+        if shelf.directory.cipher is not None:
+            return None  # only we encrypt
+        # Our own reads and writes must not go through the page cache while others' go past it.
+        return shelf if shelf.directory.direct and str(shelf.directory.path).isprintable() else None
+
+    def _take_slots(
+        self, owner: Owner, shelf: Shelf, namespace: Namespace, parent: bytes, keys: Iterable[bytes]
+    ) -> tuple[list[int], bool]:
+        """Free slots for the leading ones of `keys`; and if there is none, whether there may be one soon."""
+        size_bytes = namespace.spec.frame_bytes
+        held_bytes = self._bytes[owner.party]
+        most = max(0 if held_bytes else 1, (self._limit_bytes - held_bytes) // size_bytes)
+        table, slots = shelf.table(namespace), list[int]()
+        self._fairness.look_again()
+        for key in keys:
+            other = self._pending.get((namespace.number, key))
+            if other is not None and not other.flushed:
+                return slots, True
+            if table.get(key) != NO_ENTRY or len(slots) == most or not self._budget.admits(size_bytes, False):
+                return slots, False
+            room = self._fairness.room(shelf, namespace, parent)
+            slot = shelf.take_slot(namespace, parent) if room is Room.HERE else NO_FRAME
+            if slot == NO_FRAME:
+                return slots, room is not Room.NONE
+            self._fairness.took(shelf, namespace)
+            self._budget.charge(size_bytes)
+            slots.append(slot)
+        return slots, False
+
+    # --- commit and abort ------------------------------------------------------------------------
+
+    def commit(self, owner: Owner, lease_id: int, checksums: Sequence[int]) -> list[CommitState]:
+        """The writes of a grant have ended, and its leading blocks are complete: these are their checksums.
+
+        Ends the lease; of one that is over nothing is kept.
+        """
+        grant = self._find(owner, lease_id)
+        if grant is None:
+            return [_DROPPED] * len(checksums)
+        visible = 0 if grant.over or grant.shelf.retired else self._publish(grant, checksums)
+        self._end(grant)
+        return [_VISIBLE] * visible + [_DROPPED] * (len(checksums) - visible)
+
+    def _publish(self, grant: Grant, checksums: Sequence[int]) -> int:
+        """Make blocks visible, parents first, as far as nothing was lost meanwhile; returns how many are."""
+        shelf, namespace, parent = grant.shelf, grant.namespace, grant.parent
+        turnover = shelf.turnover
+        table, length = shelf.table(namespace), namespace.spec.block_bytes
+        visible, left = 0, list[int]()
+        places = enumerate(zip(grant.keys, grant.slots, checksums, strict=False), grant.first)
+        for place, (key, slot, checksum) in places:
+            before = table.get(parent) if parent else table.root
+            if grant.flushed or before == NO_ENTRY or not shelf.index.attached(before):
+                break
+            if table.get(key) == NO_ENTRY:
+                written = Stored(NO_ENTRY, slot, length, RAW, checksum, CHECKSUM_LANES)
+                turnover.comes(namespace.size_class.frame_bytes, stored=True)
+                shelf.add(namespace, key, parent, slot, written, grant.named and grant.named(place))
+                turnover.came()
+                self.stored_blocks += 1
+                self.stored_bytes += length
+            else:
+                left.append(slot)  # it has been written from DRAM too
+            parent, visible = key, visible + 1
+        if visible and (end := table.get(parent)) != NO_ENTRY and not shelf.index.children[end]:
+            shelf.slots.tails.stored(grant.owner.instance, end)
+        namespace.use.pending_below_blocks -= visible - len(left)
+        self._count(grant, -grant.bytes)
+        grant.slots = left + grant.slots[visible:]
+        self._count(grant, grant.bytes)
+        return visible
+
+    def abort(self, owner: Owner, lease_id: int, finished: bool) -> None:
+        """Keep nothing. Unless `finished`, the slots wait for that word or for the end of the process."""
+        grant = self._find(owner, lease_id)
+        if grant is None:
+            return
+        if finished:
+            self._end(grant)
+        else:
+            self._give_up(grant)
+
+    def renew(self, lease_id: int, ttl_s: float) -> None:
+        """Move the deadline of a live lease."""
+        grant = self.leases[lease_id]
+        grant.deadline_s = self._clock_s() + ttl_s
+        self._deadlines.add(grant.deadline_s, grant.lease_id)
+
+    def _find(self, owner: Owner, lease_id: int) -> Grant | None:
+        """A live or quarantined lease of the same instance."""
+        grant = self.leases.get(lease_id) or self.quarantined.get(lease_id)
+        return grant if grant is not None and grant.owner.same_engine(owner) else None
+
+    # --- the ends of leases ----------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """Quarantine leases whose time is up, a slice of them."""
+        now_s, done = self._clock_s(), 0
+        for shelf in self._placement.shelves:
+            shelf.slots.tails.lapse()
+        for lease_id in islice(self._deadlines.due(now_s), NOTES_AT_ONCE):
+            grant = self.leases.get(lease_id)
+            if grant is not None and grant.deadline_s <= now_s:
+                self._counters.leases_expired += 1
+                done += 1 + len(grant.keys)
+                self._give_up(grant)
+                if done >= SLOTS_AT_ONCE:
+                    break
+
+    def session_lost(self, owner: Owner) -> Steps[None]:
+        """The session is closed; its process may still be writing."""
+        for shelf in self._placement.shelves:
+            shelf.slots.tails.writer_gone(owner.instance)
+        while owner.grants:
+            done = 0
+            for lease_id in list(islice(owner.grants, SLOTS_AT_ONCE)):
+                grant = self.leases[lease_id]
+                done += 1 + len(grant.keys)
+                self._give_up(grant)
+                if done >= SLOTS_AT_ONCE:
+                    break
+            if owner.grants:
+                yield
+
+    def process_gone(self, owner: Owner) -> Steps[None]:
+        """The process has exited, and what it had begun in the kernel with it."""
+        while owner.quarantined_grants:
+            done = 0
+            while owner.quarantined_grants and done < SLOTS_AT_ONCE:
+                grant = self.quarantined[owner.quarantined_grants.pop()]
+                done += 1 + len(grant.keys)
+                self._end(grant)
+            if owner.quarantined_grants:
+                yield
+
+    def has_quarantine(self, owner: Owner) -> bool:
+        """Whether slots wait for this session's process to exit, or may soon."""
+        return bool(owner.grants or owner.quarantined_grants)
+
+    def _give_up(self, grant: Grant) -> None:
+        """Nothing of it will be published; its slots wait in quarantine."""
+        if not grant.over:
+            self._counters.quarantines += 1
+            self._close(grant)
+            self.quarantined[grant.lease_id] = grant
+            grant.owner.quarantined_grants.add(grant.lease_id)
+            self._quarantined_bytes += grant.bytes
+
+    def _end(self, grant: Grant) -> None:
+        """Its writes have ended: the slots that were not kept are free."""
+        if grant.over:
+            del self.quarantined[grant.lease_id]
+            grant.owner.quarantined_grants.discard(grant.lease_id)
+            self._quarantined_bytes -= grant.bytes
+        else:
+            self._close(grant)
+        self._count(grant, -grant.bytes)
+        grant.namespace.use.pending_below_blocks -= len(grant.slots)
+        for slot in grant.slots:
+            grant.shelf.allocator.give_back(slot)
+
+    def _close(self, grant: Grant) -> None:
+        grant.over, grant.named = True, None
+        del self.leases[grant.lease_id]
+        grant.owner.grants.remove(grant.lease_id)
+        grant.shelf.index.unpin(grant.pin)
+        for key in grant.keys:
+            if self._pending.get((grant.namespace.number, key)) is grant:
+                del self._pending[grant.namespace.number, key]
+
+    def _count(self, grant: Grant, more_bytes: int) -> None:
+        party = grant.owner.party
+        self._bytes[party] += more_bytes
+        if not self._bytes[party]:
+            del self._bytes[party]
+
+    # --- what is held ----------------------------------------------------------------------------
+
+    def _all(self) -> Iterable[Grant]:
+        yield from self.leases.values()
+        yield from self.quarantined.values()
+
+    def slots_of(self, shelf: Shelf) -> list[int]:
+        """Slots of a directory that are a client's to write to."""
+        return [slot for grant in self._all() if grant.shelf is shelf for slot in grant.slots]
+
+    def pending(self) -> Counter[int]:
+        """How many slots are a client's to write to, by namespace number."""
+        counts = Counter[int]()
+        for grant in self._all():
+            counts[grant.namespace.number] += len(grant.slots)
+        return counts
+
+    def check(self) -> list[str]:
+        """Where what clients have is not counted as it is."""
+        held = Counter[str]()
+        for grant in self._all():
+            held[grant.owner.party] += grant.bytes
+        quarantined = sum(grant.bytes for grant in self.quarantined.values())
+        mine = all(grant.lease_id in grant.owner.quarantined_grants for grant in self.quarantined.values())
+        right = +held == +self._bytes and quarantined == self._quarantined_bytes and mine
+        return [] if right else ["places that clients write to are not counted as they are"]
+
+    def stats(self) -> dict[str, int]:
+        """What `stats` shows of direct stores."""
+        return {
+            "direct_stored_blocks": self.stored_blocks,
+            "direct_stored_bytes": self.stored_bytes,
+            "direct_write_leases": len(self.leases),
+            "direct_quarantined_bytes": self._quarantined_bytes,
+        }
+
+
+def _place(slot: int, length: int) -> Extent:
+    return Extent(slot >> REGION_SHIFT, 0, CHECKSUM_LANES, RAW, slot & OFFSET_MASK, length, length, 0)
+
+
+def _present(shelf: Shelf, namespace: Namespace, parent: bytes, keys: bytes) -> tuple[int, int]:
+    """The last entry of the run that is here below `parent`, and the run's length; NO_ENTRY without the parent."""
+    index, table = shelf.index, shelf.table(namespace)
+    entry, present = (table.get(parent) if parent else table.root), 0
+    if entry == NO_ENTRY or not index.attached(entry):
+        return NO_ENTRY, 0
+    for at in range(0, len(keys), KEY_BYTES):
+        found = table.get(keys[at : at + KEY_BYTES])
+        if found == NO_ENTRY or index.parent[found] != entry:
+            break
+        entry, present = found, present + 1
+    if present:
+        index.touch(entry)
+    return entry, present

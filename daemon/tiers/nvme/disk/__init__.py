@@ -1,0 +1,9 @@
+"""Files of one directory, and the threads that read and write them.
+
+    directory ── superblock, lock, segment_files, aside (what was found damaged)
+    queue     I/O threads ──► block_io: one run of blocks ──► codecs, cipher ──► disk: system calls
+    health    is the disk written to           troubles    an error in words, with its remedy
+    mounts    is the file system mounted
+
+Threads here never touch the daemon's state: they hand results to the event loop.
+"""

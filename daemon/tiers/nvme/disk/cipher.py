@@ -1,0 +1,102 @@
+"""Encryption of blocks at rest: AES-256-GCM (NIST SP 800-38D), by the library `cryptography`.
+
+    stored:   nonce 12 │ ciphertext, as long as the block (or what a codec made of it) │ tag 16
+
+The tag also covers whose block it is, so that bytes under a wrong row do not decrypt. Each block has a key of its own,
+made of the file's and of whose it is (keyed BLAKE2b, RFC 7693), and each writing of it a random nonce: two that are
+equal matter within one block only, and no number of blocks wears the file's key out (SP 800-38D, 8.3). What another
+key has written is dropped at the start: the catalog of each directory knows which key its rows are of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tiercache.errors import ConfigError
+from tiercache.ground.extras import install_extra
+from tiercache.ground.units import round_up
+
+OVERHEAD_BYTES = 28
+KEY_BYTES = 32
+_NONCE_BYTES = 12
+_PERSON = b"tiercache-block"
+_PERSON_OF_ID = b"tiercache-key-id"
+_PAGE_BYTES = 4096
+_KEY = re.compile(rb"[0-9a-fA-F]{64}\s*")
+
+
+def sealed_bytes(frame_bytes: int, block_bytes: int) -> int:
+    """The slot that an encrypted block needs: it may be a page longer than the frame."""
+    return max(frame_bytes, round_up(block_bytes + OVERHEAD_BYTES, _PAGE_BYTES))
+
+
+def whose(key: bytes, fingerprint: str, length: int, codec: int) -> bytes:
+    """What a tag covers besides the bytes: whose block it is, and in which form."""
+    return b"".join([key, fingerprint.encode(), length.to_bytes(8, "little"), bytes([codec])])
+
+
+class CipherError(ValueError):
+    """Stored bytes that this key has not sealed, or not for this block."""
+
+
+class Cipher:
+    """One key. Thread-safe; blocks for a few hundred microseconds for each MiB."""
+
+    def __init__(self, key: bytes) -> None:
+        """Raises ConfigError without the library."""
+        assert len(key) == KEY_BYTES
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError as error:
+            text = f"nvme_key needs the package cryptography: {install_extra('encryption')}"
+            raise ConfigError(text) from error
+        self._key = key
+        self.key_id = hashlib.blake2b(digest_size=16, key=key, person=_PERSON_OF_ID).digest()
+        """What tells this key from others, and nothing else of it."""
+        self._make: Callable[[bytes], Any] = AESGCM
+        self._invalid = InvalidTag
+
+    def _aead(self, whose: bytes) -> Any:
+        """What seals and opens one block: 4 us."""
+        return self._make(hashlib.blake2b(whose, digest_size=KEY_BYTES, key=self._key, person=_PERSON).digest())
+
+    def seal(self, plain: memoryview | bytes, whose: bytes, out: memoryview) -> None:
+        """Write what is to be stored into `out`, which is `OVERHEAD_BYTES` longer than `plain`."""
+        nonce = os.urandom(_NONCE_BYTES)
+        out[:_NONCE_BYTES] = nonce
+        self._aead(whose).encrypt_into(nonce, plain, whose, out[_NONCE_BYTES:])
+
+    def open(self, stored: memoryview, whose: bytes, out: memoryview) -> None:
+        """Write what was sealed into `out`, which is as long. Raises CipherError, and `out` is rubbish then."""
+        if len(stored) != len(out) + OVERHEAD_BYTES:
+            raise CipherError(f"{len(stored)} stored bytes for {len(out)}")
+        try:
+            self._aead(whose).decrypt_into(bytes(stored[:_NONCE_BYTES]), stored[_NONCE_BYTES:], whose, out)
+        except self._invalid as error:
+            raise CipherError("another key, or another block") from error
+
+
+def load_cipher(path: Path) -> Cipher:
+    """The cipher of a key file: 64 hex digits that only its owner can read. Raises ConfigError."""
+    try:
+        mode, text = path.stat().st_mode, b""
+        if not mode & 0o077:
+            with path.open("rb") as file:
+                text = file.read(_MAX_FILE_BYTES)  # a device has no end
+    except OSError as error:
+        raise ConfigError(f"nvme_key {path} cannot be read ({error.strerror}): {_MAKE}") from error
+    if mode & 0o077:
+        raise ConfigError(f"nvme_key {path} can be read by others (mode {mode & 0o777:04o}): chmod 0600 {path}")
+    if not _KEY.fullmatch(text):
+        raise ConfigError(f"nvme_key {path} does not hold a key (64 hex digits): {_MAKE}")
+    return Cipher(bytes.fromhex(text.decode()))
+
+
+_MAX_FILE_BYTES = 4096
+_MAKE = "make one with `(umask 077; openssl rand -hex 32 > FILE)`"

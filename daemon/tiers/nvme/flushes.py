@@ -1,0 +1,234 @@
+"""Flushes on their way to the disks: each is answered once, when every directory has taken note of it, or cannot.
+
+A disk may come back after another one was put in its place. What was flushed in between is kept for it, but only as
+long as the daemon lives, so such a flush is not durable. To end that, restart the daemon. Likewise a disk that hangs or
+fails may come back without what it was told at last: what it has not confirmed is kept for it too.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, takewhile
+from pathlib import Path
+
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme.shelf import Shelf
+
+FLUSH_S = 10.0
+"""After which a flush that some disk did not take note of is answered, with that."""
+MAX_KEPT = 4096
+"""Flushes that wait for one directory; when there are more, it is flushed as a whole."""
+MAX_FORMER = 64
+"""Directories that others have taken the place of: of more the first ones are forgotten."""
+TOLD_AT_ONCE = 64
+"""Namespaces that a directory is told of in one slice: a millisecond or two."""
+LAST_WORDS_S = 2.0
+"""For so long a daemon that ends tells directories the rest."""
+
+
+class Flush:
+    """One flush; `done(blocks, durable)` is called once."""
+
+    def __init__(
+        self, done: Callable[[int, bool], None] = lambda blocks, durable: None,
+        forget: Callable[[Sequence[Namespace]], None] = lambda namespaces: None, end: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.forget = forget
+        """See `FlushBelow`."""
+        self.end = end
+        """Likewise."""
+        self.blocks = 0
+        self.waiting = 1  # disks' words, and that all have been asked
+        self.over = False
+        self.end_s = math.inf
+        self._done = done
+        self._durable = True
+
+    def noted(self, ok: bool) -> None:
+        """One more of those that were waited for."""
+        self.waiting -= 1
+        self._durable = self._durable and ok
+        if self.waiting == 0:
+            self.answer(self._durable)
+
+    def answer(self, durable: bool) -> None:
+        """Say how it went, if that has not been said."""
+        if not self.over:
+            self.over = True
+            self._done(self.blocks, durable)
+
+
+_Kept = tuple[Sequence[Namespace] | None, bytes, Flush]
+"""Of which namespaces (None: all that there are), which key (empty: all), and who waits for it."""
+_Told = tuple[Sequence[Namespace] | None, bytes]
+"""Likewise."""
+
+
+@dataclass
+class _Late:
+    """What a directory has yet to be told; of the first of it so many namespaces are done."""
+
+    kept: deque[_Kept]
+    told: int = 0
+
+
+class Flushes:
+    """Event loop only; nothing here blocks. `every()` are all namespaces that are known."""
+
+    def __init__(self, every: Callable[[], Sequence[Namespace]]) -> None:
+        self._every = every
+        self._under_way: deque[Flush] = deque()  # in the order in which their time is up
+        self._told: dict[Shelf, dict[int, _Told]] = {}  # what open directories have not confirmed, numbered
+        self._numbers = count(1)
+        self._kept: dict[Path, list[_Kept]] = {}
+        self._last: dict[Path, bytes] = {}  # which directory was open there, by the id in its superblock
+        self._former: dict[bytes, list[_Kept]] = {}  # for those that are open nowhere, since another one is there
+        self._late: dict[Shelf, _Late] = {}  # what open directories have yet to be told of the time before
+
+    def begin(
+        self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], shelves: Sequence[Shelf],
+        closed: Callable[[], Sequence[tuple[Path, bool]]], named: bool = False,
+    ) -> Flush:  # fmt: skip
+        """A flush of all these: `shelves` forget what they are told, part by part; `closed` directories as they open.
+
+        `closed()`: paths, and whether that may last. A flush is not durable then, and nobody waits for it. What closes
+        between two parts is told of all of them when it opens. `named`: it is about these namespaces alone, even if no
+        others are known yet.
+        """
+        # If it is about all that are known, it is also about those that only a closed directory knows.
+        wanted = None if not named and len(namespaces) == len(self._every()) else namespaces
+        kept_for = set[Path]()
+
+        def keep_for_closed() -> None:
+            now = closed()
+            kept_for.intersection_update(path for path, _ in now)  # what was open in between is told again
+            for path, lasting in now:
+                if path not in kept_for:
+                    kept_for.add(path)
+                    flush.waiting += 1
+                    self._keep(path, (wanted, key, Flush() if lasting else flush))
+                    if lasting:
+                        flush.noted(False)
+
+        def forget(part: Sequence[Namespace]) -> None:
+            keep_for_closed()
+            for shelf in shelves:
+                self._flush(shelf, part, key, flush)
+
+        def end() -> None:
+            flush.end_s = time.monotonic() + FLUSH_S
+            self._under_way.append(flush)
+            flush.noted(True)
+
+        flush = Flush(done, forget, end)
+        keep_for_closed()
+        for kept in self._former.values():
+            _add(kept, (wanted, key, Flush()))
+            flush.waiting += 1
+            flush.noted(False)
+        return flush
+
+    def _flush(self, shelf: Shelf, namespaces: Sequence[Namespace], key: bytes, flush: Flush) -> None:
+        told = self._told.setdefault(shelf, {})
+        for namespace in namespaces:
+            flush.waiting += 1
+            waiting, number = flush.waiting, next(self._numbers)
+            flush.blocks += shelf.flush(namespace, key, partial(_noted, told, number, flush))
+            if flush.waiting < waiting:
+                continue  # confirmed at once: it has nothing of that namespace
+            if len(told) >= MAX_KEPT:
+                told.clear()
+                told[0] = None, b""
+            told[number] = [namespace], key
+
+    def _keep(self, path: Path, one: _Kept) -> None:
+        _add(self._kept.setdefault(path, []), one)
+
+    def opened(self, path: Path, shelf: Shelf) -> None:
+        """A directory is open: what was flushed before goes now, in slices. Then, not before, its rows are loaded."""
+        here, last, kept = shelf.directory.superblock.directory_id, self._last.get(path), self._kept.pop(path, [])
+        for other in [one for one, its in self._last.items() if its == here and one != path]:
+            del self._last[other]  # mount points were swapped: what was kept there was about this directory
+            moved = self._kept.get(other, [])
+            for _, _, flush in moved:
+                flush.waiting += 1
+            kept = [*kept, *moved]
+        self._last[path] = here
+        replaced = last is not None and last != here
+        if last is not None and replaced:
+            self._former[last] = [(namespaces, key, Flush()) for namespaces, key, _ in kept]
+            if len(self._former) > MAX_FORMER:
+                del self._former[next(iter(self._former))]
+            for _, _, flush in kept:
+                flush.noted(False)
+            kept = [(namespaces, key, Flush()) for namespaces, key, _ in kept]
+        self._late[shelf] = _Late(deque([*self._former.pop(here, ()), *kept]))
+        self._go_on(shelf)
+
+    def _go_on(self, shelf: Shelf) -> None:
+        late = self._late[shelf]
+        self._tell(shelf, late)
+        if not late.kept:
+            shelf.start_loading()
+            del self._late[shelf]
+
+    def _tell(self, shelf: Shelf, late: _Late) -> None:
+        """A slice."""
+        left = TOLD_AT_ONCE
+        while late.kept and left > 0:
+            namespaces, key, flush = late.kept[0]  # there until all of it is told: see `gone`
+            every = self._every() if namespaces is None else namespaces
+            part = every[late.told : late.told + left]
+            self._flush(shelf, part, key, flush)
+            late.told += len(part)
+            left -= max(1, len(part))
+            if late.told >= len(every):
+                late.kept.popleft()
+                late.told = 0
+                flush.noted(True)
+
+    def gone(self, shelf: Shelf) -> None:
+        """A directory is open no more: what it has not confirmed goes to it again before it is served again."""
+        path = shelf.directory.path
+        for namespaces, key in self._told.pop(shelf, {}).values():
+            self._keep(path, (namespaces, key, Flush()))
+        if shelf in self._late:
+            for late in self._late.pop(shelf).kept:
+                self._keep(path, late)
+
+    def work(self) -> bool:
+        """Answer those whose time is up, and tell directories a slice of what they have yet to be told; True: more."""
+        while self._under_way and (self._under_way[0].over or time.monotonic() >= self._under_way[0].end_s):
+            self._under_way.popleft().answer(durable=False)
+        for shelf in list(self._late):
+            self._go_on(shelf)
+        return bool(self._late)
+
+    def close(self) -> None:
+        """Before the directories are closed: tell them the rest, for a second or two. Their rows are not loaded."""
+        end_s = time.monotonic() + LAST_WORDS_S
+        for shelf, late in self._late.items():
+            while late.kept and time.monotonic() < end_s:
+                self._tell(shelf, late)
+        self._late.clear()
+
+
+def _noted(told: dict[int, _Told], number: int, flush: Flush, ok: bool) -> None:
+    """A directory says whether a flush is durable there. If not, it tries that again before any later one."""
+    if ok and number in told:
+        for earlier in list(takewhile(number.__ge__, told)):
+            del told[earlier]
+    flush.noted(ok)
+
+
+def _add(kept: list[_Kept], one: _Kept) -> None:
+    if len(kept) >= MAX_KEPT:
+        for _, _, flush in kept:
+            flush.noted(False)
+        kept[:] = [(None, b"", Flush())]
+    kept.append(one)

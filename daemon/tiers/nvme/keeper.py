@@ -1,0 +1,225 @@
+"""One directory of the settings for the daemon's life: opened, given up when it has gone, and opened again.
+
+    opening ─► open ─► leaving ─► away ─► (a pause, twice as long each time) ─► opening
+       └────────────────────────────┘
+
+A directory that cannot be used costs itself and nothing else: DRAM and the others go on, and it is tried again until it
+can. Its counters live as long as the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tiercache.daemon.index.index import LIVE
+from tiercache.daemon.tiers.nvme.disk.block_io import Outcome, TaskOp
+from tiercache.daemon.tiers.nvme.disk.directory import Home
+from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
+from tiercache.daemon.tiers.nvme.disk.queue import COUNTERS, LATENCIES, Priority
+from tiercache.daemon.tiers.nvme.opening import OpenDirectory, Plan, in_thread, open_directory
+from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.errors import ConfigError, DirectoryUnavailable
+from tiercache.ground.histograms import LatencyHistogram
+
+log = logging.getLogger("tiercache.daemon")
+
+FIRST_PAUSE_S = 1.0
+LAST_PAUSE_S = 30.0
+LOOK_S = 2.0
+"""How often it is seen whether the path is still the directory that was opened."""
+QUIET_POLL_S = 0.05
+CLOSE_S = 5.0
+TOLD_AT_ONCE = 2000
+"""Blocks of a directory that has gone of which events tell in one go."""
+KNOWN_ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS)
+"""Counted from zero, so that the first one is an increase."""
+_COUNTERS = (*COUNTERS, "evicted_blocks", "write_failures", "database_written_bytes")
+
+
+class Keeper:
+    """Event loop only; nothing here blocks.
+
+    `opened(directory)` makes its shelf and puts that to use, `gone(shelf)` takes it out of use.
+    """
+
+    def __init__(
+        self, plan: Plan, disk: DiskIO, opened: Callable[[OpenDirectory], Shelf], gone: Callable[[Shelf], None],
+    ) -> None:  # fmt: skip
+        self.plan = plan
+        self.path: Path = plan.path
+        self.shelf: Shelf | None = None
+        self.leaving: Shelf | None = None
+        """One that has gone, while something of it is still in the kernel."""
+        self.problem = ""
+        """Why it is not open; empty while it has not been tried to the end."""
+        self.refusal: ConfigError | None = None
+        """What is wrong with the setting itself, when it was tried while `strict`."""
+        self.strict = True
+        """Whether the daemon would rather not start than do without it because of its setting."""
+        self.tried = asyncio.Event()
+        self.open_failures = 0
+        self._disk = disk
+        self._opened = opened
+        self._gone = gone
+        self._home: Home | None = None
+        self._past: dict[str, int] = {}  # counters of shelves that have gone
+        self._past_errors: dict[str, int] = {str(number): 0 for number in KNOWN_ERRORS}
+
+    @property
+    def away(self) -> bool:
+        """Whether it is known not to be usable now."""
+        return bool(self.problem)
+
+    async def keep(self) -> None:
+        """Until cancelled."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            found = await self._try()
+            if found is not None:
+                pause_s = FIRST_PAUSE_S
+                await self._use(found)
+            self.tried.set()
+            if self.refusal is not None:
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+
+    async def _try(self) -> OpenDirectory | None:
+        post = asyncio.get_running_loop().call_soon_threadsafe
+        call = partial(open_directory, self.plan, self._disk, post, self._home)
+        try:
+            return await in_thread(f"open {self.path}", call)
+        except (ConfigError, DirectoryUnavailable) as error:
+            if self.strict and isinstance(error, ConfigError):
+                self.refusal = error
+            else:
+                self._is_away(str(error))
+        except RuntimeError:  # a bug of ours, of which its thread has told
+            self._is_away(f"nvme directory {self.path} could not be opened; the log says where it went wrong")
+        self.open_failures += 1
+        return None
+
+    def _is_away(self, problem: str) -> None:
+        if problem != self.problem:
+            log.error("%s; the daemon goes on without it and tries again", problem)
+        self.problem = problem
+
+    async def _use(self, found: OpenDirectory) -> None:
+        """Have it used until it has gone, then close what was open."""
+        if self.problem:
+            log.info("nvme directory %s can be used again", self.path)
+        self._home, self.problem = found.directory.home, ""
+        shelf = self.shelf = self._opened(found)
+        self.tried.set()
+        what = await self._watch(shelf)
+        self._is_away(f"nvme directory {self.path} cannot be used: {what}")
+        self._keep_counters(shelf)
+        self.shelf, self.leaving = None, shelf
+        self._gone(shelf)
+        await _tell_gone(shelf)
+        shelf.queue.begin_stop()
+        while shelf.queue.in_flight:
+            await asyncio.sleep(QUIET_POLL_S)
+        await in_thread(f"close {self.path}", partial(_close, shelf))
+        self.leaving = None
+
+    async def _watch(self, shelf: Shelf) -> str:
+        """Wait until it has gone; why."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            said = ""
+
+            def look() -> None:
+                nonlocal said
+                said = shelf.directory.look()
+
+            done: asyncio.Future[TaskOp] = asyncio.get_running_loop().create_future()
+            op = TaskOp(call=look, done=partial(_hand_over, done))
+            if not shelf.queue.submit(op, Priority.PREFETCH):
+                continue  # its queue is full
+            await done
+            if op.outcome is Outcome.IO_ERROR:
+                return f"its files cannot be reached ({errno.errorcode.get(op.errno, op.errno)}): see dmesg"
+            if op.outcome is Outcome.OK and said:
+                return said
+
+    # --- figures -----------------------------------------------------------------------------------
+
+    def _keep_counters(self, shelf: Shelf) -> None:
+        its = shelf.stats()
+        self._past = {name: self._past.get(name, 0) + its[name] for name in _COUNTERS}
+        self._past_errors = self._all_errors(its["errors"])
+
+    def _all_errors(self, now: dict[str, int]) -> dict[str, int]:
+        past = self._past_errors
+        return {number: past.get(number, 0) + now.get(number, 0) for number in past.keys() | now.keys()}
+
+    def stats(self) -> dict[str, Any]:
+        """Everything that is known of this directory; the same names whether it is open or not."""
+        its = _figures_of_none() if self.shelf is None else self.shelf.stats()
+        state = its["state"] if self.shelf is not None else "away" if self.problem else "opening"
+        return {
+            "path": str(self.path),
+            **its,
+            "state": state,
+            "problem": self.problem,
+            "open_failures": self.open_failures,
+            **{name: its[name] + self._past.get(name, 0) for name in _COUNTERS},
+            "errors": self._all_errors(its["errors"]),
+        }
+
+    def reasons(self) -> list[str]:
+        """What is not well, for people."""
+        if self.shelf is not None:
+            return self.shelf.reasons()
+        left = "" if self.leaving is None else "; operations from before are still under way"
+        return [f"{self.problem}{left}" if self.problem else f"nvme directory {self.path}: it is not open yet"]
+
+
+def _hand_over(done: asyncio.Future[TaskOp], op: TaskOp) -> None:
+    if not done.done():
+        done.set_result(op)
+
+
+def _close(shelf: Shelf) -> None:
+    """Nothing is in flight. Blocks."""
+    shelf.queue.stop(time.monotonic() + CLOSE_S)
+    shelf.catalog.close(CLOSE_S)
+    shelf.directory.close()
+
+
+async def _tell_gone(shelf: Shelf) -> None:
+    """Publish that its blocks have left, some at a time."""
+    left, index = shelf.index.on_left, shelf.index
+    shelf.index.on_left = None
+    if left is None:
+        return
+    for entry in range(len(index.key)):
+        if index.state[entry] == LIVE and index.key[entry]:
+            left(index.table[entry], index.key[entry])
+        if entry % TOLD_AT_ONCE == TOLD_AT_ONCE - 1:
+            await asyncio.sleep(0)
+
+
+def _figures_of_none() -> dict[str, Any]:
+    """The figures of a directory that is not open: the same names as those of a `Shelf`."""
+    zeros = (
+        "blocks", "used_bytes", "segments", "kept_bytes", "database_bytes", "database_queue", "loaded_rows",
+        "orphan_rows", "other_key_rows", "lost_slots", "in_flight", "in_flight_bytes", "queued",
+    )  # fmt: skip
+    return {
+        **dict.fromkeys((*zeros, *_COUNTERS), 0),
+        "direct": False,
+        "writing": "off",
+        "waiting": {priority.name.lower(): 0 for priority in Priority},
+        "oldest_age_s": 0.0,
+        "errors": {},
+        "latency": {name: LatencyHistogram().snapshot() for name in LATENCIES},
+    }

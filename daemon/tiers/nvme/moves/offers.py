@@ -1,0 +1,138 @@
+"""What was used in DRAM: it is used on NVMe too, and what is missing there is offered for writing, in slices.
+
+Of the first chains of a request at once, so that the policies learn of these while it is answered; nearly always
+those are all. Of further ones, and of windows, later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.hints.hints import Hints
+from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
+from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
+from tiercache.daemon.tiers.nvme.placement import Placement
+from tiercache.protocol.messages import KEY_BYTES
+
+LOOKED_AT_ONCE = 1024
+"""Blocks of windows that are looked for, and perhaps offered, in one go of the loop."""
+CHAINS_AT_ONCE = 16
+"""Chains that are looked for in one go: each directory is asked. One, where that may take a walk up to its root."""
+MATCHED_AT_ONCE = 256
+"""Blocks of one chain that are offered for writing with a match; the next match offers what follows."""
+MATCHED_OF_ALL = 1024
+"""Likewise of all its chains together."""
+MAX_BYTES = 4 << 20
+"""Of the keys that wait for that; what comes beyond has another chance when it is asked for again."""
+
+
+class Offers:
+    """Event loop only. `may_write()`: whether directories are there to be written to."""
+
+    def __init__(
+        self, writes: WriteBehind, placement: Placement, hints: Hints, may_write: Callable[[], bool],
+        soon: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._writes = writes
+        self._placement = placement
+        self._hints = hints
+        self._may_write = may_write
+        self._soon = soon
+        self._windows: deque[tuple[Namespace, bytes, int]] = deque()  # the first of its blocks that was not looked for
+        self._chains: deque[tuple[Steps[None], int]] = deque()  # looks under way, and the bytes of their keys
+        self._bytes = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits."""
+        return not (self._windows or self._chains)
+
+    def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
+        """See `TierBelow`."""
+        may_write = self._has_room
+        for namespace in namespaces if may_write and dram_blocks else ():
+            if namespace.table.windowed and not namespace.spec.dram_only:
+                self._add_window(namespace, keys, dram_blocks)
+        chains = [namespace for namespace in namespaces if not namespace.table.windowed]
+        steps = self._use(chains, keys, dram_blocks, found_blocks)
+        for _ in steps:
+            if self._bytes + len(keys) <= MAX_BYTES:
+                self._bytes += len(keys)
+                self._chains.append((steps, len(keys)))
+                self._soon()
+            return
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether what a request finds missing may be offered."""
+        return self._may_write() and self._writes.room >= MATCHED_OF_ALL
+
+    def _use(self, chains: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> Steps[None]:
+        """Chains were used as far as their first `found_blocks`; DRAM has `dram_blocks` of them."""
+        most = min(MATCHED_AT_ONCE, MATCHED_OF_ALL // max(1, len(chains)))
+        for number, namespace in enumerate(chains):
+            if number and (not number % CHAINS_AT_ONCE or self._takes_walks):
+                yield
+            shelf, here = self._placement.find(namespace, keys, found_blocks)
+            if shelf is not None:
+                shelf.index.touch(shelf.table(namespace).get(_key(keys, here - 1)))
+            if here < dram_blocks and not namespace.spec.dram_only and self._has_room:
+                for place in range(here, min(here + most, dram_blocks)):
+                    self._writes.add(namespace, _key(keys, place), asked_again=True, before=_key(keys, place - 1))
+
+    @property
+    def _takes_walks(self) -> bool:
+        return any(shelf.index.is_unlinking for shelf in self._placement.shelves)
+
+    def _add_window(self, namespace: Namespace, keys: bytes, cut: int) -> None:
+        """The window before a cut was used: to be looked for soon."""
+        first = first_of_window(namespace, cut)
+        before = max(0, first - 1)
+        its = keys[before * KEY_BYTES : cut * KEY_BYTES]
+        if self._bytes + len(its) <= MAX_BYTES:
+            self._windows.append((namespace, its, first - before))
+            self._bytes += len(its)
+            self._soon()
+
+    def work(self) -> bool:
+        """A slice; True while there is more."""
+        if self._chains:
+            self._go_on(*self._chains.popleft())
+        if self._windows:  # in turn with chains, which may always be there
+            self._look_for_windows()
+        return not self.idle
+
+    def _go_on(self, steps: Steps[None], size_bytes: int) -> None:
+        """The next step of a look at chains, which are asked for, as they were."""
+        self._hints.asked, more = True, False
+        try:
+            more = next(steps, self) is not self
+        finally:
+            self._hints.asked = False
+            if not more:
+                self._bytes -= size_bytes
+        if more:
+            self._chains.append((steps, size_bytes))
+
+    def _look_for_windows(self) -> None:
+        left = LOOKED_AT_ONCE
+        while self._windows and left > 0:
+            namespace, keys, first = self._windows.popleft()
+            here, last = self._placement.lookup(namespace), len(keys) // KEY_BYTES
+            end = min(last, first + left)
+            for number in range(first, end):
+                key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+                if here is None or not here(key):
+                    self._writes.add(namespace, key, asked_again=True, before=_key(keys, number - 1))
+            left -= end - first
+            if end < last:
+                self._windows.appendleft((namespace, keys, end))
+            else:
+                self._bytes -= len(keys)
+
+
+def _key(keys: bytes, number: int) -> bytes:
+    """A key of a packed list; empty before the first one."""
+    return keys[number * KEY_BYTES : (number + 1) * KEY_BYTES] if number >= 0 else b""

@@ -1,0 +1,431 @@
+"""DRAM to NVMe: new blocks are written behind, parents first, and stay in DRAM as long as they may.
+
+    published ─┐
+    matched  ──┼─► queue ─► slot, I/O ─► (parent is here?) ─► index, row
+    shutdown ─┘     └ not now: lane             └ no: parked until it is
+
+A block is written once: one that is here already is clean. Whatever cannot be written (no parent
+here, no budget, a full queue) stays in DRAM and has another chance when it is asked for. What only
+has to wait (for its disk, for a slot of its size) does so in a lane of its directory and size, in
+order and with what follows it, and stands in nobody else's way. Blocks of windows have no parent and wait for none.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from tiercache.copies.arena import Region
+from tiercache.daemon.events.events import Block, Events
+from tiercache.daemon.index.allocator import NO_FRAME
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.policies.window import is_below
+from tiercache.daemon.tiers.dram.space import Namespace, Space
+from tiercache.daemon.tiers.nvme.disk import codecs
+from tiercache.daemon.tiers.nvme.disk.block_io import Outcome, WriteOp
+from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
+from tiercache.daemon.tiers.nvme.disk.queue import Priority
+from tiercache.daemon.tiers.nvme.fairness import Fairness, Room
+from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
+from tiercache.daemon.tiers.nvme.placement import Placement, near
+from tiercache.daemon.tiers.nvme.shelf import Shelf, Stored
+from tiercache.protocol.checksums import CHECKSUM_LANES, CHECKSUM_XXH3
+from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
+
+MAX_QUEUED = 65_536
+MAX_LANE = 16_384
+"""Blocks that wait in one lane; further ones are passed over."""
+MAX_IN_FLIGHT_BYTES = 64 << 20
+MAX_IN_FLIGHT = 1024
+"""Writes under way on one shelf, and their bytes."""
+AT_ONCE = 64
+"""Blocks looked at before others are served."""
+
+Name = tuple[int, bytes]
+"""Namespace number and key."""
+
+class Wanted(NamedTuple):
+    """A block that is to be written. `before`: of a windowed one the key of the block before it, if that is known."""
+
+    namespace: Namespace
+    key: bytes
+    asked_again: bool
+    before: bytes = b""
+
+
+class _Write(NamedTuple):
+    """One block on its way to a slot."""
+
+    namespace: Namespace
+    key: bytes
+    parent: bytes
+    shelf: Shelf
+    slot: int
+    frame: int
+    epoch: int
+    said: Block | None
+
+
+class WriteBehind:
+    """Event loop only; nothing here blocks."""
+
+    def __init__(
+        self, placement: Placement, space: Space, regions: dict[int, Region], budget: WriteBudget, fairness: Fairness,
+        codec: str = "raw", soon: Callable[[], None] = lambda: None, events: Events | None = None,
+        sealed: bool = False,
+    ) -> None:  # fmt: skip
+        self.pump_ns = math.inf
+        """After so much of this thread's CPU time `pump` stops, when the block that has begun is done."""
+        self.budget = budget
+        self.codec = codec
+        self._sealed = codecs.SEALED if sealed else 0
+        self.written_blocks = 0
+        self.written_bytes = 0
+        self.saved_bytes = 0  # that a codec has kept from the disk
+        self.skipped_by_budget = 0
+        self.skipped_by_worth = 0
+        self.skipped_by_quota = 0
+        self.skipped_without_parent = 0
+        self.skipped_queue_full = 0
+        self.failed_blocks = 0
+        self.skipped_too_large = 0  # blocks that no segment can hold
+        self._events = events
+        self._soon = soon  # `pump` has something to do before the next tick
+        self._placement = placement
+        self._fairness = fairness
+        self._space = space
+        self._regions = regions
+        self._queue: deque[Wanted] = deque()
+        self._queued: set[Name] = set()
+        self._lanes: dict[tuple[Shelf, int], deque[Wanted]] = {}  # by shelf and bytes of a slot
+        self._in_lane: dict[Name, Shelf] = {}
+        self._loads: dict[Shelf, tuple[int, int]] = {}  # writes under way, and their bytes
+        self._flying: dict[Name, _Write] = {}
+        self._parked: dict[Name, list[tuple[_Write, Stored]]] = {}
+        self._held: dict[Name, int] = {}  # the entry that a write under way keeps there: what it hangs below
+        self._below: dict[Name, dict[Name, None]] = {}  # writes that hang below one that is under way itself
+        self._taken: dict[Shelf, list[WriteOp]] = {}
+        self._writable: dict[Shelf, bool] = {}
+        self._forms: dict[tuple[int, bool], tuple[int, int]] = {}
+        self._rest: Iterator[tuple[Namespace, bytes]] | None = None
+        self._end_s = math.inf
+
+    # --- what is to be written -------------------------------------------------------------------
+
+    def add(self, namespace: Namespace, key: bytes, asked_again: bool, before: bytes = b"") -> None:
+        """A block of DRAM that may be worth writing; see `Wanted`."""
+        name = namespace.number, key
+        if name in self._queued or name in self._flying or name in self._in_lane:
+            return
+        if len(self._queue) >= MAX_QUEUED:
+            self.skipped_queue_full += 1
+            return
+        self._queued.add(name)
+        self._queue.append(Wanted(namespace, key, asked_again, before))
+        self._soon()
+
+    def slots_of(self, shelf: Shelf) -> list[int]:
+        """Slots of writes that are under way or wait for their parent's."""
+        return [write.slot for write in self._flying.values() if write.shelf is shelf]
+
+    def pending(self) -> Counter[int]:
+        """How many writes are under way or wait for their parent's, by namespace number."""
+        return Counter(number for number, _ in self._flying)
+
+    def add_rest(self, blocks: Iterable[tuple[Namespace, bytes]], end_s: float) -> None:
+        """At the end: everything else, parents first; taken when the queue is empty.
+
+        What cannot be written before `end_s` (time.monotonic()) is not waited for any more.
+        """
+        self._rest, self._end_s = iter(blocks), end_s
+
+    @property
+    def queued(self) -> int:
+        """Blocks that wait."""
+        return len(self._queue) + len(self._in_lane)
+
+    @property
+    def room(self) -> int:
+        """How many more may wait."""
+        return MAX_QUEUED - len(self._queue)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes of the writes under way."""
+        return sum(size for _, size in self._loads.values())
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing is under way."""
+        return not (self._queue or self._in_lane or self._flying or self._parked or self._rest)
+
+    def give_up(self, shelf: Shelf) -> None:
+        """Its directory has gone: what waits for it stays in DRAM; what is under way ends as it may."""
+        for place in [place for place in self._lanes if place[0] is shelf]:
+            del self._lanes[place]
+        self._in_lane = {name: other for name, other in self._in_lane.items() if other is not shelf}
+        self._writable.pop(shelf, None)
+
+    def _next(self) -> Wanted | None:
+        if self._queue:
+            wanted = self._queue.popleft()
+            self._queued.discard((wanted.namespace.number, wanted.key))
+            return wanted
+        if self._rest is not None and len(self._in_lane) < MAX_LANE:
+            for namespace, key in self._rest:
+                return Wanted(namespace, key, True)
+            self._rest = None
+        return None
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def pump(self) -> bool:
+        """Begin writes as far as there is room for them; True when it stopped for others' sake."""
+        done, until_ns = 0, time.thread_time_ns() + self.pump_ns
+        self._writable.clear()
+        self._fairness.look_again()
+        for (lanes_shelf, _), lane in self._lanes.items():
+            while lane and done < AT_ONCE and not self._is_full(lanes_shelf):
+                done += 1
+                if self._begin(lane[0]) is not None:
+                    break
+                gone = lane.popleft()
+                del self._in_lane[gone.namespace.number, gone.key]
+                if time.thread_time_ns() >= until_ns:
+                    done = AT_ONCE
+        # What cannot begin on any shelf stays in the queue: to put it into a lane first costs as much again.
+        while done < AT_ONCE and not all(map(self._is_full, self._placement.shelves)):
+            following = self._next()
+            if following is None:
+                break
+            done += 1
+            shelf = self._begin(following)
+            if shelf is not None:
+                self._wait(shelf, following)
+            if time.thread_time_ns() >= until_ns:
+                done = AT_ONCE
+        self._submit()
+        return done == AT_ONCE
+
+    def _is_full(self, shelf: Shelf) -> bool:
+        """Whether enough is under way on a shelf."""
+        writes, size_bytes = self._loads.get(shelf, (0, 0))
+        return writes >= MAX_IN_FLIGHT or size_bytes >= MAX_IN_FLIGHT_BYTES
+
+    def _may_write(self, shelf: Shelf) -> bool:
+        """Whether a shelf can be written to, asked once for each `pump`."""
+        may = self._writable.get(shelf)
+        if may is None:
+            may = self._writable[shelf] = shelf.may_write
+        return may
+
+    def _wait(self, shelf: Shelf, wanted: Wanted) -> None:
+        """Put a block that cannot be written now into its lane."""
+        name = wanted.namespace.number, wanted.key
+        if name in self._in_lane:
+            return  # at the end a block that waits comes by again
+        if shelf.offline or shelf.health.off_until_s > self._end_s:
+            return  # the end comes first
+        lane = self._lanes.setdefault((shelf, wanted.namespace.size_class.frame_bytes), deque())
+        if len(lane) >= MAX_LANE:
+            self.skipped_queue_full += 1
+            return
+        lane.append(wanted)
+        self._in_lane[name] = shelf
+
+    def _begin(self, wanted: Wanted) -> Shelf | None:
+        """Begin one write, or pass over it; the shelf for which it should wait, if it should."""
+        namespace, key = wanted.namespace, wanted.key
+        index, size, name = self._space.index, namespace.size_class.frame_bytes, (namespace.number, key)
+        entry = namespace.table.get(key)
+        if entry == NO_ENTRY or not index.attached(entry):
+            return None  # gone from DRAM before its turn
+        parent = index.key[index.parent[entry]]
+        if name not in self._in_lane and (namespace.number, parent) in self._in_lane:
+            return self._in_lane[namespace.number, parent]  # a lane keeps the order
+        shelf = self._shelf_of(wanted, parent)
+        if shelf is None:
+            self.skipped_without_parent += 1
+            return None
+        if shelf.has(namespace, key) or name in self._flying:
+            return None
+        if shelf.slot_bytes(namespace) > shelf.directory.segment_bytes:
+            self.skipped_too_large += 1
+            return None
+        if not self.budget.admits(size, wanted.asked_again):
+            self.skipped_by_budget += 1
+            return None
+        if self._is_full(shelf) or not self._may_write(shelf):
+            return shelf
+        if self.budget.bytes_per_day and not shelf.admits(namespace, namespace.table.policy.worth(entry)):
+            self.skipped_by_worth += 1
+            return None
+        room = self._fairness.room(shelf, namespace, parent)
+        if room is not Room.HERE:
+            self.skipped_by_quota += room is Room.NONE
+            return shelf if room is Room.SOON else None
+        slot = shelf.take_slot(namespace, parent)
+        if slot == NO_FRAME:
+            return shelf
+        said = None if self._events is None else self._events.known(namespace.number, key)[0]
+        self._take(_Write(namespace, key, parent, shelf, slot, index.frame[entry], shelf.epoch(namespace), said))
+        return None
+
+    def _shelf_of(self, wanted: Wanted, parent: bytes) -> Shelf | None:
+        """Where the parent is or is going; a root's child goes where it is, or by its key. None: nowhere."""
+        namespace, key, placement = wanted.namespace, wanted.key, self._placement
+        if parent:
+            flying = self._flying.get((namespace.number, parent))
+            return flying.shelf if flying is not None else placement.with_block(namespace, parent)
+        found = placement.with_block(namespace, key)
+        if found is not None or not namespace.table.windowed:
+            return found or placement.home(key)
+        return placement.window(namespace, key, wanted.before, partial(self._going, namespace))
+
+    def _going(self, namespace: Namespace, key: bytes) -> Shelf | None:
+        """Where a block of that key is being written or waits for its disk: of this namespace, or else of one near."""
+        for number in (namespace.number, *near(namespace)):
+            name = number, key
+            if name in self._flying:
+                return self._flying[name].shelf
+            if name in self._in_lane:
+                return self._in_lane[name]
+        return None
+
+    def _take(self, write: _Write) -> None:
+        """Put a write down for `_submit`, with both of its ends held.
+
+        They are the kernel's until the op is done, whatever becomes of the block meanwhile.
+        """
+        namespace, region = write.namespace, self._regions[write.frame >> REGION_SHIFT]
+        frame_bytes = namespace.size_class.frame_bytes
+        codec, kind = self._form(namespace)
+        self._space.allocator.hold(write.frame)
+        op = WriteOp(
+            done=lambda op: self._done(write, op), slot=write.slot,
+            address=region.address + (write.frame & OFFSET_MASK), length=namespace.spec.block_bytes,
+            key=write.key, fingerprint=namespace.fingerprint, codec=codec, kind=kind,
+        )  # fmt: skip
+        self._keep_parent(write)
+        self._flying[namespace.number, write.key] = write
+        self._fairness.took(write.shelf, namespace)
+        self._count(write.shelf, 1, frame_bytes)
+        self.budget.charge(frame_bytes)
+        self._taken.setdefault(write.shelf, []).append(op)
+
+    def _keep_parent(self, write: _Write) -> None:
+        """What a block hangs below must not be evicted before it is there."""
+        number, shelf = write.namespace.number, write.shelf
+        name, parent_name = (number, write.key), (number, write.parent)
+        if parent_name in self._flying:
+            self._below.setdefault(parent_name, {})[name] = None  # again, perhaps: an earlier try may have failed
+        elif write.parent and (parent := shelf.table(write.namespace).get(write.parent)) != NO_ENTRY:
+            self._hold(shelf, name, parent)
+
+    def _hold(self, shelf: Shelf, name: Name, parent: int) -> None:
+        shelf.index.pin(parent)
+        self._held[name] = parent
+
+    def _let_go(self, shelf: Shelf, name: Name) -> None:
+        """A write is over."""
+        self._flying.pop(name).namespace.use.pending_below_blocks -= 1
+        parent = self._held.pop(name, NO_ENTRY)
+        if parent != NO_ENTRY:
+            shelf.index.unpin(parent)
+
+    def _form(self, namespace: Namespace) -> tuple[int, int]:
+        """Codec and kind of checksum of a namespace's blocks."""
+        name = namespace.number, namespace.direct
+        form = self._forms.get(name)
+        if form is None:
+            spec = namespace.spec
+            form = codecs.codec_number(self.codec, codecs.element_bytes(spec.dtype)) | self._sealed, CHECKSUM_XXH3
+            # What clients read on the disk themselves is as it is, with a checksum that a GPU computes.
+            if namespace.direct and not self._sealed and spec.block_bytes % PAGE_BYTES == 0:
+                form = codecs.RAW, CHECKSUM_LANES
+            self._forms[name] = form
+        return form
+
+    def _count(self, shelf: Shelf, writes: int, size_bytes: int) -> None:
+        before = self._loads.get(shelf, (0, 0))
+        self._loads[shelf] = before[0] + writes, before[1] + size_bytes
+
+    def _submit(self) -> None:
+        """Hand over what was taken, together, so that neighbouring slots share a system call."""
+        for shelf, ops in self._taken.items():
+            for op in ops[shelf.queue.submit_many(ops, Priority.WRITE) :]:
+                op.outcome = Outcome.CANCELLED
+                op.done(op)
+        self._taken.clear()
+
+    def _done(self, write: _Write, op: WriteOp) -> None:
+        frame_bytes = write.namespace.size_class.frame_bytes
+        self._space.allocator.unhold(write.frame)
+        self._count(write.shelf, -1, -frame_bytes)
+        if write.shelf.retired and not self._loads[write.shelf][0]:
+            del self._loads[write.shelf]
+        elif self._loads[write.shelf][1] < MAX_IN_FLIGHT_BYTES // 2 and (self._queue or self._in_lane):
+            self._soon()  # not at each one: blocks that begin together share system calls
+        if op.outcome is Outcome.ABANDONED:
+            return  # only at the end: the kernel may still write to the slot
+        if op.outcome is not Outcome.OK:
+            self.failed_blocks += 1
+            if op.outcome is Outcome.IO_ERROR:
+                write.shelf.health.failed(os.strerror(op.errno))
+            self._lose(write, failed=op.outcome is Outcome.IO_ERROR)
+            return
+        write.shelf.slots.write_worked()
+        if op.codec != codecs.RAW:
+            saved = frame_bytes - op.moved_bytes  # less than nothing where encryption takes a page more
+            self.saved_bytes += max(0, saved)
+            self.budget.charge(-saved)
+        stored = Stored(NO_ENTRY, write.slot, op.stored_length, op.codec, op.checksum, op.kind)
+        if write.parent and (write.namespace.number, write.parent) in self._flying:
+            self._parked.setdefault((write.namespace.number, write.parent), []).append((write, stored))
+        else:
+            self._settle(write, stored)
+
+    def _settle(self, first: _Write, stored: Stored) -> None:
+        """A write is complete and its parent settled: it becomes visible, and those that waited for it."""
+        ready = [(first, stored)]
+        while ready:
+            write, stored = ready.pop()
+            shelf, name = write.shelf, (write.namespace.number, write.key)
+            flushed = write.epoch != shelf.epoch(write.namespace)
+            table = shelf.table(write.namespace)
+            parent = table.get(write.parent) if write.parent else table.root
+            here = shelf.has(write.namespace, write.key)
+            if flushed or here or shelf.retired or parent == NO_ENTRY or not shelf.index.attached(parent):
+                self._lose(write)
+                continue
+            shelf.add(write.namespace, write.key, write.parent, write.slot, stored, write.said)
+            if (entry := write.namespace.table.get(write.key)) != NO_ENTRY:
+                is_below(self._space.index, entry)
+            self.written_blocks += 1
+            self.written_bytes += stored.stored_length
+            for below in self._below.pop(name, ()):
+                other = self._flying.get(below)
+                # It may have failed and be written again below another block: keys that clients make up are no chains.
+                if other is not None and other.parent == write.key and other.shelf is shelf:
+                    self._hold(shelf, below, table.get(write.key))
+            self._let_go(shelf, name)
+            ready.extend(self._parked.pop(name, ()))
+
+    def _lose(self, first: _Write, failed: bool = False) -> None:
+        """A write came to nothing, and with it those that wait for it; `failed` on the disk."""
+        doomed = [first]
+        while doomed:
+            write = doomed.pop()
+            name = write.namespace.number, write.key
+            self._below.pop(name, None)
+            self._let_go(write.shelf, name)
+            if failed and write is first:
+                write.shelf.slots.put_aside(write.slot)
+            else:
+                write.shelf.allocator.give_back(write.slot)
+            doomed.extend(waiting for waiting, _ in self._parked.pop(name, ()))

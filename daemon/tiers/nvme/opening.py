@@ -1,0 +1,161 @@
+"""Opening a cache directory, on a thread of its own: a disk that hangs here keeps nobody else waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState
+from tiercache.daemon.tiers.nvme.catalog.catalog_check import count_rows
+from tiercache.daemon.tiers.nvme.disk.cipher import Cipher
+from tiercache.daemon.tiers.nvme.disk.directory import SPARE_BYTES, Directory, Home
+from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
+from tiercache.daemon.tiers.nvme.disk.troubles import unavailable
+from tiercache.errors import CatalogUnavailable, DirectoryUnavailable, TierCacheError
+from tiercache.ground.units import format_bytes
+
+log = logging.getLogger("tiercache.daemon")
+
+T = TypeVar("T")
+
+DB_RESERVE_SHARE = 64
+"""One part in so many of the cap is left to the database: 2% is ample for blocks of 8 KiB and more."""
+_FEW_SEGMENTS = 4
+_SMALL_CAP_BYTES = 64 << 20
+CLOSE_S = 5.0
+_FOR_EVER_S = threading.TIMEOUT_MAX
+"""A disk that hangs is waited for on this thread, and used when it is back: that is no reason to end."""
+
+
+class OpenDirectory(NamedTuple):
+    """What a shelf is made of."""
+
+    directory: Directory
+    catalog: Catalog
+    state: CatalogState
+
+
+def fitted_segment_bytes(cap_bytes: int, wanted_bytes: int) -> int:
+    """The size of segments under a cap: as wanted, but at least four fit, or one where the cap is small."""
+    usable = cap_bytes - cap_bytes // DB_RESERVE_SHARE
+    most = max(usable // _FEW_SEGMENTS, min(usable, _SMALL_CAP_BYTES))
+    return max(PAGE_BYTES, min(wanted_bytes, most) // PAGE_BYTES * PAGE_BYTES)
+
+
+class Plan(NamedTuple):
+    """How one directory is to be opened."""
+
+    path: Path
+    cap_bytes: int
+    segment_bytes: int
+    cipher: Cipher | None = None
+    may_shrink: bool = False
+    require_mount: bool = False
+
+
+def open_directory(
+    plan: Plan, disk: DiskIO, post: Callable[..., object], before: Home | None = None
+) -> OpenDirectory:
+    """Open one; `before`: where it was earlier in this life. Blocks as the disk does.
+
+    Raises ConfigError for what no waiting mends, and DirectoryUnavailable for what may be otherwise later.
+    """
+    cap_bytes = plan.cap_bytes
+    fitted = fitted_segment_bytes(cap_bytes, plan.segment_bytes)
+    directory = Directory(
+        plan.path, cap_bytes, fitted, cap_bytes // DB_RESERVE_SHARE, disk, plan.require_mount, before
+    )
+    directory.cipher = plan.cipher
+    directory.open()
+    catalog = None
+    try:
+        if problem := directory.look():
+            raise DirectoryUnavailable(f"nvme directory {plan.path} cannot be used: {problem}")
+        catalog, state = _open_catalog(directory, post)
+        _keep_to_cap(directory, catalog, state, plan.may_shrink)
+        for segment in set(state.segments) - set(directory.segments):
+            catalog.drop_segment(segment)  # its file is gone
+        directory.note_database()
+        return OpenDirectory(directory, catalog, state)
+    except BaseException as error:
+        if catalog is not None:
+            catalog.close(CLOSE_S)
+        directory.close()
+        if isinstance(error, CatalogUnavailable):
+            raise DirectoryUnavailable(f"nvme directory {plan.path} cannot be used: {error}") from error
+        if isinstance(error, OSError):
+            raise unavailable(plan.path, error) from error
+        raise
+
+
+def _open_catalog(directory: Directory, post: Callable[..., object]) -> tuple[Catalog, CatalogState]:
+    """The directory's catalog; on a full disk with the room that was kept for this, or without any, so that reads
+    go on. What is wrong then is the catalog's `error`."""
+
+    def attempt(alone: bool = False) -> tuple[Catalog, CatalogState]:
+        catalog = Catalog(directory.path, directory.superblock.directory_id, post, alone)
+        return catalog, catalog.open(_FOR_EVER_S)
+
+    try:
+        return attempt()
+    except CatalogUnavailable as error:
+        log.warning("%s; blocks are read, if that can be done, and written when it works again", error)
+    if directory.free_bytes() < SPARE_BYTES and directory.give_up_spare():
+        with contextlib.suppress(CatalogUnavailable):  # somebody else was faster
+            return attempt()
+    return attempt(alone=True)
+
+
+def _keep_to_cap(directory: Directory, catalog: Catalog, state: CatalogState, may_shrink: bool) -> None:
+    """See to what an earlier, larger cap allowed: segments without blocks go, those with blocks if that is allowed."""
+    excess = max(0, len(directory.segments) - directory.max_segments)
+    chosen = sorted(directory.segments, key=lambda segment: (segment in state.segments, -segment))[:excess]
+    used = [segment for segment in chosen if segment in state.segments]
+    if used and not may_shrink:
+        directory.kept_bytes = len(used) * directory.segment_bytes
+        log.warning(
+            "nvme directory %s: its part of nvme_size is %s now, and %s more are in use, with %s blocks: they are "
+            "kept. To delete them: --nvme-shrink yes. To give it a size of its own: --nvme %s:SIZE",
+            directory.path, format_bytes(directory.cap_bytes), format_bytes(directory.kept_bytes),
+            _blocks_in(directory.path, used), directory.path,
+        )  # fmt: skip
+        chosen = chosen[: len(chosen) - len(used)]
+    for segment in chosen:
+        log.warning(
+            "nvme directory %s: segment %d is removed, its part of nvme_size is %s now",
+            directory.path, segment, format_bytes(directory.cap_bytes),
+        )  # fmt: skip
+        directory.remove_segment(segment)
+
+
+def _blocks_in(path: Path, segments: Sequence[int]) -> str:
+    """How many blocks are there, for people."""
+    try:
+        return f"{count_rows(path, segments):,}"
+    except CatalogUnavailable:
+        return "some"
+
+
+async def in_thread(name: str, call: Callable[[], T]) -> T:
+    """The result of a call that may block for ever; the thread does not keep the process from ending."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        if not outcome.set_running_or_notify_cancel():
+            return
+        try:
+            outcome.set_result(call())
+        except (TierCacheError, OSError) as error:
+            outcome.set_exception(error)
+        finally:
+            if not outcome.done():  # a bug of ours: the thread ends with its traceback
+                outcome.set_exception(RuntimeError(f"{name} went wrong"))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(outcome)

@@ -1,0 +1,143 @@
+"""The namespaces of one NVMe directory: their numbers in its catalog, and what of them was flushed.
+
+A flush raises the namespace's epoch. One of everything makes that the oldest epoch that counts; one of a
+block leaves a tombstone, by which that block's rows of older epochs go, until those are deleted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container
+
+from tiercache.daemon.tiers.dram.space import Namespace, NoRoom, Space
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState, Done, SavedNamespace
+
+log = logging.getLogger("tiercache.daemon")
+
+_LATEST = b""
+"""The key of a tombstone that stays: its epoch is the latest of the namespace. Without it a flush while
+rows are loading could choose an epoch that some of those rows have already."""
+
+Stone = tuple[int, bytes]
+"""A tombstone: namespace number and key."""
+
+
+class Registry:
+    """Event loop only; nothing here blocks. `name` is for the log."""
+
+    def __init__(self, name: str, catalog: Catalog, state: CatalogState, space: Space) -> None:
+        self.epochs: dict[int, int] = {}
+        """By namespace number: that of rows written now."""
+        self.oldest_epochs: dict[int, int] = {}
+        self.tombstones: dict[Stone, int] = {}
+        self.loading = True
+        """Rows may come yet that a tombstone is about."""
+        self._name = name
+        self._catalog = catalog
+        self._space = space
+        self._numbers: dict[str, int] = {}
+        self._by_number: dict[int, Namespace] = {}
+        self._stones: dict[int, tuple[Stone, int]] = {}  # by slot: whose row they are about
+        self._adopt(state)
+
+    def _adopt(self, state: CatalogState) -> None:
+        # Numbers of namespaces that are dropped are not given again: their rows are still there.
+        self._last_number = max((saved.number for saved in state.namespaces), default=0)
+        for saved in state.namespaces:
+            namespace = self._reopen(saved)
+            if namespace is None:
+                log.warning("%s: a namespace that cannot be served any more is dropped", self._name)
+                continue
+            self._numbers[namespace.fingerprint] = saved.number
+            self._by_number[saved.number] = namespace
+            self.oldest_epochs[namespace.number] = self.epochs[namespace.number] = saved.epoch
+        for stone in state.tombstones:
+            buried = self._by_number.get(stone.namespace)
+            if buried is not None:
+                if stone.key != _LATEST:
+                    self.tombstones[buried.number, stone.key] = stone.epoch
+                self.epochs[buried.number] = max(self.epochs[buried.number], stone.epoch)
+
+    def _reopen(self, saved: SavedNamespace) -> Namespace | None:
+        try:
+            namespace = self._space.open_saved(saved.spec)
+        except NoRoom:
+            return None
+        # One whose fingerprint was made in another way: all its blocks would fail their checksums.
+        return namespace if namespace is not None and namespace.fingerprint == saved.fingerprint else None
+
+    def add(self, namespace: Namespace) -> None:
+        """Make a namespace known to the catalog, if it is not yet."""
+        if namespace.fingerprint not in self._numbers:
+            number = self._last_number = self._last_number + 1
+            self._numbers[namespace.fingerprint] = number
+            self._by_number[number] = namespace
+            self.oldest_epochs[namespace.number] = self.epochs[namespace.number] = 0
+            self._catalog.add_namespace(number, namespace.fingerprint, self._space.save(namespace))
+
+    def knows(self, namespace: Namespace) -> bool:
+        """Whether the catalog knows of it, or will: else it has no rows."""
+        return namespace.fingerprint in self._numbers
+
+    def number(self, namespace: Namespace) -> int:
+        """The catalog's number of a namespace that was added."""
+        return self._numbers[namespace.fingerprint]
+
+    def named(self, number: int) -> Namespace | None:
+        """Inverse of `number`; None for one that is not served."""
+        return self._by_number.get(number)
+
+    def forget(self, keep: Container[int]) -> None:
+        """Forget namespaces whose own numbers are not in `keep`, and those that cannot be served: there
+        is room for so many only."""
+        for number, namespace in list(self._by_number.items()):
+            if namespace.number not in keep:
+                del self._by_number[number], self._numbers[namespace.fingerprint]
+        self._catalog.forget_namespaces(keep=self._by_number)
+
+    # --- flushes ---------------------------------------------------------------------------------
+
+    def flush(self, namespace: Namespace, done: Done) -> None:
+        """All rows so far are gone; `done(ok)` when that is durable."""
+        epoch = self.oldest_epochs[namespace.number] = self._raise(namespace)
+        self._catalog.raise_epoch(self.number(namespace), epoch, done)
+
+    def flush_key(self, namespace: Namespace, key: bytes, slot: int | None, done: Done) -> None:
+        """The row of `key` is gone, in `slot` if there is one; `done(ok)` when that is durable."""
+        epoch, number = self._raise(namespace), self.number(namespace)
+        stone = namespace.number, key
+        self.tombstones[stone] = epoch
+        if slot is not None:
+            self._stones[slot] = stone, epoch
+
+        def noted(ok: bool) -> None:
+            if ok and slot is None:
+                self._bury(stone, epoch)
+            done(ok)
+
+        self._catalog.add_tombstone(number, _LATEST, epoch)
+        self._catalog.add_tombstone(number, key, epoch, noted)
+
+    def _raise(self, namespace: Namespace) -> int:
+        self.epochs[namespace.number] += 1
+        return self.epochs[namespace.number]
+
+    def row_gone(self, slot: int) -> None:
+        """A slot's row is deleted: nobody needs to know of the flush that was about it any more."""
+        if slot in self._stones:
+            self._bury(*self._stones.pop(slot))
+
+    def _bury(self, stone: Stone, epoch: int) -> None:
+        if not self.loading and self.tombstones.get(stone) == epoch:
+            del self.tombstones[stone]
+            number = self._numbers[self._space.namespaces[stone[0]].fingerprint]
+            self._catalog.remove_tombstone(number, stone[1])
+
+    def loaded(self, complete: bool) -> None:
+        """No row comes any more; unless `complete`, one that a tombstone is about may be left where it was."""
+        self.loading = False
+        # Those about rows that still wait for their deletion are buried with them.
+        waiting = {stone for stone, _ in self._stones.values()}
+        for stone, epoch in list(self.tombstones.items()) if complete else []:
+            if stone not in waiting:
+                self._bury(stone, epoch)

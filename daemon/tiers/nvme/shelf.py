@@ -1,0 +1,369 @@
+"""One NVMe directory as the loop sees it: which block is in which slot, and whether the disk works.
+
+    Slots      places: taken, left, free again
+    Registry   namespaces and flushes
+    Recovery   rows of an earlier life, while they come in
+
+The index is prefix-closed by itself, with slots where DRAM's has frames. Nothing is written here before
+the last row has come.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import compress
+from typing import Any, NamedTuple
+
+from tiercache.daemon.events.events import Block, Events
+from tiercache.daemon.ground.slices import Steps, finish
+from tiercache.daemon.index.allocator import Allocator
+from tiercache.daemon.index.check import check_blocks, check_index
+from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.tiers.dram.space import Namespace, Space
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState, Done
+from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, Row
+from tiercache.daemon.tiers.nvme.disk.cipher import sealed_bytes
+from tiercache.daemon.tiers.nvme.disk.directory import Directory
+from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
+from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
+from tiercache.daemon.tiers.nvme.recovery import ROWS_AT_ONCE, Recovery
+from tiercache.daemon.tiers.nvme.registry import Registry
+from tiercache.daemon.tiers.nvme.slots import EVICT_AT_ONCE, Slots, place_of
+from tiercache.protocol.checksums import CHECKSUM_XXH3
+
+log = logging.getLogger("tiercache.daemon")
+
+OFFLINE_AGE_S = 10.0
+
+
+class Stored(NamedTuple):
+    """What is needed to read a block back."""
+
+    entry: int
+    slot: int
+    stored_length: int
+    codec: int
+    checksum: int
+    kind: int = CHECKSUM_XXH3
+
+
+class Shelf:
+    """Event loop only; nothing here blocks. `soon()` says that there is something for `work` before the next tick."""
+
+    def __init__(
+        self, directory: Directory, catalog: Catalog, queue: DiskQueue, state: CatalogState, space: Space,
+        soon: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.directory = directory
+        self.catalog = catalog
+        self.queue = queue
+        self.index = Index(self._slot_left)
+        self.registry = Registry(str(directory.path), catalog, state, space)
+        self.slots = Slots(directory, catalog, queue, state, space, self.index, self.registry.row_gone, soon)
+        self.directory_seed = int.from_bytes(directory.superblock.directory_id[:8], "little")
+        self.loading = True
+        self.retired = False
+        """Whether its directory has gone: what is still under way comes to nothing."""
+        self.recovery: Recovery | None = None
+        self._has_cut = False  # tails may hang below what was dropped
+        self._soon = soon
+        self._hints = space.policies.hints
+        self.turnover = space.policies.turnover
+        self._events: Events | None = None
+        self._unrecorded: deque[tuple[Namespace, int, Row]] = deque()  # rows that could not be inserted: asked again
+        self._checksum = array("Q")
+        self._stored = array("I")
+        self._codec = array("B")
+        self._kind = array("B")
+        self._sequence = state.next_sequence
+        self._key_since = self._adopt_key(state)
+
+    def _adopt_key(self, state: CatalogState) -> int:
+        """Note which key blocks are encrypted with from now on; the first sequence that is of that key."""
+        cipher = self.directory.cipher
+        if cipher is None or state.key_id == cipher.key_id:
+            return state.key_since
+        # Rows of a release that did not note their key are tried with this one.
+        since = state.next_sequence if state.key_id else 0
+        self.catalog.set_key(cipher.key_id, since)
+        return since
+
+    @property
+    def allocator(self) -> Allocator:
+        """Who owns which slot."""
+        return self.slots.allocator
+
+    @property
+    def health(self) -> WriteHealth:
+        """Whether the disk can be written to."""
+        return self.slots.health
+
+    def table(self, namespace: Namespace) -> Table:
+        """The namespace's table, made and made known to the catalog at first use."""
+        table = self.index.tables.get(namespace.number)
+        if table is not None:
+            return table
+        self.registry.add(namespace)
+        policy = self.slots.policy(self.slot_bytes(namespace), namespace.account_below)
+        return self.index.add_table(namespace.number, policy, windowed=namespace.table.windowed)
+
+    def slot_bytes(self, namespace: Namespace) -> int:
+        """The size of a namespace's slots: its frames', or what encrypted blocks need."""
+        frame_bytes = namespace.size_class.frame_bytes
+        sealed = self.directory.cipher is not None
+        return sealed_bytes(frame_bytes, namespace.spec.block_bytes) if sealed else frame_bytes
+
+    def epoch(self, namespace: Namespace) -> int:
+        """Rows written now carry this; a flush raises it."""
+        self.table(namespace)
+        return self.registry.epochs[namespace.number]
+
+    # --- finding ---------------------------------------------------------------------------------
+
+    def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
+        """How many of the first `limit` keys of a chain are here, as a leading run."""
+        table = self.index.tables.get(namespace.number)
+        return 0 if table is None else self.index.prefix_length(table, keys, limit)
+
+    def lookup(self, namespace: Namespace) -> Callable[[bytes], bool] | None:
+        """See `Index.lookup`."""
+        table = self.index.tables.get(namespace.number)
+        return None if table is None else self.index.lookup(table)
+
+    def has(self, namespace: Namespace, key: bytes) -> bool:
+        """Whether this block is here, or was and is about to be unlinked: no other one can be added."""
+        table = self.index.tables.get(namespace.number)
+        return table is not None and table.get(key) != NO_ENTRY
+
+    def has_any(self, numbers: Iterable[int], key: bytes) -> bool:
+        """Whether a block of that key is here, of any of these namespaces."""
+        tables = self.index.tables
+        return any(number in tables and tables[number].get(key) != NO_ENTRY for number in numbers)
+
+    def find(self, namespace: Namespace, key: bytes) -> Stored | None:
+        """Where a block is, if it is here."""
+        table = self.index.tables.get(namespace.number)
+        entry = NO_ENTRY if table is None else table.get(key)
+        if entry == NO_ENTRY or not self.index.attached(entry):
+            return None
+        columns = self._stored[entry], self._codec[entry], self._checksum[entry], self._kind[entry]
+        return Stored(entry, self.index.frame[entry], *columns)
+
+    # --- changing --------------------------------------------------------------------------------
+
+    def admits(self, namespace: Namespace, worth: float) -> bool:
+        """Whether a block that is worth so much is worth the one that would have to go for it."""
+        return self.slots.admits(self.slot_bytes(namespace), worth)
+
+    def take_slot(self, namespace: Namespace, parent: bytes) -> int:
+        """A free slot for a block below `parent`, or NO_FRAME; then room is being made: ask again soon."""
+        # Room for a child is not made of its ancestors.
+        keep = self.table(namespace).get(parent) if parent else NO_ENTRY
+        return self.slots.take(self.slot_bytes(namespace), keep)
+
+    def tell(self, events: Events) -> None:
+        """Publish what comes and goes from here on."""
+        self._events = events
+        self.index.on_left = partial(events.left, events.storage)
+
+    def add(
+        self, namespace: Namespace, key: bytes, parent: bytes, slot: int, written: Stored, said: Block | None = None
+    ) -> None:
+        """A block has been written: visible now, durable with the next commit. `said`: what events say of it."""
+        table = self.table(namespace)
+        entry = self.index.insert(table, key, table.get(parent) if parent else table.root, slot)
+        self._pad_columns()
+        self._checksum[entry] = written.checksum
+        self._stored[entry] = written.stored_length
+        self._codec[entry] = written.codec
+        self._kind[entry] = written.kind
+        self._sequence += 1
+        row = Row(
+            key=key, parent=parent or ROOT_KEY, namespace=self.registry.number(namespace),
+            epoch=self.registry.epochs[namespace.number], length=namespace.spec.block_bytes,
+            stored_length=written.stored_length, codec=written.codec, kind=written.kind, checksum=written.checksum,
+            sequence=self._sequence,
+        )  # fmt: skip
+        self._insert_row(namespace, slot, row)
+        if self._events is not None:
+            self._events.arrived(self._events.storage, namespace.number, key, said)
+
+    def _insert_row(self, namespace: Namespace, slot: int, row: Row) -> None:
+        def inserted(ok: bool) -> None:
+            if not ok:
+                self._unrecorded.append((namespace, slot, row))
+
+        self.catalog.insert(place_of(slot), row, inserted)
+
+    def enter_many(
+        self, table: Table, keys: Sequence[bytes], parents: Sequence[bytes], slots: Sequence[int],
+        admit: Callable[[int, int, int], bool] | None, stored: Sequence[Sequence[int]],
+    ) -> list[int]:  # fmt: skip
+        """Rows that are recorded already become visible; see `Index.insert_many`.
+
+        `stored`: their checksums, stored lengths, codecs and kinds.
+        """
+        self._pad_columns()
+        entries = self.index.insert_many(table, keys, parents, slots, ROOT_KEY, admit)
+        taken = [entry >= 0 for entry in entries]
+        columns = self._checksum, self._stored, self._codec, self._kind
+        for column, values in zip(columns, stored, strict=True):
+            column.extend(values if all(taken) else compress(values, taken))
+        return entries
+
+    def _pad_columns(self) -> None:
+        """Make our columns as long as the index's."""
+        missing = len(self.index.key) - len(self._checksum)
+        if missing > 0:
+            for column in (self._checksum, self._stored, self._codec, self._kind):
+                column.frombytes(bytes(column.itemsize * missing))
+
+    def drop_damaged(self, namespace: Namespace, key: bytes) -> None:
+        """The disk gave back other bytes than were written: forget the block and what follows it."""
+        log.error(
+            "nvme directory %s: block %s fails its checksum and is dropped: see dmesg and smartctl",
+            self.directory.path, key.hex(),
+        )  # fmt: skip
+        self.drop(namespace, key)
+
+    def drop(self, namespace: Namespace, key: bytes) -> None:
+        """Forget a block that cannot be had any more, and what follows it."""
+        table = self.index.tables.get(namespace.number)
+        entry = NO_ENTRY if table is None else table.get(key)
+        if entry != NO_ENTRY:
+            self.index.drop(entry)
+            self._has_cut = True
+
+    def flush(self, namespace: Namespace, key: bytes, done: Done) -> int:
+        """Forget a namespace's blocks, or one and what follows; `done(ok)` when that is durable."""
+        if not self.registry.knows(namespace):  # nothing of it is here, nor on its way
+            done(True)
+            return 0
+        table = self.table(namespace)
+        if not key:
+            self.registry.flush(namespace, done)
+            dropped = self.index.drop_table(table)
+            self._has_cut = True
+            return dropped
+        before, entry = table.blocks, table.get(key)
+        self.registry.flush_key(namespace, key, None if entry == NO_ENTRY else self.index.frame[entry], done)
+        self.drop(namespace, key)
+        self.index.unlink_slice(EVICT_AT_ONCE)
+        return before - table.blocks
+
+    def _slot_left(self, slot: int) -> None:
+        self.slots.leave(slot)
+
+    # --- what was put off ------------------------------------------------------------------------
+
+    def start_loading(self) -> None:
+        """Begin to read the catalog's rows; `work` takes them in."""
+        self.recovery = Recovery(self, self.catalog.load(self._soon, ROWS_AT_ONCE), self._key_since)
+
+    def recovered(self, complete: bool) -> None:
+        """All rows are in; `complete` if all of them could be read."""
+        self.loading = False
+        self.registry.loaded(complete)
+        if complete:
+            self.registry.forget(keep=self.index.tables)
+
+    def work(self) -> bool:
+        """A slice of unlinking, loading and the like; True while there is more to do at once."""
+        self.slots.work()
+        self._record_again()
+        if self._has_cut:
+            self._has_cut = False
+            self.slots.tails.let_go_detached()
+        if self.catalog.full:
+            return False  # what follows posts rows to be deleted, and those wait for the disk
+        self._hints.expire(self.index, self.slots.tails)
+        more = self.index.unlink_slice(EVICT_AT_ONCE) == EVICT_AT_ONCE
+        if self.recovery is not None and not self.recovery.over:
+            return self.recovery.work() or more
+        return more
+
+    def _record_again(self) -> None:
+        if self.catalog.error:
+            return
+        for _ in range(min(len(self._unrecorded), ROWS_AT_ONCE)):
+            namespace, slot, row = self._unrecorded.popleft()
+            stored = self.find(namespace, row.key)
+            if stored is not None and stored.slot == slot:  # else it has gone meanwhile
+                self._insert_row(namespace, slot, row)
+
+    # --- what is not well ------------------------------------------------------------------------
+
+    @property
+    def offline(self) -> bool:
+        """Whether the disk hangs: nothing is asked of it until its oldest I/O has come back."""
+        return self.retired or self.queue.oldest_age_s() > OFFLINE_AGE_S
+
+    @property
+    def _catalog_hangs(self) -> bool:
+        """Whether rows wait for the disk while blocks, perhaps, do not: those that are there can be read."""
+        return self.catalog.age_s() > OFFLINE_AGE_S
+
+    @property
+    def works(self) -> bool:
+        """Whether the disk is in order, as far as is known."""
+        return not (self.offline or self._catalog_hangs or self.catalog.error) and self.health.may_write
+
+    @property
+    def may_write(self) -> bool:
+        """Whether a write that begins now has a chance. Without it nothing is evicted for one either."""
+        return not self.loading and not self.catalog.full and self.works
+
+    def reasons(self) -> list[str]:
+        """What is not well, for people."""
+        found = [self.health.reason, self.slots.no_growth, self.catalog.error]
+        if self.offline:
+            found.append(f"an operation has been under way for {self.queue.oldest_age_s():.0f} s")
+        elif self._catalog_hangs:
+            found.append(f"its index has waited for the disk for {self.catalog.age_s():.0f} s: nothing is written")
+        return [f"nvme directory {self.directory.path}: {reason}" for reason in found if reason]
+
+    def stats(self) -> dict[str, Any]:
+        """Everything that is known of this directory."""
+        return {
+            "path": str(self.directory.path),
+            "state": "loading" if self.loading else "offline" if self.offline else "ok",
+            "direct": self.directory.direct,
+            "blocks": sum(table.blocks for table in self.index.tables.values()),
+            "used_bytes": self.allocator.used_bytes,
+            "segments": len(self.directory.segments),
+            "kept_bytes": self.directory.kept_bytes,
+            "database_bytes": self.catalog.bytes_on_disk(),
+            "database_queue": self.catalog.pending,
+            "database_written_bytes": self.catalog.written_bytes,
+            "loaded_rows": self.recovery.loaded_rows if self.recovery is not None else 0,
+            "orphan_rows": self.recovery.orphan_rows if self.recovery is not None else 0,
+            "other_key_rows": self.recovery.other_key_rows if self.recovery is not None else 0,
+            "lost_slots": self.slots.lost,
+            "evicted_blocks": self.slots.evicted_blocks,
+            "writing": self.health.reason or "on",
+            "write_failures": self.health.failures,
+            **self.queue.stats(),
+        }
+
+    def check_integrity(self, written: list[int]) -> list[str]:
+        """See `check`: all of it at once."""
+        return finish(self.check(lambda: written))
+
+    def check(self, written: Callable[[], list[int]]) -> Steps[list[str]]:
+        """Where index, slots and counts disagree; `written()` are the slots of writes under way. O(entries).
+
+        While rows are loading slots have no owner yet, and only the index is checked.
+        """
+        if self.loading:
+            findings = yield from check_index(self.index)
+        else:
+            # A list of its own tells each of them from all others.
+            findings = yield from check_blocks(
+                self.index, self.allocator, lambda: [[(slot, [slot]) for slot in written()]], self.slots
+            )
+        return [f"nvme directory {self.directory.path}: {finding}" for finding in findings]

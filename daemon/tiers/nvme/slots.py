@@ -1,0 +1,358 @@
+"""The places of one NVMe directory: segments, divided into slots of one size each, and whose they are.
+
+A slot that is left is free again only when the deletion of its row is committed, so that a crash never
+finds an old row over new bytes:
+
+    leave the index ─► delete the row ─► (committed) ─► slot free ─► write new bytes ─► insert a row
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from tiercache.daemon.index.allocator import NO_FRAME, Allocator, SizeClass
+from tiercache.daemon.index.chain_ends import Tails
+from tiercache.daemon.index.index import LIVE, Index
+from tiercache.daemon.index.policy import NO_ENTRY, Policy, coldest_of
+from tiercache.daemon.tiers.dram.space import Space
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState
+from tiercache.daemon.tiers.nvme.catalog.rows import MAX_SLOTS, SLOT_BITS
+from tiercache.daemon.tiers.nvme.disk.block_io import Outcome, TaskOp
+from tiercache.daemon.tiers.nvme.disk.directory import Directory
+from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
+from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue, Priority
+from tiercache.daemon.tiers.quotas import NOBODY
+from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
+
+log = logging.getLogger("tiercache.daemon")
+
+EVICT_AT_ONCE = 64
+"""Slots given up in one go of the loop."""
+FREE_AHEAD_BYTES = 64 << 20
+"""Kept free, or on the way there, in a directory that is full and written to: a slot that is given up is
+free some milliseconds later, and writes should not wait for that."""
+SCAN_AT_ONCE = 4096
+"""Entries looked at in one go while a segment is emptied."""
+DELETE_AT_ONCE = 512
+"""Rows whose deletion is asked for again in one go."""
+GROW_AGAIN_S = 30.0
+"""How long after a segment could not be made it is tried again."""
+ASIDE_S = 600.0
+"""How long a slot that could not be written to is not used: another one may be good."""
+SLOT_MASK = MAX_SLOTS - 1
+PAGE_SHIFT = 12  # a place counts pages of 4096 bytes inside its segment
+
+
+def place_of(slot: int) -> int:
+    """The catalog's number of a slot: segment, then page inside it."""
+    return (slot >> REGION_SHIFT) << SLOT_BITS | (slot & OFFSET_MASK) >> PAGE_SHIFT
+
+
+def slot_of(place: int) -> int:
+    """Inverse of `place_of`."""
+    return (place >> SLOT_BITS) << REGION_SHIFT | (place & SLOT_MASK) << PAGE_SHIFT
+
+
+class Slots:
+    """Event loop only; nothing here blocks.
+
+    `row_gone(slot)` is called when the row of a slot that was left is deleted, before the slot is free.
+    `soon()` when a slot has come free.
+    """
+
+    def __init__(
+        self, directory: Directory, catalog: Catalog, queue: DiskQueue, state: CatalogState, space: Space,
+        index: Index, row_gone: Callable[[int], None], soon: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.allocator = Allocator()
+        self.health = WriteHealth(str(directory.path))
+        self.evicted_blocks = 0
+        self.no_growth = ""  # why no further segment could be made the last time
+        size_bytes = directory.segment_bytes
+        self.slot_bytes = {number: size for number, size in state.segments.items() if 0 < size <= size_bytes}
+        """By segment."""
+        self.owned: dict[int, bytearray] = {}
+        """Of segments of an earlier life, until `settle`: by segment, which slots have an owner."""
+        for segment in set(self.slot_bytes) & set(directory.segments):
+            self.owned[segment] = bytearray(size_bytes // self.slot_bytes[segment])
+        self._directory = directory
+        self._catalog = catalog
+        self._queue = queue
+        self._index = index
+        self._make = partial(space.policies.hinted, below=True)
+        self.tails = Tails(index, space.prompts, space.policies.clock_s)
+        self._policies: dict[int, dict[str, Policy]] = {}  # of a size of slots, by account
+        self._row_gone = row_gone
+        self._soon = soon
+        self._leaving: set[int] = set()  # slots whose row is to be deleted, those of `_undeleted` too
+        self._undeleted: deque[int] = deque()  # slots whose row could not be deleted: asked for again
+        self._aside: deque[tuple[float, int]] = deque()  # until when, and slots that could not be written to
+        self._grow_after_s = 0.0
+        self._retiring: tuple[int, int] | None = None  # a segment that is emptied, next entry to look at
+        self._segment_ids = set(state.segments) | set(directory.segments)
+        self._creating = False
+        if directory.max_segments == 0:
+            self.no_growth = "its part of nvme_size holds no segment: make that larger, or empty the directory"
+
+    def policy(self, frame_bytes: int, account: str = NOBODY) -> Policy:
+        """Who decides which block of that size and account goes next."""
+        its = self._policies.setdefault(frame_bytes, {})
+        if account not in its:
+            its[account] = self._make(self._index)
+        return its[account]
+
+    def _of_size(self, frame_bytes: int) -> list[Policy]:
+        return list(self._policies.get(frame_bytes, {}).values())
+
+    # --- taking ----------------------------------------------------------------------------------
+
+    def admits(self, frame_bytes: int, worth: float) -> bool:
+        """Whether the next victim of that size is worth no more than `worth`; all are let in while there is room."""
+        policy = coldest_of(self._of_size(frame_bytes))
+        if policy is None or not self._is_short(self.allocator.size_class(frame_bytes)):
+            return True
+        return policy.worth(policy.victim()) <= worth
+
+    def take(self, frame_bytes: int, keep: int) -> int:
+        """A free slot, or NO_FRAME; then room is being made: ask again soon. Not of `keep`'s ancestors, if it is one.
+
+        `keep` is an entry or NO_ENTRY.
+        """
+        size_class = self.allocator.size_class(frame_bytes)
+        slot = self.allocator.take(size_class)
+        if slot == NO_FRAME or self._is_short(size_class):
+            if keep != NO_ENTRY:
+                self._index.pin(keep)
+            self._make_room(size_class)
+            if keep != NO_ENTRY:
+                self._index.unpin(keep)
+                if slot == NO_FRAME:
+                    self._give_up_keeping(frame_bytes, keep)
+            if slot == NO_FRAME:
+                return NO_FRAME
+        segment = slot >> REGION_SHIFT
+        if self.slot_bytes.get(segment) != frame_bytes:
+            self.slot_bytes[segment] = frame_bytes
+            self._catalog.set_segment(segment, frame_bytes)
+        return slot
+
+    def _give_up_keeping(self, frame_bytes: int, keep: int) -> None:
+        """A chain that is longer than all slots of its size has no more of them than it has."""
+        free = self.allocator.size_class(frame_bytes).free
+        on_its_way = free or self._leaving or self._creating or self._retiring or self._may_grow
+        if not on_its_way and any(policy.victim() == keep for policy in self._of_size(frame_bytes)):
+            self._index.evict(keep)
+            self.evicted_blocks += 1
+
+    def _is_short(self, size_class: SizeClass) -> bool:
+        """Whether slots of a size run out: few are left, and no segment to divide."""
+        few = size_class.free * size_class.frame_bytes < FREE_AHEAD_BYTES and not self.allocator.unassigned
+        return few and size_class.free < self._ahead(size_class)
+
+    def _ahead(self, size_class: SizeClass) -> int:
+        """How many slots should be free, or on the way there; not many of a small directory's."""
+        return max(1, min(FREE_AHEAD_BYTES // size_class.frame_bytes, size_class.frames // 8))
+
+    def _make_room(self, size_class: SizeClass) -> None:
+        """Have a segment made; where there can be no more, evict, or empty a segment of another size."""
+        if self._creating or self._may_grow:
+            self._create_segment()
+            return
+        most = self._ahead(size_class) - size_class.free - (len(self._leaving) - len(self._undeleted))
+        if most <= 0:
+            return  # enough is on its way already
+        accounts = self._of_size(size_class.frame_bytes)
+        self.tails.lapse()
+        self._consider_retiring(size_class, coldest_of(accounts))
+        for _ in range(min(most, EVICT_AT_ONCE)):
+            if self._evict_one(accounts) == NO_FRAME:
+                return
+
+    def evict_of(self, account: str, size_bytes: int) -> int:
+        """Evict the coldest leaves of an account, so many bytes of them or `EVICT_AT_ONCE`; returns the bytes."""
+        policies = [its[account] for its in self._policies.values() if account in its]
+        self.tails.lapse()
+        evicted_bytes = 0
+        for _ in range(EVICT_AT_ONCE):
+            slot = NO_FRAME if evicted_bytes >= size_bytes else self._evict_one(policies)
+            if slot == NO_FRAME:
+                break
+            evicted_bytes += self.slot_bytes[slot >> REGION_SHIFT]
+        return evicted_bytes
+
+    def _evict_one(self, policies: list[Policy]) -> int:
+        """Evict the coldest leaf of these; its slot, or NO_FRAME where there is nothing to evict."""
+        policy = coldest_of(policies)
+        if policy is None and policies and self.tails.give_up():
+            policy = coldest_of(policies)
+        if policy is None:
+            return NO_FRAME
+        victim = policy.victim()
+        slot = self._index.frame[victim]
+        self._index.evict(victim)
+        self.evicted_blocks += 1
+        return slot
+
+    @property
+    def _may_grow(self) -> bool:
+        room = len(self._directory.segments) < self._directory.max_segments
+        return room and time.monotonic() >= self._grow_after_s
+
+    # A size without slots, or whose coldest block is much younger than another size's, gets a segment of
+    # that one. It hands out nothing more, its blocks are dropped in slices, and when the last slot is
+    # back it can be divided anew.
+
+    def _consider_retiring(self, size_class: SizeClass, policy: Policy | None) -> None:
+        if self._retiring is not None:
+            return
+        own = policy.coldest_stamp() if policy is not None else None
+        coldest: tuple[int, int] | None = None  # stamp, victim
+        for frame_bytes in self._policies:
+            other = coldest_of(self._of_size(frame_bytes))
+            stamp = None if other is None else other.coldest_stamp()
+            if frame_bytes == size_class.frame_bytes or other is None or stamp is None:
+                continue
+            if own is not None and own - stamp < self._directory.segment_bytes // frame_bytes:
+                continue
+            if coldest is None or stamp < coldest[0]:
+                coldest = stamp, other.victim()
+        if coldest is not None:
+            segment = self._index.frame[coldest[1]] >> REGION_SHIFT
+            self.allocator.drain(segment)
+            self._retiring = segment, 0
+
+    def _retire_slice(self) -> None:
+        """Drop the blocks of the segment that is to be emptied, round and round until the last slot is back."""
+        if self._retiring is None:
+            return
+        segment, first = self._retiring
+        if self.allocator.entries_of(segment, draining=True) is None:
+            self._retiring = None
+            return
+        last = min(first + SCAN_AT_ONCE, len(self._index.frame))
+        for entry in range(first, last):
+            slot = self._index.frame[entry]
+            if slot >> REGION_SHIFT == segment and slot != NO_FRAME and self._index.state[entry] == LIVE:
+                self._index.drop(entry)
+                self.evicted_blocks += 1
+        self.tails.let_go_detached()
+        self._retiring = segment, 0 if last == len(self._index.frame) else last
+
+    def _create_segment(self) -> None:
+        """Ask for one more segment, unless one is being made; slots are there some milliseconds later."""
+        if self._creating:
+            return
+        segment = max(self._segment_ids, default=0) + 1
+        op = TaskOp(
+            done=lambda op: self._segment_created(segment, op), call=lambda: self._directory.create_segment(segment)
+        )
+        self._creating = self._queue.submit(op, Priority.WRITE)
+
+    def _segment_created(self, segment: int, op: TaskOp) -> None:
+        self._creating = False
+        if op.outcome is Outcome.OK:
+            self._segment_ids.add(segment)
+            self.no_growth = ""
+            self.allocator.add_region(segment, self._directory.segment_bytes)
+        elif op.outcome is Outcome.IO_ERROR:
+            if op.errno == errno.EEXIST:
+                self._segment_ids.add(segment)  # somebody else's file: the next number, then
+            problem = f"no further segment could be made: {os.strerror(op.errno)}"
+            if not self._directory.segments:
+                self.health.failed(problem)
+                return
+            # In those that there are, blocks can still be replaced.
+            if not self.no_growth:
+                log.warning("%s: %s; blocks are replaced meanwhile", self._directory.path, problem)
+            self.no_growth = problem
+            self._grow_after_s = time.monotonic() + GROW_AGAIN_S
+
+    def write_worked(self) -> None:
+        """A write has worked: if the disk has just come back, segments can be made again too."""
+        if self.health.worked():
+            self.no_growth, self._grow_after_s = "", 0.0
+
+    # --- giving back -----------------------------------------------------------------------------
+
+    def leave(self, slot: int) -> None:
+        """Nothing in the index is there any more: its row goes, then the slot is free too."""
+        self._leaving.add(slot)
+        self.own(slot, 1)
+        self._delete_row(slot)
+
+    def _delete_row(self, slot: int) -> None:
+        self._catalog.delete(place_of(slot), lambda ok: self._row_deleted(slot, ok))
+
+    def _row_deleted(self, slot: int, ok: bool) -> None:
+        if not ok:
+            self._undeleted.append(slot)  # not reused: its old row could come back over new bytes
+            return
+        self._leaving.discard(slot)
+        self._row_gone(slot)
+        if not self.own(slot, 0):
+            self.allocator.give_back(slot)
+            self._soon()
+
+    def put_aside(self, slot: int) -> None:
+        """A slot that could not be written to: used again, but not soon."""
+        self._aside.append((time.monotonic() + ASIDE_S, slot))
+
+    def work(self) -> None:
+        """A slice of what was put off."""
+        self._retire_slice()
+        while self._aside and time.monotonic() >= self._aside[0][0]:
+            self.allocator.give_back(self._aside.popleft()[1])
+        if not self._catalog.error:
+            for _ in range(min(len(self._undeleted), DELETE_AT_ONCE)):
+                self._delete_row(self._undeleted.popleft())
+
+    # --- segments of an earlier life -------------------------------------------------------------
+
+    def own(self, slot: int, owned: int) -> bool:
+        """Note whether a slot has an owner; False when the allocator knows that by itself already."""
+        slots = self.owned.get(slot >> REGION_SHIFT)
+        if slots is None:
+            return False
+        slots[(slot & OFFSET_MASK) // self.slot_bytes[slot >> REGION_SHIFT]] = owned
+        return True
+
+    def is_slot(self, place: int, slot_bytes: int) -> bool:
+        """Whether a slot of that size can be at a place of an earlier life."""
+        offset, slots = slot_of(place) & OFFSET_MASK, self.owned.get(place >> SLOT_BITS, b"")
+        return offset % slot_bytes == 0 and offset // slot_bytes < len(slots)
+
+    def refuse(self, place: int) -> None:
+        """A row that is not taken in goes, and the slot that it names is used until it is gone."""
+        slot_bytes = self.slot_bytes.get(place >> SLOT_BITS, 0)
+        if slot_bytes and self.is_slot(place, slot_bytes):
+            self.leave(slot_of(place))
+        else:
+            self._catalog.delete(place)
+
+    def settle(self) -> bool:
+        """All owners are known: hand one more segment over to the allocator; False when that was the last."""
+        size_bytes = self._directory.segment_bytes
+        if self.owned:
+            segment, owned = self.owned.popitem()
+            self.allocator.adopt_region(segment, size_bytes, self.slot_bytes[segment], owned)
+            return True
+        for segment in set(self._directory.segments) - set(self.slot_bytes):
+            self.allocator.add_region(segment, size_bytes)
+        return False
+
+    # --- what is not well ------------------------------------------------------------------------
+
+    @property
+    def lost(self) -> int:
+        """Slots whose row could not be deleted yet."""
+        return len(self._undeleted)
+
+    def __contains__(self, slot: object) -> bool:
+        """Whether a slot in use is nobody's: its row is to be deleted, or it could not be written to."""
+        return slot in self._leaving or any(one == slot for _, one in self._aside)

@@ -1,0 +1,434 @@
+"""The NVMe tier: what DRAM's decisions ask of it, and how it starts and stops.
+
+    Shelf        one directory: index, slots, catalog, I/O queue
+    WriteBehind  DRAM → NVMe
+    Promotion    NVMe → DRAM
+
+    Keeper       opens a directory, and sees to it that it stays usable
+    Placement    which shelf a chain lives on
+
+All on the event loop; disks, SQLite and the opening of directories are on threads of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.copies.arena import Region
+from tiercache.daemon.cache import Cache
+from tiercache.daemon.ground.slices import Steps, finish
+from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.tiers.dram.leases import ReadLease
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.lower_tier import FlushBelow
+from tiercache.daemon.tiers.nvme import inspection as viewing
+from tiercache.daemon.tiers.nvme.check.scan import Scan
+from tiercache.daemon.tiers.nvme.direct.extents import Extents, Held
+from tiercache.daemon.tiers.nvme.direct.grants import Grants
+from tiercache.daemon.tiers.nvme.disk.cipher import load_cipher
+from tiercache.daemon.tiers.nvme.disk.codecs import codec_number
+from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
+from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
+from tiercache.daemon.tiers.nvme.fairness import Fairness
+from tiercache.daemon.tiers.nvme.flushes import Flushes
+from tiercache.daemon.tiers.nvme.keeper import Keeper
+from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
+from tiercache.daemon.tiers.nvme.moves.dirty import dirty
+from tiercache.daemon.tiers.nvme.moves.offers import Offers
+from tiercache.daemon.tiers.nvme.moves.promotion import Promotion
+from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
+from tiercache.daemon.tiers.nvme.opening import OpenDirectory, Plan, in_thread
+from tiercache.daemon.tiers.nvme.placement import Placement
+from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.protocol.messages import KEY_BYTES, BlockView
+
+log = logging.getLogger("tiercache.daemon")
+
+CLOSE_S = 5.0
+LEAST_AMPLIFIED_BYTES = 64 << 20
+"""Of blocks: before so many were written there is no write amplification to speak of."""
+PATIENCE_S = 30.0
+"""How long nothing is written for the sake of directories that have not opened yet."""
+_POLL_S = 0.01
+
+
+class NvmeTier:
+    """The tier below DRAM, on directories of local disks. Made, attached to a cache, then opened."""
+
+    name = "nvme"
+
+    def __init__(
+        self, config: DaemonConfig, regions: dict[int, Region], landed: Callable[[], None],
+        disk_of: Callable[[Path], DiskIO] = lambda path: DiskIO(), soon: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._disk_of = disk_of
+        self._regions = regions
+        self._landed = landed
+        self._soon = soon
+        self._shelves: list[Shelf] = []
+        self._budget = WriteBudget(config.nvme_write_budget_bytes)
+        self._cipher = None if config.nvme_key is None else load_cipher(config.nvme_key)
+        codec_number(config.nvme_codec)  # a missing library is told now, and not at the first write
+        self._placement = Placement(self._shelves)
+        self._hung: set[Shelf] = set()
+        self._keepers = [self._keeper(path, cap_bytes) for path, cap_bytes in config.nvme_shares().items()]
+        self._keeping: list[asyncio.Task[None]] = []
+        self._writing_from_s = 0.0
+        self._closing = False
+        self._scan: Scan | None = None
+        self.grants: Grants | None = None
+
+    def attach(self, cache: Cache) -> None:
+        """Say whose tier below this is."""
+        self._cache = cache
+        self.fairness = Fairness(cache.space, self._shelves)
+        self._flushes = Flushes(cache.all_namespaces)
+        self._writes = WriteBehind(
+            self._placement, cache.space, self._regions, self._budget, self.fairness, self._config.nvme_codec,
+            self._soon, cache.events, sealed=self._cipher is not None,
+        )  # fmt: skip
+        self._offers = Offers(
+            self._writes, self._placement, cache.space.policies.hints, lambda: self._may_write, self._soon
+        )  # fmt: skip
+        self._promotion = Promotion(cache, self._regions, self._placement)
+        self._extents = Extents(self._placement.with_chain)
+        self.grants = Grants(
+            self._placement, self._budget, self.fairness, lambda: self._may_write, cache.counters, cache.clock_s,
+            self._config.quarantine_per_client_bytes,
+        )  # fmt: skip
+
+    def _keeper(self, path: Path, cap_bytes: int) -> Keeper:
+        config = self._config
+        plan = Plan(
+            path, cap_bytes, config.nvme_segment_bytes, self._cipher, config.nvme_shrink,
+            config.nvme_require_mount,
+        )  # fmt: skip
+        return Keeper(plan, self._disk_of(path), self._opened, self._gone)
+
+    async def open(self, patience_s: float | None = None) -> None:
+        """Begin to open all directories; returns when each has been tried, or after `patience_s`.
+
+        What is open is used meanwhile; what cannot be is tried again for as long as the daemon lives. Raises
+        ConfigError when a setting was found to be wrong by then.
+        """
+        self._writing_from_s = time.monotonic() + PATIENCE_S
+        self._keeping = [asyncio.ensure_future(keeper.keep()) for keeper in self._keepers]
+        for task in self._keeping:
+            task.add_done_callback(_tell_bug)
+        tried = [asyncio.ensure_future(keeper.tried.wait()) for keeper in self._keepers]
+        await asyncio.wait(tried, timeout=patience_s)
+        for waiting in tried:
+            waiting.cancel()
+        for keeper in self._keepers:
+            keeper.strict = False
+        if refusal := next((keeper.refusal for keeper in self._keepers if keeper.refusal is not None), None):
+            self._stop_keeping()
+            raise refusal
+
+    def _opened(self, found: OpenDirectory) -> Shelf:
+        """Make the shelf of a directory that is open, and use it."""
+        directory, catalog, state = found
+        loop = asyncio.get_running_loop()
+        queue = DiskQueue(directory, loop.call_soon_threadsafe, again=loop.call_soon)
+        shelf = Shelf(directory, catalog, queue, state, self._cache.space, self._soon)
+        if self._cache.events is not None:
+            shelf.tell(self._cache.events)
+        self._shelves.append(shelf)
+        order = [keeper.path for keeper in self._keepers]
+        self._shelves.sort(key=lambda shelf: order.index(shelf.directory.path))
+        self._flushes.opened(directory.path, shelf)
+        self._soon()
+        how = "direct I/O" if directory.direct else f"buffered I/O: {directory.direct_reason}"
+        log.info("nvme directory %s: %d segments, %s", directory.path, len(directory.segments), how)
+        return shelf
+
+    def _gone(self, shelf: Shelf) -> None:
+        """A directory has gone: nothing is asked of it any more, and nobody waits for it."""
+        shelf.retired = True
+        self._shelves.remove(shelf)
+        self._hung.discard(shelf)
+        self._flushes.gone(shelf)
+        self._promotion.give_up(shelf)
+        self._writes.give_up(shelf)
+        self._cache.space.policies.hints.forget(shelf.index)
+
+    def _stop_keeping(self) -> None:
+        for task in self._keeping:
+            task.cancel()
+
+    @property
+    def _may_write(self) -> bool:
+        """A chain that waits to be found in a directory not yet open must not begin anew in another one."""
+        untried = any(not keeper.tried.is_set() for keeper in self._keepers)
+        return bool(self._shelves) and (not untried or time.monotonic() >= self._writing_from_s)
+
+    # --- what DRAM asks and tells ----------------------------------------------------------------
+
+    def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
+        """See `TierBelow`."""
+        return self._placement.find(namespace, keys, limit)[1]
+
+    def lookup(self, namespace: Namespace) -> Callable[[bytes], bool] | None:
+        """See `TierBelow`."""
+        return self._placement.lookup(namespace)
+
+    def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
+        """What is used in DRAM is used here too; and what was asked for and is not here yet is worth a write."""
+        self._offers.matched(namespaces, keys, dram_blocks, found_blocks)
+
+    @property
+    def unlinking(self) -> bool:
+        """See `TierBelow`."""
+        return any(shelf.index.is_unlinking for shelf in self._shelves)
+
+    def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:
+        """See `TierBelow`."""
+        if namespace.table.windowed:
+            shelves = [shelf for shelf in self._shelves if namespace.number in shelf.index.tables]
+        else:
+            shelf, _ = self._placement.find(namespace, keys, len(keys) // KEY_BYTES)
+            shelves = [] if shelf is None else [shelf]
+        return [(shelf.index, shelf.table(namespace)) for shelf in shelves]
+
+    def promote(self, lease: ReadLease) -> None:
+        """See `TierBelow`."""
+        self._promotion.start(lease)
+        self._soon()  # a long run takes more than one go
+
+    def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> Held | None:
+        """See `TierBelow`."""
+        return self._extents.hold(namespaces, keys, first)
+
+    def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
+        """See `TierBelow`; what was promoted is here already and not written again."""
+        self._promotion.note_published()
+        if not namespace.spec.dram_only:
+            self._writes.add(namespace, key, asked_again=False, before=before)
+
+    def limit_work(self, cpu_ns: int) -> None:
+        """Stop writes that begin together after so much CPU time: for a daemon that serves others meanwhile."""
+        self._writes.pump_ns = cpu_ns
+
+    def begin_flush(
+        self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], named: bool = False
+    ) -> FlushBelow:
+        """See `TierBelow`. Each part in memory at once; answered when every directory has all of it on disk."""
+        return self._flushes.begin(namespaces, key, done, self._shelves, self._closed, named)
+
+    def flush(self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None]) -> None:
+        """See `begin_flush`: all of it at once."""
+        flush = self.begin_flush(namespaces, key, done)
+        flush.forget(namespaces)
+        flush.end()
+
+    def _closed(self) -> list[tuple[Path, bool]]:
+        """Directories that are not open, and whether that may last."""
+        return [(keeper.path, keeper.away) for keeper in self._keepers if keeper.shelf is None]
+
+    @property
+    def settled(self) -> bool:
+        """See `TierBelow`."""
+        return self._promotion.idle and ((self._offers.idle and self._writes.idle) or not self._may_write)
+
+    @property
+    def kinds(self) -> Sequence[Callable[[], bool]]:
+        """See `TierBelow`."""
+        return self._see_to_shelves, self._look_again, self._read, self._offer, self._write, self._land
+
+    def work(self) -> bool:
+        """Unlinking, loading, writing and reading, a slice of each; True while there is more at once."""
+        more = [kind() for kind in self.kinds]
+        return any(more)
+
+    def _see_to_shelves(self) -> bool:
+        more = [shelf.work() for shelf in self._shelves]
+        self._see_to_hung_disks()
+        more.append(self._flushes.work())
+        if self._scan is not None and not self._scan.over:
+            more.append(self._scan.pump())
+        return any(more)
+
+    def _look_again(self) -> bool:
+        if not self._closing:
+            self._promotion.look_again()
+        return False  # `_land` says whether there is more
+
+    def _read(self) -> bool:
+        return not self._closing and self._promotion.pump()
+
+    def _offer(self) -> bool:
+        return self._may_write and self._offers.work()
+
+    def _write(self) -> bool:
+        return self._may_write and self._writes.pump()
+
+    def _land(self) -> bool:
+        if self._promotion.take_landed() and not self._closing:
+            self._landed()
+        return not self._closing and self._promotion.has_landed
+
+    def _see_to_hung_disks(self) -> None:
+        for shelf in self._shelves:
+            if not shelf.offline:
+                if shelf in self._hung:
+                    log.info("nvme directory %s answers again", shelf.directory.path)
+                self._hung.discard(shelf)
+            elif shelf not in self._hung:
+                log.error("nvme directory %s hangs: nothing is asked of it meanwhile", shelf.directory.path)
+                self._hung.add(shelf)
+                self._promotion.give_up(shelf)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    async def close(self, grace_s: float) -> int:
+        """Write what is dirty, roots first, for `grace_s`; returns the blocks that were left."""
+        self._closing = True
+        self._stop_keeping()
+        if self._scan is not None:
+            self._scan.stop()
+        deadline_s = time.monotonic() + grace_s
+        self._writing_from_s = 0.0
+        self._writes.add_rest(self._dirty(), deadline_s)
+        while True:
+            more = self.work()
+            if self._writes.idle or time.monotonic() >= deadline_s:
+                break
+            await asyncio.sleep(0 if more else _POLL_S)
+        left = sum(1 for _ in self._dirty())
+        self._flushes.close()
+        leaving = [keeper.leaving for keeper in self._keepers if keeper.leaving is not None]
+        await self._close_shelves(self._shelves, leaving)
+        self._shelves.clear()
+        return left
+
+    async def _close_shelves(self, shelves: Sequence[Shelf], leaving: Sequence[Shelf]) -> None:
+        """Together, so that many hung disks take no longer than one."""
+        for shelf in (*shelves, *leaving):
+            shelf.queue.begin_stop()
+        end_s = time.monotonic() + CLOSE_S
+        stopped = [shelf.queue.stop(end_s) for shelf in shelves]
+        for shelf in leaving:
+            shelf.queue.stop(end_s)
+        await asyncio.gather(*(in_thread("catalog end", partial(one.catalog.close, CLOSE_S)) for one in shelves))
+        for shelf, all_done in zip(shelves, stopped, strict=True):
+            if all_done:  # else something is still in the kernel, with these files
+                shelf.directory.close()
+
+    def _dirty(self) -> Iterator[tuple[Namespace, bytes]]:
+        return dirty(self._cache.space.index, self._cache.all_namespaces(), self._shelves)
+
+    # --- checking --------------------------------------------------------------------------------
+
+    def check_integrity(self) -> list[str]:
+        """See `check`: all of it at once."""
+        return finish(self.check())
+
+    def check(self) -> Steps[list[str]]:
+        """See `TierBelow`."""
+        findings: list[str] = []
+        for shelf in list(self._shelves):
+            findings += yield from shelf.check(partial(self._written, shelf))
+        pending = self._writes.pending() + (Counter() if self.grants is None else self.grants.pending())
+        findings += [] if self.grants is None else self.grants.check()
+        return findings + self.fairness.check_integrity(pending)
+
+    def _written(self, shelf: Shelf) -> list[int]:
+        given = [] if self.grants is None else self.grants.slots_of(shelf)
+        return self._writes.slots_of(shelf) + given
+
+    def scan(
+        self, sample: int, bytes_per_s: int, wanted: Callable[[], bool], done: Callable[[list[str], int], None]
+    ) -> bool:
+        """See `TierBelow`."""
+        if self._scan is not None and not self._scan.over:
+            return False
+        namespaces = self._cache.space.namespaces
+        self._scan = Scan(list(self._shelves), namespaces, sample, bytes_per_s, wanted, done)
+        self._scan.pump()
+        return True
+
+    # --- what operators ask ----------------------------------------------------------------------
+
+    def places(self, namespace: Namespace, key: bytes) -> list[BlockView]:
+        """See `TierBelow`."""
+        return viewing.places(self._shelves, namespace, key)
+
+    def chain(self, namespace: Namespace, key: bytes) -> Steps[list[bytes]]:
+        """See `TierBelow`."""
+        return viewing.chain(self._shelves, namespace, key)
+
+    def blocks_of(self, number: int) -> int:
+        """See `TierBelow`."""
+        return viewing.blocks_of(self._shelves, number)
+
+    # --- stats -----------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """See `TierBelow`."""
+        shelves = self._shelves
+        writes, promotion, extents = self._writes, self._promotion, self._extents
+        return {
+            "blocks": sum(table.blocks for shelf in shelves for table in shelf.index.tables.values()),
+            "bytes": sum(shelf.allocator.used_bytes for shelf in shelves),
+            "capacity_bytes": self._config.nvme_capacity_bytes,
+            "written_blocks": writes.written_blocks,
+            "written_bytes": writes.written_bytes,
+            "codec": writes.codec,
+            "saved_by_codec_bytes": writes.saved_bytes,
+            "write_amplification": self._write_amplification(),
+            "write_failed_blocks": writes.failed_blocks,
+            "skipped_by_budget": writes.skipped_by_budget,
+            "skipped_by_worth": writes.skipped_by_worth,
+            "skipped_by_quota": writes.skipped_by_quota,
+            "skipped_without_parent": writes.skipped_without_parent,
+            "skipped_queue_full": writes.skipped_queue_full,
+            "skipped_too_large": writes.skipped_too_large,
+            "write_queue_blocks": writes.queued,
+            "write_in_flight_bytes": writes.in_flight_bytes,
+            "write_budget_bytes_per_day": self._budget.bytes_per_day,
+            "write_budget_left": self._budget.fullness,
+            "promoted_blocks": promotion.promoted_blocks,
+            "promoted_bytes": promotion.promoted_bytes,
+            "promotion_in_flight_bytes": promotion.in_flight_bytes,
+            "evicted_blocks": sum(shelf.slots.evicted_blocks for shelf in shelves),
+            "direct_blocks": extents.direct_blocks,
+            "direct_bytes": extents.direct_bytes,
+            "direct_leases": extents.held_leases,
+            "direct_reported_blocks": extents.reported_blocks,
+            **({} if self.grants is None else self.grants.stats()),
+            "bad_blocks": promotion.bad_blocks + extents.bad_blocks,
+            "failed_reads": promotion.failed_reads,
+            "directories": [keeper.stats() for keeper in self._keepers],
+        }
+
+    def queues(self) -> dict[str, DiskQueue]:
+        """By directory: what histograms are taken from."""
+        return {str(shelf.directory.path): shelf.queue for shelf in self._shelves}
+
+    def _write_amplification(self) -> float | None:
+        """Bytes that went to the disks, padding, lost writes and databases included, for each byte kept there.
+
+        None while too little was written: a database of an idle daemon over nothing is no ratio.
+        """
+        if self._writes.written_bytes < LEAST_AMPLIFIED_BYTES:
+            return None
+        written = [(one["written_bytes"], one["database_written_bytes"]) for one in map(Keeper.stats, self._keepers)]
+        return round(sum(map(sum, written)) / self._writes.written_bytes, 4)
+
+    def reasons(self) -> list[str]:
+        """What is not well, for `health`."""
+        return [reason for keeper in self._keepers for reason in keeper.reasons()]
+
+
+def _tell_bug(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a directory is not seen to any more", exc_info=error)

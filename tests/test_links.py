@@ -1,0 +1,51 @@
+"""Every relative link of the documents leads somewhere: to a file that is there, and to a heading that is in it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def documents() -> list[Path]:
+    """All pages, by the folders that they lie in."""
+    folders = ("bench", "connectors", "daemon", "kernels", "tests")
+    return sorted([*ROOT.glob("*.md"), *(page for folder in folders for page in (ROOT / folder).rglob("*.md"))])
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that headings have in links, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken(page: Path) -> list[str]:
+    """The links of a page that lead nowhere."""
+    found = []
+    for link in LINK.findall(FENCED.sub("", page.read_text())):
+        path, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue  # to another site
+        target = page if not path else (page.parent / path).resolve()
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            found.append(f"{os.path.relpath(page, ROOT)}: {link}")
+    return found
+
+
+def test_every_link_leads_somewhere() -> None:
+    pages = documents()
+    assert len(pages) > 8
+    assert sum(len(LINK.findall(page.read_text())) for page in pages) > 50
+    assert [link for page in pages for link in broken(page)] == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A heading, twice\n[1](#a-heading-twice) [2](#nothing) [3](nowhere.md) [4](https://x.y/z) [5](page.md#no)\n"
+    )
+    assert [link.split(": ")[1] for link in broken(page)] == ["#nothing", "nowhere.md", "page.md#no"]

@@ -1,0 +1,310 @@
+"""Kinds of settings: how their values are read, checked and written as TOML."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tiercache.ground.units import BYTES_PATTERN, DURATION_PATTERN, parse_bytes, parse_duration_s, round_up
+
+HUGE_PAGE_BYTES = 2 << 20
+MAX_REGIONS = 256
+MIN_NVME_BYTES, MAX_NVME_BYTES = 16 << 20, 1 << 50
+TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""What a tenant may be called: its name is that of a key file, and stands in settings, logs and metrics."""
+_QUOTA_NAME = re.compile(rf"\*|{TENANT_NAME.pattern}|ns:[0-9a-f]{{8,32}}")
+MAX_SOCKET_PATH_BYTES = 107
+"""sun_path of a unix socket address is 108 bytes with its final NUL (unix(7))."""
+
+
+class Kind(NamedTuple):
+    """How values of one kind are read, checked and written."""
+
+    metavar: str
+    parse: Callable[[Any], Any]
+    """Text or TOML value to the field's value. Raises ValueError with the remedy."""
+    check: Callable[[Any], str | None]
+    """What is wrong with a value, and what to do; or None."""
+    render: Callable[[Any], str]
+    """The value as TOML; `parse` reads it back."""
+    schema: Mapping[str, Any] = {"type": "string"}
+    """What may be written in YAML or TOML, as JSON Schema."""
+    takes_bool: bool = False
+    """Whether `parse` takes true and false too."""
+
+
+class Setting(NamedTuple):
+    """One line of the table of settings."""
+
+    key: str
+    field: str
+    kind: Kind
+    doc: str
+
+
+def _toml_string(value: object) -> str:
+    """A TOML basic string; its escapes are a superset of what JSON writes for ASCII."""
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def toml_bytes(value: int) -> str:
+    """A size as TOML, in the largest unit that it is a whole number of."""
+    for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if value and value % (1 << shift) == 0:
+            return f'"{value >> shift}{unit}"'
+    return str(value)
+
+
+def within(low: float, high: float, show: Callable[[Any], str] = str) -> Callable[[Any], str | None]:
+    """A check that a number is within bounds, which `show` writes."""
+    return lambda value: None if low <= value <= high else f"must be {show(low)} to {show(high)}"
+
+
+def size(check: Callable[[Any], str | None]) -> Kind:
+    """Sizes in bytes."""
+    return Kind("SIZE", parse_bytes, check, toml_bytes, {"type": ["string", "integer"], "pattern": BYTES_PATTERN})
+
+
+def duration(low_s: float, high_s: float) -> Kind:
+    """Durations in seconds."""
+    schema = {"type": ["string", "number"], "pattern": DURATION_PATTERN}
+    return Kind("DURATION", parse_duration_s, within(low_s, high_s, _seconds), lambda s: f'"{_seconds(s)}"', schema)
+
+
+def count(low: int, high: int) -> Kind:
+    """Whole numbers."""
+    def parse(value: object) -> int:
+        try:
+            return int(str(value))
+        except ValueError:
+            raise ValueError(f"is no whole number: write for example {low + 15}") from None
+
+    schema = {"type": ["integer", "string"], "minimum": low, "maximum": high, "pattern": "^[0-9]+$"}
+    return Kind("N", parse, within(low, high), str, schema)
+
+
+def choice(*choices: str) -> Kind:
+    """One word of several. Where `off` is one of them false means the same: YAML reads an `off` as false."""
+    has_off = "off" in choices
+
+    def parse(value: object) -> str:
+        return "off" if has_off and str(value).lower() in ("false", "no") else str(value)
+
+    def check(value: str) -> str | None:
+        return None if value in choices else f"must be one of: {', '.join(choices)}"
+
+    schema = {"enum": [*choices, False] if has_off else list(choices)}
+    return Kind("|".join(choices), parse, check, _toml_string, schema, takes_bool=has_off)
+
+
+_SWITCH_WORDS = {
+    "yes": True, "true": True, "on": True, "1": True, "no": False, "false": False, "off": False, "0": False,
+}  # fmt: skip
+
+
+def _parse_switch(value: object) -> bool:
+    try:
+        return _SWITCH_WORDS[str(value).strip().lower()]
+    except KeyError:
+        raise ValueError("must be yes or no") from None
+
+
+def _parse_share(value: str | float) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError("is no number: write for example 0.5") from None
+
+
+def parse_directory(value: object) -> Path:
+    """A path, made absolute; `~` is the home directory."""
+    if not str(value):
+        raise ValueError("is empty: write the path of a directory, or leave the setting out")
+    return Path(str(value)).expanduser().absolute()
+
+
+class NvmeDirectory(NamedTuple):
+    """A directory of the tier below DRAM. `size_bytes` 0: its part of `nvme_size`."""
+
+    path: Path
+    size_bytes: int = 0
+
+
+def _parse_directories(value: object) -> tuple[NvmeDirectory, ...]:
+    """`/mnt/a,/mnt/b` or, with a size for some, `/mnt/a:2TiB,/mnt/b:1TiB`."""
+    return tuple(_parse_nvme_directory(part.strip()) for part in str(value).split(",") if part.strip())
+
+
+def _parse_nvme_directory(text: str) -> NvmeDirectory:
+    path, colon, size = text.rpartition(":")
+    if not colon or "/" in size:
+        return NvmeDirectory(parse_directory(text))
+    try:
+        size_bytes = parse_bytes(size)
+    except ValueError:
+        raise ValueError(f"{text!r} has no size behind its colon: write for example /mnt/nvme0/kv:2TiB") from None
+    if size_bytes == 0:
+        raise ValueError(f"{text!r} has a size of 0: leave out the directory, or the size")
+    return NvmeDirectory(parse_directory(path), size_bytes)
+
+
+def _render_directories(value: tuple[NvmeDirectory, ...]) -> str:
+    sizes = [f":{toml_bytes(one.size_bytes).strip(chr(34))}" if one.size_bytes else "" for one in value]
+    return _toml_string(",".join(f"{one.path}{size}" for one, size in zip(value, sizes, strict=True)))
+
+
+def _parse_quota(value: object) -> tuple[tuple[str, int], ...]:
+    """A table of TOML or `team-a=16GiB,ns:5d1e0b3a=4GiB,*=1GiB`."""
+    if isinstance(value, Mapping):
+        pairs = [(str(tenant), size) for tenant, size in value.items()]
+    else:
+        parts = [part.strip() for part in str(value).split(",") if part.strip()]
+        pairs = [(tenant.strip(), size) for tenant, _, size in (part.partition("=") for part in parts)]
+    if any(not tenant or size == "" for tenant, size in pairs):
+        raise ValueError("is no list of quotas: write for example team-a=16GiB,*=1GiB")
+    if len({tenant for tenant, _ in pairs}) != len(pairs):
+        raise ValueError("names a tenant twice: write each once")
+    for name, _ in pairs:
+        if not _QUOTA_NAME.fullmatch(name):
+            known = "a tenant (letters, digits, . _ -), ns: and the first 8 or more digits of a fingerprint, or *"
+            raise ValueError(f"names {name!r}: write {known}")
+    return tuple((tenant, parse_bytes(size)) for tenant, size in pairs)
+
+
+def _check_directories(value: tuple[NvmeDirectory, ...]) -> str | None:
+    if len({one.path for one in value}) != len(value):
+        return "names a directory twice: write each once"
+    least, most = MIN_NVME_BYTES, MAX_NVME_BYTES
+    if any(one.size_bytes and not least <= one.size_bytes <= most for one in value):
+        return f"the size of a directory must be {toml_bytes(least)} to {toml_bytes(most)}"
+    return None
+
+
+def split_http(value: str) -> tuple[str, int]:
+    """`127.0.0.1:8181` or `[::1]:8181` as host and port. Raises ValueError with the remedy."""
+    host, _, port = value.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not bare or (":" in bare) != (host != bare) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise ValueError("is no host and port: write for example 127.0.0.1:8181")
+    return bare, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches it."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def hosts_problem(value: str) -> str | None:
+    """What is wrong with names that requests may be for, and what to do; or None."""
+    for name in value.split(","):
+        if value and not re.fullmatch(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]", name.strip()):
+            return f"{name.strip()!r} is no host: write names without port, and commas between them"
+    return None
+
+
+def http_problem(value: str, allow_remote: bool) -> str | None:
+    """What is wrong with an address to serve HTTP at, and what to do; or None."""
+    try:
+        host, _ = split_http(value)
+    except ValueError as error:
+        return str(error)
+    if is_loopback(host) or allow_remote:
+        return None
+    return (
+        "other hosts could read the statistics there, and ask how much is stored of prompts whose salt they know "
+        "(never tokens or KV): use 127.0.0.1, or allow it with --http-allow-remote yes"
+    )
+
+
+def _listen_problem(value: str) -> str | None:
+    scheme, _, rest = value.partition("://")
+    try:
+        _, port = split_http(rest)
+    except ValueError:
+        port = 0
+    if scheme == "tcp" and port > 0:
+        return None
+    return "is no address to serve at: write for example tcp://0.0.0.0:7411, or tcp://10.0.0.5:7411 for one interface"
+
+
+def events_problem(value: str, allow_remote: bool) -> str | None:
+    """What is wrong with an address to publish KV events at, and what to do; or None."""
+    scheme, _, rest = value.partition("://")
+    if scheme == "ipc" and rest.startswith("/") and len(os.fsencode(rest)) <= MAX_SOCKET_PATH_BYTES:
+        return None
+    try:
+        host, port = split_http(rest)
+        known = scheme == "tcp" and port > 0
+        here = host != "*" and ip_address(host).is_loopback
+    except ValueError:
+        known = here = False
+    if not known:
+        return "is no address to bind: write for example tcp://127.0.0.1:5557, or ipc:// and the path of a socket"
+    if here or allow_remote:
+        return None
+    return (
+        "other hosts could read the tokens of all prompts there: use 127.0.0.1 or ipc://, or allow it with "
+        "--kv-events-allow-remote yes"
+    )
+
+
+def check_region(value: int) -> str | None:
+    """What is wrong with a size of regions."""
+    if value >= HUGE_PAGE_BYTES and value % HUGE_PAGE_BYTES == 0:
+        return None
+    nearest = toml_bytes(max(round_up(value, HUGE_PAGE_BYTES), HUGE_PAGE_BYTES))
+    return f"must be a multiple of 2MiB (a huge page): write {nearest}"
+
+
+def _plain_bytes(value: int) -> str:
+    """As `toml_bytes`, without the quotes: it stands in a text already."""
+    return toml_bytes(value).strip('"')
+
+
+ENDPOINT = Kind("ENDPOINT", str, lambda value: events_problem(value, True) if value else None, _toml_string)
+HTTP = Kind("HOST:PORT", str, lambda value: http_problem(value, True) if value else None, _toml_string)
+HOSTS = Kind("HOST,...", str, hosts_problem, _toml_string)
+TOPIC = Kind("TEXT", str, lambda value: None if len(value) <= 256 else "is longer than 256 letters", _toml_string)
+DIRECTORY = Kind("DIR", parse_directory, lambda value: None, _toml_string)
+OPTIONAL_DIRECTORY = Kind(
+    "DIR", lambda value: parse_directory(value) if value else None, lambda value: None,
+    lambda value: _toml_string("" if value is None else value),
+)  # fmt: skip
+OPTIONAL_FILE = OPTIONAL_DIRECTORY._replace(metavar="FILE")
+GROUP = Kind("NAME", lambda value: str(value), lambda value: None, _toml_string)
+QUOTA = Kind(
+    "WHO=SIZE[,..]", _parse_quota, lambda value: None,
+    lambda value: _toml_string(",".join(f"{tenant}={_plain_bytes(size)}" for tenant, size in value)),
+)  # fmt: skip
+LISTEN = Kind("ENDPOINT", str, lambda value: _listen_problem(value) if value else None, _toml_string)
+DIRECTORIES = Kind(
+    "DIR[:SIZE][,..]", _parse_directories, _check_directories, _render_directories
+)
+BUDGET = size(lambda value: None if value >= 0 else "must be 0 (no limit) or more")
+ARENA = size(within(HUGE_PAGE_BYTES, 64 << 40, toml_bytes))
+QUARANTINE = size(lambda value: None if value >= 0 else "must be 0 or more")
+
+
+def _seconds(value: float) -> str:
+    return repr(value).removesuffix(".0") + "s"
+
+
+GRACE = duration(0, 3600)
+TTL = duration(0.1, 600)
+SLOW = duration(0, 60)
+SHARE = Kind(
+    "SHARE", _parse_share, within(0, 1), lambda value: repr(float(value)),
+    {"type": ["number", "string"], "minimum": 0, "maximum": 1, "pattern": r"^[01](\.[0-9]*)?$|^\.[0-9]+$"},
+)  # fmt: skip
+SWITCH = Kind(
+    "yes|no", _parse_switch, lambda value: None if isinstance(value, bool) else "must be yes or no",
+    lambda value: "true" if value else "false", {"enum": [True, False, "yes", "no", "true", "false"]}, takes_bool=True,
+)  # fmt: skip

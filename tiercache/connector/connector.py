@@ -1,0 +1,655 @@
+"""The engine's side of the cache: match a prompt's blocks, load them, store new ones.
+
+    >>> import numpy as np, tiercache
+    >>> daemon = tiercache.launch("64MiB")
+    >>> pool = np.zeros((8, 4096), np.uint8)              # 8 blocks of 4096 bytes
+    >>> spec = tiercache.NamespaceSpec(
+    ...     engine="example/1", layout="bytes", dtype="uint8", block_size=4, block_bytes=4096
+    ... )
+    >>> connector = tiercache.connect(
+    ...     daemon.address, namespace=spec, pool=tiercache.Pool.from_blocks(pool)
+    ... )
+    >>> chain = tiercache.KeyChain(tiercache.root_key("example model"), block_size=4)
+    >>> chain.extend(range(13))                           # 13 tokens: 3 full blocks
+    3
+    >>> pool[0:3] = [[1], [2], [3]]                       # the engine computes blocks 0, 1, 2
+    >>> connector.store(chain.packed(), [0, 1, 2])
+    StoreResult(stored=3, present=0, dropped=0, parent_missing=False)
+    >>> match = connector.match(chain.packed())           # another request, same tokens
+    >>> match.blocks
+    3
+    >>> connector.load(match, [5, 6, 7])                  # into other blocks
+    3
+    >>> pool[5:8, 0].tolist()
+    [1, 2, 3]
+    >>> connector.close(); daemon.close()
+
+What an engine must know:
+
+- **Good or miss.** Only what `load` returns as good may be computed with or kept: the daemon has
+  confirmed, after the copies, that the blocks were still the ones that were matched. Without that
+  confirmation the result is 0, whatever was copied.
+- **Blocks in a transfer belong to it** until `Transfer.done()`; a synchronous call has ended its
+  copies when it returns. Cancelling or a deadline only keeps further copies from beginning.
+- **A failing cache is a miss.** A dead, slow or refusing daemon costs one request deadline, then
+  calls return at once until a background thread has found it again. Failures are counted in
+  `counters` and logged when they begin and end. Only bad arguments raise (LayoutError, ValueError).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tiercache.client.client import REQUEST_TIMEOUT_S, Client
+from tiercache.config.daemon_config import default_address
+from tiercache.connector.direct.backend import Backend
+from tiercache.connector.direct.loads import DirectPath
+from tiercache.connector.direct.stores import PastDram, store_past_dram
+from tiercache.connector.jobs import JobQueue, Transfer
+from tiercache.connector.loads import Match, adopt_match, end_match, load_blocks, match_blocks
+from tiercache.connector.mover import Mover
+from tiercache.connector.stores import StoreResult, store_blocks
+from tiercache.copies.pool import Addresses, BlockIds, CopyLost, Limit, Pool, make_copier
+from tiercache.errors import (
+    CallInterrupted,
+    ConfigError,
+    DaemonUnavailable,
+    LayoutError,
+    RequestRefused,
+    TierCacheError,
+)
+from tiercache.ground import forks
+from tiercache.ground.uninterrupted import whole
+from tiercache.protocol.hints import Hint
+from tiercache.protocol.messages import (
+    KEY_BYTES,
+    MAX_PIN_TTL_MS,
+    EventRun,
+    Hinted,
+    Matched,
+    ModelCard,
+    Pin,
+    Pinned,
+    Prefetch,
+    Unpin,
+)
+from tiercache.protocol.messages import Hint as HintRequest
+from tiercache.protocol.namespaces import NamespaceSpec
+
+LOAD_TIMEOUT_S = 10.0
+STORE_TIMEOUT_S = 60.0
+MAX_QUEUED_LOADS = 256
+MAX_QUEUED_STORES = 64
+RAMP_FLOOR_BYTES = 64 << 20
+"""A store of this size goes ahead whole even just after the daemon came back."""
+
+COUNTERS = (
+    "matches",  # match() calls with keys
+    "matched_blocks",
+    "adoptions",
+    "loads",
+    "loads_short",  # loads that brought fewer good blocks than they asked for
+    "loaded_blocks",
+    "loaded_bytes",
+    "stores",
+    "stored_blocks",
+    "stored_bytes",
+    "dropped_blocks",  # blocks of stores that were not kept
+    "hints",  # that the daemon has taken note of
+    "unavailable",  # calls that were misses because the daemon was down
+    "failures",  # calls that were misses for another reason
+)
+
+logger = logging.getLogger("tiercache.connector")
+
+
+def connect(
+    address: str | Path | None = None,
+    *,
+    namespace: NamespaceSpec,
+    pool: Pool | None = None,
+    name: str = "",
+    instance: bytes | None = None,
+    required: bool = False,
+    warn: bool = True,
+    map_arena: bool = True,
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
+    load_timeout_s: float = LOAD_TIMEOUT_S,
+    connect_timeout_s: float = 5.0,
+    gds: str | Backend = "off",
+    gds_store: bool = False,
+    tenant: str = "",
+) -> Connector:
+    """A connector to the daemon at `address`.
+
+    Args:
+        address: the daemon's run directory; by default where a daemon runs by default.
+        namespace: the form of this engine's blocks.
+        pool: where its blocks are; None for a process that only matches (a scheduler).
+        name: how the daemon's statistics call this client.
+        instance: 16 random bytes that all processes of one engine share; see `Connector.adopt`.
+        required: raise DaemonUnavailable when no daemon answers. By default the connector begins
+            unavailable and finds the daemon when it comes: an engine must start without its cache.
+        warn: log that there is no daemon yet; False for callers that say so themselves.
+        map_arena: False moves bytes through the control socket instead of shared memory.
+        request_timeout_s: deadline of one request to the daemon.
+        load_timeout_s: deadline of a load that names none.
+        connect_timeout_s: deadline of connecting, if `required`.
+        gds: `auto` reads blocks from NVMe straight into the GPU where a probe, in the background,
+            finds that to work and to be faster; `off` leaves all reading to the daemon. Off by
+            default: the GPU part has not been run on a GPU yet. A `tiercache.connector.direct.backend.Backend` is
+            used as it is.
+        gds_store: with `gds`, also write new blocks from the GPU straight to NVMe, past DRAM, where the
+            probe finds that to work and to be faster. What NVMe does not take goes to DRAM as without.
+            For caches whose DRAM is small beside their disks: such blocks are read from the disk each time.
+        tenant: whose blocks these are, for the daemon's quotas. They are found by the same tenant only.
+
+    Raises:
+        ConfigError: a namespace that cannot be served.
+        LayoutError: a pool that does not fit the namespace, or a GPU that cannot be used.
+    """
+    if tenant:
+        namespace = namespace.of_tenant(tenant)
+    if problem := namespace.problem():
+        raise ConfigError(f"this namespace cannot be served: {problem}")
+    if pool is not None and pool.block_bytes != namespace.block_bytes:
+        raise LayoutError(
+            f"a block of the pool has {pool.block_bytes} bytes and the namespace says "
+            f"{namespace.block_bytes}: one of them is wrong"
+        )
+    client = Client(
+        address or default_address(),
+        name=name,
+        instance=instance,
+        map_arena=map_arena and pool is not None,
+        cuda=pool is not None and pool.device != "cpu",
+        request_timeout_s=request_timeout_s,
+    )
+    try:
+        connector = Connector(
+            client, namespace, pool, load_timeout_s=load_timeout_s, gds=gds, gds_store=gds_store
+        )
+        client.expect(namespace)
+        client.start(connect_timeout_s, required=required, warn=warn)
+    except BaseException:
+        client.close()
+        raise
+    return connector
+
+
+class Connector:
+    """One engine process's access to the cache. Thread-safe. Made by `connect`; close it when done.
+
+    Attributes:
+        namespace: the form of this engine's blocks.
+        pool: where they are, or None.
+        direct: whether blocks on NVMe are read and written past the daemon, and what was found out about that.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        namespace: NamespaceSpec,
+        pool: Pool | None,
+        *,
+        load_timeout_s: float = LOAD_TIMEOUT_S,
+        gds: str | Backend = "off",
+        gds_store: bool = False,
+    ) -> None:
+        self.namespace = namespace
+        self.pool = pool
+        self._client = client
+        self._load_timeout_s = load_timeout_s
+        self._mover = None if pool is None else Mover(make_copier(pool), pool.block_bytes)
+        self._loads = JobQueue("tiercache-load", MAX_QUEUED_LOADS)
+        self._stores = JobQueue("tiercache-store", MAX_QUEUED_STORES)
+        self._lock = threading.RLock()  # a signal's handler may use the connector while this thread has it
+        self._counts = dict.fromkeys(COUNTERS, 0)
+        self._complained: set[str] = set()
+        self.direct = DirectPath(client, namespace, pool, gds, gds_store)
+        self._siblings: list[Connector] = []
+        self._is_sibling = False
+        forks.watch(self, "_lock")
+        client.counters = self._all_counters
+
+    def sibling(self, namespace: NamespaceSpec, pool: Pool) -> Connector:
+        """A connector for other blocks of the same engine, e.g. of another group of layers, over the same client.
+
+        It ends with this one. Raises ConfigError and LayoutError as `connect`.
+        """
+        if pool.block_bytes != namespace.block_bytes:
+            raise LayoutError(
+                f"a block of the pool has {pool.block_bytes} bytes and the namespace says {namespace.block_bytes}: "
+                "one of them is wrong"
+            )
+        self._client.expect(namespace)
+        other = Connector(self._client, namespace, pool, load_timeout_s=self._load_timeout_s)
+        other._is_sibling = True
+        self._siblings.append(other)
+        self._client.counters = self._all_counters
+        return other
+
+    def _all_counters(self) -> dict[str, int]:
+        """Those of the siblings too, for the daemon; a client has gone up and down once for all of them."""
+        total = self.counters
+        for sibling in self._siblings:
+            counts = sibling.counters
+            for name in COUNTERS:
+                total[name] += counts[name]
+        return total
+
+    @property
+    def available(self) -> bool:
+        """False while the daemon is down; calls are then misses at once."""
+        return self._client.alive
+
+    @property
+    def client(self) -> Client:
+        """The client underneath, for requests that the connector has no word for."""
+        return self._client
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What this connector has done; see `COUNTERS`."""
+        with self._lock:
+            counts = dict(self._counts)
+        lives = {"times_up": self._client.times_up, "times_down": self._client.times_down}
+        return {**counts, **lives, **self.direct.counters()}
+
+    # --- matching --------------------------------------------------------------------------------
+
+    @whole
+    def match(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> Match:
+        """The longest leading run of `keys` that the cache has, under a read lease.
+
+        Args:
+            keys: 16 bytes for each block from the root on, as `KeyChain.packed` gives them.
+            namespaces: all of these must have the run (the ranks of one engine); by default the
+                connector's own.
+
+        Load or release what it returns. Blocks for one round trip. A failure is `blocks == 0`.
+        """
+        _check_keys(keys)
+        specs = (self.namespace,) if namespaces is None else tuple(namespaces)
+        if not keys or not self._is_up("matches"):
+            return Match()
+        try:
+            match = match_blocks(self._client, keys, specs, with_frames=self._reads_frames, extents=self.direct.wanted)
+        except TierCacheError as error:
+            self._fail("match", error)
+            return Match()
+        self._succeed("match", matches=1, matched_blocks=match.blocks)
+        return match
+
+    @whole
+    def adopt(self, ticket: bytes) -> Match:
+        """The match behind `Match.ticket()` of another process of this instance; a miss if it is over.
+
+        Both processes then hold the lease, and each ends its own hold.
+        """
+        if not self._is_up("adoptions"):
+            return Match()
+        try:
+            return adopt_match(self._client, ticket)
+        except TierCacheError as error:
+            self._fail("adopt", error)
+            return Match()
+
+    @whole
+    def release(self, match: Match) -> None:
+        """End a match that is not loaded. Nothing happens for one that is over, or a miss."""
+        end_match(self._client, match)
+
+    @property
+    def _reads_frames(self) -> bool:
+        return self._mover is not None
+
+    # --- loading ---------------------------------------------------------------------------------
+
+    @whole
+    def load(
+        self, match: Match, block_ids: BlockIds, *, first: int = 0, timeout_s: float | None = None
+    ) -> int:
+        """Copy blocks `first..` of a match into the pool blocks `block_ids`, and end the match.
+
+        Returns how many leading blocks of `block_ids` are good; the others hold anything. After
+        `timeout_s` no further copy begins. Blocks until the copies have ended, through Ctrl-C too.
+        """
+        return self._perform_load(*self._prepare_load(match, block_ids, first, timeout_s))
+
+    def load_async(
+        self, match: Match | bytes, block_ids: BlockIds, *, first: int = 0, timeout_s: float | None = None
+    ) -> Transfer[int]:
+        """As `load`, in the background. On a GPU it follows what the calling thread has queued so far.
+
+        The match may be a ticket, which is then adopted in the background too.
+        """
+        prepared = self._prepare_load(match, block_ids, first, timeout_s)
+        if not self._client.alive:
+            return Transfer.finished(self._skip_load(match))
+        transfer = Transfer(
+            lambda: self._perform_load(*prepared), lambda: self._skip_load(match), 0, prepared[3]
+        )
+        if not self._loads.submit(transfer):
+            return Transfer.finished(self._skip_load(match))
+        return transfer
+
+    def _prepare_load(
+        self, match: Match | bytes, block_ids: BlockIds, first: int, timeout_s: float | None
+    ) -> tuple[Match | bytes, Addresses, int, Limit, Any]:
+        ids = self._own_pool().check_ids(block_ids, writing=True)
+        if first < 0:
+            raise ValueError(f"first is {first}: must be 0 or more")
+        limit = Limit(time.monotonic() + (self._load_timeout_s if timeout_s is None else timeout_s))
+        return match, ids, first, limit, self._mark()
+
+    def _perform_load(self, match: Match | bytes, ids: Addresses, first: int, limit: Limit, after: Any) -> int:
+        match = self.adopt(match) if isinstance(match, bytes) else match
+        try:
+            mover = self._own_mover()
+            past = self.direct.loader
+            good = load_blocks(self._client, mover, self.namespace, match, ids, first, limit, after, past)
+        except CopyLost:
+            raise
+        except TierCacheError as error:
+            self._fail("load", error)
+            self._count(loads=1, loads_short=1)
+            return 0
+        short = int(good < min(len(ids), match.blocks - first))
+        size = good * self.namespace.block_bytes
+        self._succeed("load", loads=1, loads_short=short, loaded_blocks=good, loaded_bytes=size)
+        return good
+
+    def _skip_load(self, match: Match | bytes) -> int:
+        self._count(loads=1, loads_short=1)
+        if isinstance(match, Match):
+            self.release(match)
+        return 0
+
+    # --- storing ---------------------------------------------------------------------------------
+
+    @property
+    def wants_events(self) -> bool:
+        """Whether the daemon publishes KV events, so that stores should bring an `EventRun`. False while it is down."""
+        return self._client.wants_events
+
+    @whole
+    def store(
+        self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None,
+        hint: Hint | None = None,
+    ) -> StoreResult:  # fmt: skip
+        """Keep the pool blocks `block_ids` as blocks `first..` of the chain `keys`.
+
+        Args:
+            keys: the chain from the root, 16 bytes each, at least up to the last block.
+            block_ids: the pool blocks of `keys[first : first + len(block_ids)]`.
+            events: what KV events say of these blocks; see `wants_events`.
+            hint: what is known of their further use; see `hint`, which is asked once they are stored.
+
+        Blocks until the copies have ended, through Ctrl-C too.
+        """
+        return self._perform_store(*self._prepare_store(keys, block_ids, first, events), hint)
+
+    def store_async(
+        self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None,
+        hint: Hint | None = None, proof: Callable[[], bool] | None = None,
+    ) -> Transfer[StoreResult]:  # fmt: skip
+        """As `store`, in the background. On a GPU it follows what the calling thread has queued so far.
+
+        The blocks must not change before the transfer is done. A full queue drops the store. `proof` is asked in the
+        background once blocks are copied, perhaps several times: when it is False they are not committed.
+        """
+        prepared = self._prepare_store(keys, block_ids, first, events)
+        prepared[3].proof = proof
+        count = len(prepared[1])
+        dropped = StoreResult(dropped=count)
+        if self._client.alive:
+            transfer = Transfer(
+                lambda: self._perform_store(*prepared, hint), lambda: self._skip_store(count), dropped, prepared[3]
+            )
+            if self._stores.submit(transfer):
+                return transfer
+        return Transfer.finished(self._skip_store(count))
+
+    def _prepare_store(
+        self, keys: bytes, block_ids: BlockIds, first: int, events: EventRun | None
+    ) -> tuple[bytes, Addresses, int, Limit, Any, EventRun | None]:
+        _check_keys(keys)
+        ids = self._own_pool().check_ids(block_ids)
+        if first < 0 or (first + len(ids)) * KEY_BYTES > len(keys):
+            raise ValueError(
+                f"{len(ids)} blocks from block {first} on need {first + len(ids)} keys from the root; "
+                f"there are {len(keys) // KEY_BYTES}"
+            )
+        if events is not None and len(events.hashes) != len(ids):
+            raise ValueError(f"events name {len(events.hashes)} blocks, and {len(ids)} are stored")
+        limit = Limit(time.monotonic() + STORE_TIMEOUT_S)
+        return bytes(keys), ids, first, limit, self._mark(), events
+
+    def _perform_store(
+        self, keys: bytes, ids: Addresses, first: int, limit: Limit, after: Any, events: EventRun | None,
+        hint: Hint | None,
+    ) -> StoreResult:  # fmt: skip
+        admitted = self._admitted(len(ids))
+        result = StoreResult()
+        try:
+            if admitted and self._is_up("stores"):
+                result = self._store(keys, ids[:admitted], first, limit, after, events)
+                self._succeed("store", stores=1)
+        except CopyLost:
+            raise
+        except TierCacheError as error:
+            self._fail("store", error)
+        result = result._replace(dropped=len(ids) - result.stored - result.present)
+        self._count(
+            stored_blocks=result.stored,
+            stored_bytes=result.stored * self.namespace.block_bytes,
+            dropped_blocks=result.dropped,
+        )
+        kept = result.stored + result.present
+        if hint is not None and kept:
+            self.hint(keys[: (first + kept) * KEY_BYTES], hint, first=first)
+        return result
+
+    def _store(
+        self, keys: bytes, ids: Addresses, first: int, limit: Limit, after: Any, events: EventRun | None
+    ) -> StoreResult:
+        """Past DRAM as far as that is wanted and goes, the rest into DRAM. Raises TierCacheError."""
+        past, storer = PastDram(), self.direct.storer
+        if storer is not None:
+            past = store_past_dram(self._client, storer, self.namespace, keys, ids, first, limit, after, events)
+        done = past.stored + past.present
+        rest = StoreResult(dropped=len(ids) - done)
+        if rest.dropped and not past.refused:
+            ids, first, events = ids[done:], first + done, events and events.part(done, len(ids) - done)
+            mover = self._own_mover()
+            rest = store_blocks(self._client, mover, self.namespace, keys, ids, first, limit, after, events)
+        return StoreResult(
+            past.stored + rest.stored, past.present + rest.present, rest.dropped, rest.parent_missing and not done
+        )
+
+    def _skip_store(self, count: int) -> StoreResult:
+        self._count(dropped_blocks=count)
+        return StoreResult(dropped=count)
+
+    def _admitted(self, count: int) -> int:
+        """How many leading blocks of a store may go ahead: fewer just after the daemon came back.
+
+        All its clients come back in the same second, to an empty cache.
+        """
+        share = self._client.warmth
+        if share >= 1:
+            return count
+        floor = RAMP_FLOOR_BYTES // self.namespace.block_bytes
+        return min(count, max(1, floor, int(count * share)))
+
+    # --- the rest --------------------------------------------------------------------------------
+
+    @whole
+    def prefetch(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> int:
+        """Bring up into DRAM what `match` would find of `keys` in `namespaces`; returns its blocks. 0 on failure."""
+        _check_keys(keys)
+        specs = (self.namespace,) if namespaces is None else tuple(namespaces)
+        return self._simple("prefetch", lambda _: self._prefetch(specs, keys)) if keys else 0
+
+    def _prefetch(self, specs: Sequence[NamespaceSpec], keys: bytes) -> int:
+        session = self._client.session()
+        numbers = [session.namespace_id(spec) for spec in specs]
+        reply = session.call(Prefetch, Matched, namespaces=numbers, keys=keys)
+        return reply.dram_blocks + reply.below_blocks
+
+    @whole
+    def hint(
+        self, keys: bytes, hint: Hint, *, first: int = 0, namespaces: Sequence[NamespaceSpec] | None = None
+    ) -> int:
+        """Say what is known of the further use of blocks `first..` of the chain `keys`, as far as no other shares them.
+
+        Of `namespaces`, by default the connector's own. Returns how many of `keys` are here, in whatever tier; 0 on
+        failure, and with a daemon of an earlier release, which takes no hints. Blocks for one round trip.
+        """
+        _check_keys(keys)
+        if first < 0:
+            raise ValueError(f"first is {first}: must be 0 or more")
+        specs = (self.namespace,) if namespaces is None else tuple(namespaces)
+        return self._simple("hint", lambda _: self._hint(specs, keys, first, hint)) if keys else 0
+
+    def _hint(self, specs: Sequence[NamespaceSpec], keys: bytes, first: int, hint: Hint) -> int:
+        session = self._client.session()
+        if not session.welcome.hints:
+            return 0
+        numbers = [session.namespace_id(spec) for spec in specs]
+        reply = session.call(HintRequest, Hinted, namespaces=numbers, keys=keys, first=first, **hint.fields())
+        self._count(hints=1)
+        return reply.blocks
+
+    def hint_async(self, keys: bytes, hint: Hint) -> Transfer[int]:
+        """As `hint`, in the background, once all that `store_async` was given before is stored.
+
+        A full queue drops it.
+        """
+        _check_keys(keys)
+        transfer = Transfer(lambda: self.hint(keys, hint), lambda: 0, 0, Limit())
+        return transfer if self._stores.submit(transfer) else Transfer.finished(0)
+
+    @whole
+    def pin(self, keys: bytes, ttl_s: float) -> int:
+        """Keep the stored run of `keys` from eviction for `ttl_s`; returns its blocks. 0 on failure."""
+        _check_keys(keys)
+        if ttl_s <= 0:
+            raise ValueError(f"ttl_s is {ttl_s}: must be more than 0")
+        fields = {"keys": keys, "ttl_ms": min(MAX_PIN_TTL_MS, max(1, round(ttl_s * 1000)))}
+        return self._simple("pin", lambda number: self._pin(Pin, number, fields))
+
+    @whole
+    def unpin(self, keys: bytes) -> int:
+        """End the pins that were set with the same keys; returns blocks. 0 on failure."""
+        _check_keys(keys)
+        return self._simple("unpin", lambda number: self._pin(Unpin, number, {"keys": keys}))
+
+    def _pin(self, request: type[Pin] | type[Unpin], number: int, fields: dict[str, Any]) -> int:
+        return self._client.session().call(request, Pinned, namespaces=[number], **fields).blocks
+
+    def _simple(self, operation: str, ask: Callable[[int], int]) -> int:
+        try:
+            blocks = ask(self._client.session().namespace_id(self.namespace))
+        except TierCacheError as error:
+            self._fail(operation, error)
+            return 0
+        self._succeed(operation)
+        return blocks
+
+    def flush(self, *, tier: str = "all", key: bytes = b"", all_namespaces: bool = False) -> int:
+        """Forget blocks: `key` and all that follow it, or everything; returns how many.
+
+        Of this connector's namespace, or of every one. Unlike the rest this raises when it fails
+        (DaemonUnavailable, RequestRefused): who flushes must know whether it was done.
+        """
+        namespaces = () if all_namespaces else (self.namespace,)
+        return self._client.flush(tier=tier, namespaces=namespaces, key=key)
+
+    def announce(self, models: Sequence[ModelCard]) -> None:
+        """Say of which models this process stores blocks, so that others can ask how much of a prompt is stored.
+
+        Replaces what was announced before. Without it `tiercache affinity` does not know the model.
+        """
+        self._client.announce(models)
+
+    def stats(self) -> dict[str, Any]:
+        """`available`, `client` (the counters here) and `daemon` (its statistics; empty when down)."""
+        daemon: dict[str, Any] = {}
+        try:
+            daemon = self._client.stats()
+        except TierCacheError as error:
+            self._fail("stats", error)
+        return {"available": self.available, "client": self.counters, "daemon": daemon}
+
+    def close(self) -> None:
+        """End the transfers that have begun, drop the others, and say good-bye. Blocks for seconds."""
+        for sibling in self._siblings:
+            sibling.close()
+        self._loads.close()
+        self._stores.close()
+        self.direct.close()
+        if not self._is_sibling:
+            self._client.close()
+
+    def __enter__(self) -> Connector:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- counting and complaining ----------------------------------------------------------------
+
+    def _own_pool(self) -> Pool:
+        if self.pool is None:
+            raise LayoutError("this connector has no pool: pass pool= to connect")
+        return self.pool
+
+    def _own_mover(self) -> Mover:
+        self._own_pool()
+        assert self._mover is not None
+        return self._mover
+
+    def _mark(self) -> Any:
+        """See `Copier.mark`. A forked child has no device to ask, and its copies never begin."""
+        return None if self._client.forked else self._own_mover().copier.mark()
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                self._counts[name] += count
+
+    def _is_up(self, counter: str) -> bool:
+        if self._client.alive:
+            return True
+        self._count(**{counter: 1, "unavailable": 1})
+        if self._client.forked and "fork" not in self._complained:
+            self._complained = self._complained | {"fork"}
+            logger.warning("the cache is not used: %s", forks.FORKED)
+        return False
+
+    def _succeed(self, operation: str, **counts: int) -> None:
+        self._count(**counts)
+        if self._complained:
+            self._complained = {said for said in self._complained if not said.startswith(operation)}
+
+    def _fail(self, operation: str, error: TierCacheError) -> None:
+        """Count a failure, and log it unless it was the last thing logged of this operation."""
+        self._count(failures=1)
+        if isinstance(error, (DaemonUnavailable, CallInterrupted)):
+            return  # the client logs when the daemon goes and comes, and the caller knows of a signal
+        code = error.code if isinstance(error, RequestRefused) else type(error).__name__
+        if f"{operation}:{code}" not in self._complained:
+            self._complained = self._complained | {f"{operation}:{code}"}
+            logger.warning("%s failed, and counts as a miss: %s", operation, error)
+
+
+def _check_keys(keys: bytes) -> None:
+    if len(keys) % KEY_BYTES:
+        raise ValueError(f"keys are {KEY_BYTES} bytes each, and these are {len(keys)} bytes")

@@ -1,0 +1,141 @@
+"""Loads from the disks straight into a pool's blocks, and stores the other way: the engine's side of GPUDirect.
+
+    load    extents ─► reads ─► lane sums of what came ─► the leading blocks that are right
+    store   places ─► writes ─► lane sums of what was written ─► checksums of the leading blocks that went
+
+A block belongs to the load or store until the last move that was begun has ended, whatever becomes of
+it. Anything that goes wrong only makes the run shorter: what is left goes by way of DRAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tiercache.connector.direct.backend import PAGE_BYTES, RAW, Backend, DirectFailed
+from tiercache.connector.direct.transfers import MOVE_THREADS, DirectMoves
+from tiercache.copies.pool import COPY_GIVE_UP_S, Addresses, Limit, Pool
+from tiercache.protocol.checksums import CHECKSUM_LANES, finish_lanes
+from tiercache.protocol.messages import Extent
+
+
+class DirectResult(NamedTuple):
+    """How many leading blocks are verified, and whether the one behind them came with wrong bytes."""
+
+    good: int
+    bad: bool = False
+
+
+class DirectLoader(DirectMoves):
+    """Reads extents into the blocks of one pool and verifies them. Arguments as for `DirectMoves`."""
+
+    def __init__(
+        self, pool: Pool, backend: Backend, *, threads: int = MOVE_THREADS, give_up_s: float = COPY_GIVE_UP_S
+    ) -> None:
+        super().__init__(pool, backend, False, threads=threads, give_up_s=give_up_s)
+        self._blocks = 0
+        self._bad_blocks = 0
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Blocks and bytes loaded, loads that failed, blocks with wrong bytes."""
+        return {
+            "direct_blocks": self._blocks,
+            "direct_bytes": self._blocks * self.pool.block_bytes,
+            "direct_failures": self.failures,
+            "direct_bad_blocks": self._bad_blocks,
+        }
+
+    def load(
+        self, generation: int, directories: Sequence[str], extents: Sequence[Extent], seeds: Sequence[int],
+        block_ids: Addresses, limit: Limit, after: Any = None,
+    ) -> DirectResult:  # fmt: skip
+        """Read `extents` into `block_ids` and compare their checksums, with the `block_seed` of each.
+
+        When it returns no read is under way. Blocks; begins no read after `limit`. Raises CopyLost
+        for a read that does not end, and nothing else.
+        """
+        addresses = self._addresses(block_ids)
+        usable = 0
+        while usable < len(extents) and self._is_usable(extents[usable], len(directories)):
+            usable += 1
+        if not usable or not self._wait_ready(after, limit):
+            return DirectResult(0)
+        with self._lock:
+            if self.off:
+                return DirectResult(0)
+            try:
+                runs = self._runs(generation, directories, extents[:usable], addresses[:usable])
+                came, problem = self._perform(runs, limit)
+                result = self._verify(extents[:came], seeds, addresses[:came])
+                problem = "wrong bytes" if result.bad else problem
+            except DirectFailed as error:
+                result, problem = DirectResult(0), str(error)
+            self._blocks += result.good
+            self._bad_blocks += result.bad
+            self.note(problem)
+        return result
+
+    def _is_usable(self, extent: Extent, directories: int) -> bool:
+        """Whether an extent is as the daemon promises, so that a GPU can verify it."""
+        as_it_is = extent.codec == RAW and extent.stored_length == extent.length
+        return as_it_is and extent.kind == CHECKSUM_LANES and is_place(extent, directories, self.pool.block_bytes)
+
+    def _verify(self, extents: Sequence[Extent], seeds: Sequence[int], addresses: Addresses) -> DirectResult:
+        if not extents:
+            return DirectResult(0)
+        sums = self.backend.lane_sums(addresses, self.pool.block_bytes)
+        for place, (total, seed, extent) in enumerate(zip(sums, seeds, extents, strict=False)):
+            if finish_lanes(total, seed) != extent.checksum:
+                return DirectResult(place, True)
+        return DirectResult(len(extents))
+
+
+class DirectStorer(DirectMoves):
+    """Writes the blocks of one pool to places that the daemon has granted. Arguments as for `DirectMoves`."""
+
+    def __init__(
+        self, pool: Pool, backend: Backend, *, threads: int = MOVE_THREADS, give_up_s: float = COPY_GIVE_UP_S
+    ) -> None:
+        super().__init__(pool, backend, True, threads=threads, give_up_s=give_up_s)
+        self._blocks = 0
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Blocks and bytes written, stores that failed."""
+        return {
+            "direct_stored_blocks": self._blocks,
+            "direct_stored_bytes": self._blocks * self.pool.block_bytes,
+            "direct_store_failures": self.failures,
+        }
+
+    def store(
+        self, generation: int, directory: str, places: Sequence[Extent], seeds: Sequence[int],
+        block_ids: Addresses, limit: Limit, after: Any = None,
+    ) -> list[int]:  # fmt: skip
+        """Write `block_ids` to `places`; the checksums, with the `block_seed` of each, of the leading ones that went.
+
+        When it returns no write is under way. Blocks; begins no write after `limit`. Raises CopyLost
+        for a write that does not end, and nothing else.
+        """
+        addresses = self._addresses(block_ids)
+        if not all(is_place(place, 1, self.pool.block_bytes) for place in places):
+            return []
+        if not self._wait_ready(after, limit):
+            return []
+        with self._lock:
+            if self.off:
+                return []
+            try:
+                went, problem = self._perform(self._runs(generation, [directory], places, addresses), limit)
+                sums = self.backend.lane_sums(addresses[:went], self.pool.block_bytes) if went else []
+            except DirectFailed as error:
+                sums, problem = [], str(error)
+            self._blocks += len(sums)
+            self.note(problem)
+        return [finish_lanes(total, seed) for total, seed in zip(sums, seeds, strict=False)]
+
+
+def is_place(extent: Extent, directories: int, length: int) -> bool:
+    """Whether an extent is one block at a place that direct I/O can reach: nothing else decides where bytes go."""
+    return extent.length == length and extent.directory < directories and extent.offset % PAGE_BYTES == 0

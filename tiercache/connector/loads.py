@@ -1,0 +1,276 @@
+"""Loads: a match under a read lease, then the copies, then the daemon's word that they are good.
+
+    match ──► lease on blocks 0 ..< n, frames of the first 64 in the same reply
+    copy      in windows of 512: resolve the frames that are missing, copy
+    release ─► good: the lease was never revoked while we copied. Anything else is a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tiercache.client.channel import Pending
+from tiercache.client.client import Client
+from tiercache.client.session import Session
+from tiercache.connector.direct.gds import DirectLoader
+from tiercache.connector.direct.loads import load_direct
+from tiercache.connector.mover import Mover
+from tiercache.copies.pool import Addresses, Limit
+from tiercache.errors import CallInterrupted, DaemonUnavailable, ProtocolError, RequestRefused, TierCacheError
+from tiercache.protocol.messages import (
+    KEY_BYTES,
+    MAX_KEYS,
+    MAX_RESOLVE,
+    NO_LEASE,
+    Done,
+    Frames,
+    Hold,
+    Matched,
+    Release,
+    Released,
+    Resolve,
+)
+from tiercache.protocol.messages import Match as MatchRequest
+from tiercache.protocol.namespaces import NamespaceSpec
+from tiercache.protocol.wire import UNREADABLE
+
+READ_TTL_MS = 10_000
+RESOLVE_WITH_MATCH = 64
+FRAME_BYTES = 8
+
+
+class Match:
+    """A leading run of stored blocks, kept from eviction until it is loaded or released.
+
+    Attributes:
+        blocks: length of the run; 0 is a miss.
+        below_blocks: how many of them, at its end, come up from a tier below DRAM while it is loaded.
+    """
+
+    __slots__ = ("__weakref__", "_frames", "_keys", "_lease", "_session", "_turns", "below_blocks", "blocks")
+
+    def __init__(
+        self,
+        session: Session | None = None,
+        lease: int = NO_LEASE,
+        blocks: int = 0,
+        below_blocks: int = 0,
+        frames: dict[int, bytes] | None = None,
+        keys: bytes = b"",
+    ) -> None:
+        self.blocks = blocks
+        self.below_blocks = below_blocks
+        self._session = session
+        self._lease = lease
+        self._frames = frames or {}  # namespace id -> frames of the first blocks, packed
+        self._keys = keys  # of the whole run, if the lease keeps its end on NVMe
+        self._turns = [1]  # whoever takes it ends the lease; taking is atomic
+
+    def __repr__(self) -> str:
+        return f"Match(blocks={self.blocks}, below_blocks={self.below_blocks})"
+
+    def ticket(self) -> bytes:
+        """This match for another process of the same instance (`Connector.adopt`); empty for a miss.
+
+        The lease stays with this match too: release it when the other process has adopted it.
+        """
+        session, lease = self._session, self._lease
+        if session is None or lease == NO_LEASE:
+            return b""
+        known = _Ticket(session.generation, lease, self.blocks, self._frames, self.below_blocks, self._keys)
+        return msgspec.msgpack.encode(known)
+
+    @property
+    def direct_keys(self) -> bytes:
+        """The keys of the run, when blocks below DRAM stay where they are for us to read; else empty."""
+        return self._keys
+
+    def frames(self, namespace: int, first: int, count: int) -> bytes:
+        """What came with the match of the frames of blocks `first ..< first + count`, packed."""
+        return self._frames.get(namespace, b"")[first * FRAME_BYTES : (first + count) * FRAME_BYTES]
+
+    def take(self) -> tuple[Session, int] | None:
+        """Session and lease, for whoever ends it; None for everyone after the first, and for a miss."""
+        try:
+            self._turns.pop()
+        except IndexError:
+            return None
+        lease, self._lease = self._lease, NO_LEASE
+        return None if self._session is None or lease == NO_LEASE else (self._session, lease)
+
+
+class _Ticket(msgspec.Struct, array_like=True):
+    generation: int
+    lease: int
+    blocks: int
+    frames: dict[int, bytes]
+    below_blocks: int = 0
+    keys: bytes = b""
+
+
+_decode_ticket = msgspec.msgpack.Decoder(_Ticket).decode
+
+
+def match_blocks(
+    client: Client, keys: bytes, specs: Sequence[NamespaceSpec], *, with_frames: bool, extents: bool = False
+) -> Match:
+    """Ask for the longest leading run of `keys` that all namespaces have. Raises TierCacheError.
+
+    With `extents` blocks on NVMe stay there, as far as the daemon agrees, for `load_blocks` to read.
+    """
+    session = client.session()
+    numbers = [session.namespace_id(spec) for spec in specs]
+    keys = keys[: MAX_KEYS * KEY_BYTES]
+    count = len(keys) // KEY_BYTES
+    # The first blocks of a windowed namespace are usually gone: their frames are asked for when loading.
+    resolve = min(count, RESOLVE_WITH_MATCH) if with_frames and not any(s.window_blocks for s in specs) else 0
+    reply = session.call(
+        MatchRequest, Matched, namespaces=numbers, keys=keys, ttl_ms=READ_TTL_MS, resolve=resolve, promote=True,
+        extents=extents,
+    )  # fmt: skip
+    blocks = reply.dram_blocks + reply.below_blocks
+    if blocks == 0 or reply.lease == NO_LEASE:
+        if reply.lease != NO_LEASE:
+            session.give_back(Release, lease=reply.lease)
+        return Match()
+    if blocks > count or len(reply.frames) not in (0, len(numbers)):
+        raise ProtocolError(f"{blocks} blocks were matched of {count} keys")
+    frames = dict(zip(numbers, reply.frames, strict=False))
+    held = keys[: blocks * KEY_BYTES] if reply.extents else b""
+    match = Match(session, reply.lease, blocks, reply.below_blocks, frames, held)
+    client.leases.keep(session, reply.lease, READ_TTL_MS, match, writing=False)
+    return match
+
+
+def adopt_match(client: Client, ticket: bytes) -> Match:
+    """Become a further holder of another process's match. Raises TierCacheError."""
+    if not ticket:
+        return Match()
+    try:
+        known = _decode_ticket(ticket)
+    except UNREADABLE as error:
+        raise ProtocolError(f"this is no ticket of a match: {error}") from error
+    session = client.session()
+    if known.generation != session.generation:
+        return Match()
+    try:
+        session.call(Hold, Done, lease=known.lease)
+    except RequestRefused:
+        return Match()  # it is over
+    except (DaemonUnavailable, CallInterrupted):
+        session.give_back(Release, lease=known.lease)
+        raise
+    match = Match(session, known.lease, known.blocks, known.below_blocks, known.frames, known.keys)
+    client.leases.keep(session, known.lease, READ_TTL_MS, match, writing=False)
+    return match
+
+
+def end_match(client: Client, match: Match) -> bool:
+    """Release the lease. True if the daemon says that it was good to the end."""
+    taken = match.take()
+    return taken is not None and _release(client, *taken)
+
+
+def load_blocks(
+    client: Client,
+    mover: Mover,
+    spec: NamespaceSpec,
+    match: Match,
+    block_ids: Addresses,
+    first: int,
+    limit: Limit,
+    after: Any = None,
+    direct: DirectLoader | None = None,
+) -> int:
+    """Blocks `first..` of a match into `block_ids`; returns how many leading ones are good.
+
+    What the match keeps on NVMe is read there by `direct`; the rest comes by way of DRAM. Ends the
+    lease. When it returns or raises, no copy is under way (but for CopyLost).
+    """
+    taken = match.take()
+    if taken is None:
+        return 0
+    session, lease = taken
+    with client.leases.operation(limit):
+        copied = 0
+        try:
+            copied = _copy_all(session, lease, mover, spec, match, block_ids, first, limit, after, direct)
+        finally:
+            # The one word that makes the bytes good: asked for after the last of them has arrived.
+            good = _release(client, session, lease)
+    return copied if good else 0
+
+
+def _copy_all(
+    session: Session, lease: int, mover: Mover, spec: NamespaceSpec, match: Match, block_ids: Addresses, first: int,
+    limit: Limit, after: Any, direct: DirectLoader | None,
+) -> int:  # fmt: skip
+    """How many leading blocks came, by whichever way."""
+    copied, number = 0, session.namespace_id(spec)
+    if direct is not None and match.direct_keys:
+        in_dram = max(0, match.blocks - match.below_blocks - first)
+        copied = _copy(session, lease, number, mover, match, block_ids[:in_dram], first, limit, after)
+        if copied == in_dram:
+            ids = block_ids[copied : match.blocks - first]
+            whose = number, spec.fingerprint(), match.direct_keys
+            copied += load_direct(session, lease, *whose, direct, ids, first + copied, limit, after)
+    return copied + _copy(session, lease, number, mover, match, block_ids[copied:], first + copied, limit, after)
+
+
+def _copy(
+    session: Session,
+    lease: int,
+    number: int,
+    mover: Mover,
+    match: Match,
+    block_ids: Addresses,
+    first: int,
+    limit: Limit,
+    after: Any,
+) -> int:
+    """Window after window; the frames of the next one are asked for while one is copied.
+
+    An answer without frames says whether to ask again: blocks may be on their way from a tier below.
+    """
+    count = min(len(block_ids), match.blocks - first)
+    frames = match.frames(number, first, count)
+    coming: Pending[Frames] | None = None
+    done, more = 0, True
+    try:
+        while done < count and not limit.reached():
+            named = len(frames) // FRAME_BYTES
+            begin, window = first + done + named, min(count - done - named, MAX_RESOLVE)
+            if window and more:
+                coming = session.post(
+                    Resolve, Frames, lease=lease, namespace=number, first=begin, count=window
+                )
+            if named:
+                ids = block_ids[done : done + named]
+                moved = mover.fetch(session, lease, number, first + done, frames, ids, limit, after)
+                done += moved
+                if moved < named:
+                    break
+            if coming is None:
+                break
+            pending, coming = coming, None
+            reply = session.wait(pending)
+            if reply.first != begin or len(reply.frames) > window * FRAME_BYTES:
+                raise ProtocolError("the daemon resolved other blocks than were asked for")
+            frames, more = reply.frames, bool(reply.frames) or reply.more
+            if not more:
+                break  # the run is shorter than it was
+    finally:
+        session.abandon(coming)
+    return done
+
+
+def _release(client: Client, session: Session, lease: int) -> bool:
+    client.leases.let_go(lease)
+    try:
+        return session.call(Release, Released, lease=lease).good
+    except TierCacheError:
+        session.give_back(Release, lease=lease)
+    return False

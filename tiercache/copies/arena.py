@@ -1,0 +1,185 @@
+"""Shared memory of the arena: regions, made by the daemon and mapped by its clients.
+
+A region is a memfd: allocated in full before anyone sees it (so that a lack of memory is an error
+here, not a SIGBUS in an engine), sealed against shrinking and growing, never punched, truncated
+or unlinked. Everything here works on plain addresses through ctypes, because Python's own
+`mmap.madvise` and `mmap.write` hold the interpreter's lock, and a populate of a gigabyte would
+stop every thread for as long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tiercache.config.setting_kinds import HUGE_PAGE_BYTES
+from tiercache.errors import ArenaError
+from tiercache.ground.units import format_bytes
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+]  # fmt: skip
+for _name in ("munmap", "mlock", "munlock"):
+    getattr(_libc, _name).argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_MADV_POPULATE_WRITE = 23
+_MADV_DONTFORK = 10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SEAL") else 0x7
+_F_ADD_SEALS = 1033
+_F_GET_SEALS = 1034
+# One step holds the address space against other threads' mmap calls: 2 ms at 2 GB/s.
+_POPULATE_STEP_BYTES = 4 << 20
+# Left to the rest of the machine: of what it has in all, and of what is free when a region is made.
+_LEAST_RESERVE_BYTES = 128 << 20
+_MOST_RESERVE_BYTES = 8 << 30
+_RESERVE_SHARE = 16
+_LEAST_HEADROOM_BYTES = 128 << 20
+_HEADROOM_SHARE = 64
+
+
+def available_bytes() -> int:
+    """Memory that can still be taken: MemAvailable, or what the cgroup leaves if that is less."""
+    left = [
+        limit - int((folder / used).read_text()) + _reclaimable_bytes(folder)
+        for folder, limit, used in _cgroup_limits()
+    ]
+    return min([_meminfo_bytes("MemAvailable:"), *left])
+
+
+def capacity_bytes() -> int:
+    """Memory that this process could ever have: that of the host, or the tightest cgroup limit if that is less."""
+    return min([_meminfo_bytes("MemTotal:"), *(limit for _, limit, _ in _cgroup_limits())])
+
+
+def largest_arena_bytes() -> int:
+    """What of that an arena may take: the rest is for the daemon, the engines and the system."""
+    capacity = capacity_bytes()
+    reserve = min(max(capacity // _RESERVE_SHARE, _LEAST_RESERVE_BYTES), _MOST_RESERVE_BYTES)
+    return max(capacity - reserve, 0) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+
+
+def _meminfo_bytes(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    return 1 << 62
+
+
+def _cgroup_limits() -> Iterator[tuple[Path, int, str]]:
+    """Each cgroup above us that limits memory: its folder, the limit in bytes, the file that says what is used."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit, used = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit, used = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        while folder != base.parent:
+            # Inside a container the path may not exist below its own mount; the limit is then at the top.
+            if (folder / limit).exists():
+                maximum = (folder / limit).read_text().strip()
+                if maximum != "max":
+                    yield folder, int(maximum), used
+            folder = folder.parent
+
+
+def _reclaimable_bytes(folder: Path) -> int:
+    """Page cache that a cgroup counts as used and gives up on demand."""
+    for line in (folder / "memory.stat").read_text().splitlines():
+        name, value = line.split()
+        if name == "inactive_file":
+            return int(value)
+    return 0
+
+
+def create_region(size_bytes: int, name: str = "tiercache") -> int:
+    """A new sealed memfd of `size_bytes`, with all its memory allocated.
+
+    Blocks for about 15 ms per 256 MiB. Raises ArenaError when the memory is not there.
+    """
+    available, headroom = available_bytes(), max(capacity_bytes() // _HEADROOM_SHARE, _LEAST_HEADROOM_BYTES)
+    if available < size_bytes + headroom:
+        raise ArenaError(
+            f"no memory for another region of {format_bytes(size_bytes)}: {format_bytes(available)} "
+            f"available, {format_bytes(headroom)} of it kept free; make the arena smaller"
+        )
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        os.close(fd)
+        raise ArenaError(f"a region of {format_bytes(size_bytes)} could not be made: {error.strerror}") from error
+    return fd
+
+
+class Region:
+    """One mapped region: addresses `address ..< address + size_bytes` of this process.
+
+    The mapping is not inherited by forked children. `unmap` must come after the last copy.
+    """
+
+    __slots__ = ("address", "locked", "region_id", "size_bytes")
+
+    def __init__(self, region_id: int, fd: int, size_bytes: int) -> None:
+        """Map `fd`, which stays the caller's. Raises ArenaError if it is not what it should be."""
+        self.region_id = region_id
+        self.size_bytes = size_bytes
+        self.locked = False
+        actual = os.fstat(fd).st_size
+        try:
+            seals = fcntl.fcntl(fd, _F_GET_SEALS)
+        except OSError as error:
+            raise ArenaError(f"region {region_id} is refused: it is no memory file ({error.strerror})") from error
+        if actual != size_bytes or seals & _SEALS != _SEALS:
+            # An unsealed file could shrink under us, and the next copy would be a SIGBUS.
+            raise ArenaError(
+                f"region {region_id} is refused: {actual} bytes with seals {seals:#x}, not {size_bytes} and sealed"
+            )
+        address = _libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if address is None or address == _MAP_FAILED:
+            raise ArenaError(f"region {region_id} could not be mapped: {os.strerror(ctypes.get_errno())}")
+        self.address: int = address
+        _libc.madvise(address, size_bytes, _MADV_DONTFORK)
+
+    def populate(self, deadline_s: float | None = None) -> bool:
+        """Fault in every page of this mapping, so that no copy pays for it. Blocks; the lock is free.
+
+        Returns False where the kernel cannot (before 5.14) or at `deadline_s` (time.monotonic()).
+        """
+        for offset in range(0, self.size_bytes, _POPULATE_STEP_BYTES):
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                return False
+            step = min(_POPULATE_STEP_BYTES, self.size_bytes - offset)
+            while _libc.madvise(self.address + offset, step, _MADV_POPULATE_WRITE) != 0:
+                if ctypes.get_errno() != errno.EINTR:
+                    return False
+        return True
+
+    def lock(self) -> bool:
+        """Keep the pages from being swapped (mlock). False where RLIMIT_MEMLOCK forbids it."""
+        self.locked = _libc.mlock(self.address, self.size_bytes) == 0
+        return self.locked
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """Writable bytes of this region; must not be used after `unmap`."""
+        assert 0 <= offset <= self.size_bytes - length
+        return memoryview((ctypes.c_char * length).from_address(self.address + offset)).cast("B")
+
+    def unmap(self) -> None:
+        """Take the mapping away. Idempotent. No copy may be running and no view in use."""
+        if self.address:
+            _libc.munmap(self.address, self.size_bytes)
+            self.address = 0

@@ -1,0 +1,38 @@
+"""How this package starts a Python process of its own: with the imports of its parent, never with those of a folder.
+
+`python -m` looks for modules in the current directory first, which may be a folder that others can write to, such as
+/tmp. `python_command` runs this very file instead, which takes its own folder off the path, adds that of the package
+if nothing else does (a checkout), and then runs the module as `-m` would. PYTHONPATH counts as ever, unless the
+parent ignores it. `-P` would do the same from Python 3.11 on; this way it is one way for all.
+
+As a script it may import nothing before the path is right.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_SCRIPT = os.path.abspath(__file__)  # now: the current directory may be another one later
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs `module` of this package in a new interpreter, as `python -m` would."""
+    flags = ["-I"] if sys.flags.isolated else ["-E"] if sys.flags.ignore_environment else []
+    return [sys.executable, *flags, _SCRIPT, module, *arguments]
+
+
+def _run() -> None:
+    own = os.path.dirname(_SCRIPT)
+    root = os.path.dirname(os.path.dirname(own))
+    sys.path[:] = [folder for folder in sys.path if folder and folder != own]
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    del sys.argv[0]
+    import runpy
+
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _run()

@@ -1,0 +1,181 @@
+"""How much of a model's KV each tier holds, and when loading it is faster than computing it: the figures of `plan`.
+
+Work is `Model.prefill_flops` over what the GPUs reach of their data sheet; a load is its bytes over the slowest way
+that they take: each GPU's bus for its own part, host memory for all parts, the disks for what is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tiercache.errors import ConfigError
+from tiercache.ground.units import format_bytes, round_up
+from tiercache.plan.known import Gpu
+from tiercache.plan.model import KV_DTYPES, Model
+from tiercache.protocol.namespaces import FRAME_ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Plant:
+    """What the model is to run on. Bandwidths in bytes/s: the bus of each GPU, host memory and disks in all."""
+
+    gpu: Gpu
+    gpus: int
+    utilization: float
+    overhead_bytes: int
+    weights_bytes: int
+    mfu: float
+    dram_bytes: int
+    nvme_bytes: int
+    dram_bytes_per_s: float
+    nvme_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Form:
+    """The KV of a model in blocks of `block_size` tokens, on so many GPUs."""
+
+    model: Model
+    dtype: str
+    block_size: int
+    gpus: int
+
+    def layer_bytes(self) -> int:
+        """A block of one layer on one GPU."""
+        return self.model.layer_block_bytes(self.dtype, self.block_size, self.model.heads_per_gpu(self.gpus))
+
+    @property
+    def gpu_block_bytes(self) -> int:
+        """A block of all layers on one GPU."""
+        return self.layer_bytes() * len(self.model.layers)
+
+    @property
+    def stored_parts(self) -> int:
+        """How many GPUs store a part of each block: a latent is the same on all, and stored once."""
+        return 1 if self.model.latent else self.gpus
+
+    @property
+    def tier_block_bytes(self) -> int:
+        """What a block takes in a tier: frames are whole pages, one for each GPU's part."""
+        return round_up(self.gpu_block_bytes, FRAME_ALIGNMENT_BYTES) * self.stored_parts
+
+    @property
+    def token_bytes(self) -> float:
+        """KV of one token, all GPUs together, nothing twice."""
+        whole = Form(self.model, self.dtype, self.block_size, 1)
+        return whole.gpu_block_bytes / self.block_size
+
+    def sequence_blocks(self, tokens: int, window: int) -> int:
+        """Blocks that one layer needs of a sequence; a window may begin within a block."""
+        blocks = -(-tokens // self.block_size)
+        return min(blocks, -(-window // self.block_size) + 1) if window else blocks
+
+    def sequence_gpu_bytes(self, tokens: int) -> int:
+        """KV of a sequence on one GPU; of layers with a window, what is within it."""
+        blocks = sum(self.sequence_blocks(tokens, layer.window) for layer in self.model.layers)
+        return blocks * self.layer_bytes()
+
+
+def plan(model: Model, form: Form, plant: Plant, lengths: list[int], tokens_per_s: float) -> dict[str, Any]:
+    """All figures as a tree. Raises ConfigError where the model does not fit."""
+    pool_bytes = _pool_bytes(form, plant)
+    blocks = pool_bytes // form.gpu_block_bytes
+    return {
+        "model": {
+            "name": model.name, "parameters": model.parameters, "active_parameters": model.active_parameters,
+            "layers": len(model.layers), "windowed_layers": sum(layer.window > 0 for layer in model.layers),
+            "window_tokens": max(layer.window for layer in model.layers), "kv_heads": model.kv_heads,
+            "head_dim": model.head_dim, "latent": model.latent, "max_tokens": model.max_tokens,
+            "weights_bytes": plant.weights_bytes,
+        },
+        "kv": {
+            "dtype": form.dtype, "block_size": form.block_size, "token_bytes": form.token_bytes,
+            "gpu_block_bytes": form.gpu_block_bytes, "tier_block_bytes": form.tier_block_bytes,
+            "formats": _formats(form),
+        },
+        "gpu": {
+            "gpus": plant.gpus, "memory_bytes": plant.gpu.memory_bytes, "pool_bytes": pool_bytes,
+            "pool_blocks": blocks, "pool_tokens": blocks * form.block_size,
+        },
+        "sequences": [_sequence(form, plant, pool_bytes, tokens) for tokens in lengths],
+        "tiers": _tiers(form, plant, blocks, tokens_per_s),
+        "loads": [_load(form, plant, tokens) for tokens in lengths],
+    }  # fmt: skip
+
+
+def _pool_bytes(form: Form, plant: Plant) -> int:
+    """What is left for KV on each GPU, a block at least."""
+
+    def left(gpus: int) -> int:
+        usable = int(plant.gpu.memory_bytes * plant.utilization)
+        return usable - plant.weights_bytes // gpus - plant.overhead_bytes
+
+    if left(plant.gpus) >= form.gpu_block_bytes:
+        return left(plant.gpus)
+    more = plant.gpus
+    while more < 64 and left(more) < form.gpu_block_bytes:
+        more *= 2
+    each = f"{format_bytes(plant.gpu.memory_bytes)} x {plant.utilization:g}"
+    remedy = f"use --tensor-parallel-size {more}" if left(more) >= form.gpu_block_bytes else "use a larger --gpu"
+    raise ConfigError(
+        f"{form.model.name}: weights of {format_bytes(plant.weights_bytes)} on {plant.gpus} GPU(s) leave no room for "
+        f"KV in {each}: {remedy}"
+    )
+
+
+def _formats(form: Form) -> list[dict[str, Any]]:
+    """Bytes of a token in each format, and how many times the tokens that is."""
+    raw = Form(form.model, "auto", form.block_size, 1).token_bytes
+    found = []
+    for dtype in KV_DTYPES if not form.model.latent else ("auto", "bf16"):
+        try:
+            token_bytes = Form(form.model, dtype, form.block_size, 1).token_bytes
+        except ConfigError:
+            continue  # a format that heads of this size do not have
+        found.append({"dtype": dtype, "token_bytes": token_bytes, "times_the_tokens": raw / token_bytes})
+    return found
+
+
+def _sequence(form: Form, plant: Plant, pool_bytes: int, tokens: int) -> dict[str, Any]:
+    gpu_bytes = form.sequence_gpu_bytes(tokens)
+    blocks = -(-tokens // form.block_size)  # tiers keep all blocks of a sequence
+    return {
+        "tokens": tokens,
+        "bytes": gpu_bytes * form.stored_parts,
+        "in_gpu": pool_bytes // gpu_bytes,
+        "in_dram": plant.dram_bytes // form.tier_block_bytes // blocks,
+        "in_nvme": plant.nvme_bytes // form.tier_block_bytes // blocks,
+    }
+
+
+def _tiers(form: Form, plant: Plant, gpu_blocks: int, tokens_per_s: float) -> list[dict[str, Any]]:
+    sizes = {"dram": plant.dram_bytes, "nvme": plant.nvme_bytes}
+    blocks = {"gpu": gpu_blocks, **{tier: size // form.tier_block_bytes for tier, size in sizes.items() if size}}
+    return [
+        {
+            "tier": tier,
+            "blocks": count,
+            "tokens": count * form.block_size,
+            "holds_s": count * form.block_size / tokens_per_s if tokens_per_s else None,
+        }
+        for tier, count in blocks.items()
+    ]
+
+
+def _load(form: Form, plant: Plant, tokens: int) -> dict[str, Any]:
+    """Seconds to compute a prefix of so many tokens, and to load it from each tier."""
+    gpu_bytes = form.sequence_gpu_bytes(tokens)
+    all_bytes = gpu_bytes * form.stored_parts
+    compute_s = form.model.prefill_flops(tokens) / (plant.gpu.flops * plant.mfu * plant.gpus)
+    dram_s = max(gpu_bytes / plant.gpu.bus_bytes_per_s, gpu_bytes * plant.gpus / plant.dram_bytes_per_s)
+    nvme_s = max(dram_s, all_bytes / plant.nvme_bytes_per_s)
+    return {
+        "tokens": tokens,
+        "bytes": all_bytes,
+        "flops": form.model.prefill_flops(tokens),
+        "compute_s": compute_s,
+        "dram_s": dram_s,
+        "nvme_s": nvme_s,
+        "break_even_bytes_per_s": all_bytes / compute_s,
+    }

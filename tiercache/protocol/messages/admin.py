@@ -1,0 +1,201 @@
+"""What operators and watchers ask, and the answers: flush, report, models, statistics, check, inspect, pins, specs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from tiercache.protocol.messages.limits import MAX_LISTED, Numbers
+from tiercache.protocol.messages.names import ModelCard
+from tiercache.protocol.messages.replies import Reply
+from tiercache.protocol.messages.requests import Request
+
+
+class Flush(Request, tag="flush"):
+    """Forget blocks. Answered with `Flushed`.
+
+    `tier` is `all` or a tier's name. Empty `namespaces` means every one; `key` empty means
+    everything, otherwise that block and all that follow it.
+    """
+
+    tier: str
+    namespaces: Numbers
+    key: bytes
+
+
+class Report(Request, tag="report"):
+    """What the client did with its mapping (`cuda`, `mlock`, `none`), its own counters, its models. -> `Done`."""
+
+    registration: str
+    counters: Annotated[dict[str, int], msgspec.Meta(max_length=MAX_LISTED)]
+    models: Annotated[list[ModelCard], msgspec.Meta(max_length=MAX_LISTED >> 4)] = msgspec.field(default_factory=list)
+
+
+class Models(Request, tag="models"):
+    """What the clients say of their models. Answered with `ModelList`."""
+
+
+class Stats(Request, tag="stats"):
+    """Answered with `StatsReply`; with `histograms` and with so many places of the prefix tree, if asked for."""
+
+    histograms: bool = False
+    hot_prefixes: int = 0
+
+
+class Check(Request, tag="check"):
+    """Compare the daemon's books with each other, and blocks on disks with their checksums.
+
+    Answered with `CheckReply`, after as long as it takes to read `sample` blocks (-1: all) at
+    `bytes_per_s` (0: no limit). Others are served meanwhile. `force` is for daemons up to 0.1, which
+    stood still for it and refused to look at a large cache otherwise.
+    """
+
+    sample: int = 0
+    bytes_per_s: int = 200 << 20
+    force: bool = False
+
+
+class Inspect(Request, tag="inspect"):
+    """Where one block is, and what is known of it, without a trace. Answered with `Inspected`.
+
+    Empty `namespaces` means every one. `chain` asks for the keys from the first block to this one.
+    """
+
+    namespaces: Numbers
+    key: bytes
+    chain: bool = False
+
+
+class Pins(Request, tag="pins"):
+    """Which prefixes are pinned. Answered with `PinList`."""
+
+
+class Specs(Request, tag="specs"):
+    """The specs of namespaces, in full. Answered with `SpecList`."""
+
+    namespaces: Numbers
+
+
+class Flushed(Reply, tag="flushed"):
+    """Blocks forgotten so far; `more`: others are out of sight already and still being freed."""
+
+    blocks: int
+    more: bool = False
+
+
+class StatsReply(Reply, tag="stats_reply"):
+    """A tree of raw numbers and short strings; see `daemon/MONITORING.md`."""
+
+    stats: dict[str, Any]
+
+
+class ModelList(Reply, tag="model_list"):
+    """Models of the sessions that are open, each once, and the numbers of their namespaces by fingerprint."""
+
+    models: list[ModelCard]
+    namespaces: dict[str, int]
+
+
+class CheckReply(Reply, tag="check_reply"):
+    """One line for each fault that was found: none when all is well."""
+
+    findings: list[str]
+    blocks: int
+    scanned_blocks: int
+
+
+class BlockView(msgspec.Struct, array_like=True, frozen=True):
+    """One block in one place.
+
+    Attributes:
+        namespace: whose form its bytes have.
+        tier: `dram`, or the name of the tier below.
+        place: the directory below; empty in DRAM.
+        stored_bytes: its length there, as it was written.
+        children: blocks that follow it in this tier.
+        pins: leases, pins and stores under way that keep it.
+        codec, checksum: how it was written below, and with which kind of checksum; empty in DRAM.
+        idle_s: since a match last ended at it, or it came; None where nobody notes that.
+    """
+
+    namespace: int
+    tier: str
+    place: str
+    stored_bytes: int
+    children: int
+    pins: int
+    codec: str = ""
+    checksum: str = ""
+    idle_s: float | None = None
+
+
+class Inspected(Reply, tag="inspected"):
+    """The places of a block, first those in DRAM, at most MAX_INSPECTED, and how many blocks lead up to it.
+
+    `depth` counts the block itself; 0 where it is nowhere, or only in windowed namespaces, which know no chains.
+    `chain`: its keys, if they were asked for and are at most MAX_KEYS.
+    """
+
+    blocks: list[BlockView]
+    depth: int
+    chain: bytes = b""
+
+
+class PinView(msgspec.Struct, array_like=True, frozen=True):
+    """One pin: its namespaces, the last key that it was set with, what it keeps, and for how long still."""
+
+    namespaces: list[int]
+    key: bytes
+    blocks: int
+    held_bytes: int
+    left_ms: int
+
+
+class PinList(Reply, tag="pin_list"):
+    """Pins, at most MAX_LISTED_PINS, those that end first before others; `limit_bytes` is what all may keep."""
+
+    pins: list[PinView]
+    count: int
+    limit_bytes: int
+
+
+class SpecList(Reply, tag="spec_list"):
+    """Specs by the number of their namespace, up to 1 MiB of them: maps, for `NamespaceSpec.received`."""
+
+    specs: dict[int, dict[str, Any]]
+
+
+class Settings(Request, tag="settings"):
+    """The settings that the daemon runs with. Answered with `SettingList`."""
+
+
+class SettingView(msgspec.Struct, array_like=True):
+    """One setting, as TOML; `live`: it can be set while the daemon runs; `next_start`: what a start now would have."""
+
+    key: str
+    value: str
+    source: str
+    live: bool
+    next_start: str | None = None
+
+
+class SettingList(Reply, tag="setting_list"):
+    """All of them. `problem`: why it is not known what a start now would have."""
+
+    settings: list[SettingView]
+    problem: str = ""
+
+
+class ChangeSetting(Request, tag="set"):
+    """Change a live setting until the next reload or restart. Answered with `Changed`."""
+
+    key: str
+    value: str
+
+
+class Changed(Reply, tag="changed"):
+    """The setting's value now, as TOML, and what there is to say of it."""
+
+    value: str
+    note: str = ""
