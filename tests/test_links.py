@@ -7,14 +7,21 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|\bsrc(?:set)?=\"([^\"]+)\"")
+"""In Markdown, or of a picture in HTML."""
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def documents() -> list[Path]:
-    """All pages, by the folders that they lie in."""
-    folders = ("bench", "connectors", "daemon", "kernels", "tests")
-    return sorted([*ROOT.glob("*.md"), *(page for folder in folders for page in (ROOT / folder).rglob("*.md"))])
+    """All pages, each once: the symbolic links in tiercache/ lead to folders that are walked by themselves."""
+    folders = [ROOT / name for name in ("bench", "connectors", "daemon", "kernels", "tests")]
+    folders += [path for path in (ROOT / "tiercache").iterdir() if path.is_dir() and not path.is_symlink()]
+    return sorted([*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))])
+
+
+def links(text: str) -> list[str]:
+    """Where the links and pictures of a page lead; blocks of code have none."""
+    return [markdown or picture for markdown, picture in LINK.findall(FENCED.sub("", text))]
 
 
 def anchors(page: Path) -> set[str]:
@@ -26,7 +33,7 @@ def anchors(page: Path) -> set[str]:
 def broken(page: Path) -> list[str]:
     """The links of a page that lead nowhere."""
     found = []
-    for link in LINK.findall(FENCED.sub("", page.read_text())):
+    for link in links(page.read_text()):
         path, _, anchor = link.partition("#")
         if re.match(r"[a-z]+:", link):
             continue  # to another site
@@ -39,13 +46,20 @@ def broken(page: Path) -> list[str]:
 def test_every_link_leads_somewhere() -> None:
     pages = documents()
     assert len(pages) > 8
-    assert sum(len(LINK.findall(page.read_text())) for page in pages) > 50
+    assert sum(len(links(page.read_text())) for page in pages) > 50
     assert [link for page in pages for link in broken(page)] == []
+
+
+def test_each_page_is_found_once() -> None:
+    pages = documents()
+    assert {ROOT / "tiercache" / name / "README.md" for name in ("engine", "serve", "replay", "plan")} < set(pages)
+    assert len({page.resolve() for page in pages}) == len(pages)
 
 
 def test_broken_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "# A heading, twice\n[1](#a-heading-twice) [2](#nothing) [3](nowhere.md) [4](https://x.y/z) [5](page.md#no)\n"
+        '<img src="nothing.png">\n'
     )
-    assert [link.split(": ")[1] for link in broken(page)] == ["#nothing", "nowhere.md", "page.md#no"]
+    assert [link.split(": ")[1] for link in broken(page)] == ["#nothing", "nowhere.md", "page.md#no", "nothing.png"]
