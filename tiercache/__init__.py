@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tiercache.ground import former_names
+
 if TYPE_CHECKING:
     from tiercache.client.client import Client
     from tiercache.client.launcher import LaunchedDaemon, launch
@@ -96,6 +98,9 @@ __all__ = [
     "launch",
     "root_key",
 ]
+
+
+former_names.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -9,3 +9,10 @@
 
 Nothing here knows what a block's bytes mean. The connector does.
 """
+
+from typing import TYPE_CHECKING
+
+from tiercache.ground.former_names import former_module
+
+if not TYPE_CHECKING:  # `tiercache.client` was a module in 0.1
+    __getattr__ = former_module("tiercache.client.client")
