@@ -21,7 +21,7 @@ from tiercache.cli.machine import Bus, DramBandwidth, KvDtype, Mfu, NvmeBandwidt
   tiercache replay run.jsonl.gz --dram 64GiB,128GiB --nvme 2TiB --json
   tiercache replay qwen_traceB_blksz_16.jsonl --dram 200000 --model Qwen3-32B --gpu-pool 50000
   tiercache replay kv_events.jsonl --dram 5%
-                                      batches of KV events, one a line (see tiercache/replay/README.md)
+                                      batches of KV events, one a line
 """, "0 done, 2 a wrong command line or a trace that cannot be read"))
 def replay(
     traces: Annotated[
