@@ -1,19 +1,19 @@
-"""`model.generate` of Hugging Face transformers, with the cache in front of the prefill.
+"""Prefix cache for `model.generate` of Hugging Face transformers: restores stored KV before the prefill.
 
     from tiercache.connectors.transformers_cache import PrefixCache
 
     with PrefixCache(model) as cache:
         output = cache.generate(**inputs, max_new_tokens=64)
 
-`generate` restores the longest stored prefix of the prompt, has transformers compute the rest, and
-stores what became new, prompt and answer alike. Without a daemon, and for a call that it cannot
-serve (beams, drafts, images), it is `model.generate` and nothing else.
+`generate` restores the longest stored prefix of the prompt, has transformers compute the rest, and stores the new
+tokens, prompt and answer alike. Without a daemon, and for a call that it cannot serve (beams, drafts, images), it is
+`model.generate` and nothing else.
 
-Served are decoders whose cache is K and V per layer (`DynamicCache`), of transformers 5. They are
-tried at the start: a model that computes something else from a restored prefix than from the whole
-prompt is refused. Layers with a sliding window are kept whole here, because what they would forget
-is what the next prompt needs; their masks are the same. A block is `layer, K then V, kv_head, slot,
-head_dim`; it goes through a staging buffer, because transformers' own tensors grow and move.
+It serves decoders whose cache is K and V per layer (`DynamicCache`), of transformers 5. They are tried at the start: a
+model that computes something else from a restored prefix than from the whole prompt is refused. Layers with a sliding
+window are kept whole here, because the next prompt needs what they would drop; their masks are the same. A block is
+`layer, K then V, kv_head, slot, head_dim`; it goes through a staging buffer, because transformers' own tensors grow and
+move.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ NOT_SERVED: dict[str, Any] = {
     "use_mtp": None, "penalty_alpha": None, "dola_layers": None, "constraints": None, "force_words_ids": None,
     "cache_implementation": None, "output_attentions": None, "output_hidden_states": None,
 }  # fmt: skip
-"""Settings that reorder, draft, bring a cache of their own or show the prompt's states, and what leaves them off."""
+"""Settings that reorder, draft, bring their own cache or show the prompt's states, and their off values."""
 NO_SETTINGS = {"generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer"}
-"""What else generate may be given. Anything further is an input of the model."""
+"""Other arguments of generate that are no settings. Anything further is an input of the model."""
 
 logger = logging.getLogger("tiercache.connectors.transformers")
 
 
 class RestoredCache(DynamicCache):  # type: ignore[misc]
-    """transformers' own cache, and what of it came from where.
+    """transformers' own cache, with the origin of its content.
 
     Attributes:
-        root: the name of what computes it.
+        root: identifies what computes it.
         known_tokens: how many leading ones were restored.
     """
 
@@ -91,24 +91,24 @@ class PrefixCache:
 
         Args:
             model: a decoder of transformers, in memory, on the CPU or on CUDA.
-            address: the daemon's run directory; by default where a daemon runs by default.
+            address: the daemon's run directory; by default the default one.
             block_size: tokens in a block.
             salt: secret of a tenant; chains of different salts never meet.
-            model_id: what pins the weights (a hash, a revision), and adapters and hooks if there are any. By
-                default every byte of the weights is hashed, at memory speed, and again when they change.
+            model_id: identifies the weights (a hash, a revision), and adapters and hooks if there are any. By default
+                every byte of the weights is hashed, at memory speed, and again when they change.
             staging: size of the buffer between the tensors of the model and the cache.
             required: raise DaemonUnavailable where no daemon answers.
             **options: further arguments of `tiercache.connect`.
 
         Raises:
-            ModelRefused: the model, or this version of transformers, cannot be served; why is in the text.
-            ConfigError: block_size or staging make no sense.
+            ModelRefused: the model, or this version of transformers, cannot be served; the text says why.
+            ConfigError: invalid block_size or staging.
         """
         check_version(transformers.__version__)
         self.model = model
         self.bypassed = 0
         self._shapes, dtype = try_model(model)
-        self._padded = padding_is_neutral(model)  # else rows with padding go without the cache
+        self._padded = padding_is_neutral(model)  # else rows with padding bypass the cache
         self._block_size = block_size
         self._lock = threading.Lock()
         self._said: set[str] = set()
@@ -124,7 +124,7 @@ class PrefixCache:
         self._watch.on_change = self._announce
 
     def close(self) -> None:
-        """Say good-bye to the daemon. Blocks for seconds at most."""
+        """Close the connection to the daemon. Blocks for seconds at most."""
         self.connector.close()
 
     def __enter__(self) -> PrefixCache:
@@ -134,10 +134,10 @@ class PrefixCache:
         self.close()
 
     def weights_changed(self, model_id: str = "") -> None:
-        """Say that the model computes something else from here on; `model_id` names it anew.
+        """Declare that the model computes something else from here on; `model_id` names it anew.
 
-        Without `model_id` no other process shares this model's blocks from here on: what has changed may be nothing
-        that a name could be made of.
+        Without `model_id` no other process shares this model's blocks from here on: the change may be invisible to
+        everything that a name is made of.
 
         Not needed for updates, merges and other weights: those are noticed. A change to some rows of one tensor through
         `.data`, as to those of a few tokens in an embedding, may not be.
@@ -174,7 +174,7 @@ class PrefixCache:
 
     @torch.no_grad()
     def restore(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> RestoredCache:
-        """What is stored of a prompt, as a cache to pass to `generate` or `forward`; empty for a miss.
+        """The stored part of a prompt, as a cache to pass to `generate` or `forward`; empty for a miss.
 
         Args:
             input_ids: [row, token], padded on the left if at all.
@@ -220,12 +220,12 @@ class PrefixCache:
         attention_mask: torch.Tensor | None = None,
         hint: Hint | None = None,
     ) -> int:
-        """Store what is new in a cache that holds the K and V of `tokens`; returns how many blocks were.
+        """Store the new part of a cache that holds the K and V of `tokens`; returns how many blocks were stored.
 
         Args:
             cache: what `restore` returned, after `generate` or `forward` has filled it.
             tokens: [row, token], at least as many as the cache holds.
-            attention_mask: that of the prompt; what comes after it is no padding.
+            attention_mask: that of the prompt; tokens after it are no padding.
             hint: what is known of the further use of these tokens.
 
         Blocks until the copies have ended. A failure is 0.
@@ -238,7 +238,7 @@ class PrefixCache:
             return 0
         try:
             if cache.root != self._watch.root():
-                return 0  # computed, in part at least, by weights that are no longer there
+                return 0  # computed, in part at least, by weights that are gone
         except ModelRefused as error:
             self._say(str(error))
             return 0
@@ -268,7 +268,7 @@ class PrefixCache:
         ]
 
     def _load_row(self, row: _Row, match: Match, states: list[torch.Tensor], number: int, end: int) -> int:
-        """Blocks of a row into tokens `row.pad ..< end`; returns up to which token they are good.
+        """Load blocks of a row into tokens `row.pad ..< end`; returns up to which token they are good.
 
         In pieces of the staging buffer, each under a match of its own.
         """
@@ -306,7 +306,7 @@ class PrefixCache:
             result = self.connector.store(keys, range(part), first=done, events=events)
             stored += result.stored
             if result.parent_missing and not begun_anew:
-                begun_anew, done = True, 0  # what was restored has been evicted since
+                begun_anew, done = True, 0  # restored blocks have been evicted since
             elif result.dropped:
                 break
             else:
@@ -329,7 +329,7 @@ class PrefixCache:
     def _unserved(
         self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, options: dict[str, Any]
     ) -> str:
-        """Why a call goes to the model alone, or nothing."""
+        """Why a call bypasses the cache, or nothing."""
         if input_ids is None or input_ids.ndim != 2 or input_ids.shape[0] < 1 or input_ids.shape[1] < 2:
             return "it has no input_ids of at least two tokens"
         config = options.get("generation_config") or self.model.generation_config
@@ -350,7 +350,7 @@ class PrefixCache:
         return self._unserved_mask(input_ids, attention_mask)
 
     def _unserved_mask(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> str:
-        """Why what is computed under a mask cannot be named by its tokens, or nothing. The mask may be the prompt's."""
+        """Why tokens alone cannot name what is computed under a mask, or nothing. The mask may be the prompt's."""
         if attention_mask is None:
             return ""
         if attention_mask.ndim != 2 or len(attention_mask) != len(tokens) or attention_mask.shape[1] > tokens.shape[1]:
@@ -374,7 +374,7 @@ class PrefixCache:
             logger.warning("a call of generate goes without the cache: %s", reason)
 
     def _announce(self) -> None:
-        """For the affinity query."""
+        """Announce the model, for the affinity query."""
         path = str(self.model.config._name_or_path)
         names = list(dict.fromkeys(filter(None, [Path(path).name, path, type(self.model).__name__])))
         namespaces = [self.connector.namespace.fingerprint()]
@@ -382,7 +382,7 @@ class PrefixCache:
 
 
 class _Row(NamedTuple):
-    """One row of a batch: how many tokens of padding it begins with, and the others with their keys."""
+    """One row of a batch: its number of leading padding tokens, and the others with their keys."""
 
     pad: int
     chain: KeyChain

@@ -1,4 +1,4 @@
-"""tiercache below vLLM's own offloading, as one of its secondary tiers.
+"""tiercache as a secondary tier below vLLM's own offloading.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10000000000,
@@ -6,10 +6,10 @@
 
     GPU ◄─ vLLM's workers ─► rows of vLLM's CPU memory ◄─ this, in its scheduler ─► the daemon's DRAM, NVMe
 
-vLLM stores every chunk that it computes here too, and has chunks that its own memory lacks loaded into it
-again. It pins the rows of a transfer until that is reported as ended, which it is when its last copy is.
-Nothing here waits: what takes long is done in the background, and a failure is a miss. Settings, beside type and
-module_path, are those of `TierCacheConnector` but for `gds`; `load` has no say here.
+vLLM stores every chunk that it computes here too, and loads chunks that its own memory lacks from here. It pins the
+rows of a transfer until that is reported as ended, which happens after its last copy. Nothing here waits: slow work is
+done in the background, and a failure is a miss. Settings, beside type and module_path, are those of
+`TierCacheConnector` except `gds`; `load` has no effect here.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._caller = engine_of_caller()
         vllm_config, kv_cache_config, _ = self._caller
         namespaces = make_namespaces(vllm_config, kv_cache_config, spec.config, row_bytes)
-        # No array is kept: vLLM gives its memory back when this has been shut down, and an array would forbid that.
+        # Keep no array: vLLM frees its memory after our shutdown, and an array would prevent that.
         segment = Segment(np.asarray(view).ctypes.data, row_bytes, row_bytes)
         pool = Pool([segment], rows, "cpu", True, None)
         instance = os.urandom(INSTANCE_BYTES)
@@ -121,7 +121,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     # --- requests and lookups --------------------------------------------------------------------
 
     def on_new_request(self, req_context: Any) -> Any:
-        """A request has arrived. What vLLM's own memory has of it was stored here when it came there."""
+        """A request has arrived. Its chunks in vLLM's own memory were stored here when they came there."""
         if self._lookups is not None:
             self._lookups.add(req_context.req_id)
         return RequestOffloadingContext()
@@ -162,7 +162,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._later(partial(self._begin_store, job, job_metadata, chain, request))
 
     def _later(self, work: Callable[[], None]) -> None:
-        """Have it done in the background, at once."""
+        """Run work in the background, at once."""
         self._background.later(work)
         self._background.begin()
 
@@ -195,7 +195,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     def _store(
         self, group: int, chain: Chain, first: int, rows: list[int], request: Any = None
     ) -> Transfer[StoreResult]:
-        """Rows as chunks `first..` of a chain; the key of their parent is all that is needed of what is before them."""
+        """Rows as chunks `first..` of a chain; of the chunks before them only the parent's key is needed."""
         base, end, events = max(0, first - 1), first + len(rows), None
         if request is not None:
             named = name_blocks(request, first, end, self._hashes_per_chunk, self._chunk_tokens)
@@ -221,10 +221,10 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         return results
 
     def serve_external_requests(self, parent: Any) -> None:
-        """Store once more what has lost its parents, with these, as far as vLLM's memory has them.
+        """Store chunks again that have lost their parents, together with these, as far as vLLM's memory has them.
 
-        A daemon that has forgotten a prefix would else get nothing that begins with it for as long as vLLM's
-        memory keeps it, and the most used prefixes it keeps for ever.
+        Otherwise a daemon that has dropped a prefix would get nothing that begins with it for as long as vLLM's memory
+        keeps it, and vLLM keeps the most used prefixes for ever.
         """
         if not self._orphans or not self._groups[0].available:
             return
@@ -248,7 +248,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
             self._orphans.appendleft(orphan._replace(first=first + len(held)))
 
     def _begin_repair(self, job: StoreJob, orphan: Orphan, rows: list[int]) -> None:
-        """In the background. Which tokens these chunks have, nobody knows any more: KV events do not name them."""
+        """In the background. The tokens of these chunks are no longer known: KV events do not name them."""
         try:
             job.parts.append((None, self._store(orphan.group, orphan.chain, orphan.first, rows)))
         finally:
@@ -259,8 +259,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     def drain_jobs(self) -> None:
         """End all transfers, because vLLM resets its memory, as it does when the weights are updated.
 
-        What has been found or stored so far is not used from here on. Blocks until no copy is under way.
-        Raises DeadlineExceeded if that cannot be known.
+        Chunks found or stored so far are not used from here on. Blocks until no copy is in progress. Raises
+        DeadlineExceeded if that cannot be known.
         """
         self._end_transfers(DRAIN_TIMEOUT_S)
         self._results = list(self.get_finished_jobs())
@@ -281,7 +281,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
                 raise DeadlineExceeded(f"a copy to or from vLLM's memory has not ended after {timeout_s:g} s")
 
     def shutdown(self) -> None:
-        """End all transfers and say good-bye. Blocks for seconds; raises DeadlineExceeded as `drain_jobs` does."""
+        """End all transfers and close the connection. Blocks for seconds; raises as `drain_jobs` does."""
         try:
             self._end_transfers(DRAIN_TIMEOUT_S)
         finally:
@@ -296,6 +296,6 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._groups.clear()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the books contradict each other."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         if self._lookups is not None:
             self._lookups.check_integrity()

@@ -1,11 +1,11 @@
-"""tiercache below vLLM, through vLLM's own KV connector interface.
+"""tiercache as a KV connector of vLLM.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "TierCacheConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "tiercache.connectors.vllm_v1"}'
 
-This class only hands vLLM's calls to the half that they are for: `vllm_scheduler` decides,
-`vllm_worker` copies. What cannot be served is said in one line, and vLLM goes on without a cache.
-Settings, in `kv_connector_extra_config`, are the fields of `vllm_settings.Settings`.
+This class only passes vLLM's calls to the half that they are for: `vllm/scheduler.py` decides, `vllm/worker.py` copies.
+What cannot be served is logged in one line, and vLLM runs without a cache. Settings, in `kv_connector_extra_config`,
+are the fields of `vllm/settings.py`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         self._roll: Roll | None = None  # beside other connectors, until then
         self._reset_due = False  # vLLM's caches were reset before then
         join_vllm()
-        # A load that fails is computed instead: no request may fail because its cache did.
+        # A failed load is recomputed: no request may fail because its cache did.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._parent = parent_of_caller(self)
         try:
@@ -96,7 +96,8 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         parallel = self._vllm_config.parallel_config
         try:
             hook = self.handle_preemptions if self._parent is None else come_first(self._parent, self)
-            # Where vLLM moves experts between ranks, theirs are not looked at: who changes them changes others too.
+            # Where vLLM moves experts between ranks, theirs are not watched: a change to them changes other weights
+            # too.
             runner = runner_of_caller()
             if self._kv_cache_config.needs_kv_cache_zeroing:
                 come_before_zeros(runner, hook)
@@ -118,11 +119,11 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         self._form = RankForm(specs, absence=next(filter(None, map(absence, groups)), ""))
 
     def get_handshake_metadata(self) -> Any:
-        """For the scheduler's half: the form of this rank's blocks. Beside other connectors it is for them."""
+        """For the scheduler's half: the form of this rank's blocks. Beside other connectors the handshake is theirs."""
         return self._form if self._parent is None else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Before every step. Beside other connectors, and where vLLM empties blocks, it is called twice."""
+        """Called before every step. Beside other connectors, and where vLLM empties blocks, it is called twice."""
         if kv_connector_metadata is self._begun:
             return
         self._begun, self._known = kv_connector_metadata, kv_connector_metadata.known
@@ -133,7 +134,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         """Nothing: loads have begun before the step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: no step begins before its blocks are there."""
+        """Nothing: a step begins only when its blocks are there."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: whole blocks are stored, after the step."""
@@ -150,7 +151,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         return base.KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that were to be loaded and are not good."""
+        """Blocks whose load failed."""
         return self._worker.take_bad_blocks() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> Any:
@@ -163,7 +164,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         return report
 
     def get_kv_connector_stats(self) -> Any:
-        """What was moved, or not moved for its cost, since the last call."""
+        """Blocks moved, and blocks not loaded because of their cost, since the last call."""
         half = self._worker or self._scheduler
         counts = half.counters() if half is not None else {}
         return Stats(counts) if counts else None
@@ -176,7 +177,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             self._start([metadata[rank] for rank in sorted(metadata)])
 
     def _start(self, ranks: list[RankForm]) -> None:
-        """Connect the scheduler's half. `ranks` have said what their blocks are."""
+        """Connect the scheduler's half. `ranks` are the forms of all ranks' blocks."""
         problem = next((form.problem for form in (self._form, *ranks) if form.problem), "")
         try:
             if problem:
@@ -222,7 +223,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             self._scheduler.add(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """What can be loaded of a request, always asynchronously."""
+        """How much of a request can be loaded, always asynchronously."""
         if self._roll is not None and self._roll.waits(request.request_id):
             return None, False
         if self._scheduler is None:
@@ -248,7 +249,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers say."""
+        """Results of the workers."""
         report = connector_output.kv_connector_worker_meta
         if self._roll is not None and report is not None and (ranks := self._roll.call(report)):
             waiting, self._roll = self._roll.waiting.values(), None
@@ -268,7 +269,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended. Its blocks are never held back: see `vllm_stores`."""
+        """A request has ended. Its blocks are never held back: see `vllm/stores.py`."""
         if self._roll is not None:
             self._roll.remove(request.request_id)
         if self._scheduler is not None:
@@ -276,7 +277,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         return False, None
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: so a MultiConnector says it to all where a sibling knows of no KV cache groups."""
+        """A request has ended: MultiConnector calls this if a sibling does not know KV cache groups."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool:
@@ -288,7 +289,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         return True
 
     def shutdown(self) -> None:
-        """End what is under way, and say good-bye. Blocks for seconds at most."""
+        """End transfers and close the connection. Blocks for seconds at most."""
         for half in (self._worker, self._scheduler):
             if half is not None:
                 half.close()
@@ -307,7 +308,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
 try:
     check_version()
 except VersionError:
-    # What another vLLM wants of connectors besides is nothing to one that does nothing.
+    # Abstract methods of another vLLM version do not matter to a connector that does nothing.
     TierCacheConnector.__abstractmethods__ = frozenset()
 else:
     register(TierCacheConnector)

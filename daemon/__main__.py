@@ -1,4 +1,4 @@
-"""`python -m tiercache.daemon`: settings, logging, then the server until it is told to stop."""
+"""`python -m tiercache.daemon`: reads settings, sets up logging, then runs the server until it is told to stop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a daemon; exit status 0 after a clean stop, 1 when it failed, 2 for a wrong setting."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # it waits until the server can read settings again
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # pending until the server can reload settings
     args = make_parser().parse_args(argv)
 
     def read() -> Resolved:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _has_ended(parent_fd: int | None) -> bool:
-    """Whether the parent has gone: it never writes to its pipe. One that lives removes its directory itself."""
+    """Whether the parent, which never writes to its pipe, has exited. A living parent removes its directory itself."""
     return parent_fd is not None and bool(select.select([parent_fd], [], [], 0)[0])
 
 

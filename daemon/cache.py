@@ -1,12 +1,12 @@
-"""The cache as one thing: everything the daemon decides, without sockets, threads or real time.
+"""The cache as one object: every decision of the daemon, without sockets, threads or real time.
 
     Space    where blocks live: namespaces, size classes, eviction
     Reads    match, resolve, hold, release, pin
     Writes   reserve, commit, abort, quarantine
-    WhatIf   what caches of other sizes would have had
+    WhatIf   hit rates that caches of other sizes would have had
     Cache    what concerns all three: flush, expiry, lost sessions, checks
 
-The clock is a parameter, so tests drive all of it with a fake one.
+The clock is a parameter, so tests use a fake one.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from tiercache.daemon.tiers.quotas import Quotas
 from tiercache.protocol.messages import KEY_BYTES
 
 _FLUSH_AT_ONCE = 1024
-"""Entries unlinked before a flush is answered; the rest goes in the background."""
+"""Entries unlinked before a flush is answered; the rest follows in the background."""
 FLUSHED_AT_ONCE = 64
-"""Namespaces of which all is flushed in one slice, with their disks told of it: about a millisecond."""
+"""Namespaces flushed whole in one slice, their disks told of it: about a millisecond."""
 KEYS_FLUSHED_AT_ONCE = 16
-"""Likewise, of which one key is flushed: a disk has two rows to write for each, and much may hang below a key."""
+"""Namespaces of which one key is flushed in one slice: two rows to write for each disk, and much may hang below."""
 _HINTED_AT_ONCE = 32
-"""Namespaces that a hint is about in one slice: each may take a walk over its chain."""
+"""Namespaces that a hint covers in one slice: each may take a walk over its chain."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLimits:
-    """What bounds the cache beside the size of its arena; of the last two see `Unfinished`."""
+    """Limits of the cache beside the size of its arena; for the last two see `Unfinished`."""
 
     policy: str = "lru"
     headroom_bytes: int = 0
@@ -59,11 +59,11 @@ class CacheLimits:
     quarantine_bytes: int = 1 << 30
     floor_share: float = 0.0
     secret: int = 0
-    """What policies draw their samples by: of the daemon's own, so that no client can aim at them."""
+    """Selects the policies' samples: the daemon's own secret, so that no client can aim at them."""
 
 
 class Cache:
-    """All state of the DRAM tier. Event loop only; nothing here blocks."""
+    """All state of the DRAM tier. Event loop only; never blocks."""
 
     def __init__(
         self, clock_s: Callable[[], float], limits: CacheLimits | None = None, below: TierBelow | None = None,
@@ -79,7 +79,7 @@ class Cache:
         self.space = Space(policies, self.counters, quotas, limits.headroom_bytes, Quotas(limits.quota_below))
         self.reads = Reads(self.space, self.below, clock_s, limits.pin_share)
         self.slices = Slices()
-        """Requests and the like that take more than one go of the loop."""
+        """Requests and other work that take more than one go of the loop."""
         self.ahead = Ahead(self.reads, clock_s, self.slices)
         unfinished = Unfinished(limits.quarantine_bytes, limits.floor_share, self.space.allocator)
         self.writes = Writes(self.space, self.below.published, clock_s, unfinished, events)
@@ -89,30 +89,30 @@ class Cache:
         if events is not None:
             self.space.index.on_left = partial(events.left, events.dram)
         self.work_ns = math.inf
-        """After so much of this thread's CPU time `work` stops between two slices."""
+        """`work` stops between two slices after so much of this thread's CPU time."""
         self._kinds: list[Callable[[], bool]] = [self.slices.work, self.space.work, self._end_cut, self.writes.work]
         self._kinds += [one.work for one in (what_if, events) if one is not None]
         self._kinds += self.below.kinds
         self._round = iter(self._kinds)
-        self._more = False  # to be done by those that had their turn in this round
+        self._more = False  # left over from kinds of work that had their turn in this round
 
     def match(
         self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False,
         extents: bool = False,
     ) -> Found:  # fmt: skip
-        """See `Reads.match`: all of it at once, however long it takes."""
+        """`Reads.match`, all of it at once, however long it takes."""
         return finish(self.match_in_slices(owner, namespaces, keys, ttl_s, promote, extents))
 
     def peek(self, namespaces: Sequence[Namespace], keys: bytes) -> tuple[int, int]:
-        """See `Reads.peek`: likewise."""
+        """`Reads.peek`, all of it at once."""
         return finish(self.reads.peek(namespaces, keys))
 
     def pin(self, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float) -> int:
-        """See `Reads.pin`: likewise."""
+        """`Reads.pin`, all of it at once."""
         return finish(self.reads.pin(namespaces, keys, ttl_s))
 
     def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Found:
-        """See `Reads.prefetch`: likewise."""
+        """`Reads.prefetch`, all of it at once."""
         return finish(self.prefetch_in_slices(owner, namespaces, keys))
 
     def match_in_slices(
@@ -133,11 +133,11 @@ class Cache:
         return found
 
     def hint(self, namespaces: Sequence[Namespace], keys: bytes, first: int, said: Said) -> int:
-        """See `hint_in_slices`: all of it at once."""
+        """`hint_in_slices`, all of it at once."""
         return finish(self.hint_in_slices(namespaces, keys, first, said))
 
     def hint_in_slices(self, namespaces: Sequence[Namespace], keys: bytes, first: int, said: Said) -> Steps[int]:
-        """What a client knows of the further use of blocks `first..` of `keys`; returns how many of `keys` are here."""
+        """Apply a client's hint to blocks `first..` of `keys`; returns how many of `keys` are here."""
         hints, index, blocks = self.space.policies.hints, self.space.index, 0
         hints.count(said)
         for number, namespace in enumerate(namespaces, 1):
@@ -151,30 +151,31 @@ class Cache:
         return blocks
 
     def all_namespaces(self) -> list[Namespace]:
-        """Every namespace that is registered."""
+        """Every registered namespace."""
         return list(self.space.namespaces.values())
 
     def reserve(
         self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float, named: Named | None = None
     ) -> Reservation:
-        """See `Writes.reserve`. May evict, so leases that lost something are revoked on the way."""
+        """See `Writes.reserve`. May evict, so leases that lost a block are revoked on the way."""
         reservation = self.writes.reserve(owner, namespace, parent, keys, ttl_s, named)
         if self.what_if is not None and not owner.internal:
             self.what_if.stored(namespace, parent, keys)
         return reservation
 
     def flush(self, numbers: Sequence[int], key: bytes) -> tuple[int, bool]:
-        """See `flush_in_slices`, of DRAM alone: all of it at once."""
+        """`flush_in_slices` of DRAM alone, all of it at once."""
         return finish(self.flush_in_slices([self.space.namespaces[number] for number in numbers], key, None))
 
     def flush_in_slices(
         self, namespaces: Sequence[Namespace], key: bytes, below: FlushBelow | None, dram: bool = True
     ) -> Steps[tuple[int, bool]]:
-        """Forget everything in these namespaces, or one block and what follows it: in DRAM, and `below`.
+        """Flush everything in these namespaces, or one block and what follows it: in DRAM, and `below`.
 
-        Of a namespace at once in both, or one of them would bring back what the other has forgotten; of many some in
-        a slice. Frames come back later (`work`). Reads under way are revoked, and what is being written is dropped at
-        its commit. Returns the blocks that DRAM has forgotten and whether frames are still coming back.
+        A namespace is flushed from both at once, or one tier would bring back what the other has dropped; of many
+        namespaces, some in each slice. Frames come back later (`work`). Reads under way are revoked, and what is being
+        written is dropped at its commit. Returns the blocks dropped from DRAM, and whether frames are still coming
+        back.
         """
         gone, tables, at_once = 0, self.space.index.tables, KEYS_FLUSHED_AT_ONCE if key else FLUSHED_AT_ONCE
         for first in range(0, len(namespaces), at_once):
@@ -190,7 +191,7 @@ class Cache:
         return gone, dram and any(tables[namespace.number].unlinking for namespace in namespaces)
 
     def _forget_now(self, numbers: Sequence[int], key: bytes) -> int:
-        """Forget all or a key of a few namespaces in DRAM; how many blocks."""
+        """Drop all blocks, or one key, of a few namespaces from DRAM; returns how many blocks."""
         index = self.space.index
         tables = [index.tables[number] for number in numbers]
         before = sum(table.blocks for table in tables)
@@ -214,9 +215,9 @@ class Cache:
         return gone
 
     def work(self) -> bool:
-        """What was put off, a slice of each kind in turn; True while there is more.
+        """Run deferred work, a slice of each kind in turn; True while there is more.
 
-        Each slice is a millisecond or two. After `work_ns` of them others are served first, and those that had no turn
+        Each slice is a millisecond or two. After `work_ns` the loop serves others first, and the kinds that had no turn
         come next: many kinds together never take much longer than one.
         """
         until_ns = time.thread_time_ns() + self.work_ns
@@ -225,11 +226,11 @@ class Cache:
             if time.thread_time_ns() >= until_ns:
                 return True
         more, self._more, self._round = self._more, False, iter(self._kinds)
-        # Not while something waits to be written: it would be gone before its turn.
+        # Not while anything waits to be written: it would be evicted before that.
         return more or (self.below.settled and self.space.keep_free())
 
     def _end_cut(self) -> bool:
-        """End a slice of the leases that have lost something; True while there is more."""
+        """End a slice of the leases that have lost blocks; True while there is more."""
         index = self.space.index
         if index.has_cut:
             index.has_cut = False
@@ -238,7 +239,7 @@ class Cache:
         return self.reads.work()
 
     def expire(self) -> None:
-        """End what has run out of time."""
+        """End what has expired."""
         self.ages.note(self.space.index.columns.clock, self.clock_s())
         self.space.tails.lapse()
         self.reads.expire()
@@ -248,12 +249,12 @@ class Cache:
             writes.expire()
 
     def session_lost(self, owner: Owner) -> None:
-        """A session has ended, its process maybe not. What it has of leases ends in slices, nearly always in one."""
+        """A session has ended, maybe not its process. Its leases end in slices, nearly always in one."""
         self.space.tails.writer_gone(owner.instance)
         self.slices.begin(self._give_up(owner))
 
     def process_gone(self, owner: Owner) -> None:
-        """The session's process has exited, so nothing of it is being written any more."""
+        """The session's process has exited, so it no longer writes to any frame."""
         self.space.tails.writer_gone(owner.instance)
         steps = self._forget(owner)
         if owner.reads or owner.writes or owner.grants:
@@ -278,15 +279,15 @@ class Cache:
         yield from self.writes.process_gone(owner)
 
     def has_quarantine(self, owner: Owner) -> bool:
-        """Whether something waits for the exit of this session's process."""
+        """Whether frames are quarantined until this session's process exits."""
         return any(writes.has_quarantine(owner) for writes in self._all_writes())
 
     def _all_writes(self) -> list[Writes | GrantsBelow]:
-        """Stores into DRAM, and those past it."""
+        """Stores into DRAM, and those that bypass it."""
         return [self.writes] if self.below.grants is None else [self.writes, self.below.grants]
 
     def check(self) -> Steps[list[str]]:
-        """Everything in which its parts disagree, but for the tier below, which has a check of its own."""
+        """Every inconsistency between its parts, except in the tier below, which has a check of its own."""
         findings = yield from check_dram(self.space, self.reads, self.writes)
         if self.events is not None:
             findings += yield from self.events.check()
@@ -299,5 +300,5 @@ class Cache:
         return findings
 
     def check_integrity(self) -> list[str]:
-        """See `check`: all of it at once."""
+        """`check`, all of it at once."""
         return finish(self.check())

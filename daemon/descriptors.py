@@ -1,7 +1,7 @@
-"""How many file descriptors a daemon may come to need, and what to do where the process may not have so many.
+"""File descriptors: how many a daemon may need, and what to do if the process may not have as many.
 
-ZeroMQ aborts the process when a peer comes to a unix socket for whom there is no descriptor, so the limit must never be
-met. Whatever takes descriptors is counted here, each at the most that its own limit allows.
+ZeroMQ aborts the process when a peer connects to a unix socket and no descriptor is left, so the limit must never be
+reached. Everything that takes descriptors is counted here, at the most that its own limit allows.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from tiercache.errors import ConfigError
 log = logging.getLogger("tiercache.daemon")
 
 CONNECTIONS_PER_SESSION = 16
-"""To each control socket (this host's, and the TCP one), for each session allowed; sessions are told at their hello."""
+"""To each control socket (this host's, and the TCP one), per allowed session; sessions are told at their hello."""
 _PER_SESSION = 3
-"""Its socket, its pidfd, and one of a process whose session has ended with frames in quarantine."""
+"""Its socket, its pidfd, and one for a process whose session has ended with frames in quarantine."""
 _PER_DIRECTORY = 24
-"""Lock, SQLite's connections with their logs, and what is opened for a moment."""
+"""Lock, SQLite's connections with their logs, and files opened for a moment."""
 _OWN = 96
-"""Log, event loop, ZeroMQ's threads, the HTTP process's pipe, and what is opened for a moment."""
+"""Log, event loop, ZeroMQ's threads, the HTTP process's pipe, and files opened for a moment."""
 _LEAST_SESSIONS = 4
 _ENOUGH = 1 << 20
-"""Where there is no limit at all."""
+"""Used where there is no limit at all."""
 
 
 def raise_limit() -> int:
-    """Have as many descriptors as the system lets us; how many that is."""
+    """Raise the limit as far as the system allows; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -44,7 +44,7 @@ def needed(
     sessions: int, *, regions: int, directories: int = 0, segments: int = 0, remote: bool = False,
     event_sockets: int = 0,
 ) -> int:  # fmt: skip
-    """Descriptors that a daemon has open at most."""
+    """The most descriptors that a daemon has open."""
     control_sockets = 1 + remote
     return (
         _OWN + regions + directories * _PER_DIRECTORY + segments + MAX_GREETING + sessions * _PER_SESSION
@@ -54,9 +54,9 @@ def needed(
 
 
 def fit(config: DaemonConfig, limit: int, *, quiet: bool = False) -> DaemonConfig:
-    """The settings with as many sessions as `limit` descriptors are enough for. Raises ConfigError for too few.
+    """The settings with as many sessions as `limit` descriptors suffice for. Raises ConfigError for too few.
 
-    Says in the log if these are fewer than asked for, unless it is to be `quiet`.
+    Logs it if these are fewer than asked for, unless `quiet`.
     """
 
     def takes(sessions: int) -> int:

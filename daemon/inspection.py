@@ -1,4 +1,4 @@
-"""What an operator may ask about single blocks and pins: looks that change nothing, not even recency."""
+"""Read-only views for operators of single blocks and pins: they change nothing, not even recency."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _in_dram(cache: Cache, namespace: Namespace, key: bytes) -> BlockView | None
 
 
 def chain_of(cache: Cache, namespaces: Sequence[Namespace], key: bytes) -> Steps[list[bytes]]:
-    """The keys from the first block to this one, as one of the tiers has them; empty if none knows the chain."""
+    """The keys from the first block to this one, as one of the tiers has them; empty if no tier knows the chain."""
     for namespace in namespaces:
         yield
         found = yield from path_to(cache.space.index, namespace.table, key)
@@ -54,9 +54,9 @@ def chain_of(cache: Cache, namespaces: Sequence[Namespace], key: bytes) -> Steps
 
 
 def path_to(index: Index, table: Table | None, key: bytes) -> Steps[list[bytes]]:
-    """Keys from the root of a table down to a block of it; empty where it is not, or has no chain.
+    """Keys from the root of a table down to a block of it; empty where the block is not here, or has no chain.
 
-    A key stands for all before it, so what was seen in earlier slices is right as long as the last of it is here.
+    A key stands for all before it, so results of earlier slices stay right as long as the last key is here.
     """
     if table is None or table.windowed:
         return []
@@ -68,7 +68,7 @@ def path_to(index: Index, table: Table | None, key: bytes) -> Steps[list[bytes]]
             if table.get(path[-1]) != entry:
                 return []  # it was evicted or flushed meanwhile
         entry = parent[entry]
-    # One that ends elsewhere than at the root is being unlinked, or is longer than a request may name.
+    # A path that does not end at the root is being unlinked, or is longer than a request may name.
     return path[::-1] if entry == table.root else []
 
 

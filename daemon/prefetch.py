@@ -1,9 +1,10 @@
-"""Who said to be back in a while has its blocks in DRAM before that: brought up shortly ahead, in the background.
+"""Prefetches blocks into DRAM in the background, shortly before a client said it would return.
 
-    hint(return_in) ─► plan ─ a moment before that ─► what NVMe has of the chain comes up, behind what others wait for
+    hint(return_in) ─► plan ─ a moment before that ─► what NVMe has of the chain is promoted, after clients' reads
 
-A plan holds nothing: blocks that have left both tiers meanwhile are a miss as ever. What has come up is kept in DRAM
-like anything that is awaited (`hinted.py`); what would not be, since others come sooner, is not brought up.
+A plan holds nothing: blocks that have left both tiers meanwhile are a miss as ever. Prefetched blocks are kept in DRAM
+like all awaited ones (`hinted_policy.py`); blocks that would not be kept, since other clients come sooner, are not
+prefetched.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from tiercache.protocol.messages import KEY_BYTES
 
 LEAD_SHARE = 0.1
 LEAD_S = 1.0
-"""So much before the time, as a share of the wait and at least: people and tools come early, and reads take time."""
+"""How long before the time, as a share of the wait and at least: people and tools come early, and reads take time."""
 MAX_PLANS = 4096
 MAX_PLAN_BYTES = 16 << 20
-"""Keys of all plans; the oldest are forgotten for others."""
+"""Keys of all plans; beyond that the oldest plans are forgotten."""
 AT_ONCE = 8
-"""Chains on their way up, prefetches of clients included: while there are so many, plans wait."""
+"""Promotions in progress, prefetches of clients included: while there are so many, plans wait."""
 
 
 class _Plan(NamedTuple):
-    """`namespaces` are brought up as far as `keys` from `begin_s` on; after `late_s` nobody is awaited any more."""
+    """`namespaces` are promoted up to `keys` from `begin_s` on; after `late_s` the client is no longer awaited."""
 
     namespaces: tuple[Namespace, ...]
     keys: bytes
@@ -43,11 +44,11 @@ _Name = tuple[tuple[int, ...], bytes]
 
 
 class Ahead:
-    """Event loop only; nothing here blocks."""
+    """Plans and starts prefetches. Event loop only; never blocks."""
 
     def __init__(self, reads: Reads, clock_s: Callable[[], float], slices: Slices) -> None:
         self.blocks = 0
-        """That were brought up so far, or set out to be."""
+        """Blocks prefetched so far, including those under way."""
         self._reads = reads
         self._slices = slices
         self._clock_s = clock_s
@@ -61,7 +62,7 @@ class Ahead:
         return len(self._plans)
 
     def say(self, namespaces: Sequence[Namespace], keys: bytes, said: Said) -> None:
-        """Take note of a hint that says when, or that nobody comes back."""
+        """Record a hint that gives a return time, or cancels it with `done`."""
         name = tuple(one.number for one in namespaces), keys[-KEY_BYTES:]
         if said.done or said.late_s:
             self._drop(name)
@@ -84,7 +85,7 @@ class Ahead:
             self._bytes -= len(plan.keys)
 
     def work(self) -> None:
-        """Bring up what will be asked for soon. O(1) while there is nothing."""
+        """Prefetch what will be asked for soon. O(1) while there is nothing."""
         now_s = self._clock_s()
         for _ in range(AT_ONCE):
             if not self._due or self._due[0][0] > now_s or len(self._reads.growing) >= AT_ONCE:
@@ -92,7 +93,7 @@ class Ahead:
             name = heapq.heappop(self._due)[1]
             plan = self._plans.get(name)
             if plan is None or plan.begin_s > now_s:
-                continue  # said again since, for later: that has its own note
+                continue  # a later hint has moved the time: it has its own note
             self._drop(name)
             if plan.late_s > now_s:
                 self._slices.add(self._bring(plan))
@@ -101,7 +102,7 @@ class Ahead:
         self.blocks += yield from self._reads.bring_ahead(plan.namespaces, plan.keys, lambda: self._room(plan))
 
     def _room(self, plan: _Plan) -> int:
-        """How many blocks of each namespace would stay in DRAM until they are asked for, not go for others' sake."""
+        """How many blocks of each namespace would stay in DRAM until they are asked for, not be evicted for others."""
         coming = sum(lease.target - lease.blocks for lease in self._reads.growing.values() if not lease.holders)
         policies = (namespace.table.policy for namespace in plan.namespaces)
         return min(one.room_for(plan.late_s) for one in policies if isinstance(one, HintedPolicy)) - coming

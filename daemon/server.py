@@ -1,11 +1,11 @@
-"""The daemon: one event loop that owns all state, and the few threads that report to it.
+"""The daemon: one event loop that owns all state, and a few threads that report to it.
 
     session socket ─► SessionGate ─┐
     ROUTER ─► Router ─► Service ───┼─► Cache          (all on the loop)
     RegionMaker ─ regions ─────────┘                  (a thread)
 
-Once per tick: requests that are here are served first, then leases expire, so that a daemon that
-was stopped for a while reads the renewals in its queue before it judges.
+Once per tick the loop serves the requests that are here, and then lets leases expire: a daemon that was stopped for a
+while reads the renewals in its queue before it decides.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("tiercache.daemon")
 
 OPENING_S = 2.0
-"""How long the daemon waits at the start for directories, before it serves without those that take longer."""
+"""How long the daemon waits at the start for directories, before it serves without the slower ones."""
 TICK_S = 0.01
 IDLE_TICK_S = 0.05
 IDLE_S = 0.25
-"""After so long without a request ticks are `IDLE_TICK_S` apart: one every 10 ms is 2 to 3% of a core for nothing."""
+"""Without requests for so long, ticks are `IDLE_TICK_S` apart: one every 10 ms costs 2 to 3% of a core for nothing."""
 WORK_NS = 2_000_000
-"""For so long what was put off is done before others are served; the slice that has begun is finished."""
+"""Deferred work stops after so long to serve others; the slice in progress is finished."""
 _TICK_REQUESTS = 256
 _MAX_UNDRAINED_TICKS = 50
 
@@ -103,7 +103,7 @@ class Server:
         self._undrained_ticks = 0
         self._requests_seen = 0
         self._idle_from_s = 0.0
-        # How long a request was in the queue is known as of the last tick: not more than a part of what is slow.
+        # The time that a request has queued is known to one tick, which must be only a part of what counts as slow.
         exact = 0 < config.slow_request_s < 4 * IDLE_TICK_S
         self._idle_tick_s = TICK_S if exact else IDLE_TICK_S
         self._stopping = asyncio.Event()
@@ -117,7 +117,7 @@ class Server:
             self._watch(parent_fd)
             await self._open_nvme()
             self._open()
-            go_first()  # now that ZeroMQ's threads are there: those that follow do not inherit it
+            go_first()  # after ZeroMQ's threads were started: those started later do not inherit it
             log.info(
                 "tiercache %s serves %s: arena %s, pid %d",
                 __version__, self.config.run_dir, format_bytes(self.config.arena_bytes), os.getpid(),
@@ -189,7 +189,7 @@ class Server:
     def _make_remote(
         self, welcome: Callable[[Session, int], Welcome], unsent: Unsent, connections: int
     ) -> RemoteGate:
-        # Imported here: most daemons serve their own host alone.
+        # Imported here: most daemons only serve their own host.
         from tiercache.daemon.requests.remote import RemoteGate
 
         counters = self.cache.counters
@@ -198,12 +198,12 @@ class Server:
         )  # fmt: skip
 
     def _reply(self, identity: bytes, answer: Answer) -> None:
-        """An answer that had to wait goes the way that its request came."""
+        """Send a deferred answer the way that its request came."""
         remote = self.remote is not None and answer.session is not None and answer.session.tenant
         (self.remote.router if self.remote is not None and remote else self.router).reply(identity, answer)
 
     def refused_connections(self) -> int:
-        """Of clients and subscribers, beyond the limits of their sockets."""
+        """Connections of clients and subscribers refused beyond the limits of their sockets."""
         counts = [self.router.connections.refused]
         if self.remote is not None:
             counts.append(self.remote.router.connections.refused)
@@ -212,7 +212,7 @@ class Server:
         return sum(counts)
 
     def _queue_empty_ns(self) -> int:
-        """When no request was waiting, as `perf_counter_ns`."""
+        """The last time that no request was waiting, as `perf_counter_ns`."""
         empty_ns = self.router.empty_ns
         return empty_ns if self.remote is None else min(empty_ns, self.remote.router.empty_ns)
 
@@ -220,13 +220,13 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self._stopping.set)
         self.loop.add_signal_handler(signal.SIGHUP, self._hang_up)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # one that came while the daemon started
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # lets in a signal sent while the daemon started
         if parent_fd is not None:
-            # The parent holds the other end and never writes: readable means that it has ended.
+            # The parent holds the other end and never writes: readable means that it has exited.
             self.loop.add_reader(parent_fd, self._stopping.set)
 
     def _hang_up(self) -> None:
-        """SIGHUP: settings are read again. From a terminal that has gone it is the end, as it always was."""
+        """SIGHUP: reload the settings. If the controlling terminal is gone, stop, as by default."""
         try:
             os.tcgetpgrp(STDERR)
         except OSError as error:
@@ -236,7 +236,7 @@ class Server:
         self._reloading = asyncio.ensure_future(self._reload())
 
     async def _reload(self) -> None:
-        if not self._serving:  # systemd waits for that, or for the end
+        if not self._serving:  # systemd waits for that, or for the exit
             await self.settings.reload()
             return
         _notify_systemd(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
@@ -274,7 +274,8 @@ class Server:
     async def _open_nvme(self) -> None:
         """Begin to open the directories. Raises ConfigError for a setting that can never work.
 
-        One that has not opened after a little while, or cannot be, is seen to while the daemon serves without it.
+        Directories that have not opened after a little while, or cannot be, are retried while the daemon serves without
+        them.
         """
         if self.nvme is None:
             return
@@ -290,19 +291,19 @@ class Server:
 
     async def _close_nvme(self) -> None:
         if self.nvme is not None:
-            # Nobody is served any more: what DRAM holds now is what there is to write.
+            # No client is served any more: what DRAM holds now is all there is to write.
             left = await self.nvme.close(self.config.grace_s)
             if left:
                 log.info("%d blocks of DRAM were not on nvme when the daemon stopped", left)
 
     def _landed(self) -> None:
-        """Blocks have come up: those who wait for them are answered."""
+        """Promoted blocks have arrived: answer the requests that wait for them."""
         self.service.reads.answer_parked()
 
     # --- the tick --------------------------------------------------------------------------------
 
     def _tick(self, slept_s: float = 0.0) -> None:
-        """Every 10 ms, seldom when nobody wants anything: drain, expire, and start what was put off."""
+        """Every 10 ms, less often when idle: drain the queue, expire leases, and start deferred work."""
         if self._stopping.is_set():
             return
         now_s = self.clock.observe(slept_s)
@@ -329,13 +330,13 @@ class Server:
             self._work()
 
     def _work_soon(self) -> None:
-        """There is something to do for `_work` before the next tick."""
+        """Schedule `_work` before the next tick."""
         if not self._working and not self._stopping.is_set():
             self._working = True
             self._later(self._work)
 
     def _work(self) -> None:
-        """A slice of what was put off; the loop serves others before the next one."""
+        """Run a slice of deferred work; the loop serves others before the next one."""
         self._working = False  # a slice that fails is tried again at the next tick
         more = self.cache.work()
         if self._serving:
@@ -351,7 +352,7 @@ class Server:
         return drained if self.remote is None else self.remote.router.drain(limit) and drained
 
     def session_ended(self, session: Session) -> None:
-        """Its last requests may still be in the queue: a release there is worth hearing first."""
+        """A session has ended. Its last requests may still be queued: a release among them should be handled first."""
         self._drain(DRAIN_REQUESTS)
         self.cache.session_lost(session.owner)
 
@@ -382,7 +383,7 @@ def _make_recorder(config: DaemonConfig, clock_s: Callable[[], float]) -> Record
 
 
 def _notify_systemd(state: str) -> None:
-    """Tell systemd where the service stands, if it asked (`Type=notify`)."""
+    """Tell systemd the state of the service, if it asked (`Type=notify`)."""
     path = os.environ.get("NOTIFY_SOCKET")
     if not path:
         return

@@ -91,7 +91,7 @@ def _copy_blocks(  # type: ignore[no-untyped-def]
 class PoolTable:
     """Where the blocks of a pool are: one row per segment, in the order of a block's bytes.
 
-    It holds addresses, not tensors: whoever makes one keeps the pool's memory alive.
+    It holds addresses, not tensors: the caller keeps the pool's memory alive.
 
     Attributes:
         num_blocks: blocks 0 ..< num_blocks exist.

@@ -7,7 +7,7 @@
     ├── RequestRefused        the daemon answered with a typed refusal (see `code`)
     ├── DaemonUnavailable     no daemon at the address, or it died, or the client is down
     │   └── DeadlineExceeded  no answer within the deadline
-    ├── CallInterrupted       a signal has ended a call; its caller gets what the signal's handler has raised
+    ├── CallInterrupted       a signal has ended a call; its caller gets what the signal handler has raised
     ├── ArenaError            shared memory could not be made, mapped or trusted
     ├── CatalogUnavailable    the index of an NVMe directory cannot be read or written now
     ├── DirectoryUnavailable  an NVMe directory cannot be used now; it may be later
@@ -55,7 +55,7 @@ class DeadlineExceeded(DaemonUnavailable):
 
 
 class CallInterrupted(TierCacheError):
-    """A signal has ended the call that waits. Its caller gets what the signal's handler has raised instead."""
+    """A signal has ended a waiting call. Its caller gets what the signal handler has raised instead."""
 
 
 class ArenaError(TierCacheError):

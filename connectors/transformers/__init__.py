@@ -1,5 +1,5 @@
-"""The parts of `transformers_cache`, one folder up: what model is served, and whether it is still the same.
+"""The parts of `transformers_cache`, one folder up: which models are served, and whether one is unchanged.
 
-    model   can this model be served, and what do its blocks hold
-    watch   what the model computes right now, looked at before each use
+    model   whether this model can be served, and the form of its blocks
+    watch   what the model computes right now, checked before each use
 """

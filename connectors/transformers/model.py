@@ -1,4 +1,4 @@
-"""A transformers model as its cache sees it: whether it can be served, the form of its blocks."""
+"""A transformers model: whether it can be served, and the form of its blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("tiercache.connectors.transformers")
 
 
 class LayerShape(NamedTuple):
-    """What one layer keeps of a token, and where."""
+    """What one layer keeps per token, and where."""
 
     kv_heads: int
     k_dim: int
@@ -40,7 +40,7 @@ def check_version(version: str) -> None:
 
 
 def constant_rope_tokens(config: Any) -> int:
-    """Up to how many tokens the K of a token does not depend on how long its sequence becomes."""
+    """Up to how many tokens the K of a token is independent of the length of its sequence."""
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     limit = 1 << 40
@@ -73,7 +73,7 @@ def _tokens(model: Any) -> torch.Tensor:
 
 
 def _bound(dtype: torch.dtype) -> float:
-    """How far apart, relatively, two ways to compute the same may be."""
+    """The relative difference allowed between two ways to compute the same."""
     return 1e-3 if dtype == torch.float32 else 0.2
 
 

@@ -1,16 +1,16 @@
-"""What a transformers model computes right now, and its name: looked at before every use, for models are written to.
+"""Names what a transformers model computes right now; checked before every use, since models can be modified.
 
-What can change is looked at where it cannot be bypassed:
+Everything that can change is checked where it cannot be bypassed:
 
 - tensors: address, PyTorch's count of writes, and a sample of the bytes (`weight_sample`). Writes through `.data` or in
   inference mode move neither of the first two;
 - modules: their types and attributes (the scale of a LoRA, an epsilon), which are part of the name;
-- code: hooks, replaced methods and other functions that modules have, those that PyTorch and transformers have for all;
+- code: hooks, replaced methods and other functions of modules, and those that PyTorch and transformers apply to all;
 - the config: the kind of attention, RoPE;
 - training mode, and autocast: under these a call goes without the cache.
 
-Weights that have changed are hashed anew. What nothing names, such as other code or weights that a `model_id` named,
-gets a name that no other process has.
+Weights that have changed are hashed anew. A change that no name covers, such as other code or weights that a `model_id`
+named, gets a name that no other process has.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger("tiercache.connectors.transformers")
 
 
 class _Look(NamedTuple):
-    """What was seen of a model. Two that are equal compute the same."""
+    """A snapshot of a model. Two equal snapshots compute the same."""
 
     form: list[tuple[torch.dtype, torch.device]]  # of each tensor
     tensors: list[tuple[int, int]]
@@ -53,7 +53,7 @@ class _Look(NamedTuple):
 
 
 def _hooks(module: torch.nn.Module) -> list[Any]:
-    """What is called instead of, before or after the forward of a module's class; hooks of transformers only watch."""
+    """Functions called instead of, before or after the forward of a module's class; transformers' hooks only watch."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     replaced = vars(module).get("forward")
     found = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
@@ -61,7 +61,7 @@ def _hooks(module: torch.nn.Module) -> list[Any]:
 
 
 def _hooks_of_all() -> list[Any]:
-    """What PyTorch calls for every module there is."""
+    """Hooks that PyTorch calls for every module."""
     return [*torch_modules._global_forward_hooks.values(), *torch_modules._global_forward_pre_hooks.values()]
 
 
@@ -91,7 +91,7 @@ def described(model: Any) -> str:
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """All parameters, with their scales, and buffers.
 
-    Not the frequencies that a long RoPE exchanges as it goes, which its config names.
+    Leaves out the frequencies that a long RoPE replaces as it goes, which its config names.
     """
     exchanged = "longrope" in str(getattr(model.config.get_text_config(decoder=True), "rope_parameters", ""))
     for name, parameter in model.named_parameters():
@@ -121,12 +121,12 @@ class ModelWatch:
 
     Args:
         model: in evaluation mode.
-        model_id: what pins its weights and whatever else it computes with; empty to hash them.
+        model_id: identifies its weights and whatever else it computes with; empty to hash them.
         salt: secret of a tenant.
 
     Attributes:
         content: the `content_id` of what computes, as of the last `root`.
-        limit: up to how many tokens the K of a token does not depend on the length of its sequence.
+        limit: up to how many tokens the K of a token is independent of the length of its sequence.
         on_change: called after the name has changed.
     """
 
@@ -149,12 +149,12 @@ class ModelWatch:
         self._said: set[str] = set()
         self.root()
 
-    @whole  # a signal's handler may call weights_changed, and must not wait for a lock of its own thread
+    @whole  # a signal handler may call weights_changed, and must not wait for a lock of its own thread
     def root(self) -> bytes:
         """The root of all chains of what the model computes now.
 
-        Costs some microseconds for each tensor and module, and a hash of all weights when any has changed. Raises
-        ModelRefused for a model that cannot be served as it is; why is in the text.
+        Costs some microseconds per tensor and module, and a hash of all weights when any has changed. Raises
+        ModelRefused for a model that cannot be served as it is; the text says why.
         """
         with self._lock:
             self._check_mode()
@@ -169,10 +169,9 @@ class ModelWatch:
 
     @whole
     def weights_changed(self, model_id: str = "") -> None:
-        """Whatever has been seen before no longer counts: name the model anew.
+        """Discard earlier snapshots and name the model anew.
 
-        Without `model_id` the name is one that no other process has: nothing that can be looked at needs to have
-        changed.
+        Without `model_id` the name is one that no other process has: the change need not be visible to any check.
         """
         with self._lock:
             if model_id:
@@ -185,7 +184,7 @@ class ModelWatch:
     # --- what is seen
 
     def _check_mode(self) -> None:
-        """Raise ModelRefused for modes in which other K and V come out than in use."""
+        """Raise ModelRefused for modes in which the K and V differ from normal use."""
         for name, module in self._model.named_modules():
             if module.training:
                 what = f"{name} is" if name else "the model is"
@@ -210,7 +209,7 @@ class ModelWatch:
     # --- what it is called
 
     def _name(self, look: _Look) -> None:
-        """Raises ModelRefused where the weights do not say what is computed."""
+        """Raises ModelRefused if the weights do not determine what is computed."""
         if not self._model_id:
             self._check_named(look)
         self._form = self._form or look.form
@@ -235,11 +234,11 @@ class ModelWatch:
         self._root = salted_root(self.content, self._salt)
 
     def _check_named(self, look: _Look) -> None:
-        """Raise ModelRefused if there is more to the model than its weights and config, and no name for it."""
+        """Raise ModelRefused if the model is more than its weights and config, and has no name for it."""
         if getattr(self._model, "peft_config", None):
             raise ModelRefused("the model has adapters: merge them, or pass model_id= that names model and adapter")
         if self._named is not None:
-            return  # what is new has changed the name
+            return  # the addition has changed the name
         hooked = [
             name or "the model"
             for name, module in self._model.named_modules()

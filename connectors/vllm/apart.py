@@ -1,4 +1,4 @@
-"""Threads for work that may take for ever, such as reading an adapter's files from a volume that hangs."""
+"""Threads for work that may block for ever, such as reading an adapter's files from a volume that hangs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger("tiercache.connectors.vllm")
 
 
 class Apart:
-    """Does work in order for each key, and one key's apart from another's. Thread-safe.
+    """Runs work in order for each key, and independently for different keys. Thread-safe.
 
-    A thread lives while it has work. One that hangs holds up its key alone; when so many hang that none is left, work
+    A thread lives while it has work. A hung thread delays only its own key; when so many hang that none is left, work
     is refused.
     """
 
@@ -30,11 +30,11 @@ class Apart:
         forks.watch(self, "_lock")
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child, where no thread is left to do it."""
+        """After a fork, in the child, where its threads do not exist."""
         self._waiting.clear()
 
     def begin(self, key: Hashable, work: Callable[[], object]) -> bool:
-        """Have it done soon; returns whether it will be."""
+        """Have work done soon; returns whether it will be."""
         with self._lock:
             waiting = self._waiting.get(key)
             if waiting is None:
@@ -43,7 +43,7 @@ class Apart:
                 self._waiting[key] = deque([work])
                 try:
                     threading.Thread(target=self._run, args=(key,), name=self._name, daemon=True).start()
-                except RuntimeError:  # there are too many in this process
+                except RuntimeError:  # too many threads in this process
                     del self._waiting[key]
                     return False
                 return True
@@ -63,5 +63,5 @@ class Apart:
             try:
                 work()
             except Exception:
-                # The engine must go on whatever this is.
+                # The engine must go on after any error.
                 logger.exception("work in the background failed in a way that nobody foresaw")

@@ -1,16 +1,16 @@
-"""What a rank has built around its weights that decides what K and V it computes from them.
+"""Describes what a rank has built around its weights that affects the K and V it computes.
 
-vLLM takes some of that from neither weights nor config: which factors of LongRoPE apply, or whether attention is
-tempered, follows from `max_model_len`, and scales of quantised KV from how they were loaded. What is described here
-is not those settings, but what came of them in the rank's own modules, whatever it came from:
+vLLM takes some of that from neither weights nor config: `max_model_len` decides which factors of LongRoPE apply and
+whether attention is tempered, and the way of loading decides the scales of quantised KV. This module describes not
+those settings but their result in the rank's own modules, whatever it came from:
 
-    code of the model       its classes, their switches and factors, and tensors that no checkpoint has
+    code of the model       its classes, their switches and factors, and tensors that are in no checkpoint
     rotary embeddings       the same and all their numbers, which make tables of sines and cosines
     attention layers        the scales and the type of their KV
 
-Whole numbers in the code of a model are sizes that follow from its config, ranks, or limits of the engine. They are
-left out: engines that differ in limits share blocks, and ranks with equal blocks have one name for them. So are layers
-of linear algebra, which have weights.
+Integers in the code of a model are sizes that follow from its config, ranks, or limits of the engine. They are left
+out: engines that differ in limits share blocks, and ranks with equal blocks have one name for them. Linear layers are
+left out too: they have weights.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def describe_built(models: Iterable[torch.nn.Module]) -> str:
 
 
 def _lines(module: torch.nn.Module) -> Iterator[str]:
-    """What there is to say of one module."""
+    """Description of one module."""
     home = f"{type(module).__module__}."
     if home.startswith(ROTARY):
         yield from _state(module, NUMBERS)

@@ -1,4 +1,4 @@
-"""What the daemon's affinity query is told of a vLLM engine: how it names the blocks of its model and adapters."""
+"""Model cards of a vLLM engine for the daemon's affinity query: its names for the blocks of its model and adapters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiercache.protocol.namespaces import NamespaceSpec
 HASHING = "vllm/"
 """`ModelCard.hashing` is this and vLLM's name of the hash."""
 MAX_CARDS = 64
-"""Of the adapters that were used last."""
+"""For the most recently used adapters."""
 
 
 class Cards:
@@ -41,7 +41,7 @@ class Cards:
         forks.watch(self, "_lock")
 
     def add(self, content: bytes, adapter: str, adapter_path: str) -> None:
-        """Blocks of `content`, perhaps with an adapter, are being used. Cheap when that is known."""
+        """Blocks of `content`, perhaps with an adapter, are being used. Cheap if already announced."""
         known = self._cards.get((adapter, adapter_path))
         if known is not None and known.content == content:
             return

@@ -1,7 +1,7 @@
-"""All that the connector uses of vLLM, and the versions in which it is what it was written for.
+"""Everything that the connector uses of vLLM, and the versions that it was written for.
 
-vLLM calls its connector interface experimental and changes it with nearly every minor version, so with a
-version that was not tried the connectors do nothing: they say so, and vLLM is served without a cache.
+vLLM calls its connector interface experimental and changes it with nearly every minor version. With a version that was
+not tried the connectors do nothing: they log it, and vLLM runs without a cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ try:
     from vllm.v1.metrics.utils import create_metric_per_engine
     from vllm.v1.request import RequestStatus
 except ImportError:
-    check_version()  # which has the better words for it; such a vLLM does not start
+    check_version()  # which words it better; such a vLLM does not start
     raise
 
 VERSION: str = vllm.__version__
@@ -50,9 +50,9 @@ def register(connector: type) -> None:
 
 
 def come_before_zeros(runner: Any, hook: Callable[[Any], None]) -> None:
-    """Have a connector's hook before a step called before vLLM empties new blocks, which stores may still read.
+    """Call a connector's hook before vLLM empties new blocks, which stores may still read.
 
-    vLLM does so where types of KV are mixed. Its second model runner does it before it calls the hook itself.
+    vLLM empties blocks where types of KV are mixed. Its second model runner does so before it calls the hook itself.
     """
     original: Callable[[Any], None] | None = getattr(runner, "update_requests", None)
     if original is None:
@@ -67,21 +67,21 @@ def come_before_zeros(runner: Any, hook: Callable[[Any], None]) -> None:
 
 
 def ended_by_output(request: Any) -> bool:
-    """Whether a request has ended by what a step gave: all that was to be known of earlier steps is known by then."""
+    """Whether a request was ended by the output of a step: then the results of all earlier steps are known."""
     ends = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_REPETITION
     return request.status in ends
 
 
 def block_tables(kv_cache_manager: Any) -> list[Mapping[str, Sequence[Any]]]:
-    """Of each KV cache group, the blocks of each request, as they are at any time.
+    """For each KV cache group the blocks of each request, live.
 
-    `KVConnectorBlockState` puts together all blocks of a request anew for every few that are wanted.
+    `KVConnectorBlockState` collects all blocks of a request anew whenever a few are wanted.
     """
     return [manager.req_to_blocks for manager in kv_cache_manager.coordinator.single_type_managers]
 
 
 def local_cache(kv_cache_manager: Any) -> object:
-    """What vLLM's own prefix cache is kept in: another object after `reset_prefix_cache`."""
+    """The object behind vLLM's own prefix cache: another one after `reset_prefix_cache`."""
     return getattr(getattr(kv_cache_manager, "block_pool", None), "cached_block_hash_to_block", None)
 
 

@@ -1,8 +1,8 @@
-"""Whether a load is worth it: what loads and prefill have lately taken in this engine.
+"""Decides whether a load is worth it, from the recent cost of loads and prefill in this engine.
 
-Where computing is faster than a disk, or than the trip for a block or two, a hit that is loaded makes its request
-later, and with many of them the engine slower, than if there were no cache (vLLM's issue 44294). Nothing has to be
-configured for that: both speeds are measured while the engine works. What has not been measured is loaded.
+Where computing is faster than a disk, or than the trip for a block or two, loading a hit makes its request later, and
+with many of them the engine slower, than without a cache (vLLM's issue 44294). Nothing needs to be configured for that:
+both speeds are measured while the engine works. Until they are measured, hits are loaded.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Mapping
 from statistics import median
 
 MEASURED_TOKENS = 128
-"""Steps of fewer tokens say little of prefill."""
+"""Steps of fewer tokens say little about prefill."""
 LAST_STEPS = 15
 LAST_LOADS = 5
 LEAST_SAMPLES = 3
 """The median of fewer could be that of a bad moment."""
 ASK_AGAIN = 8
-"""One of so many loads that would not be worth it is done all the same: what was slow may be fast by now."""
+"""One in so many loads that would not be worth it is done all the same: the tier may have become fast."""
 
 logger = logging.getLogger("tiercache.connectors.vllm")
 
 
 class _Price:
-    """What loads of about one length from one tier have taken."""
+    """Measured times of loads of about one length from one tier."""
 
     __slots__ = ("declined", "samples")
 
@@ -34,22 +34,22 @@ class _Price:
         self.declined = 0
 
     def of(self, blocks: int) -> float | None:
-        """Seconds for so many blocks; None where too few loads were measured."""
+        """Seconds for so many blocks; None if too few loads were measured."""
         return median(self.samples) * blocks if len(self.samples) >= LEAST_SAMPLES else None
 
 
 class Costs:
     """The costs of one engine. Used by vLLM's scheduler thread; each call takes some microseconds at most.
 
-    Both costs are of work alone, without the wait for those before it, so that they compare in a queue too.
+    Both costs are of the work alone, without queueing, so that they compare in a queue too.
 
     Args:
         block_size: tokens in a block.
         batches: steps that the engine has in flight at the same time (`VllmConfig.max_concurrent_batches`).
-        partial: whether a match can be loaded in part; not where a window has left holes in it.
+        partial: whether a match can be loaded in part; not if a window has left holes in it.
 
     Attributes:
-        declined_blocks: those that were found and not loaded, so far.
+        declined_blocks: found but not loaded, so far.
     """
 
     def __init__(self, block_size: int, batches: int = 1, partial: bool = True) -> None:
@@ -82,7 +82,7 @@ class Costs:
         self._last_s = now_s
 
     def loaded(self, in_dram: int, below: int, seconds: float) -> None:
-        """A load of so many blocks in DRAM, and then on NVMe, took so long. What DRAM takes is known from others."""
+        """A load of so many blocks in DRAM, and then on NVMe, took so long. DRAM's share is known from others."""
         if below:
             seconds -= min(seconds, self._price("DRAM", in_dram).of(in_dram) or 0.0)
         price = self._price(*(("NVMe", below) if below else ("DRAM", in_dram)))
@@ -97,7 +97,7 @@ class Costs:
     def choose(self, in_dram: int, below: int) -> int:
         """How many leading blocks to load of a match of `in_dram` and then, on NVMe, `below`.
 
-        All, those in DRAM or none: whichever saves most time. Counts as a decision: ask once for each request.
+        All, those in DRAM or none: whichever saves the most time. Counts as a decision: call once per request.
         """
         whole, block_s = in_dram + below, self._block_s
         if block_s is None:
@@ -116,7 +116,7 @@ class Costs:
         return self._decline(*(("NVMe", below) if below else ("DRAM", in_dram)), 0, whole)
 
     def _decline(self, tier: str, blocks: int, best: int, whole: int) -> int:
-        """Load only `best` blocks of `whole`, because of the price of `blocks` of a tier; but for one time of many."""
+        """Load only `best` blocks of `whole`, because of the price of `blocks` of a tier; but now and then load all."""
         price = self._price(tier, blocks)
         price.declined += 1
         if price.declined % ASK_AGAIN == 0:

@@ -1,4 +1,4 @@
-"""What KV events say of blocks of vLLM: its own hashes and tokens, as its own events of blocks on the GPU have them."""
+"""KV events about vLLM's blocks: with its own hashes and tokens, like its own events about blocks on the GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Group(NamedTuple):
 
 
 def event_groups(kv_cache_config: Any) -> list[Group]:
-    """Those of an engine, in order."""
+    """The groups of an engine, in order."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     kind, window = kv_cache_interface.get_kv_cache_spec_kind, kv_cache_interface.get_kv_cache_spec_sliding_window
     return [Group(number, kind(spec).value, window(spec)) for number, spec in enumerate(specs)]
@@ -45,6 +45,6 @@ def name_blocks(request: Any, first: int, end: int, per_block: int, block_size: 
 
 
 def of_group(events: EventRun, group: Group, first: int, count: int) -> EventRun:
-    """What they say of blocks `first ..< first + count` of a run in one KV cache group."""
+    """The part of an event run for blocks `first ..< first + count` in one KV cache group."""
     part = events.part(first, count)
     return msgspec.structs.replace(part, group=group.number, kind=group.kind, window=group.window)

@@ -1,4 +1,4 @@
-"""vLLM's own block hashes, computed without vLLM: for those who ask what is stored of a prompt.
+"""vLLM's own block hashes, computed without vLLM: for queries about how much of a prompt is stored.
 
     hash_0 = the seed's hash;  hash_i = sha256(encode((hash_(i-1), tokens of block i, extras)))
 
@@ -28,7 +28,7 @@ def _cbor_head(major: int, value: int) -> bytes:
 
 
 def _cbor(value: Any) -> bytes:
-    """Of what a block's hash is made of."""
+    """Encode the values that a block's hash is made of."""
     if value is None:
         return b"\xf6"
     if isinstance(value, int):
@@ -45,7 +45,7 @@ def _pickle(value: Any) -> bytes:
 
 
 ENCODINGS: Mapping[str, Callable[[Any], bytes]] = {"sha256": _pickle, "sha256_cbor": _cbor}
-"""vLLM's `prefix_caching_hash_algo` -> what is hashed."""
+"""vLLM's `prefix_caching_hash_algo` -> the encoding that is hashed."""
 
 
 def hash_seed(algorithm: str, environ: Mapping[str, str] = os.environ) -> bytes:

@@ -1,8 +1,8 @@
-"""What a request says of the further use of its blocks: `kv_transfer_params` of vLLM, under the name `tiercache`.
+"""Hints of a request about the further use of its blocks: `kv_transfer_params` of vLLM, under the name `tiercache`.
 
     {"prompt": ..., "kv_transfer_params": {"tiercache": {"return_in_s": 40}}}
 
-It is passed on when the request has ended and what is new of it has been stored.
+The hint is sent when the request has ended and its new blocks have been stored.
 """
 
 from __future__ import annotations

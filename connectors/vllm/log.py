@@ -1,4 +1,4 @@
-"""What vLLM's log says of the cache: that it is connected, and what requests get from it."""
+"""Lines in vLLM's log about the cache: that it is connected, and what requests get from it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tiercache.errors import TierCacheError
 from tiercache.ground.units import format_bytes, format_duration
 
 MOST_LINES = 20
-"""Of requests that may follow each other closely; then it is LINE_EVERY_S, and what was left out is counted."""
+"""Lines that may follow each other closely; then one every LINE_EVERY_S, and those left out are counted."""
 LINE_EVERY_S = 0.5
 
 logger = logging.getLogger("tiercache.connectors.vllm")
 
 
 def join_vllm() -> None:
-    """Have tiercache's lines go where vLLM's go, from the same level on, unless logging of ours was configured."""
+    """Send tiercache's log lines where vLLM's go, from the same level on, unless our logging was configured."""
     ours, theirs = logging.getLogger("tiercache"), logging.getLogger("vllm")
     if ours.handlers or ours.level != logging.NOTSET or not theirs.handlers:
         return
@@ -29,7 +29,7 @@ def join_vllm() -> None:
 
 
 def introduce(connector: Connector, ranks: int) -> bool:
-    """Say which cache this is. Blocks for one request; returns whether there is one to speak of."""
+    """Log which cache this is. Blocks for one request; returns whether there is one."""
     try:
         stats = connector.client.stats()
     except TierCacheError:
@@ -52,7 +52,7 @@ class RequestLog:
     """A line for each request that the cache has served, as long as there are few of them.
 
     Args:
-        how: `auto` leaves lines out and counts them where requests are many; `all` does not; `off`.
+        how: `auto` leaves lines out and counts them when there are many requests; `all` does not; `off`.
         clock: in seconds.
     """
 
@@ -66,7 +66,7 @@ class RequestLog:
     def served(
         self, request_id: str, tokens: int, of_tokens: int, local_tokens: int, disk_tokens: int, seconds: float
     ) -> None:
-        """A request had so many tokens loaded, of which some from NVMe, after those that vLLM had itself."""
+        """A request had so many tokens loaded, some of them from NVMe, after those that vLLM had itself."""
         if self._how == "off":
             return
         if not self._may():
@@ -84,7 +84,7 @@ class RequestLog:
         )  # fmt: skip
 
     def failed(self, request_ids: set[str]) -> None:
-        """Not all came of what these requests, or one of them, were to have loaded: that is computed."""
+        """Part of what these requests were to load did not arrive: it is computed."""
         if self._how != "off" and self._may():
             logger.info(
                 "%s: not all came that was to come from the cache; it is computed", ", ".join(sorted(request_ids))

@@ -1,9 +1,9 @@
-"""What blocks of a vLLM engine are called: weights, config, adapters and tenant in one root key.
+"""Root keys of a vLLM engine's blocks: weights, config, adapters and tenant in one name.
 
-vLLM's own block hashes name tokens, images, salt and an adapter's name, and nothing of the model;
-a key here is such a hash under a root that names the rest by content. The files are read once, in
-the background. Lookups wait for that a little after the start, so that the first requests of an engine
-with small or pinned weights find what they can; then everything is a miss until it is done.
+vLLM's own block hashes name tokens, images, salt and an adapter's name, and nothing of the model; a key here is such a
+hash under a root that identifies the rest by content. The files are read once, in the background. Lookups wait for that
+a little after the start, so that the first requests of an engine with small or pinned weights can hit; then everything
+is a miss until it is done.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ OPTIONS = (
     "quantization_config", "model_impl", "model_class_overrides", "code_revision", "disable_sliding_window",
     "generation_config", "override_generation_config",
 )  # fmt: skip
-"""Of vLLM's model_config: what models are built by besides weights and config."""
+"""Fields of vLLM's model_config that affect the model besides weights and config."""
 MEDIA_OPTIONS = ("mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "video_pruning_rate")
-"""Of its multimodal_config: what images are computed by. The kind of KV that they end up in has no other name."""
+"""Fields of its multimodal_config that affect how images are computed. The KV that results has no other name."""
 ENVIRONMENT = (
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_CPU_INT4_W4A8", "VLLM_MARLIN_INPUT_DTYPE",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_HUMMING_USE_F16_ACCUM",
@@ -44,7 +44,7 @@ logger = logging.getLogger("tiercache.connectors.vllm")
 
 
 def keys_of(root: bytes, block_hashes: list[bytes], per_block: int, first: int, end: int) -> bytes:
-    """The keys of blocks `first ..< end`, each of `per_block` hashes of vLLM's; these name the whole prefix."""
+    """The keys of blocks `first ..< end`, each of `per_block` hashes of vLLM's; these identify the whole prefix."""
     blake2b = hashlib.blake2b
     ends = range((first + 1) * per_block - 1, end * per_block, per_block)
     return b"".join(blake2b(block_hashes[end], digest_size=KEY_BYTES, key=root).digest() for end in ends)
@@ -57,7 +57,7 @@ def check_hashes(vllm_config: Any) -> None:
         text = f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo}, whose hashes differ between processes"
         raise ModelRefused(f"{text}: set it to sha256")
     if not cache.enable_prefix_caching:
-        # vLLM turns it off itself where a backend cannot compute on top of KV that is there already.
+        # vLLM turns it off itself if a backend cannot compute on top of existing KV.
         raise ModelRefused("prefix caching is off in vLLM, or not possible with this model here: turn it on")
     if getattr(cache, "calculate_kv_scales", False):
         raise ModelRefused("calculate_kv_scales makes the scales of KV differ between processes: leave it off")
@@ -68,7 +68,7 @@ class Names:
 
     Args:
         wait_s: how long after now `root` may wait for the model's name.
-        more: what else the model is named by.
+        more: further parts of the model's name.
     """
 
     def __init__(self, vllm_config: Any, model_id: str, salt: str, wait_s: float, **more: Any) -> None:
@@ -84,10 +84,10 @@ class Names:
         self._deadline_s = time.monotonic() + wait_s
         self._adapters: dict[int, tuple[list[Any], str]] = {}  # by vLLM's number: files and content when first used
         self.on_use: Callable[[bytes, str, str], None] = lambda content, adapter, adapter_path: None
-        """Told of what computes the blocks of every request."""
+        """Called for every request with what computes its blocks."""
 
     def read_later(self, who: str) -> None:
-        """Name the model in the background; `who` is served without the cache where that fails, which is logged."""
+        """Name the model in the background; if that fails, `who` is served without the cache, which is logged."""
         threading.Thread(target=self._read, args=(who,), name="tiercache-names", daemon=True).start()
 
     def _read(self, who: str) -> None:
@@ -125,8 +125,8 @@ class Names:
     def root(self, lora_request: Any = None, own: bool = False) -> bytes:
         """The root of a request's chain; empty while it has no name. Reads an adapter that it has not seen.
 
-        With `own` it is no other engine's: what the request says of its content means something in this one only.
-        Blocks until there is a name, for `wait_s` after the start at most. Raises ModelRefused, OSError.
+        With `own` no other engine has this root: what the request says of its content has a meaning in this one only.
+        Blocks until there is a name, for at most `wait_s` after the start. Raises ModelRefused, OSError.
         """
         if not self._named.wait(max(0.0, self._deadline_s - time.monotonic())):
             return b""
@@ -142,7 +142,7 @@ class Names:
         return salted_root(content, self._salt)
 
     def _adapter(self, lora_request: Any) -> str:
-        """The content of an adapter; empty when its files have changed since vLLM loaded it: it may have either."""
+        """The content of an adapter; empty if its files have changed since vLLM loaded it."""
         number, path = lora_request.lora_int_id, lora_request.lora_path
         state = [path, *_states(path)]
         if number not in self._adapters or (lora_request.load_inplace and self._adapters[number][0] != state):
@@ -154,33 +154,33 @@ class Names:
         return content if loaded == state else ""
 
     def new_epoch(self) -> None:
-        """From here on blocks have names that no other engine has: who knows what the weights are now?"""
+        """Use names that no other engine has from here on: the weights may have changed."""
         self._epoch = os.urandom(KEY_BYTES).hex()
 
 
 def _states(path: str) -> list[tuple[str, int, int, int]]:
-    """What changes when another file is put in the place of one of these, or it is written to."""
+    """State of these files that changes when one is replaced or written to."""
     place = Path(path)
     states = [(file.name, file.stat()) for file in ([place] if place.is_file() else sorted(place.glob("*")))]
     return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
 def lengths_of(vllm_config: Any) -> list[int]:
-    """What stands for the modules that models build by the length of requests, where those cannot be looked at.
+    """Stands for the modules that models build by the length of requests, if those cannot be inspected.
 
-    The second is the length before vLLM has made it fit into memory, which the modules may have been built by.
+    The second is the length before vLLM fitted it into memory, by which the modules may have been built.
     """
     model = vllm_config.model_config
     return [model.max_model_len, getattr(model, "original_max_model_len", None) or 0]
 
 
 def _config_of(model: Any) -> dict[str, Any]:
-    """The config of a model, without where it came from."""
+    """The config of a model, without its origin."""
     return {**model.hf_config.to_dict(), "_name_or_path": "", "transformers_version": ""}
 
 
 def _content_of(path: str, revision: str | None, load_format: str, code: bool = False) -> str:
-    """What names the content of a model or an adapter: a commit of a hub, or a hash of all files.
+    """Identifies the content of a model or an adapter: a commit of a hub, or a hash of all files.
 
     `code`: it brings code of its own, which is used.
     """

@@ -1,4 +1,4 @@
-"""What the scheduler's half tells the workers with each step, and what they answer."""
+"""Orders of the scheduler's half to the workers with each step, and their reports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Store(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What is known of the further use of a chain, to be passed on when what is stored by then has been."""
+    """A hint about a chain, to be sent once the blocks ordered so far are stored."""
 
     keys: bytes
     hint: Hint
@@ -52,13 +52,13 @@ class Orders(base.KVConnectorMetadata):  # type: ignore[misc]
     Attributes:
         ready: stores whose blocks are computed.
         fresh: stores whose blocks this very step computes.
-        flush: jobs whose blocks this step writes to: they end before it, or count for nothing.
+        flush: jobs whose blocks this step writes to: they end before it, or are void.
         cancel: requests that no longer want their load.
         hints: of requests that have ended.
         idle: the step computes nothing.
-        moves: by rank, how often its weights have changed, as far as the names in these orders know of it.
-        renamed: all names are given anew with these orders: they are of the weights that are there now.
-        known: the scheduler's half knows what the blocks of all ranks are.
+        moves: by rank, how often its weights have changed, as known to the names in these orders.
+        renamed: all names are given anew with these orders, for the present weights.
+        known: the scheduler's half has the forms of all ranks' blocks.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -87,10 +87,10 @@ class RankForm(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class Report(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Which store jobs have ended, at how many ranks, and which of them left blocks out; what loads have taken.
+    """Which store jobs have ended, at how many ranks, and which of them left blocks out; how long loads took.
 
-    `moves`: by rank, how often its weights have changed, where the orders do not know it yet.
-    `forms`: by rank, what its blocks are, where there is no handshake that could say it.
+    `moves`: by rank, how often its weights have changed, if the orders do not know it yet.
+    `forms`: by rank, the form of its blocks, if no handshake could tell it.
     """
 
     ended: dict[int, int] = field(default_factory=dict)

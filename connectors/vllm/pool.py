@@ -1,7 +1,7 @@
 """vLLM's KV cache tensors as pools of blocks, and the form of those blocks.
 
-The bytes of a block are taken as they are, whatever an attention backend puts there: all pages of
-the layers of one KV cache group, one after another. Whatever decides their meaning is in the name.
+The bytes of a block are taken as they are, whatever an attention backend puts there: all pages of the layers of one KV
+cache group, one after another. Everything that affects their meaning is in the namespace.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_pools(
 ) -> list[tuple[NamespaceSpec, Pool]]:
     """Namespace and pool of each KV cache group of this rank. Raises LayoutError, ModelRefused.
 
-    `built` is what `vllm_built` says of the rank.
+    `built` is the result of `built.describe_built` for the rank.
     """
     block_size = check_groups(vllm_config, kv_cache_config)
     pools = []

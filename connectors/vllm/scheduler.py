@@ -1,10 +1,9 @@
-"""The scheduler's half: what to load, and, with `vllm_stores`, what to store.
+"""The scheduler's half: what to load, and, with `stores.py`, what to store.
 
-A request is looked up once, in the background, as soon as it arrives; vLLM asks again and again and
-is answered from memory. What was found stays leased until it is loaded or not wanted. Lookups are done in
-order: while the daemon is slow with each, a request waits for its turn no longer than for one answer, and
-then goes without the cache. An adapter's files are read in a thread of its own: only requests for that adapter wait
-for them, and no longer than for one answer either.
+A request is looked up once, in the background, as soon as it arrives; vLLM asks again and again and is answered from
+memory. A match stays leased until it is loaded or not wanted. Lookups are done in order: while the daemon is slow with
+each, a request waits for its turn no longer than for one answer, and then bypasses the cache. An adapter's files are
+read in a thread of its own: only requests for that adapter wait for them, and no longer than for one answer either.
 
     arrives ─ lookup ─► known ─ blocks allocated ─► loading ─► running ─► finished
                           └──── nothing new: lease back ─────────┘  stores on the way
@@ -35,11 +34,11 @@ from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
 from tiercache.protocol.namespaces import NamespaceSpec
 
 MAX_LEASED = 512
-"""Waiting requests that are looked up as they arrive; those behind when vLLM first asks for them."""
+"""Waiting requests that are looked up as they arrive; later ones when vLLM first asks for them."""
 SLOW_LOOKUP_S = 0.05
 """A lookup that takes longer than this is slow: those behind it could wait for many of them."""
 DECLINED = "declined_blocks"
-"""The counter of blocks that were found and computed all the same."""
+"""The counter of blocks that were found but computed all the same."""
 MISS = Match()
 
 logger = logging.getLogger("tiercache.connectors.vllm")
@@ -47,9 +46,9 @@ logger = logging.getLogger("tiercache.connectors.vllm")
 
 @dataclass(slots=True, eq=False)
 class _Lookup:
-    """What the cache has of a request; the lookups' thread sets it, `done` last. Without a root there is no cache."""
+    """Result of a request's look-up; the lookups' thread sets it, `done` last. Without a root there is no cache."""
 
-    until_s: float  # it is waited for so long if lookups are slow, or its adapter has to be read
+    until_s: float  # how long to wait if lookups are slow, or its adapter has to be read
     wanted: bool = True
     root: bytes = b""
     keys: bytes = b""
@@ -60,13 +59,13 @@ class _Lookup:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request of vLLM, and what was found for it."""
+    """A request of vLLM, and its look-up."""
 
     request: Any
     lookup: _Lookup | None = None  # not yet: there were too many before it
     running: bool = False  # its blocks are stored from here on
     local: int = 0  # blocks that vLLM had itself when it asked
-    end: int | None = None  # of the blocks that are worth a load after those; None: not thought about
+    end: int | None = None  # of the blocks worth loading after those; None: not decided
     preemptions: int = 0  # as many as there were before the lookup
 
 
@@ -78,7 +77,7 @@ def _tiers(match: Match, first: int, end: int) -> tuple[int, int]:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A load under way."""
+    """A load in progress."""
 
     match: Match
     first_key: bytes
@@ -87,11 +86,11 @@ class _Load:
     local: int  # blocks before it
     prompt_tokens: int
     block_ids: set[int]  # vLLM's, that it fills
-    seconds: float = 0.0  # at the rank that took longest, of those that have ended
+    seconds: float = 0.0  # at the slowest rank of those that have ended
 
 
 class Scheduler:
-    """Decides, and never waits. Used by vLLM's scheduler thread; only lookups run in one of their own.
+    """Decides, and never waits. Used by vLLM's scheduler thread; only lookups run in a thread of their own.
 
     Args:
         connector: a connector without a pool.
@@ -100,11 +99,11 @@ class Scheduler:
         per_block: block hashes of vLLM in one block.
         windowed: whether vLLM forgets the early blocks of any KV cache group.
         kv_cache_manager: vLLM's, which knows the blocks of its requests.
-        costs: say which loads are worth it; without, all are.
-        log: says what requests got.
-        media_ids: whether ids of images name their content, whoever has given them.
-        batches: steps that vLLM has under way at once.
-        introduce: says which cache this is, and returns whether it is there. May block for a request.
+        costs: tell which loads are worth it; without, all are.
+        log: logs what requests got.
+        media_ids: whether ids of images name their content, no matter who has set them.
+        batches: steps that vLLM has in progress at once.
+        introduce: logs which cache this is, and returns whether it is there. May block for a request.
     """
 
     def __init__(
@@ -129,14 +128,14 @@ class Scheduler:
         self._block_size = connector.namespace.block_size
         self._background = Background("tiercache-lookup")
         self._adapters = Apart("tiercache-adapter")
-        self._slow = False  # the last lookup was; set by their thread
-        self._began_s: float | None = None  # when the lookup under way began; set by their thread
+        self._slow = False  # whether the last lookup was; set by their thread
+        self._began_s: float | None = None  # start of the lookup in progress; set by their thread
         self._requests: dict[str, _Request] = {}
-        self._leased: set[str] = set()  # requests whose match has an end to come
+        self._leased: set[str] = set()  # requests whose match has yet to end
         self._loads: dict[str, _Load] = {}
-        self._asked: dict[str, int] = {}  # tokens that vLLM had itself of requests that have no others yet
+        self._asked: dict[str, int] = {}  # tokens in vLLM's own cache, for requests without any other match yet
         self.costs = costs
-        self._declined = 0  # blocks, when they were counted
+        self._declined = 0  # blocks, when they were last counted
         self.stores = Stores(connector, block_tables(kv_cache_manager), len(ranks), per_block, windowed, batches)
         self._orders = Orders()
         self._moves: dict[int, int] = {}  # of each rank's weights
@@ -173,7 +172,7 @@ class Scheduler:
             lookup.done = True
 
     def _own(self, request: Any) -> bool:
-        """Whether a request's blocks are for this engine only: what looks like an image's hash may be a user's id.
+        """Whether a request's blocks are for this engine only: an apparent image hash may be an id set by a user.
 
         A prompt that comes in parts may have images in a later one.
         """
@@ -215,7 +214,7 @@ class Scheduler:
             lookup.done = True
 
     def _waits(self, state: _Request, lookup: _Lookup) -> bool:
-        """Whether a request goes on waiting for its lookup. While lookups are quick it is as good as there."""
+        """Whether a request continues to wait for its lookup. While lookups are quick it does."""
         if lookup.done:
             return False
         now_s, began_s = time.monotonic(), self._began_s
@@ -266,19 +265,19 @@ class Scheduler:
         return local + self.costs.choose(*_tiers(match, local, match.blocks))
 
     def _first_key(self, state: _Request) -> bytes:
-        """The key of the first block that vLLM has not itself."""
+        """The key of the first block that vLLM does not have itself."""
         assert state.lookup is not None
         return state.lookup.keys[state.local * KEY_BYTES : (state.local + 1) * KEY_BYTES]
 
     def _let_go(self, state: _Request) -> None:
-        """Nothing more is loaded of what was found, or will be."""
+        """Load nothing more of the match; release it."""
         lookup = state.lookup
         if lookup is None or state.request.request_id not in self._leased:
             return
         self._leased.discard(state.request.request_id)
         lookup.wanted = False
         if not lookup.done or lookup.match.blocks:
-            self._background.later(partial(self._release, lookup))  # after the lookup, which may be still to come
+            self._background.later(partial(self._release, lookup))  # after the lookup, which may still be to come
 
     def _release(self, lookup: _Lookup) -> None:
         """In the background thread."""
@@ -287,7 +286,7 @@ class Scheduler:
     # --- loads -----------------------------------------------------------------------------------
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
-        """vLLM has allocated the request's blocks and wants `tokens` of them loaded; 0: nothing, or not by us."""
+        """vLLM has allocated the request's blocks and wants `tokens` of them loaded; 0: none, or not by us."""
         filled = self._asked.pop(request.request_id, request.num_computed_tokens)
         self.stores.allocated(request.request_id, blocks.blocks, filled)
         state = self._requests.get(request.request_id)
@@ -306,7 +305,7 @@ class Scheduler:
         self._orders.loads.append(Load(request.request_id, state.lookup.ticket, runs))
 
     def hit_sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
-        """From which tier the tokens of a load come."""
+        """The tiers that the tokens of a load come from."""
         state = self._requests.get(request.request_id)
         if state is None or state.lookup is None:
             return {}
@@ -316,7 +315,7 @@ class Scheduler:
         return {source: count for source, count in sources.items() if count}
 
     def loads_ended(self, request_ids: set[str], failed: bool) -> None:
-        """All ranks are done with these loads; with `failed` some block of them is not good."""
+        """All ranks are done with these loads; with `failed` some of their blocks are not good."""
         for request_id in request_ids:
             ended = self._loads.pop(request_id, None)
             if ended is not None:
@@ -337,7 +336,7 @@ class Scheduler:
     # --- steps and their end
 
     def reported(self, report: Report) -> None:
-        """What the workers say of stores and loads that have ended."""
+        """Handle the workers' report of ended stores and loads."""
         self.stores.reported(report)
         for request_id, seconds in report.load_seconds.items():
             if (load := self._loads.get(request_id)) is not None:
@@ -386,7 +385,7 @@ class Scheduler:
             self._pass_on(request, keys)
 
     def _pass_on(self, request: Any, keys: bytes) -> None:
-        """What a request says of the further use of its blocks, if it does."""
+        """Send a request's hint about the further use of its blocks, if it has one."""
         try:
             hint = hint_of(request)
         except ValueError as error:
@@ -398,7 +397,7 @@ class Scheduler:
     # --- the rest --------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
-        """What was found and not loaded since the last call, in blocks."""
+        """Blocks found but not loaded since the last call."""
         declined = self.costs.declined_blocks if self.costs is not None else 0
         if declined == self._declined:
             return {}
@@ -407,7 +406,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """The weights may have changed: nothing found or computed so far is used or stored from here on."""
-        # vLLM has not emptied its own cache: nobody has told it to, or requests are running.
+        # vLLM has not emptied its own cache: it was not told to, or requests are running.
         self._mixed = self._mixed or local_cache(self._kv_cache_manager) is self._local
         self._names.new_epoch()
         self._renamed = True
@@ -418,7 +417,7 @@ class Scheduler:
         self._orders.cancel += self._loads
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the books contradict each other."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         self.stores.check_integrity()
         assert self._leased <= self._requests.keys()
         assert not self._leased & self._loads.keys()

@@ -1,4 +1,4 @@
-"""What the connectors for vLLM can be told, in `kv_connector_extra_config` or in an entry of `secondary_tiers`."""
+"""Settings of the connectors for vLLM, in `kv_connector_extra_config` or in an entry of `secondary_tiers`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The settings of a connector.
 
     Attributes:
-        address: the daemon's run directory; empty for where a daemon runs by default.
-        model_id: what pins the weights; empty to hash the files, or use the commit of a hub.
+        address: the daemon's run directory; empty for the default one.
+        model_id: identifies the weights; empty to hash the files, or use the commit of a hub.
         salt: secret of a tenant.
-        tenant: whose blocks these are, for the daemon's quotas. They are found by the same tenant only.
-        load: `auto` loads what is faster loaded than computed, by what both have lately taken; `always` all that
-            is found.
+        tenant: owner of these blocks, for the daemon's quotas. Only the same tenant finds them.
+        load: `auto` loads what is faster loaded than computed, by the recent cost of both; `always` loads all that is
+            found.
         media_ids: blocks of requests with images, sounds or videos are for this `engine` only; or, as users give them
             no ids or ids that name their `content`, for all engines.
         load_timeout_s: a load that takes longer is computed instead.
@@ -59,7 +59,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def connect(self, **options: Any) -> Connector:
         """A connector with these settings; `options` as for `tiercache.connect`, which see for errors.
 
-        It does not warn that there is no daemon: see `absence`, which is said once for all processes of an engine.
+        It does not warn that there is no daemon: see `absence`, which is logged once for all processes of an engine.
         """
         return connect(
             self.address or None,
@@ -72,7 +72,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def absence(connector: Connector) -> str:
-    """Why there is no daemon that can be used; empty when there is."""
+    """Why there is no usable daemon; empty when there is."""
     try:
         connector.client.session()
     except DaemonUnavailable as error:

@@ -1,9 +1,9 @@
 """tiercache as one of several connectors, below vLLM's MultiConnector.
 
 It differs from being alone in three ways. Siblings write to blocks that stores may still read: our hook before a step
-runs before theirs, whatever their order. The handshake at the start is a sibling's, if any has one: ranks say with
-their reports what their blocks are, and the first requests wait for that. And what becomes of a load that fails is
-set at the top, for all of them.
+runs before theirs, whatever their order. The handshake at the start is a sibling's, if any has one: ranks then send the
+form of their blocks with their reports, and the first requests wait for that. And the handling of failed loads is set
+at the top, for all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tiercache.connectors.vllm.orders import RankForm, Report
 from tiercache.errors import ConfigError, ModelRefused
 
 WAIT_S = 5.0
-"""A request waits no longer for what ranks have to say. They say it with the next step, be it one without tokens."""
+"""Longest wait of a request for the forms of ranks. They come with the next step, even one without tokens."""
 TOO_EARLY = {"MoRIIOConnector"}
 """Connectors whose peers write to new blocks before the workers are told of these."""
 
@@ -35,7 +35,7 @@ def parent_of_caller(connector: Any) -> Any | None:
 
 
 def check_parent(parent: Any) -> None:
-    """Raise ConfigError or ModelRefused for settings at the top with which we cannot be one of several."""
+    """Raise ConfigError or ModelRefused for top-level settings under which we cannot be one of several."""
     config = parent._kv_transfer_config
     if config.kv_load_failure_policy != "recompute":
         text = "beside other connectors a load that fails would fail its request"
@@ -47,9 +47,9 @@ def check_parent(parent: Any) -> None:
 
 
 def come_first(parent: Any, connector: Any) -> Callable[[Any], None]:
-    """Have a connector's hook before a step called before those of all its siblings. Returns how it is called.
+    """Call a connector's hook before a step ahead of those of all its siblings. Returns a function that calls it.
 
-    Some of them begin to write to blocks there, and stores of these blocks must have ended by then. Raises
+    Some siblings begin to write to blocks there, and stores of these blocks must have ended by then. Raises
     ModelRefused where the parent is not a MultiConnector.
     """
     try:
@@ -70,7 +70,7 @@ def come_first(parent: Any, connector: Any) -> Callable[[Any], None]:
 
 
 class Roll:
-    """What ranks have said of their blocks, and the requests that wait for it. For the scheduler's thread.
+    """The forms that ranks have reported, and the requests that wait for them. For the scheduler's thread.
 
     Args:
         ranks: how many there are.
@@ -84,7 +84,7 @@ class Roll:
         self._until_s: dict[str, float] = {}
 
     def call(self, report: Report) -> list[RankForm]:
-        """Take note of a report. Returns the forms of all ranks, in order, as soon as they are known."""
+        """Handle a report. Returns the forms of all ranks, in order, as soon as they are known."""
         self._forms.update(report.forms)
         return [self._forms[rank] for rank in sorted(self._forms)] if len(self._forms) == self._ranks else []
 
@@ -93,7 +93,7 @@ class Roll:
         self.waiting[request.request_id] = request
 
     def waits(self, request_id: str) -> bool:
-        """Whether a request, about which vLLM asks, is to wait; if not, it is computed without the cache."""
+        """Whether a request that vLLM asks about should wait; if not, it is computed without the cache."""
         if request_id not in self.waiting:
             return False
         now_s = self._clock()
@@ -103,6 +103,6 @@ class Roll:
         return False
 
     def remove(self, request_id: str) -> None:
-        """A request has ended, or goes on without the cache."""
+        """A request has ended, or continues without the cache."""
         self.waiting.pop(request_id, None)
         self._until_s.pop(request_id, None)

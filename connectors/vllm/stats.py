@@ -1,4 +1,4 @@
-"""What the connector moved, for vLLM's own log lines and its Prometheus page."""
+"""Counts of what the connector moved, for vLLM's own log lines and its Prometheus page."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What vLLM's scheduler has stored: which blocks, when, and whether they are still those that were computed.
+"""Stores of vLLM's scheduler: which blocks, when, and whether they are still those that were computed.
 
     step n        computes blocks: a store of them is in its orders
     step n + 1    the workers begin to copy them, in the background
     step m        writes to a block that is being stored: `Orders.flush` names the store
 
-Blocks that are being stored are not held: vLLM may give them away. Before a step that writes to them the workers
-end the store, or void it. Blocks count as written to from when a request gets them: another connector may fill them,
-at any time from then on, whether or not the step computes that request.
+Blocks being stored are not held: vLLM may give them away. Before a step that writes to them the workers end the store,
+or void it. Blocks count as written to from when a request gets them: another connector may fill them, at any time from
+then on, whether or not the step computes that request.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tiercache.connectors.vllm.orders import Orders, Report, Run, Store
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
 
 MAX_JOBS = 48
-"""Stores under way; a request that finds no place offers its blocks again with a later step."""
+"""Stores in progress; a request that finds no place offers its blocks again with a later step."""
 TURN_STEPS = 16
-"""Of what runs, one in so many may offer blocks with one step, and at least one: so no step waits long for that."""
+"""Of the running requests, one in so many may offer blocks with a step, and at least one: no step takes long."""
 DECODE_BLOCKS = 8
-"""So many blocks of an answer are stored at once, or what there is at its end."""
+"""So many blocks of an answer are stored at once, or the rest at its end."""
 AT_ITS_END = sys.maxsize
 
 
@@ -47,22 +47,22 @@ def runs_of(tables: Iterable[Sequence[Any]], first: int, end: int, base: int = 0
 class _Chain:
     """The blocks of a request, as far as they have been offered to the cache."""
 
-    request: Any  # None when it has ended: we must not be the ones who free all of it, in a hook that others wait for
+    request: Any  # None when it has ended: we must not be the last owner, whose hook would free all of it
     root: bytes
     keys: bytes  # as far as they have been needed
     offered: int = 0
-    due: int = 0  # with so many tokens computed there is something to offer
+    due: int = 0  # number of computed tokens at which there is something to offer
     retried: bool = False
 
 
 @dataclass(slots=True)
 class _Job:
-    """A store under way."""
+    """A store in progress."""
 
     chain: _Chain
     runs: tuple[Run, ...]
     preemptions: int  # of the request, before it
-    ranks_left: int  # at which it has yet to end
+    ranks_left: int  # that have not ended it yet
 
     def exposed(self) -> bool:
         """Whether vLLM may give the blocks to others: it has taken them from the request."""
@@ -74,12 +74,12 @@ class Stores:
     """The stores of one engine. Used by vLLM's scheduler thread.
 
     Args:
-        connector: says whether there is a cache, and what it wants to know.
-        tables: of each KV cache group, vLLM's blocks of each request.
+        connector: tells whether there is a cache, and whether it wants events.
+        tables: for each KV cache group, vLLM's blocks of each request.
         ranks: processes that each store their part.
         per_block: block hashes of vLLM in one block.
         windowed: whether vLLM forgets the early blocks of any KV cache group.
-        batches: steps that vLLM has under way at once: it knows what became of one before it schedules the last of so
+        batches: steps that vLLM has in progress at once: it knows the result of one before it schedules the last of so
             many after it.
     """
 
@@ -98,15 +98,15 @@ class Stores:
         self._per_block = per_block
         self._windowed = windowed
         self._block_size = connector.namespace.block_size
-        # What a window leaves behind is gone: it is stored at once.
+        # Blocks that a window leaves are gone: they are stored at once.
         self._least, self._turn_steps = (1, 1) if windowed else (DECODE_BLOCKS, TURN_STEPS)
         self._chains: dict[str, _Chain] = {}
         self._last: list[Store] = []  # of requests that have ended, for the next step
-        # What requests were given since the last step: their blocks, and how many tokens were in these.
+        # What requests were given since the last step: their blocks, and the number of tokens in them.
         self._given: dict[str, tuple[Sequence[Sequence[Any]], int]] = {}
-        # Blocks into which other connectors load in steps of which vLLM may not know yet what became.
+        # Blocks that other connectors load in steps whose result vLLM may not know yet.
         self._brought: deque[set[int]] = deque(maxlen=batches)
-        # Requests that have blocks, and were in no step since: another connector may be filling these.
+        # Requests that have blocks but were in no step since: another connector may be filling these.
         self._unstepped: set[str] = set()
         self._jobs: dict[int, _Job] = {}
         self._numbers = itertools.count(1)
@@ -114,12 +114,13 @@ class Stores:
     # --- which
 
     def begin(self, request: Any, root: bytes, keys: bytes, blocks: int) -> None:
-        """From here on a request's blocks are stored, but for the first `blocks`. `keys` are of its first ones."""
+        """Store a request's blocks from here on, except the first `blocks`. `keys` are of its first ones."""
         chain = self._chains[request.request_id] = _Chain(request, root, keys)
         self._go_on_after(chain, blocks)
 
     def _go_on_after(self, chain: _Chain, blocks: int) -> None:
-        """The first `blocks` are not to be offered. After them it is some at a time, and what the prompt ends with."""
+        """Do not offer the first `blocks`. After them blocks are offered some at a time, and those at the end of the
+        prompt."""
         prompt, chain.offered = chain.request.num_prompt_tokens, blocks
         if chain.due == AT_ITS_END:
             return
@@ -128,14 +129,14 @@ class Stores:
             chain.due = min(chain.due, prompt)
 
     def begin_again(self, request_id: str) -> None:
-        """Blocks of a request that were thought to be in the cache are not: what is computed of it is offered again."""
+        """Blocks of a request that were assumed to be in the cache are not: offer what is computed of it again."""
         if request_id in self._chains:
             self._go_on_after(self._chains[request_id], 0)
 
     def end(self, request: Any, computed_tokens: int, *, aborted: bool = False) -> bytes:
-        """No more of a request is stored than what is computed now, though its blocks may be free from here on.
+        """Store no more of a request than what is computed now, though its blocks may be free from here on.
 
-        Nothing is stored of what another connector is still filling, or may have failed to fill if the request was
+        Nothing is stored that another connector is still filling, or may have failed to fill if the request was
         `aborted`. Returns the keys of the blocks that are stored then, if all goes well.
         """
         chain = self._chains.pop(request.request_id, None)
@@ -149,7 +150,7 @@ class Stores:
         return chain.keys[: chain.offered * KEY_BYTES]
 
     def _offer(self, chain: _Chain, computed_tokens: int, stores: list[Store]) -> None:
-        """Have what is full and hashed by then stored. No drafts have hashes."""
+        """Store the blocks that are full and hashed by then. Draft tokens have no hashes."""
         request, first, per_block = chain.request, chain.offered, self._per_block
         end = min(computed_tokens // self._block_size, len(request.block_hashes) // per_block, MAX_KEYS)
         if end <= first or len(self._jobs) >= MAX_JOBS or not self._connector.available:
@@ -171,7 +172,7 @@ class Stores:
     # --- when
 
     def allocated(self, request_id: str, tables: Sequence[Sequence[Any]], tokens: int) -> None:
-        """A request has these blocks in each group; they hold nothing of it yet but its first `tokens`."""
+        """A request has these blocks in each group; only its first `tokens` are in them yet."""
         self._given[request_id] = tables, tokens
         if request_id in self._chains:
             self._unstepped.add(request_id)
@@ -195,10 +196,10 @@ class Stores:
                     break
 
     def _leave_to_others(self, output: Any) -> None:
-        """Requests into whose blocks another connector loads in this very step are stored at their end only.
+        """Requests into whose blocks another connector loads in this very step are stored only at their end.
 
         If that load fails, what this step computes after it is computed again, which is known only after later steps.
-        So it is with requests that share these blocks until then: vLLM takes them for its own at once.
+        The same holds for requests that share these blocks until then: vLLM counts them as its own at once.
         """
         size, brought = self._block_size, set[int]()
         if output.num_scheduled_tokens:
@@ -241,7 +242,7 @@ class Stores:
                 written.update(ids[computed // size if resumed else 0 :])
         if not written:
             return []
-        # Requests with the same beginning have blocks in common, so several may read one. Workers end them in order.
+        # Requests with the same beginning share blocks, so several may read one. Workers end them in order.
         last = 0
         for number, job in self._jobs.items():
             if any(not written.isdisjoint(run.block_ids) for run in job.runs):
@@ -249,7 +250,7 @@ class Stores:
         return [number for number in self._jobs if number <= last]
 
     def reported(self, report: Report) -> None:
-        """What the workers say of stores."""
+        """Handle the workers' report of stores."""
         for number, count in report.ended.items():
             job = self._jobs[number]
             job.ranks_left -= count
@@ -266,7 +267,7 @@ class Stores:
     # --- the rest
 
     def forget(self) -> None:
-        """Nothing that has been computed so far is stored from here on."""
+        """Store nothing from here on that has been computed so far."""
         for chain in self._chains.values():
             chain.request = None
         self._chains.clear()
@@ -276,7 +277,7 @@ class Stores:
         self._last.clear()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the books contradict each other."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         assert all(0 < job.ranks_left <= self._ranks for job in self._jobs.values())
         assert {store.job for store in self._last} <= self._jobs.keys()
         assert self._unstepped <= self._chains.keys()

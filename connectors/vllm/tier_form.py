@@ -1,8 +1,8 @@
-"""What a row of vLLM's own offload memory holds, as namespaces, and what cannot be served from it.
+"""Namespaces for the rows of vLLM's own offload memory, and checks of what cannot be served from it.
 
-A row is one chunk of one KV cache group: the blocks of all workers, one after another. vLLM tells a tier
-how long a row is, and little of what decides the meaning of its bytes; the rest is in the configuration
-of the engine that makes the tier.
+A row is one chunk of one KV cache group: the blocks of all workers, one after another. vLLM tells a tier how long a row
+is, and little of what determines the meaning of its bytes; the rest is in the configuration of the engine that makes
+the tier.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 class Caller(NamedTuple):
-    """Who makes a tier: the configuration of the engine, that of its KV caches, and the scheduler of its offloading."""
+    """The engine that makes a tier: its configuration, that of its KV caches, and its offloading scheduler."""
 
     vllm_config: Any
     kv_cache_config: Any
@@ -39,11 +39,11 @@ class Caller(NamedTuple):
 
 
 def engine_of_caller() -> Caller:
-    """Who is making a tier.
+    """The engine that is making a tier.
 
-    vLLM gives a tier neither: what it gives is the model's name, which says nothing of weights, revision or
-    overrides. But it makes a tier from the constructor of a scheduler that has been given both, so they are
-    on the stack, and so is that. Raises ModelRefused where they are not.
+    vLLM gives a tier neither configuration: it gives the model's name, which says nothing of weights, revision or
+    overrides. But it makes a tier from the constructor of a scheduler that has been given both, so they are on the
+    stack, and so is the scheduler. Raises ModelRefused where they are not.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -82,7 +82,7 @@ def make_namespaces(vllm_config: Any, kv_cache_config: Any, offloading: Any, row
     for number, group in enumerate(groups):
         spec = next(iter(layer_specs(group).values()))
         kind = type(spec).__name__
-        # As many chunks as vLLM looks for: of a windowed group it stores no more than it will look for either.
+        # As many chunks as vLLM looks for: of a windowed group it stores no more than that either.
         window = get_sliding_window_size_in_chunks(spec, chunk_tokens) if kind in WINDOWED else 0
         namespaces.append(
             NamespaceSpec(
@@ -104,7 +104,8 @@ def make_namespaces(vllm_config: Any, kv_cache_config: Any, offloading: Any, row
 
 
 def _pages(vllm_config: Any, kv_cache_config: Any) -> str:
-    """A hash of what else decides where in a row a value is: layers, their order and specs, attention backends."""
+    """A hash of what else determines the place of a value in a row: layers, their order and specs, attention
+    backends."""
     groups = [(group.layer_names, str(layer_specs(group))) for group in kv_cache_config.kv_cache_groups]
     placed = [tensor.layers for tensor in kv_cache_config.kv_cache_tensors]
     described = repr((groups, placed, vllm_config.attention_config))
@@ -112,7 +113,7 @@ def _pages(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def _device() -> str:
-    """The kind of device: by it vLLM chooses an attention backend, and that how it packs a block."""
+    """The kind of device: vLLM chooses an attention backend by it, and that how it packs a block."""
     if current_platform.is_cpu():
         amx = torch.cpu.get_capabilities().get("amx_tile", False)
         return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()} amx {amx}"

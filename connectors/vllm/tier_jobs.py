@@ -1,4 +1,4 @@
-"""Jobs of vLLM's offloading: what their transfers are, and what vLLM is told when they have ended."""
+"""Jobs of vLLM's offloading: their transfers, and the results reported to vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult
 
 
 class Run(NamedTuple):
-    """Chunks of a job that follow one another: the number of the first from the root on, and rows and keys of all."""
+    """Consecutive chunks of a job: the number of the first, counted from the root, and rows and keys of all."""
 
     group: int
     first: int
@@ -47,7 +47,7 @@ class Orphan(NamedTuple):
 
 
 class LoadJob:
-    """A load, of which the background makes `parts` until it has `begun`."""
+    """A load; the background thread makes its `parts` until it has `begun`."""
 
     def __init__(self, request_id: str, match: Match, chunks: int) -> None:
         self.request_id = request_id
@@ -65,7 +65,7 @@ class LoadJob:
 
 
 class StoreJob:
-    """A store, of which the background makes `parts` until it has `begun`."""
+    """A store; the background thread makes its `parts` until it has `begun`."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[Orphan | None, Transfer[StoreResult]]] = []
@@ -77,18 +77,18 @@ class StoreJob:
         return JobResult(job_id, not dropped and bool(self.parts), None, _seconds(self.parts))
 
     def orphans(self) -> Iterator[Orphan]:
-        """What has found no parent, when it has ended."""
+        """Chunks that have found no parent, once it has ended."""
         for orphan, transfer in self.parts:
             if orphan is not None and transfer.result(0).parent_missing:
                 yield orphan
 
 
 def has_ended(job: LoadJob | StoreJob) -> bool:
-    """Whether its last copy has."""
+    """Whether its last copy has ended."""
     return job.begun and all(transfer.done() for _, transfer in job.parts)
 
 
 def _seconds(parts: Iterable[tuple[Any, Transfer[Any]]]) -> float:
-    """How long transfers took that have ended."""
+    """Total time of transfers that have ended."""
     times = [(transfer.began_s, transfer.ended_s) for _, transfer in parts if transfer.ended_s]
     return max(end for _, end in times) - min(begin for begin, _ in times) if times else 0.0

@@ -1,13 +1,13 @@
-"""What the cache has of each request, asked in the background; used by vLLM's scheduler thread.
+"""Look-ups for the vLLM tier: what the cache has of each request, asked in the background for vLLM's scheduler thread.
 
     step 1      lookup of chunk 0, 1, ...    retry: one match for the whole request is on its way
     step n      lookup of chunk 0, 1, ...    hit, hit, ..., miss: vLLM has the hits loaded into its own memory
     step n + m  lookup of chunk 0, 1, ...    from its memory; what that has lost again meanwhile is a miss
 
-An answer does not change within a step, where vLLM goes over the chunks of a request once or more. And it is
-given once for each chunk of a request, or a memory that is too small for a prompt would never stop to load it.
-Lookups are done in order: while the daemon is slow with each, a request waits for its turn no longer than for
-one answer, and then goes without the cache.
+An answer does not change within a step, where vLLM goes over the chunks of a request once or more. And it is given once
+for each chunk of a request, or a memory too small for a prompt would load it again and again. Lookups are done in
+order: while the daemon is slow with each, a request waits for its turn no longer than for one answer, and then bypasses
+the cache.
 """
 
 from __future__ import annotations
@@ -30,50 +30,50 @@ from vllm.v1.kv_offload.base import LookupResult, get_offload_block_hash, get_of
 
 MAX_QUEUED_LOOKUPS = 1024
 FIRST_GROUP = bytes(4)
-"""How vLLM's keys of the first KV cache group end. Those of the others differ in nothing but that end."""
+"""The end of vLLM's keys of the first KV cache group. Keys of the other groups differ only in that end."""
 
 
 class Place(NamedTuple):
-    """Which chunk: its KV cache group, and its number from the root on."""
+    """A chunk: its KV cache group, and its number from the root on."""
 
     group: int
     number: int
 
 
 class Chain:
-    """The chunks of a request by name: vLLM's hashes, which grow, under a root. Names are made in any thread."""
+    """The chunks of a request by key: vLLM's hashes, which grow, under a root. Keys are made in any thread."""
 
     __slots__ = ("_keys", "hashes", "root", "seen")
 
     def __init__(self) -> None:
-        self.root = b""  # it has none yet
+        self.root = b""  # empty: it has none yet
         self.hashes: list[bytes] = []
         self.seen = 0  # hashes of all KV cache groups that have been looked at
         self._keys = b""  # as far as they have been needed
 
     def keys(self, end: int) -> bytes:
-        """Of chunks `0 ..< end`. Cheap for those that there were before."""
+        """Keys of chunks `0 ..< end`. Cheap for those made before."""
         keys, have = self._keys, len(self._keys) // KEY_BYTES
         if have < end:
-            # Whoever comes at the same time makes the same, and what is kept is the one or the other.
+            # Concurrent callers make the same keys, and either result may be kept.
             keys = self._keys = keys + keys_of(self.root, self.hashes, 1, have, end)
         return keys[: end * KEY_BYTES]
 
 
 class _Request:
-    """A request of vLLM: its chunks as far as it has hashes for them, and what was found of them."""
+    """A request of vLLM: its chunks as far as it has hashes for them, and its match."""
 
     __slots__ = ("answered", "chain", "closed", "finding", "match", "until_s")
 
     def __init__(self) -> None:
         self.chain = Chain()
         self.closed = False  # everything is a miss from here on
-        self.until_s = 0.0  # what is being found is waited for so long, if lookups are slow
+        self.until_s = 0.0  # deadline of the lookup in progress, if lookups are slow
         self.answered: set[bytes] = set()
         self.open()
 
     def open(self) -> None:
-        """Nothing is being asked."""
+        """Reset to no lookup in progress."""
         self.finding: Transfer[Match] | None = None
         self.match: Match | None = None  # from the end of the step that found it, until it is loaded or released
 
@@ -82,10 +82,10 @@ class Lookups:
     """The requests of one engine.
 
     Args:
-        connector: for matches; without a pool, because whoever loads adopts them.
+        connector: for matches; without a pool, because the loading side adopts them.
         specs: the namespace of each KV cache group; a match is what all of them have.
         names: the root of all chains; `names.root()` must not block.
-        name_timeout_s: lookups wait so long for the model's name after now.
+        name_timeout_s: lookups wait for the model's name for so long from now.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Lookups:
         self._named_by_s = time.monotonic() + name_timeout_s
         self._root = b""
         self._chunk_tokens = specs[0].block_size
-        self._slow = False  # the last lookup was; set by their thread
+        self._slow = False  # whether the last lookup was; set by their thread
         self._queue = JobQueue("tiercache-lookup", MAX_QUEUED_LOOKUPS)
         self._requests: dict[str, _Request] = {}
         self._finding: list[_Request] = []
@@ -134,7 +134,7 @@ class Lookups:
         elif not self._connector.available:
             state.closed = True
         else:
-            state.closed = not chain.hashes  # of another tier's making
+            state.closed = not chain.hashes  # made for another tier
             finding = Transfer(partial(self._find, chain, min(len(chain.hashes), MAX_KEYS)), Match, Match(), Limit())
             if self._queue.submit(finding):  # else the next step tries again
                 state.finding = finding
@@ -153,7 +153,7 @@ class Lookups:
         return match
 
     def chain(self, context: Any) -> Chain | None:
-        """The chunks of a request that vLLM has named so far; None where we have no names for them."""
+        """The chunks of a request that vLLM has hashed so far; None where we have no keys for them."""
         state = self._requests.get(context.req_id)
         if state is None or not self._named():
             return None
@@ -166,7 +166,7 @@ class Lookups:
         return chain
 
     def take(self, request_id: str) -> Match | None:
-        """What was found for a request, for whoever loads it and releases it; None the second time."""
+        """What was found for a request; the caller loads it and releases it. None the second time."""
         state = self._requests.get(request_id)
         if state is None:
             return None
@@ -180,7 +180,7 @@ class Lookups:
             self._requests[request_id].answered.difference_update(keys)
 
     def end_step(self, preempted: Iterable[str]) -> None:
-        """All lookups and loads of a step have been made. What is preempted may ask once more."""
+        """All lookups and loads of a step have been made. Preempted requests may ask once more."""
         for state in self._answering:
             self._let_go(state)
         self._answering.clear()
@@ -201,7 +201,7 @@ class Lookups:
             self._let_go(state)
 
     def forget(self) -> None:
-        """The weights may have changed: from here on chunks have other names, and these requests no cache."""
+        """The weights may have changed: from here on chunks have other keys, and these requests no cache."""
         for request_id in list(self._requests):
             self.remove(request_id)
         self._answering.clear()
@@ -215,7 +215,7 @@ class Lookups:
             self._queue.submit(Transfer(partial(self._connector.release, match), _nothing, None, Limit()))
 
     def _let_go(self, state: _Request) -> None:
-        """Release what was found, or will be."""
+        """Release the match, present or to come."""
         if state.match is not None:
             self.release(state.match)
         elif state.finding is not None:
@@ -225,7 +225,7 @@ class Lookups:
         state.open()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the books contradict each other."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         for state in self._requests.values():
             assert state.match is None or state.finding is not None
             assert len(state.chain.hashes) <= state.chain.seen
@@ -237,12 +237,12 @@ class Lookups:
 
 
 def place(key: bytes, context: Any, chunk_tokens: int) -> Place:
-    """Which chunk of a request has this key of vLLM's. In any thread."""
+    """The chunk of a request with this key of vLLM's. In any thread."""
     return Place(get_offload_group_idx(key), context._offload_key_positions[key] // chunk_tokens - 1)
 
 
 def _nothing() -> None:
-    """A release that is not made: the lease runs out."""
+    """A release that is not made: the lease expires."""
 
 
 def _release_found(connector: Connector, finding: Transfer[Match]) -> None:

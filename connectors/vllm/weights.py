@@ -1,14 +1,14 @@
-"""Whether a rank's weights are still those that its blocks are named by.
+"""Detects changes of a rank's weights, which its blocks are named by.
 
 Trainers write new weights into a running vLLM (`reload_weights`, `update_weights`, functions of their own through
-`collective_rpc`), and need not tell its connectors. So each rank looks at a sample of its weights (`weight_sample`)
+`collective_rpc`), and need not tell its connectors. So each rank looks at a sample of its weights (`weights/sample.py`)
 before a step that loads or stores:
 
-    look ─ the step's loads and stores ─ the step ─ what the look has shown: as before, or the weights have moved
+    look ─ the step's loads and stores ─ the step ─ result of the look: as before, or the weights have moved
 
-With weights that have moved, nothing counts that was begun since the last look that was as before: loads are computed
-instead, stores are not committed. The scheduler is told, gives all blocks new names, and says so in its next orders;
-orders that do not are not carried out. Nothing waits for a device: what a look shows is asked for later.
+If the weights have moved, everything begun since the last unchanged look is void: loads are computed instead, stores
+are not committed. The scheduler is told, gives all blocks new names, and says so in its next orders; orders that do not
+are not carried out. Nothing waits for a device: the result of a look is read later.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tiercache.connectors.weights.sample import Taken, WeightSample
 from tiercache.errors import ModelRefused
 
 DRAFTERS = ("drafter", "speculator")
-"""Where vLLM's model runners keep the model of drafts, whose KV is in blocks too."""
+"""Where vLLM's model runners keep the draft model, whose KV is in blocks too."""
 
 Tensors = Callable[[], list[tuple[str, torch.Tensor]]]
 
 
 class Look:
-    """What one look has shown, as soon as it is known."""
+    """The result of one look, as soon as it is known."""
 
     def __init__(self, taken: Taken) -> None:
         self._taken: Taken | None = taken
@@ -43,7 +43,7 @@ class Look:
         return taken is None or all(event.query() for event in taken.copied)
 
     def digest(self) -> bytes:
-        """For any thread. Waits for the device, as far as its work had come when the look was taken."""
+        """For any thread. Waits for the device's work up to the time of the look."""
         taken = self._taken
         if taken is not None:
             self._digest = taken.digest()
@@ -63,10 +63,10 @@ class Weights:
         self._tensors = tensors
         self._sample = WeightSample(keep_views=True)
         self._named = Look(self._sample.take(tensors()))  # what blocks are named by
-        self._looks: deque[Look] = deque()  # that have yet to be taken note of
+        self._looks: deque[Look] = deque()  # whose result has not been handled yet
 
     def look(self, adopt: bool = False) -> Callable[[], bool]:
-        """Look at them: the answer says, in any thread, whether they were those that blocks are named by.
+        """Look at the weights: the returned function tells, in any thread, whether blocks are named by them.
 
         With `adopt` they are from here on: all names have been given anew.
         """
@@ -81,7 +81,7 @@ class Weights:
         return lambda: look.digest() == named.digest()
 
     def settle(self, wait: bool = False) -> bool:
-        """Take note of what looks have shown; returns whether all have. With `wait`, wait for those that have not."""
+        """Handle the results of looks; returns whether all are known. With `wait`, wait for the rest."""
         while self._looks and (wait or self._looks[0].known()):
             look = self._looks.popleft()
             if look.digest() != self._named.digest():
@@ -98,17 +98,17 @@ def models_of(runner: Any) -> list[torch.nn.Module]:
 
 
 def unwrapped(model: Any) -> torch.nn.Module | None:
-    """A model without what vLLM wraps it in for CUDA graphs and micro-batches; None where it is none."""
+    """A model without vLLM's wrappers for CUDA graphs and micro-batches; None where it is no model."""
     if not isinstance(model, torch.nn.Module) and callable(getattr(model, "unwrap", None)):
         model = model.unwrap()
     return model if isinstance(model, torch.nn.Module) else None
 
 
 class RunnerTensors:
-    """The parameters and buffers of the models of one of vLLM's model runners, whatever has become of its modules."""
+    """The parameters and buffers of a vLLM model runner's models, even after modules were replaced."""
 
     def __init__(self, runner: Any, *, experts: bool = True) -> None:
-        """`experts`: with those of experts, which are not to be looked at where vLLM moves them about."""
+        """`experts`: include those of experts, which are not to be watched where vLLM moves them."""
         self._runner = runner
         self._experts = experts
         self._children: list[Any] = []
@@ -131,7 +131,7 @@ class RunnerTensors:
         self._children = [owner[key] for owner, key in self._places]
 
     def __call__(self) -> list[tuple[str, torch.Tensor]]:
-        """As they are now. Some tens of microseconds, unless modules have been exchanged."""
+        """The tensors as they are now. Some tens of microseconds, unless modules have been replaced."""
         try:
             if not (
                 _same(models_of(self._runner), self._roots) and _same([o[k] for o, k in self._places], self._children)
@@ -148,7 +148,7 @@ def _same(some: list[Any], others: list[Any]) -> bool:
 
 
 def runner_of_caller() -> Any:
-    """The model runner that is registering its KV caches: vLLM tells a connector of the caches and not of the model.
+    """The model runner that is registering its KV caches: vLLM passes a connector the caches and not the model.
 
     Raises ModelRefused where it is not on the stack.
     """

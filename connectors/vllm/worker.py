@@ -1,4 +1,4 @@
-"""The worker's half: it copies what the scheduler's orders say, in the background, and tells how it went."""
+"""The worker's half: copies what the scheduler orders, in the background, and reports the results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tiercache.connectors.vllm.weights import Weights
 from tiercache.protocol.messages import KEY_BYTES, EventRun
 
 FLUSH_TIMEOUT_S = 0.1
-"""A step waits so long for stores whose blocks it overwrites; then they count for nothing."""
+"""A step waits so long for stores whose blocks it overwrites; after that they are void."""
 IDLE_WAIT_S = 0.001
-"""A step without tokens gives so much time to the loads that it waits for, instead of spinning."""
+"""A step without tokens waits so long for its loads, instead of spinning."""
 COUNTERS = ("loaded_blocks", "loaded_bytes", "loads_short", "stored_blocks", "stored_bytes", "dropped_blocks")
 
 Proof = Callable[[], bool]
@@ -27,9 +27,9 @@ class Worker:
 
     Args:
         groups: a connector for each KV cache group.
-        writers: of each group, whether this rank stores it.
-        names: of each group, how KV events name it; None where another rank's blocks are in events.
-        weights: those that compute this rank's blocks; without, they are taken to be always the same.
+        writers: for each group, whether this rank stores it.
+        names: for each group, its name in KV events; None where another rank's blocks are in events.
+        weights: those that compute this rank's blocks; without, they are assumed never to change.
         rank: the number of this rank.
     """
 
@@ -46,7 +46,7 @@ class Worker:
         self._writers = writers
         self._weights = weights
         self._rank = rank
-        self._known_moves = 0  # of the weights, as far as the last orders know of them
+        self._known_moves = 0  # of the weights, as known to the last orders
         self._loads: dict[str, list[tuple[Run, Transfer[int]]]] = {}
         self._load_moves: dict[str, int] = {}
         self._stores: dict[int, list[Transfer[StoreResult]]] = {}
@@ -58,7 +58,7 @@ class Worker:
         self._moved = False  # since they were counted
 
     def begin(self, orders: Orders) -> None:
-        """Before a step computes. Waits for FLUSH_TIMEOUT_S at most, and only if it writes to what is stored."""
+        """Before a step computes. Waits only if the step writes to blocks being stored, for at most FLUSH_TIMEOUT_S."""
         proof = self._look(orders)
         for stores, moves in ((self._fresh, self._known_moves), (orders.ready, orders.moves.get(self._rank, 0))):
             for store in stores:
@@ -83,16 +83,16 @@ class Worker:
         return self._weights.moves if self._weights is not None else 0
 
     def _look(self, orders: Orders) -> Proof:
-        """Look at the weights if it matters. What is returned says whether what was computed by now is of those."""
+        """Look at the weights if it matters. The proof tells whether all computed so far is of them."""
         if self._weights is None or not (orders.renamed or self._fresh or orders.ready or orders.loads or self._loads):
             return lambda: True
         if not orders.renamed:
             return self._weights.look()
         self._weights.look(adopt=True)
-        return lambda: False  # nothing that is named anew has been computed yet
+        return lambda: False  # nothing with the new names has been computed yet
 
     def _store(self, store: Store, proof: Proof | None) -> None:
-        """Store blocks, and commit them if `proof` says so; without one they are not stored."""
+        """Store blocks, and commit them if `proof` holds; without a proof they are not stored."""
         self._stores[store.job] = [
             connector.store_async(
                 store.keys, run.block_ids, first=run.first, events=self._events(store, number), proof=proof
@@ -128,7 +128,7 @@ class Worker:
     def ended_loads(self, idle: bool) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended, and those of them that must be computed from the start instead.
 
-        A load into one KV cache group that came short has its bad blocks reported, and the good ones are kept.
+        If a load into one KV cache group fell short its bad blocks are reported, and the good ones are kept.
         """
         ended: set[str] = set()
         failed: set[str] = set()
@@ -153,7 +153,7 @@ class Worker:
         return ended, failed
 
     def take_bad_blocks(self) -> set[int]:
-        """Blocks that loads were to fill and did not, since the last call."""
+        """Blocks that loads have failed to fill since the last call."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
@@ -187,6 +187,6 @@ class Worker:
         return new
 
     def close(self) -> None:
-        """End what is under way. Blocks for seconds at most."""
+        """End the transfers in progress. Blocks for seconds at most."""
         for connector in self._groups:
             connector.close()

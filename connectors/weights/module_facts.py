@@ -22,18 +22,18 @@ _IGNORED = _OF_TORCH | {
     "_require_grads_hooks", "name_or_path", "loss_type", "_loss_function", "forward", "hf_device_map",
     "warnings_issued", "config", "generation_config", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan",
 }  # fmt: skip
-"""What PyTorch keeps in a module, what decides nothing, and what is looked at elsewhere."""
+"""What PyTorch keeps in a module, what has no effect, and what is checked elsewhere."""
 _PLAIN = frozenset({bool, int, float, str, bytes, complex, type(None)})
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _DEEPEST = 4
 _STATES = ("quant_state", "state2")
-"""Objects with further tensors of a parameter of bitsandbytes."""
+"""Attributes of bitsandbytes parameters that hold further tensors."""
 
 
 def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
     """A module's class and attributes, as JSON can hold them and equal in every process.
 
-    Tensors are there as their sample (`weight_sample`). Objects whose content is unknown are there by their class.
+    Tensors are represented by their sample (`weights/sample.py`), objects of unknown content by their class.
     """
     kind = type(module)
     values = {key: _value(value, 0) for key, value in vars(module).items() if key not in _IGNORED}
@@ -41,7 +41,7 @@ def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def functions_of(module: torch.nn.Module) -> list[Any]:
-    """The functions that a module has as attributes, its methods replaced among them."""
+    """The functions that a module has as attributes, including replaced methods."""
     return [value for key, value in vars(module).items() if key not in _IGNORED and isinstance(value, _FUNCTIONS)]
 
 
@@ -69,12 +69,12 @@ def _value(value: Any, depth: int) -> Any:
 
 
 def _array(array: np.generic | np.ndarray[Any, Any]) -> list[Any]:
-    """As a tensor where PyTorch takes it. Else whole: with negative strides, in the other byte order, no numbers."""
+    """As a tensor if PyTorch accepts it. Else whole: with negative strides, in the other byte order, no numbers."""
     is_number = array.dtype.kind in "biufc"
     if is_number:
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             return _tensor(torch.as_tensor(array))
-    # Long doubles have bytes between them that mean nothing and differ in each process: these are read as text.
+    # Long doubles contain padding bytes that differ in each process: these are read as text.
     is_dense = is_number and array.dtype.char not in "gG"
     content = np.ascontiguousarray(array).tobytes() if is_dense else repr(array.tolist()).encode()
     return [xxhash.xxh3_128_hexdigest(content), str(array.dtype), list(array.shape)]

@@ -1,14 +1,14 @@
-"""A few elements of every tensor of a model: what tells at little cost that its weights have been written to.
+"""Weight samples: a few elements of every tensor of a model, a cheap way to detect that its weights were written to.
 
-PyTorch counts the writes to a tensor, but not those through `.data`, in inference mode, or by a kernel of one's own,
-and that is how trainers hand new weights to an engine. What cannot be bypassed are the bytes themselves. Elements
-are taken on a lattice over the whole of each tensor, so that an update, a merge or a shard of one is seen:
+PyTorch counts the writes to a tensor, but not those through `.data`, in inference mode, or by a custom kernel, and that
+is how trainers hand new weights to an engine. Only the bytes themselves cannot be bypassed. Elements are taken on a
+lattice over the whole of each tensor, so that an update, a merge or a shard of one is seen:
 
     a tensor of [rows, columns], in the order of its memory, every `step` elements;
     `step` is some rows and 0.618 of another, so that neighbours in the sample share neither row nor column
 
 An update of a share p of a tensor's elements stays unseen with a probability of (1 - p) ** 256 for that tensor. A
-change to a few rows of one tensor, as of an embedding, can stay unseen: whoever makes it has to say so.
+change to a few rows of one tensor, as of an embedding, can stay unseen: its author has to declare it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 ELEMENTS = 256
-"""Of a tensor, at least; all of a smaller one."""
+"""Per tensor, at least; all of a smaller one."""
 ELEMENTS_PER_EXPERT = 8
 MAX_ELEMENTS = 8192
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,7 +35,7 @@ class Taken(NamedTuple):
     """An event of each device whose part is still being copied."""
 
     def digest(self) -> bytes:
-        """16 bytes. Waits for the copies, which wait for what their streams had to do before."""
+        """16 bytes. Waits for the copies, which wait for earlier work on their streams."""
         for event in self.copied:
             event.synchronize()
         digest = xxhash.xxh3_128()
@@ -45,11 +45,11 @@ class Taken(NamedTuple):
 
 
 def lattice(shape: Iterable[int]) -> tuple[int, int]:
-    """How many elements are taken of a tensor of that shape, and how far apart they are in memory."""
+    """How many elements to take from a tensor of that shape, and how far apart they are in memory."""
     sizes = list(shape)
     total = math.prod(sizes)
     wanted = ELEMENTS
-    if len(sizes) > 2:  # experts one upon another: an update of a single one must be seen
+    if len(sizes) > 2:  # stacked experts: an update of a single one must be seen
         wanted = min(MAX_ELEMENTS, max(ELEMENTS, ELEMENTS_PER_EXPERT * sizes[0]))
     if total <= wanted:
         return total, 1

@@ -2,13 +2,12 @@
 
     arrived, left ─► events, in order ─► batch ─► `Publisher`
 
-What is published is vLLM's format (`vllm.distributed.kv_events`): a batch is a msgpack array of a
-time, events and a rank; an event is a map with its class in `type`. Blocks have the names that their
-engine gave them, and a name that several blocks have in a tier (of two epochs, or two models) is
-stored with the first and removed with the last of them.
+The format is vLLM's (`vllm.distributed.kv_events`): a batch is a msgpack array of a time, events and a rank; an event
+is a map with its class in `type`. Blocks have the names that their engine gave them. A name that several blocks have in
+a tier (of two epochs, or two models) is stored with the first and removed with the last of them.
 
-A block is remembered for as long as it is somewhere, tokens and all: it is stored anew in each tier
-that it comes to. Of blocks that came without names, or are from an earlier life, nothing is said.
+A block is remembered, tokens and all, for as long as any tier has it: it is stored anew in each tier that it comes to.
+Blocks that came without names, or from an earlier life, are in no events.
 """
 
 from __future__ import annotations
@@ -26,37 +25,37 @@ from tiercache.daemon.ground.slices import Steps, finish
 from tiercache.protocol.messages import KEY_BYTES, ReceivedRun, unpack_indices
 
 BATCH_BYTES = 64 << 10
-"""A batch with more than this is full; smaller ones are published with the next tick."""
+"""A batch with more than this is full; smaller ones are published at the next tick."""
 PUBLISH_NS = 1_000_000
-"""For so long full batches are encoded and published in one go of the loop, and then the one that has begun is."""
+"""Full batches are encoded and published for so long in one go of the loop; the one in progress is finished."""
 FREED_AT_ONCE = 4096
-"""Blocks that are let go of in one go after all were cleared."""
+"""Blocks freed in one go after all were cleared."""
 MAX_FULL = 64
-"""Full batches that may wait; beyond them one is published for each further one."""
+"""Full batches that may wait; beyond them, each further one publishes one."""
 MAX_BLOCK_BYTES = 64 << 10
-"""Of what is said of one block: 16000 tokens."""
+"""Of what events say of one block: 16000 tokens."""
 MAX_EXTRA_BYTES = 128 << 10
-"""Of the extra keys of one run, which are decoded once to see that subscribers can read them."""
+"""Extra keys of one run, which are decoded once to check that subscribers can read them."""
 MAX_CONTAINERS = 8192
-"""Bytes in them that may begin a list or a map: many small ones take long to decode."""
+"""Bytes in them that may begin a list or a map: many small ones are slow to decode."""
 _CONTAINERS = bytes([*range(0x80, 0xA0), 0xDC, 0xDD, 0xDE, 0xDF])
 MAX_WAITING_BYTES = 16 << 20
-"""Of what is said in stores of one process, or tenant of other hosts, that are under way."""
+"""What events say of stores in progress, per process or tenant of other hosts."""
 MAX_FORM_BYTES = 256
 """Of each name that all blocks of a run share."""
 MAX_TENANT_BYTES = 256 << 20
-"""Of what is remembered of the blocks of one tenant: about a million of 16 tokens."""
+"""What is remembered of the blocks of one tenant: about a million of 16 tokens."""
 MAX_KNOWN_BYTES = 1 << 30
-"""Of what is remembered of all."""
+"""What is remembered of all blocks."""
 _BLOCK_BYTES = 256
-"""What a block takes besides what was said of it, about."""
+"""Memory of a block besides what events say of it, approximately."""
 BLOCKS_AT_ONCE = 1024
-"""Looked at in one slice of a check."""
+"""Checked in one slice."""
 _EVENT_BYTES = 32
-"""What an event of a block takes besides tokens, about."""
+"""Size of a block's event without its tokens, approximately."""
 _NIL = msgspec.Raw(msgspec.msgpack.encode(None))
 _decode_extra = msgspec.msgpack.Decoder(list[Any] | None).decode
-"""As subscribers do: vLLM's own expect an array for each block, or nil."""
+"""As subscribers do: vLLM's own expects an array for each block, or nil."""
 
 Hash = int | bytes
 
@@ -86,7 +85,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """There are no blocks in any tier."""
+    """All blocks have left all tiers."""
 
 
 class _Batch(msgspec.Struct, array_like=True):
@@ -108,9 +107,9 @@ class _Form(msgspec.Struct, frozen=True, gc=False):
 
 
 class Block(msgspec.Struct, gc=False):
-    """A block that may be in events; `size` is what it takes of the daemon's memory, about.
+    """A block that may be in events; `size` is the approximate memory that it takes.
 
-    `copies` counts those in each medium, in `Medium.one`.
+    `copies` counts the copies in each medium, in units of `Medium.one`.
     """
 
     hash: Hash
@@ -123,16 +122,16 @@ class Block(msgspec.Struct, gc=False):
 
 
 Named = Callable[[int], "Block | None"]
-"""What events say of the block at a place of a store."""
+"""What events say of the block at a position of a store."""
 
 
 class NamedBlocks:
-    """The blocks of a client's store; `bytes` is what was said of all of them."""
+    """The blocks of a client's store; `bytes` is the size of what events say of all of them."""
 
     __slots__ = ("__weakref__", "_form", "_run", "_size", "bytes")
 
     def __init__(self, run: ReceivedRun, block_size: int, tenant: str = "") -> None:
-        if run.extra_keys is not None:  # as received they are parts of the whole message, and keep that
+        if run.extra_keys is not None:  # as received they refer to the whole message, and keep it alive
             run = msgspec.structs.replace(run, extra_keys=[extra.copy() for extra in run.extra_keys])
         self._run = run
         self._size = 4 * block_size
@@ -141,7 +140,7 @@ class NamedBlocks:
 
     @property
     def too_large(self) -> bool:
-        """Whether more is said of a block than is kept. Each counts by itself: a store may keep only one of its run."""
+        """Whether a block's event data exceeds the limit. Counted per block: a store may keep only one of its run."""
         run = self._run
         longest = max(map(len, run.extra_keys or ()), default=0)
         hashes = max(map(_hash_bytes, (run.parent, *run.hashes)))
@@ -149,7 +148,7 @@ class NamedBlocks:
         return _BLOCK_BYTES + self._size + longest + 2 * hashes > MAX_BLOCK_BYTES or names > MAX_FORM_BYTES
 
     def check(self) -> bool:
-        """Whether the extra keys are few enough to be looked at.
+        """Whether the extra keys are few enough to be decoded.
 
         Raises one of `wire.UNREADABLE` for what subscribers could not read: they would lose the whole batch with it.
         """
@@ -182,7 +181,7 @@ def name_blocks(run: ReceivedRun, block_size: int, tenant: str = "") -> NamedBlo
 
 
 class Medium:
-    """A tier, as events call it. `named` counts its blocks of each hash, by KV cache group."""
+    """A tier, in the terms of events. `named` counts its blocks of each hash, by KV cache group."""
 
     __slots__ = ("mask", "name", "named", "one")
 
@@ -222,9 +221,9 @@ class _Stored:
 
 
 class Events:
-    """What is in which tier, as far as it has names, and what of that has not been published yet. Event loop only.
+    """Which named blocks are in which tier, and which changes have not been published yet. Event loop only.
 
-    Whoever listens from the start is told first that there is nothing.
+    A subscriber that listens from the start is told first that there are no blocks.
     """
 
     def __init__(self, publisher: Publisher) -> None:
@@ -239,19 +238,19 @@ class Events:
         self._blocks: defaultdict[int, dict[bytes, Block]] = defaultdict(dict)  # by namespace and key
         self._pending: list[_Stored | BlockRemoved | AllBlocksCleared] = [AllBlocksCleared()]
         self._pending_bytes = 0
-        self._full: deque[list[_Stored | BlockRemoved | AllBlocksCleared]] = deque()  # batches to be published
+        self._full: deque[list[_Stored | BlockRemoved | AllBlocksCleared]] = deque()  # batches to publish
         self._forgotten: list[dict[Any, Any]] = []  # what was cleared: freeing all of it at once takes long
-        self._waiting_bytes: Counter[str] = Counter()  # said in stores under way, by process or tenant
+        self._waiting_bytes: Counter[str] = Counter()  # event data of stores in progress, by process or tenant
         self._touched: set[Hash] | None = None  # hashes of blocks that came or went since a check began
         self._encode = msgspec.msgpack.Encoder().encode
 
     def known(self, number: int, keys: bytes) -> list[Block | None]:
-        """What is said of blocks of a namespace, for when they arrive elsewhere: they may have left by then."""
+        """What events say of blocks of a namespace, for when they arrive elsewhere: they may have left by then."""
         blocks = self._blocks[number]
         return [blocks.get(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
 
     def waits(self, party: str, named: NamedBlocks) -> bool:
-        """Whether there is room for what a store says of its blocks, which then counts for as long as it is kept."""
+        """Whether there is room for what a store says of its blocks; it then counts for as long as it is kept."""
         if self._waiting_bytes[party] + named.bytes > MAX_WAITING_BYTES:
             return False
         self._waiting_bytes[party] += named.bytes
@@ -295,7 +294,7 @@ class Events:
         self._grown(len(block.tokens) + len(block.extra or b""))
 
     def left(self, medium: Medium, number: int, key: bytes) -> None:
-        """A block is in a tier no more. Nothing happens for one that was not known to be there."""
+        """A block has left a tier. Nothing happens if it was not known to be there."""
         blocks = self._blocks[number]
         block = blocks.get(key)
         if block is None or not block.copies & medium.mask:
@@ -323,7 +322,7 @@ class Events:
         self._grown(0)
 
     def cleared(self) -> None:
-        """Everything is forgotten, in all tiers; what is said to have left after this is known no more."""
+        """All blocks were dropped in all tiers; blocks that leave after this are no longer known."""
         for named in (self.dram.named, self.storage.named):
             self._forgotten += named.values()
             named.clear()
@@ -335,7 +334,7 @@ class Events:
         self._pending.append(AllBlocksCleared())
 
     def _has_room(self, block: Block) -> bool:
-        """Whether one more can be remembered. What cannot is not told of, and is cached as any other."""
+        """Whether one more block can be remembered. Without room it is in no events, and is cached as any other."""
         tenant = block.form.tenant
         most = self.known_bytes + block.size <= MAX_KNOWN_BYTES
         if most and (not tenant or self._tenant_bytes[tenant] + block.size <= MAX_TENANT_BYTES):
@@ -380,17 +379,17 @@ class Events:
         return bool(self._full or self._forgotten)
 
     def flush(self) -> None:
-        """Publish all that has happened since the last batch."""
+        """Publish everything since the last batch."""
         self._close_batch()
         while self._full:
             self._publish_one()
 
     def check_integrity(self) -> list[str]:
-        """See `check`: all of it at once."""
+        """`check`, all of it at once."""
         return finish(self.check())
 
     def check(self) -> Steps[list[str]]:
-        """Where blocks and their counts by hash disagree. Hashes of which blocks come or go meanwhile are left out."""
+        """Where blocks and their counts by hash disagree. Hashes whose blocks come or go meanwhile are left out."""
         blocks = [list(its.values()) for its in self._blocks.values()]
         sizes, known_bytes, tenant_bytes = Counter[str](), self.known_bytes, self._tenant_bytes.copy()
         counts = {medium: defaultdict[int | None, Counter[Hash]](Counter) for medium in (self.dram, self.storage)}
@@ -412,7 +411,7 @@ class Events:
                         wrong |= name not in touched and named.get(name, 0) != counted[group][name]
                         if not number % BLOCKS_AT_ONCE:
                             yield
-                    # Where all was forgotten meanwhile there is nothing left to compare with.
+                    # After a clear meanwhile there is nothing left to compare with.
                     if wrong and self._touched is touched:
                         findings.append(f"events do not count the blocks of {medium.name} as they are")
         finally:
@@ -422,13 +421,13 @@ class Events:
         return findings
 
     def tick(self) -> None:
-        """Publish, of very much a part, and serve those who have missed something."""
+        """Publish, of very much a part, and resend what subscribers have missed."""
         self._close_batch()
         self.work()
         self.publisher.tick()
 
     def close(self) -> None:
-        """The daemon ends, and what it has with it."""
+        """The daemon ends, and its blocks with it."""
         self.cleared()
         self.flush()
         self.publisher.close()

@@ -1,12 +1,12 @@
-"""The sockets of KV events: a PUB, and a ROUTER that sends again what a subscriber has missed.
+"""The sockets of KV events: a PUB, and a ROUTER that resends what a subscriber has missed.
 
     PUB      ─► topic, sequence number (8 bytes, big endian), batch
     ROUTER   ◄─ empty, first sequence number wanted
              ─► empty, topic, sequence number, batch      as many as are still kept, in order
              ─► empty, empty, -1, empty                   the end
 
-That is the protocol of vLLM's own publisher. Numbers begin at 0 in every life of the daemon. A
-subscriber that does not keep up loses batches, and sees that by the numbers.
+That is the protocol of vLLM's own publisher. Numbers begin at 0 in every life of the daemon. A subscriber that does not
+keep up loses batches, and notices by the numbers.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from tiercache.daemon.ground.connections import Connections
 from tiercache.errors import ConfigError
 
 MAX_UNSENT = 2048
-"""Batches that may wait for one subscriber; further ones it loses."""
+"""Batches that may wait for one subscriber; it loses further ones."""
 MAX_SUBSCRIBERS = 256
 """Connections to each of the two sockets."""
 MAX_BUFFER_BYTES = 64 << 20
 MAX_REPLAYS = 64
 """Subscribers served at once; others wait."""
 REPLAY_AT_ONCE = 128
-"""Batches sent again in one tick."""
+"""Batches resent in one tick."""
 REPLAY_TIMEOUT_S = 10.0
-"""After which one that takes nothing is given up."""
+"""A subscriber that takes nothing for so long is given up."""
 LINGER_MS = 100
 _END = (-1).to_bytes(8, "big", signed=True)
 _MAX_REQUEST_BYTES = 1024
 
 
 class _Replay:
-    """What one subscriber is being sent again."""
+    """What is being resent to one subscriber."""
 
     def __init__(self, identity: bytes, following: int) -> None:
         self.identity = identity
@@ -49,13 +49,13 @@ class _Replay:
 
 
 class Publisher:
-    """Event loop only; nothing here blocks.
+    """Event loop only; never blocks.
 
     Args:
         endpoint: of the PUB.
-        replay: endpoint of the ROUTER, or nothing for none.
+        replay: endpoint of the ROUTER, or empty for none.
         topic: what every batch carries.
-        buffer_steps: batches that are kept to be sent again, as far as MAX_BUFFER_BYTES go.
+        buffer_steps: batches kept for resending, within MAX_BUFFER_BYTES.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Publisher:
         self._connections: list[Connections] = []
 
     def open(self) -> None:
-        """Bind. Raises ConfigError for an address that cannot be had."""
+        """Bind. Raises ConfigError for an unavailable address."""
         self._pub = self._bind(zmq.PUB, "kv_events", self._endpoint)
         if self._replay_endpoint:
             self._router = self._bind(zmq.ROUTER, "kv_events_replay", self._replay_endpoint)
@@ -109,7 +109,7 @@ class Publisher:
         return socket_
 
     def publish(self, batch: bytes) -> None:
-        """Send a batch to all who listen now, and keep it for those who ask later."""
+        """Send a batch to all present subscribers, and keep it for those who ask later."""
         if self._pub is not None:
             self._pub.send_multipart((self._topic, self.batches.to_bytes(8, "big"), batch), zmq.NOBLOCK)
         self.batches += 1
@@ -119,7 +119,7 @@ class Publisher:
             self.buffer_bytes -= len(self._buffer.popleft())
 
     def tick(self) -> None:
-        """See who has come and gone, and send a part of what subscribers have asked for again."""
+        """Count subscribers that came and went, and resend a part of what they have asked for."""
         for connections in self._connections:
             connections.look()
         if self._router is None:
@@ -129,7 +129,7 @@ class Publisher:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            if len(frames) == 3:  # else nobody could know what the answer is to
+            if len(frames) == 3:  # else the answer could not be matched to a request
                 self.replays += 1
                 self._replays.append(_Replay(frames[0], int.from_bytes(frames[2], "big")))
         budget = REPLAY_AT_ONCE
@@ -141,7 +141,7 @@ class Publisher:
                 self._replays.append(replay)
 
     def _send_again(self, router: zmq.Socket[bytes], replay: _Replay, budget: int) -> tuple[int, bool]:
-        """At most `budget` batches; returns how many it were, and whether there is more to send."""
+        """Send at most `budget` batches; returns how many, and whether there is more to send."""
         oldest = self.batches - len(self._buffer)
         first = replay.following = max(replay.following, oldest)
         address = replay.identity, b""
@@ -162,7 +162,7 @@ class Publisher:
         return replay.following - first, not over
 
     def refused_connections(self) -> int:
-        """Of subscribers beyond `MAX_SUBSCRIBERS`."""
+        """Refused connections of subscribers beyond `MAX_SUBSCRIBERS`."""
         return sum(connections.refused for connections in self._connections)
 
     def stats(self) -> dict[str, int]:
@@ -170,7 +170,7 @@ class Publisher:
         return {"batches": self.batches, "buffer_bytes": self.buffer_bytes, "replays": self.replays}
 
     def close(self) -> None:
-        """End; what is on its way to subscribers has a tenth of a second."""
+        """Close; messages on their way to subscribers get a tenth of a second."""
         for connections in self._connections:
             connections.close()
         for socket_ in (self._pub, self._router):
@@ -180,7 +180,7 @@ class Publisher:
 
 
 def _check_free(path: str) -> None:
-    """Raise OSError where binding would take a path from a socket in use, or remove a file that is none."""
+    """Raise OSError if binding would take a path from a socket in use, or remove a file that is no socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)

@@ -1,10 +1,10 @@
-"""What the rest of the daemon stands on: time, the log, counters, memory, the run directory, slices of work.
+"""Foundations of the daemon: time, the log, counters, memory, the run directory, slices of work.
 
     clock, slices, niceness, memory     the event loop's time, and how it is shared
     run_directory, own_process          files and figures of this process
     live_settings                       settings that change while the daemon runs
-    counters, logs, health_log          what it counts and says
-    regions, connections                the thread that makes the arena; who may connect
+    counters, logs, health_log          what it counts and logs
+    regions, connections                the thread that makes the arena; limits on connections
 
 Imports nothing else of the daemon.
 """

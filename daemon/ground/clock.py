@@ -1,19 +1,18 @@
-"""The clock that leases run on: monotonic time less the time in which nobody was served."""
+"""The lease clock: monotonic time without the time in which the daemon was stalled."""
 
 from __future__ import annotations
 
 import time
 
 STALL_S = 0.1
-"""A gap between two looks at the clock that is longer than this is a stall of the daemon."""
+"""A longer gap between two calls of `observe` is a stall of the daemon."""
 
 
 class LeaseClock:
     """Seconds that stand still while the daemon does (a stopped process, a paused VM).
 
-    A client cannot renew a lease with a daemon that does not run, so such time must not count
-    against the lease. The loop calls `observe` at least every tick; what a gap is longer than a
-    stall is taken off.
+    A client cannot renew a lease with a daemon that does not run, so such time must not count against the lease. The
+    loop calls `observe` at least every tick; the part of a gap that exceeds a stall is subtracted.
     """
 
     def __init__(self) -> None:
@@ -22,7 +21,7 @@ class LeaseClock:
         self._seen_s = time.monotonic()
 
     def observe(self, meant_s: float = 0.0) -> float:
-        """Look at the clock, `meant_s` after the last time unless something stalls; returns monotonic seconds."""
+        """Read the clock, `meant_s` after the last time unless something stalls; returns monotonic seconds."""
         now_s = time.monotonic()
         gap_s = now_s - self._seen_s
         if gap_s > STALL_S + meant_s:

@@ -1,9 +1,9 @@
-"""Who is connected to a ZeroMQ socket that listens, and no more of them than may be.
+"""Limits the connections to a listening ZeroMQ socket.
 
-ZeroMQ accepts whatever comes, in a thread of its own, and has no limit. It tells of each connection that comes and
-goes through a pipe, its *monitor*; peers beyond the limit are shut down when we hear of them. What bounds those that
-we have not heard of yet is the pipe itself: its thread waits where `UNSEEN_EVENTS` are unread, however long the event
-loop takes to come to them.
+ZeroMQ accepts every connection, in a thread of its own, and has no limit. It reports each connection that comes and
+goes through a pipe, its *monitor*; connections beyond the limit are shut down when we read of them. The pipe itself
+bounds those we have not read of yet: ZeroMQ's thread waits while `UNSEEN_EVENTS` are unread, however long the event
+loop takes to read them.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from zmq.utils.monitor import parse_monitor_message
 log = logging.getLogger("tiercache.daemon")
 
 HANDSHAKE_MS = 3000
-"""Without a complete handshake a connection lives so long."""
+"""A connection without a complete handshake lives so long."""
 _HIGH_WATER = 1
 _ZMQ_HIGH_WATER = 1000
-"""Of ZeroMQ's end of the pipe; what fits is both together."""
+"""Of ZeroMQ's end of the pipe; its capacity is the sum of both."""
 EVENTS_AT_ONCE = 128
-"""Looked at in one go: about a millisecond."""
+"""Events read in one go: about a millisecond."""
 UNSEEN_EVENTS = _HIGH_WATER + _ZMQ_HIGH_WATER + EVENTS_AT_ONCE
-"""Connections at most that ZeroMQ has accepted beyond the limit, or that we have not shut down yet."""
+"""The most connections that ZeroMQ has accepted beyond the limit, or that we have not shut down yet."""
 _MOST_AT_END = 100 * EVENTS_AT_ONCE
 
 
 class Connections:
     """Counts the peers of one socket. Make it before the socket is bound; `close` it before the socket. One thread.
 
-    One too many takes the place of the oldest one that may not have shaken hands yet, which may be itself: so those who
-    open many and say nothing keep nobody out. Not told by ZeroMQ who has, we take it of those that were `heard`, and of
-    those that ZeroMQ has let live for longer than a handshake may take.
+    A connection beyond the limit replaces the oldest one that may not have completed its handshake, which may be
+    itself: so clients that open many and stay silent keep no one out. ZeroMQ does not say which have; we count those
+    that were `heard`, and those that have lived longer than a handshake may take.
 
     Attributes:
         refused: connections that were shut down so far.
@@ -47,7 +47,7 @@ class Connections:
         self._most = most
         self._all: set[int] = set()
         self._greeting: dict[int, float] = {}  # since when, in that order
-        self._heard: set[int] = set()  # since the last time that nothing was left to be seen
+        self._heard: set[int] = set()  # since all events were last read
         self._leaving: set[int] = set()
         socket_.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
@@ -59,18 +59,19 @@ class Connections:
 
     @property
     def count(self) -> int:
-        """Peers that are connected and may stay, as far as we have looked."""
+        """Connected peers that may stay, as far as events were read."""
         return len(self._all) - len(self._leaving)
 
     def heard(self, fd: int) -> None:
-        """A message came on a connection (its `SRCFD`): it has shaken hands."""
+        """A message came on a connection (its `SRCFD`): its handshake is complete."""
         self._heard.add(fd)
 
     def look(self) -> bool:
-        """See who has come and gone, for about a millisecond at most. Returns whether there is more to see."""
+        """Read of peers that came and went, for about a millisecond at most. Returns whether there is more."""
         for _ in range(EVENTS_AT_ONCE):
             if not self._see():
-                # Of those heard the coming has been seen now, and that of a former owner of their numbers before it.
+                # The arrival of those heard has been read by now, and before it that of a former owner of their
+                # numbers.
                 for fd in self._heard:
                     self._greeting.pop(fd, None)
                 self._heard.clear()
@@ -78,7 +79,7 @@ class Connections:
         return True
 
     def _see(self) -> bool:
-        """One event, if there is one."""
+        """Read one event, if there is one."""
         try:
             message = self._monitor.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -97,7 +98,7 @@ class Connections:
         return True
 
     def _least_known(self) -> int | None:
-        """The oldest that may not have shaken hands yet."""
+        """The oldest connection that may not have completed its handshake."""
         known_s = time.monotonic() - HANDSHAKE_MS / 1000
         while self._greeting and next(iter(self._greeting.values())) < known_s:
             del self._greeting[next(iter(self._greeting))]
@@ -110,7 +111,7 @@ class Connections:
         self._leaving.add(fd)
         try:
             with socket.socket(fileno=os.dup(fd)) as peer:
-                # It may be closed by now, and its number another file's: then nothing of that is for us to end.
+                # It may be closed by now, and its number another file's: then it is not ours to end.
                 if self._came_here(peer):
                     peer.shutdown(socket.SHUT_RDWR)
         except OSError as error:
@@ -124,7 +125,7 @@ class Connections:
         return peer.family != socket.AF_UNIX and str(name[1]) == where.rpartition(":")[2]
 
     def close(self) -> None:
-        """Stop counting. ZeroMQ's thread must not be left waiting for us to read: it would wait for ever."""
+        """Stop counting. Unblocks ZeroMQ's thread, which would otherwise wait for us to read for ever."""
         for _ in range(_MOST_AT_END):
             if not self._see():
                 break

@@ -1,4 +1,4 @@
-"""What the daemon counts, in the order `stats` shows it. Blocks unless the name says otherwise."""
+"""The daemon's counters, in the order `stats` shows them. Blocks unless the name says otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line in the log for each change of the daemon's health, and none while it stays as it is."""
+"""Logs each change of the daemon's health in one line, and nothing while it stays the same."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ log = logging.getLogger("tiercache.daemon")
 
 LOOK_S = 1.0
 START_S = 3.0
-"""What is not there yet just after the start is no news: memory, directories."""
+"""What is missing just after the start is no news: memory, directories."""
 _FIGURES = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 class HealthLog:
-    """Compares the reasons why the daemon is not well with those of the last look. Event loop only."""
+    """Compares the reasons for bad health with those of the last look. Event loop only."""
 
     def __init__(self) -> None:
         self.next_s = time.monotonic() + START_S
@@ -26,7 +26,7 @@ class HealthLog:
         self._since_s = 0.0
 
     def look(self, reasons: Sequence[str], now_s: float | None = None) -> None:
-        """Say what has changed. A reason is the same one when only its figures differ (how long, how much)."""
+        """Log what has changed. Reasons that differ only in their figures (how long, how much) count as the same."""
         now_s = time.monotonic() if now_s is None else now_s
         self.next_s = now_s + LOOK_S
         kinds = {_FIGURES.sub("#", reason): reason for reason in reasons}

@@ -1,7 +1,7 @@
-"""The settings that a daemon runs with: where each came from, and those that can change while it runs.
+"""The settings that a daemon runs with: the source of each, and those that can change at run time.
 
 SIGHUP reads file, environment and flags again; `tiercache set` changes one until the next SIGHUP or restart. Either
-takes all of it or nothing: what is wrong is said in one line, and all stays as it was.
+applies all of it or nothing: an error is reported in one line, and everything stays as it was.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiercache.protocol.messages import SettingView
 log = logging.getLogger("tiercache.daemon")
 
 LIVE = ("log_level", "quota", "nvme_quota")
-"""What can change while the daemon runs. Keys of clients on other hosts are read again by themselves."""
+"""Settings that can change at run time. Keys of clients on other hosts are reloaded by themselves."""
 BY_HAND = "tiercache set, until the next reload or restart"
 
 
@@ -29,7 +29,7 @@ class LiveSettings:
 
     Args:
         running: what the daemon was started with.
-        again: reads that anew. Raises TierCacheError, and may block.
+        again: reads the settings anew. Raises TierCacheError, and may block.
     """
 
     def __init__(self, running: Resolved, again: Callable[[], Resolved], cache: Cache) -> None:
@@ -39,8 +39,8 @@ class LiveSettings:
         self._reloading = asyncio.Lock()
 
     async def reload(self) -> str:
-        """Take over what can change; the problem if there is one, which is in the log too."""
-        async with self._reloading:  # one after the other: what was read last is what holds
+        """Apply what can change; returns the problem if there is one, which is also logged."""
+        async with self._reloading:  # one after the other: the last one read applies
             return await self._reload()
 
     async def _reload(self) -> str:
@@ -54,7 +54,7 @@ class LiveSettings:
         fields = {SETTINGS[key].field: getattr(found.config, SETTINGS[key].field) for key in LIVE}
         self.sources |= {key: found.sources[key] for key in LIVE}
         told = ", ".join(f"{key} = {self._text(found.config, key)}" for key in changed) or "no change"
-        before = log.isEnabledFor(logging.INFO)  # said at the old level or at the new one, whichever lets it through
+        before = log.isEnabledFor(logging.INFO)  # logged at the old or the new level, whichever lets it through
         if before:
             log.info("settings reloaded: %s", told)
         self._take(dataclasses.replace(self.config, **fields))
@@ -68,7 +68,7 @@ class LiveSettings:
         return ""
 
     def change(self, key: str, text: str) -> str:
-        """Change one by hand; what there is to say of it. Raises ConfigError."""
+        """Change one setting by hand; returns what there is to say of it. Raises ConfigError."""
         if key not in SETTINGS:
             raise ConfigError(f"{key}: there is no such setting; {', '.join(LIVE)} can be set")
         if key not in LIVE:
@@ -86,7 +86,7 @@ class LiveSettings:
         self._cache.space.quotas_below.change(dict(config.nvme_quota))
 
     def _left_out(self, key: str) -> str:
-        """Which namespaces a new quota does not hold for."""
+        """Namespaces that a new quota does not apply to."""
         if key == "log_level":
             return ""
         space = self._cache.space
@@ -100,7 +100,7 @@ class LiveSettings:
         return f"{count} namespaces stay in the account that they began in until the daemon is restarted"
 
     async def view(self) -> tuple[list[SettingView], str]:
-        """Each setting, with what the next start would have instead; and why that is not known."""
+        """Each setting, with the value that the next start would use; and why that is not known."""
         found, problem = None, ""
         try:
             found = (await asyncio.get_running_loop().run_in_executor(None, self._again)).config

@@ -1,8 +1,8 @@
-"""Logging that never blocks the loop: records go through a bounded queue to a thread that writes stderr.
+"""Logging that never blocks the event loop: records go through a bounded queue to a thread that writes stderr.
 
-What cannot be written is lost, counted, and told as soon as writing works again: a full disk, a pipe that nobody
-reads or a terminal that was stopped costs lines of the log and nothing else, not even the end of the process. The
-same line again and again is cut to `MAX_ALIKE` in `ALIKE_S`, with the number of those that were left out.
+Records that cannot be written are lost, counted, and reported as soon as writing works again: a full disk, a pipe
+without a reader or a stopped terminal costs log lines and nothing else, least of all the process. Repeated lines are
+cut to `MAX_ALIKE` in `ALIKE_S`, with the number of those left out.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ALIKE_S = 10.0
 MAX_KINDS = 256
 """Kinds of lines that are counted apart; beyond that all others are one kind."""
 STOP_S = 2.0
-"""What is queued has so long to be written at the end."""
+"""At shutdown queued records have so long to be written."""
 _LOOK_S = 0.5
 _ATOMIC_BYTES = 4096
-"""A pipe that poll calls writable takes so much without waiting (pipe(7), PIPE_BUF)."""
+"""A pipe that poll calls writable takes so much without blocking (pipe(7), PIPE_BUF)."""
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """What a JSON line says beside its message: `log.info("...", **fields(event="slow_request", work_ms=3))`."""
+    """Extra fields of a JSON line: `log.info("...", **fields(event="slow_request", work_ms=3))`."""
     return {"extra": {"fields": values}}
 
 
@@ -44,7 +44,7 @@ class _Text(logging.Formatter):
         self._under_systemd = under_systemd
 
     def format(self, record: logging.LogRecord) -> str:
-        # One record is one line: names of files, and what others have said, must not look like a line of ours.
+        # One record is one line: names of files, and texts of others, must not look like a line of ours.
         record.msg, record.args = _one_line(record.getMessage()), None
         text = super().format(record)
         return f"<{_SYSTEMD_LEVELS[record.levelname]}>{text}" if self._under_systemd else text
@@ -77,7 +77,7 @@ class _Kind(NamedTuple):
 
 
 class Repetitions:
-    """Which lines are more of the same. Any thread."""
+    """Detects repeated lines. Any thread."""
 
     def __init__(self) -> None:
         self.left_out_lines = 0
@@ -85,7 +85,7 @@ class Repetitions:
         self._kinds: dict[tuple[int, str], _Kind] = {}
 
     def admit(self, record: logging.LogRecord, now_s: float) -> bool:
-        """Whether the line is to be written. Its kind is the text before anything is filled in."""
+        """Whether to write the line. Its kind is the text before arguments are filled in."""
         name = (record.levelno, str(record.msg))
         with self._lock:
             if name not in self._kinds and len(self._kinds) >= MAX_KINDS:
@@ -99,7 +99,7 @@ class Repetitions:
             return admitted
 
     def ended(self, now_s: float) -> list[logging.LogRecord]:
-        """For each kind of which lines were left out, when its time is up: one that says how many."""
+        """For each kind with lines left out, when its time is up: a line that says how many."""
         told = []
         with self._lock:
             for name, kind in list(self._kinds.items()):
@@ -126,7 +126,7 @@ class Log(logging.Handler):
         self.lost_lines = 0
         self.problem = ""
         self._fd = fd
-        self._untold = 0  # lost lines of which the log does not speak yet
+        self._untold = 0  # lost lines not yet reported in the log
         self._records: queue.Queue[logging.LogRecord | None] = queue.Queue(MAX_QUEUED)  # None: look at the clock
         self._stop_at_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
@@ -138,10 +138,10 @@ class Log(logging.Handler):
         try:
             if not self.repetitions.admit(record, time.monotonic()):
                 return
-            # Filled in here: what the arguments stand for may be another thing when the thread comes to it.
+            # Filled in here: the objects may have changed when the thread gets to it.
             record.msg, record.args = record.getMessage(), None
             if record.exc_info:
-                # As text, since a traceback keeps alive whatever its frames know.
+                # As text, since a traceback keeps everything in its frames alive.
                 record.exc_text = logging.Formatter().formatException(record.exc_info)
                 record.exc_info = None
             self._records.put_nowait(record)
@@ -187,14 +187,14 @@ class Log(logging.Handler):
         if problem:
             self._untold += untold
             self._lose(problem)
-        elif not self._untold:  # else some more were lost meanwhile
+        elif not self._untold:  # else more were lost meanwhile
             self.problem = ""
 
     def _may_wait(self) -> bool:
         return self._stop_at_s is None or time.monotonic() < self._stop_at_s
 
     def stop(self, within_s: float = STOP_S) -> None:
-        """Write what is queued, for as long as that may take; then no more. Blocks no longer than a little more."""
+        """Write what is queued within that time, then stop. Blocks little longer than that."""
         self._stop_at_s = time.monotonic() + within_s
         with contextlib.suppress(queue.Full):  # with that much to write it is awake
             self._records.put_nowait(None)
@@ -223,7 +223,7 @@ def _write(fd: int, data: bytes, may_wait: Any) -> str:
                     continue
                 return "nobody read them"
             data = data[os.write(fd, data[:_ATOMIC_BYTES]) :]
-        except BlockingIOError:  # somebody has made it non-blocking, and others write to it too
+        except BlockingIOError:  # another process made it non-blocking, and others write to it too
             time.sleep(_LOOK_S / 10)
             if not may_wait():
                 return "nobody read them"
@@ -233,13 +233,13 @@ def _write(fd: int, data: bytes, may_wait: Any) -> str:
 
 
 def last_words(text: str) -> None:
-    """A line on stderr from a process that ends; not written if that takes too long or fails."""
+    """A line on stderr from a process that exits; dropped if writing takes too long or fails."""
     until_s = time.monotonic() + STOP_S
     _write(STDERR, f"{text}\n".encode(errors="backslashreplace"), lambda: time.monotonic() < until_s)
 
 
 def start_logging(level: str, log_format: str) -> Log:
-    """Send this process's log to stderr from a thread; `stop()` what is returned to flush it."""
+    """Send this process's log to stderr from a thread; `stop()` the result to flush it."""
     log = Log(_Json() if log_format == "json" else _Text("JOURNAL_STREAM" in os.environ))
     root = logging.getLogger()
     root.handlers[:] = [log]

@@ -1,8 +1,8 @@
-"""How the daemon's own memory is managed, so that no single allocation or collection holds up the loop.
+"""Tunes the allocator and the garbage collector so that neither holds up the event loop.
 
-The index is in columns that grow at their end. A large one has pages of its own here, which the kernel moves without a
-copy; by default the C library raises the size from which that is so as it goes, and columns of tens of megabytes are
-copied whenever they grow.
+The index is in columns that grow at their end. From here on a large one has pages of its own, which the kernel moves
+without a copy; by default the C library raises the size threshold for that as it goes, and columns of tens of megabytes
+are copied whenever they grow.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import logging
 log = logging.getLogger("tiercache.daemon")
 
 OWN_PAGES_BYTES = 768 << 10
-"""From this size on: more than what numpy takes for the longest list of keys, again and again."""
+"""Threshold: more than what numpy repeatedly allocates for the longest list of keys."""
 _M_MMAP_THRESHOLD = -3
 _GC_THRESHOLDS = (1_000, 3, 30_000)
-"""A look at 12000 new objects takes 3 ms: so some thousands at a time, and at all of them as seldom as can be."""
+"""Scanning 12000 new objects takes 3 ms: so some thousands at a time, and all of them as seldom as possible."""
 
 
 def grow_without_copies() -> None:
-    """Give large blocks pages of their own from here on. Does nothing where the C library is not glibc."""
+    """Give large allocations pages of their own from here on. Does nothing unless the C library is glibc."""
     try:
         set_option = ctypes.CDLL(None).mallopt
     except AttributeError:
@@ -31,7 +31,7 @@ def grow_without_copies() -> None:
 
 
 def collect_in_small_parts() -> None:
-    """Leave what is here now out of all collections, and look at what comes some thousands at a time."""
+    """Exclude present objects from all collections, and collect new ones some thousands at a time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)

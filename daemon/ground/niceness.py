@@ -1,11 +1,11 @@
-"""The loop's turn on the CPU: before the threads that copy and hash.
+"""Priority of the event loop's thread: it runs before the threads that copy and hash.
 
-The loop computes for microseconds at a time and everybody waits for its answers. On a machine whose cores are all
-busy the scheduler counts even that: once it has had its share, threads that copy blocks run a tick or two before
-it. So it asks for a lower niceness, which the system grants with CAP_SYS_NICE or RLIMIT_NICE.
+The loop computes for microseconds at a time and all clients wait for its answers. On a machine whose cores are all busy
+the scheduler counts even that: once the loop has had its share, threads that copy blocks run a tick or two before it.
+So it asks for a lower niceness, which the system grants with CAP_SYS_NICE or RLIMIT_NICE.
 
-The I/O threads are not made nicer instead: one that holds the interpreter's lock and does not run keeps the loop
-waiting all the longer.
+The I/O threads are not made nicer instead: one that holds the interpreter's lock and does not run would make the loop
+wait even longer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 
 
 def go_first() -> bool:
-    """Ask for the calling thread; False when the system does not grant it, and all is as it was.
+    """Raise the priority of the calling thread; False, with nothing changed, when the system does not grant it.
 
-    What the thread starts from now on, threads and processes, has the usual niceness. A niceness that was
-    chosen for the process from outside stays.
+    Threads and processes that the thread starts from now on have the usual niceness. A niceness set for the process
+    from outside stays.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None or os.getpriority(os.PRIO_PROCESS, 0) != 0:

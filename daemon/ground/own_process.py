@@ -1,4 +1,4 @@
-"""What the daemon's process uses, as it says itself: whoever asks may be in another PID namespace."""
+"""Resource usage of the daemon's process, read by itself: the reader of `stats` may be in another PID namespace."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _START_FIELD = 19
-"""Start time among the fields of /proc/self/stat that follow the process's name (proc(5))."""
+"""Index of the start time among the fields of /proc/self/stat after the process's name (proc(5))."""
 
 
 def process_figures() -> dict[str, Any]:
-    """CPU time, start, address space and descriptors. Some 50 us, and 0.2 us for each open descriptor."""
+    """CPU time, start, address space and descriptors. Some 50 us, and 0.2 us per open descriptor."""
     with open("/proc/self/statm", "rb") as file:
         pages = int(file.read().split()[0])
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -40,7 +40,7 @@ def rss_bytes() -> tuple[int, int]:
 
 
 def _started_s() -> float:
-    """When this process began, in Unix time: read once, so that a clock that is set does not look like a restart."""
+    """Start time of this process, in Unix time: read once, so that setting the clock does not look like a restart."""
     with open("/proc/self/stat", "rb") as file:
         ticks = int(file.read().rpartition(b")")[2].split()[_START_FIELD])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / _TICKS_PER_S

@@ -20,9 +20,9 @@ _REGION_GRANULE_BYTES = 2 << 20
 
 
 def check_fits(arena_bytes: int) -> None:
-    """Raise ConfigError for an arena that this host can never give: the kernel would end engines to make room for it.
+    """Raise ConfigError for an arena that this host can never provide: the kernel would kill engines for it.
 
-    What is taken only now does not count: it may be what the clients of a killed daemon still map.
+    Memory in use now does not count: clients of a killed daemon may still map it.
     """
     largest = largest_arena_bytes()
     if arena_bytes > largest:
@@ -33,9 +33,9 @@ def check_fits(arena_bytes: int) -> None:
 class RegionMaker(threading.Thread):
     """Allocates, maps, populates and locks one region after another; hands each over when ready.
 
-    Memory that is not there yet (a killed daemon's clients may still map its regions) is asked for
-    again every two seconds, and `shortage` says so meanwhile. `hand_over(region, fd)` and
-    `give_up(text)` are called on this thread: pass the loop's `call_soon_threadsafe`.
+    Memory that is not available yet (a killed daemon's clients may still map its regions) is requested again every two
+    seconds, and `shortage` says so meanwhile. `hand_over(region, fd)` and `give_up(text)` are called on this thread:
+    pass the loop's `call_soon_threadsafe`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RegionMaker(threading.Thread):
         self.shortage = ""
 
     def run(self) -> None:
-        # On Linux this is for the thread alone. It wants a core for seconds, the loop wants one at once.
+        # On Linux this applies to the thread alone. It wants a core for seconds, the loop wants one at once.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         for region_id, size_bytes in enumerate(self._sizes):
             made = self._make(region_id, size_bytes)
@@ -88,7 +88,7 @@ class RegionMaker(threading.Thread):
         return None
 
     def stop(self) -> None:
-        """Ask the thread to end; it does after the region that it is at."""
+        """Ask the thread to end; it does after the current region."""
         self._stopped.set()
 
 

@@ -1,4 +1,4 @@
-"""The daemon's run dir: 0700 (0750 where it is shared with a group), one daemon at a time, no stale sockets."""
+"""The daemon's run dir: mode 0700 (0750 if shared with a group), one daemon at a time, no stale sockets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiercache.errors import ConfigError
 
 
 def find_group(name: str) -> int | None:
-    """The gid of a group by its name or number, None for "". Raises ConfigError where we may not use it."""
+    """The gid of a group by its name or number, None for "". Raises ConfigError if we may not use it."""
     if not name:
         return None
     try:
@@ -25,7 +25,7 @@ def find_group(name: str) -> int | None:
 
 
 def guard(path: Path, group: int | None) -> None:
-    """Who may open a socket: its owner, and the members of `group`. To be called in a run dir of ours."""
+    """Let the owner and the members of `group` open a socket. To be called in a run dir of ours."""
     if group is None:
         path.chmod(0o600)
     else:
@@ -44,7 +44,7 @@ class RunDir:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid()):
-                # Who made it can have it lead elsewhere once clients look for us here.
+                # Its creator can redirect it once clients look for us here.
                 raise ConfigError(f"run_dir {path} is another user's symbolic link: choose one with --run-dir")
             stat = path.stat()
             if stat.st_uid != os.geteuid():
@@ -58,7 +58,7 @@ class RunDir:
             raise ConfigError(text) from error
         self._lock()
         self.remove_sockets()
-        if group is not None:  # now that it is ours: a second daemon changes nothing of what the first one serves
+        if group is not None:  # after the lock: a second daemon must not change what the first one serves
             os.chown(path, -1, group)
             path.chmod(0o750)
 
@@ -75,12 +75,12 @@ class RunDir:
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def remove_sockets(self) -> None:
-        """Take away sockets that a killed daemon left; only the holder of the lock may."""
+        """Remove sockets that a killed daemon left; only the holder of the lock may."""
         control = Path(control_endpoint(self.path).removeprefix("ipc://"))
         for path in (session_socket_path(self.path), control):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove the sockets and let go of the lock."""
+        """Remove the sockets and release the lock."""
         self.remove_sockets()
         os.close(self._fd)

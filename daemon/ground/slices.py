@@ -1,9 +1,9 @@
-"""Work that is too long for one go of the loop: written as a generator that yields now and then, and done in slices.
+"""Slices: work too long for one go of the event loop, written as a generator that yields now and then.
 
-    reply = yield from self._find(...)      in a method that answers in slices: others are served at each `yield`
+    reply = yield from self._find(...)      in a method that answers in slices: the loop serves others at each `yield`
     reply = finish(self._find(...))         all at once, where it is known to be short
 
-What a slice has seen may be otherwise in the next one; whoever yields looks again, or has pinned it.
+State may change between two slices: code that yields must look again, or have pinned what it uses.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Steps = Generator[None, None, T]
 LOOKUPS = 2048
 """Keys looked up in one slice, about a millisecond."""
 PINS = 512
-"""Blocks pinned, touched or let go of in one slice: likewise."""
+"""Blocks pinned, touched or unpinned in one slice: about a millisecond too."""
 
 
 def finish(steps: Steps[T]) -> T:
-    """Do all of it now."""
+    """Run all of it now."""
     while True:
         try:
             next(steps)
@@ -32,7 +32,7 @@ def finish(steps: Steps[T]) -> T:
 
 
 def noted(steps: Steps[T]) -> Steps[tuple[T, bool]]:
-    """The same, and whether others were served meanwhile."""
+    """The same, and whether the loop served others meanwhile."""
     yielded = False
     while True:
         try:
@@ -44,7 +44,7 @@ def noted(steps: Steps[T]) -> Steps[tuple[T, bool]]:
 
 
 class Slices:
-    """What is under way, each a slice in its turn. Event loop only."""
+    """Work in progress, one slice of each in turn. Event loop only."""
 
     def __init__(self) -> None:
         self._under_way: deque[Steps[None]] = deque()
@@ -53,11 +53,11 @@ class Slices:
         return len(self._under_way)
 
     def add(self, steps: Steps[None]) -> None:
-        """Something more to be done; it begins with its next turn."""
+        """Add work; it begins with its next turn."""
         self._under_way.append(steps)
 
     def begin(self, steps: Steps[None]) -> None:
-        """The first slice of something now, nearly always all of it, and the rest in turn."""
+        """Run the first slice now, nearly always all of the work, and the rest in turn."""
         try:
             next(steps)
         except StopIteration:
@@ -65,7 +65,7 @@ class Slices:
         self.add(steps)
 
     def work(self) -> bool:
-        """One slice; True while there is more."""
+        """Run one slice; True while there is more."""
         if self._under_way:
             steps = self._under_way.popleft()
             try:

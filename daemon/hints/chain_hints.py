@@ -1,4 +1,4 @@
-"""What is known of the end of a chain because a client has said it, and where that puts it."""
+"""The mark of a chain's end: what clients have hinted about it, and the group that puts it in."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tiercache.protocol.messages import Priority
 
 LATE_SHARE = 0.5
 LATE_S = 1.0
-"""Somebody who said to be back in a while is waited for, for this share of the while, and this time, longer."""
+"""How long a client is awaited beyond the time it gave: this share of the wait, and at least this time."""
 ABOUT_SHARE = 0.2
-"""Of that: how sure anybody is to come at the very time."""
+"""The uncertainty of a return time, as a share of that."""
 
 
 class Group(Enum):
-    """What becomes of a marked block while it is a candidate."""
+    """How a marked block is treated while it is a candidate."""
 
     NONE = "no candidate"
     PLAIN = "the policy's"
@@ -29,16 +29,16 @@ class Group(Enum):
 
 @dataclass(slots=True)
 class Mark:
-    """What was said of a block, and of the `own` - 1 before it that no other chain shared then.
+    """What was hinted about a block, and about the `own` - 1 blocks before it that no other chain shared then.
 
     Attributes:
         own: blocks that the mark is about.
-        stamp: the columns' clock when it was said: a later use takes `done` and `back_s` back.
-        done: nobody asks for it again.
-        back_s, late_s: when it is asked for, and until when that is waited for; 0 for nothing known.
+        stamp: the columns' clock when it was said: a later use cancels `done` and `back_s`.
+        done: it will not be asked for again.
+        back_s, late_s: when it will be asked for, and until when it is awaited; 0 if unknown.
         until_s: it is of no use from then on.
-        priority: as it was said, NORMAL if nothing was.
-        group: where it stands now.
+        priority: as it was said, NORMAL if it was not.
+        group: its present group.
     """
 
     own: int = 1
@@ -51,11 +51,11 @@ class Mark:
     group: Group = Group.NONE
 
     def used(self) -> None:
-        """Somebody has asked for it."""
+        """The block was asked for."""
         self.done, self.back_s, self.late_s = False, 0.0, 0.0
 
     def wait_s(self, now_s: float) -> float:
-        """How long somebody who is awaited probably takes still; who is about to come may be a little late."""
+        """Expected time until an awaited client returns; one due about now may be a little late."""
         return max(self.back_s - now_s, ABOUT_SHARE * (self.late_s - self.back_s))
 
     @property
@@ -64,7 +64,7 @@ class Mark:
         return not (self.done or self.late_s) and self.until_s == math.inf and self.priority is Priority.NORMAL
 
     def hand_on(self, earlier: Mark | None) -> None:
-        """It is the block before's now, of which perhaps something was said `earlier`; what is said later counts."""
+        """Pass it to the block before, which may have an `earlier` mark; the later hint takes precedence."""
         self.own, self.group = self.own - 1, Group.NONE
         if earlier is not None:
             self.own = max(self.own, earlier.own)
@@ -72,7 +72,7 @@ class Mark:
             self.priority = earlier.priority if self.priority is Priority.NORMAL else self.priority
 
     def group_at(self, now_s: float) -> Group:
-        """Where a candidate of this mark belongs."""
+        """The group of a candidate with this mark."""
         if self.until_s <= now_s:
             return Group.EXPIRED
         if self.done:

@@ -1,13 +1,13 @@
-"""A policy that takes hints: what clients have said of the ends of chains comes before what the policy thinks of them.
+"""A policy that takes hints: what clients say about the ends of chains takes precedence over the inner policy.
 
-    goes first        EXPIRED, then DONE, then LOW            whatever the policy thinks
-    the policy's      all of which nothing was said
-    kept              BACK (somebody comes back for it), HIGH   apart, up to a share of the tier
+    evicted first     EXPIRED, then DONE, then LOW            whatever the policy thinks
+    the policy's      all blocks without a hint
+    kept              BACK (a client will return for it), HIGH   apart, up to a share of the tier
 
-As everywhere only candidates are sorted, blocks with no child and no pin, so no hint can break a chain or a lease.
-What is kept is evicted all the same when there is nothing else, so no hint can keep a store out either. A mark is of
-the last block of what was hinted at; when that goes, the block before it takes the mark over, as far as no other chain
-shares it. With a policy that predicts uses, what is awaited is compared with the policy's own victim.
+As everywhere only candidates are sorted, blocks with no child and no pin, so no hint can break a chain or a lease. Kept
+blocks are evicted all the same when there is nothing else, so no hint can keep a store out either. A mark belongs to
+the last block of the hinted chain; when that is evicted, the block before it takes the mark over, as far as no other
+chain shares it. If the policy predicts uses, awaited blocks are compared with the policy's own victim.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tiercache.daemon.index.policy import NO_ENTRY, Policy
 from tiercache.protocol.messages import Priority
 
 MAX_MARKS = 16_384
-"""Of one policy; the one set first is forgotten for another."""
+"""Marks of one policy; beyond that the oldest is forgotten."""
 KEPT_SHARE = 0.25
-"""Of the blocks of a tier: what may be kept as awaited, and as much again for those of high priority."""
+"""Of the blocks of a tier: how many may be kept as awaited, and as many again for high priority."""
 EXPIRE_AT_ONCE = 64
-"""Marks whose time has come that are looked at in one go of the loop, and blocks that are evicted for that."""
+"""Marks that have come due looked at in one go of the loop, and blocks evicted for that."""
 _LIMIT_S = 1.0
 _PASSED_ON = (
     "inserted", "inserted_run", "inserted_many", "touched", "replaced", "evicted", "follows", "add", "remove", "victim",
@@ -39,18 +39,18 @@ _KEPT = (Group.BACK, Group.HIGH)
 
 
 class Teller(Protocol):
-    """Who knows what was said, and what happens."""
+    """Knows what was hinted, and whether a request is being answered."""
 
     clock_s: Callable[[], float]
     asked: bool
     """Whether a client's request is being answered: what is touched then is used."""
 
     def find(self, number: int, key: bytes) -> Mark | None:
-        """What was said of a block, by its table and key, that has come to a tier."""
+        """What was hinted about a block, by its table and key, that has come to a tier."""
 
 
 class HintedPolicy:
-    """See `Policy`, and the module. Until something is marked every call goes straight to the policy inside.
+    """See `Policy`, and the module. Until the first mark every call goes straight to the inner policy.
 
     `in_hits`: the policy's worths are in hits a second.
     """
@@ -67,7 +67,7 @@ class HintedPolicy:
         self._kept: dict[Group, dict[int, None]] = {group: {} for group in _KEPT}
         self.kept_blocks = dict.fromkeys(_KEPT, 0)
         self._latest: list[tuple[float, int]] = []  # (-late_s, entry) of BACK
-        self._due: list[tuple[float, int]] = []  # when to look at a mark again, and whose
+        self._due: list[tuple[float, int]] = []  # when to look at a mark again, and its entry
         self._limit = 0
         self._limit_s = -math.inf
         self.awake = False
@@ -75,7 +75,7 @@ class HintedPolicy:
             setattr(self, name, getattr(inner, name))
 
     def wake(self) -> None:
-        """Something will be marked: look at every block from here on."""
+        """A first mark is coming: track every block from here on."""
         if not self.awake:
             self.awake = True
             for name in _PASSED_ON:
@@ -84,7 +84,7 @@ class HintedPolicy:
     # --- marks -----------------------------------------------------------------------------------
 
     def mark(self, entry: int, mark: Mark) -> None:
-        """Mark a live block of this policy's, instead of how it was marked before."""
+        """Mark a live block of this policy's, replacing its earlier mark."""
         self.wake()
         candidate = self._columns.next[entry] != 0
         if candidate:
@@ -103,7 +103,7 @@ class HintedPolicy:
 
     @property
     def marks(self) -> int:
-        """How many there are."""
+        """How many marks there are."""
         return len(self._marks)
 
     def _note(self, entry: int, mark: Mark) -> None:
@@ -124,7 +124,7 @@ class HintedPolicy:
         self.add(entry)
 
     def expire(self, now_s: float) -> None:
-        """Sort those anew whose time has come, a slice of them."""
+        """Move marked blocks that have come due to their new group, a slice of them."""
         for _ in range(EXPIRE_AT_ONCE):
             if not self._due or self._due[0][0] > now_s:
                 return
@@ -147,13 +147,13 @@ class HintedPolicy:
             self._sort(entry, mark)
 
     def _sort(self, entry: int, mark: Mark) -> None:
-        """A candidate that the inner policy has as any other one goes to its group."""
+        """Move a candidate of the inner policy to the group of its mark."""
         group = mark.group = mark.group_at(self._clock_s())
         if group in self._first:
             self._first[group][entry] = None
         elif group in self._kept:
             self.inner.remove(entry)
-            # In a ring of its own, so that it is a candidate to all who look.
+            # In a ring of its own, so that everyone sees it as a candidate.
             self._columns.prev[entry] = self._columns.next[entry] = entry + 1
             self._kept[group][entry] = None
             self.kept_blocks[group] += mark.own
@@ -164,7 +164,7 @@ class HintedPolicy:
                     heapq.heapify(self._latest)
 
     def _give_back(self, entry: int, mark: Mark) -> None:
-        """A candidate is the inner policy's again, as if nothing had been said."""
+        """Return a candidate to the inner policy, as if it had no mark."""
         group, mark.group = mark.group, Group.NONE
         if group in self._first:
             del self._first[group][entry]
@@ -209,13 +209,13 @@ class HintedPolicy:
         if candidate:
             self._give_back(entry, mark)
         self.inner.touched(entry)
-        if self._teller.asked:  # and it is not the daemon that moves it
+        if self._teller.asked:  # a client's use, not a move by the daemon
             mark.used()
         if candidate:
             self._sort(entry, mark)
 
     def follows(self, entry: int, child: int) -> bool:
-        """One at a time where something is said: the inner policy has to hear of each."""
+        """One at a time where there are marks: the inner policy must hear of each."""
         mark = self._marks.get(child)
         if entry in self._marks or not (mark is None or mark.empty):
             return False
@@ -231,14 +231,14 @@ class HintedPolicy:
             self._sort(entry, own)
 
     def _inherit(self, entry: int, mark: Mark | None) -> Mark | None:
-        """A block takes over the mark of its last child, which is evicted; returns what it is marked with then."""
+        """A block takes over the mark of its last child, which is evicted; returns its mark after that."""
         own = self._marks.get(entry)
         if mark is not None and mark.own > 1 and not mark.empty and (own is None or own.stamp <= mark.stamp):
             mark.hand_on(own)
             own = mark
             self._note(entry, own)
         if own is not None and self._columns.stamp[entry] > own.stamp:
-            own.used()  # by way of another chain
+            own.used()  # used through another chain
         return own
 
     def evicted(self, entry: int, parent: int) -> None:
@@ -249,7 +249,7 @@ class HintedPolicy:
         self.inner.evicted(entry, parent)
         index = self.index
         if mark is not None and index.children[parent] == 1 and index.state[parent] == LIVE:
-            self._inherit(parent, mark)  # which is pinned, and sorted when it is let go of
+            self._inherit(parent, mark)  # which is pinned, and sorted when it is unpinned
 
     # --- the next victim -------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class HintedPolicy:
         return entry
 
     def _latest_back(self) -> int:
-        """Of those that are awaited the one that comes back last, or NO_ENTRY."""
+        """Of the awaited blocks the one needed last, or NO_ENTRY."""
         latest, awaited = self._latest, self._kept[Group.BACK]
         while latest:
             late, entry = latest[0]
@@ -276,7 +276,7 @@ class HintedPolicy:
         return NO_ENTRY
 
     def _let_go(self) -> None:
-        """Keep no more than the share: of those awaited who come first, of high priority who were used last."""
+        """Enforce the share: keep the awaited blocks needed first, and those of high priority used last."""
         if not (self._kept[Group.BACK] or self._kept[Group.HIGH]):
             return
         limit = self._limit_now()
@@ -294,7 +294,7 @@ class HintedPolicy:
         return self._limit
 
     def room_for(self, late_s: float) -> int:
-        """How many more blocks would be kept for somebody who is awaited until then, and not for others before that."""
+        """How many more blocks would be kept for a client awaited until then, after those awaited sooner."""
         sooner = (mark.own for one in self._kept[Group.BACK] if (mark := self._marks[one]).late_s <= late_s)
         return self._limit_now() - sum(sooner)
 
@@ -318,7 +318,7 @@ class HintedPolicy:
         return self.inner.worth(entry)
 
     def coldest_stamp(self) -> int | None:
-        """The policy's own: that blocks of a young chain go first does not make other, older ones younger."""
+        """The inner policy's: that blocks of a young chain go first does not make other, older blocks younger."""
         stamp = self.inner.coldest_stamp()
         if stamp is None and (entry := self.victim()) != NO_ENTRY:
             return self._columns.stamp[entry]
@@ -327,7 +327,7 @@ class HintedPolicy:
     # --- checking --------------------------------------------------------------------------------
 
     def check_integrity(self) -> list[str]:
-        """Where groups, marks and counts disagree."""
+        """Every way in which groups, marks and counts disagree."""
         findings = []
         for group, entries in (*self._first.items(), *self._kept.items()):
             marked = {entry for entry, mark in self._marks.items() if mark.group is group}

@@ -1,11 +1,11 @@
-"""Hints of clients, on their way to the blocks: who is meant in which tier, and what comes to a tier only later.
+"""Hints of clients on their way to the blocks: which chains in which tier, including blocks yet to come there.
 
-    hint ─► the last block of the chain in DRAM, and below ─► a mark there (`hinted.py`)
-       └──► by its key, for a tier that the block comes to later: written behind, or brought up
-       └──► when somebody is to be back: brought up before that (`ahead.py`)
+    hint ─► the last block of the chain in DRAM, and below ─► a mark there (`hinted_policy.py`)
+       └──► by its key, for a tier that the block comes to later: by write-behind or promotion
+       └──► when the client will be back: promoted before that (`prefetch.py`)
 
-A hint is about what no other chain shares. It changes no recency, is not kept over a restart, and what is said of
-blocks that are nowhere is forgotten.
+A hint is about the blocks that no other chain shares. It changes no recency and is not kept over a restart; hints about
+blocks in no tier are forgotten.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tiercache.protocol.messages import KEY_BYTES, Priority
 MAX_WALK = 8192
 """Blocks that a hint can be about, of all its namespaces together: a walk of a millisecond."""
 MAX_WINDOW = 256
-"""Likewise of blocks of windows, each of which is marked: some milliseconds."""
+"""The same for blocks of windows, each of which is marked: some milliseconds."""
 CARRY_S = 60.0
-"""How long `done` waits for blocks that come to another tier: somebody who asks for them then has taken it back."""
+"""How long `done` waits for blocks to reach another tier. A client that asks for them meanwhile cancels it."""
 
 
 class Said(NamedTuple):
-    """One hint, as it came: see the request `Hint`. Times are of the daemon's clock, 0 and infinity for unsaid."""
+    """One hint, as it came: see the request `Hint`. Times are of the daemon's clock; 0 and infinity mean unsaid."""
 
     done: bool = False
     back_s: float = 0.0
@@ -41,12 +41,12 @@ class Said(NamedTuple):
 
     @property
     def takes_all(self) -> bool:
-        """Whether it is about every block, and not about keeping what the next request needs."""
+        """Whether it is about every block, not about keeping what the next request needs."""
         return self.done or self.until_s < math.inf or self.priority is Priority.LOW
 
 
 def said_at(now_s: float, done: bool, return_in_s: float, ttl_s: float, priority: Priority | None) -> Said:
-    """A hint that is given now; 0 for a time that is not said."""
+    """A hint given now; 0 for a time that is not said."""
     late_s = now_s + (1.0 + LATE_SHARE) * return_in_s + LATE_S
     return Said(
         done, now_s + return_in_s if return_in_s else 0.0, late_s if return_in_s else 0.0,
@@ -55,14 +55,14 @@ def said_at(now_s: float, done: bool, return_in_s: float, ttl_s: float, priority
 
 
 class Hints:
-    """Of all tiers of a daemon. Event loop only; a hint costs a walk over the blocks that it is about."""
+    """Hints of all tiers of a daemon. Event loop only; a hint costs a walk over the blocks that it is about."""
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
         self.clock_s = clock_s
         self.asked = False
-        """Whether a client's lookup is being answered; see `Teller`."""
+        """Whether a client's look-up is being answered; see `Teller`."""
         self.counts = dict.fromkeys(("hints", "done", "returning", "ttl", "priority", "expired_blocks"), 0)
-        """Hints that were given, by what they said, and blocks that were evicted because of a `ttl`."""
+        """Hints given, by what they said, and blocks that were evicted because of a `ttl`."""
         self.policies: list[HintedPolicy] = []
         self._carried: dict[tuple[int, bytes], tuple[float, Mark]] = {}  # until when, by table and key
         self._awake = False
@@ -76,13 +76,13 @@ class Hints:
         return made
 
     def forget(self, index: Index) -> None:
-        """A tier's part has gone, and its policies with it."""
+        """A tier's index is gone, and its policies with it."""
         self.policies = [policy for policy in self.policies if policy.index is not index]
 
     # --- what is said ----------------------------------------------------------------------------
 
     def count(self, said: Said) -> None:
-        """A hint has come."""
+        """Count a hint."""
         its = {"hints": True, "done": said.done, "returning": said.late_s, "ttl": said.until_s < math.inf}
         for name, said_so in {**its, "priority": said.priority}.items():
             self.counts[name] += bool(said_so)
@@ -91,9 +91,9 @@ class Hints:
         self, places: Iterable[tuple[Index, Table]], keys: bytes, first: int, said: Said, window_blocks: int = 0,
         namespaces: int = 1,
     ) -> int:  # fmt: skip
-        """Of the blocks from `first` on of one namespace's chain, in each tier that has it; how many are there.
+        """Apply a hint to the blocks from `first` on of a namespace's chain, in each tier; returns how many are here.
 
-        `places`: where the chain may be. `namespaces`: of how many this is said at once.
+        `places`: where the chain may be. `namespaces`: how many namespaces the hint is about.
         """
         if not self._awake:
             self._awake = True
@@ -117,7 +117,7 @@ class Hints:
         return blocks
 
     def _mark_window(self, index: Index, table: Table, keys: bytes, first: int, said: Said, most: int) -> int:
-        """Its blocks hang below nothing, so each is marked, the last ones."""
+        """Mark blocks of a window: they have no parent, so each is marked, the last ones."""
         blocks, longest = len(keys) // KEY_BYTES, 0
         for number in range(max(first, blocks - most), blocks):
             entry = table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
@@ -136,7 +136,7 @@ class Hints:
             mark.until_s = said.until_s
         mark.priority = said.priority or mark.priority
         policy.mark(entry, mark)
-        carried_s = mark.until_s  # and no longer: whoever stores such a block again after that has said nothing
+        carried_s = mark.until_s  # no longer: a client that stores such a block after that has given no hint
         if carried_s == math.inf and mark.priority is Priority.NORMAL:
             carried_s = max(mark.late_s, now_s + CARRY_S)
         self._carry((table.number, index.key[entry]), carried_s, mark)
@@ -148,14 +148,14 @@ class Hints:
             del self._carried[next(iter(self._carried))]
 
     def find(self, number: int, key: bytes) -> Mark | None:
-        """What was said of a block that has come to a tier."""
+        """What was hinted about a block that has come to a tier."""
         until_s, mark = self._carried.get((number, key), (0.0, None))
         return mark if until_s > self.clock_s() else None
 
     # --- time ------------------------------------------------------------------------------------
 
     def expire(self, index: Index, tails: Tails) -> int:
-        """Evict a slice of what is of no use any more in one tier, and is held by nobody; how many blocks went."""
+        """Evict a slice of the expired, unpinned blocks of one tier; returns how many were evicted."""
         gone = 0
         if not self._awake:
             return gone
@@ -174,7 +174,7 @@ class Hints:
     # --- figures ---------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
-        """For `stats`: also how many ends of chains are marked, and blocks that are kept for that, in all tiers."""
+        """For `stats`: also how many ends of chains are marked, and how many blocks are kept for that, in all tiers."""
         return {
             **self.counts,
             "marks": sum(policy.marks for policy in self.policies),
@@ -184,7 +184,7 @@ class Hints:
 
 
 def own_blocks(index: Index, entry: int, most: int) -> int:
-    """A block and those before it that no other chain goes on from, counted as far as `most`."""
+    """A block and those before it from which no other chain branches off, counted up to `most`."""
     parent, children, own = index.parent, index.children, 1
     above = parent[entry]
     while own < most and children[above] == 1 and parent[above] != NO_ENTRY:

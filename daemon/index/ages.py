@@ -1,4 +1,4 @@
-"""How long ago a recency stamp was given: a few moments of the policy's clock, kept beside real ones."""
+"""Converts recency stamps into ages: keeps a few readings of the policy's clock beside the real time."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from bisect import bisect_left
 
 STEP_S = 1.0
 MAX_MOMENTS = 1024
-"""When there are so many, they are thinned out: the further back, the coarser."""
+"""With so many moments they are thinned out: the further back, the coarser."""
 _ERROR = 1 / 32
-"""Of an age, as a share of it, by the thinning: 500 moments are then left for a year."""
+"""Error that thinning may add, as a share of the age: 500 moments are then left for a year."""
 
 
 class Ages:
-    """Turns stamps of `policy.Columns.clock` into seconds. O(1) a note, O(log n) an answer."""
+    """Turns stamps of `policy.Columns.clock` into seconds. `note` is O(1), `age_s` O(log n)."""
 
     def __init__(self) -> None:
         self._stamps = array("q")
         self._times_s = array("d")
 
     def note(self, clock: int, now_s: float) -> None:
-        """The policy's clock stands at `clock` now; ignored when the last note is younger than a step."""
+        """Record that the policy's clock stands at `clock` now; ignored when the last note is younger than a step."""
         if self._times_s and now_s - self._times_s[-1] < STEP_S:
             return
         if self._stamps and self._stamps[-1] == clock:
-            return  # nothing was stored or found meanwhile: no stamp lies between the two
+            return  # nothing was stored or found since: no stamp lies between the two
         self._stamps.append(clock)
         self._times_s.append(now_s)
         if len(self._stamps) >= MAX_MOMENTS:
             self._thin_out(now_s)
 
     def _thin_out(self, now_s: float) -> None:
-        """Leave out moments whose neighbours are close to each other for their age."""
+        """Remove moments whose neighbours are close to each other for their age."""
         stamps, times_s = self._stamps[:1], self._times_s[:1]
         for place in range(1, len(self._times_s) - 1):
             if self._times_s[place + 1] - times_s[-1] > _ERROR * (now_s - self._times_s[place]):

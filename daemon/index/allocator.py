@@ -1,9 +1,9 @@
-"""Who owns which part of the arena: regions, split in frames of one size class each.
+"""Arena allocator: regions, each split in frames of one size class, and the owners of the frames.
 
-A frame's number is `region_id << 48 | byte offset`, as on the wire. Size classes come from the
-namespaces; a region belongs to one class as long as one of its frames is in use, and can be split
-anew when all are free. Owners of frames are told apart by `holders`: a frame given back while
-something outside (a ZeroMQ send, later a disk) still reads it is free only when that has ended.
+A frame's number is `region_id << 48 | byte offset`, as on the wire. Size classes come from the namespaces. A region
+belongs to one class as long as one of its frames is in use, and can be split anew when all are free. `holders` are
+apart from owners: a frame given back while something outside (a ZeroMQ send, later a disk) still reads it becomes free
+only when that has ended.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 NO_FRAME = -1
 NO_ACCOUNT = 0
 MOVED = -1
-"""In `Region.seen`: the frame was given out or taken back."""
+"""In `Region.seen`: the frame was taken or given back."""
 _OTHER = bytes((1, 0)) + bytes(254)
 
 
 class Region:
-    """One region's frames: never used from `fresh` on, given back ones on the stack `returned`.
+    """One region's frames: those from `fresh` on were never used, those given back are on the stack `returned`.
 
-    `counts` are its frames by account, and `accounts` says whose each frame is, from the first that is anybody's.
+    `counts` are its frames by account. `accounts` is the account of each frame, kept once the first frame has one.
     `seen` is what a `FrameCheck` notes of each, while there is one.
     """
 
@@ -52,12 +52,12 @@ class Region:
 
 
 class SizeClass:
-    """All regions whose frames have one size."""
+    """All regions with frames of one size."""
 
     def __init__(self, frame_bytes: int) -> None:
         self.frame_bytes = frame_bytes
         self.regions: dict[int, Region] = {}
-        self.open: list[Region] = []  # regions with a free frame; the last one is used first
+        self.open: list[Region] = []  # regions with a free frame; the last is used first
         self.free = 0
 
     @property
@@ -67,10 +67,10 @@ class SizeClass:
 
 
 class Allocator:
-    """Frames of the arena. Event loop only; O(1) but for the re-splitting of a region.
+    """Frames of the arena. Event loop only; O(1) except for splitting a region anew.
 
-    A frame is an account's from `take` until it is free, whatever becomes of its block meanwhile: being written,
-    evicted while something still reads it, dropped and waiting for its turn. Account 0 is nobody's and not counted.
+    A frame counts for its account from `take` until it is free, whatever becomes of its block meanwhile: being written,
+    evicted while something still reads it, dropped but not yet unlinked. Account 0 means no account and is not counted.
     """
 
     def __init__(self) -> None:
@@ -80,19 +80,19 @@ class Allocator:
         self.used_bytes = 0
         self.account_bytes: Counter[int] = Counter()
         self.waiting_bytes: Counter[int] = Counter()
-        """Of `account_bytes` those that were given back, and are free when their last holder is done."""
+        """The part of `account_bytes` that was given back and becomes free when the last holder is done."""
         self._holders: dict[int, int] = {}
         self.waiting: set[int] = set()
         """Those frames."""
         self._class_of: dict[int, SizeClass] = {}
 
     def add_region(self, region_id: int, size_bytes: int) -> None:
-        """A region that all mapping clients have been told of."""
+        """Add a region that all mapping clients have been told of."""
         self.unassigned.append(Region(region_id, size_bytes))
         self.arena_bytes += size_bytes
 
     def adopt_region(self, region_id: int, size_bytes: int, frame_bytes: int, owned: bytearray) -> None:
-        """A region that was in use in an earlier life: frames with a 1 in `owned` have owners, the others 0."""
+        """Add a region that was in use in an earlier life: frames with a 1 in `owned` have owners, the others 0."""
         size_class = self.size_class(frame_bytes)
         region = Region(region_id, size_bytes)
         region.split(frame_bytes)
@@ -109,13 +109,13 @@ class Allocator:
         self.used_bytes += region.owned * frame_bytes
 
     def size_class(self, frame_bytes: int) -> SizeClass:
-        """The class of that frame size, made when it is the first of its kind."""
+        """The class of that frame size, created at first use."""
         if frame_bytes not in self.classes:
             self.classes[frame_bytes] = SizeClass(frame_bytes)
         return self.classes[frame_bytes]
 
     def take(self, size_class: SizeClass, account: int = NO_ACCOUNT) -> int:
-        """A free frame, or NO_FRAME. Frames taken one after another tend to be neighbours."""
+        """Take a free frame; returns it, or NO_FRAME. Frames taken one after another tend to be neighbours."""
         if not size_class.open and not self._open_region(size_class):
             return NO_FRAME
         region = size_class.open[-1]
@@ -167,11 +167,11 @@ class Allocator:
         size_class.free += 1
 
     def hold(self, frame: int) -> None:
-        """Something that cannot be recalled reads or writes the frame."""
+        """Something that cannot be recalled starts to read or write the frame."""
         self._holders[frame] = self._holders.get(frame, 0) + 1
 
     def unhold(self, frame: int) -> None:
-        """That has ended."""
+        """End one `hold`."""
         self._holders[frame] -= 1
         if self._holders[frame] == 0:
             del self._holders[frame]
@@ -190,7 +190,7 @@ class Allocator:
         self.account_bytes[account] -= frame_bytes
 
     def account_of(self, frame: int) -> int:
-        """Whose a frame in use is."""
+        """The account of a frame in use."""
         size_class = self._class_of[frame >> REGION_SHIFT]
         accounts = size_class.regions[frame >> REGION_SHIFT].accounts
         return NO_ACCOUNT if accounts is None else accounts[(frame & OFFSET_MASK) // size_class.frame_bytes]
@@ -202,7 +202,7 @@ class Allocator:
             yield region_id, region.size_bytes, region.owned, region.counts
 
     def set_entry(self, frame: int, entry: int) -> None:
-        """Remember which index entry the frame belongs to, so that a region can be emptied."""
+        """Record which index entry the frame belongs to, so that a region can be emptied."""
         region_id = frame >> REGION_SHIFT
         size_class = self._class_of[region_id]
         number = (frame & OFFSET_MASK) // size_class.frame_bytes
@@ -211,7 +211,7 @@ class Allocator:
     def entries_of(self, region_id: int, draining: bool) -> array[int] | None:
         """For each frame of a region its index entry + 1, 0 where it has none. Not a copy.
 
-        None when the region is not in use, or is (not) draining unlike asked.
+        None when the region is not in use, or its draining state is not `draining`.
         """
         size_class = self._class_of.get(region_id)
         region = size_class.regions[region_id] if size_class is not None else None
@@ -222,7 +222,7 @@ class Allocator:
         return sorted(self._class_of[region_id].regions)
 
     def bytes_in_use(self, region_id: int) -> int:
-        """Of a region, in its frames that are in use."""
+        """Bytes of a region's frames in use."""
         return self.owned_frames(region_id) * self._class_of[region_id].frame_bytes
 
     def owned_frames(self, region_id: int) -> int:
@@ -230,7 +230,7 @@ class Allocator:
         return self._class_of[region_id].regions[region_id].owned
 
     def drain(self, region_id: int) -> None:
-        """Hand out no more frames of the region; once the last one is back it is unassigned."""
+        """Hand out no more frames of the region; it is unassigned once the last one is back."""
         size_class = self._class_of[region_id]
         region = size_class.regions[region_id]
         region.draining = True
@@ -281,6 +281,6 @@ class Allocator:
         return None
 
     def region_of(self, region_id: int) -> tuple[SizeClass, Region] | None:
-        """A region in use, and whose frames it has."""
+        """A region in use, and its size class."""
         size_class = self._class_of.get(region_id)
         return None if size_class is None else (size_class, size_class.regions[region_id])

@@ -1,9 +1,9 @@
-"""Ends of chains that somebody is about to go on with, kept for a moment.
+"""Ends of chains that a writer is about to continue, kept for a moment.
 
-A long prompt is stored in several goes, and what has not been used yet may be worth the least of all: without this a
-policy may evict the last block of one go before the next one names it as its parent, and the rest of the prompt is
-refused. So the end of what a writer has committed stays pinned until the writer has gone on below it, for a second at
-most. It costs nobody else room: where nothing else is left to evict, all of these are let go first.
+A long prompt is stored in several parts, and blocks not used yet may be worth the least of all: without this a policy
+may evict the last block of one part before the next part names it as its parent, and the rest of the prompt is refused.
+So the end of what a writer has committed stays pinned until the writer has continued below it, for a second at most. It
+takes no room from others: if nothing else is left to evict, all of these pins are released first.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tiercache.daemon.index.index import Index
 from tiercache.protocol.messages import KEY_BYTES
 
 TAIL_S = 1.0
-"""How long a writer is waited for."""
+"""How long to wait for a writer to continue."""
 MAX_TAILS = 64
-"""Of one writer, an engine that stores so many prompts at a time."""
+"""Per writer: an engine that stores so many prompts at a time."""
 MAX_PROMPTS = 1024
 
 
 class Prompts:
-    """Where the prompts that were asked for last end: who stores one as far as that is done with it."""
+    """Where the prompts looked up last end: a writer that has stored one as far as that is done with it."""
 
     __slots__ = ("_ends",)
 
@@ -30,7 +30,7 @@ class Prompts:
         self._ends: dict[bytes, None] = {}
 
     def asked(self, keys: bytes) -> None:
-        """A prompt was looked up, a packed list of at least one key."""
+        """A prompt was looked up; `keys` is a packed list of at least one key."""
         end = keys[-KEY_BYTES:]
         self._ends.pop(end, None)
         self._ends[end] = None
@@ -38,19 +38,19 @@ class Prompts:
             del self._ends[next(iter(self._ends))]
 
     def ends_at(self, key: bytes) -> bool:
-        """Whether one of them ends there."""
+        """Whether one of those prompts ends at this block."""
         return key in self._ends
 
 
 class Tails:
-    """The pinned ends in one index, each with when its time is up, by writer. Event loop only."""
+    """The pinned ends in one index, with their deadlines, by writer. Event loop only."""
 
     def __init__(self, index: Index, prompts: Prompts, clock_s: Callable[[], float]) -> None:
         self._index = index
         self._prompts = prompts
         self._clock_s = clock_s
         self._of: dict[bytes, dict[int, float]] = {}  # oldest first
-        self._first_s = math.inf  # nothing is overdue before that
+        self._first_s = math.inf  # no deadline is before that
 
     def __iter__(self) -> Iterator[int]:
         """The entries, each of which has a pin for it."""
@@ -69,12 +69,12 @@ class Tails:
             self._let_go(writer, next(iter(its)))
 
     def went_on(self, writer: bytes, entry: int) -> None:
-        """The writer has reserved something below this block, which that keeps from here on."""
+        """The writer has reserved blocks below this one; that reservation keeps it from here on."""
         if entry in self._of.get(writer, ()):
             self._let_go(writer, entry)
 
     def lapse(self) -> None:
-        """Let go what is overdue."""
+        """Unpin what is past its deadline."""
         now_s = self._clock_s()
         if now_s < self._first_s:
             return
@@ -82,18 +82,18 @@ class Tails:
         self._first_s = min((end_s for its in self._of.values() for end_s in its.values()), default=math.inf)
 
     def give_up(self) -> bool:
-        """Let go all of them; False when there were none."""
+        """Unpin all of them; False when there were none."""
         had = bool(self._of)
         self._let_go_all(lambda entry, end_s: True)
         self._first_s = math.inf
         return had
 
     def let_go_detached(self) -> None:
-        """Let go what was dropped, or hangs below what was."""
+        """Unpin what was dropped, or hangs below a dropped block."""
         self._let_go_all(lambda entry, end_s: not self._index.attached(entry))
 
     def writer_gone(self, writer: bytes) -> None:
-        """Nobody goes on with what it has stored."""
+        """The writer is gone: unpin its ends, since it will not continue them."""
         for entry in list(self._of.get(writer, ())):
             self._let_go(writer, entry)
 
@@ -105,7 +105,7 @@ class Tails:
             for entry, end_s in its.items()
             if which(entry, end_s)
         ]
-        for _, writer, entry in sorted(gone):  # candidates again in the order in which they were used
+        for _, writer, entry in sorted(gone):  # become candidates in the order in which they were used
             self._let_go(writer, entry)
 
     def _let_go(self, writer: bytes, entry: int) -> None:

@@ -1,7 +1,7 @@
-"""Whether an index agrees with itself, and who pins its entries with its counts: a slice at a time, while it changes.
+"""Consistency check of an index, and of its pin counts against the holders of pins: in slices, while the index changes.
 
-Each block is compared with its neighbours at one time. Pins have holders all over the daemon, which are met one after
-another; so the index notes meanwhile of which entries the holders change, and these are looked at again.
+Each block is compared with its neighbours at one moment. Pins have holders all over the daemon, which are visited one
+after another; so the index records meanwhile which entries' pins change, and these are checked again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tiercache.daemon.index.frame_check import Entries, FrameCheck
 from tiercache.daemon.index.policy import NO_ENTRY, Columns
 
 ENTRIES = 2 * PINS
-"""Looked at in one slice."""
+"""Entries checked in one slice."""
 _SIBLINGS = 8 * PINS
 """Children counted in one slice."""
 _TRIES = 3
@@ -25,7 +25,7 @@ FREE, LIVE = 0, 1
 
 
 class CheckedTable(Protocol):
-    """As much of a namespace's table as is compared."""
+    """The part of a namespace's table that is checked."""
 
     number: int
     root: int
@@ -37,7 +37,7 @@ class CheckedTable(Protocol):
 
 
 class Checked(Entries, Protocol):
-    """As much of an index as is compared."""
+    """The part of an index that is checked."""
 
     key: list[bytes]
     parent: array[int]
@@ -49,19 +49,19 @@ class Checked(Entries, Protocol):
     table: array[int]
     columns: Columns
     moved: bytearray | None
-    """Set while pins are counted: the index notes there which of them change."""
+    """Set while pins are counted: the index records there which of them change."""
 
     @property
     def tables(self) -> Mapping[int, CheckedTable]:
-        """By the number of their namespace."""
+        """Tables by the number of their namespace."""
 
 
 Owners = Callable[[], Iterable[Sequence[tuple[int, object]]]]
-"""Frames that are being written, each with who does: parts of all that there are at the first of them."""
+"""Frames being written, each with its writer: parts of the state at the time of the first part."""
 
 
 def check_blocks(index: Checked, allocator: Allocator, owners: Owners, leaving: Container[int]) -> Steps[list[str]]:
-    """As `check_index`, and whether each frame in use is one entry's or one owner's, or `leaving`."""
+    """As `check_index`, and whether each frame in use belongs to one entry or one owner, or is `leaving`."""
     frames = FrameCheck(allocator)
     try:
         yield from frames.begin()
@@ -79,7 +79,7 @@ def check_blocks(index: Checked, allocator: Allocator, owners: Owners, leaving: 
 
 
 def check_index(index: Checked, frames: FrameCheck | None = None) -> Steps[list[str]]:
-    """Every way in which columns, tables and counts disagree; `frames` is told who has which."""
+    """Every way in which columns, tables and counts disagree; `frames` is told which entry has which frame."""
     findings: list[str] = []
     roots = {table.root for table in index.tables.values()}
     for first in range(0, len(index.key), ENTRIES):
@@ -104,7 +104,7 @@ def check_index(index: Checked, frames: FrameCheck | None = None) -> Steps[list[
 
 
 def _check_entry(index: Checked, entry: int, roots: set[int]) -> list[str]:
-    """One that is not free, with its parent, its siblings and its children, if these are not too many."""
+    """Check an entry that is not free, with its parent, its siblings and its children, if these are not too many."""
     findings, state, parent = [], index.state[entry], index.parent[entry]
     table = index.tables[index.table[entry]]
     if state == LIVE and entry not in roots and entry != table.root and table.get(index.key[entry]) != entry:
@@ -136,7 +136,7 @@ def _children(index: Checked, entry: int) -> Iterable[int]:
 
 
 def _check_children(index: Checked, entry: int) -> Steps[list[str]]:
-    """Count the children of one that has many; if they never stay the same for so long, they are not counted."""
+    """Count the children of an entry with many; skipped if they never stay the same for long enough."""
     for _ in range(_TRIES):
         first, children, found = index.first_child[entry], index.children[entry], 0
         child = first
@@ -145,7 +145,7 @@ def _check_children(index: Checked, entry: int) -> Steps[list[str]]:
             child = index.next_sibling[child]
             if not found % _SIBLINGS:
                 yield
-                # A new child comes first, and one that goes is counted no more.
+                # A new child comes first, and one that is removed is no longer counted.
                 if index.first_child[entry] != first or index.children[entry] != children:
                     break
         else:
@@ -154,13 +154,13 @@ def _check_children(index: Checked, entry: int) -> Steps[list[str]]:
 
 
 Holding = tuple[Sequence[Any], Callable[[Any], Iterable[int]]]
-"""Holders of pins, and which entries one of them pins."""
+"""Holders of pins, and a function that lists the entries pinned by one of them."""
 
 
 def check_pins(index: Checked, holdings: Callable[[], Sequence[Holding]]) -> Steps[list[str]]:
-    """Entries that do not have as many pins as are held. Those of which holders change all the time are left out.
+    """Entries whose pin count differs from the pins held. Entries whose holders change all the time are left out.
 
-    `holdings()` are all holders as of that moment; what one pins may be asked later, as changes are noted.
+    `holdings()` are all holders at that moment; what each one pins may be asked later, since changes are recorded.
     """
     doubtful: Sequence[int] | None = None  # all
     try:
@@ -186,7 +186,7 @@ def check_pins(index: Checked, holdings: Callable[[], Sequence[Holding]]) -> Ste
 
 
 def _counted(index: Checked, holdings: Callable[[], Sequence[Holding]], doubtful: Sequence[int] | None) -> Steps[Any]:
-    """How many pins are held, by entry; of the doubtful ones only, if there are any. Changes are noted from here on."""
+    """Pins held, by entry; of the `doubtful` entries only, if given. Changes are recorded from here on."""
     size = len(index.key)
     index.moved = bytearray(size)
     counts: Any = array("i", bytes(4 * size)) if doubtful is None else dict.fromkeys(doubtful, 0)

@@ -1,8 +1,8 @@
-"""Whether each frame in use has one owner, looked at a slice at a time while frames come and go.
+"""Checks in slices, while frames come and go, that each frame in use has exactly one owner.
 
-From `begin` on the allocator notes in each region which frames it gives and takes back. A frame of which nothing was
-noted has been as it was all the time: free, and then it has no owner, or in use, and then its owner is met on the way,
-as owners follow each other in one order only:
+From `begin` on the allocator records in each region which frames it hands out and takes back. A frame without a record
+has not changed: it was free and has no owner, or it was in use and the check meets its owner, because owners follow
+each other in one order only:
 
     being written ─► in the index ─► leaving (of a disk: until its row is deleted) ─► free
 """
@@ -19,30 +19,30 @@ from tiercache.daemon.index.allocator import Allocator, Region, SizeClass
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 
 UNSEEN, FREE, WRITTEN = 0, -2, -3
-"""What is noted of a frame, beside the allocator's `MOVED`; entry + 1 of one that was met in the index."""
+"""States of a frame, beside the allocator's `MOVED`; entry + 1 for a frame met in the index."""
 _AT_ONCE = 8 * LOOKUPS
-"""Notes that are counted, not looked at one by one."""
+"""Notes that are counted together, not looked at one by one."""
 
 
 class Entries(Protocol):
-    """As much of an index as this reads."""
+    """The part of an index that this reads."""
 
     state: array[int]
     frame: array[int]
 
 
 class FrameCheck:
-    """One look at all frames of an allocator. Event loop only; `stop` it in any case."""
+    """One check of all frames of an allocator. Event loop only; always `stop` it."""
 
     def __init__(self, allocator: Allocator) -> None:
         self.findings: list[str] = []
         self._allocator = allocator
         self._regions: list[tuple[SizeClass, Region]] = []
-        self._met_again: set[int] = set()  # frames that have been met as another owner's before
-        self._owners: dict[int, object] = {}  # of these, who writes them now
+        self._met_again: set[int] = set()  # frames met with a second owner
+        self._owners: dict[int, object] = {}  # who writes those frames now
 
     def begin(self) -> Steps[None]:
-        """Have frames that come and go noted, and note what is free now."""
+        """Start recording frames that come and go, and note which are free now."""
         for size_class in list(self._allocator.classes.values()):
             for region in list(size_class.regions.values()):
                 seen = region.seen = array("i", bytes(4 * region.frames))
@@ -57,12 +57,12 @@ class FrameCheck:
                 yield
 
     def stop(self) -> None:
-        """Nothing is noted any more."""
+        """Stop recording."""
         for _, region in self._regions:
             region.seen = None
 
     def _place(self, frame: int) -> tuple[array[int] | None, int]:
-        """Where notes of a frame are; None for one in a region that was made meanwhile."""
+        """Where a frame's note is; None for a frame in a region that was made meanwhile."""
         found = self._allocator.region_of(frame >> REGION_SHIFT)
         if found is None:
             self.findings.append(f"a frame of region {frame >> REGION_SHIFT} has an owner, but that is not in use")
@@ -71,7 +71,7 @@ class FrameCheck:
         return region.seen, (frame & OFFSET_MASK) // size_class.frame_bytes
 
     def written(self, frames: Iterable[int]) -> None:
-        """These are being written: said of all, before the first entry of the index."""
+        """These frames are being written: to be told of all of them before the first entry of the index."""
         for frame in frames:
             seen, number = self._place(frame)
             if seen is None:
@@ -97,7 +97,7 @@ class FrameCheck:
         seen[number] = entry + 1
 
     def written_again(self, index: Entries, owners: Sequence[tuple[int, object]]) -> None:
-        """Of frames that seemed to have two owners: who has them now. `owners` are a part of all."""
+        """Present writers of frames that seemed to have two owners. `owners` are a part of all."""
         for frame, owner in owners:
             if frame not in self._met_again:
                 continue
@@ -110,16 +110,16 @@ class FrameCheck:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether `written_again` is to be asked."""
+        """Whether `written_again` must be called."""
         return bool(self._met_again)
 
     def end(self, leaving: Container[int]) -> Steps[None]:
-        """All owners have been met but those that are `leaving`."""
+        """All owners have been met except those that are `leaving`."""
         waiting = self._allocator.waiting
         for size_class, region in self._regions:
             for first in range(0, region.frames, _AT_ONCE):
                 if region.seen is None:
-                    break  # it was emptied, and is divided anew
+                    break  # the region was emptied and is split anew
                 notes, lost = region.seen[first : first + _AT_ONCE], 0
                 for number in range(first, first + len(notes)) if notes.count(UNSEEN) else ():
                     frame = region.region_id << REGION_SHIFT | number * size_class.frame_bytes
@@ -130,7 +130,7 @@ class FrameCheck:
         yield from self._check_counts()
 
     def _check_counts(self) -> Steps[None]:
-        """Sums: of each region by itself, then those of all at one time."""
+        """Check the sums: of each region by itself, then of all at one moment."""
         findings, allocator = self.findings, self._allocator
         for _, region in self._regions:
             if region.seen is not None and region.accounts is not None:

@@ -1,19 +1,19 @@
-"""Which blocks are here, where, and after which: the prefix-closed index of one tier.
+"""The prefix-closed index of one tier: which blocks are here, where, and after which.
 
-Every block hangs below the block before it, the first ones below their namespace's root, and a
-block leaves only after all its descendants, so "key i is here" implies "keys 0..i are here" and the
-longest match is a binary search. Blocks of windowed namespaces all hang below the root and leave in
-any order. A root is an entry without key and frame; to drop it is to flush the namespace.
+Every block hangs below the block before it, a first block below its namespace's root. A block leaves only after all its
+descendants, so "key i is here" implies "keys 0..i are here" and the longest match is a binary search. Blocks of
+windowed namespaces all hang below the root and leave in any order. A root is an entry without key and frame; to drop it
+is to flush the namespace.
 
 An entry is a row in columns of plain integers plus one dict item, about 200 bytes; objects would
 cost twice that and make every full garbage collection a stall. The dict of a namespace is split
-in shards, because growing one dict of a million items stops everything for 66 ms.
+in shards, because growing one dict of a million items blocks the event loop for 66 ms.
 
 Entry states:
 
     FREE ─insert→ LIVE ─unlink→ DEAD ─(no pin, no child)→ FREE
 
-DEAD entries cannot be found any more; whoever pins them still holds their frame.
+DEAD entries cannot be found any more; a holder of a pin still keeps their frame.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Table:
         self.unlinking = 0  # dead entries that still have children to unlink
 
     def get(self, key: bytes) -> int:
-        """The live entry of `key`, or NO_ENTRY. While `unlinking`, it may be about to go."""
+        """The live entry of `key`, or NO_ENTRY. While `unlinking`, it may be about to be unlinked."""
         return self.shards[key[0] & (_SHARDS - 1)].get(key, NO_ENTRY)
 
 
 class Index:
-    """All entries of the DRAM tier. Single-threaded; nothing here blocks.
+    """All entries of one tier. Single-threaded; never blocks.
 
     `release_frame` is called with the frame of every entry that becomes FREE.
     """
@@ -63,11 +63,11 @@ class Index:
     def __init__(self, release_frame: Callable[[int], None]) -> None:
         self._release_frame = release_frame
         self.on_left: Callable[[int, bytes], None] | None = None
-        """Told of each block that is found no more: its table's number and its key."""
+        """Called for each block that can no longer be found, with its table's number and its key."""
         self.has_cut = False
-        """Whether an entry was unlinked although it is pinned; those who have pins take note, and clear it."""
+        """Whether a pinned entry was unlinked; holders of pins check this flag and clear it."""
         self.drops = 0
-        """How many drops there were: what was attached before and after the same number of them still is."""
+        """How many drops there were: while this number is unchanged, what was attached still is."""
         self.columns = Columns()
         self.tables: dict[int, Table] = {}
         self.invariant_failures = 0
@@ -82,13 +82,13 @@ class Index:
         self.table = array("H")
         self.state = array("B")
         self.moved: bytearray | None = None
-        """While somebody counts pins: 1 for each entry of which other pins are held than when that began."""
+        """While pins are being counted: 1 for each entry whose holders have changed since the count began."""
         self._free = array("i")
         self.walked_from: list[int] = []
-        """Entries with a pin of a walk that is under way; see `walks`."""
+        """Entries pinned by walks that are under way; see `walks`."""
         self._unlinking: list[int] = []
-        self.known_attached: set[int] = set()  # found to be so since the last drop, while some are unlinking
-        self.known_detached: set[int] = set()  # likewise, below a dead one; that is for good
+        self.known_attached: set[int] = set()  # found attached since the last drop, while some are unlinking
+        self.known_detached: set[int] = set()  # found below a dead entry; that is for good
 
     def add_table(self, number: int, policy: Policy, windowed: bool) -> Table:
         """Make the table of a new namespace."""
@@ -107,7 +107,7 @@ class Index:
     def prefix_length(self, table: Table, keys: bytes, limit: int) -> int:
         """How many of the first `limit` keys are here, as a leading run.
 
-        O(log n) look-ups. While part of the namespace is being unlinked also a walk up, at most to the root: see
+        O(log n) look-ups. While part of the namespace is being unlinked it also walks up, at most to the root: see
         `attached`, which holds for a leading run too.
         """
         shards = table.shards
@@ -133,7 +133,7 @@ class Index:
         return low
 
     def lookup(self, table: Table) -> Callable[[bytes], bool] | None:
-        """Whether a block of a windowed table is here, to be asked at once; None if there is none at all."""
+        """A function that tells whether a windowed table has a block, to be used at once; None if it has none."""
         if not table.blocks:
             return None
         shards, parent, root = table.shards, self.parent, table.root
@@ -147,10 +147,10 @@ class Index:
         return here
 
     def run_frames(self, table: Table, keys: bytes, first: int, count: int) -> list[int]:
-        """Frames of keys `first ..< first + count`, a shorter list where the chain does not hold.
+        """Frames of keys `first ..< first + count`; fewer where the chain is broken.
 
-        Walks the parent links back from the last key and compares each key on the way, so that
-        neither a permuted list nor a bug in the closure can name a frame that is not the key's.
+        Walks the parent links back from the last key and compares each key on the way, so that neither a permuted list
+        nor a bug in the closure can name a frame of another key.
         """
         if table.windowed:
             return self._forward_frames(table, keys, first, count)
@@ -184,13 +184,13 @@ class Index:
         return frames
 
     def attached(self, entry: int) -> bool:
-        """Whether the entry and all before it are live. O(1), but for a first walk up while unlinking."""
+        """Whether the entry and all before it are live. O(1), except for a first walk up while unlinking."""
         if self.state[entry] != LIVE:
             return False
         if not self.tables[self.table[entry]].unlinking:
-            return True  # what is live below a dead entry is waiting to be unlinked
+            return True  # a live entry below a dead one waits to be unlinked
         known, lost, state, parent = self.known_attached, self.known_detached, self.state, self.parent
-        path = [entry]  # every so many entries on the way are remembered: whoever comes by later meets one soon
+        path = [entry]  # entries at intervals are remembered, so that later walks stop early
         steps = 0
         while entry != NO_ENTRY and entry not in known:
             if state[entry] != LIVE or entry in lost:
@@ -204,9 +204,9 @@ class Index:
         return True
 
     def all_attached(self, entries: Sequence[int]) -> bool:
-        """Whether each of these blocks is `attached`: one or two milliseconds for those of the widest windows.
+        """Whether each of these blocks is `attached`: one or two milliseconds for the widest windows.
 
-        These hang below the same root, so what is before them is looked at once for all of them.
+        They hang below the same root, so the path before them is checked once for all of them.
         """
         state, parent = self.state, self.parent
         if [state[entry] for entry in entries].count(LIVE) < len(entries):
@@ -234,10 +234,10 @@ class Index:
     def insert_run(
         self, table: Table, keys: Sequence[bytes], parent: int, frames: Sequence[int], pins: int = 0
     ) -> list[int]:  # fmt: skip
-        """Publish a run of blocks, each below the one before it, the first below `parent`; `pins` are the last one's.
+        """Publish a run of blocks, each below the one before it, the first below `parent`; the last one gets `pins`.
 
-        As `insert` for one after another, but the policy is told once, and of the last one only that it is a candidate.
-        Returns their entries.
+        As repeated `insert`, but the policy is told once, and only the last block is announced as a candidate. Returns
+        their entries.
         """
         free, number = self._free, table.number
         while len(free) < len(keys):
@@ -274,9 +274,9 @@ class Index:
     ) -> list[int]:  # fmt: skip
         """Publish blocks one after another, each below the one whose key is its parent; much faster than `insert`.
 
-        Returns for each its entry, NO_ENTRY when its parent is not here, or REFUSED when the key is here
-        already or `admit(number, parent entry, its entry to be)` said no. `root_key` stands for the root.
-        Entries are new and neighbours; none that is free is used again.
+        Returns for each its entry, NO_ENTRY when its parent is not here, or REFUSED when the key is here already or
+        `admit(number, parent entry, its entry to be)` said no. `root_key` stands for the root. The entries are new and
+        adjacent; no free entry is reused.
         """
         first = entry = len(self.key)
         shards, root = table.shards, table.root
@@ -284,7 +284,7 @@ class Index:
         entries, above = [], []
         for number, (key, parent) in enumerate(zip(keys, parents, strict=True)):
             if parent == before:
-                at = before_entry  # the usual case
+                at = before_entry  # the common case
             elif parent == root_key:
                 at = root
             else:
@@ -312,7 +312,7 @@ class Index:
         return entries
 
     def _append_entries(self, table: Table, parents: list[int]) -> None:
-        """The other columns of new entries at the end."""
+        """Append the other columns of new entries."""
         count = len(parents)
         self.parent.extend(parents)
         self.table.extend(array("H", [table.number]) * count)
@@ -324,7 +324,7 @@ class Index:
         self._grow_columns(count)
 
     def _adopt_many(self, table: Table, first: int, parents: list[int]) -> None:
-        """Hang the entries from `first` on below their parents; those that stay bare are candidates."""
+        """Link the entries from `first` on to their parents; those left without a child become candidates."""
         children, first_child, pins, policy = self.children, self.first_child, self.pins, table.policy
         for entry, parent in enumerate(parents, first):
             sibling = first_child[parent]
@@ -382,7 +382,7 @@ class Index:
         self.tables[self.table[entry]].policy.touched(entry)
 
     def pin(self, entry: int) -> None:
-        """Keep the entry's frame, and so all its ancestors, until `unpin`."""
+        """Keep the entry's frame, and with it all its ancestors, until `unpin`."""
         if self.pins[entry] == 0 and self.children[entry] == 0 and self.state[entry] == LIVE:
             self.tables[self.table[entry]].policy.remove(entry)
         self.pins[entry] += 1
@@ -390,7 +390,7 @@ class Index:
             self.moved[entry] = 1
 
     def note_moved(self, entries: Iterable[int]) -> None:
-        """Others hold pins of these from here on, although they may be as many."""
+        """The holders of these entries' pins change, even if their number does not."""
         if self.moved is not None:
             for entry in entries:
                 self.moved[entry] = 1
@@ -405,7 +405,7 @@ class Index:
             self._settle(entry)
 
     def _settle(self, entry: int) -> None:
-        """An entry without pins: candidate when it is a live leaf, free when it is dead and bare."""
+        """The entry has no pins: a live leaf becomes a candidate, a dead entry without children becomes free."""
         if self.children[entry]:
             return
         if self.state[entry] == LIVE:
@@ -414,14 +414,14 @@ class Index:
             self._free_entry(entry)
 
     def evict(self, entry: int) -> None:
-        """Forget a candidate; its frame is released at once and its parent may become a candidate."""
+        """Evict a candidate; its frame is released at once and its parent may become a candidate."""
         assert self.children[entry] == 0
         assert self.pins[entry] == 0
         parent = self.parent[entry]
         if self.children[parent] != 1 or self.pins[parent] or self.state[parent] != LIVE:
             self._evict_apart(entry, parent)
             return
-        # The usual case, a chain that is eaten from its tail.
+        # The common case, a chain that is evicted from its end.
         table = self.tables[self.table[entry]]
         table.policy.replaced(parent, entry)
         key = self.key[entry]
@@ -439,9 +439,9 @@ class Index:
         self._unlink(entry)
 
     def evict_run(self, entry: int, count: int) -> int:
-        """Evict the policy's victim and, while they would be the next ones, its ancestors; at most `count`.
+        """Evict the policy's victim and, while they would be the next victims, its ancestors; at most `count`.
 
-        As `evict` again and again, but the policy is asked and told once. Returns how many went.
+        As repeated `evict`, but the policy is asked and told once. Returns how many were evicted.
         """
         assert self.children[entry] == 0
         assert self.pins[entry] == 0
@@ -467,7 +467,7 @@ class Index:
         return len(run)
 
     def _free_run(self, table: Table, run: list[int]) -> None:
-        """Entries that nothing else hangs below, off their parent already: out of the table, and free."""
+        """Free entries without children, already unlinked from their parent: remove them from the table."""
         shards, key_of, frame_of, on_left = table.shards, self.key, self.frame, self.on_left
         release = self._release_frame
         first_child, children, state = self.first_child, self.children, self.state
@@ -488,10 +488,10 @@ class Index:
         table.blocks -= len(run)
 
     def drop(self, entry: int) -> None:
-        """Forget an entry and all its descendants, these in slices (`unlink_slice`).
+        """Drop an entry and all its descendants, the latter in slices (`unlink_slice`).
 
-        The entry is out of sight at once, and with it everything after it. Whoever reads under a
-        lease below it must be told (`attached` says who): frames go to new owners from here on.
+        The entry, and with it everything after it, is out of sight at once. Readers with a lease below it must be told
+        (`attached` says which): frames go to new owners from here on.
         """
         assert self.state[entry] == LIVE
         self.drops += 1
@@ -499,11 +499,11 @@ class Index:
         self._unlink(entry)
 
     def is_untouched(self, table: Table) -> bool:
-        """Whether a namespace has no blocks, none on their way to its root, and none to be unlinked below that."""
+        """Whether a namespace has no blocks, no store in progress below its root, and none to be unlinked there."""
         return not self.children[table.root] and self.pins[table.root] == 1
 
     def drop_table(self, table: Table) -> int:
-        """Forget all blocks of a namespace, in slices; returns how many there were."""
+        """Drop all blocks of a namespace, in slices; returns how many there were."""
         root, blocks = table.root, table.blocks
         self.drops += 1
         self.known_attached.clear()
@@ -511,13 +511,13 @@ class Index:
         self.state[root] = DEAD
         if self.children[root]:
             table.unlinking += 1
-            self._unlinking.append(root)  # its lasting pin serves as the one of this list
+            self._unlinking.append(root)  # its lasting pin serves as this list's
         else:
             self.unpin(root)
         return blocks
 
     def _unlink(self, entry: int) -> None:
-        """LIVE → DEAD: out of the table, off its parent; freed when bare."""
+        """LIVE → DEAD: out of the table, unlinked from its parent; freed when it has no pin and no child."""
         table = self.tables[self.table[entry]]
         if self.children[entry] == 0 and self.pins[entry] == 0:
             table.policy.remove(entry)
@@ -531,7 +531,7 @@ class Index:
             self.has_cut = True
         self._leave_parent(entry)
         if self.children[entry]:
-            # Pinned while it waits for its children to go, so that nobody frees it meanwhile.
+            # Pinned while it waits for its children to be unlinked, so that it is not freed meanwhile.
             self.pins[entry] += 1
             self.note_moved((entry,))
             table.unlinking += 1
@@ -554,20 +554,20 @@ class Index:
             self.tables[self.table[parent]].policy.add(parent)
 
     def unlink_slice(self, limit: int) -> int:
-        """Go on forgetting what hangs below dropped entries, at most so many steps; returns how many.
+        """Continue unlinking what hangs below dropped entries, at most `limit` steps; returns how many were done.
 
-        Each block takes a step or two. Fewer than `limit` means that all is done and matches are
-        logarithmic again; 0 that there was nothing to do.
+        Each block takes a step or two. Fewer than `limit` means that all is done and matches are logarithmic again; 0
+        that there was nothing to do.
         """
         done = 0
         while self._unlinking and done < limit:
             entry = self._unlinking[-1]
             done += 1
             if self.children[entry]:
-                # The child joins the stack while it has children of its own, so depth comes first.
+                # A child with children of its own joins the stack, so the order is depth first.
                 self._unlink(self.first_child[entry])
                 continue
-            # A step too: a chain is freed from its tail, all of it after the last of it was unlinked.
+            # A step too: a chain is freed from its end, all of it after its last block was unlinked.
             self._unlinking.pop()
             self.tables[self.table[entry]].unlinking -= 1
             self.unpin(entry)
@@ -587,7 +587,7 @@ class Index:
 
     @property
     def is_unlinking(self) -> bool:
-        """Whether something waits to be unlinked."""
+        """Whether anything waits to be unlinked."""
         return bool(self._unlinking)
 
     def unlinking_entries(self) -> list[int]:
@@ -595,7 +595,7 @@ class Index:
         return list(self._unlinking)
 
     def frames_in_use(self) -> list[int]:
-        """Frames of all entries, the dead ones included that somebody still pins. O(entries)."""
+        """Frames of all entries, including dead ones that are still pinned. O(entries)."""
         rows = zip(self.frame, self.state, strict=True)
         return [frame for frame, state in rows if state != FREE and frame != NO_FRAME]
 

@@ -1,7 +1,7 @@
-"""Which block goes first when room is needed: the interface; `policies/` has those that there are.
+"""The interface of eviction policies: which block is evicted first when room is needed. See `policies/` for them.
 
-A policy only ever sees *candidates*: blocks with no child and no pin, so whatever it answers keeps
-the index prefix-closed. There is one policy object per size class and account, all over the same columns.
+A policy only ever sees *candidates*: blocks with no child and no pin, so whatever it answers keeps the index
+prefix-closed. There is one policy object per size class and account, all over the same columns.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 NO_ENTRY = -1
-"""In columns of entry ids: there is none."""
+"""No entry, in columns of entry ids."""
 
 
 class Columns:
-    """What policies keep per entry, by entry id; grown together with the index."""
+    """What policies keep per entry, by entry id; grows together with the index."""
 
     __slots__ = ("_own", "clock", "next", "prev", "stamp")
 
@@ -27,7 +27,7 @@ class Columns:
         self.next = array("i")
 
     def grow(self, count: int) -> None:
-        """Room for `count` more entries."""
+        """Make room for `count` more entries."""
         self.stamp.frombytes(bytes(8 * count))
         self.prev.frombytes(bytes(4 * count))
         self.next.frombytes(bytes(4 * count))
@@ -35,12 +35,12 @@ class Columns:
             column.frombytes(bytes(column.itemsize * count))
 
     def integers(self, name: str, typecode: str) -> array[int]:
-        """A column of a policy's own, zero in new entries; made at first use, as all columns grow together."""
+        """A policy's own column, zero in new entries; created at first use. All columns grow together."""
         column = self._column(name, typecode)
         return column  # type: ignore[return-value]  # by its type code
 
     def floats(self, name: str) -> array[float]:
-        """Likewise, of doubles."""
+        """As `integers`, of doubles."""
         column = self._column(name, "d")
         return column  # type: ignore[return-value]  # by its type code
 
@@ -52,13 +52,13 @@ class Columns:
 
 
 class Learner(Protocol):
-    """What policies learn of requests, once for all tiers. Event loop only; nothing here blocks."""
+    """What policies learn from requests, once for all tiers. Event loop only; never blocks."""
 
     def asked(self, keys: bytes, found_dram: int, found: int) -> None:
         """A prompt was looked up; `found` of its blocks are known, `found_dram` in DRAM."""
 
     def answered(self) -> None:
-        """What is touched and inserted from here on is not that request's."""
+        """The request is over: what is touched and inserted from here on does not belong to it."""
 
     def stored(self, parent: bytes, keys: Sequence[bytes]) -> None:
         """A client has stored a run of blocks, each below the one before it, the first below `parent`."""
@@ -68,10 +68,10 @@ class Policy(Protocol):
     """The decisions of an eviction policy. All methods are called on the event loop: O(1), no blocking."""
 
     def inserted(self, entry: int) -> None:
-        """A new block, below its parent already; it is not a candidate yet."""
+        """A new block, already below its parent; it is not a candidate yet."""
 
     def inserted_run(self, entries: Sequence[int]) -> None:
-        """As `inserted` for each in turn; each but the first is below the one before it, and its only child."""
+        """As `inserted` for each in turn; each but the first is the only child of the one before it."""
 
     def inserted_many(self, first: int, count: int) -> None:
         """As `inserted`, for the entries `first ..< first + count` in turn: blocks of an earlier life."""
@@ -80,13 +80,13 @@ class Policy(Protocol):
         """A match ended at this block (its ancestors are not touched one by one)."""
 
     def replaced(self, entry: int, child: int) -> None:
-        """`child`, a candidate and the last child of `entry`, is evicted; `entry` is one instead."""
+        """`child`, a candidate and the last child of `entry`, is evicted; `entry` becomes a candidate in its place."""
 
     def evicted(self, entry: int, parent: int) -> None:
         """`entry`, a candidate below `parent`, is evicted, and `parent` does not take its place at once."""
 
     def follows(self, entry: int, child: int) -> bool:
-        """Whether `entry`, a candidate in the place of `child`, the victim, would be the next victim.
+        """Whether `entry`, if it became a candidate in the place of the victim `child`, would be the next victim.
 
         If so it is evicted too, before anything else is asked; `child` stands for both from here on.
         """
@@ -95,20 +95,20 @@ class Policy(Protocol):
         """The block has become a candidate."""
 
     def remove(self, entry: int) -> None:
-        """The block, a candidate until now, is none any more (pinned, got a child, or lost)."""
+        """The block is no longer a candidate (pinned, got a child, or lost)."""
 
     def victim(self) -> int:
-        """The candidate to evict next, still a candidate, or NO_ENTRY."""
+        """The candidate to evict next, which stays a candidate, or NO_ENTRY."""
 
     def worth(self, entry: int) -> float:
-        """What it is worth to keep the block for a second, in hits; all the same to a policy that does not predict."""
+        """Worth of keeping the block for a second, in hits; the same for all blocks if the policy does not predict."""
 
     def coldest_stamp(self) -> int | None:
         """The age of `victim()` on the clock that all size classes share; None without candidates."""
 
 
 def coldest_of(policies: Sequence[Policy]) -> Policy | None:
-    """The one whose next victim has waited longest; None where none has a victim."""
+    """The policy whose next victim has waited longest; None where none has a victim."""
     if len(policies) == 1:
         return None if policies[0].victim() == NO_ENTRY else policies[0]
     stamps = [(stamp, number) for number, one in enumerate(policies) if (stamp := one.coldest_stamp()) is not None]

@@ -1,6 +1,6 @@
 """Walks up long chains, in slices.
 
-While part of a namespace is being unlinked, a block counts only if all before it are live (`Index.attached`). Who asks
+While part of a namespace is being unlinked, a block counts only if all before it are live (`Index.attached`). Asking
 for the end of a chain of 65536 blocks would walk up all of it at once; a walk beforehand leaves marks on the way.
 """
 
@@ -12,19 +12,19 @@ from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.protocol.messages import KEY_BYTES
 
 WALKED_AT_ONCE = 8192
-"""Entries on the way to a root that are looked at in one slice: about a millisecond."""
+"""Entries looked at in one slice on the way to a root: about a millisecond."""
 
 
 def walk(index: Index, table: Table, keys: bytes, limit: int) -> Steps[None]:
-    """Before `prefix_length` of a table that is `unlinking`: take the walk up that it would take.
+    """Call before `prefix_length` of a table that is `unlinking`: does the walk up that it would do, in slices.
 
-    Where something is dropped meanwhile it takes that again, by itself.
+    If anything is dropped meanwhile, `prefix_length` repeats the walk itself.
     """
     entry = _deepest(table, keys, limit)
     if entry == NO_ENTRY:
         return
     known, lost, path, above, steps = index.known_attached, index.known_detached, [entry], entry, 0
-    # With a pin on the last one nothing before it is freed, and used again, while that is live.
+    # A pin on the last one keeps the entries before it from being freed and reused, while it is live.
     index.pin(entry)
     index.walked_from.append(entry)
     try:
@@ -48,7 +48,7 @@ def walk(index: Index, table: Table, keys: bytes, limit: int) -> Steps[None]:
 
 
 def _deepest(table: Table, keys: bytes, limit: int) -> int:
-    """The entry of the last of the first `limit` keys that is here, if they are a leading run; else of some key."""
+    """The entry of the last of the first `limit` keys that is here, if they form a leading run; else of some key."""
     low, high, deepest = 0, limit, NO_ENTRY
     while low < high:
         middle = limit - 1 if high == limit and deepest == NO_ENTRY else (low + high) // 2

@@ -1,8 +1,8 @@
-"""What the daemon knows of its own work. Nothing here changes what it holds.
+"""Observation of the daemon's own work. Nothing here changes what it holds.
 
-    histograms             those of `tiercache stats`; requests/stats answers with them and with all other figures
-    traffic, hot_prefixes  what was asked for, and found; which prefixes most
+    histograms             the histograms of `tiercache stats`; requests/stats answers with them and all other figures
+    traffic, hot_prefixes  look-ups and hits; the prefixes most asked for
     reuse*                 the hit rate that caches of other sizes would have
-    recorder               requests, in a file for `tiercache replay`
+    recorder               records requests in a file for `tiercache replay`
     http_process           the HTTP process beside the daemon
 """

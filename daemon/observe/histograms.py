@@ -1,4 +1,4 @@
-"""The histograms of `stats`, as they are kept: raw buckets, from which readers make what they show."""
+"""The histograms of `stats`: raw buckets, which readers turn into what they show."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def build_histograms(
     cache: Cache, latency: Mapping[str, LatencyHistogram], nvme: NvmeTier | None
 ) -> dict[str, list[dict[str, Any]]]:
-    """By name, one for each combination of labels. Sums and the ends of buckets are in the unit that ends the name.
+    """By name, one for each combination of labels. Sums and bucket bounds are in the unit that ends the name.
 
-    `latency` is that of requests, by their kind. Some 10 us for each that has seen anything.
+    `latency` is that of requests, by kind. Some 10 us for each non-empty one.
     """
     found = {
         "request_ns": [_shown(histogram, request=name) for name, histogram in sorted(latency.items())],

@@ -1,13 +1,13 @@
-"""Which prefixes are asked for most: the hot paths of the prefix tree, in little memory.
+"""Hot prefixes: the most used paths of the prefix tree, in little memory.
 
-A match ends at some block; the chain up to there is a *path*. Paths are counted where they end. When there
-are too many, the rarest give their count to the place where they leave the others, so that a thousand
-conversations below one system prompt become one path, that prompt, which has been hit a thousand times
-(heavy hitters of a hierarchy, after Cormode, Korn, Muthukrishnan and Srivastava, VLDB 2003). Hits are halved
-every ten minutes, so what was hot last week is not for ever.
+A match ends at some block; the chain up to there is a *path*. Paths are counted where they end. When there are too
+many, the rarest add their count to the node where they branch off, so that a thousand conversations below one system
+prompt become one path, that prompt, with a thousand hits (hierarchical heavy hitters, after Cormode, Korn,
+Muthukrishnan and Srivastava, VLDB 2003). Hits are halved every ten minutes, so last week's hot paths do not stay hot
+for ever.
 
-Keys are what one may ask the cache with, so nobody is shown one: a path is named by the first four bytes of its
-last key, enough to tell paths apart. Tokens and KV never come here.
+A key is all one needs to ask the cache, so keys are never shown: a path is named by the first four bytes of its last
+key, enough to tell paths apart. Tokens and KV never come here.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 MAX_PATHS = 256
 KEPT_PATHS = 64
-"""How many stay whole when there are more than `MAX_PATHS`."""
+"""Paths that stay whole when there are more than `MAX_PATHS`."""
 MAX_DEPTH = 1024
-"""Blocks of a path; what goes deeper is counted there. With `MAX_PATHS` that is 4 MiB at most."""
+"""Blocks of a path; deeper matches are counted at this depth. With `MAX_PATHS` that is 4 MiB at most."""
 MAX_SHOWN = 64
 HALF_LIFE_S = 600.0
 CUT_EVERY_S = 30.0
@@ -48,7 +48,7 @@ class _Path:
 
 
 class _Node:
-    """A place in the tree, `depth` blocks below the root on `path`, and the hits of all paths through it."""
+    """A node of the tree, `depth` blocks below the root on `path`, and the hits of all paths through it."""
 
     __slots__ = ("depth", "hits", "parent", "path")
 
@@ -60,13 +60,13 @@ class _Node:
 
 
 class HotPaths:
-    """Counts where matches end. Event loop only; `matched` is O(1), now and then about a millisecond."""
+    """Counts where matches end. Event loop only; `matched` is O(1), but now and then takes about a millisecond."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
         self._paths: dict[tuple[int, bytes], _Path] = {}
         self._random = Random(0)
-        self._stride = 1  # one match of so many is counted, for all of them
+        self._stride = 1  # one match in so many is counted, for all of them
         self._skip = 0
         self._cut_s = self._halved_s = clock_s()
 
@@ -90,7 +90,7 @@ class HotPaths:
         path.hits += hits
 
     def _cut(self) -> None:
-        """Keep the best paths whole; the others' hits move up to where they leave their neighbours."""
+        """Keep the best paths whole; the others' hits move up to where they branch off their neighbours."""
         now_s = self._clock_s()
         if now_s - self._cut_s < CUT_EVERY_S:
             self._stride = min(2 * self._stride, MAX_STRIDE)
@@ -107,7 +107,7 @@ class HotPaths:
             self._paths = dict(best[: MAX_PATHS // 2])
 
     def _age(self) -> None:
-        """Let what is past count less, and count more of the matches if there has long been room for them."""
+        """Halve old hits, and count more of the matches if there has long been room for them."""
         now_s = self._clock_s()
         if now_s - self._cut_s > QUIET_S:
             self._stride = max(1, self._stride // 2)
@@ -122,27 +122,27 @@ class HotPaths:
     def _sorted(self) -> tuple[list[_Path], list[int]]:
         """All paths in an order in which neighbours share most, and how many blocks each shares with the one before.
 
-        The second list has one more: the last path shares nothing with what would follow.
+        The second list has one more item: the last path shares nothing with what would follow.
         """
         rows = sorted(self._paths.values(), key=lambda path: (path.namespace.number, path.keys))
         between = [_shared_blocks(before, after) for before, after in pairwise(rows)]
         return rows, [0, *between, 0] if rows else [0]
 
     def snapshot(self, limit: int, index: Index) -> list[dict[str, Any]]:
-        """The hottest places of the tree, parents before children; `parent` counts in this list.
+        """The hottest nodes of the tree, parents before children; `parent` is an index into this list.
 
-        `hits` go through the place, `blocks` are from the root to it and `dram_blocks` those that are in DRAM now.
+        `hits` pass through the node, `blocks` lead from the root to it, and `dram_blocks` of those are in DRAM now.
         """
         self._age()
         nodes = _tree(*self._sorted())
-        # Nothing below a place has more hits than it, and of equals the shallower one comes first: so do parents.
+        # No node has more hits than its parent, and of equals the shallower one comes first: so parents come first.
         best = sorted(nodes, key=lambda node: (-node.hits, node.depth))[: min(limit, MAX_SHOWN)]
         places = {id(node): place for place, node in enumerate(best)}
         return [_shown(node, places, index) for node in best]
 
 
 def _shared_blocks(one: _Path, other: _Path) -> int:
-    """How many leading blocks two paths have in common. A key names all before it, so a binary search."""
+    """How many leading blocks two paths share. A key names all before it, so a binary search works."""
     if one.namespace is not other.namespace or one.keys[:KEY_BYTES] != other.keys[:KEY_BYTES]:
         return 0
     low, high = 1, min(len(one.keys), len(other.keys)) // KEY_BYTES
@@ -157,14 +157,14 @@ def _shared_blocks(one: _Path, other: _Path) -> int:
 
 
 def _tree(rows: list[_Path], shared: list[int]) -> list[_Node]:
-    """Ends of paths and the places where they part, with the hits of all that goes through them."""
+    """Ends of paths and the nodes where they branch, with the hits of all paths through them."""
     nodes: list[_Node] = []
-    stack: list[_Node] = []  # from the root down to the path looked at last
+    stack: list[_Node] = []  # from the root down to the last path
     for path, depth in zip([*rows, None], shared, strict=True):
         while stack and stack[-1].depth > depth:
             done = stack.pop()
             if depth and not (stack and stack[-1].depth >= depth):
-                stack.append(_Node(done.path, depth, 0.0))  # the two paths part here
+                stack.append(_Node(done.path, depth, 0.0))  # the two paths branch here
                 nodes.append(stack[-1])
             if stack:
                 done.parent = stack[-1]

@@ -1,8 +1,8 @@
-"""The HTTP process beside the daemon: started with it, again when it dies, and ended with it.
+"""The HTTP process beside the daemon: started with it, restarted when it dies, and ended with it.
 
-Nothing of HTTP runs in the daemon: the child is a client like any other, and what it does to answer costs
-nobody else anything. It ends when its pipe reads end of file; should it not be able to, the kernel kills it when
-the thread that started it is gone. So a daemon that is killed leaves nothing behind.
+No HTTP runs in the daemon: the child is a client like any other, and answering costs no other client anything. It ends
+when its pipe reads end of file; if it cannot, the kernel kills it when the thread that started it is gone. So a killed
+daemon leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ STEADY_S = 5.0
 """A child that lived so long has started well."""
 STOP_S = 2.0
 PATIENCE_S = 1.0
-"""The child of a daemon that was killed just now needs a moment to let go of the port."""
+"""The child of a daemon that was just killed needs a moment to release the port."""
 _LOOK_S = 0.05
 
 log = logging.getLogger("tiercache.daemon")
 
 
 class HttpProcess:
-    """Watches one child in a thread of its own.
+    """Supervises one child in a thread of its own.
 
     Attributes:
-        problem: why there is no HTTP now; empty when all is well.
+        problem: why HTTP is down now; empty when all is well.
     """
 
     def __init__(self, config: DaemonConfig) -> None:
-        """Raises ConfigError where the address cannot be had: now, and not in the child later."""
+        """Raises ConfigError if the address is not available: now, and not in the child later."""
         self.problem = ""
-        # Ours for as long as we live, so that nobody else takes the port while a child is started again.
+        # Held as long as we live, so that no other process takes the port while a child is restarted.
         self._socket = _bound(config.http)
         self._command = python_command(
             "tiercache.http", str(config.run_dir), "--listen", config.http,
@@ -59,7 +59,7 @@ class HttpProcess:
         self._thread = threading.Thread(target=self._watch, name="http process", daemon=True)
 
     def start(self) -> None:
-        """Start the child, and go on doing so until `stop`. Does not block."""
+        """Start the child, and restart it until `stop`. Does not block."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -91,7 +91,7 @@ class HttpProcess:
             with self._lock:
                 if self._ending.is_set():
                     return "was not wanted any more", False
-                # A session of its own: Control-C at a terminal is for the daemon, which ends it.
+                # A session of its own: Control-C at a terminal is for the daemon, which ends the child.
                 self._child = subprocess.Popen(
                     [*self._command, "--parent-fd", str(its)], stdin=subprocess.DEVNULL,
                     pass_fds=[its, self._socket.fileno()], start_new_session=True,

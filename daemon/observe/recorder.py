@@ -1,11 +1,11 @@
-"""What engines ask of the daemon, in a file that `tiercache replay` plays on caches of other sizes.
+"""Recorder: writes the requests of engines to a file that `tiercache replay` plays on caches of other sizes.
 
     loop     looked / stored / fetched / forgot ─► bounded queue
-    thread   hash the keys, find what is known of their chain already ─► a line of JSON
+    thread   hash the keys, find the known part of their chain ─► a line of JSON
 
-Keys are hashed once more with a secret that is nowhere written down, so a file tells which prompts begin alike and
-nothing of what they say. Recording never fails or holds up a request: what finds the queue full is lost and counted,
-and a file that cannot be written or has its full size ends the recording. The format is in daemon/MONITORING.md.
+Keys are hashed once more with a secret that is never stored, so a file tells which prompts begin alike and nothing of
+their content. Recording never fails or delays a request: requests that find the queue full are lost and counted, and a
+file that cannot be written or has reached its full size ends the recording. The format is in daemon/MONITORING.md.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ VERSION = 1
 HASH_BYTES = 12
 MAX_QUEUED = 4096
 MAX_QUEUED_BYTES = 32 << 20
-"""What waits for the thread: requests, and the keys that they name."""
+"""Limit of the queue: requests, and the keys that they name."""
 MAX_CHAINS = 256
 MAX_CHAIN_BYTES = 16 << 20
 """Chains of keys that lines may refer to."""
 LOOKED_THROUGH = 64
-"""Of these, the latest ones, in which the block before a store is looked for."""
+"""The latest of these are searched for the block before a store."""
 FLUSH_S = 1.0
 CLOSE_S = 5.0
 
 
 class _Note(NamedTuple):
-    """One request as it came. `parent`: of a store. `fields`: what its line says besides the chain."""
+    """One request as it came. `parent`: of a store. `fields`: what its line has besides the chain."""
 
     kind: str
     time_ms: int
@@ -65,7 +65,7 @@ class Recorder:
     def __init__(self, config: DaemonConfig, clock_s: Callable[[], float]) -> None:
         """Open the file; an earlier one is kept beside it as `.1`. Raises ConfigError. Blocks.
 
-        `clock_s` is the one that policies go by.
+        `clock_s` is the clock of the policies.
         """
         assert config.record is not None
         self.path = config.record
@@ -78,11 +78,11 @@ class Recorder:
         self._thread.start()
 
     def looked(self, namespaces: Sequence[Namespace], keys: bytes, dram: int, below: int, promote: bool) -> None:
-        """A match, with the blocks that were found; `promote`: what is below DRAM comes up."""
+        """A match, with the blocks that were found; `promote`: blocks below DRAM are promoted."""
         self._put("m" if promote else "l", namespaces, keys, b"", {"had": [dram, below]})
 
     def stored(self, namespace: Namespace, parent: bytes, keys: bytes) -> None:
-        """Room was asked for a run of blocks below `parent` (empty: the root)."""
+        """Frames were requested for a run of blocks below `parent` (empty: the root)."""
         self._put("s", (namespace,), keys, parent, {})
 
     def fetched(self, namespaces: Sequence[Namespace], keys: bytes) -> None:
@@ -90,7 +90,7 @@ class Recorder:
         self._put("p", namespaces, keys, b"", {})
 
     def hinted(self, namespaces: Sequence[Namespace], hint: Hint) -> None:
-        """What a client knows of further uses."""
+        """A hint of a client."""
         fields = {
             "first": hint.first, "done": hint.done, "return_ms": hint.return_in_ms, "ttl_ms": hint.ttl_ms,
             "priority": hint.priority,
@@ -98,7 +98,7 @@ class Recorder:
         self._put("h", namespaces, hint.keys, b"", {name: value for name, value in fields.items() if value})
 
     def forgot(self, namespaces: Sequence[Namespace], key: bytes, tier: str) -> None:
-        """A flush of a tier or of all: of namespaces, or of one block and what follows it."""
+        """A flush of one tier or of all: of namespaces, or of one block and what follows it."""
         self._put("f", namespaces, key, b"", {"tier": tier})
 
     def _put(
@@ -115,7 +115,7 @@ class Recorder:
         self._queue.put(_Note(kind, time_ms, tuple(namespaces), keys, parent, fields))
 
     def stats(self) -> dict[str, Any]:
-        """For `stats`: what is in the file, and what is not."""
+        """For `stats`: what was recorded, and what was lost."""
         writer = self._thread
         return {
             "path": str(self.path), "requests": writer.requests, "bytes": writer.size_bytes,
@@ -123,7 +123,7 @@ class Recorder:
         }  # fmt: skip
 
     def close(self) -> None:
-        """Write what waits. Blocks, CLOSE_S at most."""
+        """Write what is queued. Blocks, CLOSE_S at most."""
         self._queue.put(None)
         self._thread.join(CLOSE_S)
 
@@ -140,7 +140,7 @@ class _Writer(threading.Thread):
         self.size_bytes = 0
         self.taken_bytes = 0
         self.ended = ""
-        """Why nothing is recorded any more; empty while something is."""
+        """Why recording has ended; empty while it goes on."""
         self._path = config.record
         self._max_bytes = config.record_max_bytes
         self._notes = notes
@@ -152,7 +152,7 @@ class _Writer(threading.Thread):
         self._unflushed = False
         self._raw, self._file = _open(self._path)
         try:
-            # So that nobody who starts a daemon finds out an hour later that there is no room for a line.
+            # So that a full disk shows when the daemon starts, not an hour later.
             self._say(_header(config, start_s))
             self._flush()
         except OSError as error:
@@ -221,7 +221,7 @@ class _Writer(threading.Thread):
     def _say(self, line: dict[str, Any]) -> None:
         self._file.write(msgspec.json.encode(line) + b"\n")
         self._unflushed = True
-        # What is packed is not all written yet: the cap is met to within a buffer.
+        # Compressed bytes may not be written yet: the cap is met to within a buffer.
         self.size_bytes = self._raw.tell()
 
     def _flush(self) -> None:
@@ -241,7 +241,7 @@ class _Writer(threading.Thread):
 
 
 def _open(path: Path) -> tuple[IO[bytes], IO[bytes]]:
-    """The file, and what lines are written to. Raises ConfigError."""
+    """The file, and the stream that lines are written to. Raises ConfigError."""
     try:
         if path.exists() and path.stat().st_size:
             path.replace(path.with_name(path.name + ".1"))
@@ -283,16 +283,16 @@ def _declaration(time_ms: int, namespace: Namespace) -> dict[str, Any]:
 
 
 class _Chains:
-    """Chains that lines have named, by a small number: the next turn of a conversation is said by what is new in it."""
+    """Chains that lines have named, by a small number: the next turn of a conversation is written as its new blocks."""
 
     def __init__(self) -> None:
-        self._chains: OrderedDict[int, bytes] = OrderedDict()  # the one used longest ago first
+        self._chains: OrderedDict[int, bytes] = OrderedDict()  # least recently used first
         self._by_end: dict[bytes, int] = {}
         self._by_first: dict[bytes, int] = {}
         self._bytes = 0
 
     def before(self, parent: bytes) -> bytes | None:
-        """The chain that ends with this key, as far as one of the latest ones is known to."""
+        """The chain that ends with this key, as far as one of the latest ones shows it."""
         for number in list(reversed(self._chains))[:LOOKED_THROUGH]:
             chain = self._chains[number]
             at = chain.find(parent)
@@ -303,9 +303,9 @@ class _Chains:
         return None
 
     def place(self, keys: bytes) -> tuple[int, int, int]:
-        """Which chain begins like this one, under which number this one is known from here on, and their common blocks.
+        """Which chain begins like this one, the number of this one from here on, and how many blocks they share.
 
-        A chain that is all in another one keeps that one's number, and changes nothing.
+        A chain contained in another one keeps that one's number, and changes nothing.
         """
         for end in range(len(keys), 0, -KEY_BYTES):
             base = self._by_end.get(keys[end - KEY_BYTES : end])
@@ -322,7 +322,7 @@ class _Chains:
         return number if base is None else base, number, common
 
     def _number(self) -> int:
-        """One that is free, or that of the chain used longest ago."""
+        """A free number, or that of the least recently used chain."""
         if len(self._chains) < MAX_CHAINS:
             return next(number for number in range(MAX_CHAINS) if number not in self._chains)
         return next(iter(self._chains))

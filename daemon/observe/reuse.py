@@ -1,20 +1,20 @@
-"""What if there were more memory, or less: the hit rate that caches of other sizes would have.
+"""What-if estimate: the hit rate that caches of other sizes would have.
 
-Every look-up and every store is shown to a `ReuseStack`, which keeps a sample of the blocks in the order of their last
-use. A look-up asks for a chain; an LRU cache of C bytes has of it the leading run of blocks whose distances are all at
-most C (leaves go first, so a block never stays longer than the one before it). The first block of the sample that is
-missing says where the run ends: there, or somewhat before. At a rate of 1/R the run ends R - 1 blocks before it on
-average (the number of failures before a success is geometric); where none is missing, the whole chain is there. So:
+Every look-up and every store goes to a `ReuseStack`, which keeps a sample of the blocks in the order of their last use.
+A look-up asks for a chain; an LRU cache of C bytes has the leading run of blocks whose reuse distances are all at most
+C (leaves go first, so a block never stays longer than the one before it). The first missing block of the sample tells
+where the run ends: there, or somewhat before. At a rate of 1/R the run ends R - 1 blocks before it on average (the
+number of failures before a success is geometric); if none is missing, the whole chain is there. So:
 
     chain       0  1  2  3  4  5  6  7  8  9 10 11      rate 1/4
     sample               3        6        9
     distance             1 GiB    1 GiB    6 GiB
     a cache of  512 MiB has 3 - 3 = 0 blocks, one of 2 GiB 9 - 3 = 6, one of 8 GiB all 12
 
-The mean over all samples is the true length, at any rate and for any chain. Counting what is missed and not what is hit
-goes one step further than the correction of SHARDS (SHARDS-adj in Waldspurger et al., FAST 2015), which puts a sample's
-surplus or shortage down to the blocks that are used most: these, system prompts above all, are few, and so sampled
-badly; what misses is many different blocks.
+The mean over all samples is the true length, at any rate and for any chain. Counting misses instead of hits goes one
+step further than the correction of SHARDS (SHARDS-adj in Waldspurger et al., FAST 2015), which attributes a sample's
+surplus or shortage to the most used blocks: these, system prompts above all, are few, and so sampled badly; misses come
+from many different blocks.
 
 Bounds: MAX_SAMPLES blocks in the sample, MAX_SAMPLES_PER_REQUEST of one request, and those of `Pace`: each lowers the
 rate when it is reached, and after a quiet slice of the window the rate doubles again.
@@ -42,36 +42,36 @@ MAX_SAMPLES = 16384
 """Blocks in the sample: about 2.5 MB."""
 MAX_SAMPLES_PER_REQUEST = 512
 QUIET = 4
-"""The rate doubles after a slice in which no bound was reached by this factor."""
+"""The rate doubles after a slice in which every bound was missed by this factor."""
 MIN_SAMPLED_LOOKUPS = 1000
-"""Blocks of the sample that were looked up within the window before there is a curve."""
+"""Sampled blocks looked up within the window before there is a curve."""
 TOGETHER_S = 1.0
-"""What a store hangs below becomes newer with it, so that it is evicted after it. With the first one after a look-up;
-then, when stores follow one another, when this time has passed or they have added half as much again."""
+"""The chain that a store continues becomes newer with it, so that it is evicted after it. This is done at the first
+store after a look-up; then, when stores follow one another, after this time or when they have added half as much
+again."""
 MAX_NOTED = 64
 _MARKS_EACH = 128
-"""So many keys are told from those of the sample while one of that is looked at."""
+"""Checking one sampled block costs as much as telling so many keys from those of the sample."""
 MAX_NOTED_BYTES = 4096 * KEY_BYTES
-"""Beyond them they are looked into, the oldest first (`work`)."""
+"""Beyond them notes are processed, the oldest first (`work`)."""
 MOST_NOTED = 8 * MAX_NOTED
 MOST_NOTED_BYTES = 4 << 20
-"""Beyond them with each further request."""
+"""Beyond them notes are processed with each further request."""
 LOOKED_INTO = 512
-"""Blocks of the sample in one go, about a millisecond; a request that has begun is finished."""
+"""Sampled blocks processed in one go, about a millisecond; the request in progress is finished."""
 TIMES_DRAM = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 TIMES_BELOW = (1 / 2, 1, 2)
 
 
 _Noted = tuple[float, Sequence[Namespace], bytes | None, bytes, int, int]
-"""When, in which namespaces, below which parent (None for a look-up), the keys, how many were in DRAM and below it. A
-flush has no keys."""
+"""Time, namespaces, parent (None for a look-up), keys, how many were in DRAM and below it. A flush has no keys."""
 
 
 class WhatIf:
     """The estimate for one daemon: DRAM of so many bytes and the tier below of so many. Event loop only.
 
-    What the cache is asked and given is noted when it comes, a microsecond or two, and looked into with others: when
-    somebody asks for the estimate, or when many wait and there is time (`work`).
+    Requests are noted when they come, in a microsecond or two, and processed together: when the estimate is requested,
+    or when many wait and there is time (`work`).
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class WhatIf:
     ) -> None:
         self._noted: deque[_Noted] = deque()
         self._noted_bytes = 0
-        self._left = 0  # blocks of the sample that may be looked at in this go
+        self._left = 0  # sampled blocks that may still be processed in this go
         self._stack = ReuseStack()
         self.capacities = capacities(dram_bytes, below_bytes)
         self._lookups = Lookups(clock_s())
@@ -87,7 +87,7 @@ class WhatIf:
         self._dram_bytes = dram_bytes
         self._all_bytes = dram_bytes + below_bytes
         self._max_samples = max_samples
-        self._counted_shift = 0  # what counts: less than the sample while its newest part has no past yet
+        self._counted_shift = 0  # of what counts: less than the sample's while its newest part has no past yet
         self._tags: dict[int, bytes] = {}
         self._tails = Tails()
         self._pace = Pace(clock_s())
@@ -101,7 +101,7 @@ class WhatIf:
 
     @property
     def lookups(self) -> Lookups:
-        """What look-ups needed."""
+        """Sizes that look-ups needed."""
         finish(self.catch_up())
         return self._lookups
 
@@ -112,11 +112,11 @@ class WhatIf:
         self._note((self._clock_s(), namespaces, None, keys, dram_blocks, below_blocks))
 
     def stored(self, namespace: Namespace, parent: bytes, keys: bytes) -> None:
-        """A client stores the run `keys` below `parent`. With it all that it hangs below stays longer."""
+        """A client stores the run `keys` below `parent`. The chain it continues stays longer with it."""
         self._note((self._clock_s(), (namespace,), parent, keys, 0, 0))
 
     def forget(self, namespaces: Sequence[Namespace]) -> None:
-        """Everything in these namespaces was flushed."""
+        """These namespaces were flushed."""
         self._note((self._clock_s(), namespaces, None, b"", 0, 0))
 
     def _note(self, noted: _Noted) -> None:
@@ -126,7 +126,7 @@ class WhatIf:
             self._look_into_some()
 
     def work(self) -> bool:
-        """Look into some of what was noted, if much was; True while there is more."""
+        """Process some of the notes, if there are many; True while there is more."""
         if self._has_many:
             self._look_into_some()
         return self._has_many
@@ -136,21 +136,21 @@ class WhatIf:
         return len(self._noted) >= MAX_NOTED or self._noted_bytes > MAX_NOTED_BYTES
 
     def catch_up(self) -> Steps[None]:
-        """Look into what was noted."""
-        until_s = self._clock_s()  # what comes meanwhile is for the next one who asks
+        """Process the notes."""
+        until_s = self._clock_s()  # what comes meanwhile is left for the next request
         while self._noted and self._noted[0][0] <= until_s:
             self._look_into_some()
             if self._noted:
                 yield
 
     def _look_into_some(self) -> None:
-        """A part of it, the oldest, at least one."""
+        """Process a part of the notes, the oldest, at least one."""
         self._left = LOOKED_INTO
         while self._noted and self._left > 0:
             self._look_into(self._take())
 
     def _take(self) -> list[_Noted]:
-        """Some that were noted, as many as are told at once whether they have anything of the sample."""
+        """Take some notes, as many as are searched together for sampled blocks."""
         taken, size = list[_Noted](), 0
         while self._noted and (not taken or size + len(self._noted[0][3]) <= MAX_NOTED_BYTES):
             taken.append(self._noted.popleft())
@@ -159,12 +159,12 @@ class WhatIf:
         return taken
 
     def _put_back(self, noted: Sequence[_Noted]) -> None:
-        """Not now."""
+        """Return notes that are not processed now."""
         self._noted.extendleft(reversed(noted))
         self._noted_bytes += sum(len(one[3]) for one in noted)
 
     def _look_into(self, noted: list[_Noted]) -> None:
-        """Most of it has nothing of the sample, which one search tells. Some are put back when this go is over."""
+        """Process notes. Most have no sampled blocks, which one search tells. The rest may be put back."""
         shift, sample, start = self._stack.shift, marks(b"".join([one[3] for one in noted]), self._stack.shift), 0
         self._left -= 1 + len(sample) // _MARKS_EACH
         for number, one in enumerate(noted):
@@ -191,7 +191,7 @@ class WhatIf:
                 self._move_tail(namespaces[0], parent, keys)
 
     def _sample(self, noted: _Noted) -> None:
-        """A look-up or a store of which some blocks may be in the sample."""
+        """Process a look-up or a store of which some blocks may be in the sample."""
         at_s, namespaces, parent, keys, dram_blocks, below_blocks = noted
         positions = self._chosen(keys, len(namespaces))
         if positions:
@@ -240,7 +240,7 @@ class WhatIf:
         self._use(names)
 
     def _move_tail(self, namespace: Namespace, parent: bytes, keys: bytes) -> None:
-        """A store with nothing of the sample goes on where another ended."""
+        """A store without sampled blocks continues where another ended."""
         tag = self._tag(namespace)
         tail = self._tails.take(parent[NAME_START:] + tag)
         if tail is not None and not namespace.table.windowed:
@@ -264,7 +264,7 @@ class WhatIf:
         self, namespaces: Sequence[Namespace], looked: list[Looked], positions: Sequence[int], dram_blocks: int,
         found: int,
     ) -> list[float]:  # fmt: skip
-        """The sizes of cache that have each of the blocks in all namespaces."""
+        """For each block the size of cache that has it in all namespaces."""
         window = _window(namespaces)
         columns = [
             one.needed
@@ -275,7 +275,7 @@ class WhatIf:
         for number, at in enumerate(positions):
             if at >= found:
                 break
-            if needed[number] == inf:  # stored before anybody counted, by an earlier daemon perhaps
+            if needed[number] == inf:  # stored before counting began, by an earlier daemon perhaps
                 needed[number] = self._dram_bytes if at < dram_blocks else self._all_bytes
         return windowed(positions, needed, window) if window else needed
 
@@ -287,7 +287,7 @@ class WhatIf:
         self._lookups.add_run(asked, positions, needed, 1 << self._counted_shift)
 
     def _use(self, names: list[bytes]) -> None:
-        """The first of a chain is the newest of it: the last one would be evicted first."""
+        """Mark a chain as used, its first block as the newest: the last one would be evicted first."""
         if names:
             self._stack.use(reversed(names))
             self._stack.trim(self.capacities[-1])
@@ -297,7 +297,7 @@ class WhatIf:
     def _remember(
         self, now_s: float, namespaces: Sequence[Namespace], keys: bytes, positions: Sequence[int], found: int
     ) -> None:
-        """A store may go on where a look-up ended."""
+        """Remember where a look-up ended: a store may continue there."""
         end = keys[(found - 1) * KEY_BYTES + NAME_START : found * KEY_BYTES]
         for namespace in namespaces:
             tag = self._tag(namespace)
@@ -306,13 +306,13 @@ class WhatIf:
     # --- the rate --------------------------------------------------------------------------------
 
     def _chosen(self, keys: bytes, namespaces: int) -> list[int] | None:
-        """Positions of the keys in the sample; at a lower rate from now on where there are too many.
+        """Positions of the keys in the sample; lowers the rate from now on if there are too many.
 
         None where no rate is low enough for one request: the keys are no hashes.
         """
         shift = self._stack.shift
         positions = chosen(keys, shift)
-        if len(positions) * namespaces <= self._most_at_once:  # as many as ever
+        if len(positions) * namespaces <= self._most_at_once:  # no more than the most so far
             return positions
         most = max(1, MAX_SAMPLES_PER_REQUEST // namespaces)
         while len(positions) > most and shift < MAX_SHIFT:
@@ -333,7 +333,7 @@ class WhatIf:
             self._tails.thin(shift)
 
     def _turn(self, now_s: float) -> None:
-        """A new slice, perhaps, and then perhaps twice the rate."""
+        """Begin a new slice if it is time, and perhaps double the rate."""
         if not self._lookups.turn(now_s):
             return
         self._counted_shift = self._stack.shift  # all of the sample has had a slice of time to be used again
@@ -364,7 +364,7 @@ class WhatIf:
 
 
 def capacities(dram_bytes: int, below_bytes: int) -> list[int]:
-    """The sizes that the curve is of, ascending: DRAM alone, and with a tier below."""
+    """The sizes of the curve, ascending: DRAM alone, and with a tier below."""
     sizes = {int(dram_bytes * times) for times in TIMES_DRAM}
     if below_bytes:
         sizes |= {dram_bytes + int(below_bytes * times) for times in TIMES_BELOW}
@@ -372,7 +372,7 @@ def capacities(dram_bytes: int, below_bytes: int) -> list[int]:
 
 
 def windowed(positions: Sequence[int], needed: Sequence[float], window: int) -> list[float]:
-    """For each position the size of cache that has a whole window before the end of some run from there on."""
+    """For each position the cache size that has a whole window before the end of some run from there on."""
     whole, first = [], 0
     for number, at in enumerate(positions):
         while positions[first] <= at - window:

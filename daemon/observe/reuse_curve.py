@@ -1,7 +1,7 @@
-"""Look-ups of the last hours by the size of cache that would have had them: a histogram that forgets.
+"""The reuse curve: recent look-ups by the size of cache that would have had them, in a histogram that forgets.
 
-Sizes are on a scale of logarithms, 16 steps to each doubling, so that a curve over all sizes is a few hundred numbers.
-Time is in slices: what is said is of the newest ones, and an old slice goes as a whole.
+Sizes are on a logarithmic scale, 16 steps to each doubling, so that a curve over all sizes is a few hundred numbers.
+Time is in slices: results cover the newest ones, and an old slice is dropped as a whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import inf
 
 WINDOW_S = 4 * 3600.0
 SLICES = 8
-"""What is said is of the last 3.5 to 4 hours."""
+"""Results cover the last 3.5 to 4 hours."""
 SLICE_S = WINDOW_S / SLICES
 
 _FINE_BITS = 4
@@ -20,7 +20,7 @@ _MISSED = -1  # instead of a step: no cache would have had it
 
 
 class _Slice:
-    """What was looked up in a part of the window; `blocks` by step of the size that has them."""
+    """Look-ups in a part of the window; `blocks` by step of the size that has them."""
 
     __slots__ = ("asked", "blocks", "hit", "sampled", "since_s")
 
@@ -31,7 +31,7 @@ class _Slice:
 
 
 class Lookups:
-    """Blocks that were looked up in the last WINDOW_S, and the sizes of cache that they need."""
+    """Blocks looked up in the last WINDOW_S, and the sizes of cache that they need."""
 
     def __init__(self, now_s: float) -> None:
         self._slices = deque([_Slice(now_s)])
@@ -42,7 +42,7 @@ class Lookups:
         return self._slices[-1].since_s + SLICE_S
 
     def turn(self, now_s: float) -> bool:
-        """Forget what is too old; True when a slice ends with this."""
+        """Drop old slices; True when a slice ends with this."""
         if now_s < self.end_s:
             return False
         self._slices.append(_Slice(now_s))
@@ -51,7 +51,7 @@ class Lookups:
         return True
 
     def add(self, asked: int, hit: int, unsampled: bool) -> None:
-        """A look-up as it was answered. An `unsampled` one has no block of the sample: its run is as long as it is."""
+        """A look-up as it was answered. An `unsampled` one has no sampled block: its actual run counts."""
         now = self._slices[-1]
         now.asked += asked
         now.hit += hit
@@ -61,14 +61,14 @@ class Lookups:
     def add_run(self, asked: int, positions: Sequence[int], needed: Sequence[float], rate: int) -> None:
         """A look-up of `asked` blocks: those at `positions` need a cache of so many bytes (`inf`: none has them).
 
-        One block in `rate` has a position here. A cache without that at p, and with those before it, has a run
-        of p + 1 - rate blocks on average. `needed` may fall; what counts then is the largest so far. It may end early,
-        after the first block that none has.
+        One block in `rate` has a position here. A cache that lacks the one at p, but has those before it, has a run of
+        p + 1 - rate blocks on average. `needed` may fall; the largest so far counts. It may end early, after the first
+        block that no cache has.
         """
         now = self._slices[-1]
         now.sampled += len(positions)
         blocks = now.blocks
-        step, start, beyond = 0, 0, 0.0  # what the run has by now, and the size at which it grows
+        step, start, beyond = 0, 0, 0.0  # the run so far, and the size at which it grows
         for at, size in zip(positions, needed, strict=False):
             if size >= beyond:
                 end = at + 1 - rate
@@ -83,7 +83,7 @@ class Lookups:
 
     @property
     def sampled(self) -> int:
-        """Blocks of the sample that were looked up."""
+        """Sampled blocks that were looked up."""
         return sum(one.sampled for one in self._slices)
 
     @property
@@ -92,15 +92,15 @@ class Lookups:
         return sum(one.asked for one in self._slices)
 
     def hit_rate(self) -> float:
-        """The share of them that was found in some tier."""
+        """The share of them found in some tier."""
         return sum(one.hit for one in self._slices) / max(1, self.asked)
 
     def since_s(self) -> float:
-        """When what is said here begins."""
+        """Start of the period covered."""
         return self._slices[0].since_s
 
     def hit_rates(self, sizes_bytes: Sequence[int]) -> list[float]:
-        """The share that an LRU cache of each of these sizes, ascending, would have had."""
+        """The hit rate that an LRU cache of each of these sizes, ascending, would have had."""
         blocks: dict[int, int] = {}
         for one in self._slices:
             for step, count in one.blocks.items():
@@ -118,18 +118,18 @@ class Lookups:
 
 
 def step_of(size: int) -> int:
-    """A size in bytes on the scale."""
+    """The step of a size in bytes."""
     shift = max(0, size.bit_length() - _FINE_BITS - 1)
     return (shift << _FINE_BITS) + (size >> shift)
 
 
 def step_end(step: int) -> int:
-    """The smallest size that is beyond a step."""
+    """The smallest size beyond a step."""
     shift = max(0, (step >> _FINE_BITS) - 1)
     return (step + 1 - (shift << _FINE_BITS)) << shift
 
 
 def _share_within(step: int, size: int) -> float:
-    """What part of a step is at most `size`."""
+    """The part of a step that is at most `size`."""
     start, end = step_end(step - 1), step_end(step)
     return max(0.0, min((size + 1 - start) / (end - start), 1.0))

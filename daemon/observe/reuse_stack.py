@@ -1,8 +1,8 @@
-"""Which blocks of a sample were used after which others: stack distances in bytes, nearly.
+"""Approximate reuse (stack) distances in bytes, for a sample of blocks.
 
-The stack distance of a block is how many bytes of other blocks were used since it was used itself: an LRU cache of
-that size, and no smaller one, still has it (Mattson et al., 1970). A block is in the sample when its key says so
-(spatial sampling: SHARDS, Waldspurger et al., FAST 2015): one key in 2^shift, each standing for 2^shift blocks.
+The stack distance of a block is how many bytes of other blocks were used since its own last use: an LRU cache of that
+size, and no smaller one, still has it (Mattson et al., 1970). A block is in the sample when its key says so (spatial
+sampling: SHARDS, Waldspurger et al., FAST 2015): one key in 2^shift, each standing for 2^shift blocks.
 
     oldest                                                              newest
     ├── 4 GiB ──┼── 2 GiB ──┼─ 1 GiB ─┼─ ... ─┼─ one request ─┼─ one request ┤     spans, with the bytes in each
@@ -10,7 +10,7 @@ that size, and no smaller one, still has it (Mattson et al., 1970). A block is i
 
 Exact distances need a tree and a walk through it for each block. Here one sum over a few hundred spans serves a whole
 request: each request begins a span, and old spans are joined so that none is longer than a small part of what was used
-after it. That is what the place of a block in its span can be wrong by.
+after it. The position of a block in its span is uncertain by that much.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import NamedTuple
 from tiercache.protocol.messages import KEY_BYTES
 
 MAX_SHIFT = 16
-"""One block in 65,536: with the budget of samples enough for half a billion blocks."""
+"""One block in 65,536: with the limit on samples enough for half a billion blocks."""
 MAX_SPANS = 512
 FINENESS = 32
-"""A span that was joined has at most this part of the bytes that were used after it."""
+"""A joined span has at most this part of the bytes that were used after it."""
 _LEAST_SPAN = 2048  # ... or this part of all bytes
-_TRIM_SLACK = 16  # what is too old goes when it is this part of what is kept
+_TRIM_SLACK = 16  # what is too old is dropped when it is this part of what is kept
 
 NAME_START = 8
 """The sample is chosen by bytes 8 and 9 of a key; names in the sample are bytes 8 ..< 16 and a tag of the namespace."""
@@ -42,7 +42,7 @@ _CHOOSE = [bytes(int(byte < 256 >> shift) for byte in range(256)) for shift in r
 
 
 def chosen(keys: bytes, shift: int) -> list[int]:
-    """Positions of the keys in the sample, ascending. About a nanosecond for a key that is not."""
+    """Positions of the keys in the sample, ascending. About a nanosecond for a key that is not in it."""
     if shift == 0:
         return list(range(len(keys) // KEY_BYTES))
     sample, found = marks(keys, shift), []
@@ -60,12 +60,12 @@ def marks(keys: bytes, shift: int) -> bytes:
 
 
 def is_chosen(name: bytes, shift: int) -> bool:
-    """Whether the sample at this rate has a name."""
+    """Whether a name is in the sample at this rate."""
     return name[0] < 256 >> shift if shift <= 8 else name[0] == 0 and name[1] < 256 >> (shift - 8)
 
 
 def still_chosen(names: Iterable[bytes], shift: int) -> list[bytes]:
-    """Those of the names that the sample at this rate has."""
+    """Those of the names that are in the sample at this rate."""
     first, second = _below(shift)
     if second == 256:
         return [name for name in names if name[0] < first]
@@ -73,14 +73,14 @@ def still_chosen(names: Iterable[bytes], shift: int) -> list[bytes]:
 
 
 def _below(shift: int) -> tuple[int, int]:
-    """The first two bytes of names in the sample are below these."""
+    """Upper limits of the first two bytes of sampled names."""
     return 256 >> min(shift, 8), 256 >> max(0, shift - 8)
 
 
 class Looked(NamedTuple):
-    """What is known of blocks of the sample.
+    """What is known of sampled blocks.
 
-    `needed`: for each the size in bytes of the smallest LRU cache that has it still, `inf` for an unknown one; `known`:
+    `needed`: for each the size in bytes of the smallest LRU cache that still has it, `inf` for an unknown one; `known`:
     the names of the others.
     """
 
@@ -89,7 +89,7 @@ class Looked(NamedTuple):
 
 
 class ReuseStack:
-    """A sample of blocks in the order of their last use. Event loop only; about a microsecond for a block.
+    """A sample of blocks in the order of their last use. Event loop only; about a microsecond per block.
 
     Names are `key[8:16]` and a tag for the namespace; `frame_bytes` has the size of a block for each tag.
     """
@@ -98,8 +98,8 @@ class ReuseStack:
         self.shift = 0
         self.used_bytes = 0
         self.frame_bytes: dict[bytes, int] = {}
-        # Ascending stamps, since a name that is used moves to the end. A stamp is a number that grows, with the shift
-        # at which the block was counted in its low bits: what it counts for in its span.
+        # Ascending stamps, since a used name moves to the end. A stamp grows with time and has in its low bits the
+        # shift at which the block was counted: what it counts for in its span.
         self._stamps: dict[bytes, int] = {}
         self._number = 1
         self._starts: list[int] = [0]
@@ -137,7 +137,7 @@ class ReuseStack:
         return Looked(needed, known)
 
     def use(self, names: Iterable[bytes]) -> None:
-        """These were used now, in this order: the last one is the newest. Unknown ones are taken in."""
+        """These were used now, in this order: the last one is the newest. Unknown ones are added."""
         if len(self._starts) == MAX_SPANS:
             self._join()
         starts, spans, stamps, frames = self._starts, self._bytes, self._stamps, self.frame_bytes
@@ -175,12 +175,12 @@ class ReuseStack:
                 after += spans[-1]
                 starts.append(start)
                 spans.append(span)
-        if len(starts) > MAX_SPANS // 2:  # spans of whole requests that are large by themselves: any two become one
+        if len(starts) > MAX_SPANS // 2:  # whole requests may be large spans: then join any two
             starts, spans = starts[1::2] + starts[-1:] * (len(starts) % 2), _pairs(spans)
         self._starts, self._bytes = starts[::-1], spans[::-1]
 
     def thin(self, shift: int) -> None:
-        """Keep what the sample has at a lower rate: each counts for more. About 2 ms for 10,000 samples."""
+        """Keep the samples of a lower rate: each counts for more. About 2 ms for 10,000 samples."""
         assert self.shift < shift <= MAX_SHIFT
         self.shift = shift
         mask, (first, second) = ~_SHIFT_MASK, _below(shift)
@@ -192,12 +192,12 @@ class ReuseStack:
         self._recount()
 
     def thicken(self) -> None:
-        """Twice the rate from now on. What joins the sample has no past: see `WhatIf`, which waits for one."""
+        """Double the rate from now on. New samples have no past: `WhatIf` waits until they have one."""
         assert self.shift > 0
         self.shift -= 1
 
     def trim(self, limit_bytes: int) -> None:
-        """Forget what only a cache of more than `limit_bytes` would have."""
+        """Drop what only a cache of more than `limit_bytes` would have."""
         if self.used_bytes <= limit_bytes + limit_bytes // _TRIM_SLACK:
             return
         doomed = []
@@ -212,7 +212,7 @@ class ReuseStack:
             del self._stamps[name]
 
     def forget(self, tags: set[bytes]) -> None:
-        """The blocks of these namespaces are gone."""
+        """Drop the blocks of these namespaces."""
         self._stamps = {name: at for name, at in self._stamps.items() if name[_TAG:] not in tags}
         self._recount()
 
@@ -231,7 +231,7 @@ class ReuseStack:
         self.used_bytes = sum(spans)
 
     def check_integrity(self) -> list[str]:
-        """Everything in which stamps and spans disagree."""
+        """Every way in which stamps and spans disagree."""
         before = self._bytes, self.used_bytes
         self._recount()
         findings = []

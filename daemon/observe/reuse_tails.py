@@ -1,4 +1,4 @@
-"""What a store hangs below: the blocks of the sample in the chains that stores may go on with."""
+"""Tails: the sampled blocks in chains that a store may continue."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tiercache.daemon.observe.reuse_stack import still_chosen
 
 MAX_CHAIN = 512
 MAX_TAIL_SAMPLES = 16384
-"""Of all chains together; the oldest are let go."""
+"""Of all chains together; beyond that the oldest are dropped."""
 
 
 class Tail(NamedTuple):
-    """The blocks of the sample in a chain up to some block, from the root on.
+    """The sampled blocks in a chain up to some block, from the root on.
 
-    The first `used` of them were used at `used_s`, by a look-up perhaps, the others since: these are newer than what
-    they hang below until all are used again.
+    The first `used` of them were used at `used_s`, perhaps by a look-up, the others since: these are newer than the
+    blocks before them until all are used again.
     """
 
     used_s: float
@@ -32,7 +32,7 @@ class Tails:
         self._samples = 0
 
     def put(self, end: bytes, tail: Tail) -> None:
-        """What a store that goes on after block `end` hangs below."""
+        """Remember the chain up to block `end`, which a store may continue."""
         self.take(end)
         if tail.chain:
             if len(tail.chain) > MAX_CHAIN:
@@ -43,14 +43,14 @@ class Tails:
                 self.take(next(iter(self._tails)))
 
     def take(self, end: bytes) -> Tail | None:
-        """The same, which is known no longer then; None where nothing is."""
+        """Return the tail of a block and forget it; None if there is none."""
         tail = self._tails.pop(end, None)
         if tail is not None:
             self._samples -= len(tail.chain)
         return tail
 
     def thin(self, shift: int) -> None:
-        """Keep what the sample has at a lower rate."""
+        """Keep the samples of a lower rate."""
         for end, tail in self._tails.items():
             self._tails[end] = tail._replace(chain=still_chosen(tail.chain, shift))
         self._samples = sum(len(tail.chain) for tail in self._tails.values())

@@ -1,4 +1,4 @@
-"""What clients asked for and what of it was here: in tokens, by tier."""
+"""Traffic: what clients asked for and how much of it was found, in tokens, by tier."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiercache.ground.histograms import POWERS_OF_TWO, Histogram
 MAX_NOTED = 32
 """Matches that may wait to be counted: with the longest keys, 4 MiB."""
 PROBE_ENGINE = "tiercache/probe"
-"""The `engine` of namespaces in which only health checks store blocks: they are no traffic."""
+"""The `engine` of namespaces in which only health checks store blocks: these do not count as traffic."""
 
 if TYPE_CHECKING:
     from tiercache.daemon.tiers.dram.reads import Found
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class Traffic:
     """Plain counts, only ever raised, on the event loop.
 
-    Of a request that asks for several namespaces (ranks, groups) tokens are counted once, those of the first. A match
-    is only noted when it comes and counted with others, when somebody asks or `MAX_NOTED` wait: one by one, between
-    copies that leave nothing of ours in the CPU's caches, counting takes several times as long.
+    Tokens of a request for several namespaces (ranks, groups) count once, those of the first. A match is only noted
+    when it comes; notes are counted together, when the figures are read or `MAX_NOTED` wait: counting one by one,
+    between copies that evict our data from the CPU's caches, takes several times as long.
     """
 
     def __init__(self) -> None:
@@ -56,13 +56,13 @@ class Traffic:
 
     @property
     def asked_tokens(self) -> Histogram:
-        """Of each request that matched: what it asked for."""
+        """Tokens asked for by each request that matched."""
         self._count()
         return self._asked_tokens
 
     @property
     def hit_tokens(self) -> Histogram:
-        """Of each request that matched: what was found in all tiers together."""
+        """Tokens found in all tiers together for each request that matched."""
         self._count()
         return self._hit_tokens
 

@@ -21,9 +21,9 @@ POLICIES = ("lru", "hazard", "arc", "s3fifo", "wtinylfu", "workload-aware")
 
 
 class Policies:
-    """Makes the policies of one daemon; what they learn of requests is learnt once, for all tiers.
+    """Makes the policies of one daemon. What they learn from requests is learnt once, for all tiers.
 
-    Those that learn with numpy are imported when they are asked for.
+    Policies that learn with numpy are imported when they are asked for.
     """
 
     def __init__(self, name: str, clock_s: Callable[[], float], secret: int = 0) -> None:
@@ -33,7 +33,7 @@ class Policies:
         self.turnover = Turnover(clock_s)
         self._in_hits = name in ("hazard", "workload-aware")
         self.predictor: Learner | None = None
-        """Told of every request; None where a policy does not ask for that."""
+        """Told of every request; None where no policy asks for that."""
         self._make: Callable[[Index], Policy] = lambda index: LeafLRU(index.columns)
         if name == "hazard":
             from tiercache.daemon.policies.hazard import LeastWorth
@@ -61,9 +61,9 @@ class Policies:
             self._make = lambda index: S3FIFO(index, requests)
 
     def make(self, index: Index, below: bool = False) -> Policy:
-        """A policy for candidates of that index, behind the window of what was just stored. `below`: not of DRAM's."""
+        """A policy for candidates of that index, behind the window of fresh stores. `below`: for a tier below DRAM."""
         return Window(index, self._make(index), self.turnover, self.predictor, below)
 
     def hinted(self, index: Index, below: bool = False) -> HintedPolicy:
-        """Likewise, one that also goes by what clients say."""
+        """The same policy, taking hints of clients into account too."""
         return self.hints.policy(index, self.make(index, below), self._in_hits)

@@ -1,4 +1,4 @@
-"""ARC: recent and frequent blocks share the room as ghosts of both say (Megiddo and Modha, FAST 2003)."""
+"""ARC: ghost hits decide how recent and frequent blocks share the capacity (Megiddo and Modha, FAST 2003)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tiercache.daemon.policies.queues import Queues
 from tiercache.daemon.policies.requests import Requests
 
 ONCE, AGAIN = 0, 1
-"""The queues, T1 and T2 of the paper: blocks used once since they came, and those used again or come back."""
+"""The queues, T1 and T2 of the paper: blocks used once since they came, and blocks used again or returned."""
 
 
 class ARC:
-    """Two least recently used queues, each with ghosts of what it has lost (B1 and B2).
+    """Two LRU queues, each with ghosts of the blocks it has evicted (B1 and B2).
 
-    A block that comes back raises the share of the queue that had lost it. As in the paper there are at most as many
-    ghosts as blocks, and at most as many blocks used once, ghosts included. What differs: room is made before it is
-    known for what, so a ghost that comes back at that very moment has no say; and only ends of chains are evicted.
+    A block that comes back raises the share of the queue that had evicted it. As in the paper there are never more
+    ghosts than blocks, nor more blocks used once, ghosts included. Two differences: room is made before the block to
+    come is known, so a ghost that comes back at that very moment has no say; and only ends of chains are evicted.
     """
 
     def __init__(self, index: Index, requests: Requests) -> None:
@@ -28,11 +28,11 @@ class ARC:
         self._columns = index.columns
         self._queues = Queues(index, 2)
         self._lost = Ghosts(), Ghosts()
-        self._share = 0.0  # of the capacity, in blocks, that is for those used once: p
+        self._share = 0.0  # p: the part of the capacity, in blocks, that is for those used once
 
     @property
     def ghosts(self) -> int:
-        """Blocks that are remembered only."""
+        """How many evicted blocks are remembered as ghosts."""
         return len(self._lost[ONCE]) + len(self._lost[AGAIN])
 
     # --- what happens to blocks ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which blocks have left, and in which order: hashes of their keys alone."""
+"""Ghosts: which blocks were evicted, and in which order. Only hashes of their keys are kept."""
 
 from __future__ import annotations
 
@@ -8,56 +8,56 @@ from collections import deque
 import xxhash
 
 _WAYS = 16
-"""Places of a bucket; a bucket that is full loses the oldest of its ghosts."""
+"""Places in a bucket; a full bucket loses its oldest ghost."""
 _LOAD = 8
-"""Ghosts for each bucket, on the whole."""
+"""Ghosts per bucket, on average."""
 _CHUNK = 1024
 _TRIM_AT_ONCE = 16
-"""So many ghosts go at most when one comes: a limit that falls by much is kept a little later."""
+"""At most so many ghosts are dropped when one is added: a limit that falls by much is met a little later."""
 _SLACK = 64
 
 
 class Ghosts:
-    """A queue of keys without the keys: 64-bit hashes, about 45 bytes for each ghost. O(1), growth included.
+    """A queue of keys that stores only 64-bit hashes, about 45 bytes per ghost. O(1), growth included.
 
-    A table of buckets grows by one bucket at a time, which takes its part of the ghosts of one older bucket
-    (linear hashing, Litwin 1980), so that there is no moment at which all are moved. Their order is a queue of hashes;
-    a ghost that was taken leaves its hash in there, so each has a number to be told apart by.
+    A table of buckets grows by one bucket at a time. The new bucket takes its part of the ghosts of one older bucket
+    (linear hashing, Litwin 1980), so the ghosts are never all moved at once. Their order is a queue of hashes; a ghost
+    that was taken leaves its hash in the queue, so each ghost has a number to tell them apart.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self._hashes = array("Q", bytes(8 * _WAYS))
         self._numbers = array("Q", bytes(8 * _WAYS))
-        self._mask = 0  # buckets at the last doubling, less one
-        self._split = 0  # of those, how many have given part of their ghosts to a new one
+        self._mask = 0  # number of buckets at the last doubling, less one
+        self._split = 0  # how many of those buckets have been split so far
         self._queue: deque[array[int]] = deque([array("Q")])
-        self._gone = 0  # of the first chunk of the queue
-        self._oldest = self._next = 0  # numbers
+        self._gone = 0  # how many hashes of the queue's first chunk have been consumed
+        self._oldest = self._next = 0  # ghost numbers
 
     def __len__(self) -> int:
         return self.count
 
     @property
     def size_bytes(self) -> int:
-        """What the tables and the queue take."""
+        """Memory used by the table and the queue."""
         return 16 * len(self._hashes) + 8 * sum(map(len, self._queue))
 
     def _bucket(self, digest: int) -> int:
-        """The first place of its bucket."""
+        """The first place of the hash's bucket."""
         bucket = digest & self._mask
         if bucket < self._split:
             bucket = digest & (2 * self._mask + 1)
         return bucket * _WAYS
 
     def _find(self, digest: int, bucket: int) -> int:
-        """The place of a hash in its bucket, 0 standing for an empty one; -1 where it has none."""
+        """The place of a hash in its bucket (0 looks for an empty place); -1 if it is not there."""
         if digest not in self._hashes[bucket : bucket + _WAYS]:  # the usual case, and quicker than an exception
             return -1
         return self._hashes.index(digest, bucket, bucket + _WAYS)
 
     def take(self, key: bytes) -> bool:
-        """Whether the block is here; it is not any more then."""
+        """Remove a block's ghost; True if there was one."""
         if not self.count:
             return False
         digest = _digest(key)
@@ -69,13 +69,13 @@ class Ghosts:
         return True
 
     def add(self, key: bytes, limit: int) -> None:
-        """The block has left, as the youngest one; the oldest go, so that at most `limit` are here."""
+        """The block was evicted: add it as the youngest ghost, and drop the oldest beyond `limit`."""
         if limit > 0:
             self._put(_digest(key))
         self.trim(limit)
 
     def trim(self, limit: int) -> None:
-        """The oldest go, so that at most `limit` are here."""
+        """Drop the oldest ghosts, so that at most `limit` remain."""
         for _ in range(_TRIM_AT_ONCE):
             if self.count <= limit and self._next - self._oldest <= 2 * limit + _SLACK:
                 break
@@ -114,7 +114,7 @@ class Ghosts:
             self.count -= 1
 
     def _grow(self) -> None:
-        """One more bucket."""
+        """Add one bucket."""
         hashes, numbers = self._hashes, self._numbers
         to = len(hashes)
         bit, old = self._mask + 1, self._split * _WAYS

@@ -1,4 +1,4 @@
-"""Least worth first: by how soon blocks of their class are likely to be used again; see predictor.py."""
+"""Least worth first: evicts the blocks whose class is least likely to be used again soon; see predictor.py."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from tiercache.daemon.policies.worths import (
 )  # fmt: skip
 
 RANK_SHARE = 32
-"""Cells are ranked anew when this part of them has been emptied."""
+"""Cells are ranked anew when this share of them has been emptied."""
 RANK_LEAST = 16
-"""Or so many blocks have gone, or as many as a quarter of the cells, where there are few; and the clock has moved."""
+"""Or when so many blocks were evicted, or a quarter of the cells where there are few; and the clock has moved."""
 FEW_CELLS = 24
-"""So few are ranked one by one."""
+"""So few cells are ranked one by one."""
 MAX_CELLS = 2048
-"""More than that are made only where they are twice as wide for each quarter more."""
+"""More cells than that are made only if they are twice as wide for each further quarter."""
 _NOT_ASKED_FOR = chain_class(0, 1, 1)
-"""Of chains that were stored without a look-up: one class, since in how many parts they come says nothing of them."""
+"""The class of chains stored without a look-up. One class: in how many parts they come says nothing about them."""
 _TICK = 1 / 256
-"""Cells are of blocks used within so many turnovers."""
+"""A cell holds blocks last used within the same interval of so many turnovers."""
 _CLASS_SHIFT = 40
 _TICK_MASK = (1 << _CLASS_SHIFT) - 1
 
 
 class LeastWorth:
-    """Candidates hang in *cells*: those of one class, used last at about the same time, are worth the same.
+    """Candidates hang in *cells*: blocks of one class last used at about the same time are worth the same.
 
-    As with LeafLRU what is known is kept lazily: a match tells only its deepest block, and a block takes over what
-    its children knew when these are evicted. Cells are ranked by their worth now and then, not at each eviction;
-    those that come in between are compared with the ranked ones.
+    As in LeafLRU, use is recorded lazily: a match updates only its deepest block, and a block takes over what its
+    children knew when these are evicted. Cells are ranked by worth now and then, not at each eviction; cells made in
+    between are compared with the ranked ones.
     """
 
     def __init__(self, index: Index, predictor: Predictor) -> None:
@@ -58,15 +58,15 @@ class LeastWorth:
         self._gap = columns.integers("gap", "B")
         self._uses = columns.integers("uses", "B")
         self._shared = columns.integers("shared", "B")
-        self._width = 1  # of cells, in ticks
+        self._width = 1  # width of a cell, in ticks
         self._most_cells = MAX_CELLS
-        self._ranked: list[int] = []  # cells, the least worth last
-        self._worth: list[float] = []  # theirs
-        self._fresh: list[tuple[float, int, int]] = []  # cells that came since, a heap: worth, tick, cell
-        self._known: set[int] = set()  # cells that are in either, or have been since the last ranks
+        self._ranked: list[int] = []  # ranked cells, the one worth least last
+        self._worth: list[float] = []  # worth of each ranked cell
+        self._fresh: list[tuple[float, int, int]] = []  # heap of cells made since the last ranking: worth, tick, cell
+        self._known: set[int] = set()  # cells in either of those, now or at some time since the last ranking
         self._evictions = 0
-        self._ranked_for = 0  # evictions
-        self._ranked_until = 0.0  # and so long: ages that are nearer to each other are one
+        self._ranked_for = 0  # how many evictions ranks are valid for
+        self._ranked_until = 0.0  # valid until this time: ages closer to each other than that count as one
         self._version = -1
 
     # --- what happens to blocks ------------------------------------------------------------------
@@ -123,7 +123,7 @@ class LeastWorth:
         columns.stamp[entry] = columns.clock
 
     def _take_over(self, entry: int, child: int) -> None:
-        """What a child knew is its parent's: it was used whenever that was."""
+        """Take over what a child knew: its parent was used whenever the child was."""
         used_at, stamp = self._used_at, self._columns.stamp
         if used_at[child] >= used_at[entry]:
             between = age_bucket(used_at[child] - used_at[entry]) if self._uses[entry] else AGES - 1
@@ -142,7 +142,7 @@ class LeastWorth:
         block_class = self._class[entry]
         if self._shared[entry]:
             block_class = shared_class(self._uses[entry], self._gap[entry])
-        tick = min(int(self._used_at[entry] / _TICK), _TICK_MASK)  # idle for weeks
+        tick = min(int(self._used_at[entry] / _TICK), _TICK_MASK)  # idle for weeks: the tick is capped
         return block_class << _CLASS_SHIFT | (tick - tick % self._width)
 
     def add(self, entry: int) -> None:
@@ -154,7 +154,7 @@ class LeastWorth:
         self._rings.remove(self._cell[entry], entry)
 
     def follows(self, entry: int, child: int) -> bool:
-        # Once ranks are due they are taken before the next one goes, as if each were asked for.
+        # If ranks become due, take them before the next eviction, as if each victim had been asked for separately.
         if self._shared[entry] or self._used_at[entry] > self._used_at[child] or self._due(self._evictions + 1):
             return False
         uses, stamp = self._uses, self._columns.stamp
@@ -169,7 +169,7 @@ class LeastWorth:
     def replaced(self, entry: int, child: int) -> None:
         stays = not self._shared[entry] and self._used_at[entry] <= self._used_at[child]
         self._take_over(entry, child)
-        if stays:  # of one class, and used at one time
+        if stays:  # same class, and last used at the same time
             cell = self._cell[entry] = self._cell[child]
             self._rings.swap(cell, entry, child)
             return
@@ -182,11 +182,11 @@ class LeastWorth:
     # --- the next victim -------------------------------------------------------------------------
 
     def _note(self, cell: int) -> None:
-        """A cell has candidates that had none."""
+        """A cell that had no candidates has some now."""
         if cell in self._known or self._version == -1:
             return
         if len(self._fresh) > 2 * len(self._rings.heads) + RANK_LEAST:
-            self._version = -1  # nobody has asked for long: all are ranked at the next question
+            self._version = -1  # no victim was asked for in a long time: rank all cells at the next request
             self._fresh.clear()
             return
         self._known.add(cell)
@@ -200,11 +200,11 @@ class LeastWorth:
         return self._predictor.worth.item(cell >> _CLASS_SHIFT, age_bucket(age))
 
     def _due(self, evictions: int) -> bool:
-        """Whether ranks are too old when so many have gone since: while the clock stands they are what they were."""
+        """Whether the ranks are too old after so many evictions; they stay valid while the clock stands still."""
         return evictions > self._ranked_for and self._turnover.now >= self._ranked_until
 
     def _rank(self) -> None:
-        """All cells by what they are worth now."""
+        """Rank all cells by their present worth."""
         count = len(self._rings.heads)
         self._ranked, self._worth = self._rank_few() if count <= FEW_CELLS else self._rank_many()
         self._fresh, self._known = [], set(self._ranked)
@@ -216,7 +216,7 @@ class LeastWorth:
             self._most_cells = MAX_CELLS
 
     def _rank_few(self) -> tuple[list[int], list[float]]:
-        """Where there are few they are ranked anew at every second block that goes, and small arrays cost too much."""
+        """Rank a few cells, without numpy: they are ranked at every second eviction; small arrays cost more."""
         ranks = sorted((-self._worth_of(cell), -(cell & _TICK_MASK), cell) for cell in self._rings.heads)
         return [cell for _, _, cell in ranks], [-negative for negative, _, _ in ranks]
 
@@ -225,7 +225,7 @@ class LeastWorth:
         ticks = cells & _TICK_MASK
         ages: Floats = np.subtract(self._turnover.now, ticks * _TICK)
         worth = self._predictor.worth[cells >> _CLASS_SHIFT, age_buckets(ages)]
-        # Of those worth the same, the one that was used last goes last: what was stored a moment ago is to be found.
+        # Among cells of equal worth the one used last goes last: what was stored a moment ago should be found.
         order = np.lexsort((cells, -ticks, -worth))
         return cells[order].tolist(), worth[order].tolist()
 

@@ -1,4 +1,4 @@
-"""Least recently used first, by leaves."""
+"""LRU by leaves: evicts the end of the chain that was least recently used."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ _BUCKET_SHIFT = 6
 
 
 class LeafLRU:
-    """Least recently used first, by leaves, with recency kept lazily.
+    """LRU by leaves, with recency kept lazily.
 
-    Only the deepest block of a match is stamped, since everything before it cannot be evicted
-    sooner anyway; a parent takes over its last child's stamp when that is the later one. So a
-    candidate may come in with an old stamp. To keep that O(1), candidates hang in buckets of 64
-    consecutive stamps: exact between buckets, first-in-first-out within one, where a parent goes
-    to the front because its chain was already being eaten from the tail.
+    Only the deepest block of a match is stamped: the blocks before it cannot be evicted sooner anyway. A parent takes
+    over its last child's stamp if that is later, so a candidate may come in with an old stamp. To keep that O(1),
+    candidates hang in buckets of 64 consecutive stamps: exact between buckets, first-in-first-out within one, where a
+    parent goes to the front because its chain is already being evicted from the end.
     """
 
     def __init__(self, columns: Columns) -> None:
@@ -74,10 +73,10 @@ class LeafLRU:
         self._rings.swap(stamp[child] >> _BUCKET_SHIFT, entry, child)
 
     def evicted(self, entry: int, parent: int) -> None:
-        """The parent has other children, and those are younger."""
+        """Nothing to record: the parent has other children, and those are younger."""
 
     def _push(self, bucket: int) -> None:
-        # Buckets that ran empty leave their number behind; swept when most of them are such.
+        # Empty buckets leave their number behind. They are swept when most of the buckets are empty.
         heads = self._rings.heads
         if len(self._order) > 2 * len(heads) + 64:
             self._order = sorted(heads)

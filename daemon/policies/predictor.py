@@ -1,12 +1,13 @@
-"""How soon blocks are likely to be used again, learnt from what has happened to a sample of them.
+"""Reuse predictor: learns from a sample of blocks how soon blocks are likely to be used again.
 
-Every block belongs to a *class*, set by the request that used it last: whether that went on where an earlier one had
-ended and for the how-manieth time, how many of its blocks were new, and how long it was. Blocks below which
-requests part, such as a system prompt, have classes of their own, by how often and how closely they were used.
-What keeping a block is worth follows from when those of its class were used again: see worths.py.
+Every block belongs to a *class*, set by the request that used it last: whether that request went on where an earlier
+one had ended and which turn of the chain it was, how many of its blocks were new, and how long it was. Blocks below
+which requests diverge, such as a system prompt, have classes of their own, by how often and at what intervals they were
+used. The worth of keeping a block follows from when blocks of its class were used again: see worths.py.
 
-The sample is spatial: blocks whose key is below a threshold, which falls as there are more of them (SHARDS, Waldspurger
-et al., FAST 2015). It outlives the blocks themselves, so it also tells when what was evicted would have been used.
+The sample is spatial: blocks whose key hash is below a threshold, which falls as there are more of them (SHARDS,
+Waldspurger et al., FAST 2015). Samples outlive their blocks, so they also tell when an evicted block would have been
+used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.ma  # by `unique`, when that is first called: 15 ms in the middle of a client's match
+import numpy.ma  # imported by `unique` at its first call: 15 ms in the middle of a client's match
 import numpy.typing as npt
 
 from tiercache.daemon.policies.requests import Again
@@ -37,17 +38,17 @@ from tiercache.protocol.messages import KEY_BYTES
 
 MAX_SAMPLES = 16_384
 LOOKED_AT = 8
-"""Of a full sample, for each further block: half of it goes, and not all in one go of the loop."""
+"""Samples looked at for each new block once the sample is full: half of them go, but not all in one go of the loop."""
 MAX_AT_ONCE = 512
-"""Of one request."""
+"""Samples updated by one request."""
 HORIZON = 256.0
-"""A block that was not used for so many turnovers may leave the sample: no tier keeps it for as long."""
+"""A block not used for so many turnovers may leave the sample: no tier keeps it for as long."""
 FIRST_EVENTS, MOST_EVENTS = 64, 2048
-"""The worths are estimated anew after so many blocks of the sample were stored or used."""
+"""The worths are estimated anew after so many sampled blocks were stored or used."""
 FIRST_RETURNS = 32
-"""But not before so many prompts have used blocks of the sample again: a few say too little of all the others."""
+"""But not before so many prompts have used sampled blocks again: a few say too little about all the others."""
 EVENTS_KEPT = 16 * MAX_SAMPLES
-"""Beyond so many observations all of them are halved: what happened lately counts more."""
+"""Beyond so many observations all of them are halved: recent ones count more."""
 
 _HASHES = 1 << 32
 _WORD = (1 << 64) - 1
@@ -55,7 +56,7 @@ _ODD, _HALF, _LESS = np.uint64(0x9E3779B97F4A7C15), np.uint64(32), np.uint64(29)
 
 
 class Context(NamedTuple):
-    """What the request at hand says of the blocks that it uses."""
+    """What the current request says about the blocks it uses."""
 
     block_class: int
     turn: int
@@ -63,7 +64,7 @@ class Context(NamedTuple):
 
 
 class Sample:
-    """What is known of one block of the sample; its class and when it was used are in columns, at `place`."""
+    """What is known of one sampled block. Its class and time of last use are in columns, at `place`."""
 
     __slots__ = ("following", "hashed", "length", "place", "shared", "turn", "uses")
 
@@ -78,44 +79,44 @@ class Sample:
 
 
 class Predictor:
-    """One for all tiers of a daemon. Event loop only; nothing here blocks.
+    """One for all tiers of a daemon. Event loop only; never blocks.
 
-    A request costs some microseconds and about one for each of its blocks in the sample, of which it has no more than
-    `MAX_AT_ONCE`; a refresh, some milliseconds, is done in parts by the requests that follow. `secret`: what the
-    sample is drawn by; a client that does not know it can neither fill the sample nor keep its blocks out.
+    A request costs some microseconds, plus about one for each of its sampled blocks, at most `MAX_AT_ONCE`. A refresh
+    takes some milliseconds and is done in parts by the requests that follow. `secret` selects the sample: a client that
+    does not know it can neither fill the sample nor keep its blocks out.
     """
 
     def __init__(self, turnover: Turnover, secret: int = 0) -> None:
         self.turnover = turnover
         self.context: Context | None = None
-        """Of the request that is being answered."""
+        """Of the request being answered."""
         self.version = 0
         """Raised when `worth` has changed."""
         self.worth: Floats = worths_before()
-        """Hits a turnover, by class and age bucket."""
+        """Expected hits per turnover, by class and age bucket."""
         self._secret = secret
-        self._hashed = b"", hashes(b"", secret)  # of the prompt that was asked for last
-        self._samples: dict[bytes, Sample] = {}  # the one that was used longest ago first
-        self._doubtful: list[bytes] = []  # of the sample, to be looked at: some are to go
-        self._places: list[int] = []  # in the columns, free
+        self._hashed = b"", hashes(b"", secret)  # of the prompt that was looked up last
+        self._samples: dict[bytes, Sample] = {}  # least recently used first
+        self._doubtful: list[bytes] = []  # samples to look at: some of them are to go
+        self._places: list[int] = []  # free places in the columns
         self._classes = array("H")
         self._used_at = array("d")
         self._threshold = _HASHES
         self._used = np.zeros((CLASSES, AGES))
-        self._ended = np.zeros((CLASSES, AGES))  # left the sample, at that age
+        self._ended = np.zeros((CLASSES, AGES))  # left the sample at that age
         self._events = 0
-        self._returns = 0  # prompts that used blocks of the sample again
+        self._returns = 0  # prompts that used sampled blocks again
         self._refresh_at = FIRST_EVENTS
         self._refreshing: Iterator[bool] | None = None
         self.expected: dict[bytes, Context] = {}
-        """What a look-up said that missed this block, the first of a chain that will probably be stored."""
-        self._stored: dict[bytes, Context] = {}  # by the last block of a store, which may go on there
+        """What a look-up that missed said about this block, the first of a chain that will probably be stored."""
+        self._stored: dict[bytes, Context] = {}  # by the last block of a store, below which the next store may continue
         self._again = Again(turnover)
 
     # --- a request -------------------------------------------------------------------------------
 
     def asked(self, keys: bytes, found_dram: int, found: int) -> None:
-        """A prompt was looked up; `found` of its blocks are known, `found_dram` in DRAM. `context` until `answered`."""
+        """A prompt was looked up; `found` of its blocks are known, `found_dram` in DRAM. Sets `context`."""
         if self._again.asked(keys):
             return
         sampled = self._sampled(keys)
@@ -131,13 +132,13 @@ class Predictor:
             self._refreshing = None
 
     def answered(self) -> None:
-        """The request at hand is over."""
+        """The current request is over."""
         self.context = None
 
     def stored(self, parent: bytes, keys: Sequence[bytes]) -> None:
         """A client has stored a run of blocks, each below the one before it, the first below `parent`."""
         context = self.expected.get(keys[0]) or self._stored.get(parent)
-        if context is None:  # not asked for before
+        if context is None:  # not looked up before
             context = Context(chain_class(0, len(keys), len(keys)), 0, 0)
         _put(self._stored, keys[-1], context)
         packed = b"".join(keys)
@@ -147,7 +148,7 @@ class Predictor:
                 begin(key, hashed, context, keys[number + 1] if number < last else b"")
 
     def _sampled(self, keys: bytes) -> list[tuple[int, int]]:
-        """Which of the keys are in the sample, or would be, each with its hash; no more than `MAX_AT_ONCE`."""
+        """Which of the keys are in the sample, or would be, each with its hash; at most `MAX_AT_ONCE`."""
         hashed = self._hashes(keys)
         threshold = self._threshold
         if threshold == _HASHES and len(hashed) <= MAX_AT_ONCE:
@@ -161,7 +162,7 @@ class Predictor:
         return list(zip(chosen.tolist(), hashed[chosen].tolist(), strict=True))
 
     def _hashes(self, keys: bytes) -> npt.NDArray[np.uint64]:
-        """What is stored is mostly the end of the prompt that was asked for last."""
+        """Hashes of packed keys. Reuses the last result: a store is mostly the end of the last look-up."""
         before, hashed = self._hashed
         if before.endswith(keys):
             return hashed[len(hashed) - len(keys) // KEY_BYTES :]
@@ -169,7 +170,7 @@ class Predictor:
         return self._hashed[1]
 
     def _classify(self, keys: bytes, sampled: list[tuple[int, int]], found: int, length: int) -> Context:
-        """By the deepest block of the sample that is known: where its last user ended, and which turn that was."""
+        """Classify a request by its deepest known sampled block: where its last user ended, and its turn."""
         seen, last, slack = found, None, 1
         for number, _ in reversed(sampled):
             last = self._samples.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
@@ -191,7 +192,7 @@ class Predictor:
             following = keys[(number + 1) * KEY_BYTES : (number + 2) * KEY_BYTES]
             sample = samples.pop(key, None)
             if sample is None:
-                if number < found:  # it was stored in an earlier life, or before the sample was as large
+                if number < found:  # stored in an earlier life, or before the sample was as large
                     self._begin(key, hashed, context, following)
                 continue
             samples[key] = sample
@@ -206,7 +207,7 @@ class Predictor:
         self._returns += returns
 
     def _used_again(self, sample: Sample, age: float) -> int:
-        """A block of the sample was used at that age; the bucket of that."""
+        """Count the use of a sampled block at that age; returns the age bucket."""
         gap = age_bucket(age)
         self._used[self._classes[sample.place], gap] += 1.0
         self._events += 1
@@ -231,7 +232,7 @@ class Predictor:
         self._events += 1
 
     def _plan_room(self) -> None:
-        """Let go what was not used for longest; where all of it still matters, have half as many samples."""
+        """Drop what was not used for longest; where all samples still matter, halve the sampling rate."""
         classes, ages = np.array(self._classes, np.int64), self.turnover.now - np.array(self._used_at)
         ages[self._places] = 0.0
         before = np.flatnonzero(ages >= HORIZON)
@@ -245,7 +246,7 @@ class Predictor:
         self._doubtful = list(self._samples)
 
     def _make_room(self) -> None:
-        """Of the blocks that the sample had, some that are to go; the rest as further ones come."""
+        """Drop some of the samples that are to go; the rest follows as further blocks come."""
         samples, used_at, last = self._samples, self._used_at, self.turnover.now - HORIZON
         for _ in range(min(LOOKED_AT, len(self._doubtful))):
             key = self._doubtful.pop()
@@ -259,7 +260,7 @@ class Predictor:
     # --- learning --------------------------------------------------------------------------------
 
     def _refresh(self) -> Iterator[bool]:
-        """Estimate anew what blocks are worth: a part with each request, of a millisecond at most."""
+        """Estimate anew what blocks are worth: one part per request, of a millisecond at most."""
         self._plan_refresh()
         if self._used.sum() > EVENTS_KEPT:
             self._used *= 0.5
@@ -276,7 +277,7 @@ class Predictor:
         self.version += 1
 
     def _plan_refresh(self) -> None:
-        """When to do it again: at first often."""
+        """Set when to refresh next: often at first."""
         self._refresh_at = self._events + min(MOST_EVENTS, max(FIRST_EVENTS, self._events // 32))
 
     @property
@@ -286,7 +287,7 @@ class Predictor:
 
 
 def _put(known: dict[bytes, Context], key: bytes, context: Context) -> None:
-    """Remember it, the newest of no more than there are samples."""
+    """Remember a context; at most as many are kept as there are samples, the newest."""
     known.pop(key, None)
     known[key] = context
     if len(known) > MAX_SAMPLES:
@@ -294,7 +295,7 @@ def _put(known: dict[bytes, Context], key: bytes, context: Context) -> None:
 
 
 def hashes(keys: bytes, secret: int) -> npt.NDArray[np.uint64]:
-    """A number below `_HASHES` for each of the packed keys, which tells nothing of them without the secret."""
+    """A hash below `_HASHES` for each of the packed keys; without the secret it tells nothing about the keys."""
     words = np.frombuffer(keys, dtype="<u8").reshape(-1, 2)
     low, high, first, second = _numbers_of(secret)
     mixed: npt.NDArray[np.uint64] = np.bitwise_xor(words[:, 0], low)

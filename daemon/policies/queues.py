@@ -1,7 +1,7 @@
-"""Several queues of blocks, one above the other: what ARC, S3-FIFO and W-TinyLFU have in common.
+"""Several queues of blocks, one above the other: the common part of ARC, S3-FIFO and W-TinyLFU.
 
-Each block is in one queue, and whatever is before it in its prompt is in the same one or in one above, for that was
-used whenever it was itself. Only those blocks that are candidates are in order; the others are counted.
+Each block is in one queue. The blocks before it in its prompt are in the same queue or a higher one, since they were
+used whenever it was. Only candidates are kept in order; the other blocks are counted.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies.lru import LeafLRU
 
 _SHRINK = 0.9995
-"""What is left of the capacity at each eviction when fewer blocks are here than it says."""
+"""Factor on the capacity at each eviction while fewer blocks are here than it says."""
 _TABLES_AT_ONCE = 16
 
 
 class Queues:
-    """The queues of one policy, numbered from 0, the lowest. All O(1) amortised: a walk up a chain stops where
-    blocks are high enough already, and is paid for by what brought the others here.
+    """The queues of one policy, numbered from 0, the lowest. All O(1) amortised: a walk up a chain stops at blocks that
+    are high enough already, and is paid for by what brought the others here.
 
-    Order in a queue is that of `Columns.stamp`, as in `LeafLRU`.
+    Order within a queue is by `Columns.stamp`, as in `LeafLRU`.
     """
 
     def __init__(self, index: Index, count: int) -> None:
@@ -30,25 +30,25 @@ class Queues:
         self._queue = columns.integers("queue", "B")
         self._orders = [LeafLRU(columns) for _ in range(count)]
         self._tables: dict[int, Table] = {}
-        self._rest = 0  # times that blocks are not counted again
+        self._rest = 0  # evictions until the next recount
         self.sizes = [0] * count
-        """In blocks; approximately once blocks were dropped that are no candidates, of which no policy is told."""
+        """In blocks. Approximate after non-candidates were dropped: no policy is told of those."""
         self.live = 0
         self.capacity = 0.0
-        """How many blocks there is room for: as many as were here when one was evicted."""
+        """How many blocks there is room for: as many as were here at an eviction."""
 
     def of(self, entry: int) -> int:
-        """Which queue a block is in."""
+        """The queue that a block is in."""
         return self._queue[entry]
 
     def first(self, queue: int) -> int:
-        """The candidate that has waited longest there, or NO_ENTRY."""
+        """The candidate that has waited longest in a queue, or NO_ENTRY."""
         return self._orders[queue].victim()
 
     # --- blocks come and go ----------------------------------------------------------------------
 
     def inserted(self, entry: int) -> None:
-        """A new block, in the lowest queue."""
+        """Add a new block to the lowest queue."""
         self._know(self._index.table[entry])
         self._orders[0].inserted(entry)
         self._queue[entry] = 0
@@ -56,7 +56,7 @@ class Queues:
         self.live += 1
 
     def inserted_many(self, first: int, count: int) -> None:
-        """Likewise, the entries `first ..< first + count`."""
+        """As `inserted`, for the entries `first ..< first + count`."""
         if count:
             self._know(self._index.table[first])
         self._orders[0].inserted_many(first, count)
@@ -76,7 +76,7 @@ class Queues:
             self._tables[number] = self._index.tables[number]
 
     def recount(self) -> None:
-        """Take note of blocks that were dropped: as if they had been from all queues alike."""
+        """Account for blocks that were dropped, as if they had come from all queues in proportion."""
         if self._rest:
             self._rest -= 1
             return
@@ -92,11 +92,11 @@ class Queues:
     # --- up and down -----------------------------------------------------------------------------
 
     def restamp(self, entry: int) -> None:
-        """To the end of its queue."""
+        """Move a block to the end of its queue."""
         self._orders[self._queue[entry]].touched(entry)
 
     def lift(self, entry: int, queue: int) -> None:
-        """To the end of a queue above, with all that is before it, if these are not so high already."""
+        """Move a block, and all blocks before it that are lower, to the end of a higher queue."""
         candidate = self._columns.next[entry] != 0
         if candidate:
             self.remove(entry)
@@ -111,7 +111,7 @@ class Queues:
             self.add(entry)
 
     def lower(self, entry: int, queue: int) -> None:
-        """A candidate to the end of a queue below, with those before it that have no other child."""
+        """Move a candidate, and the blocks before it that have no other child, to the end of a lower queue."""
         self.remove(entry)
         parent, children, its, sizes, at = self._index.parent, self._index.children, self._queue, self.sizes, entry
         before = its[entry]
@@ -134,7 +134,7 @@ class Queues:
         self._orders[self._queue[entry]].remove(entry)
 
     def replaced(self, entry: int, child: int) -> None:
-        """`entry` is a candidate instead of `child`; in the same queue, in its place."""
+        """`entry` replaces `child` as a candidate: in the same queue, at its place."""
         queue = self._queue[entry]
         if queue == self._queue[child]:
             self._orders[queue].replaced(entry, child)

@@ -1,4 +1,4 @@
-"""What counts as a use of blocks: requests that are answered, and not what the daemon does with them by itself."""
+"""What counts as a use of blocks: requests of clients, not the daemon's own moves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tiercache.protocol.messages import KEY_BYTES
 
 
 class Again:
-    """Whether a prompt is asked for again: by another worker, or once more until something has come of it."""
+    """Tells whether a prompt is looked up again: by another worker, or repeatedly until it has been stored."""
 
     __slots__ = ("_last", "_turnover")
 
@@ -18,7 +18,7 @@ class Again:
         self._last = b"", 0
 
     def asked(self, keys: bytes) -> bool:
-        """Whether this is the prompt that was asked for last, and nothing has been stored since."""
+        """Whether this prompt was also the last one looked up, with nothing stored since."""
         before, self._last = self._last, (keys[-KEY_BYTES:], self._turnover.stored_bytes)
         return before == self._last
 
@@ -29,14 +29,14 @@ class Requests:
     def __init__(self, turnover: Turnover) -> None:
         self._again = Again(turnover)
         self.context: bool = False
-        """Whether a request is being answered: what is touched then is used by it."""
+        """Whether a request is being answered: blocks touched meanwhile count as used."""
 
     def asked(self, keys: bytes, found_dram: int, found: int) -> None:
-        """A prompt of these keys was looked up, `found` of them known, `found_dram` in DRAM."""
+        """A prompt was looked up; `found` of its blocks are known, `found_dram` in DRAM."""
         self.context = not self._again.asked(keys)
 
     def answered(self) -> None:
-        """The request at hand is over."""
+        """The current request is over."""
         self.context = False
 
     def stored(self, parent: bytes, keys: Sequence[bytes]) -> None:

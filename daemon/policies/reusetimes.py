@@ -1,10 +1,10 @@
-"""After how long blocks are used again, by what kind of request used them last; learnt from a sample of them.
+"""Reuse times by the kind of request that used a block last, learnt from a sample of blocks.
 
-Of each category: a share q of its blocks is used again, after a time that is exponentially distributed with rate r,
+In each category a share q of the blocks is used again, after an exponentially distributed time with rate r:
 
     P(used again within t) = q · (1 - exp(-r t))
 
-Both are fitted (expectation maximisation) to the times that were seen and to the ages of the blocks that still wait.
+Both are fitted (expectation maximisation) to the observed times and to the ages of blocks not yet used again.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from tiercache.daemon.policies.worths import FIRST_AGE, LENGTHS, NEW
 Floats = npt.NDArray[np.float64]
 
 CATEGORIES = 6
-"""0: a prompt with nothing in common with any before; 1: it shares a beginning; then turns of a conversation."""
+"""0: a prompt that shares nothing with any before; 1: it shares a beginning; then turns of a conversation."""
 LEAN = 16.0
-"""How many blocks' evidence a category takes over from all together."""
+"""A category borrows the evidence of so many blocks from all categories together."""
 FIRST_RATE = 1.0
-"""Before anything is known: as often as DRAM turns over."""
+"""Before anything is known: one use per turnover of DRAM."""
 _STEPS = 3
 
 
 def category(context: Context) -> int:
-    """Which kind of request."""
+    """The kind of request."""
     return min(CATEGORIES - 1, context.block_class // (NEW * LENGTHS))
 
 
 class ReuseTimes(Predictor):
-    """A predictor, for its sample and for what it says of the request at hand, and the reuse times by category."""
+    """Reuse times by category, with the sample and the request's context of a `Predictor`."""
 
     def __init__(self, turnover: Turnover, secret: int = 0) -> None:
         super().__init__(turnover, secret)
         self.shares = np.full(CATEGORIES, 0.5)
-        """Of the blocks of a category, those that will be used again."""
+        """For each category, the share of blocks that will be used again."""
         self.rates = np.full(CATEGORIES, FIRST_RATE)
-        """By category: one over the mean of the reuse times, which are in turnovers."""
+        """For each category, one over the mean reuse time in turnovers."""
         self._reused = np.zeros(CATEGORIES)
         self._reused_after = np.zeros(CATEGORIES)
         self._whole = np.array([0.5]), np.array([FIRST_RATE])  # of all categories together
@@ -54,7 +54,7 @@ class ReuseTimes(Predictor):
         return super()._used_again(sample, age)
 
     def _refresh(self) -> Iterator[bool]:
-        """Fit all anew, instead of the hazards."""
+        """Fit all categories anew, in place of the hazards."""
         self._plan_refresh()
         if self._reused.sum() > EVENTS_KEPT:
             self._reused *= 0.5
@@ -75,10 +75,10 @@ def _fitted(
     reused: Floats, after: Floats, ages: Floats, by: npt.NDArray[np.int64], lean_share: Floats, lean_rate: Floats,
     shares: Floats, rates: Floats,
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Shares and rates of each category, from those of the last time, which are near; they lean on those given.
+    """Shares and rates of each category, starting from the last ones, which are near; they lean on the given ones.
 
-    `reused`, `after`: how many were seen again, and after how long, added up. `ages`, `by`: each block that waits,
-    and its category.
+    `reused`, `after`: how many blocks were used again, and the sum of their reuse times. `ages`, `by`: age and category
+    of each block not yet used again.
     """
     count = len(reused)
     blocks = reused + np.bincount(by, minlength=count)

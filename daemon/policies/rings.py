@@ -1,4 +1,4 @@
-"""Candidates in rings: buckets of those that are as good as each other, in the order in which they came."""
+"""Candidates in rings: buckets of equally good candidates, in order of arrival."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tiercache.daemon.index.policy import NO_ENTRY, Columns
 
 
 class Rings:
-    """Which candidates are in which bucket. O(1); the first of a bucket is the one that goes next.
+    """Which candidates are in which bucket. O(1); the first of a bucket is evicted next.
 
     A bucket is a ring: prev and next hold entry id + 1, so that 0 means "in no ring".
     """
@@ -16,10 +16,10 @@ class Rings:
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
         self.heads: dict[int, int] = {}
-        """The first entry of each bucket that has any."""
+        """The first entry of each non-empty bucket."""
 
     def add(self, bucket: int, entry: int) -> bool:
-        """Put an entry behind the others of a bucket; True when it is the first one there."""
+        """Append an entry to a bucket; True if it is the first one there."""
         columns = self.columns
         head = self.heads.get(bucket, NO_ENTRY)
         if head == NO_ENTRY:
@@ -47,7 +47,7 @@ class Rings:
         columns.prev[entry] = columns.next[entry] = 0
 
     def swap(self, bucket: int, entry: int, other: int) -> None:
-        """Put `entry` in the place of `other`: its chain is being eaten from the tail."""
+        """Put `entry` in the place of `other`: its chain is being evicted from the end."""
         columns = self.columns
         before, after = columns.prev[other] - 1, columns.next[other] - 1
         if after == other:

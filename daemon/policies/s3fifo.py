@@ -1,4 +1,4 @@
-"""S3-FIFO: a small queue lets blocks that are used once go soon (Yang et al., SOSP 2023)."""
+"""S3-FIFO: a small queue lets blocks that are used only once go soon (Yang et al., SOSP 2023)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tiercache.daemon.policies.requests import Requests
 
 SMALL, MAIN = 0, 1
 SMALL_SHARE = 0.1
-"""Of the room, for blocks that have just come."""
+"""Of the capacity, for blocks that have just come."""
 MOST_USES = 3
 USES_FOR_MAIN = 2
-"""So often a block in the small queue has to be used to be moved and not evicted."""
+"""A block in the small queue is moved to the main one, not evicted, if it was used so often."""
 MOST_MOVES = 1024
-"""Blocks that may be passed over for one that is evicted; then the next one goes, whatever it was used."""
+"""At most so many blocks are passed over for one eviction; then the next one goes, however often it was used."""
 
 
 class S3FIFO:
-    """Two queues in the order in which blocks came, and ghosts of what the small one has evicted.
+    """Two FIFO queues, and ghosts of the blocks that the small one has evicted.
 
-    A use is only counted; the count decides when the block is at the front: from the small queue it moves to the main
-    one, and there it goes to the end again for each use. A block that comes back from among the ghosts enters the main
-    queue. A block that others hide behind takes over the count of its last child, when that is evicted.
+    A use is only counted. The count decides when the block reaches the front: from the small queue it moves to the main
+    one, and there it returns to the end once for each use. A block that comes back from among the ghosts enters the
+    main queue. A block takes over the count of its last child when that is evicted.
     """
 
     def __init__(self, index: Index, requests: Requests) -> None:
@@ -38,7 +38,7 @@ class S3FIFO:
 
     @property
     def ghosts(self) -> int:
-        """Blocks that are remembered only."""
+        """How many evicted blocks are remembered as ghosts."""
         return len(self._lost)
 
     # --- what happens to blocks ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How often blocks were asked for lately, near enough: a count-min sketch that forgets."""
+"""Approximate frequency of recent look-ups: a count-min sketch that forgets."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from tiercache.protocol.messages import KEY_BYTES
 
 ROWS = 4
 MOST = 15
-"""No block counts for more, so that what was used much once is soon forgotten: four bits in the paper."""
+"""Cap of a count, so that a block used much once is soon forgotten: four bits in the paper."""
 FIRST_WIDTH = 1 << 14
 MOST_WIDTH = 1 << 22
 PERIOD = 10
-"""All counts are halved when so many blocks were asked for, for each one that there is room for."""
+"""All counts are halved after so many look-ups of blocks per block of capacity."""
 
 _ALL = (1 << 64) - 1
 _FACTORS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
 
 
 class Sketch(Requests):
-    """Counts every block of every prompt that is asked for, whether it is here or not (TinyLFU, Einziger et al., 2017).
+    """Counts every block of every prompt that is looked up, whether it is here or not (TinyLFU, Einziger et al., 2017).
 
-    One for all tiers of a daemon. A request costs some microseconds and a tenth of one for each block. Rows are
-    at least twice as wide as the largest tier has blocks, a byte each: 8 bytes a block and more.
+    One for all tiers of a daemon. A request costs some microseconds, plus a tenth of one per block. Rows are at least
+    twice as wide as the largest tier has blocks, a byte per count: at least 8 bytes a block.
     """
 
     def __init__(self, turnover: Turnover) -> None:
@@ -41,7 +41,7 @@ class Sketch(Requests):
             self._count(keys)
 
     def _count(self, keys: bytes) -> None:
-        """Each key once more. Counts of keys that share a place may rise by one together."""
+        """Count each key once more. Counts of keys that share a place may rise by one together."""
         words = np.frombuffer(keys, dtype="<u8").reshape(-1, KEY_BYTES // 8)
         first, second, third = (np.uint64(factor) for factor in _FACTORS)
         mixed: npt.NDArray[np.uint64] = words[:, 0] * first ^ words[:, 1] * second
@@ -63,7 +63,7 @@ class Sketch(Requests):
             np.right_shift(counts, 1, out=counts)
 
     def frequency(self, key: bytes) -> int:
-        """How often the block was asked for lately: not less, but for what was halved, and seldom more."""
+        """How often the block was looked up lately: never too low, except for halving, and seldom too high."""
         one, other = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
         mixed = one * _FACTORS[0] & _ALL ^ other * _FACTORS[1] & _ALL
         mixed = (mixed ^ mixed >> 32) * _FACTORS[2] & _ALL
@@ -71,9 +71,9 @@ class Sketch(Requests):
         return min(row[low + number * step & mask] for number, row in enumerate(self._rows))
 
     def fit(self, blocks: int) -> None:
-        """A tier has room for so many blocks."""
+        """Make the rows wide enough for a tier with room for so many blocks."""
         self._capacity = max(self._capacity, blocks)
         if len(self._rows[0]) < min(2 * self._capacity, MOST_WIDTH):
-            # A place and its new half have the same count: too much in both, until it is forgotten.
+            # A place and its new half have the same count, too high in both, until it is forgotten.
             self._rows = [row + row for row in self._rows]
             self._mask = len(self._rows[0]) - 1

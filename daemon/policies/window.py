@@ -1,9 +1,9 @@
-"""What was just stored is found: a window of stores that is kept from every policy.
+"""The window: fresh stores are kept from every policy, so that what was just stored is found.
 
-Who stores blocks means to load them, and no policy can know how soon. So what a client has stored is found until a
-tenth of what DRAM has room for has been stored after it: until then no policy sees it in DRAM, unless the tier below
-has it, where it is kept in the same way. Where nothing else is left to evict, the oldest of it goes all the same, so
-that no store is refused for the sake of another.
+A client that stores blocks means to load them, and no policy can know how soon. So a stored block stays until a tenth
+of DRAM's capacity has been stored after it: until then no policy sees it in DRAM, unless the tier below has it, where
+it is kept in the same way. If nothing else is left to evict, the oldest blocks of the window go all the same, so that
+no store is refused for the sake of another.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from tiercache.daemon.policies.rings import Rings
 from tiercache.daemon.policies.turnover import Turnover
 
 SHARE = 0.1
-"""Of the room in DRAM."""
+"""Of DRAM's capacity."""
 NEVER = -(1 << 62)
 LET_OUT = 512
-"""Blocks that leave the window with one store, about a millisecond: a large block may push very many small ones out."""
+"""Blocks that leave the window with one store, about a millisecond: a large block may push out very many small ones."""
 _RING = 0
 _COLUMN = "stored"
 
 
 def is_below(index: Index, entry: int) -> None:
-    """The tier below has this block of DRAM now: it is found, whether it stays here or not."""
+    """The tier below has this block of DRAM now: it is found there even if DRAM evicts it."""
     index.columns.integers(_COLUMN, "q")[entry] = NEVER
-    if index.columns.next[entry]:  # a candidate: to be sorted anew
+    if index.columns.next[entry]:  # a candidate: sort it anew
         index.pin(entry)
         index.unpin(entry)
 
@@ -36,8 +36,8 @@ def is_below(index: Index, entry: int) -> None:
 class Window:
     """A policy behind the window; see `Policy`.
 
-    The candidates in the window are a queue. In DRAM a block that was brought up counts as stored when the block before
-    it was: so no block is younger than those after it. In the tier below (`below`) each is as new as its own write.
+    The candidates in the window are a queue. In DRAM a promoted block counts as stored when the block before it was, so
+    no block is younger than those after it. In the tier below (`below`) each is as new as its own write.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Window:
         self._rings = Rings(columns)
         self._heads = self._rings.heads
         self._stored = columns.integers(_COLUMN, "q")
-        """How much had been stored when the block was."""
+        """How much had been stored when the block was stored."""
         self._inside = columns.integers("inside", "B")
         self.follows = inner.follows
         self.worth = inner.worth
 
     def _until(self) -> int:
-        """What was stored no later than this is out of the window."""
+        """What was stored no later than this has left the window."""
         turnover = self._turnover
         return turnover.stored_bytes - int(SHARE * turnover.room_bytes())
 
@@ -88,7 +88,7 @@ class Window:
         if not self._inside[entry]:
             self.inner.touched(entry)
             return
-        # It keeps its place in the queue, and is no candidate of the inner policy's.
+        # It keeps its place in the queue and is no candidate of the inner policy.
         columns = self._columns
         place = columns.prev[entry], columns.next[entry]
         columns.prev[entry] = columns.next[entry] = 0
@@ -96,7 +96,7 @@ class Window:
         columns.prev[entry], columns.next[entry] = place
 
     def replaced(self, entry: int, child: int) -> None:
-        if self._inside[child]:  # a hint lets it go before its time
+        if self._inside[child]:  # a hint lets it go early
             self._let_out(child)
         self.inner.replaced(entry, child)
 
@@ -125,7 +125,7 @@ class Window:
         self.inner.add(entry)
 
     def _let_out_old(self) -> None:
-        """What is out of the window is the policy's from here on: of very many a part with each store."""
+        """Hand blocks that have left the window to the policy; of very many, a part with each store."""
         heads, stored, until = self._heads, self._stored, self._until()
         if until != self._let_out_until:
             self._let_out_until, self._may_leave = until, LET_OUT

@@ -1,8 +1,8 @@
-"""Workload-aware: what is least likely to be used while it would last goes first (Wang et al., USENIX ATC 2025).
+"""Workload-aware: evicts the block least likely to be used within its expected lifetime (Wang et al., USENIX ATC 2025).
 
 "KVCache Cache in the Wild" evicts by (probability of reuse within the expected lifetime, offset in the prompt). Its
-workloads are kinds of requests, each with an exponential distribution of reuse times. We see no label, so the kinds are
-what a prompt shows by itself: nothing in common with others, a shared beginning, and each turn of a conversation
+workloads are kinds of requests, each with an exponential distribution of reuse times. We see no label, so we use the
+kinds that a prompt shows by itself: nothing shared, a shared beginning, and each turn of a conversation
 (`reusetimes.py`).
 """
 
@@ -18,14 +18,14 @@ from tiercache.daemon.policies.lru import LeafLRU
 from tiercache.daemon.policies.reusetimes import CATEGORIES, ReuseTimes, category
 
 LIFETIME_EVICTIONS = 256
-"""The expected lifetime is estimated anew after so many."""
+"""The expected lifetime is estimated anew after so many evictions."""
 LIFETIME_MOST = 1e6
 
 
 class WorkloadAware:
-    """A least recently used queue for each category; the first of each are compared. O(categories).
+    """An LRU queue for each category; the first of each are compared. O(categories).
 
-    What is known is kept lazily: a match tells only its deepest block, and a block takes over what its children knew.
+    Use is recorded lazily: a match updates only its deepest block, and a block takes over what its children knew.
     """
 
     def __init__(self, index: Index, times: ReuseTimes) -> None:
@@ -41,7 +41,7 @@ class WorkloadAware:
         self._evictions = 0
         self._since = self._turnover.now
         self.lifetime = LIFETIME_MOST
-        """How many turnovers a block stays that is not used: blocks here, by how many are evicted in a turnover."""
+        """How many turnovers an unused block stays: the blocks here over the evictions per turnover."""
 
     # --- what happens to blocks ------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class WorkloadAware:
     # --- the next victim -------------------------------------------------------------------------
 
     def probability(self, entry: int) -> float:
-        """That a block of this category, used last when this one was, is used within the expected lifetime from now."""
+        """Probability that a block of this category, last used with this one, is used within the expected lifetime."""
         its, times = self._category[entry], self._times
         age, rate = max(0.0, self._turnover.now - self._used_at[entry]), float(times.rates[its])
         return float(times.shares[its]) * math.exp(-rate * age) * -math.expm1(-rate * self.lifetime)

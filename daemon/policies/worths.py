@@ -1,13 +1,13 @@
-"""What it is worth to keep blocks, by their class and by how long ago they were used.
+"""The worth of keeping a block, by its class and the time since its last use.
 
-For each class the sample tells the *hazard* at each age since the last use: which share of the blocks that got so
-old was used while they were just that old (Kaplan and Meier's estimate; blocks not yet used again count as far as they
-got). From the hazards follows what keeping a block is worth: the greatest rate of hits that any further stay promises,
+For each class the sample gives the *hazard* at each age since the last use: the share of the blocks reaching that age
+that were used at it (Kaplan and Meier's estimate; blocks not yet used again count up to their present age). The worth
+of keeping a block follows from the hazards: the greatest rate of hits that any further stay promises,
 
     worth(class, age) = max over L of  P(used within L | age) / E[seconds until it is used or L is over | age]
 
-which is Gittins' index, and what LHD (Beckmann et al., NSDI 2018) calls hit density. Classes with little evidence
-lean on wider ones, and all of them on a hazard that falls with age, which is least recently used.
+which is Gittins' index; LHD (Beckmann et al., NSDI 2018) calls it hit density. Classes with little evidence lean on
+wider ones, and all of them on a hazard that falls with age, which amounts to LRU.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 AGES = 46
-"""Age buckets: the first to a 32nd of a turnover, then two for each doubling."""
+"""Age buckets: the first up to 1/32 of a turnover, then two for each doubling."""
 FIRST_AGE = 1 / 1024
 TURNS, NEW, LENGTHS = 10, 8, 7
 _CHAINS = TURNS * NEW * LENGTHS
 _COUNTS, _GAPS = 9, 9
 CLASSES = _CHAINS + _COUNTS * _GAPS
 PRIOR = 0.1
-"""Hazard in each age bucket before anything is known: it falls with age as the buckets grow."""
+"""Hazard in each age bucket before anything is known: per unit of time it falls with age, as the buckets grow."""
 LEAN = 128.0
-"""How many blocks' evidence a class takes over from the wider one, at least."""
+"""A class borrows the evidence of at least so many blocks from the wider class."""
 LEAN_PROMPTS = 64.0
-"""And how many prompts': blocks of one prompt come back together, so that a hundred of them say no more than one."""
+"""And of so many prompts: blocks of one prompt come back together, so a hundred of them say no more than one."""
 ROWS_AT_ONCE = 128
-"""Classes whose worths are estimated in one part of that: the more, the less it takes in all."""
+"""Classes whose worths are estimated in one part: the larger, the less time it takes in all."""
 
 _WIDTHS = np.diff(np.concatenate([[0.0], FIRST_AGE * 2.0 ** (np.arange(AGES) / 2)]))
 _MOST = 1.0 - 2.0**-20
-"""Hazard: of no blocks nothing would be left to divide by."""
+"""Cap of the hazard: at 1 no blocks would be left to divide by."""
 
 
 def age_bucket(age: float) -> int:
-    """Which of the age buckets; an age is in turnovers."""
+    """The bucket of an age, which is in turnovers."""
     if age < FIRST_AGE:
         return 0
     age /= FIRST_AGE
-    return min(AGES - 1, math.frexp(age * age)[1])  # by the exponent: two for each doubling
+    return min(AGES - 1, math.frexp(age * age)[1])  # from the exponent: two for each doubling
 
 
 def age_buckets(ages: Floats) -> npt.NDArray[np.int64]:
-    """The same for many."""
+    """As `age_bucket`, for many ages."""
     squares = np.maximum(ages, 0.0) / FIRST_AGE
     squares *= squares
     np.maximum(squares, 0.5, out=squares)
@@ -62,60 +62,60 @@ def age_buckets(ages: Floats) -> npt.NDArray[np.int64]:
 
 
 def chain_class(turn: int, new_blocks: int, blocks: int) -> int:
-    """The class of blocks whose last user was turn `turn` of a chain; 0: it had nothing in common with any before."""
+    """The class of blocks whose last user was turn `turn` of a chain; 0: it shared nothing with any before."""
     new = min(NEW - 1, new_blocks.bit_length())
     return (min(TURNS - 1, turn) * NEW + new) * LENGTHS + min(LENGTHS - 1, blocks.bit_length() // 2)
 
 
 def shared_class(uses: int, gap_bucket: int) -> int:
-    """The class of a block below which requests part."""
+    """The class of a block below which requests diverge."""
     return _CHAINS + min(_COUNTS - 1, uses) * _GAPS + gap_bucket * _GAPS // AGES
 
 
 _NUMBERS = np.arange(CLASSES)
 _IS_CHAIN = _NUMBERS < _CHAINS
 _BY_TURN = np.where(_IS_CHAIN, _NUMBERS // (NEW * LENGTHS), TURNS)
-"""The group of each class, ascending; all classes of blocks below which requests part are one."""
+"""The group of each class, ascending; all classes of blocks below which requests diverge form one."""
 _BY_NEW = np.where(_IS_CHAIN, _NUMBERS // LENGTHS, TURNS * NEW + (_NUMBERS - _CHAINS) // _GAPS)
 """Smaller groups: by turn and new blocks."""
 _TURN_OF = _BY_TURN[np.flatnonzero(np.diff(_BY_NEW, prepend=-1))]
-"""Of each smaller group, which turn it is."""
+"""The turn of each smaller group."""
 _BLOCKS = np.where(_IS_CHAIN, 4.0 ** (_NUMBERS % LENGTHS), 1.0)
-"""How many blocks a prompt of each class has, about."""
+"""Typical number of blocks of a prompt of each class."""
 
 
 class _Seen(NamedTuple):
-    """What was seen of some classes, or of groups of them: a row each."""
+    """What was observed of some classes, or groups of classes: one row each."""
 
     used: Floats
-    """By age bucket, how many blocks were used when they were so old."""
+    """By age bucket, how many blocks were used at that age."""
     at_risk: Floats
-    """How many got so old."""
+    """How many blocks reached that age."""
     leaning: Floats
-    """How many blocks' evidence they take over from wider ones, times the blocks seen: the sum of a group stands for
-    the mean of its classes."""
+    """How many blocks' evidence they borrow from wider ones, times the blocks seen: the sum over a group stands for the
+    mean of its classes."""
 
     def by(self, group: npt.NDArray[np.int64]) -> _Seen:
-        """Each group that there is; theirs ascend."""
+        """Sums for each group; `group` ascends."""
         firsts = np.flatnonzero(np.diff(group, prepend=-1))
         return _Seen(*(np.add.reduceat(rows, firsts, axis=0) for rows in self)) if len(group) else self
 
     def hazards(self, wider: Floats) -> Floats:
-        """As they were seen, as far as there is more evidence than they take over from wider ones."""
+        """The observed hazards, to the degree that there is more evidence than they borrow from the wider ones."""
         lean = self.leaning / self.at_risk[:, :1]
         hazards: Floats = (self.used + lean * wider) / (self.at_risk + lean)
         return hazards
 
 
 def worths_before() -> Floats:
-    """What each class is worth at each age before anything is known."""
+    """Worth of each class at each age before anything is known."""
     return indices(np.full((1, AGES), PRIOR)).repeat(CLASSES, axis=0)
 
 
 def estimate(used: Floats, ended: Floats, share: float = 1.0) -> Iterator[Floats | None]:
-    """By class and age bucket, from how many blocks were used at that age, and at what age blocks were seen last.
+    """Worths by class and age bucket, from how many blocks were used at that age, and at what age they were last seen.
 
-    `share`: which share of all blocks these are a sample of. Yields None where others may go on, and then the worths.
+    `share`: the share of all blocks that these are a sample of. Yields None where others may run, then the worths.
     """
     known = np.flatnonzero(ended.any(axis=1))
     at_risk = np.cumsum(ended[known, ::-1], axis=1)[:, ::-1]
@@ -124,7 +124,7 @@ def estimate(used: Floats, ended: Floats, share: float = 1.0) -> Iterator[Floats
     groups, turns = np.unique(its_group), np.unique(its_turn).tolist()
     of_all = wider = _of_all(seen.used.sum(axis=0), at_risk.sum(axis=0))
     of_turn, by_turn = np.empty((TURNS + 1, AGES)), seen.by(its_turn)
-    for turn in range(TURNS + 1):  # what has gone on five times is like what has four times
+    for turn in range(TURNS + 1):  # turn five resembles turn four
         if turn == TURNS:
             wider = of_all
         if turn in turns:
@@ -140,7 +140,7 @@ def estimate(used: Floats, ended: Floats, share: float = 1.0) -> Iterator[Floats
         yield None
         worth[row : row + ROWS_AT_ONCE] = indices(hazards[row : row + ROWS_AT_ONCE])
     yield None
-    # Groups of which nothing is known are as their turn, and such classes as their group.
+    # Groups without evidence take the values of their turn, and such classes those of their group.
     rows = _TURN_OF.copy()
     rows[groups] = np.arange(len(of_turn), len(of_turn) + len(groups))
     rows = rows[_BY_NEW]
@@ -150,8 +150,8 @@ def estimate(used: Floats, ended: Floats, share: float = 1.0) -> Iterator[Floats
 
 
 def _of_all(used: Floats, at_risk: Floats) -> Floats:
-    """Hazards of all blocks together. Each age leans on the one before it, so that no age which was hardly ever
-    reached is thought better of than those that were."""
+    """Hazards of all blocks together. Each age leans on the one before it, so that an age hardly ever reached is not
+    rated better than those that were."""
     hazards, before = [], PRIOR
     for its_used, its_risk in zip(used.tolist(), at_risk.tolist(), strict=True):
         before = (its_used + LEAN * before) / (its_risk + LEAN)
@@ -160,11 +160,11 @@ def _of_all(used: Floats, at_risk: Floats) -> Floats:
 
 
 def indices(hazards: Floats) -> Floats:
-    """The index of each row of hazards at each age."""
+    """Gittins' index of each row of hazards at each age."""
     by_age = np.minimum(hazards, _MOST).T
-    left = np.ones((AGES + 1, len(hazards)))  # of all, those that get so old
+    left = np.ones((AGES + 1, len(hazards)))  # share of all blocks that reach each age
     np.cumprod(1.0 - by_age, axis=0, out=left[1:])
-    stay = np.zeros_like(left)  # of all, how long they stay from that age on
+    stay = np.zeros_like(left)  # mean further stay from each age on, times that share
     stay[:-1] = left[:-1] * (1.0 - by_age / 2.0) * _WIDTHS[:, None]
     np.cumsum(stay[::-1], axis=0, out=stay[::-1])
     worth = np.empty_like(left[:-1])

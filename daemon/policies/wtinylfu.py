@@ -1,4 +1,4 @@
-"""W-TinyLFU: what has just come stays if it was asked for more often than what would go (Einziger et al., TOS 2017)."""
+"""W-TinyLFU: a newcomer stays if it was asked for more often than the next victim (Einziger et al., TOS 2017)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from tiercache.daemon.policies.sketch import Sketch
 
 WINDOW, PROBATION, PROTECTED = 0, 1, 2
 WINDOW_SHARE = 0.01
-"""Of the room, for blocks that have just come."""
+"""Of the capacity, for blocks that have just come."""
 WINDOW_LEAST = 16
 """Blocks: a short prompt is not judged while it is still being written to the tier below."""
 PROTECTED_SHARE = 0.8
-"""Of the main part, for blocks that were used while they were in it."""
+"""Of the main part, for blocks that were used while in it."""
 MOST_MOVES = 64
 """Blocks that change their queue at one eviction or use."""
 _ROOMY = 0.75
-"""Blocks leave the window without a contest while less than this part of the room is taken."""
+"""Blocks leave the window without a contest while less than this share of the capacity is taken."""
 
 
 class WTinyLFU:
-    """A small window and a main part in two segments, each least recently used first.
+    """A small window and a main part in two segments, each in LRU order.
 
-    When room is needed and the window has more than its share, its oldest block competes with the oldest of the
-    main part: the one that was asked for less often, by the sketch, is evicted, and the newcomer when they are equal.
-    What comes goes into the window after room was made, so the window has its share and the last prompt's blocks.
+    When room is needed and the window exceeds its share, its oldest block competes with the oldest of the main part:
+    the one asked for less often, by the sketch, is evicted; on a tie the newcomer. New blocks enter the window after
+    room was made, so the window holds its share plus the blocks of the last prompt.
     """
 
     def __init__(self, index: Index, sketch: Sketch) -> None:
@@ -36,7 +36,7 @@ class WTinyLFU:
         self._columns = index.columns
         self._queues = Queues(index, 3)
         self._contest = NO_ENTRY, NO_ENTRY
-        """Loser in the main part and winner: let in when the loser is evicted."""
+        """Loser in the main part, and winner: the winner is let in when the loser is evicted."""
 
     # --- what happens to blocks ------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class WTinyLFU:
     # --- the next victim -------------------------------------------------------------------------
 
     def _over(self, blocks: float) -> bool:
-        """Whether the window has more than its share of so many blocks."""
+        """Whether the window exceeds its share of so many blocks."""
         return self._queues.sizes[WINDOW] > max(WINDOW_LEAST, WINDOW_SHARE * blocks)
 
     def victim(self) -> int:
@@ -123,7 +123,7 @@ class WTinyLFU:
         return self._sketch.frequency(self._key[entry])
 
     def worth(self, entry: int) -> float:
-        """So often it was asked for: the same scale for all tiers, though not hits a second."""
+        """How often it was asked for: one scale for all tiers, though not in hits per second."""
         return float(self._frequency(entry))
 
     def coldest_stamp(self) -> int | None:

@@ -1,9 +1,9 @@
-"""From bytes on a socket to an answer.
+"""Request handling: from bytes on a socket to an answer.
 
-    sessions (unix socket), remote (TCP)     who asks
+    sessions (unix socket), remote (TCP)     who the client is
         ↓
     router ──► service ──► reads, writes, admin     one method for each request
       └ unsent      └ slow       └ context: what they all need
     stats: the tree that `tiercache stats` shows. tiercache/http/families.py makes metrics of it.
-    replies: bounded, sent when the peer takes them; requests that took long, told
+    unsent: bounds the replies that a peer has not read yet; slow: logs requests that took long
 """

@@ -1,4 +1,4 @@
-"""Requests of operators and watchers: pins, prefetches, flushes, reports, models, checks, looks."""
+"""Requests of operators and watchers: pins, prefetches, flushes, reports, models, checks, inspection."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ log = logging.getLogger("tiercache.daemon")
 MAX_CLIENT_COUNTERS = 64
 MAX_COUNTER_NAME_BYTES = 32
 MAX_MODELS_BYTES = 32 << 10
-"""Of one session, encoded: room for about a hundred LoRA adapters."""
+"""Model cards of one session, encoded: room for about a hundred LoRA adapters."""
 MAX_LISTED_MODELS_BYTES = 1 << 20
-"""Of all sessions, in one reply."""
+"""Model cards of all sessions, in one reply."""
 MODELS_AT_ONCE = 256
-"""Looked at in one slice: those of tenants are encoded anew, a millisecond for so many."""
+"""Models listed in one slice: those of tenants are encoded anew, a millisecond for so many."""
 MAX_LISTED_SPECS_BYTES = 1 << 20
 MAX_FINDINGS = 1000
 _PRIORITIES = (0, *(int(priority) for priority in m.Priority))
-"""Of a hint; 0 says nothing."""
+"""Valid priorities of a hint; 0 says nothing."""
 
 
 class AdminRequests:
@@ -41,10 +41,10 @@ class AdminRequests:
         self._cache = desk.cache
         self._generation = desk.generation
         self._checking = False
-        self._tasks: set[asyncio.Future[None]] = set()  # the loop itself keeps none of them alive
+        self._tasks: set[asyncio.Future[None]] = set()  # the loop itself keeps only weak references
 
     def methods(self) -> dict[type, Method]:
-        """What answers each kind of request."""
+        """The method that answers each kind of request."""
         return {
             m.Pin: self._pin,
             m.Unpin: self._unpin,
@@ -112,7 +112,7 @@ class AdminRequests:
         namespaces = self._desk.namespaces(request.namespaces) if request.namespaces else self._cache.all_namespaces()
         if self._cache.events is not None and not (request.namespaces or request.key) and request.tier == "all":
             self._cache.events.cleared()
-        # A single prefix, as probes of the data path do it every few seconds, is nothing for the log.
+        # Not logged as info for a single prefix: probes of the data path flush one every few seconds.
         level = logging.DEBUG if request.key else logging.INFO
         cache, identity, blocks, more = self._cache, self._desk.identity, 0, False
 
@@ -210,7 +210,7 @@ class AdminRequests:
         cache = self._cache
         namespaces = self._desk.namespaces(request.namespaces) if request.namespaces else cache.all_namespaces()
         blocks = yield from places_of(cache, namespaces, request.key)
-        # Only those that have it are looked into.
+        # Only look into the namespaces that have the block.
         known = [cache.space.namespaces[number] for number in dict.fromkeys(view.namespace for view in blocks)]
         chain = yield from chain_of(cache, known, request.key)
         packed = b"".join(chain) if request.chain else b""
@@ -257,7 +257,7 @@ class AdminRequests:
 
 
 def models_of(session: Session) -> dict[bytes, m.ModelCard]:
-    """What a tenant says of its models, with its namespaces as they are called here; nothing of any others."""
+    """What a tenant says about its models, in the daemon's numbering of its namespaces; others are left out."""
     known = session.registered
     cards = [card for card in session.models.values() if all(name in known for name in card.namespaces)]
     its = [msgspec.structs.replace(card, namespaces=[known[name] for name in card.namespaces]) for card in cards]

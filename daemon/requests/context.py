@@ -1,4 +1,4 @@
-"""What all requests need: the cache, who asks, what a request may name, and how to answer later."""
+"""What all request handlers need: the cache, the caller's identity, checks of fields, and deferred answers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 encoder = msgspec.msgpack.Encoder()
 
 MAX_LEASED_KEYS_BYTES = 16 << 20
-"""Of a session of a tenant: what the daemon remembers of its read leases, a million blocks."""
+"""Limit per session of a tenant: the keys of its read leases that the daemon remembers, a million blocks."""
 
 MAX_WINDOW_BLOCKS = 32_768
-"""Of all windows that one request needs: each of these blocks is pinned, and looked at again whenever something is
+"""Of all windows that one request needs: each of these blocks is pinned, and checked again whenever anything is
 dropped."""
 
 Method = Callable[[Session, Any], "m.Reply | Steps[m.Reply] | Steps[m.Reply | None] | None"]
-"""Answers one kind of request, perhaps in slices; None for what is given to `Desk.answer` later."""
+"""Answers one kind of request, perhaps in slices; returns None if the answer goes to `Desk.answer` later."""
 
 
 def _nowhere(identity: bytes, answer: Answer) -> None:
@@ -43,11 +43,11 @@ class Desk:
     """Shared by the classes that answer requests. Event loop only.
 
     Attributes:
-        identity: the connection that the present request came by.
-        tenant: whose it is: it can name the namespaces of that tenant only. Empty for a client that is trusted.
-        unsent: what of earlier answers waits to be read.
+        identity: the connection that the current request came by.
+        tenant: the client's tenant: it can name only that tenant's namespaces. Empty for a trusted client.
+        unsent: earlier answers that wait to be read.
         send: gives an answer to a connection, once there is a router.
-        recorder: is told what is asked, if anybody wants that written down.
+        recorder: is told of requests, if they are recorded.
         settings: what the daemon runs with.
     """
 
@@ -70,7 +70,7 @@ class Desk:
         self.settings: LiveSettings | None = None
 
     def answer(self, identity: bytes, session: Session, reply: m.Reply) -> None:
-        """Answer a request that had to wait."""
+        """Answer a deferred request."""
         self.send(identity, Answer(encoder.encode(reply), session))
 
     def namespace(self, number: int) -> Namespace:
@@ -81,7 +81,7 @@ class Desk:
         return namespace
 
     def namespaces(self, numbers: Sequence[int]) -> list[Namespace]:
-        """Those of a request, all different. Raises RequestRefused."""
+        """The namespaces of a request, all different. Raises RequestRefused."""
         if not 0 < len(numbers) <= m.MAX_NAMESPACES_PER_REQUEST or len(set(numbers)) != len(numbers):
             text = f"{len(numbers)} namespaces: 1 to {m.MAX_NAMESPACES_PER_REQUEST} different ones are allowed"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
@@ -105,7 +105,7 @@ def positive(value: int, name: str) -> int:
 
 
 def check_keys(keys: bytes, limit: int) -> None:
-    """Refuse what is not 1 to `limit` packed keys."""
+    """Refuse anything but 1 to `limit` packed keys."""
     if not keys or len(keys) % KEY_BYTES:
         raise RequestRefused(ErrorCode.BAD_VALUE.value, f"keys are {len(keys)} bytes: 16 for each, at least one")
     if len(keys) > limit * KEY_BYTES:
@@ -122,7 +122,7 @@ def check_windows(namespaces: Sequence[Namespace], keys: bytes) -> None:
 
 
 def check_run(parent: bytes, keys: bytes) -> None:
-    """Refuse what is no run of a chain to store."""
+    """Refuse keys that are no run of a chain to store."""
     check_keys(keys, m.MAX_RESERVE)
     if len(parent) not in (0, KEY_BYTES):
         raise RequestRefused(ErrorCode.BAD_VALUE.value, f"parent is a key of {KEY_BYTES} bytes, or empty")

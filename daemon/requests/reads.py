@@ -1,4 +1,4 @@
-"""Requests that find blocks and read them: match, peek, resolve, read, extents, and the leases of reads."""
+"""Requests that find blocks and read them: match, peek, resolve, read, extents, and read leases."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tiercache.protocol.messages import KEY_BYTES, NO_LEASE, OFFSET_MASK, REGION
 MAX_PARKED = 64
 """Requests of one session that may wait for the tier below."""
 MAX_MATCHED_FRAMES = 4096
-"""In the reply to a match, of all its namespaces together: about a millisecond."""
+"""Frames in the reply to a match, of all its namespaces together: about a millisecond."""
 ANSWERED_AT_ONCE = 128
-"""Of those that wait for the tier below; and for so long, then the one that has begun."""
+"""Parked requests answered in one go; it also ends after so long, when the answer in progress is finished."""
 ANSWER_NS = 1_000_000
 _PEEKS = 64
-"""Namespaces looked into in one slice where they are chains."""
+"""Namespaces peeked into in one slice where they are chains."""
 PARK_S = 0.2
-"""How long at most, and at most half of the time that the client gives the request."""
+"""Longest wait for the tier below; never more than half of the time that the client gives the request."""
 
 
 class _Parked(NamedTuple):
-    """A `Resolve` that waits for blocks on their way up."""
+    """A `Resolve` that waits for blocks being promoted."""
 
     identity: bytes
     session: Session
@@ -52,12 +52,12 @@ class ReadRequests:
         self._generation = desk.generation
         self._parked: dict[int, deque[_Parked]] = {}  # by lease
         self._parked_of: Counter[Session] = Counter()
-        self._overdue: list[tuple[float, int]] = []  # a heap: until when each was to wait, and its lease
-        self._due: dict[int, int] = {}  # leases of which some may be answered, and how many have to be looked at
+        self._overdue: list[tuple[float, int]] = []  # a heap: deadline and lease of each
+        self._due: dict[int, int] = {}  # leases with requests that may be answered, and how many of these to look at
         desk.cache.reads.on_progress = self._progressed
 
     def methods(self) -> dict[type, Method]:
-        """What answers each kind of request."""
+        """The method that answers each kind of request."""
         return {
             m.Match: self._match,
             m.Peek: self._peek,
@@ -74,7 +74,7 @@ class ReadRequests:
         namespaces = self._desk.namespaces(request.namespaces)
         check_windows(namespaces, request.keys)
         ttl_s = self._desk.lease_ttl_s(session, request.ttl_ms) if request.ttl_ms else 0.0
-        # On another host nobody can read the disks, so nothing there is kept for it.
+        # A client on another host cannot read the disks, so no extents are kept for it.
         wants = request.promote, request.extents and not session.tenant
         found = yield from self._cache.match_in_slices(session.owner, namespaces, request.keys, ttl_s, *wants)
         self._cache.traffic.matched(namespaces, request.keys, len(request.keys) // KEY_BYTES, found)
@@ -136,16 +136,16 @@ class ReadRequests:
 
     @property
     def parked(self) -> int:
-        """Requests that wait for blocks on their way up."""
+        """Requests that wait for blocks being promoted."""
         return self._parked_of.total()
 
     def _progressed(self, lease_id: int) -> None:
-        """A lease has grown, or will no more."""
+        """A lease has grown, or will not grow any more."""
         if lease_id in self._parked:
             self._due[lease_id] = len(self._parked[lease_id])
 
     def answer_parked(self) -> bool:
-        """Answer what waited for blocks that have landed, or has waited long enough; True while there is more."""
+        """Answer requests whose blocks have arrived or whose time is up; True while there is more."""
         now_s, left, until_ns = time.monotonic(), ANSWERED_AT_ONCE, time.perf_counter_ns() + ANSWER_NS
         while self._overdue and self._overdue[0][0] <= now_s:
             self._progressed(heapq.heappop(self._overdue)[1])
@@ -160,7 +160,8 @@ class ReadRequests:
                     waiting.append(parked)
                 if time.perf_counter_ns() >= until_ns:
                     left = 0
-            # A lease that has lost a block has ended only now, and said so: then all of them are due.
+            # A lease that lost a block may have ended, and reported progress, only now: then all of its requests are
+            # due.
             due = min(max(due - looked, self._due.pop(lease_id, 0)), len(waiting))
             if due:
                 self._due[lease_id] = due
@@ -169,7 +170,7 @@ class ReadRequests:
         return bool(self._due)
 
     def _answered(self, parked: _Parked, now_s: float) -> bool:
-        """Answer one, if there is anything to say."""
+        """Answer a parked request, if there is anything to say."""
         session, request = parked.session, parked.request
         if session.open:
             lease = self._cache.reads.find(session.owner, request.lease)  # it may have lost a block meanwhile
@@ -235,7 +236,7 @@ class ReadRequests:
             elif grants is not None and granted:
                 grants.renew(lease_id, ttl_s)
             alive.append(read is not None or write is not None or granted)
-            if looked >= LOOKUPS:  # at each block of a window, where something was dropped
+            if looked >= LOOKUPS:  # checked for each block of a window after a drop
                 looked = 0
                 yield
         return m.Renewed(request.request_id, self._generation, bytes(alive))
@@ -258,7 +259,7 @@ class ReadRequests:
         view = region.view((frame & OFFSET_MASK) + request.offset, request.length)
         header = encoder.encode(m.Payload(request.request_id, self._generation, request.length))
         if session.tenant:
-            # Of other hosts none holds a frame by reading slowly: a copy is nothing to what the network takes.
+            # A client on another host must not hold a frame by reading slowly; a copy costs little beside the network.
             return Answer(header, session, bytes(view))
         allocator.hold(frame)
         return Answer(header, session, view, lambda: allocator.unhold(frame))

@@ -1,9 +1,9 @@
-"""Clients on other hosts: a second ROUTER, on TCP, that speaks CURVE and nothing else.
+"""Clients on other hosts: a second ROUTER socket, on TCP, that accepts CURVE only.
 
-They use the same protocol, with the bytes of blocks in messages, and have no session socket: the hello is
-their first request, and a session is over when nothing has come from it for `REMOTE_SILENCE_S`. Who a client is,
-its keys say; that is its tenant, and the only one whose namespaces it can name (see `Desk`). Which keys may connect
-is read again with each handshake, so that a client is let in or locked out by a file, without a restart.
+They use the same protocol, with the bytes of blocks in messages, and have no session socket: the hello is their first
+request, and a session ends when nothing has come from it for `REMOTE_SILENCE_S`. A client's key identifies its tenant,
+the only one whose namespaces it can name (see `Desk`). The allowed keys are read again with each handshake, so adding
+or removing a file lets a client in or locks it out without a restart.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from tiercache.protocol.wire import UNREADABLE
 log = logging.getLogger("tiercache.daemon")
 
 REMOTE_SILENCE_S = 30.0
-"""Without a request for so long a session is over. Clients ask more often, see `tiercache.client.session`."""
+"""A session without a request for so long is ended. Clients ask more often, see `tiercache.client.session`."""
 LOOK_S = 1.0
 SESSION_SHARE = 4
-"""One tenant has at most a quarter of `max_sessions`, and all of them together leave one to clients of this host."""
+"""One tenant has at most a quarter of `max_sessions`, and all tenants together leave one for clients of this host."""
 _CLOCK_STEP_NS = 2_000_000_000
 _DOMAIN = "tiercache"
 _encode = msgspec.msgpack.Encoder().encode
@@ -54,7 +54,7 @@ _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
 class _Start(msgspec.Struct, array_like=True):
-    """How a request starts; what comes after is skipped."""
+    """The beginning of a request; the rest is skipped."""
 
     tag: str
     request_id: int
@@ -65,10 +65,10 @@ _decode_start = msgspec.msgpack.Decoder(_Start).decode
 
 
 class RemoteSession(Session):
-    """A client on another host. `key`: the public one, by which alone it is known."""
+    """A client on another host. `key`: its public key, which alone identifies it."""
 
     def __init__(self, hello: Hello, key: str, tenant: str, now_s: float) -> None:
-        # Tenants share nothing by saying that they are one engine.
+        # Tenants cannot share a store by claiming to be the same engine.
         own = hashlib.blake2b(hello.instance, digest_size=INSTANCE_BYTES, key=tenant.encode()).digest()
         super().__init__(msgspec.structs.replace(hello, instance=own), f"tenant {tenant}", tenant=tenant)
         self.key = key
@@ -85,7 +85,7 @@ class AllowedClients:
         self._told: list[str] = []
 
     def read(self) -> None:
-        """Read the files again if any has come, gone or changed. Costs a `stat` of each otherwise."""
+        """Read the files again if any was added, removed or changed. Costs a `stat` of each otherwise."""
         folder = self._directory / CLIENTS_DIR
         try:
             files = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
@@ -93,7 +93,7 @@ class AllowedClients:
         except OSError:
             seen = None
         if seen != self._seen or seen is None:
-            # What changes again within one step of the file system's clock leaves the same time behind.
+            # A second change within one step of the file system's clock leaves the same time stamp.
             young = seen is not None and any(time.time_ns() - changed < _CLOCK_STEP_NS for _, changed, _ in seen)
             unreadable: tuple[dict[bytes, str], list[str]] = {}, [f"{folder} cannot be read"]
             self._names, problems = unreadable if seen is None else load_allowed(self._directory)
@@ -104,12 +104,12 @@ class AllowedClients:
             self._told = problems
 
     def name_of(self, public_key: bytes) -> str | None:
-        """Whose key (Z85) this is, as of the last `read`; None for nobody's."""
+        """The name of the client with this key (Z85), as of the last `read`; None if the key is not allowed."""
         return self._names.get(public_key)
 
 
 class _Authenticator(ThreadAuthenticator):
-    """Answers ZeroMQ's question who may connect, in a thread of its own (https://rfc.zeromq.org/spec/27/)."""
+    """Tells ZeroMQ which clients may connect, in a thread of its own (https://rfc.zeromq.org/spec/27/)."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: AllowedClients, counters: Counters) -> None:
         super().__init__(context, log=logging.getLogger("tiercache.daemon.zap"))
@@ -126,12 +126,12 @@ class _Authenticator(ThreadAuthenticator):
         return known
 
     def curve_user_id(self, client_public_key: bytes) -> str:
-        """What the messages of a connection come with: the key, since its file may be another one's by then."""
+        """The id attached to messages of a connection: the key, since its file may belong to another client by then."""
         return z85.encode(client_public_key).decode()
 
 
 class RemoteGate:
-    """The TCP side of a daemon. Event loop only, but for the authenticator. Raises ConfigError."""
+    """The TCP side of a daemon. Event loop only, except for the authenticator. Raises ConfigError."""
 
     def __init__(
         self, config: DaemonConfig, gate: SessionGate, handle: Handler, welcome: Callable[[Session, int], Welcome],
@@ -159,7 +159,7 @@ class RemoteGate:
             raise
 
     def _guard(self, socket: zmq.Socket[bytes], secure: Callable[[zmq.Socket[bytes], str], None]) -> None:
-        # The authenticator is there before anybody can knock.
+        # The authenticator must be there before the first client can connect.
         self._authenticator = _Authenticator(socket.context, self._allowed, self._counters)
         self._authenticator.start()
         secure(socket, _DOMAIN)
@@ -172,7 +172,7 @@ class RemoteGate:
             start = _decode_start(header)
         except UNREADABLE:
             greeted = self._greet(key, header)
-            return self._handle(identity, header, parts) if greeted is None else greeted  # it says what is wrong
+            return self._handle(identity, header, parts) if greeted is None else greeted  # says what is wrong
         session = self._gate.sessions.get(start.session)
         if isinstance(session, RemoteSession) and session.key == key:
             session.heard_s = self._loop.time()
@@ -183,7 +183,7 @@ class RemoteGate:
         return self._handle(identity, header, parts)
 
     def _greet(self, key: str, header: bytes) -> Answer | None:
-        """The answer to a hello; None where it is none."""
+        """The answer to a hello; None for any other request."""
         if len(header) > MAX_HELLO_BYTES:
             return None
         try:
@@ -222,7 +222,7 @@ class RemoteGate:
         return None
 
     def tick(self) -> None:
-        """Finished payloads and connections; now and then those that are silent, or no longer allowed."""
+        """Collect finished payloads and connections; now and then end sessions that are silent or no longer allowed."""
         self.router.tick()
         now_s = self._loop.time()
         if now_s < self._looked_s + LOOK_S:

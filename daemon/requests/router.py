@@ -1,12 +1,12 @@
-"""The ROUTER: requests in, replies out, without ever waiting for a peer.
+"""The ROUTER socket: requests in, replies out, without ever waiting for a peer.
 
-What bites here, and what is done about it:
-- the descriptor is edge-triggered, and a send can swallow the edge: EVENTS is read again after
-  every batch, and the loop's tick drains too;
-- a full peer queue drops replies without a word unless ROUTER_MANDATORY is set: a peer that does
-  not read its replies loses its session;
-- a payload sent without a copy is read by ZeroMQ's own thread: its frame is held until the tracker
-  says that it is done.
+Three pitfalls, and how they are handled:
+- the descriptor is edge-triggered, and a send can swallow the edge: EVENTS is read again after every batch, and the
+  loop's tick drains the socket too;
+- a full peer queue silently drops replies unless ROUTER_MANDATORY is set: a peer that does not read its replies loses
+  its session;
+- a payload sent without a copy is read by ZeroMQ's own thread: its frame is held until the tracker says that it is
+  done.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from tiercache.protocol.messages import MAX_MESSAGE_BYTES
 
 BATCH = 64
 BATCH_NS = 2_000_000
-"""For so long requests are served in one go of the loop, and then the one that has begun is."""
+"""Requests are served for so long in one go of the loop; the one in progress is finished."""
 MAX_OUTSTANDING = 1024
 """Replies that may wait for one peer; one more ends its session."""
 CONNECTIONS_AT_ONCE, PARTS_AT_ONCE = 512, 64
-"""Looked at in one go for answers that have been sent, and such answers of one."""
+"""Connections checked in one go for answers that have been sent, and such answers of one connection."""
 DRAIN_REQUESTS = 4 * MAX_OUTSTANDING
 
 
 class Answer(NamedTuple):
-    """A reply to a session: its header, and a payload, maybe with what to call once nobody reads that."""
+    """A reply to a session: its header, and a payload, perhaps with a callback for when that is no longer read."""
 
     header: bytes
     session: Session | None
@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 
 
 class _Sending(NamedTuple):
-    """A part that ZeroMQ may still read; `length` counts what it has still to send before that."""
+    """A part that ZeroMQ may still read; `length` counts the bytes to send up to its end."""
 
     tracker: zmq.MessageTracker
     reader: Reader
@@ -67,9 +67,9 @@ Handler = Callable[[bytes, bytes, "list[zmq.Frame]"], "Answer | None"]
 class Router:
     """Owns the ROUTER socket; calls `handle(identity, header, further parts)` for each request in turn.
 
-    What is answered later (`handle` returned None) is given to `reply` with the same identity. `prepare`
-    is called with the socket before it is bound, to ask who connects; `peer` then names whom `handle` serves.
-    Raises ConfigError where the endpoint cannot be bound.
+    Deferred answers (`handle` returned None) are given to `reply` with the same identity. `prepare` is called with the
+    socket before it is bound, to set up authentication; `peer` then identifies the client that `handle` serves. Raises
+    ConfigError where the endpoint cannot be bound.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class Router:
         prepare: Callable[[zmq.Socket[bytes]], None] | None = None, group: int | None = None,
     ) -> None:  # fmt: skip
         self.peer = ""
-        self.empty_ns = time.perf_counter_ns()  # when no request was waiting, the last time that anybody looked
+        self.empty_ns = time.perf_counter_ns()  # when the queue was last seen empty
         self._asks_who = prepare is not None
         self._handle = handle
         self._cut = cut
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context(io_threads=1)
         self._socket = socket_ = self._context.socket(zmq.ROUTER)
-        self._socket.copy_threshold = 0  # what is copied is not tracked
+        self._socket.copy_threshold = 0  # copied messages are not tracked
         self._unsent = unsent
         unsent.collectors.append(self._collect)
         self._small = SmallAnswers(2 * max_connections)
         self._sending: dict[bytes, deque[_Sending]] = {}  # by connection, in order
-        self._turn: deque[bytes] = deque()  # of those, who is looked at next
+        self._turn: deque[bytes] = deque()  # connections in that, in the order in which they are checked
         self._scheduled = False
         for option, value in (
             (zmq.LINGER, 0),
@@ -117,9 +117,9 @@ class Router:
     def _on_readable(self) -> None:
         self._scheduled = False
         if self._socket.closed:
-            return  # scheduled before the end
+            return  # scheduled before `close`
         self.drain(BATCH)
-        # A send may have taken the edge of a request that came in meanwhile.
+        # A send may have swallowed the edge of a request that came in meanwhile.
         if _readable(self._socket) and not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._on_readable)
@@ -127,7 +127,7 @@ class Router:
     def drain(self, limit: int) -> bool:
         """Serve what is here now, at most `limit` requests; True when nothing is left.
 
-        After `BATCH_NS` no more are begun.
+        Begins no more after `BATCH_NS`.
         """
         until_ns = time.perf_counter_ns() + BATCH_NS
         for _ in range(limit):
@@ -138,7 +138,7 @@ class Router:
         return False
 
     def _serve_one(self) -> bool:
-        """One request, if there is one."""
+        """Serve one request, if there is one."""
         try:
             identity = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
@@ -195,16 +195,16 @@ class Router:
         its.append(_Sending(tracker, reader, counted, answer.payload_done))
 
     def _cut_later(self, session: Session) -> None:
-        # Not at once: an end drains this socket, and we may be in the middle of that.
+        # Deferred: ending a session drains this socket, and we may be in the middle of that.
         self._loop.call_soon(self._cut, session, "it does not read its replies")
 
     def tick(self) -> None:
-        """What is looked at now and then: finished payloads, new and lost connections."""
+        """Periodic work: finished payloads, new and lost connections."""
         self._collect()
         self._look()
 
     def _collect(self) -> None:
-        """Let go of the payloads that have been sent: of very many connections some in turn."""
+        """Release payloads that have been sent; with very many connections, some in turn."""
         for _ in range(min(CONNECTIONS_AT_ONCE, len(self._turn))):
             identity = self._turn.popleft()
             self._collect_of(identity)
@@ -212,7 +212,7 @@ class Router:
                 self._turn.append(identity)
 
     def _collect_of(self, identity: bytes) -> None:
-        """Likewise of one: ZeroMQ sends them in order, so that of those that wait only the first is looked at."""
+        """The same for one connection: ZeroMQ sends in order, so only the first waiting part is checked."""
         its = self._sending[identity]
         for _ in range(min(PARTS_AT_ONCE, len(its))):
             if not its[0].tracker.done:
@@ -222,7 +222,7 @@ class Router:
             del self._sending[identity]
 
     def _look(self) -> None:
-        """Those who have come and gone, a part at a time: in a flood others are served in between."""
+        """Count connections that came and went, a part at a time: in a flood others are served in between."""
         if not self._looking and not self._socket.closed and self.connections.look():
             self._looking = True
             self._loop.call_soon(self._look_on)

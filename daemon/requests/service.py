@@ -1,8 +1,8 @@
-"""Requests, one by one: decode, check, have them answered, encode.
+"""Requests, one by one: decode, check, dispatch, encode the answer.
 
-Whatever arrives is answered: a malformed message, an unknown session, a value out of range and a
-bug of ours each get a typed error, are counted, and disturb nobody else. What a request asks is
-done in `read_requests`, `write_requests` and `admin_requests`.
+Every message is answered: a malformed message, an unknown session, a value out of range and a bug of ours each get a
+typed error, are counted, and disturb no other client. The requests themselves are handled in `reads`, `writes` and
+`admin`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger("tiercache.daemon")
 
 MAX_ERROR_CHARS = 400
 MAX_REGISTER_BYTES = 2 * MAX_SPEC_BYTES
-"""Of a message with a spec, and of one that is looked at once more for fields that we do not know."""
+"""Of a message with a spec, and of one decoded again to skip fields that we do not know."""
 MAX_SLICED = 16
 """Requests of one session that may be under way in slices: each keeps its keys, up to 1 MiB."""
 
@@ -45,16 +45,16 @@ FOR_TENANTS = frozenset((
     m.Ping, m.RegisterNamespace, m.Match, m.Peek, m.Resolve, m.Hold, m.Release, m.Renew, m.Reserve, m.Commit, m.Abort,
     m.Read, m.Write, m.Pin, m.Unpin, m.Prefetch, m.Hint, m.Flush, m.Report, m.Models, m.Bye,
 ))  # fmt: skip
-"""What clients on other hosts may ask. All else would tell one tenant of others, or is of use on this host only."""
+"""Requests allowed from other hosts. The others would tell one tenant about others, or are only useful on this host."""
 
 TO_THE_END = frozenset((m.Flush,))
-"""What is done to the end even where its client has gone or its time is up: half of it would be no use to anybody."""
+"""Requests that are finished even if the client has gone or its time is up: half of the work would be useless."""
 
 _decoder = msgspec.msgpack.Decoder(m.AnyRequest)
 
 
 class _Start(msgspec.Struct, array_like=True):
-    """How every request starts; what comes after is skipped, not built."""
+    """The beginning of every request; the rest is skipped, not built."""
 
     tag: str
     request_id: int
@@ -64,16 +64,15 @@ _decode_start = msgspec.msgpack.Decoder(_Start).decode
 _decode_elements = msgspec.msgpack.Decoder(list[Any]).decode
 _REGISTER = str(m.RegisterNamespace.__struct_config__.tag)
 _TAG_WITHIN = 32
-"""Where a request's tag ends at the latest, however it is packed; a number and random bytes follow it."""
+"""A request's tag ends here at the latest, however it is packed; a number and random bytes follow it."""
 _SPEC = 1 + m.RegisterNamespace.__struct_fields__.index("spec")
-"""Where the spec stands in the array, which begins with the tag."""
+"""Position of the spec in the array, which begins with the tag."""
 
 
 class Service:
     """Answers requests. Event loop only.
 
-    `end(session)` ends a session once its reply is sent; `stats(request)` builds the tree that `Stats` is
-    answered with.
+    `end(session)` ends a session once its reply is sent; `stats(request)` builds the tree that answers `Stats`.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Service:
         self._stats = stats
         self.slow = slow
         self.soon: Callable[[], None] = lambda: None
-        """Says that there is a slice to do before the next tick."""
+        """Called when a slice should be run before the next tick."""
         self._sliced: Counter[Session] = Counter()  # requests under way in slices, by session
         self.reads = ReadRequests(desk, slow)
         self._writes = WriteRequests(desk)
@@ -106,7 +105,7 @@ class Service:
     def handle(self, identity: bytes, header: bytes, parts: list[zmq.Frame]) -> Answer | None:
         """Answer one message: its header part, and the payload parts that followed.
 
-        None for what waits for the tier below, or takes several slices, and is given to `send` later.
+        None if the request waits for the tier below or takes several slices; its answer is given to `send` later.
         """
         started_ns = time.perf_counter_ns()
         counters = self._cache.counters
@@ -146,7 +145,7 @@ class Service:
             self._record(request)
 
     def _record(self, request: m.Flush | m.Prefetch) -> None:
-        """What is asked seldom enough to be looked at here."""
+        """Record requests that are rare enough to be inspected here."""
         recorder, known = self.desk.recorder, self._cache.space.namespaces
         assert recorder is not None
         namespaces = [known[number] for number in request.namespaces or known]
@@ -157,7 +156,7 @@ class Service:
 
     def _decode(self, header: bytes) -> m.Request:
         if len(header) > MAX_REGISTER_BYTES and _REGISTER.encode() in header[:_TAG_WITHIN]:
-            # To build what is in a spec of megabytes would hold up everybody.
+            # Building a spec of megabytes would hold up the event loop.
             raise RequestRefused(ErrorCode.BAD_VALUE.value, f"the spec is longer than {MAX_SPEC_BYTES} bytes")
         try:
             return _decode(header)
@@ -174,8 +173,8 @@ class Service:
             raise RequestRefused(ErrorCode.UNKNOWN_SESSION.value, "this session has ended: connect again")
         now_us = time.monotonic_ns() // 1000
         if isinstance(request, m.Ping) and request.clock_us:
-            # Clocks of two hosts drift, and stand still while a machine is paused.
-            # This never expires: it would not be heard.
+            # Clocks of two hosts drift, and stand still while a machine is paused. A ping never expires: it would not
+            # be handled.
             session.clock_offset_us = now_us - request.clock_us
         elif request.deadline_us + session.clock_offset_us < now_us:
             self._cache.counters.requests_expired += 1
@@ -198,9 +197,9 @@ class Service:
     # --- requests that take several slices -----------------------------------------------------------
 
     def _begin(self, session: Session, request: m.Request, steps: Steps[m.Reply | None]) -> m.Reply | None:
-        """The first slice of a request: nearly always all of it."""
+        """Run the first slice of a request: nearly always all of it."""
         if type(request) in TO_THE_END:
-            self._check_room(session, steps)  # before any of it is done
+            self._check_room(session, steps)  # before any of the work is done
         try:
             next(steps)
         except StopIteration as end:
@@ -221,13 +220,13 @@ class Service:
     def _go_on(
         self, identity: bytes, session: Session, request: m.Request, steps: Steps[m.Reply | None]
     ) -> Steps[None]:  # fmt: skip
-        """The further slices of a request, and its answer; as long as the session lasts and its client waits.
+        """Run the further slices of a request and answer it; stops when the session ends or its client no longer waits.
 
-        Or to the end; see `TO_THE_END`.
+        `TO_THE_END` requests are finished in any case.
         """
         until_us = request.deadline_us + session.clock_offset_us
         to_the_end = type(request) in TO_THE_END
-        reply: m.Reply | None = None  # at the end: it is answered otherwise
+        reply: m.Reply | None = None  # in `TO_THE_END` it is answered otherwise
         with closing(steps):
             while session.open or to_the_end:
                 try:
@@ -258,7 +257,7 @@ class Service:
         return m.Error(request_id, self._generation, refusal.code, text)
 
     def _failed(self, request_id: int) -> m.Error:
-        """A bug of ours must not become a client that waits for ever."""
+        """Answer after a bug of ours, so that no client waits for ever."""
         self._cache.counters.requests_failed += 1
         text = "the daemon failed at this request; its log says where"
         return m.Error(request_id, self._generation, ErrorCode.INTERNAL.value, text)
@@ -277,12 +276,12 @@ class Service:
 
 
 def _decode(header: bytes) -> m.Request:
-    """A request, with whatever a later release has added to it. Raises one of UNREADABLE."""
+    """Decode a request, skipping what a later release has added to it. Raises one of UNREADABLE."""
     try:
         request: m.Request = _decoder.decode(header)
         return request
     except msgspec.ValidationError:
-        # Further elements of arrays are skipped; the one map is the spec of a namespace, of which nothing may be.
+        # Further elements of arrays are skipped; the one map is a namespace's spec, in which nothing may be skipped.
         elements = _decode_elements(header) if len(header) <= MAX_REGISTER_BYTES else []
         if elements[:1] != [_REGISTER] or len(elements) <= _SPEC or not isinstance(elements[_SPEC], dict):
             raise

@@ -1,10 +1,10 @@
-"""Who is connected: the session socket, tokens, and what is known of each client's process.
+"""Sessions: the session socket, tokens, and what is known of each client's process.
 
 Clients on other hosts (see `tiercache.daemon.requests.remote`) have sessions here too, without socket and process.
 
-A session is named by a random token, given over the session socket to whom may open it. The end
-of the socket ends the session; only the pidfd, readable once the process has exited, proves that
-nobody writes to its frames any more.
+A session is named by a random token, handed out over the session socket to clients that may open it. The end of the
+socket ends the session; only the pidfd, readable once the process has exited, proves that it no longer writes to its
+frames.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger("tiercache.daemon")
 
 HELLO_TIMEOUT_S = 2.0
 GHOST_SHARE = 4
-"""Of all ended sessions that may be waited for, one process has at most a quarter."""
+"""One process has at most a quarter of all ended sessions that may be waited for."""
 MAX_GREETING = 32
 """Connections that have not said hello yet."""
 _BACKLOG = 128
@@ -58,7 +58,7 @@ _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
 class Ends(Protocol):
-    """Who is told about the ends of sessions."""
+    """Is told when sessions and their processes end."""
 
     def session_ended(self, session: Session) -> None:
         """The socket is closed; the process may live on."""
@@ -67,15 +67,14 @@ class Ends(Protocol):
         """The process has exited. Comes after `session_ended`."""
 
     def has_quarantine(self, session: Session) -> bool:
-        """Whether it still matters when the process exits."""
+        """Whether the exit of the process still matters."""
 
 
 class Session:
-    """One connected client. What it may do follows from the way it came, never from what it says.
+    """One connected client. Its rights follow from the way it connected, never from what it says.
 
-    `pid` is 0 where that is not known. `mapped`: it has the memory of the arena. `party`: who answers for it, see
-    `Owner`. `tenant`: what its keys say that it is, and all it may touch; empty for clients on this host, which are
-    trusted.
+    `pid` is 0 where unknown. `mapped`: it maps the arena. `party`: who is accountable for it, see `Owner`. `tenant`:
+    what its key says that it is, and all it may touch; empty for clients on this host, which are trusted.
     """
 
     def __init__(self, hello: Hello, party: str, *, mapped: bool = False, pid: int = 0, tenant: str = "") -> None:
@@ -88,20 +87,20 @@ class Session:
         self.since_s = time.monotonic()
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.owner = Owner(hello.instance, mapped=mapped, party=party)
-        # From the client's monotonic clock to ours. Late by the way here of what said the client's time last, the hello
-        # or a ping, and never early.
+        # Offset from the client's monotonic clock to ours. Late by the transit time of the message that last told the
+        # client's time, the hello or a ping, and never early.
         self.clock_offset_us = time.monotonic_ns() // 1000 - hello.clock_us
         self.registration = "none"
         self.counters: dict[str, int] = {}
         self.models: dict[bytes, ModelCard] = {}
         self.registered: dict[str, str] = {}
-        """Of a tenant's: fingerprints of the namespaces, by those of the specs that it sent, which do not name it."""
+        """For a tenant: fingerprints of its namespaces, by those of the specs it sent, which do not name the tenant."""
         self.unsent_bytes = 0
         self.open = True
 
     @property
     def party(self) -> str:
-        """Who answers for it."""
+        """Who is accountable for it."""
         return self.owner.party
 
     @property
@@ -120,7 +119,7 @@ class LocalSession(Session):
 
 
 def refusal(hello: Hello) -> Refused | None:
-    """Why this daemon does not talk to a client, whichever way it came; or None."""
+    """Why this daemon refuses a client, whichever way it came; or None."""
     if hello.protocol_max < OLDEST_PROTOCOL or hello.protocol_min > PROTOCOL:
         ours, theirs = _span(OLDEST_PROTOCOL, PROTOCOL), _span(hello.protocol_min, hello.protocol_max)
         text = f"this daemon speaks protocol {ours} and its client {theirs}: use the same release of tiercache"
@@ -131,7 +130,7 @@ def refusal(hello: Hello) -> Refused | None:
 
 
 class SessionGate:
-    """The listening socket and all sessions behind it. Event loop only; sockets never block."""
+    """The listening socket and all its sessions. Event loop only; sockets never block."""
 
     def __init__(
         self, path: Path, welcome: Callable[[Session, int], Welcome], ends: Ends, max_sessions: int,
@@ -214,7 +213,7 @@ class SessionGate:
             sock.close()
 
     def _admit(self, sock: socket.socket, data: bytes, fds: list[int]) -> None:
-        """Hello → Welcome and the regions. Raises ValueError for what is wrong with it."""
+        """Hello → Welcome and the regions. Raises ValueError with what is wrong."""
         if len(data) > MAX_HELLO_BYTES:
             raise ValueError(f"hello is {len(data)} bytes: at most {MAX_HELLO_BYTES}")
         hello = _decode_hello(data)
@@ -241,7 +240,7 @@ class SessionGate:
                 self._send_regions(session, self._regions[first : first + MAX_FDS_PER_MESSAGE])
 
     def _is_unfinished(self, party: str) -> bool:
-        """Whether a process has left so much that others could have no sessions for it if it went on so."""
+        """Whether a process has so much unfinished that, continuing like this, it would leave others no sessions."""
 
         def its_ghosts() -> int:
             return sum(ghost.party == party for ghost in self._ghosts)
@@ -262,7 +261,7 @@ class SessionGate:
     # --- regions ---------------------------------------------------------------------------------
 
     def announce(self, region: Region, fd: int) -> None:
-        """Send a new region to all who map the arena; from here on its frames may be named."""
+        """Send a new region to all clients that map the arena; from here on its frames may be named."""
         self._regions.append((region, fd))
         for session in list(self.sessions.values()):
             if isinstance(session, LocalSession) and session.mapped:
@@ -275,7 +274,7 @@ class SessionGate:
         try:
             send_packet(session.sock, _encode(message), [fd for _, fd in regions])
         except OSError as error:
-            # It would be named frames that it cannot map, so it is better off connecting again.
+            # It would be named frames that it cannot map, so it should connect again.
             self.cut(session, f"it does not read its session socket ({error.strerror})")
 
     # --- going -----------------------------------------------------------------------------------
@@ -302,7 +301,7 @@ class SessionGate:
             self.end(session)
 
     def end(self, session: Session) -> None:
-        """Close a session; its process is watched on while frames of it are in quarantine."""
+        """Close a session; its process is still watched while frames of it are in quarantine."""
         if not session.open:
             return
         session.open = False
@@ -317,7 +316,7 @@ class SessionGate:
             self._settle(session)
 
     def _settle(self, session: Session) -> None:
-        """Whose process is still waited for, now that this session has ended."""
+        """Decide whether to keep waiting for the process of this ended session."""
         self._forget_finished()
         if not isinstance(session, LocalSession):
             self._ends.process_ended(session)  # what it writes comes as messages: none is half done
@@ -327,7 +326,7 @@ class SessionGate:
             self._forget_process(session)
 
     def _forget_finished(self) -> None:
-        """Of whom other sessions of their instances have said that their copies are finished."""
+        """Forget ended sessions whose copies are finished, as other sessions of their instances have said."""
         for ghost in [ghost for ghost in self._ghosts if not self._ends.has_quarantine(ghost)]:
             self._ghosts.remove(ghost)
             self._forget_process(ghost)
@@ -344,7 +343,7 @@ class SessionGate:
         os.close(session.pidfd)
 
     def close(self) -> None:
-        """End everything, at shutdown."""
+        """End all sessions, at shutdown."""
         self._loop.remove_reader(self._listener)
         self._listener.close()
         for sock in list(self._greeting):
@@ -361,8 +360,8 @@ def _span(oldest: int, newest: int) -> str:
 def _process_of(pidfd: int, pid: int, instance: bytes) -> str:
     """What tells a client's process from all others, however often it connects.
 
-    The number of a pidfd where the kernel has one (Linux 6.9), else when the process began. Of a process in
-    another pid namespace an older kernel tells nothing, so there the client's word has to do.
+    The inode number of a pidfd where the kernel has one (Linux 6.9), else the start time of the process. An older
+    kernel tells nothing about a process in another pid namespace, so there the client's word has to do.
     """
     status = os.fstat(pidfd)
     with select.epoll() as anonymous:

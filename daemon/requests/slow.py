@@ -1,4 +1,4 @@
-"""Which requests took long, and what for: a line each, and a count."""
+"""Slow requests: a log line for each, with what it was about, and a count."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ log = logging.getLogger("tiercache.daemon")
 
 
 class SlowRequests:
-    """Told of every request, speaks of those over `threshold_s`; 0 turns it off. Event loop only.
+    """Is told of every request and logs those over `threshold_s`; 0 turns it off. Event loop only.
 
-    How long a request lay in the queue nobody has noted, but since when the queue has not been empty is known:
-    it cannot have waited longer than that. The loop looks at every tick, so a threshold near 10 ms says little.
+    The time a request queued is not recorded, but since when the queue has not been empty is: it cannot have waited
+    longer than that. The loop checks at every tick, so a threshold near 10 ms says little.
     """
 
     def __init__(self, threshold_s: float, counters: Counters) -> None:
@@ -27,7 +27,7 @@ class SlowRequests:
         self.queue_empty_ns: Callable[[], int] = time.perf_counter_ns
 
     def served(self, session: Session, request: Request, started_ns: int, ended_ns: int) -> None:
-        """A request was answered, or put off; both times are of `perf_counter_ns`."""
+        """A request was answered, or deferred; both times are of `perf_counter_ns`."""
         empty_ns = self.queue_empty_ns()
         if ended_ns - empty_ns <= self._threshold_ns:
             return

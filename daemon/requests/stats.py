@@ -1,4 +1,4 @@
-"""The tree that `stats` answers: raw numbers and short strings, units last in the names."""
+"""The tree that answers `stats`: raw numbers and short strings, units last in the names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tiercache.daemon.tiers.nvme.tier import NvmeTier
     from tiercache.daemon.tiers.quotas import Quotas
 
-# What clients name themselves and register is theirs to choose; the reply has to fit into one message.
+# Clients choose the names that they give and register; the reply has to fit into one message.
 MAX_LISTED_NAMESPACES = 1024
 MAX_LISTED_SESSIONS = 256
 MAX_LISTED_QUOTAS = 256
@@ -40,7 +40,7 @@ _COUNTERS = [field.name for field in fields(Counters)]
 
 
 class Daemon(Protocol):
-    """As much of the daemon as `stats` tells of."""
+    """The part of the daemon that `stats` reports on."""
 
     config: DaemonConfig
     generation: int
@@ -57,13 +57,13 @@ class Daemon(Protocol):
     http: HttpProcess | None
 
     def refused_connections(self) -> int:
-        """Of clients and subscribers."""
+        """Refused connections of clients and subscribers."""
 
 
 def build_stats(daemon: Daemon, request: Stats) -> Steps[dict[str, Any]]:
     """Everything that is known, as of now; the lists of namespaces and sessions are cut.
 
-    Very many namespaces, and what is asked for besides, come in slices of their own.
+    Very many namespaces, and the optional parts, come in slices of their own.
     """
     if daemon.cache.what_if is not None:
         yield from daemon.cache.what_if.catch_up()
@@ -134,9 +134,9 @@ def _daemon(daemon: Daemon) -> dict[str, Any]:
 
 
 def health_of(daemon: Daemon) -> dict[str, Any]:
-    """Whether all is well, and why not.
+    """Whether all is well, and if not, why.
 
-    `parts` says in how many ways each part is not well: reasons are for people and may change their words.
+    `parts` says in how many ways each part is not well; reasons are for people and may change their wording.
     """
     parts: dict[str, list[str]] = {"arena": [], "index": [], "nvme": [], "http": []}
     if daemon.maker.shortage and daemon.cache.space.allocator.arena_bytes < daemon.config.arena_bytes:
@@ -175,7 +175,7 @@ def _sessions(daemon: Daemon) -> list[dict[str, Any]]:
 
 
 def _quotas(daemon: Daemon) -> list[dict[str, Any]]:
-    """Who has a limit, and how far it is used; of tenants that only `*` is for those that have namespaces."""
+    """The owners with a limit, and how far it is used; tenants under `*` only if they have namespaces."""
     space, nvme = daemon.cache.space, daemon.nvme
     used: dict[str, tuple[Quotas, Callable[[str], int]]] = {"dram": (space.quotas, space.used_bytes)}
     if nvme is not None:

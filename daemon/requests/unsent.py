@@ -1,11 +1,11 @@
-"""Answers that were not sent yet: how much of them each session and each party may have waiting.
+"""Unsent answers: how many bytes of them each session and each party may have waiting.
 
-A peer that does not read makes the daemon keep what it asked for. Sessions are easily had, so what counts in the end is
-the party, a process of this host or a tenant on others, and what a session that has ended left behind counts on.
+A peer that does not read makes the daemon keep what it asked for. Sessions are cheap to open, so the limit that counts
+is per party: a process of this host, or a tenant on others. What an ended session left behind still counts.
 
-    large answer    sent with a tracker, and counted until ZeroMQ has let go of it
+    large answer    sent with a tracker, and counted until ZeroMQ has released it
     small answers   counted by connection; every so many bytes one is sent with a tracker, and counted with those before
-                    it: what goes to one connection is sent in order
+                    it, since a connection's messages are sent in order
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from collections.abc import Callable
 from typing import Protocol
 
 SESSION_BYTES = 128 << 20
-"""Of one session: what eight threads of a client of ours ask for before they read, 16 MiB each."""
+"""Per session: what eight threads of our client ask for before they read, 16 MiB each."""
 PARTY_BYTES = 256 << 20
 ALL_BYTES = 512 << 20
 LEAST_BYTES = 64 << 10
 """What a small answer counts for: there is work for each at every tick."""
 SPARE_BYTES = 32 << 20
-"""Beyond the limits, for answers that cannot be refused as a read is: reads alone bring no session to its end."""
+"""Beyond the limits, for answers that cannot be refused like a read: reads alone never end a session."""
 FAIR_BYTES = 4 << 20
-"""Who has no more waiting loses no session for what others leave unread."""
+"""A party with no more than this waiting loses no session for what others leave unread."""
 SMALL_BYTES = 4096
-"""Up to so much of an answer is counted by connection first."""
+"""Answers up to this size are counted by connection first."""
 _ANSWER_BYTES = 128
-"""What ZeroMQ needs for an answer beside its bytes, about."""
+"""What ZeroMQ needs for an answer beside its bytes, approximately."""
 _UNCOUNTED_BYTES = 16 << 10
-"""So much of small answers may go to a connection before one of them is counted with a tracker."""
+"""Small answers may go to a connection up to this size before one of them is counted with a tracker."""
 
 
 class Reader(Protocol):
-    """Who is answered: a session, or all peers together that have none."""
+    """The receiver of an answer: a session, or all peers without one together."""
 
     unsent_bytes: int
 
     @property
     def party(self) -> str:
-        """Who answers for it."""
+        """Who is accountable for it."""
 
 
 class _Strangers:
@@ -52,9 +52,9 @@ class _Strangers:
 
 
 class SmallAnswers:
-    """Bytes of small answers to each connection of a socket since the last one that was looked after.
+    """Bytes of small answers to each connection of a socket since the last tracked one.
 
-    The first answer to a connection is: so nobody gains by coming again and again until connections are forgotten.
+    The first answer to a connection is tracked: so reconnecting until connections are forgotten gains nothing.
     """
 
     def __init__(self, most: int) -> None:
@@ -62,7 +62,7 @@ class SmallAnswers:
         self._bytes: dict[bytes, int] = {}  # in the order in which they were answered
 
     def add(self, connection: bytes, length: int) -> int:
-        """One more, of that length. What there is to look after with it; 0 if it need not be looked after."""
+        """Count an answer of that length. Returns the bytes to track with it; 0 if it need not be tracked."""
         its_bytes = self._bytes.pop(connection, _UNCOUNTED_BYTES) + length + _ANSWER_BYTES
         counts = its_bytes > _UNCOUNTED_BYTES
         self._bytes[connection] = 0 if counts else its_bytes
@@ -72,25 +72,25 @@ class SmallAnswers:
 
 
 class Unsent:
-    """Bytes on their way. Event loop only."""
+    """Unsent bytes. Event loop only."""
 
     def __init__(self) -> None:
         self._of_party: Counter[str] = Counter()
         self.strangers: Reader = _Strangers()
         self.bytes = 0
         self.collectors: list[Callable[[], None]] = []
-        """Take off what has been sent meanwhile."""
+        """Called to deduct what has been sent meanwhile."""
 
     def problem(self, reader: Reader, length: int) -> str | None:
-        """Why there can be no payload of that length for it now, or None.
+        """Why it can have no payload of that length now, or None.
 
-        A party that leaves nothing unread gets one in any case: what others leave unread costs it neither its reads nor
-        its session.
+        A party that leaves nothing unread always gets one: what others leave unread costs it neither its reads nor its
+        session.
         """
         return self._over(reader, length, 0)
 
     def is_too_much(self, reader: Reader, length: int) -> bool:
-        """Whether an answer of that length, that cannot be refused, is more than may wait."""
+        """Whether an answer of that length, that cannot be refused, exceeds what may wait."""
         return self._over(reader, length, SPARE_BYTES) is not None
 
     def _over(self, reader: Reader, length: int, spare_bytes: int) -> str | None:

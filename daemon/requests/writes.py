@@ -25,7 +25,7 @@ class WriteRequests:
         self._generation = desk.generation
 
     def methods(self) -> dict[type, Method]:
-        """What answers each kind of request."""
+        """The method that answers each kind of request."""
         return {
             m.RegisterNamespace: self._register,
             m.Reserve: self._reserve,
@@ -70,7 +70,7 @@ class WriteRequests:
     def _named(
         self, owner: Owner, request: m.Reserve | m.ReserveExtents, namespace: Namespace
     ) -> Named | None:
-        """What events will say of the blocks of a store, if there are events. Nothing where it is too much to keep."""
+        """What events will say of a store's blocks; None without events, or if it is too much to keep."""
         run, block_size = request.events, namespace.spec.block_size
         if run is None or self._cache.events is None:
             return None
@@ -141,7 +141,7 @@ class WriteRequests:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         block.written = max(block.written, request.offset + len(payload))
         region = self._desk.regions[frame >> REGION_SHIFT]
-        # At most 2 MiB: a third of a millisecond of the loop.
+        # At most 2 MiB: a third of a millisecond of the event loop.
         region.view((frame & OFFSET_MASK) + request.offset, len(payload))[:] = payload
         self._cache.counters.payload_bytes_written += len(payload)
         return m.Done(request.request_id, self._generation)

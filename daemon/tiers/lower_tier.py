@@ -1,4 +1,4 @@
-"""The seam to the tier below DRAM."""
+"""The interface between DRAM and the tier below it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Granted(NamedTuple):
     """How many leading keys are in the tier below, and places in `directory` for those that follow.
 
-    `soon`: places are being made, or somebody writes the next block now: ask again.
+    `soon`: places are being made, or another client is writing the next block: ask again.
     """
 
     present: int = 0
@@ -29,7 +29,7 @@ class Granted(NamedTuple):
 
 
 class GrantsBelow(Protocol):
-    """Places in the tier below that clients write themselves; the words are those of `Writes`."""
+    """Places in the tier below that clients write themselves; terms as in `Writes`."""
 
     def reserve(
         self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float, named: Named | None = None
@@ -40,29 +40,29 @@ class GrantsBelow(Protocol):
         """The writes have ended; the leading blocks are complete and have these checksums. Ends the lease."""
 
     def abort(self, owner: Owner, lease_id: int, finished: bool) -> None:
-        """Keep nothing of a lease, if it is one of these. Unless `finished` its places go into quarantine."""
+        """Drop everything of a lease, if it is one of these. Unless `finished`, its places go into quarantine."""
 
     def renew(self, lease_id: int, ttl_s: float) -> None:
         """Move the deadline of a live lease."""
 
     def expire(self) -> None:
-        """Quarantine leases whose time is up, a slice of them."""
+        """Quarantine expired leases, a slice of them."""
 
     def session_lost(self, owner: Owner) -> Steps[None]:
         """The session is closed; its process may still be writing."""
 
     def process_gone(self, owner: Owner) -> Steps[None]:
-        """The process has exited: nobody writes to its places any more."""
+        """The process has exited, so it no longer writes to its places."""
 
     def has_quarantine(self, owner: Owner) -> bool:
-        """Whether places wait for this session's process to exit."""
+        """Whether places are quarantined until this session's process exits."""
 
 
 class FlushBelow(Protocol):
-    """A flush of the tier below that is told what to forget part by part."""
+    """A flush of the tier below, which is told part by part what to drop."""
 
     forget: Callable[[Sequence[Namespace]], None]
-    """These now, out of sight at once."""
+    """Drop these now, out of sight at once."""
     end: Callable[[], None]
     """Those were all."""
 
@@ -74,74 +74,74 @@ class _NoFlush:
 
 
 class TierBelow(Protocol):
-    """What the DRAM tier asks and tells the tier below it. On the event loop; nothing blocks. No tier has no name."""
+    """What the DRAM tier asks and tells the tier below it. Event loop only; never blocks. No tier has no name."""
 
     name: str
 
     @property
     def grants(self) -> GrantsBelow | None:
-        """Its places that clients write; None when there are none."""
+        """Its places that clients write themselves; None when there are none."""
 
     def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
         """How many of the first `limit` keys of a chain are in this tier, as a leading run."""
 
     def lookup(self, namespace: Namespace) -> Callable[[bytes], bool] | None:
-        """Whether a block of a windowed namespace is in this tier, to be asked at once; None without any."""
+        """A function that tells whether this tier has a block of a window, to be used at once; None if it has none."""
 
     @property
     def unlinking(self) -> bool:
-        """Whether something dropped is being unlinked: a look-up may take a walk to the root meanwhile."""
+        """Whether something dropped is being unlinked: a look-up may walk up to the root meanwhile."""
 
     def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
         """A client asked for `keys`; DRAM has the first `dram_blocks`, both tiers together the first `found_blocks`."""
 
     def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:
-        """Where blocks of this prompt are in this tier, for what is said of them: of a chain the longest run."""
+        """Indexes and tables with blocks of this prompt in this tier, for hints: of a chain the longest run."""
 
     def promote(self, lease: ReadLease) -> None:
-        """Bring up what `lease.runs` wait for; it lands as if a client stored it."""
+        """Promote what `lease.runs` wait for; it arrives in DRAM as if a client stored it."""
 
     def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> HeldBelow | None:
-        """Keep what a cut at the end of `keys` needs from block `first` on where it is, for clients to read there.
+        """Keep in place what a cut at the end of `keys` needs from block `first` on, for clients to read it here.
 
         None where that is no use, or not all of it is in this tier.
         """
 
     def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
-        """A block has become visible in DRAM. `before`: of a windowed one the key of the block before it, or empty."""
+        """A block has become visible in DRAM. `before`: for a windowed one the key of the block before it, or empty."""
 
     def begin_flush(
         self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], named: bool = False
     ) -> FlushBelow:
-        """Flush all these, part by part; `done(blocks, durable)` when a crash cannot bring them back, or may.
+        """Flush all these, part by part; `done(blocks, durable)` once a crash cannot bring them back, or still may.
 
-        Unless the namespaces are `named`, all of them also means those that only a disk knows which is not open yet.
+        Unless the namespaces are `named`, the flush includes those known only to a disk that is not open yet.
         """
 
     @property
     def settled(self) -> bool:
-        """Whether no block waits to be written there, or is on its way up."""
+        """Whether no block waits to be written there, or is being promoted."""
 
     @property
     def kinds(self) -> Sequence[Callable[[], bool]]:
-        """What does a slice of each kind of work that was put off; True while there is more."""
+        """Functions that each run a slice of one kind of deferred work; True while there is more."""
 
     def check(self) -> Steps[list[str]]:
-        """Everything in which its parts disagree. O(blocks)."""
+        """Every way in which its parts disagree. O(blocks)."""
 
     def scan(
         self, sample: int, bytes_per_s: int, wanted: Callable[[], bool], done: Callable[[list[str], int], None]
     ) -> bool:
         """Read that many blocks (-1: all) and compare checksums, as long as `wanted()`.
 
-        `done(findings, blocks)` at the end. False when another scan is under way.
+        Calls `done(findings, blocks)` at the end. False when another scan is under way.
         """
 
     def stats(self) -> dict[str, Any]:
         """What `stats` shows of this tier; empty without one."""
 
     def places(self, namespace: Namespace, key: bytes) -> list[BlockView]:
-        """Where a block is in this tier, without a trace."""
+        """Where a block is in this tier; changes nothing, not even recency."""
 
     def chain(self, namespace: Namespace, key: bytes) -> Steps[list[bytes]]:
         """The keys from the first block of a chain to this one; empty when it is not here."""
@@ -151,7 +151,7 @@ class TierBelow(Protocol):
 
 
 class NoTierBelow:
-    """DRAM is the last tier: what is evicted is gone."""
+    """DRAM is the last tier: evicted blocks are gone."""
 
     name = ""
     grants: GrantsBelow | None = None

@@ -1,11 +1,12 @@
-"""How much of a tier each tenant may have, or each namespace that is named.
+"""Quotas: how much of a tier each tenant may have, or each namespace that is named.
 
     team-a=16GiB          a tenant, all its namespaces together
     ns:5d1e0b3a=4GiB      the namespaces whose fingerprint starts so (`tiercache ls`), apart from their tenant's
-    *=1GiB                each other tenant
+    *=1GiB                every other tenant
 
-Who has a limit is an *account*: it has eviction policies of its own, so that it can make room among its own blocks;
-all without a limit share theirs. What counts in DRAM is frames, each from when it is given until it is free.
+The owner of a limit is an *account*. It has eviction policies of its own, so that it can make room among its own
+blocks; everything without a limit shares one account. In DRAM frames count, from when they are taken until they are
+free.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from collections import Counter
 from collections.abc import Mapping
 
 EVERY_OTHER = "*"
-"""In the setting: each tenant that is not named there. Clients that name no tenant have no quota."""
+"""In the setting: every tenant not named there. Clients that name no tenant have no quota."""
 NAMESPACE = "ns:"
-"""In the setting: what follows is how a fingerprint starts. No tenant may be called so (`NamespaceSpec.problem`)."""
+"""In the setting: prefix of a fingerprint's beginning. No tenant's name may start so (`NamespaceSpec.problem`)."""
 NOBODY = ""
-"""The account of all that have no limit."""
+"""The account of everything without a limit."""
 
 
 class Quotas:
-    """Limits in bytes for one tier, as `DaemonConfig.quota` gives them, and who is under which.
+    """Limits in bytes for one tier, as `DaemonConfig.quota` gives them, and the namespaces under each.
 
     Attributes:
         members: numbers of namespaces, by account.
@@ -37,17 +38,17 @@ class Quotas:
         self.change(limits)
 
     def change(self, limits: Mapping[str, int]) -> None:
-        """Other limits from now on. Namespaces keep their accounts: one that is in none has no limit."""
+        """Replace the limits. Namespaces keep their accounts: one whose account has no limit any more is unlimited."""
         self._limits = dict(limits)
         self._every_other = self._limits.pop(EVERY_OTHER, None)
-        # The longest first: of two that fit, the one that says more.
+        # Longest first: of two matching prefixes the more specific one counts.
         self._starts = sorted((name for name in self._limits if name.startswith(NAMESPACE)), key=len, reverse=True)
         for name in self._limits:
             self.members.setdefault(name, [])
             self.numbers.setdefault(name, len(self.numbers) + 1)
 
     def enter(self, number: int, tenant: str, fingerprint: str) -> str:
-        """The account of a new namespace."""
+        """Add a new namespace; returns its account."""
         account = self.account_of(tenant, fingerprint)
         if account != NOBODY:
             self.members.setdefault(account, []).append(number)
@@ -55,7 +56,7 @@ class Quotas:
         return account
 
     def account_of(self, tenant: str, fingerprint: str) -> str:
-        """Whose limit such a namespace is under if it is new."""
+        """The account that such a namespace gets if it is new."""
         for name in self._starts:
             if fingerprint.startswith(name.removeprefix(NAMESPACE)):
                 return name
@@ -63,7 +64,7 @@ class Quotas:
         return tenant if limited else NOBODY
 
     def limit_bytes(self, account: str) -> int | None:
-        """What an account may have, or None for all there is."""
+        """The limit of an account, or None for no limit."""
         if account == NOBODY or (account.startswith(NAMESPACE) and account not in self._limits):
             return None
         return self._limits.get(account, self._every_other)

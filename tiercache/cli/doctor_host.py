@@ -99,7 +99,7 @@ def memory_limit(host: Host, needs: Needs) -> int | None:
         name = "memory.max" if unified else "memory.limit_in_bytes"
         while base in (folder, *folder.parents):
             text = host.read(folder / name)
-            # A limit of version 1 that nobody set is a huge number.
+            # A limit of version 1 that was never set is a huge number.
             if text.isdecimal() and int(text) < 1 << 60:
                 found.append(int(text))
             folder = folder.parent

@@ -49,7 +49,7 @@ class Looker:
 
 @contextmanager
 def quiet_client() -> Iterator[None]:
-    """Keep the client's own words off the terminal: whoever watches says the same in its own place."""
+    """Keep the client's log off the terminal: the live view reports the same in its own place."""
     log = logging.getLogger("tiercache.client")
     before, log.disabled = log.disabled, True
     try:

@@ -1,13 +1,13 @@
 """One process's connection to the daemon.
 
-    client      the connection for as long as the process lives: sessions come and go, failures become misses
+    client      the connection for as long as the process lives: opens sessions, turns failures into misses
       └ session     one life of the daemon: hello, the arena's mapping, requests with deadlines
           ├ channel     requests and replies on the control socket
-          ├ mapping     the regions of the arena, and which copies still need them
-          └ leases      what this client holds at the daemon, renewed while it is in use
+          ├ mapping     the regions of the arena, and the copies that still need them
+          └ leases      leases that this client holds, renewed while they are in use
     launcher    starts a private daemon as a child process
 
-Nothing here knows what a block's bytes mean. The connector does.
+Nothing here interprets a block's bytes. The connector does.
 """
 
 from typing import TYPE_CHECKING

@@ -4,9 +4,9 @@ A `Channel` is one DEALER socket, used by one thread at a time. `Channels` is th
 belongs to one session: a call checks one out, sends, waits for the reply with its request id and
 puts it back, so calls of different threads neither share a socket nor wait for each other.
 
-A send proves nothing: ZeroMQ takes messages for a dead daemon too. Only the reply is success. A
-channel whose reply did not come in time goes to the `late` list, where `Channels.collect_late`
-reads it without waiting: a late reply that grants a lease is given back, every other is dropped.
+A send proves nothing: ZeroMQ takes messages for a dead daemon too. Only the reply is success. A channel whose reply did
+not come in time goes to the `late` list, where `Channels.collect_late` reads it without waiting: a late reply that
+grants a lease is given back, all others are dropped.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from tiercache.protocol.wire import UNREADABLE
 HIGH_WATER_MESSAGES = 1024
 PIPELINE_DEPTH = 8
 MAX_CHANNELS = 16
-"""Connections of one session, with a daemon that does not say how many it may have."""
+"""Connections of one session if the daemon does not name its limit."""
 LATE_CHANNEL_S = 30.0
-"""How long a channel with a missing reply is watched for it, before it is closed."""
+"""How long a channel is watched for a missing reply before it is closed."""
 LOOK_UP_NS = 100_000_000
-"""How often one who waits for a reply looks whether the session is over."""
+"""How often a thread that waits for a reply checks whether the session is over."""
 
 ANSWERS: Mapping[type[Request], type[Reply]] = {
     messages.Ping: messages.Done,
@@ -73,10 +73,10 @@ ANSWERS: Mapping[type[Request], type[Reply]] = {
     messages.Settings: messages.SettingList,
     messages.ChangeSetting: messages.Changed,
 }
-"""The reply that each request is answered with, when it is not an `Error`."""
+"""The type of each request's reply, when it is not an `Error`."""
 
 SESSION_OVER_CODES = (ErrorCode.STALE_GENERATION.value, ErrorCode.UNKNOWN_SESSION.value)
-"""Refusals that no later request of this session can escape."""
+"""Refusals that every later request of this session will meet too."""
 
 R = TypeVar("R", bound=Reply)
 Order = tuple[type[Request], dict[str, Any], Any]
@@ -88,7 +88,7 @@ _request_ids = itertools.count(1)
 _context_lock = threading.Lock()
 _context: tuple[int, zmq.Context[zmq.Socket[bytes]]] | None = None
 _left_behind: list[Channel] = []
-"""Of the parent, in a forked child: never closed, and never collected either."""
+"""The parent's channels, in a forked child: never closed, and never collected either."""
 
 
 def process_context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -134,7 +134,7 @@ class Channel:
         if payload is None:
             self._socket.send(_encode(request), zmq.NOBLOCK)
         else:
-            # The payload is copied: the caller's memory is free again whatever becomes of the message.
+            # The payload is copied: the caller can reuse its memory whatever becomes of the message.
             self._socket.send_multipart([_encode(request), payload], zmq.NOBLOCK)
 
     def receive(self, deadline_ns: int) -> tuple[AnyReply, bytes | None] | None:
@@ -157,7 +157,7 @@ class Channel:
         return reply, parts[1] if len(parts) > 1 else None
 
     def close(self) -> None:
-        """Close the socket; what it had queued is dropped. Idempotent."""
+        """Close the socket, dropping what it has queued. Idempotent."""
         self._socket.close(0)
 
 
@@ -179,16 +179,16 @@ class Pending(Generic[R]):
 class Channels:
     """All channels of one session, no more than the daemon allows. Thread-safe.
 
-    A thread that holds none waits while half as many threads as there may be channels hold some. One that holds
-    one gets a second at once, so that nobody waits for those who wait.
+    A thread without a channel waits while half as many threads as there may be channels hold some. A thread that holds
+    one gets a second at once, so that waiting threads cannot deadlock with it.
 
     Args:
         endpoint, session, generation: from the daemon's `Welcome`.
         keys: for a daemon on another host.
-        most: connections that this session may have; 0: unsaid.
-        timeout_s: deadline of a request whose caller names none.
-        on_late: gets every reply of this generation that came after its caller had gone. Called
-            in the thread that finds it; must not block.
+        most: connections that this session may have; 0: unknown.
+        timeout_s: default deadline of a request.
+        on_late: called with every reply of this generation that came too late for its caller, in the thread that finds
+            it; must not block.
     """
 
     def __init__(
@@ -209,11 +209,11 @@ class Channels:
         self._keys = keys
         self._changed = threading.Condition(threading.Lock())
         self._most = most or MAX_CHANNELS
-        self._holders: dict[int, int] = {}  # threads, and how many channels they have checked out
+        self._holders: dict[int, int] = {}  # threads, and how many channels each has checked out
         self._idle: list[Channel] = []
         self._late: deque[Channel] = deque()
         self.attendant = 0
-        """The thread that keeps the session in order, and so waits for no others."""
+        """The thread that maintains the session, and so never waits for other threads."""
         self._closed = False
         self._why_closed = "the session with the daemon is over"
         forks.watch(self, "_changed")
@@ -231,7 +231,7 @@ class Channels:
     def post(
         self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
     ) -> Pending[R]:
-        """Send one request. Its reply must be taken with `wait`, or given up with `abandon`."""
+        """Send one request. Take its reply with `wait`, or give it up with `abandon`."""
         timeout_s = timeout_s or self.timeout_s
         channel = self._check_out(timeout_s)
         deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
@@ -247,7 +247,7 @@ class Channels:
     def wait(self, pending: Pending[R]) -> R:
         """The reply to a posted request, once. Raises as `call` does."""
         channel = pending.channel
-        # Whatever ends the wait, the reply may still come and grant something, unless the connection makes no sense.
+        # However the wait ends, the reply may still come and grant something, unless the connection is broken.
         owed, broken = 1, False
         try:
             while (received := self._receive(channel, pending.deadline_ns)) is not None:
@@ -270,7 +270,7 @@ class Channels:
             self._check_in(channel, owed=owed, broken=broken)
 
     def abandon(self, pending: Pending[Any]) -> None:
-        """Take no reply; what it may grant is given back when it comes."""
+        """Do not wait for the reply; what it grants is given back when it comes."""
         self._check_in(pending.channel, owed=1)
 
     def pipeline(
@@ -280,7 +280,7 @@ class Channels:
         on_reply: Callable[[int, R, bytes | None], None],
         timeout_s: float | None = None,
     ) -> None:
-        """Send requests, up to 8 unanswered, and hand on each reply with its place in `orders`.
+        """Send requests, up to 8 unanswered, and pass on each reply with its position in `orders`.
 
         Every request has a deadline of its own. Raises as `call` does; replies still missing then
         are treated as late ones.
@@ -308,7 +308,7 @@ class Channels:
         timeout_s: float,
         waiting: dict[int, tuple[int, int]],
     ) -> None:
-        """The loop of `pipeline`. `waiting`: request id -> (place in `orders`, deadline)."""
+        """The loop of `pipeline`. `waiting`: request id -> (position in `orders`, deadline)."""
         timeout_ns = int(timeout_s * 1e9)
         queue = enumerate(orders)
         more = True
@@ -340,9 +340,9 @@ class Channels:
             on_reply(slot[0], _expected(reply, expect), payload)
 
     def _receive(self, channel: Channel, deadline_ns: int) -> tuple[AnyReply, bytes | None] | None:
-        """See `Channel.receive`. Raises DaemonUnavailable soon after `close`: nothing comes any more.
+        """See `Channel.receive`. Raises DaemonUnavailable soon after `close`: no more replies come.
 
-        And CallInterrupted soon after a signal whose handler has raised; what is granted then is given back later.
+        Raises CallInterrupted soon after a signal whose handler has raised; what is granted then is given back later.
         """
         while True:
             until_ns = min(deadline_ns, time.monotonic_ns() + LOOK_UP_NS)
@@ -357,7 +357,7 @@ class Channels:
                 return None
 
     def collect_late(self) -> bool:
-        """Read what came in on late channels, without waiting. True while there are such channels."""
+        """Read replies on late channels, without waiting. True while there are such channels."""
         with self._changed:
             channels, self._late = self._late, deque()
         kept = [channel for channel in channels if self._read_late(channel)]
@@ -370,7 +370,7 @@ class Channels:
             return bool(self._late)
 
     def _read_late(self, channel: Channel) -> bool:
-        """Take what a late channel has; True while it is to be kept as one."""
+        """Read a late channel; True while it is to be kept as one."""
         try:
             while channel.owed and (received := channel.receive(0)) is not None:
                 if received[0].generation == self.generation:
@@ -392,7 +392,7 @@ class Channels:
         self._on_late(reply)
 
     def close(self) -> None:
-        """End all channels; those in use are closed when their call returns. Idempotent."""
+        """Close all channels; those in use are closed when their call returns. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -417,7 +417,7 @@ class Channels:
                 raise RequestRefused(ErrorCode.LIMIT.value, text)
             if self._closed:
                 raise DaemonUnavailable(self._why_closed)
-            # One whose late replies are still to come does as well: they are told from others by their request ids.
+            # A late channel will do as well: its missing replies are recognized by their request ids.
             channel = self._idle.pop() if self._idle else self._late.popleft() if self._late else None
             self._holders[thread] = self._holders.get(thread, 0) + 1
         try:

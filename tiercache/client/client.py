@@ -1,13 +1,12 @@
-"""A client of the daemon: one session at a time, and the manners when the daemon fails.
+"""A client of the daemon: one session at a time, and how it behaves when the daemon fails.
 
     UP    calls go through; each has a deadline
     DOWN  every call raises DaemonUnavailable at once, within microseconds
 
-A missed deadline, an end of file on the session socket or a refused session bring the client
-DOWN. A background thread then probes, with back-off and jitter, and brings it UP after three good
-pings. A daemon that was only slow keeps its session; one that died is met again with a new session
-and a new mapping of the arena. The same thread maps regions that become ready, renews leases that
-are held for long, and gives back what was granted after its caller had gone.
+A missed deadline, an end of file on the session socket or a refused session bring the client DOWN. A background thread
+then probes, with back-off and jitter, and brings it UP after three good pings. A daemon that was only slow keeps its
+session; after a restart the client opens a new session with a new mapping of the arena. The same thread maps regions
+that become ready, renews leases that are held for long, and gives back what was granted too late for its caller.
 
 What belongs to one life of the daemon is in `tiercache.client.session`.
 """
@@ -61,15 +60,15 @@ BACK_OFF_FIRST_S = 0.05
 BACK_OFF_LAST_S = 2.0
 GOOD_PINGS = 3
 STEADY_S = 10.0
-"""UP for this long makes the next back-off short again: a daemon that is too slow does not flap."""
+"""After UP for this long the next back-off is short again: the client does not flap with a daemon that is too slow."""
 CLOSE_S = 2.0
 LINGER_S = 60.0
-"""A session outlives `close` for so long at most: while copies run, or the daemon cannot be told of their end."""
+"""A session outlives `close` for at most so long: while copies run, or the daemon cannot be told of their end."""
 TIDY_S = 0.02
 BYE_S = 0.2
 RAMP_S = 1.0
 _CHANCE = random.Random()
-"""Our own: who has seeded the process's numbers counts on nobody else drawing some."""
+"""Our own generator: a program that seeded the process's one expects no other draws from it."""
 
 logger = logging.getLogger("tiercache.client")
 
@@ -95,7 +94,7 @@ class Client:
             raise ValueError(f"an instance is {messages.INSTANCE_BYTES} random bytes, not {len(instance)}")
         if request_timeout_s <= 0:
             raise ValueError(f"request_timeout_s is {request_timeout_s}: must be more than 0")
-        find_remote(address)  # what is wrong with an address is said here, and not tried again and again
+        find_remote(address)  # a wrong address is reported here, not retried again and again
         self.address = public_part(address) if is_remote(address) else str(session_socket_path(address).parent)
         self._where = str(address)
         self.name = name
@@ -105,15 +104,15 @@ class Client:
         self.times_down = 0
         self._map_arena = map_arena
         self._cuda = cuda
-        self._lock = threading.RLock()  # a signal's handler may close the client while this thread has it
+        self._lock = threading.RLock()  # a signal handler may close the client while this thread has it
         self._up: Session | None = None  # the session while UP
         self._session: Session | None = None  # also while DOWN, if it may come back
         self._errands: Errands = deque()
         self._reason = "it has not been reached yet"
         self._specs: dict[str, NamespaceSpec] = {}
-        self._direct: set[str] = set()  # fingerprints of specs that are read on NVMe by ourselves
+        self._direct: set[str] = set()  # fingerprints of specs whose blocks we read on NVMe ourselves
         self.leases = Leases()
-        """What this client holds, and which loads and stores are under way."""
+        """Leases of this client, and its loads and stores in progress."""
         self._back_off_s = BACK_OFF_FIRST_S
         self._up_since_s = 0.0
         self._closed = False
@@ -122,7 +121,7 @@ class Client:
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
         self.counters: Callable[[], dict[str, int]] = dict
-        """What the owner of the client wants the daemon to know of its own counters."""
+        """Counters that the owner of the client wants reported to the daemon."""
         self._models: list[messages.ModelCard] = []
         _clients.add(self)
         forks.watch(self, "_lock")
@@ -143,7 +142,7 @@ class Client:
 
         Args:
             address: the daemon's run directory, or `tcp://HOST:PORT?key=FILE` of one on another host.
-            name: how the daemon calls this client in its statistics.
+            name: this client's name in the daemon's statistics.
             instance: 16 random bytes shared by all sessions of one engine; random by default.
             map_arena: False moves bytes through the control socket, 2 MiB at a time.
             cuda: register the mapped regions with CUDA, so that copies to a GPU are direct.
@@ -151,8 +150,8 @@ class Client:
             timeout_s: deadline of connecting.
 
         Raises:
-            DaemonUnavailable: nobody answers at `address`.
-            RequestRefused: the daemon will not have this client (version, limits).
+            DaemonUnavailable: no daemon answers at `address`.
+            RequestRefused: the daemon refuses this client (version, limits).
         """
         client = cls(
             address,
@@ -170,9 +169,9 @@ class Client:
         return client
 
     def start(self, timeout_s: float, *, required: bool, warn: bool = True) -> None:
-        """Try for `timeout_s` to come UP (once, if not `required`), then leave it to the background.
+        """Try for `timeout_s` to come UP (once, if not `required`), then continue in the background.
 
-        Without `warn` the caller is the one who says that there is no daemon yet; `session` tells it why.
+        Without `warn` the caller reports that there is no daemon yet; `session` tells it why.
         """
         deadline_s = time.monotonic() + timeout_s
         while (error := self._try_to_come_up()) is not None and required:
@@ -225,15 +224,15 @@ class Client:
         return time.perf_counter() - start_s
 
     def stats(self, *, histograms: bool = False, hot_prefixes: int = 0) -> dict[str, Any]:
-        """The daemon's statistics; `daemon/MONITORING.md` says what is in them, and what each argument adds."""
+        """The daemon's statistics; `daemon/MONITORING.md` explains them, and what each argument adds."""
         return self.session().call(Stats, StatsReply, histograms=histograms, hot_prefixes=hot_prefixes).stats
 
     def flush(
         self, *, tier: str = "all", namespaces: Sequence[NamespaceSpec] = (), key: bytes = b""
     ) -> int:
-        """Forget blocks of `namespaces` (none named: all): `key` with what follows it, or everything.
+        """Drop blocks of `namespaces` (none named: all): `key` with what follows it, or everything.
 
-        Returns how many blocks were forgotten.
+        Returns how many blocks were dropped.
         """
         session = self.session()
         numbers = [session.namespace_id(spec) for spec in namespaces]
@@ -241,13 +240,13 @@ class Client:
 
     @property
     def warmth(self) -> float:
-        """1 in ordinary times; from 0 to 1 in the first second after the daemon was back."""
+        """1 normally; rises from 0 to 1 in the first second after the daemon came back."""
         if self.times_up < 2:
             return 1.0
         return min(1.0, (time.monotonic() - self._up_since_s) / RAMP_S)
 
     def expect(self, spec: NamespaceSpec, *, direct: bool = False) -> None:
-        """Have `spec` registered in every session, as soon as it begins.
+        """Register `spec` in every session as soon as it begins.
 
         With `direct` as one whose blocks this process reads on NVMe itself.
         """
@@ -263,18 +262,18 @@ class Client:
         return self.session().namespace_id(spec)
 
     def announce(self, models: Sequence[messages.ModelCard]) -> None:
-        """Have the daemon tell those who ask which models this process stores blocks of; replaces what was said before.
+        """Announce the models of which this process stores blocks; replaces what was announced before.
 
-        Sent in the background, and again in every later session.
+        Sent in the background, and again in every later session. The daemon tells those who ask.
         """
         self._models = list(models)
         self._wake()
 
     def frame_address(self, frame: int, length: int) -> int:
-        """Where a frame begins in this process; waits, with a deadline, for its region to be mapped.
+        """The address of a frame in this process; waits, with a deadline, for its region to be mapped.
 
-        Only valid while the session lives and a copy is announced (`ArenaMapping.begin_copy`).
-        Raises ProtocolError for a frame outside its region, DeadlineExceeded, DaemonUnavailable.
+        Only valid while the session lives and a copy is announced (`ArenaMapping.begin_copy`). Raises ProtocolError for
+        a frame outside its region, DeadlineExceeded, DaemonUnavailable.
         """
         arena = self.session().arena
         if arena is None:
@@ -282,10 +281,10 @@ class Client:
         return int(arena.addresses(messages.pack_frames([frame]), length, self.request_timeout_s)[0])
 
     def close(self) -> None:
-        """Say good-bye and end the session. Blocks for at most about 2 s. Idempotent.
+        """End the session. Blocks for at most about 2 s. Idempotent.
 
-        Loads and stores under way begin no further copy. Copies that take longer than this end in the background,
-        and the session after them, so that the daemon learns that their frames are free.
+        Loads and stores in progress begin no further copy. Copies that take longer than this end in the background, and
+        the session after them, so that the daemon learns that their frames are free.
         """
         if self._closed or self.forked:
             return
@@ -326,7 +325,7 @@ class Client:
         self._wake()
 
     def _wake(self) -> None:
-        """Have the background thread look again."""
+        """Wake the background thread."""
         with self._lock:
             if self._wakeup >= 0:
                 os.eventfd_write(self._wakeup, 1)
@@ -349,7 +348,7 @@ class Client:
                 return DaemonUnavailable(self._reason)
             session.resume()
             self._up = session
-            if self._closed:  # perhaps by a signal's handler, just before
+            if self._closed:  # perhaps by a signal handler, just before
                 self._up = None
                 return DaemonUnavailable(self._reason)
             self._up_since_s = time.monotonic()
@@ -361,7 +360,7 @@ class Client:
         return None
 
     def _complain(self, error: Exception, warn: bool = True) -> None:
-        """Log why there is no coming up, unless a client of this process has said so already."""
+        """Log why it cannot come up, unless a client of this process has done so already."""
         told = object()
         if _complaints.setdefault((self.address, str(error)), told) is told and warn:
             what = "no daemon answers at %s yet" if _is_absence(error) else "the cache at %s cannot be used"
@@ -386,9 +385,9 @@ class Client:
         return session
 
     def _prove(self, session: Session) -> None:
-        """Three good pings, and all that must be in order before calls go through.
+        """Three good pings, and everything that must be in order before calls go through.
 
-        Raises RequestRefused when the daemon will not have our blocks: then it is of no use as it is.
+        Raises RequestRefused when the daemon refuses our blocks: then it is of no use as it is.
         """
         half_s = self.request_timeout_s / 2
         for _ in range(GOOD_PINGS):
@@ -400,7 +399,7 @@ class Client:
         session.tidy()
 
     def _next_back_off_s(self) -> float:
-        """The pause before the next probe: doubling, with jitter so that clients do not come in step."""
+        """The pause before the next probe: doubling, with jitter so that clients do not synchronize."""
         pause_s = self._back_off_s * _CHANCE.uniform(0.75, 1.25)
         self._back_off_s = min(self._back_off_s * 2, BACK_OFF_LAST_S)
         return pause_s
@@ -414,7 +413,7 @@ class Client:
             self._take_leave()
 
     def _take_leave(self) -> None:
-        """After `close`: end what is under way, tell the daemon so, and say good-bye."""
+        """After `close`: finish what is in progress, tell the daemon so, and end the session."""
         deadline_s = time.monotonic() + LINGER_S
         while time.monotonic() < deadline_s:
             idle = self.leases.wait_idle(TIDY_S)
@@ -425,23 +424,23 @@ class Client:
                         break
                     if not idle:
                         continue
-                    session = self._open_session()  # the one in which they began was lost meanwhile
+                    session = self._open_session()  # the session in which they began was lost meanwhile
                 if self._say_good_bye(session, idle):
                     break
                 if idle:
-                    time.sleep(TIDY_S)  # replies that are late may still come
+                    time.sleep(TIDY_S)  # late replies may still come
             except (TierCacheError, OSError) as error:
                 logger.debug("good-bye could not be said: %s", error)
                 if told or (self._session is None and not isinstance(error, DeadlineExceeded)):
-                    break  # there is nothing that the daemon would have to know, or no daemon
+                    break  # nothing that the daemon must know, or no daemon
                 time.sleep(self._next_back_off_s())
         self._leave()
 
     def _leave(self) -> None:
-        """End the session without a word, and close what woke the background thread."""
+        """Drop the session, and close the background thread's wake-up descriptor."""
         with self._lock:
             session, self._session = self._session, None
-            # Forgotten before it is closed: a signal's handler in between would write to whatever has its number then.
+            # Cleared before it is closed: a signal handler in between would write to the number's next owner.
             wakeup, self._wakeup = self._wakeup, -1
             if wakeup >= 0:
                 os.close(wakeup)
@@ -449,7 +448,7 @@ class Client:
             session.end()
 
     def _say_good_bye(self, session: Session, idle: bool) -> bool:
-        """Run the errands that are left, then end the session; False when there is still something under way."""
+        """Run the remaining errands, then end the session; False while anything is still in progress."""
         if not session.receive():
             self._go_down(session, "the daemon is gone", True)
             return False
@@ -477,21 +476,21 @@ class Client:
                 self._wait(session, TIDY_S if soon else self.leases.until_next_renewal_s())
                 pause_s = BACK_OFF_FIRST_S
             except TierCacheError as error:
-                # `Session.call` has brought the client down where that is due; else it is tried again later.
+                # `Session.call` has brought the client down if necessary; else this is retried later.
                 logger.debug("background work for %s: %s", self.address, error)
                 self._pause(pause_s * _CHANCE.uniform(0.75, 1.25))
                 pause_s = min(pause_s * 2, BACK_OFF_LAST_S)
 
     def _pause(self, seconds: float) -> None:
-        """Wait while DOWN; an end of file on a session that was only slow ends that session meanwhile."""
+        """Wait while DOWN; an end of file ends a session that was only slow."""
         deadline_s = time.monotonic() + seconds
         while not self._closed and (left_s := deadline_s - time.monotonic()) > 0:
             self._wait(self._session, left_s)
 
     def _wait(self, session: Session | None, seconds: float) -> None:
-        """Wait for the session socket or a wake-up; take what the socket has."""
+        """Wait for the session socket or a wake-up; read the socket."""
         if (wakeup := self._wakeup) < 0:
-            return  # a signal's handler has closed the client
+            return  # a signal handler has closed the client
         poll = select.poll()
         poll.register(wakeup, select.POLLIN)
         if session is not None:
@@ -504,7 +503,7 @@ class Client:
             try:
                 os.eventfd_read(wakeup)
             except BlockingIOError:
-                return  # another wait has taken it
+                return  # another wait has read it
         if session is None or not ready - {wakeup}:
             return
         try:
@@ -526,12 +525,12 @@ class Client:
 
 
 def _is_absence(error: Exception) -> bool:
-    """Whether nobody answers; else there is a daemon, which cannot be used as it is."""
+    """Whether no daemon answers; else there is one, which cannot be used as it is."""
     return isinstance(error, (DaemonUnavailable, OSError))
 
 
 _complaints: dict[tuple[str, str], object] = {}
-"""Addresses and what has been logged of them in this process, until a client comes up there."""
+"""What has been logged in this process per address, until a client comes up there."""
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
 def close_all_clients() -> None:

@@ -1,8 +1,8 @@
 """A private daemon as a child process that ends with its parent.
 
-The child holds the read end of a pipe and ends when that reads end of file: whatever becomes of
-the parent, the kernel closes the write end. A child that the parent has forked closes its copy of it.
-A private run directory goes with them: the parent removes it, or the child that outlives it.
+The child holds the read end of a pipe and ends when that reads end of file: however the parent ends, the kernel closes
+the write end. A forked child of the parent closes its copy of it. A private run directory is removed by the parent, or
+by the daemon if it outlives the parent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LaunchedDaemon:
     """A daemon that belongs to this process. Close it, or use it in a `with`.
 
     Attributes:
-        address: what `tiercache.connect` takes.
+        address: to be passed to `tiercache.connect`.
         pid: its process id.
         log: path of its log.
     """
@@ -70,14 +70,14 @@ class LaunchedDaemon:
         return True
 
     def kill(self) -> None:
-        """SIGKILL, and wait for its end: for a daemon that hangs. What it keeps on NVMe stays. Any thread."""
+        """SIGKILL, and wait for its end: for a daemon that hangs. Its blocks on NVMe stay. Any thread."""
         with self._lock:
             if not self._closed and os.getpid() == self._owner_pid:
                 self._process.kill()
                 self._process.wait(STOP_TIMEOUT_S)
 
     def restart(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Start it again after its end, where it was: clients find it by themselves. Any thread.
+        """Start it again after its end, at the same address: clients find it by themselves. Any thread.
 
         Blocks until it answers. Raises DaemonUnavailable when it did not start, or is closed.
         """
@@ -98,7 +98,7 @@ class LaunchedDaemon:
             self._closed = True
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
-                # A daemon that was stopped does not see the signal before it goes on.
+                # A stopped daemon does not see the signal before it continues.
                 self._process.send_signal(signal.SIGCONT)
                 try:
                     self._process.wait(timeout_s)
@@ -113,7 +113,7 @@ class LaunchedDaemon:
                 shutil.rmtree(self.address, ignore_errors=True)
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child: the daemon is to end with the parent, and not with the last child."""
+        """After a fork, in the child: the daemon must end with the parent, not with its last child."""
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1
@@ -185,7 +185,7 @@ def _command(directory: Path, private: bool, arena: str | int, config: dict[str,
 
 
 def _spawn(command: list[str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """The process, and our end of the pipe whose end it waits for."""
+    """The process, and our end of the pipe that keeps it alive."""
     its, ours = os.pipe2(os.O_CLOEXEC)
     try:
         with log.open("ab") as log_file:
@@ -207,7 +207,7 @@ def _spawn(command: list[str], log: Path) -> tuple[subprocess.Popen[bytes], int]
 
 
 def _await_answer(daemon: LaunchedDaemon, timeout_s: float) -> None:
-    """Wait until the daemon answers and has memory: some of it at least, all of it if that is soon."""
+    """Wait until the daemon answers and has memory: some of it at least, all of it if that comes soon."""
     start_s = time.monotonic()
     reason = "it does not answer"
     while (waited_s := time.monotonic() - start_s) < timeout_s and daemon.poll() is None:
@@ -244,7 +244,7 @@ _running: set[LaunchedDaemon] = set()
 
 
 def _close_all() -> None:
-    close_all_clients()  # first, or they would complain of the daemon's end
+    close_all_clients()  # first, or they would log the daemon's end
     for daemon in list(_running):
         daemon.close()
 

@@ -1,8 +1,8 @@
-"""What one client holds at the daemon: leases, renewed while they are in use, and the loads and stores that use them.
+"""Leases that one client holds, renewed while in use, and the loads and stores that use them.
 
-Every lease ends: by the operation that took it, however that ends; by `renew`, when its holder is gone;
-by an errand, when the daemon could not be told in time (`Session.give_back`). Errands outlive a session: the next
-one with the same life of the daemon runs them, so frames do not wait in quarantine for copies that have ended.
+Every lease is ended: by the operation that took it, however that ends; by `renew`, when its holder is gone; by an
+errand, when the daemon could not be told in time (`Session.give_back`). Errands outlive a session: the next one with
+the same life of the daemon runs them, so frames do not stay in quarantine for copies that have ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tiercache.ground import forks
 from tiercache.protocol.messages import Abort, Release, Renew, Renewed, Request
 
 HOLD_AT_MOST_S = 600.0
-"""A lease that nobody ended is renewed for this long."""
+"""A lease that was never ended is renewed for this long."""
 
 
 class _Kept(NamedTuple):
@@ -36,7 +36,7 @@ class _Kept(NamedTuple):
 
 
 class Leases:
-    """The leases in use of one client, and its loads and stores under way. Thread-safe."""
+    """The leases in use of one client, and its loads and stores in progress. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -53,7 +53,7 @@ class Leases:
     # --- leases ------------------------------------------------------------------------------------
 
     def keep(self, session: Session, lease: int, ttl_ms: int, holder: Any, *, writing: bool) -> None:
-        """Renew `lease` in the background until `let_go`, for 10 minutes at most, while `holder` exists."""
+        """Renew `lease` in the background until `let_go`, for at most 10 minutes, while `holder` exists."""
         now_s = time.monotonic()
         kept = _Kept(session, ttl_ms, now_s + ttl_ms / 2000, now_s + HOLD_AT_MOST_S, weakref.ref(holder), writing)
         with self._changed:
@@ -65,7 +65,7 @@ class Leases:
             self._kept.pop(lease, None)
 
     def until_next_renewal_s(self) -> float:
-        """How long nothing is due, a second at most."""
+        """Time until the next renewal is due, at most a second."""
         with self._changed:
             due_s = min((kept.due_s for kept in self._kept.values()), default=None)
         return 1.0 if due_s is None else min(1.0, max(0.001, due_s - time.monotonic()))
@@ -73,7 +73,7 @@ class Leases:
     def renew(self, session: Session) -> None:
         """Extend the kept leases that are due; give back those whose holder is gone. Raises as `Session.call`.
 
-        What could not be extended then stays due.
+        Leases that could not be extended then stay due.
         """
         now_s = time.monotonic()
         due: list[int] = []
@@ -102,7 +102,7 @@ class Leases:
 
     @contextlib.contextmanager
     def operation(self, limit: Limit) -> Iterator[None]:
-        """A load or store, which `stop` makes begin no further copy, and `wait_idle` waits for.
+        """A load or store: after `stop` it begins no further copy, and `wait_idle` waits for it.
 
         Raises DaemonUnavailable after `stop`.
         """
@@ -119,19 +119,19 @@ class Leases:
                 self._changed.notify_all()
 
     def stop(self) -> None:
-        """No further copy is begun, and no further operation."""
+        """Begin no further copy and no further operation."""
         with self._changed:
             self._closed = True
             for limit in self._operations:
                 limit.stopped = True
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no load and no store is under way, for `timeout_s` at most; returns whether that is so."""
+        """Wait until no load or store is in progress, for at most `timeout_s`; returns whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._operations, timeout_s)
 
 
 def give_back(session: Session, lease: int, *, writing: bool) -> None:
-    """Have a lease ended in the background, whose copies are over."""
+    """End a lease in the background; its copies are over."""
     request: type[Request] = Abort if writing else Release
     session.give_back(request, lease=lease, **({"finished": True} if writing else {}))

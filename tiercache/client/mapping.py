@@ -1,8 +1,8 @@
-"""The arena as one process sees it: mapped regions, and which copies still need them.
+"""The arena as mapped by one process, and the copies that still need it.
 
-A copy in flight holds the mapping: `begin_copy` before the first byte, `end_copy` when the last
-one has arrived. After `end` no copy begins any more, and the regions are unmapped with the last
-`end_copy`, because an address that is taken away under a running copy kills the process.
+A copy in flight holds the mapping: `begin_copy` before the first byte, `end_copy` when the last one has arrived. After
+`end` no copy begins any more, and the regions are unmapped with the last `end_copy`: unmapping an address under a
+running copy kills the process.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ArenaMapping:
     """The regions of one life of the daemon, mapped here. Thread-safe.
 
     Args:
-        on_ready: called with `cuda`, `mlock` or `none` (how the pages are held) whenever the
-            regions that came are populated; in a thread of its own.
+        on_ready: called with `cuda`, `mlock` or `none` (how the pages are held) whenever new regions are populated; in
+            a thread of its own.
         cuda: register regions with CUDA, for direct copies; otherwise, or where that fails, they are
             locked with mlock where that is allowed.
     """
@@ -74,7 +74,7 @@ class ArenaMapping:
             bases, sizes = np.zeros(highest + 1, np.int64), np.zeros(highest + 1, np.int64)
             for known in self._regions.values():
                 bases[known.region_id], sizes[known.region_id] = known.address, known.size_bytes
-            # Sizes first: readers take no lock, and look at both only below the length of `_bases`.
+            # Sizes first: readers take no lock, and read both only below the length of `_bases`.
             self._sizes, self._bases = sizes, bases
             self._fresh.append(region)
             start, self._populating = not self._populating, True
@@ -82,7 +82,7 @@ class ArenaMapping:
         if start:
             try:
                 threading.Thread(target=self._populate, name="tiercache-populate", daemon=True).start()
-            except RuntimeError:  # there are too many in this process: the next region may get one
+            except RuntimeError:  # too many threads in this process: the next region may get one
                 with self._changed:
                     self._populating = False
 
@@ -133,7 +133,7 @@ class ArenaMapping:
             return True
 
     def end_copy(self) -> None:
-        """Let go of the mapping; every byte of the copy has arrived."""
+        """Release the mapping; every byte of the copy has arrived."""
         with self._changed:
             assert self._copies > 0
             self._copies -= 1
@@ -158,7 +158,7 @@ class ArenaMapping:
             return self._changed.wait_for(lambda: self._ended and not self._regions, timeout_s)
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child, where nothing is mapped: say no to everything, unmap nothing."""
+        """After a fork, in the child, where nothing is mapped: refuse everything, unmap nothing."""
         self._ended = True
         self._copies = 0
         self._regions = {}
@@ -210,13 +210,13 @@ class ArenaMapping:
 
     @property
     def registration(self) -> str:
-        """The weakest form in which the pages of a region are held: `cuda`, `mlock` or `none`."""
+        """The weakest way in which the pages of a region are held: `cuda`, `mlock` or `none`."""
         forms = set(self._forms.values()) or {"none"}
         return next(form for form in ("none", "mlock", "cuda") if form in forms)
 
 
 def _unregister(region: Region) -> bool:
-    """False if CUDA keeps some of a region: it then stays mapped, so that its addresses serve nobody else."""
+    """False if CUDA keeps some of a region: it then stays mapped, so that its addresses are not reused."""
     try:
         process_memory.unregister(region.address)
     except ArenaError as error:

@@ -1,7 +1,7 @@
 """One session with one life of the daemon: hello, the session socket, the arena's mapping, requests.
 
-Leases, namespace ids and frames are only valid in the session that gave them, so whoever holds one
-holds its `Session` too and asks through it: a request can then never reach another life.
+Leases, namespace ids and frames are only valid in the session that granted them, so their holder also holds its
+`Session` and sends requests through it: a request can then never reach another life.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ from tiercache.protocol.wire import UNREADABLE, close_fds, receive_packet, send_
 MAX_GIVE_BACK = 4096
 MAX_NAME_CHARS = 200
 KEEP_ALIVE_S = 5.0
-"""Of a session with a daemon on another host: it is told this often that we live, and we see whether it does."""
+"""For a daemon on another host: how often to ping, which also shows whether it lives."""
 REPORT_S = 5.0
 """How often counters are reported to the daemon, if they have changed."""
 
 ASK_AGAIN_CODES = (ErrorCode.EXPIRED.value, ErrorCode.LIMIT.value)
-"""Refusals that say nothing of what was asked: the clock was wrong, or too much is under way."""
+"""Refusals that say nothing about the request: the clock was wrong, or too much is in progress."""
 
 logger = logging.getLogger("tiercache.client")
 R = TypeVar("R", bound=Reply)
 Errands = deque[tuple[int, bytes, type[Request], dict[str, Any]]]
-"""Requests that end leases, each with the life of the daemon and the session that granted it."""
+"""Requests that end leases, each with the life of the daemon and the session that granted the lease."""
 _decode = msgspec.msgpack.Decoder(messages.SessionMessage).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -109,7 +109,7 @@ class Session:
         if remote is None:
             self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         else:
-            # Nothing will come by it: the end of a daemon on another host is that it answers no more.
+            # Nothing will come by it: a daemon on another host is gone when it no longer answers.
             self._sock, self._far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         forks.watch(self)
         try:
@@ -129,19 +129,19 @@ class Session:
         self._namespaces: dict[int, tuple[NamespaceSpec, int]] = {}
         self._direct: set[int] = set()
         self.on_trouble: Callable[[Session, str, bool], None] = lambda session, reason, over: None
-        """Told of a failed request: the session, why, and whether the session is over for good."""
+        """Called with a failed request's session, the reason, and whether the session is over for good."""
         self.on_work: Callable[[], None] = lambda: None
-        """Told that `tidy` has something to do."""
+        """Called when `tidy` has something to do."""
         self.counters: Callable[[], dict[str, int]] = dict
         """The counters of this process, for the daemon's statistics."""
         self.models: Callable[[], list[ModelCard]] = list
-        """What this process wants the daemon to say of its models."""
+        """The model cards that this process announces."""
         self._prober: int | None = None
         self._paused = True
         self._reported: tuple[str, list[ModelCard], dict[str, int]] = ("none", [], {})
         self._report_due_s = 0.0
         self.errands: Errands = deque()
-        """What `give_back` was given; shared by the sessions of one client, so that a later one can run it."""
+        """Queue of `give_back`; shared by the sessions of one client, so that a later one can run it."""
         self._remote = remote is not None
         self._asked_s = time.monotonic()
         self._clock_differs = False
@@ -178,7 +178,7 @@ class Session:
         return self._sock.fileno()
 
     def _read_packet(self) -> Welcome | Refused | Regions | None:
-        """One packet, its regions mapped. None is end of file."""
+        """Read one packet and map its regions. None is end of file."""
         data, fds = receive_packet(self._sock)
         try:
             if not data:
@@ -194,7 +194,7 @@ class Session:
             close_fds(fds)
 
     def receive(self) -> bool:
-        """Take what the session socket has, without waiting. False when the session is over.
+        """Read the session socket, without waiting. False when the session is over.
 
         Raises ProtocolError, ArenaError, OSError when what came cannot be used.
         """
@@ -209,7 +209,7 @@ class Session:
     def call(
         self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
     ) -> R:
-        """One request and its reply. Raises as `Channels.call`; trouble is told to `on_trouble`."""
+        """One request and its reply. Raises as `Channels.call`, and reports trouble to `on_trouble`."""
         return uninterrupted(lambda: self.wait(self.post(request_type, expect, timeout_s, **fields)))
 
     def post(
@@ -233,13 +233,13 @@ class Session:
             raise
 
     def abandon(self, pending: Pending[Any] | None) -> None:
-        """Wait for it no longer; a lease that it may grant is given back."""
+        """Stop waiting for it; a lease that it may grant is given back."""
         if pending is not None:
             self._channels.abandon(pending)
             self.on_work()
 
     def pause(self) -> None:
-        """Refuse calls at once, but for the thread that is `probing`. New sessions are paused."""
+        """Refuse calls at once, except from the thread that is `probing`. New sessions are paused."""
         self._paused = True
 
     def resume(self) -> None:
@@ -291,15 +291,15 @@ class Session:
             number = self.call(RegisterNamespace, Namespace, timeout_s, spec=spec, direct=direct).namespace
             if direct:
                 self._direct.add(id(spec))
-            # Specs cannot be hashed, and fingerprints cost as much as a request; the reference to the
-            # spec keeps its id from being given to another.
+            # Specs cannot be hashed, and fingerprints cost as much as a request; the reference to the spec keeps its id
+            # from being reused.
             self._namespaces[id(spec)] = known = (spec, number)
         return known[1]
 
     def give_back(self, request_type: type[Request], **fields: Any) -> None:
         """Send this `Release` or `Abort` once the daemon answers: the lease could not be ended in time.
 
-        An `Abort` in a later session with the same life of the daemon, if need be.
+        An `Abort` may go out in a later session with the same life of the daemon.
         """
         if len(self.errands) < MAX_GIVE_BACK:
             self.errands.append((self.generation, self.welcome.session, request_type, fields))
@@ -312,7 +312,7 @@ class Session:
             self.give_back(Abort, lease=reply.lease, finished=True)
 
     def tidy(self) -> bool:
-        """`settle`, and report. Called by one thread; returns and raises as that does."""
+        """`settle`, and report. Called by one thread; returns and raises like `settle`."""
         self._channels.attendant = threading.get_ident()
         waiting = self.settle()
         self._report()
@@ -320,7 +320,7 @@ class Session:
         return waiting
 
     def settle(self) -> bool:
-        """Read late replies, give back what is to be given back. Called by one thread.
+        """Read late replies, run errands. Called by one thread.
 
         True when there is more to do soon: late replies are still awaited. Raises as `call` does.
         """
@@ -329,7 +329,7 @@ class Session:
         waiting = self._channels.collect_late()
         while self.errands:
             generation, session, request_type, fields = self.errands[0]
-            # Read leases have ended with their session; frames that were written to wait for this word.
+            # Read leases have ended with their session; frames that were written to wait for this message.
             alive = session == self.welcome.session or (request_type is Abort and generation == self.generation)
             try:
                 if alive:
@@ -342,13 +342,13 @@ class Session:
         return waiting
 
     def _keep_alive(self) -> None:
-        """Ping now and then: a daemon on another host has no other way to know that we live, and our clock."""
+        """Ping now and then: a daemon on another host cannot learn otherwise that we live, and what our clock shows."""
         if self._remote and time.monotonic() > self._asked_s + KEEP_ALIVE_S:
             self._tell_clock()
             self._asked_s = time.monotonic()
 
     def _tell_clock(self) -> None:
-        """Have the daemon take our deadlines by the clock as it is now: one of the two may have stood still."""
+        """Have the daemon use our present clock for deadlines: one of the two may have stood still."""
         try:
             self.call(Ping, Done, clock_us=time.monotonic_ns() // 1000)
         except RequestRefused as error:
@@ -360,7 +360,7 @@ class Session:
         self._clock_differs = False
 
     def _report(self) -> None:
-        """Tell the daemon how the arena is held here and of which models; now and then the counters."""
+        """Report how the arena is held here, and the models; now and then the counters."""
         registration, models = self.arena.registration if self.arena is not None else "none", self.models()
         now_s = time.monotonic()
         if (registration, models) == self._reported[:2] and now_s < self._report_due_s:
@@ -390,7 +390,7 @@ class Session:
     def forget_in_child(self) -> None:
         """After a fork, in the child: close the session socket, else the daemon would not see the parent die.
 
-        Channels and arena forget by themselves.
+        Channels and arena handle the fork by themselves.
         """
         self._close_sockets()
 
@@ -426,10 +426,10 @@ def greet(remote: Remote, hello: Hello, timeout_s: float) -> Welcome:
 
 
 def check_owner(run_dir: Path) -> None:
-    """Refuse a run directory of another user in a folder such as /tmp (sticky), where anybody could have made it.
+    """Refuse a run directory of another user in a folder such as /tmp (sticky), where any user could have made it.
 
-    Who serves there gets all blocks and gives what he likes for them. Raises DaemonUnavailable; root, who names what
-    he wants, is let through. OSError where there is no such directory.
+    A daemon there would receive all blocks and could return anything. Raises DaemonUnavailable; a client of root may
+    use any directory. OSError where there is no such directory.
     """
     owner, user = os.lstat(run_dir).st_uid, os.geteuid()
     shared = stat.S_IWOTH | stat.S_ISVTX

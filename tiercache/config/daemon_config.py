@@ -1,4 +1,4 @@
-"""The daemon's settings: one frozen object, and where its values come from.
+"""The daemon's configuration: one frozen object, and the sources of its values.
 
     TOML file  <  TIERCACHE_* environment  <  command-line flags
 
@@ -39,7 +39,7 @@ ENV_PREFIX = "TIERCACHE_"
 QUARANTINE_FLOOR_BYTES = 64 << 20
 
 DEFAULT = "default"
-"""Source of a setting that nobody set."""
+"""Source of a setting that was not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +124,13 @@ class DaemonConfig:
         return tuple(one.path for one in self.nvme_dirs)
 
     def nvme_shares(self) -> dict[Path, int]:
-        """What each nvme directory may take, in bytes."""
+        """The size limit of each nvme directory, in bytes."""
         part_bytes = self.nvme_bytes // max(1, sum(not one.size_bytes for one in self.nvme_dirs))
         return {one.path: one.size_bytes or part_bytes for one in self.nvme_dirs}
 
     @property
     def nvme_capacity_bytes(self) -> int:
-        """What all of them may take together; 0 without any."""
+        """The size limit of all of them together; 0 without any."""
         rest_bytes = self.nvme_bytes if any(not one.size_bytes for one in self.nvme_dirs) else 0
         return sum(one.size_bytes for one in self.nvme_dirs) + rest_bytes
 
@@ -141,7 +141,7 @@ class DaemonConfig:
 
 
 def default_run_dir(env: Mapping[str, str] = os.environ) -> Path:
-    """Where daemon and clients meet when nobody says: both come to the same answer.
+    """The default place where daemon and clients meet: both compute the same path.
 
     $TIERCACHE_RUN_DIR, else $XDG_RUNTIME_DIR/tiercache, else /run/tiercache for root, else
     /tmp/tiercache-<uid>.
@@ -240,8 +240,8 @@ def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
 
 
 def _from_environment(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    # A name that is no setting is only refused when it looks like a slip of the pen: Kubernetes
-    # gives pods TIERCACHE_PORT and TIERCACHE_SERVICE_HOST when a Service is called tiercache.
+    # An unknown name is only refused when it looks like a typo: Kubernetes gives pods TIERCACHE_PORT and
+    # TIERCACHE_SERVICE_HOST when a Service is called tiercache.
     found: dict[str, tuple[Any, str]] = {}
     for name, value in env.items():
         if not name.startswith(ENV_PREFIX) or value == "":
@@ -336,7 +336,7 @@ _TOML_HEAD = (
 
 
 def default_address() -> str:
-    """The address of the daemon that nobody named: its run directory."""
+    """The daemon's default address: its default run directory."""
     return str(default_run_dir())
 
 

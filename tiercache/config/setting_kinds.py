@@ -16,7 +16,7 @@ HUGE_PAGE_BYTES = 2 << 20
 MAX_REGIONS = 256
 MIN_NVME_BYTES, MAX_NVME_BYTES = 16 << 20, 1 << 50
 TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""What a tenant may be called: its name is that of a key file, and stands in settings, logs and metrics."""
+"""Valid names of tenants: the name is that of a key file, and appears in settings, logs and metrics."""
 _QUOTA_NAME = re.compile(rf"\*|{TENANT_NAME.pattern}|ns:[0-9a-f]{{8,32}}")
 MAX_SOCKET_PATH_BYTES = 107
 """sun_path of a unix socket address is 108 bytes with its final NUL (unix(7))."""

@@ -2,11 +2,11 @@
 
     match ──► loads    lease ► copies ► the daemon confirms ► good
     store ──► stores   reserve ► copies ► commit
-                 └ mover    one run of blocks: through the mapped arena, or as payload frames
+                 └ mover    one batch of blocks: through the mapped arena, or as payload frames
     jobs        the queue and the thread of asynchronous transfers
-    direct/     the same, past DRAM: between the disks and the pool (GPUDirect Storage)
+    direct/     the same, bypassing DRAM: between the disks and the pool (GPUDirect Storage)
 
-A load that was not confirmed is a miss. This folder imports `client` and `copies`. No engine is imported here.
+A load that was not confirmed is a miss. This folder imports `client` and `copies`, but no engine.
 """
 
 from typing import TYPE_CHECKING

@@ -86,7 +86,7 @@ STORE_TIMEOUT_S = 60.0
 MAX_QUEUED_LOADS = 256
 MAX_QUEUED_STORES = 64
 RAMP_FLOOR_BYTES = 64 << 20
-"""A store of this size goes ahead whole even just after the daemon came back."""
+"""A store of this size proceeds whole even just after the daemon came back."""
 
 COUNTERS = (
     "matches",  # match() calls with keys
@@ -100,7 +100,7 @@ COUNTERS = (
     "stored_blocks",
     "stored_bytes",
     "dropped_blocks",  # blocks of stores that were not kept
-    "hints",  # that the daemon has taken note of
+    "hints",  # accepted by the daemon
     "unavailable",  # calls that were misses because the daemon was down
     "failures",  # calls that were misses for another reason
 )
@@ -128,26 +128,25 @@ def connect(
     """A connector to the daemon at `address`.
 
     Args:
-        address: the daemon's run directory; by default where a daemon runs by default.
+        address: the daemon's run directory; by default the default one.
         namespace: the form of this engine's blocks.
         pool: where its blocks are; None for a process that only matches (a scheduler).
-        name: how the daemon's statistics call this client.
+        name: this client's name in the daemon's statistics.
         instance: 16 random bytes that all processes of one engine share; see `Connector.adopt`.
-        required: raise DaemonUnavailable when no daemon answers. By default the connector begins
-            unavailable and finds the daemon when it comes: an engine must start without its cache.
-        warn: log that there is no daemon yet; False for callers that say so themselves.
+        required: raise DaemonUnavailable when no daemon answers. By default the connector begins unavailable and finds
+            the daemon when it comes: an engine must start without its cache.
+        warn: log that there is no daemon yet; False for callers that log it themselves.
         map_arena: False moves bytes through the control socket instead of shared memory.
         request_timeout_s: deadline of one request to the daemon.
-        load_timeout_s: deadline of a load that names none.
+        load_timeout_s: default deadline of a load.
         connect_timeout_s: deadline of connecting, if `required`.
-        gds: `auto` reads blocks from NVMe straight into the GPU where a probe, in the background,
-            finds that to work and to be faster; `off` leaves all reading to the daemon. Off by
-            default: the GPU part has not been run on a GPU yet. A `tiercache.connector.direct.backend.Backend` is
-            used as it is.
-        gds_store: with `gds`, also write new blocks from the GPU straight to NVMe, past DRAM, where the
-            probe finds that to work and to be faster. What NVMe does not take goes to DRAM as without.
-            For caches whose DRAM is small beside their disks: such blocks are read from the disk each time.
-        tenant: whose blocks these are, for the daemon's quotas. They are found by the same tenant only.
+        gds: `auto` reads blocks from NVMe straight into the GPU if a probe, in the background, finds that this works
+            and is faster; `off` leaves all reading to the daemon. Off by default: the GPU part has not been run on a
+            GPU yet. A `tiercache.connector.direct.backend.Backend` is used as it is.
+        gds_store: with `gds`, also write new blocks from the GPU straight to NVMe, bypassing DRAM, if the probe finds
+            that this works and is faster. Blocks that NVMe does not take go to DRAM as usual. For caches whose DRAM is
+            small beside their disks: such blocks are read from the disk each time.
+        tenant: owner of these blocks, for the daemon's quotas. Only the same tenant finds them.
 
     Raises:
         ConfigError: a namespace that cannot be served.
@@ -188,7 +187,7 @@ class Connector:
     Attributes:
         namespace: the form of this engine's blocks.
         pool: where they are, or None.
-        direct: whether blocks on NVMe are read and written past the daemon, and what was found out about that.
+        direct: whether blocks on NVMe are read and written without the daemon, and what the probe found.
     """
 
     def __init__(
@@ -208,7 +207,7 @@ class Connector:
         self._mover = None if pool is None else Mover(make_copier(pool), pool.block_bytes)
         self._loads = JobQueue("tiercache-load", MAX_QUEUED_LOADS)
         self._stores = JobQueue("tiercache-store", MAX_QUEUED_STORES)
-        self._lock = threading.RLock()  # a signal's handler may use the connector while this thread has it
+        self._lock = threading.RLock()  # a signal handler may use the connector while this thread has it
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._complained: set[str] = set()
         self.direct = DirectPath(client, namespace, pool, gds, gds_store)
@@ -220,7 +219,7 @@ class Connector:
     def sibling(self, namespace: NamespaceSpec, pool: Pool) -> Connector:
         """A connector for other blocks of the same engine, e.g. of another group of layers, over the same client.
 
-        It ends with this one. Raises ConfigError and LayoutError as `connect`.
+        It is closed with this one. Raises ConfigError and LayoutError as `connect`.
         """
         if pool.block_bytes != namespace.block_bytes:
             raise LayoutError(
@@ -235,7 +234,7 @@ class Connector:
         return other
 
     def _all_counters(self) -> dict[str, int]:
-        """Those of the siblings too, for the daemon; a client has gone up and down once for all of them."""
+        """Counters of the siblings too, for the daemon; a client has gone up and down once for all of them."""
         total = self.counters
         for sibling in self._siblings:
             counts = sibling.counters
@@ -250,12 +249,12 @@ class Connector:
 
     @property
     def client(self) -> Client:
-        """The client underneath, for requests that the connector has no word for."""
+        """The client underneath, for requests without a method here."""
         return self._client
 
     @property
     def counters(self) -> dict[str, int]:
-        """What this connector has done; see `COUNTERS`."""
+        """Counts of this connector's work; see `COUNTERS`."""
         with self._lock:
             counts = dict(self._counts)
         lives = {"times_up": self._client.times_up, "times_down": self._client.times_down}
@@ -272,7 +271,7 @@ class Connector:
             namespaces: all of these must have the run (the ranks of one engine); by default the
                 connector's own.
 
-        Load or release what it returns. Blocks for one round trip. A failure is `blocks == 0`.
+        Load or release the result. Blocks for one round trip. A failure is `blocks == 0`.
         """
         _check_keys(keys)
         specs = (self.namespace,) if namespaces is None else tuple(namespaces)
@@ -302,7 +301,7 @@ class Connector:
 
     @whole
     def release(self, match: Match) -> None:
-        """End a match that is not loaded. Nothing happens for one that is over, or a miss."""
+        """End a match that is not loaded. Does nothing for one that is over, or a miss."""
         end_match(self._client, match)
 
     @property
@@ -317,15 +316,15 @@ class Connector:
     ) -> int:
         """Copy blocks `first..` of a match into the pool blocks `block_ids`, and end the match.
 
-        Returns how many leading blocks of `block_ids` are good; the others hold anything. After
-        `timeout_s` no further copy begins. Blocks until the copies have ended, through Ctrl-C too.
+        Returns how many leading blocks of `block_ids` are good; the others hold anything. Begins no further copy after
+        `timeout_s`. Blocks until the copies have ended, through Ctrl-C too.
         """
         return self._perform_load(*self._prepare_load(match, block_ids, first, timeout_s))
 
     def load_async(
         self, match: Match | bytes, block_ids: BlockIds, *, first: int = 0, timeout_s: float | None = None
     ) -> Transfer[int]:
-        """As `load`, in the background. On a GPU it follows what the calling thread has queued so far.
+        """As `load`, in the background. On a GPU it follows the work that the calling thread has queued so far.
 
         The match may be a ticket, which is then adopted in the background too.
         """
@@ -389,7 +388,7 @@ class Connector:
             keys: the chain from the root, 16 bytes each, at least up to the last block.
             block_ids: the pool blocks of `keys[first : first + len(block_ids)]`.
             events: what KV events say of these blocks; see `wants_events`.
-            hint: what is known of their further use; see `hint`, which is asked once they are stored.
+            hint: what is known of their further use; see `hint`, which is sent once they are stored.
 
         Blocks until the copies have ended, through Ctrl-C too.
         """
@@ -399,9 +398,9 @@ class Connector:
         self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None,
         hint: Hint | None = None, proof: Callable[[], bool] | None = None,
     ) -> Transfer[StoreResult]:  # fmt: skip
-        """As `store`, in the background. On a GPU it follows what the calling thread has queued so far.
+        """As `store`, in the background. On a GPU it follows the work that the calling thread has queued so far.
 
-        The blocks must not change before the transfer is done. A full queue drops the store. `proof` is asked in the
+        The blocks must not change before the transfer is done. A full queue drops the store. `proof` is called in the
         background once blocks are copied, perhaps several times: when it is False they are not committed.
         """
         prepared = self._prepare_store(keys, block_ids, first, events)
@@ -459,7 +458,7 @@ class Connector:
     def _store(
         self, keys: bytes, ids: Addresses, first: int, limit: Limit, after: Any, events: EventRun | None
     ) -> StoreResult:
-        """Past DRAM as far as that is wanted and goes, the rest into DRAM. Raises TierCacheError."""
+        """Bypass DRAM as far as that is wanted and works, and store the rest into DRAM. Raises TierCacheError."""
         past, storer = PastDram(), self.direct.storer
         if storer is not None:
             past = store_past_dram(self._client, storer, self.namespace, keys, ids, first, limit, after, events)
@@ -478,7 +477,7 @@ class Connector:
         return StoreResult(dropped=count)
 
     def _admitted(self, count: int) -> int:
-        """How many leading blocks of a store may go ahead: fewer just after the daemon came back.
+        """How many leading blocks of a store may proceed: fewer just after the daemon came back.
 
         All its clients come back in the same second, to an empty cache.
         """
@@ -492,7 +491,7 @@ class Connector:
 
     @whole
     def prefetch(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> int:
-        """Bring up into DRAM what `match` would find of `keys` in `namespaces`; returns its blocks. 0 on failure."""
+        """Promote into DRAM what `match` would find of `keys` in `namespaces`; returns its blocks. 0 on failure."""
         _check_keys(keys)
         specs = (self.namespace,) if namespaces is None else tuple(namespaces)
         return self._simple("prefetch", lambda _: self._prefetch(specs, keys)) if keys else 0
@@ -507,10 +506,10 @@ class Connector:
     def hint(
         self, keys: bytes, hint: Hint, *, first: int = 0, namespaces: Sequence[NamespaceSpec] | None = None
     ) -> int:
-        """Say what is known of the further use of blocks `first..` of the chain `keys`, as far as no other shares them.
+        """Send a hint about blocks `first..` of the chain `keys`, as far as no other chain shares them.
 
-        Of `namespaces`, by default the connector's own. Returns how many of `keys` are here, in whatever tier; 0 on
-        failure, and with a daemon of an earlier release, which takes no hints. Blocks for one round trip.
+        `namespaces`: by default the connector's own. Returns how many of `keys` are here, in any tier; 0 on failure,
+        and with a daemon of an earlier release, which takes no hints. Blocks for one round trip.
         """
         _check_keys(keys)
         if first < 0:
@@ -528,7 +527,7 @@ class Connector:
         return reply.blocks
 
     def hint_async(self, keys: bytes, hint: Hint) -> Transfer[int]:
-        """As `hint`, in the background, once all that `store_async` was given before is stored.
+        """As `hint`, in the background, after all stores queued before by `store_async`.
 
         A full queue drops it.
         """
@@ -564,16 +563,16 @@ class Connector:
         return blocks
 
     def flush(self, *, tier: str = "all", key: bytes = b"", all_namespaces: bool = False) -> int:
-        """Forget blocks: `key` and all that follow it, or everything; returns how many.
+        """Drop blocks: `key` and all that follow it, or everything; returns how many.
 
-        Of this connector's namespace, or of every one. Unlike the rest this raises when it fails
-        (DaemonUnavailable, RequestRefused): who flushes must know whether it was done.
+        Of this connector's namespace, or of every one. Unlike the rest this raises when it fails (DaemonUnavailable,
+        RequestRefused): the caller must know whether it was done.
         """
         namespaces = () if all_namespaces else (self.namespace,)
         return self._client.flush(tier=tier, namespaces=namespaces, key=key)
 
     def announce(self, models: Sequence[ModelCard]) -> None:
-        """Say of which models this process stores blocks, so that others can ask how much of a prompt is stored.
+        """Announce the models of which this process stores blocks, so that others can query how much is stored.
 
         Replaces what was announced before. Without it `tiercache affinity` does not know the model.
         """
@@ -589,7 +588,7 @@ class Connector:
         return {"available": self.available, "client": self.counters, "daemon": daemon}
 
     def close(self) -> None:
-        """End the transfers that have begun, drop the others, and say good-bye. Blocks for seconds."""
+        """Finish the transfers that have begun, drop the others, and end the session. Blocks for seconds."""
         for sibling in self._siblings:
             sibling.close()
         self._loads.close()
@@ -640,7 +639,7 @@ class Connector:
             self._complained = {said for said in self._complained if not said.startswith(operation)}
 
     def _fail(self, operation: str, error: TierCacheError) -> None:
-        """Count a failure, and log it unless it was the last thing logged of this operation."""
+        """Count a failure, and log it unless it was also the last one logged for this operation."""
         self._count(failures=1)
         if isinstance(error, (DaemonUnavailable, CallInterrupted)):
             return  # the client logs when the daemon goes and comes, and the caller knows of a signal

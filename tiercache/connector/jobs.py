@@ -1,4 +1,4 @@
-"""Work in the background: transfers with the queue behind them, and small things that only must not be waited for."""
+"""Background work: transfers and their queue, and small tasks that the caller must not wait for."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 
 class Transfer(Generic[T]):
-    """A load or store under way.
+    """A load or store in progress.
 
-    The blocks that it names belong to it until `done()` is true: that is when its last copy has
-    finished, whatever became of it.
+    The blocks that it names belong to it until `done()` is true: that is when its last copy has finished, whatever its
+    result.
 
     Attributes:
         began_s, ended_s: when the work began and ended, by `time.monotonic()`; 0 before.
@@ -41,7 +41,7 @@ class Transfer(Generic[T]):
         self._miss = miss
         self._limit = limit
         self.began_s = self.ended_s = 0.0
-        self._turns = [1]  # whoever takes it begins; taking is atomic
+        self._turns = [1]  # taking it means starting the work; taking is atomic
         self._done = threading.Event()
         self._result: T = miss
 
@@ -68,13 +68,13 @@ class Transfer(Generic[T]):
         return self._result
 
     def cancel(self) -> None:
-        """Begin no further copy. Copies that have begun go on: wait for `done()` as before."""
+        """Begin no further copy. Copies in progress continue: wait for `done()` as before."""
         self._limit.stopped = True
 
     def void(self) -> None:
         """Cancel a store whose blocks are about to change: what is not committed yet never will be.
 
-        A block whose copy had not ended by now is so never seen by anyone.
+        So a block whose copy has not ended by now never becomes visible.
         """
         self._limit.annul()
 
@@ -92,7 +92,7 @@ class Transfer(Generic[T]):
             logger.error("a transfer is lost: %s", error)
             return
         except Exception:
-            # The engine must go on whatever this is; its copies were over when it was raised.
+            # The engine must go on after any error; the copies were over when it was raised.
             logger.exception("a transfer failed in a way that nobody foresaw")
         self.ended_s = time.monotonic()
         self._done.set()
@@ -105,7 +105,7 @@ class Transfer(Generic[T]):
 
 
 class JobQueue:
-    """One thread that performs transfers in order; the queue is bounded."""
+    """One thread that runs transfers in order; the queue is bounded."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self._name = name
@@ -119,8 +119,8 @@ class JobQueue:
 
     def submit(self, transfer: Transfer[Any]) -> bool:
         """Queue a transfer. False when the queue is full or closed, or has no thread and gets none."""
-        # Uninterrupted: what a signal's handler submits meanwhile would start a second thread. And not under the lock:
-        # a handler that closes the queue waits for the thread, which needs that.
+        # Uninterrupted: a signal handler that submits meanwhile would start a second thread. And not under the lock: a
+        # handler that closes the queue waits for the thread, which needs the lock.
         if self._thread is None and not uninterrupted(self._start):
             return False
         with self._changed:
@@ -136,7 +136,7 @@ class JobQueue:
                 thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # there are too many in this process
+                except RuntimeError:  # too many threads in this process
                     return False
                 self._thread = thread
         return True
@@ -167,7 +167,7 @@ class JobQueue:
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child, where its thread does not exist: all that was handed over is over."""
+        """After a fork, in the child, where its thread does not exist: all submitted transfers are over."""
         self._closed = True
         for transfer in (*self._jobs, *filter(None, [self._performing])):
             transfer.forget_in_child()
@@ -175,10 +175,10 @@ class JobQueue:
 
 
 class Background:
-    """One thread that does small things in order, for one other thread.
+    """One thread that runs small tasks in order, for one other thread.
 
-    Most of what one of them costs is to wake this thread, so it is woken once for many. An engine's scheduler
-    can so hand over work for some microseconds.
+    Most of a task's cost is to wake this thread, so it is woken once for many. An engine's scheduler can so hand over
+    work within some microseconds.
     """
 
     def __init__(self, name: str) -> None:
@@ -190,11 +190,11 @@ class Background:
         forks.watch(self)
 
     def later(self, work: Callable[[], object]) -> None:
-        """Have it done after the next `begin`."""
+        """Queue work to be done after the next `begin`."""
         self._batch.append(work)
 
     def begin(self) -> None:
-        """Begin with what has been handed over. After a fork there is nothing to do it, and it is dropped."""
+        """Start the queued work. After a fork there is no thread for it, and it is dropped."""
         if self._over:
             self._batch.clear()
         if self._batch:
@@ -206,7 +206,7 @@ class Background:
         self._batches.put([work])
 
     def finish(self, timeout_s: float) -> bool:
-        """Wait until all that has been handed over is done, for `timeout_s` at most; returns whether it is."""
+        """Wait until all queued work is done, for `timeout_s` at most; returns whether it is."""
         if not self._thread.is_alive():  # closed
             return not self._batch
         done = threading.Event()
@@ -220,11 +220,11 @@ class Background:
                 try:
                     work()
                 except Exception:
-                    # The engine must go on whatever this is.
+                    # The engine must go on after any error.
                     logger.exception("work in the background failed in a way that nobody foresaw")
 
     def close(self) -> None:
-        """Do what is left, for at most 5 s."""
+        """Finish the remaining work, for at most 5 s."""
         self.begin()
         self._batches.put([])
         self._thread.join(CLOSE_TIMEOUT_S)

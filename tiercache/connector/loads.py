@@ -1,4 +1,4 @@
-"""Loads: a match under a read lease, then the copies, then the daemon's word that they are good.
+"""Loads: match under a read lease, copy, then the daemon confirms that the copies are good.
 
     match ──► lease on blocks 0 ..< n, frames of the first 64 in the same reply
     copy      in windows of 512: resolve the frames that are missing, copy
@@ -47,7 +47,7 @@ class Match:
 
     Attributes:
         blocks: length of the run; 0 is a miss.
-        below_blocks: how many of them, at its end, come up from a tier below DRAM while it is loaded.
+        below_blocks: how many of them, at its end, are promoted from a tier below DRAM while it is loaded.
     """
 
     __slots__ = ("__weakref__", "_frames", "_keys", "_lease", "_session", "_turns", "below_blocks", "blocks")
@@ -67,7 +67,7 @@ class Match:
         self._lease = lease
         self._frames = frames or {}  # namespace id -> frames of the first blocks, packed
         self._keys = keys  # of the whole run, if the lease keeps its end on NVMe
-        self._turns = [1]  # whoever takes it ends the lease; taking is atomic
+        self._turns = [1]  # taking it means ending the lease; taking is atomic
 
     def __repr__(self) -> str:
         return f"Match(blocks={self.blocks}, below_blocks={self.below_blocks})"
@@ -75,7 +75,7 @@ class Match:
     def ticket(self) -> bytes:
         """This match for another process of the same instance (`Connector.adopt`); empty for a miss.
 
-        The lease stays with this match too: release it when the other process has adopted it.
+        This match keeps its hold on the lease: release it when the other process has adopted it.
         """
         session, lease = self._session, self._lease
         if session is None or lease == NO_LEASE:
@@ -85,15 +85,15 @@ class Match:
 
     @property
     def direct_keys(self) -> bytes:
-        """The keys of the run, when blocks below DRAM stay where they are for us to read; else empty."""
+        """The keys of the run, when blocks below DRAM stay there for us to read; else empty."""
         return self._keys
 
     def frames(self, namespace: int, first: int, count: int) -> bytes:
-        """What came with the match of the frames of blocks `first ..< first + count`, packed."""
+        """The frames of blocks `first ..< first + count` as far as they came with the match, packed."""
         return self._frames.get(namespace, b"")[first * FRAME_BYTES : (first + count) * FRAME_BYTES]
 
     def take(self) -> tuple[Session, int] | None:
-        """Session and lease, for whoever ends it; None for everyone after the first, and for a miss."""
+        """Session and lease, for the first caller, who must end it; None for later ones, and for a miss."""
         try:
             self._turns.pop()
         except IndexError:
@@ -119,7 +119,7 @@ def match_blocks(
 ) -> Match:
     """Ask for the longest leading run of `keys` that all namespaces have. Raises TierCacheError.
 
-    With `extents` blocks on NVMe stay there, as far as the daemon agrees, for `load_blocks` to read.
+    With `extents` blocks on NVMe stay there, if the daemon agrees, for `load_blocks` to read.
     """
     session = client.session()
     numbers = [session.namespace_id(spec) for spec in specs]
@@ -146,7 +146,7 @@ def match_blocks(
 
 
 def adopt_match(client: Client, ticket: bytes) -> Match:
-    """Become a further holder of another process's match. Raises TierCacheError."""
+    """Join the holders of another process's match. Raises TierCacheError."""
     if not ticket:
         return Match()
     try:
@@ -187,8 +187,8 @@ def load_blocks(
 ) -> int:
     """Blocks `first..` of a match into `block_ids`; returns how many leading ones are good.
 
-    What the match keeps on NVMe is read there by `direct`; the rest comes by way of DRAM. Ends the
-    lease. When it returns or raises, no copy is under way (but for CopyLost).
+    What the match keeps on NVMe is read there by `direct`; the rest comes through DRAM. Ends the lease. When it returns
+    or raises, no copy is in progress (except for CopyLost).
     """
     taken = match.take()
     if taken is None:
@@ -199,7 +199,7 @@ def load_blocks(
         try:
             copied = _copy_all(session, lease, mover, spec, match, block_ids, first, limit, after, direct)
         finally:
-            # The one word that makes the bytes good: asked for after the last of them has arrived.
+            # This confirmation alone makes the bytes good: requested after the last of them has arrived.
             good = _release(client, session, lease)
     return copied if good else 0
 
@@ -208,7 +208,7 @@ def _copy_all(
     session: Session, lease: int, mover: Mover, spec: NamespaceSpec, match: Match, block_ids: Addresses, first: int,
     limit: Limit, after: Any, direct: DirectLoader | None,
 ) -> int:  # fmt: skip
-    """How many leading blocks came, by whichever way."""
+    """How many leading blocks arrived, by any way."""
     copied, number = 0, session.namespace_id(spec)
     if direct is not None and match.direct_keys:
         in_dram = max(0, match.blocks - match.below_blocks - first)
@@ -231,9 +231,9 @@ def _copy(
     limit: Limit,
     after: Any,
 ) -> int:
-    """Window after window; the frames of the next one are asked for while one is copied.
+    """Window after window; the frames of the next one are requested while one is copied.
 
-    An answer without frames says whether to ask again: blocks may be on their way from a tier below.
+    An answer without frames says whether to ask again: blocks may be in promotion from a tier below.
     """
     count = min(len(block_ids), match.blocks - first)
     frames = match.frames(number, first, count)

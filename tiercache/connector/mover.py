@@ -1,7 +1,7 @@
-"""Blocks between a pool and the daemon, under a lease: through the mapped arena, or as payload frames.
+"""Moves blocks between a pool and the daemon, under a lease: through the mapped arena, or as payload frames.
 
-The mapped way is one copy. The frames way is for clients that cannot map the arena: pieces of at
-most 2 MiB, up to 8 of them in flight, by way of a staging buffer.
+The mapped way is one copy. The frames way is for clients that cannot map the arena: pieces of at most 2 MiB, up to 8 of
+them in flight, through a staging buffer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Mover:
         limit: Limit,
         after: Any = None,
     ) -> int:
-        """Leased blocks `first..`, whose packed `frames` these are, into `block_ids`.
+        """Copy leased blocks `first..`, with these packed `frames`, into `block_ids`.
 
         Returns how many leading blocks are complete; all copies are over. Raises TierCacheError.
         """
@@ -64,7 +64,7 @@ class Mover:
         limit: Limit,
         after: Any = None,
     ) -> int:
-        """`block_ids` into the reserved blocks `indices` of a write lease, whose `frames` these are.
+        """Copy `block_ids` into the reserved blocks `indices` of a write lease, with these `frames`.
 
         Returns how many leading blocks are complete; all copies are over. Raises TierCacheError.
         """
@@ -148,7 +148,7 @@ class Mover:
 
 
 class _Held:
-    """The addresses of frames, with the arena held for as long as a copy needs them."""
+    """The addresses of frames; holds the arena for as long as a copy needs them."""
 
     def __init__(self, session: Session, frames: bytes, block_bytes: int) -> None:
         assert session.arena is not None
@@ -173,10 +173,10 @@ class _Held:
 
 
 def _staging(blocks: int, size: int) -> tuple[npt.NDArray[np.uint8], memoryview, Addresses]:
-    """Host memory for blocks on their way: the array, a view of it, and the address of each block."""
+    """A host buffer for blocks: the array, a view of it, and the address of each block."""
     array = np.empty(blocks * size, np.uint8)
     return array, array.data, array.ctypes.data + np.arange(blocks, dtype=np.int64) * size
 
 
 def _ignore(place: int, reply: Reply, payload: bytes | None) -> None:
-    """A reply that says nothing but done."""
+    """Ignore a reply that only confirms."""

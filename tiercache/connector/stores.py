@@ -7,8 +7,8 @@
     window 0   reserve  copy...........  commit
     window 1            reserve          copy...........  commit
 
-What was reserved and not committed is aborted; with `finished` only when no copy of ours can
-still write to the frames, because the daemon gives them to others after that word.
+Reserved blocks that were not committed are aborted; with `finished` only when no copy of ours can still write to the
+frames, because the daemon then gives them to others.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from tiercache.protocol.namespaces import NamespaceSpec
 WRITE_TTL_MS = 10_000
 WINDOW_BLOCKS = 128
 WINDOW_BYTES = 128 << 20
-"""A window holds at most this: what waits for its copy is of no use to anyone."""
+"""The largest window: blocks that wait for their copy are of no use yet."""
 EDGE_BYTES = 8 << 20
-"""The first and the last window hold this, because no copy hides the first reserve and the last commit.
+"""The size of the first and the last window, because no copy hides the first reserve and the last commit.
 
-The last one also keeps the daemon from falling asleep: it has just been told of the window before.
+The last one also keeps the daemon awake: it has just been told of the window before.
 """
 FRAME_BYTES = 8
 TOKEN_ID_BYTES = 4
 
 
 class StoreResult(NamedTuple):
-    """What became of the blocks of one store; the first three add up to their number.
+    """Outcome of one store; the first three numbers add up to its blocks.
 
-    `stored` are visible to others now, or as soon as their parents are. `present` were there
-    already or are being written by somebody else. `dropped` were not kept: no frame was free, the
-    store was stopped, or the daemon failed. With `parent_missing` the block before the first one is
-    not in the cache, so nothing could be stored: begin with an earlier block.
+    `stored` are visible to others now, or as soon as their parents are. `present` were there already or are being
+    written by another client. `dropped` were not kept: no frame was free, the store was stopped, or the daemon failed.
+    With `parent_missing` the block before the first one is not in the cache, so nothing could be stored: begin with an
+    earlier block.
     """
 
     stored: int = 0
@@ -81,8 +81,8 @@ def store_blocks(
 ) -> StoreResult:
     """Store `block_ids` as the blocks `first..` of the chain `keys`. Raises TierCacheError.
 
-    `events` is what KV events say of these blocks, for a daemon that publishes them.
-    When it returns or raises, no copy is under way (but for CopyLost).
+    `events` is what KV events say of these blocks, for a daemon that publishes them. When it returns or raises, no copy
+    is in progress (except for CopyLost).
     """
     session = client.session()
     sizes = window_sizes(len(block_ids), spec.block_bytes)
@@ -136,7 +136,7 @@ class _Store:
         self._first = first
         self._events = events
         self._sizes: Iterator[int] = iter(sizes)
-        self._asked = 0  # blocks of the reserve that is under way
+        self._asked = 0  # blocks of the reserve in progress
         self._filled = 0  # frames of the last window that had any
         self._reserving: Pending[Reserved] | None = None
         self._granted = NO_LEASE  # until it is committed in full or given up
@@ -146,7 +146,7 @@ class _Store:
         self._present = 0
 
     def run(self, limit: Limit, after: Any) -> StoreResult:
-        """All windows, until the end, the limit, or no room."""
+        """Run all windows, until the end, the limit, or no room."""
         count = len(self._block_ids)
         done = 0
         try:
@@ -184,10 +184,10 @@ class _Store:
         return StoreResult(self._stored, self._present, dropped, parent_missing)
 
     def _go_on_after(self, done: int, granted: int) -> None:
-        """Fewer frames were given than asked: finish with those, then ask for as many again.
+        """Fewer frames were given than requested: finish with those, then request as many again.
 
-        If there was none, what is being committed may have been all that one client may have at a time: then it
-        goes on with half of that, so that one window is copied while the next is reserved.
+        If there was none, the blocks being committed may have been all that one client may have at a time: then
+        continue with half of that, so that one window is copied while the next is reserved.
         """
         size = granted or (self._filled + 1) // 2
         more = granted > 0 or self._committing is not None
@@ -225,7 +225,7 @@ class _Store:
             ids = block_ids if len(indices) == len(block_ids) else block_ids[indices]
             copied = self._mover.put(session, lease, indices, reserved.frames, ids, limit, after)
             self._finish_commit()
-            if limit.void:  # looked at after the copies: those that it came too late for had ended before it
+            if limit.void:  # read after the copies: those that `void` came too late for had ended before it
                 copied = 0
             if copied:
                 blocks = pack_indices(indices[:copied])
@@ -246,14 +246,14 @@ class _Store:
         abort_lease(self._session, lease, finished=self._finished)
 
     def _finish_commit(self) -> None:
-        """Take the answer to the commit that is under way, if there is one."""
+        """Take the answer to the commit in progress, if there is one."""
         if self._committing is None:
             return
         commit, self._committing = self._committing, None
         try:
             states = self._session.wait(commit.pending).states
         except TierCacheError:
-            # Whether it was done is not known; it is idempotent, and what it left is given up.
+            # Whether it was done is unknown; it is idempotent, and the rest is given up.
             abort_lease(self._session, commit.lease, finished=True)
             raise
         if len(states) != commit.blocks:
@@ -268,16 +268,16 @@ class _Commit(NamedTuple):
 
 
 class Writing:
-    """Exists while a write lease is in use; its end stops the renewals."""
+    """Exists while a write lease is in use; dropping it stops the renewals."""
 
 
 def abort_lease(session: Session, lease: int, *, finished: bool) -> None:
-    """Give up what is not committed, now or once the daemon answers; `finished`: no copy of ours is under way."""
+    """Give up what is not committed, now or once the daemon answers; `finished`: no copy of ours is in progress."""
     if lease == NO_LEASE:
         return
     try:
         session.call(Abort, Done, lease=lease, finished=finished)
     except TierCacheError:
-        # Of a lease that is over it is `done`. So the daemon has not heard it: without this word the frames would stay
-        # ours for as long as this process lives.
+        # For a lease that is over the reply is `done`. So the daemon has not received it: without it the frames would
+        # stay ours for as long as this process lives.
         session.give_back(Abort, lease=lease, finished=finished)

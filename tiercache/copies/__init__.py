@@ -1,6 +1,6 @@
-"""How bytes move between an engine's KV pool and the arena.
+"""Copies: moving bytes between an engine's KV pool and the arena.
 
-    pool: which addresses are block b ──┐
+    pool: the addresses of block b ─────┐
                                         ├── copy_plan: which bytes, in which way ──► memcpy   CPU pools
     arena: where a frame is mapped ─────┘                                       └──► cuda     GPU pools
 

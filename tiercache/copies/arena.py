@@ -1,10 +1,9 @@
 """Shared memory of the arena: regions, made by the daemon and mapped by its clients.
 
-A region is a memfd: allocated in full before anyone sees it (so that a lack of memory is an error
-here, not a SIGBUS in an engine), sealed against shrinking and growing, never punched, truncated
-or unlinked. Everything here works on plain addresses through ctypes, because Python's own
-`mmap.madvise` and `mmap.write` hold the interpreter's lock, and a populate of a gigabyte would
-stop every thread for as long.
+A region is a memfd: allocated in full before others see it (so that a lack of memory is an error here, not a SIGBUS in
+an engine), sealed against shrinking and growing, never punched, truncated or unlinked. Everything here works on plain
+addresses through ctypes, because Python's own `mmap.madvise` and `mmap.write` hold the interpreter's lock, and
+populating a gigabyte would stop every thread for as long.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SEAL") else 0x7
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
-# One step holds the address space against other threads' mmap calls: 2 ms at 2 GB/s.
+# One step blocks other threads' mmap calls: 2 ms at 2 GB/s.
 _POPULATE_STEP_BYTES = 4 << 20
-# Left to the rest of the machine: of what it has in all, and of what is free when a region is made.
+# Reserved for the rest of the machine: of its total memory, and of what is free when a region is made.
 _LEAST_RESERVE_BYTES = 128 << 20
 _MOST_RESERVE_BYTES = 8 << 30
 _RESERVE_SHARE = 16
@@ -57,12 +56,12 @@ def available_bytes() -> int:
 
 
 def capacity_bytes() -> int:
-    """Memory that this process could ever have: that of the host, or the tightest cgroup limit if that is less."""
+    """Memory that this process could ever have: the host's, or the tightest cgroup limit if that is less."""
     return min([_meminfo_bytes("MemTotal:"), *(limit for _, limit, _ in _cgroup_limits())])
 
 
 def largest_arena_bytes() -> int:
-    """What of that an arena may take: the rest is for the daemon, the engines and the system."""
+    """The part of it that an arena may take: the rest is for the daemon, the engines and the system."""
     capacity = capacity_bytes()
     reserve = min(max(capacity // _RESERVE_SHARE, _LEAST_RESERVE_BYTES), _MOST_RESERVE_BYTES)
     return max(capacity - reserve, 0) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -76,7 +75,7 @@ def _meminfo_bytes(name: str) -> int:
 
 
 def _cgroup_limits() -> Iterator[tuple[Path, int, str]]:
-    """Each cgroup above us that limits memory: its folder, the limit in bytes, the file that says what is used."""
+    """Each cgroup above us that limits memory: its folder, the limit in bytes, the file that shows its use."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -96,7 +95,7 @@ def _cgroup_limits() -> Iterator[tuple[Path, int, str]]:
 
 
 def _reclaimable_bytes(folder: Path) -> int:
-    """Page cache that a cgroup counts as used and gives up on demand."""
+    """Page cache that a cgroup counts as used and frees on demand."""
     for line in (folder / "memory.stat").read_text().splitlines():
         name, value = line.split()
         if name == "inactive_file":
@@ -179,7 +178,7 @@ class Region:
         return memoryview((ctypes.c_char * length).from_address(self.address + offset)).cast("B")
 
     def unmap(self) -> None:
-        """Take the mapping away. Idempotent. No copy may be running and no view in use."""
+        """Unmap. Idempotent. No copy may be running and no view in use."""
         if self.address:
             _libc.munmap(self.address, self.size_bytes)
             self.address = 0

@@ -1,8 +1,8 @@
-"""Which bytes go where when blocks are copied, and by which way: the part that needs no GPU.
+"""Copy planning: which bytes go where, and by which method. The part that needs no GPU.
 
-A block lies in a pool as pieces and in a frame as one run. Pieces that are neighbours at both ends
-are merged, since every copy costs the same whatever its size; runs are then cut where a
-registration of host memory begins or ends, since no DMA may span two.
+A block lies in a pool as pieces and in a frame as one run. Pieces that are neighbours at both ends are merged, since
+every copy costs the same whatever its size; runs are then cut where a registration of host memory begins or ends, since
+no DMA may span two.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Runs:
 
 
 class Method(str, Enum):
-    """How blocks travel; see the top of `tiercache.copies.cuda`."""
+    """How blocks are copied; see the top of `tiercache.copies.cuda`."""
 
     DIRECT = "direct"
     STAGED = "staged"
@@ -57,7 +57,7 @@ class Method(str, Enum):
 def merge_runs(
     sources: Sequence[int] | Addresses, targets: Sequence[int] | Addresses, lengths: int | Addresses
 ) -> Runs:
-    """The same copies in as few runs as can be: neighbours at both ends become one.
+    """The same copies in as few runs as possible: neighbours at both ends become one.
 
     The copies are independent (no target overlaps another or a source), so they are put in order
     of source to find neighbours.
@@ -107,7 +107,7 @@ def block_pieces(
 
 
 def choose_method(segment_count: int, block_bytes: int, run_bytes_mean: float, kernels: bool) -> Method:
-    """The way for blocks of this shape.
+    """The method for blocks of this shape.
 
     Args:
         run_bytes_mean: bytes per run after merging, of the blocks to be copied.

@@ -1,13 +1,12 @@
-"""CUDA: asynchronous copies between the blocks of a device's pool and frames in host memory.
+"""CUDA copies: asynchronous, between the blocks of a device's pool and frames in host memory.
 
-Only processes that keep KV blocks on a GPU load this. How a block travels (`choose_method`)
-depends on the pieces that it is made of:
+Only processes that keep KV blocks on a GPU load this. The method (`choose_method`) depends on the pieces of a block:
 
     DIRECT      pool ═══ DMA ═══ frame                  pieces from 28 KiB: block-first pools
     STAGED      pool ── kernel ── staging ═══ DMA ═══ frame    many small pieces: layer-first pools
     ZERO_COPY   pool ── kernel over the bus ── frame    whole blocks smaller than that
 
-Loads and stores have a stream each. What a copy touches belongs to it until it is `done()`.
+Loads and stores have a stream each. The memory of a copy belongs to it until it is `done()`.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("tiercache.cuda")
 
 STAGING_BYTES = 32 << 20
-"""Device memory for staging, once for loads and once for stores, if the pool needs it."""
+"""Device memory for staging, for loads and stores each, if the pool needs it."""
 
 
 class CudaCopier:
     """Copies blocks between one device's pool and frames in host memory, in both directions.
 
-    Thread-safe. Submit nothing while a CUDA graph is being captured on the device: in the graph it
-    would run with every replay. `mark` refuses a stream that is being captured, and so do copies
-    without an `after`; any other may be captured by another thread, for torch gives out its streams
-    again after 32. Copies that are under way already, and waiting for them, do not disturb a capture.
+    Thread-safe. Submit nothing while a CUDA graph is being captured on the device: in the graph it would run with every
+    replay. `mark` refuses a stream that is being captured, and so do copies without an `after`; any other stream may be
+    captured by another thread, for torch hands out its streams again after 32. Copies in progress, and waiting for
+    them, do not disturb a capture.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class CudaCopier:
         import torch
 
         name = f"cuda:{device}" if isinstance(device, int) else device
-        self.device = torch.empty(0, device=name).device  # by way of a tensor: `cuda` gets its index
+        self.device = torch.empty(0, device=name).device  # through a tensor: `cuda` gets its index
         self.segments = tuple(segments)
         self.num_blocks = num_blocks
         self.block_bytes = sum(length for _, _, length in segments)
@@ -147,9 +146,9 @@ class CudaCopier:
         return self._start(self._stores, frame_addresses, block_ids, after, load=False)
 
     def fence(self, *, load: bool) -> CudaCopy:
-        """A copy that is done when all that was submitted in one direction so far is over.
+        """A copy that is done when everything submitted in one direction so far is over.
 
-        For whoever has lost track of a copy, because an exception came between it and its result.
+        For a caller that has lost track of a copy, because an exception came between it and its result.
         """
         import torch
 
@@ -158,7 +157,7 @@ class CudaCopier:
             return lane.mark("")
 
     def idle(self) -> bool:
-        """Whether all that was submitted is over, so that the pool may be freed. Never blocks."""
+        """Whether everything submitted is over, so that the pool may be freed. Never blocks."""
         return self._loads.last.done() and self._stores.last.done()
 
     def _start(
@@ -217,14 +216,14 @@ class CudaCopier:
 
     def _copy_runs(self, lane: Lane, runs: Runs | None, registered: bool, load: bool) -> str:
         assert runs is not None
-        # No DMA may leave the registration that it begins in.
+        # A DMA must not leave the registration that it begins in.
         runs = split_runs(runs, self._memory.registered.borders, host_is_source=load)
         with self._driver.context(self.device.index):
-            # Memory that is not registered goes one by one: a batch takes it on other terms.
+            # Unregistered memory is copied one by one: a batch treats it differently.
             return self._driver.copy(runs, lane.stream.cuda_stream, batched=registered)
 
     def _copy_staged(self, lane: Lane, frames: Addresses, ids: Addresses, load: bool) -> str:
-        """By way of the staging rows, as many blocks at a time as there are rows."""
+        """Copy through the staging rows, as many blocks at a time as there are rows."""
         import torch
 
         assert lane.staging is not None
@@ -260,8 +259,8 @@ class CudaCopier:
     def _prepare_kernels(self, staging_rows: int) -> None:
         """Compile the kernels and allocate staging now, or do without both for good.
 
-        Triton needs a C compiler at run time and the device may be full; a pool of small pieces is
-        then copied by DMA all the same, more slowly.
+        Triton needs a C compiler at run time and the device may be full; a pool of small pieces is then copied by DMA
+        all the same, more slowly.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""The CUDA driver, through ctypes: host memory, copies, and what they need.
+"""The CUDA driver, through ctypes: host memory registration and copies.
 
 Not through torch, for two reasons:
 
@@ -43,7 +43,7 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class Driver:
-    """The few driver calls that are needed here. They release the GIL; 0 means success.
+    """The few driver calls needed here. They release the GIL; 0 means success.
 
     Raises OSError where there is no driver library and AttributeError where it is too old.
     """
@@ -106,10 +106,10 @@ class Driver:
 
     @contextlib.contextmanager
     def beside_captures(self) -> Iterator[None]:
-        """What this thread asks for does not spoil a CUDA graph that another thread is capturing.
+        """Calls of this thread do not spoil a CUDA graph that another thread is capturing.
 
-        By default even a look at an event is forbidden to all threads while one captures, fails, and
-        makes the capture fail.
+        By default even a query of an event is forbidden to all threads during a capture, fails, and makes the capture
+        fail.
         """
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         changed = self._capture_mode(ctypes.byref(mode)) == 0
@@ -139,14 +139,14 @@ class Driver:
         return int(self._unregister(address))
 
     def is_mapped_in_place(self, address: int) -> bool:
-        """Whether kernels see registered host memory at the address that the host uses."""
+        """Whether kernels see registered host memory at its host address."""
         seen = ctypes.c_void_p()
         return self._mapped(ctypes.byref(seen), address, 0) == 0 and seen.value == address
 
     def copy(self, runs: Runs, stream: int, *, batched: bool) -> str:
         """Enqueue copies on a stream that is not the default one; "" or what went wrong.
 
-        After a failure some of the copies may be under way: record an event all the same.
+        After a failure some of the copies may be in progress: record an event all the same.
         """
         if batched and self._batch is not None and len(runs) > 1:
             return self._copy_batches(runs, stream)

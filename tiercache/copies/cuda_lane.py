@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 
 
 class CudaCopy:
-    """One submitted copy. What it touches belongs to it until `done()` is true.
+    """One submitted copy. Its memory belongs to it until `done()` is true.
 
     Attributes:
-        error: "" or why the bytes at the target are not all right. A copy can fail and still have
-            parts under way: it is `done()` when the last of them is over. If the device itself
-            broke, completion cannot be known any more: `error` is set and `done()` stays false;
-            treat both ends as in use for as long as the process lives.
+        error: "" or why the bytes at the target are not all right. A copy can fail with parts still in progress: it is
+            `done()` when the last of them is over. If the device itself broke, completion cannot be known any more:
+            `error` is set and `done()` stays false; treat both ends as in use for as long as the process lives.
     """
 
     def __init__(self, event: torch.cuda.Event | None, error: str = "", lost: bool = False) -> None:
@@ -30,7 +29,7 @@ class CudaCopy:
         self._lost = lost
 
     def done(self) -> bool:
-        """Whether nothing of this copy is under way any more. Never blocks."""
+        """Whether nothing of this copy is in progress any more. Never blocks."""
         if self._lost:
             return False
         event = self.event  # another thread may find it done meanwhile
@@ -68,7 +67,7 @@ class CudaCopy:
 class Lane:
     """A direction: its stream, its staging rows, and the last copy submitted.
 
-    Whoever uses the stream holds `lock`, so that `last` is behind everything on it.
+    Users of the stream hold `lock`, so that `last` is behind everything on it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,14 +80,14 @@ class Lane:
         self.last = CudaCopy(None)
 
     def allocate(self, rows: int, block_bytes: int) -> None:
-        """Staging that only this stream ever touches, so stream order alone protects it."""
+        """Allocate staging that only this stream ever touches, so stream order alone protects it."""
         import torch
 
         with torch.cuda.stream(self.stream):
             self.staging = torch.empty((rows, block_bytes), dtype=torch.uint8, device=self.stream.device)
 
     def mark(self, error: str) -> CudaCopy:
-        """A copy that is done when all that the stream has been given so far is done."""
+        """A copy that is done when everything given to the stream so far is done."""
         import torch
 
         try:

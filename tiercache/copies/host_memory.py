@@ -1,7 +1,7 @@
-"""Host memory that is page-locked and registered with CUDA, so that a GPU copies from and to it directly.
+"""Page-locked host memory, registered with CUDA, so that a GPU copies from and to it directly.
 
-Registering takes about 0.1 s per GiB, in which the driver keeps other calls waiting. So regions are
-registered in chunks, from a background thread, while copies go on.
+Registering takes about 0.1 s per GiB, during which the driver delays other calls. So regions are registered in chunks,
+from a background thread, while copies go on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiercache.ground import forks
 log = logging.getLogger("tiercache.cuda")
 
 PIN_CHUNK_BYTES = 64 << 20
-"""Registered at a time: about 10 ms, in which the driver keeps other calls waiting."""
+"""Registered at a time: about 10 ms, during which the driver delays other calls."""
 
 
 class Registered(NamedTuple):
@@ -28,8 +28,8 @@ class Registered(NamedTuple):
 
     Attributes:
         starts, ends: of whole regions, sorted.
-        borders: where a registration begins or ends, sorted. Those of regions that are only being
-            registered or unregistered are among them: no copy may span two.
+        borders: where a registration begins or ends, sorted. Includes regions that are still being registered or
+            unregistered: no copy may span two.
         mapped_in_place: whether kernels reach all of it at its host address.
     """
 
@@ -58,8 +58,8 @@ class _Region(NamedTuple):
 class HostMemory:
     """The host memory that this process has registered with CUDA. Thread-safe.
 
-    Register from a background thread and go on serving: frames of a region that is not registered
-    yet are copied too, only more slowly.
+    Register from a background thread while serving: frames of a region that is not registered yet are copied too, only
+    more slowly.
     """
 
     def __init__(self, chunk_bytes: int = PIN_CHUNK_BYTES) -> None:
@@ -142,7 +142,7 @@ class HostMemory:
         return np.array(left, dtype=np.int64), problem
 
     def _set(self, address: int, region: _Region | None) -> None:
-        """Enter or remove a region and publish what is registered now; under the lock."""
+        """Set or remove a region and publish what is registered now; under the lock."""
         if region is None:
             self._regions.pop(address, None)
         else:

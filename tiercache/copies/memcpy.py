@@ -1,10 +1,10 @@
-"""memcpy between addresses of this process, by two threads when there is much to copy.
+"""memcpy between addresses of this process; large copies use two threads.
 
-One core does not always saturate memory. The second thread also keeps the second core awake, on
-which the daemon, otherwise asleep, gets to hear of the end of the copy later than the copy took.
+One core does not always saturate memory. The second thread also keeps the second core awake: a daemon asleep there
+would take longer to notice the end of the copy than the copy took.
 
-Moves are cut in pieces, and both threads take the next piece until none is left. The caller's
-thread always takes part, and waits for the other one only if that one has begun.
+Moves are cut in pieces, and both threads take the next piece until none is left. The caller's thread always takes part,
+and waits for the other one only if that one has begun.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Move = tuple[int, int, int]
 """Target address, source address, bytes."""
 
 PIECE_BYTES = 1 << 20
-"""Two pieces are what a copy may take longer than its limit."""
+"""A copy may exceed its limit by two pieces."""
 SHARED_FROM_BYTES = 8 << 20
-"""A copy of less is over before another thread has woken up."""
-memmove = ctypes.CDLL(None).memmove  # by CDLL: it releases the interpreter's lock
+"""A smaller copy is over before another thread has woken up."""
+memmove = ctypes.CDLL(None).memmove  # CDLL releases the interpreter's lock
 memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 memmove.restype = None
 
@@ -33,8 +33,8 @@ memmove.restype = None
 def copy_moves(moves: Sequence[Move], reached: Callable[[], bool], *, shared: bool) -> int:
     """Make the moves in order until `reached()`; returns how many leading ones are complete.
 
-    The first one is always made. With `shared` a second thread helps where there is much to copy.
-    When this returns or raises, no copy is under way.
+    The first one is always made. With `shared` a second thread helps with a large copy. When this returns or raises, no
+    copy is in progress.
     """
     if not shared or sum(length for _, _, length in moves) < SHARED_FROM_BYTES or not _second_core():
         for number, move in enumerate(moves):
@@ -48,12 +48,12 @@ def copy_moves(moves: Sequence[Move], reached: Callable[[], bool], *, shared: bo
 
 
 class _Job:
-    """One copy, to be made by its caller and, if it comes in time, the helper."""
+    """One copy, made by its caller and, if it comes in time, the helper."""
 
     def __init__(self, moves: Sequence[Move], reached: Callable[[], bool]) -> None:
         self._pieces = list(_pieces(moves))
         self._reached = reached
-        self._places = itertools.count()  # next() of it is atomic: each place goes to one thread
+        self._places = itertools.count()  # next() of it is atomic: each position goes to one thread
         self._cut = [len(moves)]  # where threads stopped; moves before the first of these are complete
         self._stopped = False
         self._begun = threading.Lock()
@@ -101,7 +101,7 @@ def _pieces(moves: Sequence[Move]) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _await(lock: threading.Lock) -> None:
-    """Wait until a lock is free, even through a Ctrl-C: the copy goes on, whoever would like to go away."""
+    """Wait until a lock is free, even through a Ctrl-C: the copy must end before its caller may return."""
     try:
         with lock:
             return
@@ -141,6 +141,6 @@ def _help(jobs: queue.SimpleQueue[_Job]) -> None:
 
 @forks.in_child
 def _forget_helper() -> None:
-    """That thread does not exist here."""
+    """The helper thread does not exist in a forked child."""
     global _jobs, _start
     _jobs, _start = None, threading.Lock()

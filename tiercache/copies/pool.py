@@ -5,9 +5,8 @@ A `Pool` is a list of *segments*: for block `b`, segment `s` is the bytes
 stored, are its segments one after another. A pool whose blocks are contiguous has one segment; a
 layer-first engine has one for each layer (or two, for K and V).
 
-A `Copier` moves blocks between pool and memory addresses of this process. Its calls return when
-the last copy they began has finished, never before; `stop` and the deadline only keep further ones
-from beginning.
+A `Copier` moves blocks between pool and memory addresses of this process. Its calls return when the last copy they
+began has finished, never before; `stop` and the deadline only prevent further ones.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tiercache.transfer")
 
 MERGE_BYTES = 8 << 20
-"""Most bytes of one memmove: between two of them a copy can be stopped."""
+"""Most bytes of one memmove: a copy can be stopped between two of them."""
 SMALL_BLOCK_BYTES = 512 << 10
-"""Blocks of less are copied many at a time where one side is one piece of memory."""
+"""Smaller blocks are copied many at a time where one side is one piece of memory."""
 SUBMIT_BYTES = 64 << 20
 """Most bytes handed to a GPU copier at once."""
 COPY_GIVE_UP_S = 60.0
-"""A GPU copy that takes longer hangs; its memory is then never given back."""
+"""A GPU copy that takes longer counts as hung; its memory is then never given back."""
 
 Addresses = npt.NDArray[np.int64]
 BlockIds = Sequence[int] | npt.NDArray[np.integer]
 
 
 class Segment(NamedTuple):
-    """One part of every block: address of block 0's, distance between blocks, length; in bytes."""
+    """One part of every block: address of block 0's part, distance between blocks, length; in bytes."""
 
     base: int
     stride: int
@@ -185,7 +184,7 @@ def _segments(view: _View, block_axis: int, name: str) -> list[Segment]:
 
 
 class Limit:
-    """When to begin no further copy. What `proof` says no to, once it is copied, is not committed."""
+    """When to begin no further copy. Copied blocks that `proof` rejects are not committed."""
 
     __slots__ = ("_void", "deadline_s", "proof", "stopped")
 
@@ -195,7 +194,7 @@ class Limit:
         self.proof: Callable[[], bool] | None = None
 
     def annul(self) -> None:
-        """What has not been committed yet never will be: its source is about to change."""
+        """Never commit what has not been committed yet: its source is about to change."""
         self._void = self.stopped = True
 
     @property
@@ -208,7 +207,7 @@ class Limit:
         self.stopped = True
 
     def reached(self) -> bool:
-        """True when no further copy may begin. Asked where no lock is held: signals are handled here."""
+        """True when no further copy may begin. Called where no lock is held: signals are handled here."""
         if interrupted():
             self.stopped = True
         return self.passed()
@@ -219,7 +218,7 @@ class Limit:
 
 
 class CopyLost(TierCacheError):
-    """A copy was begun and nobody can tell when it ends: the device broke, or hangs.
+    """A copy was begun and its end cannot be known: the device broke, or hangs.
 
     Both ends of it must be treated as in use for as long as the process lives.
     """
@@ -228,9 +227,9 @@ class CopyLost(TierCacheError):
 class Copier(Protocol):
     """Copies between the blocks of one pool and addresses of this process.
 
-    Both directions copy `block_bytes` for each block and return how many leading blocks are
-    complete. `after` is what `mark` returned in the thread that queued the work on the blocks.
-    Raise CopyLost, and nothing else once a copy has begun.
+    Both directions copy `block_bytes` for each block and return how many leading blocks are complete. `after` is the
+    result of `mark` in the thread that queued the work on the blocks. Raise CopyLost, and nothing else once a copy has
+    begun.
     """
 
     def copy_in(self, addresses: Addresses, block_ids: Addresses, limit: Limit, after: Any = None) -> int:
@@ -244,16 +243,16 @@ class Copier(Protocol):
 
 
 def make_copier(pool: Pool) -> Copier:
-    """The copier for where `pool` lives. On CUDA this imports torch."""
+    """The copier for the device of `pool`. On CUDA this imports torch."""
     return CpuCopier(pool) if pool.device == "cpu" else GpuCopier(pool)
 
 
 class CpuCopier:
     """memmove, with neighbouring blocks merged where both sides are neighbours.
 
-    Small blocks that are neighbours in the arena only are gathered from the pool, or scattered into
-    it, by one call of numpy for many of them: that is 10% faster, and the interpreter's lock, which
-    another thread may keep for milliseconds, is asked for once instead of for every block.
+    Small blocks that are neighbours only in the arena are gathered from the pool, or scattered into it, many with one
+    numpy call: that is 10% faster, and the interpreter's lock, which another thread may hold for milliseconds, is taken
+    once instead of for every block.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -294,7 +293,7 @@ class CpuCopier:
         ends = [*starts[1:], len(block_ids)]
         lengths = [(end - start) * length for start, end in zip(starts, ends, strict=True)]
         moves = list(zip(targets[starts].tolist(), sources[starts].tolist(), lengths, strict=True))
-        # Small blocks keep the daemon busy meanwhile: it has more use for the second core.
+        # With small blocks the daemon is busy meanwhile: it makes better use of the second core.
         complete = copy_moves(moves, limit.reached, shared=length >= SMALL_BLOCK_BYTES)
         return ends[complete - 1] if complete else 0
 
@@ -335,7 +334,7 @@ class CpuCopier:
 
 
 def _items(address: int, length: int, count: int) -> npt.NDArray[np.void]:
-    """Memory of this process as `count` items of `length` bytes. Whoever uses it keeps the memory."""
+    """Memory of this process as `count` items of `length` bytes. The caller keeps the memory alive."""
     memory: Any = (ctypes.c_char * (length * count)).from_address(address)
     return np.frombuffer(memory, np.dtype((np.void, length)))
 
@@ -361,7 +360,7 @@ _lost_pools: list[Pool] = []
 class GpuCopier:
     """Copies by `tiercache.copies.cuda`, in steps, at most two of them in flight.
 
-    Call `mark`, or what calls it, outside of the capture of a CUDA graph; see `CudaCopier`.
+    Call `mark`, and methods that call it, outside the capture of a CUDA graph; see `CudaCopier`.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -396,7 +395,7 @@ class GpuCopier:
         try:
             return self._copy_in_steps(count, submit, limit)
         except BaseException as error:
-            # Ctrl-C too: nobody may be told that the copies are over before they are.
+            # Ctrl-C too: no caller may learn that the copies are over before they are.
             if not isinstance(error, CopyLost) and self._settles(load):
                 raise
             _lost_pools.append(self._pool)

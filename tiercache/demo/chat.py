@@ -1,7 +1,7 @@
 """Several conversations at once with a real `tiercache serve`, over HTTP, whose KV pool holds a quarter of them.
 
-They take turns: all users speak, all answers are streamed, and each prompt is the whole conversation so far. What a
-conversation had in the pool has mostly gone to others by its next turn. With tiers it is loaded; without, computed.
+They take turns: all users speak, all answers are streamed, and each prompt is the whole conversation so far. By its
+next turn most blocks of a conversation have been evicted from the pool. With tiers they are loaded; without, computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process that the demo starts. It ends at the end of its stdin, and so with the demo, whatever becomes of that."""
+"""A process that the demo starts. It ends at the end of its stdin, and so with the demo, however that ends."""
 
 from __future__ import annotations
 

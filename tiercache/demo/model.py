@@ -1,4 +1,4 @@
-"""What the demo serves when it is given nothing: a small random model, and text that is at hand."""
+"""The demo's default model and text: a small random model, and text found on this machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A vLLM process of `tiercache demo --engine vllm`, asked as `demo_worker` is asked: JSON lines on stdin and stdout.
+"""A vLLM process of `tiercache demo --engine vllm`, with the interface of `worker`: JSON lines on stdin and stdout.
 
-It is started and looked at through nothing but what vLLM offers to everybody.
+It is started and observed only through vLLM's public interface.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     submit, Stream.close ──► commands ──────►  take commands; step while there is work
     Stream.__anext__     ◄── call_soon ◄─────  all outputs of a step at once
 
-The thread alone touches the engine, the loop alone touches the streams. The loop also looks now and then whether
-the thread still advances: a step may hang, or transfers that never end may hold the pool.
+Only the thread touches the engine, only the loop touches the streams. The loop also checks now and then whether the
+thread still advances: a step may hang, or transfers that never end may hold the pool.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from tiercache.errors import DeadlineExceeded, TierCacheError
 from tiercache.ground import forks
 
 logger = logging.getLogger(__name__)
-# Outputs that wait for a reader: more than a long answer has, less than what would fill the memory.
+# Unread outputs of one stream: more than a long answer has, less than would fill the memory.
 MAX_UNREAD = 1 << 16
-# How long an idle engine waits for a command before it looks up, and how often the loop looks at the engine.
+# How long an idle engine waits for a command before it checks its state, and how often the loop checks the engine.
 _IDLE_S = 1.0
 _WATCH_S = 1.0
 _CLOSE_TIMEOUT_S = 60.0
 
 
 class EngineDied(TierCacheError):
-    """The engine's thread has ended with an error, and serves nobody any more."""
+    """The engine's thread has ended with an error; it serves no more requests."""
 
 
 class Stalled(TierCacheError):
-    """Requests are under way and nothing has advanced for too long."""
+    """Requests are in progress and nothing has advanced for too long."""
 
 
 class Stopping(TierCacheError):
@@ -49,11 +49,11 @@ class Stopping(TierCacheError):
 
 
 class QueueFull(TierCacheError):
-    """More requests wait than may."""
+    """The limit of waiting requests is reached."""
 
 
 class NobodyReads(TierCacheError):
-    """A stream was ended since too many of its outputs were not read."""
+    """A stream was ended because too many of its outputs were not read."""
 
 
 class StreamOutput(NamedTuple):
@@ -86,7 +86,8 @@ class Stream:
         self._failure = NobodyReads(f"{MAX_UNREAD} tokens were not read: read faster, or ask for fewer at a time")
 
     def fail(self, error: TierCacheError) -> bool:
-        """For the engine: nothing comes behind what is here already. False: it has an end already."""
+        """For the engine: end the stream with an error after the outputs already queued. False: it has an end
+        already."""
         if not self._unfinished or self._failure is not None:
             return False
         self._failure = error
@@ -108,7 +109,7 @@ class Stream:
         return item
 
     def close(self) -> int:
-        """Nobody wants the rest: ends the requests that have not ended, and whoever waits here. Idempotent.
+        """The rest is not wanted: ends the requests that have not ended, and the callers that wait here. Idempotent.
 
         Returns how many sequences had not ended.
         """
@@ -143,8 +144,8 @@ class AsyncEngine:
     Args:
         text_engine: belongs to this object from now on.
         max_waiting: prompts without a token yet; one more is refused.
-        stall_timeout_s: when nothing has advanced for so long, whoever waits gets Stalled, and so does whoever
-            comes until something does.
+        stall_timeout_s: when nothing has advanced for so long, waiting callers get Stalled, and so do new ones until
+            something advances.
         on_death: called on the loop when the engine has failed.
 
     Attributes:
@@ -172,7 +173,8 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[_Submit | _Withdraw | _Stop] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._watcher = self._loop.call_later(_WATCH_S, self._watch)
-        # What follows belongs to the thread; the loop reads when it last advanced, infinite while nothing is asked.
+        # What follows belongs to the thread; the loop reads when it last advanced, infinite while there are no
+        # requests.
         self._advanced_s = math.inf
         self._computed = 0
         self._places: dict[int, tuple[Stream, int]] = {}
@@ -182,7 +184,7 @@ class AsyncEngine:
         forks.watch(self)
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child, where its thread does not exist: whoever asks is told."""
+        """After a fork, in the child, where its thread does not exist: callers get an error."""
         self._refusal = EngineDied("this process was forked from the one that has the engine: make one here")
 
     @property
@@ -197,7 +199,7 @@ class AsyncEngine:
     def submit(self, prompts: list[list[int]], params: SamplingParams, priority: int = 0) -> Stream:
         """Queue a request for each of the prompts (token ids), all or none.
 
-        The stream is to be closed. Raises ConfigError, QueueFull, EngineDied, Stalled and Stopping.
+        Close the stream in the end. Raises ConfigError, QueueFull, EngineDied, Stalled and Stopping.
         """
         for prompt in prompts:
             self.check(prompt, params)
@@ -218,20 +220,20 @@ class AsyncEngine:
 
     @property
     def stall(self) -> Stalled | None:
-        """What to tell whoever asks while nothing advances; None while something does."""
+        """The error for callers while nothing advances; None while something does."""
         stalled_s = time.monotonic() - self._advanced_s
         if stalled_s < self._stall_timeout_s or self._refusal is not None:
             return None
         return Stalled(f"the engine has not advanced for {stalled_s:.0f} s: send the request again later")
 
     def end(self, reason: TierCacheError) -> None:
-        """Whoever waits and whoever comes gets `reason`; nothing is computed less until `close`."""
+        """Waiting and new callers get `reason`; the engine computes as before until `close`."""
         self._refusal = reason
         for stream in list(self._streams):
             stream.fail(reason)
 
     def _watch(self) -> None:
-        """Now and then: nobody waits for ever. What was under way is aborted when the thread comes to it."""
+        """Now and then: no caller waits for ever. Requests in progress are aborted when the thread comes to it."""
         if (stall := self.stall) is not None:
             failed = [stream for stream in self._streams if stream.fail(stall)]
             if failed:
@@ -270,13 +272,13 @@ class AsyncEngine:
         try:
             while self._take_commands():
                 outputs = self._step()
-                self.stats = self._text_engine.engine.stats()  # first: who has an answer finds it counted
+                self.stats = self._text_engine.engine.stats()  # first: a client with an answer finds it counted
                 if outputs:
                     self._loop.call_soon_threadsafe(self._deliver, [self._place(output) for output in outputs])
                     self._forget_ended(outputs)
             self._text_engine.engine.close()
         except Exception as error:
-            # Whatever it is, those who wait must learn it.
+            # Waiting clients must learn of any error.
             logger.exception("the engine has failed")
             death = EngineDied(f"the engine has failed: {type(error).__name__}: {error}")
             self._loop.call_soon_threadsafe(self._bury, death)
@@ -286,7 +288,7 @@ class AsyncEngine:
         if self._advanced_s == math.inf and engine.unfinished:
             self._advanced_s = time.monotonic()
         outputs = self._text_engine.step() if engine.busy else []
-        # That requests come is no advance.
+        # New requests are no progress.
         computed = self._computed if outputs else engine.progress[-1]
         if not engine.unfinished:
             self._advanced_s = math.inf
@@ -295,7 +297,7 @@ class AsyncEngine:
         return outputs
 
     def _take_commands(self) -> bool:
-        """Act on all commands that are there, or on the next when there is nothing else to do. False: stop."""
+        """Run all queued commands, or the next one when there is nothing else to do. False: stop."""
         may_wait = not self._text_engine.engine.busy
         while True:
             try:

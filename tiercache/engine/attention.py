@@ -1,10 +1,9 @@
-"""Attention over the paged KV pool, in the place where transformers calls its attention.
+"""Attention over the paged KV pool, called by transformers in place of its own.
 
-transformers hands every layer's query, key and value to the function registered under
-`NAME`. All sequences of a forward pass are packed into one row of tokens; which token belongs
-to which sequence and where its K and V live is in the `Batch` that `attend` puts in place for
-the thread. No mask function is registered under `NAME`, so models make no mask: causality and
-windows are ours, and anything else that a model asks for is refused.
+transformers passes every layer's query, key and value to the function registered under `NAME`. All sequences of a
+forward pass are packed into one row of tokens; the `Batch` that `attend` sets for the thread tells which token belongs
+to which sequence and where its K and V live. No mask function is registered under `NAME`, so models make no mask:
+causality and windows are ours, and anything else that a model asks for is refused.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ NAME = "tiercache"
 
 
 class Batch:
-    """What the attention of one forward pass needs to know.
+    """The context for the attention of one forward pass.
 
     Args:
         pool: the pass writes K and V of its tokens into it.
         segments: in the order of their tokens in the batch, without gaps.
-        work: what to attend with, by default what fits the pool's device.
-        streaming: what layers without a window do instead of seeing everything, if anything.
+        work: how to attend, by default what fits the pool's device.
+        streaming: what layers without a window do instead of full attention, if anything.
         others: the same segments with the block tables of the pool's other groups of layers.
 
     Attributes:
         windows: sliding window of each layer that was called so far (0 for none).
-        plain: False once a layer has asked for what torch's own attention does not have.
+        plain: False once a layer has asked for a feature that torch's own attention lacks.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Batch:
 
     @property
     def positions(self) -> torch.Tensor:
-        """Of each token in its sequence, int64 `[token]`."""
+        """Position of each token in its sequence, int64 `[token]`."""
         return self.work.positions
 
 
@@ -68,7 +67,7 @@ def _pass_over(pool: KVPool, groups: Sequence[Sequence[Segment]], streaming: Str
     if streaming is not None:
         return TorchPass(pool, groups[0], streaming)  # the kernels have one query for all keys
     make: Callable[..., PassLike] = TorchPass
-    # Triton's interpreter takes tensors anywhere: so the kernels' way is tested without a GPU.
+    # Triton's interpreter takes tensors anywhere: so the kernel path is tested without a GPU.
     if pool.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         from tiercache.engine.cuda_attention import KernelPass
 
@@ -138,7 +137,7 @@ def _checked_layer(
     attention_mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> int:
-    """The layer's number in the model; raises ModelRefused where the call asks for something we have not."""
+    """The layer's number in the model; raises ModelRefused if the call asks for an unsupported feature."""
     layout = batch.pool.layout
     layers, kv_heads, head_dim = len(batch.pool.places), layout.kv_heads, layout.head_dim
     layer = getattr(module, "layer_idx", None)

@@ -1,4 +1,4 @@
-"""The blocks that a sequence has of one group of layers (see `tiercache.engine.layer_groups`)."""
+"""Block table of a sequence for one group of layers (see `tiercache.engine.layer_groups`)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class BlockTable:
     def take_unseen(self, computed: int) -> list[int]:
         """Remove and return what no token from the last full block on sees, for the caller to give back.
 
-        Not from `computed` on: whoever is preempted goes on from the last full block.
+        Not from `computed` on: a preempted sequence continues from the last full block.
         """
         first = max(self._left_blocks, self.window.sink_blocks)
         self._left_blocks = self.window.first_block(computed - computed % self.window.block_size)

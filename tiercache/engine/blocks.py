@@ -1,17 +1,17 @@
-"""Who owns which block of the KV pool, and what the idle ones still hold.
+"""Ownership of the KV pool's blocks, and what the idle ones still hold.
 
 A block is in exactly one place:
 
     used      one or more references: sequences that read or fill it, transfers that copy it
-    clean     no reference; may be given out at once. Blank blocks first, then the least
-              recently used; what it holds is forgotten when it is given out
+    clean     no reference; may be handed out at once. Blank blocks first, then the least
+              recently used; its content is dropped when it is handed out
     dirty     no reference; holds what the cache must be given first (only with write-back)
 
-A block with a key is in the prefix cache, wherever it is. Blocks of a sequence are given back
-deepest first, so that a tail goes before the blocks that it needs.
+A block with a key is in the prefix cache, wherever it is. Blocks of a sequence are given back deepest first, so that a
+tail is evicted before the blocks that it needs.
 
-A block holds the layers of one group (see `tiercache.engine.layer_groups`), and any block may be of any. Keys name
-tokens. So in the prefix cache a block is found by its group and its key.
+A block holds the layers of one group (see `tiercache.engine.layer_groups`), and any block may be of any group. Keys
+name tokens. So in the prefix cache a block is found by its group and its key.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Origin(NamedTuple):
 class BlockManager:
     """References, the prefix cache and the free queues of `num_blocks` pool blocks.
 
-    Every operation on one block is O(1). With `write_back`, blocks that were not stored are not
-    given out (see `dirty_blocks`). `on_blank` hears of blocks that are given back without a key.
+    Every operation on one block is O(1). With `write_back`, blocks that were not stored are not handed out (see
+    `dirty_blocks`). `on_blank` is told of blocks that are given back without a key.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class BlockManager:
 
     @property
     def clean_count(self) -> int:
-        """Blocks that `allocate` can give out now."""
+        """Blocks that `allocate` can hand out now."""
         return len(self._clean)
 
     @property
@@ -89,7 +89,7 @@ class BlockManager:
         return self._cached[group].get(key)
 
     def find(self, chain: KeyChain, numbers: Iterable[int], group: int = 0) -> list[int]:
-        """The pool blocks of the leading ones of the blocks `numbers` of `chain`, up to one that is not there."""
+        """The pool blocks of the leading ones of the blocks `numbers` of `chain`, up to the first missing one."""
         found: list[int] = []
         cached = self._cached[group]
         for number in numbers:
@@ -122,7 +122,7 @@ class BlockManager:
         return taken
 
     def allocate_each(self, counts: Sequence[int], after: Sequence[int | None]) -> list[list[int]] | None:
-        """Several runs as by `allocate`, or None (and no change) if fewer are clean than all of them have."""
+        """Several runs as by `allocate`, or None (and no change) if there are too few clean blocks for all of them."""
         if sum(counts) > len(self._clean):
             return None
         runs: list[list[int]] = []
@@ -133,7 +133,7 @@ class BlockManager:
         return runs
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """One more reference on each block, idle or used."""
+        """Add one reference on each block, idle or used."""
         for block_id in block_ids:
             if self._references[block_id] == 0:
                 queue = self._clean if block_id in self._clean else self._dirty
@@ -161,7 +161,7 @@ class BlockManager:
     def register(self, block_id: int, chain: KeyChain, index: int, group: int = 0, *, stored: bool = False) -> bool:
         """Put a used, full block into the prefix cache; False if its key is there already.
 
-        The block must not change from here on. One that forks share keeps the key of the first.
+        The block must not change from here on. A block shared by forks keeps the key of the first.
         """
         key = chain.key(index)
         if key in self._cached[group] or self._keys[block_id] is not None:
@@ -174,15 +174,15 @@ class BlockManager:
         return True
 
     def mark_stored(self, block_ids: Iterable[int]) -> None:
-        """The cache has been given these blocks: they need not be stored again."""
+        """The cache has these blocks: they need not be stored again."""
         for block_id in block_ids:
-            # A block without a key holds a copy of one that has it.
+            # A block without a key holds a copy of one with a key.
             self._stored[block_id] = self._keys[block_id] is not None
 
     def mark_lost(self, chain: KeyChain, count: int, group: int = 0) -> None:
         """The cache no longer has the first `count` blocks of a chain and group: they may be stored again.
 
-        Idle ones are not made dirty: what was evicted from the cache once is not worth a wait.
+        Idle ones are not made dirty: a block that was evicted from the cache is not worth a wait.
         """
         for index in range(min(count, len(chain))):
             block_id = self._cached[group].get(chain.key(index))
@@ -215,7 +215,7 @@ class BlockManager:
         return runs
 
     def forget(self, chain: KeyChain, first: int) -> None:
-        """Take blocks `first..` of a chain that nobody will ask for again out of the prefix cache."""
+        """Remove blocks `first..` of a chain that will not be asked for again from the prefix cache."""
         for index, cached in itertools.product(range(first, len(chain)), self._cached):
             block_id = cached.get(chain.key(index))
             if block_id is None:
@@ -243,7 +243,7 @@ class BlockManager:
         self._stored[block_id] = False
 
     def check_integrity(self, owners: Mapping[int, int]) -> None:
-        """Recount everything; `owners` is the number of references per block that there should be.
+        """Recount everything; `owners` is the expected number of references per block.
 
         Raises AssertionError that names the first block that is wrong. O(num_blocks).
         """

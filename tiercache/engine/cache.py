@@ -1,6 +1,6 @@
-"""What the engine asks of a cache, and how it takes its failures.
+"""The interface between the engine and a cache, and the handling of its failures.
 
-`tiercache.Connector` has all of it, tests bring their own. For a model with several groups of layers it is asked for a
+`tiercache.Connector` implements it, tests bring their own. For a model with several groups of layers it is asked for a
 sibling for each (see `tiercache.engine.grouped_cache`).
 """
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class MatchLike(Protocol):
     """A prefix found in the cache, under a lease.
 
-    `blocks` is its length; 0 is a miss. The last `below_blocks` of them come up from a tier below DRAM.
+    `blocks` is its length; 0 is a miss. The last `below_blocks` of them are promoted from a tier below DRAM.
     """
 
     @property
@@ -34,9 +34,9 @@ class MatchLike(Protocol):
 
 
 class TransferLike(Protocol):
-    """Copies under way. What they touch is free once `done()`.
+    """Copies in progress. Their memory is free once `done()`.
 
-    The work went on from `began_s` to `ended_s` of `time.monotonic()`; both are 0 if there was none.
+    The work lasted from `began_s` to `ended_s` of `time.monotonic()`; both are 0 if there was none.
     """
 
     @property
@@ -51,10 +51,9 @@ class TransferLike(Protocol):
 class GroupLike(Protocol):
     """A cache for the blocks of one namespace.
 
-    `keys` is a chain from its root, 16 bytes a key; blocks `first..` of it are those of `block_ids`.
-    A load's result is the number of leading `block_ids` proven good; a store's tells
-    `stored`, `present`, `dropped` and `parent_missing` blocks. `namespaces` must all have what is matched, or is
-    brought up.
+    `keys` is a chain from its root, 16 bytes a key; blocks `first..` of it are those of `block_ids`. A load's result is
+    the number of leading `block_ids` proven good; a store's tells `stored`, `present`, `dropped` and `parent_missing`
+    blocks. All `namespaces` must have the blocks that are matched or promoted.
     """
 
     @property
@@ -83,7 +82,7 @@ class CacheLike(GroupLike, Protocol):
 
 @dataclass(slots=True)
 class OffloadCounters:
-    """What went through the cache so far, in blocks unless named otherwise."""
+    """Totals of what went through the cache, in blocks unless named otherwise."""
 
     loaded: int = 0
     load_misses: int = 0
@@ -95,7 +94,7 @@ class OffloadCounters:
 
 
 class GroupsLike(Protocol):
-    """A cache for each group of layers, asked together. See `tiercache.engine.grouped_cache.GroupedCache`."""
+    """A cache for each group of layers, used together. See `tiercache.engine.grouped_cache.GroupedCache`."""
 
     @property
     def available(self) -> bool: ...
@@ -112,14 +111,14 @@ class GroupsLike(Protocol):
 
 
 class Part(NamedTuple):
-    """Of the blocks of a match, those from `first` on are to be loaded into `block_ids`."""
+    """The blocks of a match from `first` on are to be loaded into `block_ids`."""
 
     first: int
     block_ids: list[int]
 
 
 class GuardedCache:
-    """A cache, or none at all, that fails no request: what goes wrong is counted, logged once, and a miss."""
+    """A cache, or none at all, that fails no request: errors are counted, logged once, and become a miss."""
 
     def __init__(self, cache: GroupsLike | None) -> None:
         self.counters = OffloadCounters()
@@ -136,11 +135,11 @@ class GuardedCache:
 
     @property
     def wants_events(self) -> bool:
-        """Whether stores should say which tokens their blocks are of, for KV events."""
+        """Whether stores should bring the tokens of their blocks, for KV events."""
         return self._cache is not None and self._cache.wants_events
 
     def ask(self, question: Callable[[GroupsLike], T]) -> T | None:
-        """The answer of the cache to `question(cache)`, or None where it fails or is none."""
+        """The result of `question(cache)`, or None if the cache fails or there is none."""
         if self._cache is None:
             return None
         try:

@@ -1,4 +1,4 @@
-"""How an engine comes to its cache: one connector, and a sibling of it for each further group of layers."""
+"""Connects an engine to its cache: one connector, and a sibling of it for each further group of layers."""
 
 from __future__ import annotations
 

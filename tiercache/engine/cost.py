@@ -1,11 +1,11 @@
-"""Load or recompute: what the two take here, estimated from what they have taken so far.
+"""Load or recompute: the cost of both on this machine, estimated from past samples.
 
-A load of blocks `[first, end)` costs a latency and a time per block, for blocks in DRAM and for blocks that
-come up from a tier below. Computing costs a time per token that grows with the context, since attention
-does. Each is a straight line, fitted to samples of which the older count less.
+A load of blocks `[first, end)` costs a latency and a time per block, for blocks in DRAM and for blocks that are
+promoted from a tier below. Computing costs a time per token that grows with the context, since attention does. Each is
+a straight line, fitted to samples that lose weight with age.
 
-How much of a match to load: loading saves more the deeper a block lies, and costs each block the same.
-So of all places to stop, only the ends can be best: nothing, all that is in DRAM, everything.
+How much of a match to load: loading saves more the deeper a block lies, and costs the same per block. So only the ends
+can be the best places to stop: nothing, all that is in DRAM, everything.
 
 Three rules keep a wrong estimate from staying wrong, or from costing much:
 
@@ -23,31 +23,31 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# What a sample of weight 1 leaves of the weight of those before it.
+# Factor by which each sample of weight 1 reduces the weight of earlier ones.
 _KEPT_WEIGHT = 0.8
-# What a load that was not taken leaves of the estimate against it.
+# Factor by which a load not taken reduces the estimate against it.
 _KEPT_DOUBT = 0.9
 # Of a load beyond this, the first in a row counts as this much: one stall of the machine is no slow tier.
 _STALL_TIMES_EXPECTED = 4.0
 _STALL_OVER_EXPECTED_S = 0.01
-# A load that was given up counts as so many times what it was waited for: nobody knows how long it would have taken.
+# A load that was given up counts as so many times its waiting time: its full duration is unknown.
 _GIVEN_UP_TIMES = 8.0
-# Before there are samples: what a good machine does, so that nothing is avoided untried.
+# Before there are samples: the speed of a good machine, so that nothing is avoided untried.
 _DRAM_LATENCY_S, _DRAM_BYTES_PER_S = 0.0005, 4e9
 _BELOW_LATENCY_S, _BELOW_BYTES_PER_S = 0.001, 1e9
-# Differences that say something about a slope: of contexts in tokens, of loads in blocks.
+# Differences that determine a slope: of contexts in tokens, of loads in blocks.
 _CONTEXT_SPREAD, _LOAD_SPREAD = 128, 16
 # Tokens of prefill that are a sample of weight 1.
 _PREFILL_TOKENS = 512
-# Below this, giving up a load gains nothing that anybody would see.
+# Below this, giving up a load gains nothing noticeable.
 _LEAST_PATIENCE_S = 0.25
 
 
 class Line:
-    """`y = intercept + slope * x` by weighted least squares, the past fading.
+    """`y = intercept + slope * x` by weighted least squares, with fading weights.
 
-    Until there are samples the line is the one given; its slope also fills in while all
-    samples have about the same x (closer than `spread`).
+    Until there are samples the line is the given one; its slope also fills in while all samples have about the same x
+    (closer than `spread`).
     """
 
     def __init__(self, intercept: float, slope: float, spread: float) -> None:
@@ -72,7 +72,7 @@ class Line:
         covariance = self._xy / self.weight - mean_x * mean_y
         slope = max(0.0, (covariance + self._ridge * self._slope) / (variance + self._ridge))
         if slope * mean_x > mean_y:
-            slope = mean_y / mean_x  # nothing takes less than no time: through the origin
+            slope = mean_y / mean_x  # no time is negative: through the origin
         return mean_y + slope * (x - mean_x)
 
     def shrink(self, factor: float) -> None:
@@ -109,8 +109,8 @@ class CostModel:
     """Running estimates of one engine, for blocks of `block_size` tokens and `block_bytes` bytes.
 
     Attributes:
-        loads_avoided: loads that were left out, or cut down to what is in DRAM, since computing was expected
-            to be faster.
+        loads_avoided: loads that were left out, or cut down to what is in DRAM, since computing was expected to be
+            faster.
         loads_regretted: loads that took longer than computing would have, by the estimate they were begun with.
     """
 
@@ -144,7 +144,7 @@ class CostModel:
         Args:
             kept: blocks that need not be computed if nothing is loaded.
             reaches: what may be loaded.
-            queue_s: what the loads before this one still take.
+            queue_s: remaining time of the loads before this one.
         """
         none = LoadChoice(kept)
         choices = [self._choice(kept, reach, queue_s) for reach in sorted(set(reaches)) if reach.end > kept]
@@ -169,7 +169,7 @@ class CostModel:
         return max(choice.saved_s, _LEAST_PATIENCE_S)
 
     def note_step(self, spans: Iterable[tuple[int, int]], seconds: float, waited: bool) -> None:
-        """A step computed tokens `[start, end)` of sequences. Unless it `waited`, the device goes on with it."""
+        """A step computed tokens `[start, end)` of sequences. Unless it `waited`, the device is still busy with it."""
         self._unnoted += [(start, end) for start, end in spans if end - start > 1]
         self._unnoted_s += seconds
         if not waited:
@@ -202,6 +202,6 @@ class CostModel:
         self.note_load(choice, _GIVEN_UP_TIMES * waited_s, waited_s)
 
     def note_miss(self, choice: LoadChoice, seconds: float, waited_s: float) -> None:
-        """A load brought less than it should. That says nothing of its speed, unless it was slow as well."""
+        """A load brought fewer blocks than it should. That says nothing about its speed, unless it was slow as well."""
         if seconds > choice.load_s:
             self.note_load(choice, seconds, waited_s)

@@ -1,4 +1,4 @@
-"""Attention by the Triton kernels: the tables of a forward pass, and what each layer launches.
+"""Attention by the Triton kernels: the tables of a forward pass, and the launches of each layer.
 
 All tables of a pass are made on the host as one array of words and go to the device in one copy, before the
 first layer (one for each group of layers). The layers then only launch kernels: nothing waits for the device until

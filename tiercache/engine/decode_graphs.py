@@ -1,8 +1,8 @@
 """Decode as CUDA graphs: a step of one token per sequence, launched as a whole.
 
-A model launches some ten kernels per layer, and launching one takes longer than running it when there
-is one token per sequence. So the step is recorded, once for each batch size of a few (buckets), over
-tables and tokens that stay where they are; a smaller batch fills the bucket up with sequences of no tokens.
+A model launches some ten kernels per layer, and launching one takes longer than running it when there is one token per
+sequence. So the step is captured, once for each of a few batch sizes (buckets), over tables and tokens at fixed
+addresses; a smaller batch is padded to the bucket with sequences of no tokens.
 """
 
 from __future__ import annotations

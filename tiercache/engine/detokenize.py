@@ -1,8 +1,8 @@
-"""From tokens to text while they come: whole characters only, and nothing of a stop string.
+"""Streaming detokenization: whole characters only, and nothing of a stop string.
 
-A token is not a piece of text: a character may take several tokens, and some decoders write a space only
-between two words. So new tokens are decoded together with some before them, and only what comes on top is new
-(the way of Hugging Face's text-generation-inference).
+A token is not a piece of text: a character may take several tokens, and some decoders write a space only between two
+words. So new tokens are decoded together with some before them, and only the additional text is new (the way of Hugging
+Face's text-generation-inference).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arithmetic on logits: changes to single tokens, the cuts of a distribution, draws, log-probabilities.
+"""Arithmetic on logits: biases and penalties, truncation of a distribution, sampling, log-probabilities.
 
 All of it works on whole batches `[rows, vocabulary]` of float32, on whatever device they are.
 """

@@ -4,8 +4,8 @@
                       ▲         cache        │
                       └──── preempted ◄──────┘
 
-A step is: take note of transfers that ended, decide (`Scheduler`), start loads, run the forward passes,
-and settle what they computed: prefix cache, stores, sampled tokens. One thread; not to be shared.
+A step: handle transfers that ended, decide (`Scheduler`), start loads, run the forward passes, and process their
+results: prefix cache, stores, sampled tokens. One thread; not to be shared.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Engine:
         return connect_groups(connect, self.pool, self.namespaces, layouts, staged=staged)
 
     def announce(self, names: list[str]) -> None:
-        """Have the daemon's affinity query know this model by these names."""
+        """Announce this model, under these names, for the daemon's affinity query."""
         if self._cache is not None:
             namespaces = [namespace.fingerprint() for namespace in self.namespaces]
             self._cache.announce([ModelCard(names, self._content, namespaces, self.settings.block_size)])
@@ -173,7 +173,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything: compute, or take note of transfers that end."""
+        """Whether a step would do anything: compute, or handle transfers that end."""
         return self.unfinished or self._offload.busy
 
     def step(self) -> list[StepOutput]:
@@ -297,7 +297,7 @@ class Engine:
                 ids.append(self.add_request(prompt, own))
             return self._serve(ids, [_n(own) for own in each], stall_timeout_s)
         finally:
-            for request_id in ids:  # what has ended is no longer there
+            for request_id in ids:  # ended requests are no longer there
                 self.abort(request_id)
 
     def _serve(self, ids: list[int], counts: list[int], stall_timeout_s: float) -> list[RequestOutput]:
@@ -316,7 +316,7 @@ class Engine:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Something that changes while anything advances."""
+        """A value that changes whenever anything advances."""
         alive = self._alive
         return len(alive), sum(len(one.tokens) for one in alive), sum(one.computed for one in alive)
 
@@ -325,9 +325,9 @@ class Engine:
         return [sequence for sequences in self._sequences.values() for sequence in sequences]
 
     def drain(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> bool:
-        """Give the cache everything that it is due and wait for all transfers; False at the deadline.
+        """Store everything that the cache should have and wait for all transfers; False at the deadline.
 
-        With write-back that is every idle block; blocks of requests under way stay.
+        With write-back that is every idle block; blocks of running requests stay.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -340,13 +340,13 @@ class Engine:
             self._offload.wait(_IDLE_WAIT_S)
 
     def reset_pool(self) -> None:
-        """Forget every block in the pool; the cache keeps its own. Raises ConfigError while requests run."""
+        """Drop every block in the pool; the cache keeps its own. Raises ConfigError while requests run."""
         if self.unfinished or not self.drain():
             raise ConfigError("the pool is in use: finish or abort all requests before reset_pool")
         self._blocks.forget_all()
 
     def check_integrity(self) -> None:
-        """Recount who holds what; raises AssertionError where the books are wrong. O(pool blocks)."""
+        """Recount all references; raises AssertionError if the bookkeeping is wrong. O(pool blocks)."""
         owners: Counter[int] = self._offload.holds()
         for sequence in self._alive:
             owners.update(sequence.held_blocks)
@@ -359,7 +359,7 @@ class Engine:
         self.pool.check_integrity(set(owners))
 
     def stats(self) -> dict[str, int | float]:
-        """What goes on now, and counters since the start.
+        """The current state, and counters since the start.
 
         Requests count by their sequences: `running`, `waiting`, `loading`. `kv_cache_usage` is the share of the pool's
         blocks that are in use, whichever groups of layers these hold. Tokens: `prompt_tokens` and `generation_tokens`

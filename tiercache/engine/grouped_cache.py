@@ -1,8 +1,8 @@
-"""A cache for each group of layers, asked together.
+"""A cache of its own for each group of layers, used together.
 
-    match   one question: the longest cut of which all namespaces have what they need, under one lease
+    match   one request: the longest cut for which all namespaces have the blocks needed, under one lease
     load    each group by a match of its own, made under that lease
-    store   each group for itself: what of it is lost makes a match shorter, never wrong
+    store   each group for itself: lost blocks make a match shorter, never wrong
 
 With one group it is that group's cache.
 """

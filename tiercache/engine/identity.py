@@ -1,4 +1,4 @@
-"""What a model's KV is called: the names under which others find it, and nobody finds anything else."""
+"""The identity of a model's KV: names under which the same KV, and only the same, is found by others."""
 
 from __future__ import annotations
 

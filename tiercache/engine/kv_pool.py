@@ -103,7 +103,7 @@ class KVPool:
 
     Attributes:
         blocks: see `KVLayout.empty`.
-        tails: raw `[tail, layer, 2, slot, kv_head, head_dim]`; none with a raw pool. Tail 0 is nobody's, and zero.
+        tails: raw `[tail, layer, 2, slot, kv_head, head_dim]`; none with a raw pool. Tail 0 has no owner, and is zero.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class KVPool:
         self.tails[self._tails[target]].copy_(self.tails[tail])
 
     def check_integrity(self, owners: set[int]) -> None:
-        """Recount the tails; `owners` are the blocks that somebody holds. Raises AssertionError."""
+        """Recount the tails; `owners` are the blocks that are in use. Raises AssertionError."""
         places = [*self._free_tails, *self._ended_tails, *self._tails.values()]
         assert sorted(places) == list(range(1, len(self.tails))), "a tail is lost or in two places"
         for block_id in self._tails.keys() - self._retired_blocks:

@@ -1,22 +1,22 @@
-"""Which layers share a block: all of them, or of a model that mixes windowed and full attention those of one kind.
+"""Layer groups: which layers share a block. All, or those of one kind if a model mixes windowed and full attention.
 
     a model of 26 layers, every sixth without a window: 7 groups, blocks of 4 layers
 
     group   0  without a window     5 11 17 23    keeps all of its blocks
             1  window of 512        0  1  2  3    gives back what has left the window
             2                       4  6  7  8
-            ...
+            6                      24 25  -  -    two places of each block are unused
             6                      24 25  -  -    two places of each block are of no use
 
-A block of the KV pool holds `block_size` tokens of the layers of *one* group, and all groups have blocks of equal
-size. So any block may become one of any group: one pool, one free list, and what the windows give back is there
-for whoever grows. (Idea: the hybrid KV cache manager of vLLM.) A sequence has a block table for each group. Where
-all layers are of one kind there is one group, and a block is what it always was.
-
-How many layers a block has decides how much memory is lost to places without a layer, and how many tables there
-are to keep. In a group without a window such places are lost for every token, in others for a window's. So of all
-sizes that lose at most a fifth of the places and make at most `MAX_GROUPS` groups, that is taken which loses least
-without a window; of equals that with the fewest groups. Where none is left, or nothing would be saved, blocks have
+A block of the KV pool holds `block_size` tokens of the layers of *one* group, and all groups have blocks of equal size.
+So any block may become one of any group: one pool, one free list, and what the windows give back is there for sequences
+that grow. (Idea: the hybrid KV cache manager of vLLM.) A sequence has a block table for each group. Where all layers
+are of one kind there is one group, and a block is what it always was.
+The number of layers in a block decides how much memory is lost to places without a layer, and how many tables there are
+to keep. In a group without a window such places are lost for every token, in others for a window's. So of all sizes
+that lose at most a fifth of the places and make at most `MAX_GROUPS` groups, the one that loses least without a window
+is taken; of equals that with the fewest groups. If there is none, or nothing would be saved, blocks have all layers and
+nothing is given back.
 all layers and nothing is given back.
 """
 

@@ -1,4 +1,4 @@
-"""A model to be asked from a program: texts or conversations in, texts out.
+"""A model for use from a program: texts or conversations in, texts out.
 
     with LLM("path/to/model") as llm:
         [answer] = llm.chat([{"role": "user", "content": "Why is the sky blue?"}])

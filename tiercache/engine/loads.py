@@ -1,8 +1,8 @@
-"""Loads of one engine: what is found in the cache, how much of it is worth loading, and what is under way.
+"""Loads of one engine: matches, how much of each is worth loading, and the loads in progress.
 
-A load's blocks belong to it until its last copy has ended. So it has its own reference on every block
-that it copies into, whatever becomes of the sequence meanwhile. A load that failed, was late or came short
-is a miss: its tokens are computed.
+A load's blocks belong to it until its last copy has ended. So it has its own reference on every block that it copies
+into, whatever becomes of the sequence meanwhile. A load that failed, was late or fell short is a miss: its tokens are
+computed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tiercache.engine.sequence import Sequence
 from tiercache.engine.settings import EngineSettings
 
 _MAX_CUTS = 3
-"""Cuts that a cache is asked for, of a sequence with a window; each takes two exchanges with the daemon."""
+"""Cuts to query for a sequence with a window; each takes two exchanges with the daemon."""
 
 
 class CacheHit(NamedTuple):
     """What the cache has that a sequence needs, up to block `end` of its chain.
 
-    The match is over the blocks before that, or with sinks those of them that are needed: all but `skipped`.
+    The match covers the blocks before that, or with sinks those of them that are needed: all but `skipped`.
     """
 
     match: MatchLike
@@ -34,7 +34,7 @@ class CacheHit(NamedTuple):
 
 
 class LoadOrder(NamedTuple):
-    """The blocks `numbers` of each group are to be loaded for a sequence, from what was found."""
+    """The blocks `numbers` of each group to load for a sequence, from a match."""
 
     sequence: Sequence
     hit: CacheHit
@@ -48,17 +48,17 @@ class LoadOrder(NamedTuple):
         return min(count - len(numbers) for count, numbers in zip(needed, self.numbers, strict=True))
 
     def is_own(self, cut: int) -> bool:
-        """Whether no block from block `cut` on is another sequence's too: what was found in the pool is."""
+        """Whether no other sequence shares a block from block `cut` on: blocks found in the pool are shared."""
         return all([*numbers, self.choice.end][0] <= cut for numbers in self.numbers)
 
     def end_of(self, good_blocks: list[int]) -> int:
-        """Up to where all groups have what they need, if of each so many leading blocks came."""
+        """Up to where all groups have the blocks they need, given the number of good leading blocks of each."""
         end = self.choice.end
         return min([*numbers, end][good] for numbers, good in zip(self.numbers, good_blocks, strict=True))
 
 
 class LoadResult(NamedTuple):
-    """Of each group so many leading blocks of the order are proven good. Unless `ended`, the copies may still run."""
+    """Per group the number of leading blocks proven good. Unless `ended`, the copies may still run."""
 
     order: LoadOrder
     good_blocks: list[int]
@@ -104,7 +104,7 @@ class Loads:
         return None if match is None else CacheHit(match, match.blocks)
 
     def _match_windows(self, sequence: Sequence) -> CacheHit | None:
-        """The last cut that may be gone on from of which the cache has all that is needed.
+        """The last usable cut for which the cache has all that is needed.
 
         It answers the last cut of all before which each group has what it needs. Where that may not be gone on from,
         what windows need at the edge before it are other blocks, and it is asked again.
@@ -154,12 +154,12 @@ class Loads:
         return self._cache.available and len(sequence.chain) > 0 and not alone
 
     def give_up(self, hit: CacheHit | None) -> None:
-        """End the lease of what is not loaded."""
+        """End the lease of a hit that is not loaded."""
         if hit is not None:
             self._release(hit.match)
 
     def prefetch(self, sequence: Sequence) -> None:
-        """Bring what the cache has of a sequence up to DRAM. Blocks for one exchange with the daemon."""
+        """Promote what the cache has of a sequence to DRAM. Blocks for one exchange with the daemon."""
         if not self._may_have(sequence):
             return
         chain, cut = sequence.chain, sequence.max_hit_blocks
@@ -174,7 +174,7 @@ class Loads:
     def choose(self, sequence: Sequence, hit: CacheHit, kept: int) -> tuple[CacheHit | None, LoadChoice]:
         """What of a hit to load, where a sequence can begin at block `kept` without a load; and the hit for that."""
         dram_end = hit.end - hit.match.below_blocks
-        # With sinks the match is over what is needed before its end, and of no use for another cut.
+        # With sinks the match covers what is needed before its end, and is of no use for another cut.
         ends = {hit.end} if sequence.has_sinks else {dram_end, hit.end}
         queue_s = sum(load.order.choice.load_s for load in self._loads)
         reaches = [self._reach(sequence, sequence.usable_hit_blocks(end), dram_end) for end in ends]
@@ -189,13 +189,14 @@ class Loads:
         return None if match is None else CacheHit(match, match.blocks), choice
 
     def _reach(self, sequence: Sequence, end: int, dram_end: int) -> Reach:
-        """The load that ends at block `end`: what the pool lacks of what is needed there."""
+        """The load that ends at block `end`: the blocks needed there that the pool lacks."""
         missing = [number for numbers in self.missing(sequence, end) for number in numbers]
         below = sum(number >= dram_end for number in missing)
         return Reach(end, len(missing) - below, below)
 
     def missing(self, sequence: Sequence, end: int) -> list[list[int]]:
-        """What a load that ends at block `end` brings to each group: what is needed behind what the pool has of it."""
+        """The blocks that a load ending at block `end` brings to each group: those needed after the ones in the
+        pool."""
         missing = []
         for group, table in enumerate(sequence.tables):
             numbers = table.window.needed(end)
@@ -225,14 +226,14 @@ class Loads:
         return True
 
     def abandon(self, sequence: Sequence) -> None:
-        """The sequence no longer wants its load. Its blocks stay held until the copies have ended."""
+        """Give up a sequence's load. Its blocks stay held until the copies have ended."""
         for load in self._loads:
             if load.order.sequence is sequence and load.wanted:
                 load.wanted = False
                 load.transfer.cancel()
 
     def poll(self) -> list[LoadResult]:
-        """Take note of all loads that have ended or are too late. Never blocks."""
+        """Handle all loads that have ended or are too late. Never blocks."""
         results: list[LoadResult] = []
         now_s = time.monotonic()
         for load in list(self._loads):

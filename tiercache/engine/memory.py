@@ -1,4 +1,4 @@
-"""How large the KV pool is, and the longest sequence that fits into it."""
+"""The size of the KV pool, and the longest sequence that fits into it."""
 
 from __future__ import annotations
 

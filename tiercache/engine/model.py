@@ -1,4 +1,4 @@
-"""A Hugging Face decoder folder: what it is, and how it is run."""
+"""A Hugging Face decoder folder: reads its configuration and runs it."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ class HostedModel:
 
             size = pool.layout.block_size
             segments = [Segment(0, 0, size, [0])]
-            # All groups write into one block: what is in it, nobody reads.
+            # All groups write into one block, whose content is never read.
             parts = [KernelPass(pool, segments, every_kernel=True) for _ in {place.group for place in pool.places}]
             work = parts[0] if len(parts) == 1 else GroupedPass(parts, pool.places)
             self.forward(attention.Batch(pool, segments, work), [0] * size, [])

@@ -1,4 +1,4 @@
-"""The engine's side of the cache: its loads and its stores, and what they hold together."""
+"""The engine's side of the cache: its loads and stores, and the blocks that they hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine hands back."""
+"""The outputs of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a sequence can begin with what the pool has, and the blocks that it begins with, in every group of layers."""
+"""Placement: how much of a sequence the pool has, and the blocks that it begins with, in every group of layers."""
 
 from __future__ import annotations
 

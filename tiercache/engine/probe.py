@@ -1,8 +1,8 @@
-"""Does a model compute the same over paged KV as it does by itself?
+"""Tests whether a model computes the same over paged KV as it does by itself.
 
-transformers runs whatever the folder says, with whatever state a model keeps besides its K
-and V, and a model that keeps such state gives fluent, wrong text. So every model is tried at load: two
-sequences, packed, in uneven chunks, on scattered blocks, against one pass each of its own attention.
+transformers runs whatever the folder says, with whatever state a model keeps besides its K and V, and a model that
+keeps such state produces fluent, wrong text. So every model is tried at load: two sequences, packed, in uneven chunks,
+on scattered blocks, against one pass each of its own attention.
 """
 
 from __future__ import annotations

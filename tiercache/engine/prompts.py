@@ -1,4 +1,4 @@
-"""From texts and conversations to the tokens of a prompt."""
+"""Prompts: texts and conversations to tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From logits to the next token, per request."""
+"""Sampling: from logits to the next token, per request."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""What the next step computes. It decides only: nothing here runs a model or changes a block.
+"""The scheduler: what the next step computes. It only decides: nothing here runs a model or changes a block.
 
-Sequences are served by their rank: priority first, then arrival. Each step takes every decoding sequence,
-then prompt chunks while the token budget lasts; a sequence enters when blocks for all its tokens are there, or for
-as many as it ever holds at one time, where it has a window.
-When a running sequence finds no block, the last in rank gives its blocks back: they are
-stored, and found again when its turn comes. Nobody waits for a load but who needs it.
+Sequences are served by rank: priority first, then arrival. Each step takes every decoding sequence, then prompt chunks
+while the token budget lasts; a sequence enters when there are blocks for all its tokens, or, with a window, for as many
+as it ever holds at one time. When a running sequence finds no block, the last in rank is preempted and gives its blocks
+back: they are stored, and found again when its turn comes. Only the sequence that needs a load waits for it.
 """
 
 from __future__ import annotations

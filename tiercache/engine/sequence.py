@@ -15,11 +15,11 @@ the cut chunk `[1024, 1344)` have keys that also say where it was cut; what come
 generated, has none. A hit is rounded down to an edge. So bytes under a key are a function of
 the key, and a warm result is the cold one, bit for bit.
 
-A sequence that is preempted gives its blocks back and needs them again. Those without a key get one
-then that nobody else can have, from a random number, and so can be kept, stored and found like all others. What is
-not found again is computed in the same chunks, and its keys are thrown away: they name the old bytes. In a
-quantised pool what a token sees of its own block depends on the split: raw, or as that is once it is full. So
-generated tokens are computed again in chunks in which each sees what it saw when it was decoded.
+A preempted sequence gives its blocks back and needs them again. Those without a key then get a unique one, from a
+random number, and so can be kept, stored and found like all others. What is not found again is computed in the same
+chunks, and its keys are thrown away: they name the old bytes. In a quantised pool what a token sees of its own block
+depends on the split: raw, or as it is once the block is full. So generated tokens are computed again in chunks in which
+each sees what it saw when it was decoded.
 
 It has a block table for each group of layers (see `tiercache.engine.layer_groups`). With a window (see
 `tiercache.engine.window`) it gives back the blocks that no later token sees.

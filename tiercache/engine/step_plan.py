@@ -1,4 +1,4 @@
-"""What one step does: copies, loads, and forward passes over chunks of sequences."""
+"""The plan of one step: copies, loads, and forward passes over chunks of sequences."""
 
 from __future__ import annotations
 

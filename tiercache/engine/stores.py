@@ -1,4 +1,4 @@
-"""Stores of one engine: which blocks the cache is to be given, when, and what is under way.
+"""Stores of one engine: which blocks to give to the cache, when, and the stores in progress.
 
 A store's blocks may not change before its copies have ended. So it has its own reference on each,
 whatever becomes of the sequence meanwhile.

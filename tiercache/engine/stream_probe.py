@@ -1,4 +1,4 @@
-"""How does a model turn its queries by position? It is run at other positions (see `tiercache.engine.streaming`)."""
+"""Finds out how a model rotates its queries by position, by running it elsewhere (see `tiercache.engine.streaming`)."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Sinks and a window in models that were made to see everything, for chats without an end.
+"""Attention sinks and a window in models trained with full attention, for chats without an end.
 
-What a model says falls apart when the first tokens leave its sight, however little they mean: attention that
-has nowhere to go goes there. So they stay, beside a window (Xiao, Tian, Chen, Han and Lewis, Efficient Streaming
-Language Models with Attention Sinks, 2023). As there, positions are those in the cache: with S sinks and a window
-of W, token p sees the sinks as if it stood at S + W - 1, and never at a distance that it was not trained for.
+A model's output degrades when the first tokens leave its sight, however little they mean: surplus attention goes there.
+So they stay, beside a window (Xiao, Tian, Chen, Han and Lewis, Efficient Streaming Language Models with Attention
+Sinks, 2023). As there, positions are those in the cache: with S sinks and a window of W, token p sees the sinks as if
+it stood at S + W - 1, and never at a distance that it was not trained for.
 
-The pool has keys as the model turned them, by their absolute positions. Only differences count, and those within
-the window are right. So keys stay as they are, and a query is turned back for the sinks: by `p - (S + W - 1)`. Which
-turn a layer's positions are is found by trying: the model is run at two places, and the queries compared.
+The pool holds keys as the model rotated them, by their absolute positions. Only differences count, and those within the
+window are right. So keys stay as they are, and a query is rotated back for the sinks: by `p - (S + W - 1)`. The
+rotation of a layer's positions is found by trying: the model is run at two places, and the queries compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An engine whose outputs are text: each step's tokens detokenised, stop strings looked for."""
+"""An engine whose outputs are text: detokenises each step's tokens and checks stop strings."""
 
 from __future__ import annotations
 

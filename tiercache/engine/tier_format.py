@@ -1,10 +1,10 @@
-"""A cache that keeps blocks in fewer bits than a raw pool does.
+"""Cache format: keeps blocks in the cache in fewer bits than a raw pool does.
 
     store   pool blocks ─encode─► stage ─► cache        load   cache ─► stage ─decode─► pool blocks
 
-The stage is a small pool of its own, which the connector moves. What finds no room there waits: a transfer
-goes through it in pieces, each when the one before has ended, and takes its next step whenever it is asked
-whether it is done. Only the engine's thread does that.
+The stage is a small pool of its own, which the connector moves. Blocks without room there wait: a transfer goes through
+it in pieces, each when the one before has ended, and advances whenever it is asked whether it is done. Only the
+engine's thread does that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention over the pool in plain torch, which is what runs on a CPU.
+"""Attention over the pool in plain torch, for CPUs.
 
 A prompt's chunk is read and computed by itself. Sequences of one new token each are read together, as far as
 their lengths are alike: on a CPU the calls cost as much as the work. The query heads of a KV head

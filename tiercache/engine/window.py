@@ -1,11 +1,11 @@
-"""What a sequence must keep of its past: all of it, or only what its next tokens see.
+"""Windows: what a sequence must keep of its past, all of it or only what its next tokens see.
 
     block        0     1     2     3     4     5     6     7        block_size 4, size 10, sinks 4, 30 tokens computed
               |sinks| left the window |  held: tokens 21..29, seen by token 30   |
 
-Token p sees the `size` tokens up to itself, and the first `sinks` tokens (Xiao, Tian, Chen, Han and Lewis,
-Efficient Streaming Language Models with Attention Sinks, 2023). A block that no later token sees is given back.
-So a prefix can be gone on from at a *cut* as soon as the blocks that token `cut` sees are there.
+Token p sees the `size` tokens up to itself, and the first `sinks` tokens (Xiao, Tian, Chen, Han and Lewis, Efficient
+Streaming Language Models with Attention Sinks, 2023). A block that no later token sees is given back. So a prefix can
+be continued at a *cut* as soon as the blocks that token `cut` sees are there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How commands that read their own command line show their help: as wide as the others, and ended like them."""
+"""The help format of commands with their own argument parser: as wide as the others, with the same ending."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ MOST_COLUMNS = 100
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Examples as they are written, and no line that is wider than people read."""
+    """Keeps examples as written, and limits the width of lines."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=min(MOST_COLUMNS, shutil.get_terminal_size().columns) - 2)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Sentences are wrapped; what has lines of its own keeps them."""
+        """Wrap sentences; text with line breaks of its own keeps them."""
         if "\n" in text.strip():
             return super()._fill_text(text, width, indent)
         return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)

@@ -1,8 +1,8 @@
-"""What to do about a package that is missing. No error text has a `pip install` line of its own.
+"""Advice for a missing package. No error text has a `pip install` line of its own.
 
 On PyPI the name `tiercache` belongs to another project, and this one is installed from a checkout or a wheel. So a text
 never names a distribution of ours for an index to look up: in a checkout it names the checkout, and elsewhere the
-packages that the extra stands for.
+packages of the extra.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def install_extra(*extras: str) -> str:
 
 
 def install_packages(*packages: str) -> str:
-    """The command that installs packages of others where this Python finds them."""
+    """The command that installs other projects' packages where this Python finds them."""
     return _pip(*packages)
 
 
@@ -39,13 +39,13 @@ def _pip(*arguments: str) -> str:
 
 
 def _checkout() -> Path | None:
-    """The folder with our pyproject.toml, if that is where this module was imported from."""
+    """The folder with our pyproject.toml, if this module was imported from there."""
     root = Path(__file__).resolve().parents[2]
     return root if (root / "pyproject.toml").is_file() else None
 
 
 def _requirements(extras: tuple[str, ...]) -> list[str]:
-    """What the installed distribution says that these extras need."""
+    """The requirements of these extras, from the installed distribution."""
     from importlib import metadata
 
     try:

@@ -1,9 +1,9 @@
-"""What becomes of this package's objects in a forked child: they are the parent's, and say so at once.
+"""Forked children: this package's objects belong to the parent, and say so at once.
 
-A child has none of its parent's threads, so a lock that one of them held stays locked, a queue is never
-emptied, and a socket or a session is still the parent's. Each class that owns such things calls `watch` when it
-is made; this is the only place that hooks into `fork`. In the child its locks are new, and its
-`forget_in_child` lets go of the rest without a word to the daemon.
+A child has none of its parent's threads, so a lock that one of them held stays locked, a queue is never emptied, and a
+socket or a session is still the parent's. Each class that owns such things calls `watch` in its constructor; this is
+the only place that hooks into `fork`. In the child its locks are new, and its `forget_in_child` drops the rest without
+a message to the daemon.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _calls: list[Callable[[], None]] = []
 
 
 def watch(item: Any, *locks: str) -> None:
-    """In each child that is forked from now on `item` gets new `locks` (names of attributes) and must forget.
+    """In each child forked from now on, give `item` new `locks` (names of attributes) and have it forget.
 
-    That is its method `forget_in_child`, if it has one. `item` is not kept alive by this.
+    That calls its method `forget_in_child`, if it has one. `item` is not kept alive by this.
     """
     _watched[item] = locks
 
 
 def in_child(call: Callable[[], None]) -> Callable[[], None]:
-    """Have a function of a module called in each forked child, e.g. to renew a lock of that module."""
+    """Call a module's function in each forked child, e.g. to renew a lock of that module."""
     _calls.append(call)
     return call
 
@@ -44,7 +44,7 @@ def _new(lock: Any) -> Any:
 
 
 def _forget_all() -> None:
-    # The locks of all first: one that forgets may call another.
+    # The locks of all first: one item may call another.
     items = list(_watched.items())
     for item, locks in items:
         for name in locks:

@@ -1,7 +1,7 @@
 """Histograms that are cheap enough for the daemon's hot path.
 
-The counts of buckets are all that is kept of what was observed: the percentiles that people read and the
-buckets that Prometheus reads come from them. Buckets have an upper end that belongs to them, as `le` has it.
+Only bucket counts are kept: percentiles for people and Prometheus buckets are both computed from them. The upper end of
+a bucket is inclusive, as `le` has it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Iterable, Sequence
 from tiercache.ground import forks
 
 Buckets = Sequence[tuple[int, int]]
-"""Upper end of a bucket and how many observations fell into it, in ascending order, empty ones left out."""
+"""Inclusive upper end of a bucket and its number of observations, in ascending order, empty ones left out."""
 
 NO_END = (1 << 63) - 1
-"""Upper end of the last bucket, which takes whatever is larger than all others."""
+"""Upper end of the last bucket, which takes all larger values."""
 
 
 def _decade(start: int) -> Iterable[int]:
-    """Ends of 20 buckets from `start` to ten times that: 1, 2, 5 and between them equal ratios, 1.1225 at most."""
+    """Ends of 20 buckets from `start` to ten times that: 1, 2, 5 and between them equal ratios, at most 1.1225."""
     for first, last, steps in ((1, 2, 6), (2, 5, 8), (5, 10, 6)):
         for step in range(1, steps + 1):
             yield round(start * first * (last / first) ** (step / steps))
@@ -38,10 +38,10 @@ MAX_FRESH = 256
 
 
 class Histogram:
-    """How often which sizes were seen: exact count, sum and maximum, all in the unit of `ends`.
+    """Distribution of sizes: exact count, sum and maximum, all in the unit of `ends`.
 
-    To observe is to note a number: it is sorted into its bucket with others, when somebody asks or many wait. Between
-    copies of megabytes, which leave nothing of ours in the CPU's caches, that takes a third of the time.
+    An observation is only noted; notes are sorted into buckets together, when the histogram is read or many wait.
+    Between copies of megabytes, which evict our data from the CPU's caches, that takes a third of the time.
 
     One thread may observe and another read.
 
@@ -62,8 +62,8 @@ class Histogram:
     def __init__(self, ends: Sequence[int]) -> None:
         self._ends = ends
         self._fresh: list[int] = []
-        self._lock = threading.Lock()  # of whoever sorts; to observe takes none
-        self._counts: dict[int, int] = {}  # by upper end; few of them are ever met
+        self._lock = threading.Lock()  # for sorting; to observe takes none
+        self._counts: dict[int, int] = {}  # by upper end; few of them are ever used
         self._buckets: Buckets = []
         self._sorted_count = 0
         self._count = self._sum = self._max = 0
@@ -77,7 +77,7 @@ class Histogram:
             self._sort()
 
     def _sort(self) -> None:
-        """Sort what was observed meanwhile into buckets; some 50 us for `MAX_FRESH`."""
+        """Sort noted observations into buckets; some 50 us for `MAX_FRESH`."""
         with self._lock:
             fresh = self._fresh[:]
             del self._fresh[: len(fresh)]  # what another thread appended since then stays
@@ -98,7 +98,7 @@ class Histogram:
 
     @property
     def sum(self) -> int:
-        """Of all observations."""
+        """The sum of all observations."""
         if self._fresh:
             self._sort()
         return self._sum
@@ -119,7 +119,7 @@ class Histogram:
         return self._buckets
 
     def percentile(self, quantile: float) -> int:
-        """What a share `quantile` (0 to 1) of the observations did not exceed; see `percentiles_of`."""
+        """The value that a share `quantile` (0 to 1) of the observations did not exceed; see `percentiles_of`."""
         return percentiles_of(self.buckets(), [quantile], self.max)[0]
 
 
@@ -157,9 +157,9 @@ class LatencyHistogram(Histogram):
 
 
 def percentiles_of(buckets: Buckets, quantiles: Sequence[float], largest: int = NO_END) -> list[int]:
-    """For each of `quantiles` (0 to 1, ascending) what that share of the observations did not exceed.
+    """For each of `quantiles` (0 to 1, ascending) the value that this share of the observations did not exceed.
 
-    It is the upper end of the bucket in which it falls, never above `largest`; 0 when nothing was seen.
+    It is the upper end of the quantile's bucket, never above `largest`; 0 when nothing was observed.
     """
     if any(not 0 <= quantile <= 1 for quantile in quantiles):
         raise ValueError(f"a quantile is 0 to 1, not {quantiles}")
@@ -186,7 +186,7 @@ def cumulative(buckets: Buckets, ends: Sequence[int]) -> list[int]:
 
 
 def since(buckets: Buckets, earlier: Buckets) -> list[tuple[int, int]]:
-    """What was observed between two looks at one histogram."""
+    """The observations between two readings of one histogram."""
     before = dict(earlier)
     grown = ((end, count - before.get(end, 0)) for end, count in buckets)
     return [(end, count) for end, count in grown if count > 0]

@@ -1,9 +1,9 @@
-"""How this package starts a Python process of its own: with the imports of its parent, never with those of a folder.
+"""Starts a Python process of this package: with the imports of its parent, never with those of a folder.
 
 `python -m` looks for modules in the current directory first, which may be a folder that others can write to, such as
-/tmp. `python_command` runs this very file instead, which takes its own folder off the path, adds that of the package
-if nothing else does (a checkout), and then runs the module as `-m` would. PYTHONPATH counts as ever, unless the
-parent ignores it. `-P` would do the same from Python 3.11 on; this way it is one way for all.
+/tmp. `python_command` runs this very file instead, which removes its own folder from the path, adds that of the package
+if nothing else does (a checkout), and then runs the module as `-m` would. PYTHONPATH counts as ever, unless the parent
+ignores it. `-P` would do the same from Python 3.11 on; this works for all versions.
 
 As a script it may import nothing before the path is right.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 
-_SCRIPT = os.path.abspath(__file__)  # now: the current directory may be another one later
+_SCRIPT = os.path.abspath(__file__)  # now: the current directory may change later
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A TCP socket that listens, or one line that says why there is none."""
+"""Opens a listening TCP socket, or explains in one line why it cannot."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tiercache.errors import ConfigError
 
 
 def bind(host: str, port: int, where: str) -> socket.socket:
-    """A socket at an address, which nobody can connect to yet; port 0 is any that is free.
+    """A socket bound to an address, to which clients cannot connect yet; port 0 is any free port.
 
-    `where` is what the user called it. Raises ConfigError.
+    `where` is the user's name for it. Raises ConfigError.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -29,7 +29,7 @@ def bind(host: str, port: int, where: str) -> socket.socket:
 
 
 def listen(listener: socket.socket, backlog: int, where: str) -> None:
-    """Let others connect. Of two that start at one time both may bind: one gets its ConfigError here."""
+    """Start listening. Of two processes that start together both may bind: one gets its ConfigError here."""
     try:
         listener.listen(backlog)
     except OSError as error:

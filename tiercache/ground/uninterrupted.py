@@ -1,11 +1,11 @@
 """Calls that a signal must not cut in half.
 
-Python runs the handlers of signals in the main thread, between any two steps of it, and they may raise there: Ctrl-C
-does. A store that is cut so may have been granted a lease that is known to no one any more, whose frames the daemon
-keeps for as long as this process lives. So while the main thread is in such a call, signals are noted only. Their
-handlers get their turn where the call can be ended (`interrupted`), and after it; what they raise is raised after it.
+Python runs signal handlers in the main thread, between any two steps of it, and they may raise there: Ctrl-C does. A
+store interrupted so may have been granted a lease that no code knows of any more, whose frames the daemon keeps for as
+long as this process lives. So while the main thread is in such a call, signals are only noted. Their handlers run where
+the call can be ended (`interrupted`), and after it; what they raise is raised after it.
 
-Only what handlers of signals raise is deferred: an exception that another thread sets in this one
+Only exceptions of signal handlers are deferred: an exception that another thread sets in this one
 (`PyThreadState_SetAsyncExc`), or a debugger's, may come anywhere.
 """
 
@@ -30,15 +30,15 @@ _signals: Any = importlib.import_module("_signal")
 """What `signal` wraps: its own functions look up names of numbers, which takes ten times as long."""
 _NUMBERS = sorted(int(number) for number in signal.valid_signals())
 _SIGACTION_BYTES = 256
-"""More than a `struct sigaction` has."""
+"""More than the size of a `struct sigaction`."""
 _sigaction = ctypes.CDLL(None).sigaction
 _sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
 
 
 class _StandIn:
-    """What is in the place of a handler while a call is under way: notes signals, or hands them on to it.
+    """Replaces a handler during a call: notes signals, or passes them on to it.
 
-    It knows its handler itself, for a program may copy it to another signal, which is that handler's then.
+    It keeps its handler itself, for a program may copy it to another signal, which then has that handler.
     """
 
     __slots__ = ("deferral", "handler")
@@ -65,7 +65,7 @@ class _Deferral:
 
     def __init__(self) -> None:
         self.active = False
-        """Whether signals are noted; else they are handled as ever, also by a handler of ours that was left behind."""
+        """Whether signals are noted; else they are handled as usual, even by a stand-in that was left behind."""
         self.error: BaseException | None = None
         """What a handler has raised."""
         self.thread = threading.get_ident()
@@ -75,7 +75,7 @@ class _Deferral:
         """Signals that may have a stand-in of ours."""
 
     def begin(self) -> None:
-        """Take the place of all handlers in Python. Raises what one of them raises meanwhile."""
+        """Replace all handlers in Python. Raises what one of them raises meanwhile."""
         for number in _NUMBERS:
             handler = _signals.getsignal(number)
             if callable(handler):
@@ -87,10 +87,10 @@ class _Deferral:
                 except ValueError as error:
                     if "main thread" not in str(error):
                         raise
-                    return  # `threading` takes another thread for it, and handlers run there
+                    return  # `threading` takes another thread for the main one, and handlers run there
 
     def handle(self) -> None:
-        """Call the handlers of what was noted, which may be interrupted in their turn. The first error is kept."""
+        """Call the handlers of noted signals, which may themselves be interrupted. The first error is kept."""
         while self.noted:
             try:
                 try:
@@ -102,9 +102,9 @@ class _Deferral:
                 self.error = self.error or error
 
     def end(self) -> None:
-        """Put all handlers back, call those of what was noted, and raise what they raise or have raised.
+        """Restore all handlers, call those of noted signals, and raise what they raise or have raised.
 
-        Another signal may cut this short anywhere: a handler of ours that is left behind then hands its signal on.
+        Another signal may cut this short anywhere: a stand-in that is left behind then passes its signal on.
         """
         try:
             self.over = True
@@ -119,7 +119,7 @@ class _Deferral:
                     if error is not None:
                         raise error
                 finally:
-                    del error  # it names this frame: if this frame named it, what their frames hold would live on
+                    del error  # it refers to this frame: a reference back would keep their frames' objects alive
 
     def _handle_rest(self) -> None:
         try:
@@ -130,11 +130,11 @@ class _Deferral:
                 self._handle_rest()
 
     def _call(self, handler: Callable[[int, Any], Any], number: int, frame: Any) -> None:
-        """Keeps `frame` out of the frames of its callers: it may be one of them, and what it holds would live on."""
+        """Keeps `frame` out of its callers' frames: it may be one of them, and its objects would live on."""
         handler(number, frame)
 
     def restore(self) -> None:
-        """Not where another handler has been set meanwhile."""
+        """Restore handlers, except where another one has been set meanwhile."""
         for number in tuple(self.taken):
             handler = _signals.getsignal(number)
             if isinstance(handler, _StandIn) and handler.deferral is self:
@@ -160,11 +160,11 @@ def _replace(number: int, handler: Callable[[int, Any], Any]) -> None:
 
 
 _current: _Deferral | None = None
-"""Of the call that the main thread is in."""
+"""The call that the main thread is in."""
 
 
 def uninterrupted(work: Callable[[], T]) -> T:
-    """Do `work`, and let handlers of signals raise nothing before it is over; then they do, and there is no result.
+    """Run `work`; signal handlers raise nothing before it is over. If they then raise, there is no result.
 
     Outside of the main thread, where none runs, and at the end of the interpreter this is `work()`.
     """
@@ -176,7 +176,7 @@ def uninterrupted(work: Callable[[], T]) -> T:
     try:
         deferral.begin()
         _current = deferral
-        # From here to `end` no handler runs, so each of those steps is taken.
+        # From here to `end` no handler runs, so each of those steps is executed.
         deferral.active = True
         return work()
     finally:
@@ -195,7 +195,7 @@ def whole(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def interrupted() -> bool:
-    """Give noted signals their turn; whether one has raised, so that the call should come to its end soon.
+    """Run the handlers of noted signals; returns whether one has raised, so that the call should end soon.
 
     For places where the call holds no lock: a handler may use, or close, what is in use here.
     """

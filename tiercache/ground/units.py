@@ -20,9 +20,9 @@ _BYTES = {
 _SECONDS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 BYTES_PATTERN = r"^ *[0-9]+(\.[0-9]+)? *([kKmMgGtT]([iI]?[bB])?|[bB])? *$"
-"""What `parse_bytes` takes, as a regular expression of JSON Schema."""
+"""The input of `parse_bytes`, as a regular expression of JSON Schema."""
 DURATION_PATTERN = r"^ *[0-9]+(\.[0-9]+)? *(us|ms|s|m|min|h|d)? *$"
-"""What `parse_duration_s` takes, likewise."""
+"""The input of `parse_duration_s`, likewise."""
 
 
 def _parse(text: str | int | float, table: dict[str, float] | dict[str, int], example: str) -> float:

@@ -1,7 +1,7 @@
-"""How much of a prompt is stored, for load balancers that ask: keys from tokens, then a look that leaves no trace.
+"""The affinity query for load balancers: how much of a prompt is stored. Makes keys from tokens, then peeks.
 
-Which models there are, and how their blocks are named, the engines have told the daemon (`ModelCard`);
-the tenant's salt comes with each query, since without it no key can be made.
+The engines have told the daemon their models and how blocks are named (`ModelCard`); the tenant's salt comes with each
+query, since without it no key can be made.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tiercache.protocol.messages import CHAIN_HASHING, KEY_BYTES, MAX_KEYS, Mode
 LIST_S = 1.0
 """How long the list of models is used before it is asked for again."""
 NEW_LIST_S = 0.1
-"""The same where it has not what was asked for."""
+"""The same if the model asked for is not in the list."""
 
 Token = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
 
@@ -35,7 +35,7 @@ class UnknownModel(TierCacheError):
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is asked.
+    """A query.
 
     Attributes:
         model: as an engine calls it (a served name, a folder), or the content of an earlier answer.
@@ -90,7 +90,7 @@ class Affinity:
         }  # fmt: skip
 
     def _listed(self, at_most_s: float) -> _List:
-        """The models, as they were so long ago at most. Numbers of namespaces are good in one session only."""
+        """The models, from a list at most that old. Numbers of namespaces are valid in one session only."""
         session, now_s = self._client.session(), time.monotonic()
         with self._lock:
             listed = self._list
@@ -101,7 +101,7 @@ class Affinity:
 
 
 def is_meant(card: ModelCard, query: Query) -> bool:
-    """Whether the model is called so. An adapter is asked for with `lora`, or as a model, as engines have it."""
+    """Whether the model has that name. An adapter is asked for with `lora`, or as a model, as engines do."""
     if query.model == card.content.hex() or (card.adapter and query.model == card.adapter and not query.lora):
         return True
     return query.model in card.names and query.lora == card.adapter

@@ -1,4 +1,4 @@
-"""The routes."""
+"""The routes of the HTTP server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_QUERIES = 32
 THREADS = 8
 _JSON = "application/json"
 HUNG_UP = 499
-"""Status of an answer that nobody reads; nginx's word for it."""
+"""Status of an answer whose client has hung up; nginx's code for it."""
 
 T = TypeVar("T")
 logger = logging.getLogger("tiercache.http")
@@ -187,5 +187,5 @@ async def _on_hang_up(request: Request, error: Exception) -> Response:
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    """Whatever nobody foresaw; the log has the traceback."""
+    """An unexpected error; the log has the traceback."""
     return HttpError(500, "failed", f"the server failed: {type(error).__name__}").response()

@@ -1,4 +1,4 @@
-"""Every metric there is: its name, kind, labels and meaning, and how it is read from the stats.
+"""All metrics: name, kind, labels and meaning, and how each is read from the stats.
 
 Names are stable: what is there keeps its name and meaning. `daemon/MONITORING.md` has the same table, which is
 what this module prints; a test compares them.
@@ -386,8 +386,8 @@ _PROCESS = (
         "max_fds"),
     ),
 )  # fmt: skip
-"""Under the names that every dashboard looks for. Of the daemon, which says them itself: this process may be in another
-PID namespace, where prometheus_client's collector would read of somebody else."""
+"""Under the names that every dashboard looks for. Reported by the daemon about itself: this process may be in another
+PID namespace, where prometheus_client's collector would read another process."""
 
 FAMILIES: tuple[Family, ...] = (
     *_STATE, *_TRAFFIC, *_TIERS, *_DISKS, *_NAMESPACES, *_HINTS, *_PROCESS,

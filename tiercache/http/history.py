@@ -1,6 +1,6 @@
-"""The last half hour in figures, for a page that was opened just now.
+"""History: figures of the last half hour, for a page that was opened just now.
 
-A thread asks the daemon every 2 s while somebody looks and every 10 s otherwise, and keeps what charts show: at most
+A thread asks the daemon every 2 s while a page is open and every 10 s otherwise, and keeps what charts show: at most
 900 samples of some thirty numbers, about 1 MB. That costs the daemon's loop one `stats` request each time, a
 millisecond or two, however many pages are open.
 """
@@ -24,12 +24,12 @@ from tiercache.http.readings import namespaces_of
 WATCHED_S = 2.0
 IDLE_S = 10.0
 LOOKED_AT_S = 15.0
-"""How long after the last look somebody is still taken to be looking."""
+"""A page counts as open for so long after its last request."""
 KEEP_S = 1800.0
 MAX_SAMPLES = int(KEEP_S / WATCHED_S)
 HOT_PREFIXES = 32
 SLOW_EVERY_S = 10.0
-"""Hot prefixes and names of models change slowly, and cost the daemon as much as all the rest."""
+"""Hot prefixes and names of models change slowly, and cost the daemon as much as everything else together."""
 MAX_SESSIONS = 32
 
 logger = logging.getLogger("tiercache.http")
@@ -39,7 +39,7 @@ Value = float | None
 
 
 class _Step(NamedTuple):
-    """Two looks at one life of the daemon, and the seconds between them."""
+    """Two readings of one life of the daemon, and the seconds between them."""
 
     before: Tree
     now: Tree
@@ -54,12 +54,12 @@ class _Step(NamedTuple):
         return self.grown(*path) / self.seconds
 
     def share(self, *path: str) -> Value:
-        """Of the tokens that were looked up meanwhile; None when nothing was."""
+        """Share of the tokens looked up meanwhile; None when there were none."""
         asked = self.grown("traffic", "asked_tokens")
         return self.grown(*path) / asked if asked else None
 
     def percentiles_s(self, name: str, **labels: str) -> tuple[Value, Value]:
-        """p50 and p99 in seconds of what was observed meanwhile, over all histograms of that name and labels."""
+        """p50 and p99 in seconds of the observations meanwhile, over all histograms of that name and labels."""
         found: Counter[int] = Counter()
         earlier = {_labels(one): one["buckets"] for one in _histograms(self.before, name)}
         for one in _histograms(self.now, name):
@@ -80,7 +80,7 @@ def _labels(histogram: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _number(tree: Tree, path: tuple[str, ...]) -> Any:
-    """0 where there is no such thing, as of a tier that the daemon does not have."""
+    """The number at a path; 0 if there is none, as for a tier that the daemon does not have."""
     value: Any = tree
     for name in path:
         value = value.get(name, {})
@@ -88,7 +88,7 @@ def _number(tree: Tree, path: tuple[str, ...]) -> Any:
 
 
 def _figures(step: _Step) -> dict[str, Value]:
-    """One sample. Rates are per second; what nothing can be said of is None."""
+    """One sample. Rates are per second; unknown values are None."""
     now, nvme = step.now, "nvme"
     match_p50, match_p99 = step.percentiles_s("request_ns", request="Match")
     _, reserve_p99 = step.percentiles_s("request_ns", request="Reserve")
@@ -131,7 +131,7 @@ COLUMNS = (
 
 
 class Sample(msgspec.Struct, array_like=True, frozen=True):
-    """What charts show of one moment. Numbers count up; `values` are those of `COLUMNS`."""
+    """One moment in the charts. Numbers count up; `values` are those of `COLUMNS`."""
 
     number: int
     unix_s: float
@@ -161,7 +161,7 @@ class Recorder:
         self._life = os.urandom(6).hex()
 
     def note(self, tree: Tree) -> None:
-        """What the daemon says now."""
+        """Add the daemon's present statistics."""
         now_s = self._clock_s()
         with self._lock:
             before, seconds = self._tree, now_s - self._tree_s
@@ -175,7 +175,7 @@ class Recorder:
             self._shown = msgspec.Raw(msgspec.json.encode(_shown(tree)))
 
     def miss(self, problem: str) -> None:
-        """The daemon does not answer."""
+        """Record that the daemon does not answer."""
         with self._lock:
             if self._problem is None:
                 self._problem_since_s = self._unix_s()
@@ -191,7 +191,7 @@ class Recorder:
             self._samples.popleft()
 
     def encode(self, after: int, life: str) -> bytes:
-        """As JSON: the samples after that one of this life of ours, and what the daemon said last."""
+        """As JSON: the samples after number `after` of this life of ours, and the daemon's last statistics."""
         with self._lock:
             known = after if life == self._life else 0
             return msgspec.json.encode({
@@ -213,7 +213,7 @@ def _rounded(value: Value) -> Value:
 
 
 def _shown(tree: Tree) -> dict[str, Any]:
-    """What a page shows of a tree: no histograms, and lists that are not too long."""
+    """The part of a tree that a page shows: no histograms, and lists that are not too long."""
     left_out = {"histograms", "namespaces", "sessions", "models"}
     models = tree.get("models", {})
     return {
@@ -229,7 +229,7 @@ def _shown(tree: Tree) -> dict[str, Any]:
 
 
 class History:
-    """Asks again and again, in a thread of its own, until the process ends.
+    """Polls the daemon in a thread of its own, until the process ends.
 
     `ask(hot_prefixes)` gives the daemon's stats with histograms and so many prefixes; `ask_models()` gives the names
     of models by the fingerprint of a namespace.
@@ -249,7 +249,7 @@ class History:
         threading.Thread(target=self._run, name="history", daemon=True).start()
 
     def encode(self, after: int, life: str) -> bytes:
-        """See `Recorder.encode`. From now on somebody is looking."""
+        """See `Recorder.encode`. Marks a page as open."""
         was_idle = time.monotonic() - self._looked_s > LOOKED_AT_S
         self._looked_s = time.monotonic()
         if was_idle:
@@ -272,7 +272,7 @@ class History:
             except TierCacheError as error:
                 self._recorder.miss(str(error))
             except Exception:
-                # A tree that we do not understand: a daemon of another release, or a bug. The thread goes on.
+                # A tree that we do not understand: a daemon of another release, or a bug. The thread continues.
                 logger.exception("what the daemon says could not be taken in")
                 self._recorder.miss("what it says is not understood; the log says why")
             pause_s = WATCHED_S if started_s - self._looked_s < LOOKED_AT_S else IDLE_S

@@ -1,9 +1,9 @@
-"""Requests that no page of somebody else may send by way of a browser on this host.
+"""Protects against requests that a foreign web page makes a browser on this host send.
 
-A page can be given a name of its author's that resolves to 127.0.0.1 a moment later (DNS rebinding); the browser then
-lets its script read what is served there. It says the author's name as `Host`, which gives it away. And without any
-such trick a page may send the forms of old, which no browser asks us about before: they come with an `Origin`, and
-cannot be of type application/json.
+A page can have a host name of its author's that resolves to 127.0.0.1 a moment later (DNS rebinding); the browser then
+lets its script read what is served there. The request's `Host` is the author's name, which gives it away. And without
+any such trick a page may send classic forms, for which browsers make no preflight request: they come with an `Origin`,
+and cannot be of type application/json.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def allowed_hosts(listen_host: str, names: str) -> frozenset[str]:
     """Hosts that requests may name, without ports; empty for any.
 
     Args:
-        listen_host: where the port is bound. A port that other hosts reach has names that nobody here knows.
-        names: further ones, with commas between them. If there are some, they and addresses are all.
+        listen_host: where the port is bound. A port that other hosts reach has names that are not known here.
+        names: further ones, separated by commas. If given, only they and addresses are allowed.
     """
     named = [name.strip() for name in names.split(",") if name.strip()]
     if not named and not is_loopback(listen_host):
@@ -38,7 +38,7 @@ def allowed_hosts(listen_host: str, names: str) -> frozenset[str]:
 
 
 def _normal(host: str) -> str:
-    """One way to write a host: small letters, no brackets, no dot at its end, addresses as Python writes them."""
+    """The normal form of a host: lower case, no brackets, no trailing dot, addresses as Python writes them."""
     bare = host.strip().lower().removeprefix("[").removesuffix("]").removesuffix(".")
     try:
         return str(ip_address(bare))
@@ -60,15 +60,15 @@ class Complaint(NamedTuple):
 
 
 class HostCheck:
-    """An ASGI application in front of another one, which gets no request that a page of others could have sent.
+    """An ASGI application in front of another one; it stops requests that a foreign page could have sent.
 
     Those for other hosts are answered with 421, those of pages of other hosts with 403, and POSTs of anything but JSON
     with 415. What has no `Host` and no `Origin` is let through there: no browser sends such a request.
 
     Args:
-        allowed: of `allowed_hosts`; empty: any `Host` and any `Origin`.
+        allowed: result of `allowed_hosts`; empty: any `Host` and any `Origin`.
         refuse: makes the answer.
-        remedy: how one allows further names.
+        remedy: how to allow further names.
     """
 
     def __init__(

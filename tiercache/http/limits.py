@@ -1,6 +1,6 @@
-"""A connection of uvicorn's that takes no longer than it may, and says in JSON what is wrong with a request.
+"""A uvicorn connection with deadlines, which answers bad requests in JSON.
 
-uvicorn itself has no deadline for a request that comes slowly or for an answer that nobody reads.
+uvicorn itself has no deadline for a request that comes slowly or for an answer that the client does not read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LimitedConnection(H11Protocol):
         """Arm the timer. One connection too many takes the place of one from which no request has come for longest."""
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
-            # Otherwise whoever opens so many and says nothing keeps out the probes that a pod lives by.
+            # Otherwise a client that opens so many and stays silent keeps out the probes that a pod lives by.
             silent = [one for one in self.connections if isinstance(one, LimitedConnection) and one._is_silent]
             if silent:
                 given_up = min(silent, key=lambda one: one._armed_s)

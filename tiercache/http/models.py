@@ -1,4 +1,4 @@
-"""Which models the blocks of a namespace belong to, as people call them."""
+"""The display names of the models that a namespace's blocks belong to."""
 
 from __future__ import annotations
 

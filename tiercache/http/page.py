@@ -1,4 +1,4 @@
-"""The dashboard: files as they are, and what a browser may do with them. They ask for nothing outside this port."""
+"""The dashboard: static files, with a policy that lets the browser request nothing outside this port."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent / "static"
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGE = "dashboard.html"
 HEADERS = {
-    # Nothing inline, nothing from elsewhere, in nobody's frame.
+    # Nothing inline, nothing from elsewhere, and no framing.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",

@@ -1,7 +1,7 @@
-"""Is the data path whole? One block stored, found, loaded and compared, as an engine would.
+"""Probe of the data path: one block is stored, found, loaded and compared, as an engine would.
 
-In a namespace of its own that never goes to NVMe, and forgotten afterwards. It has the smallest size of frame that is
-in use, so that no memory is re-split for it.
+In a namespace of its own that never goes to NVMe, and flushed afterwards. It has the smallest frame size in use, so
+that no memory is re-split for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FULL = "no frame is free at the moment, so nothing was stored: a full cache serv
 
 
 class Probe:
-    """Makes the round trip for whoever asks, one at a time. Thread-safe."""
+    """Makes the round trip on request, one at a time. Thread-safe."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

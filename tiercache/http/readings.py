@@ -1,6 +1,6 @@
 """How each metric is read from a tree of `Client.stats(histograms=True)`.
 
-A reading yields `(values of the labels, value)`, and nothing where the daemon has no such thing.
+A reading yields `(values of the labels, value)`, and nothing where the daemon has no such figure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process: a client of the daemon, a listening socket, uvicorn; and its end."""
+"""The HTTP server's process: a client of the daemon, a listening socket, uvicorn; and its shutdown."""
 
 from __future__ import annotations
 

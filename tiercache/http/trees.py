@@ -1,4 +1,4 @@
-"""What the daemon says, for however many ask: its loop is for engines, and not for whoever reloads a page fastest."""
+"""The daemon's statistics, shared by all readers: its loop is for engines, not for the page that reloads fastest."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Trees:
                 except asyncio.CancelledError:
                     self._asked_s = float("-inf")
                     raise
-                except Exception as error:  # noqa: BLE001 - given to whoever asked
+                except Exception as error:  # noqa: BLE001 - given to each caller
                     self._answer = error  # a daemon that hangs is not asked by each of them in turn
             if isinstance(self._answer, Exception):
                 raise self._answer

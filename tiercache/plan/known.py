@@ -1,4 +1,4 @@
-"""Models and GPUs that `tiercache plan` knows by name: what their config.json and their data sheets say.
+"""Models and GPUs that `tiercache plan` knows by name, from their config.json and data sheets.
 
 Each model has the fields of its config.json on huggingface.co that decide sizes and work, nothing else.
 """

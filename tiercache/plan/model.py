@@ -1,4 +1,4 @@
-"""A model's config.json as sizes: bytes of KV for a token, bytes of weights, work for a token.
+"""A model's config.json as sizes: bytes of KV per token, bytes of weights, work per token.
 
 Only arithmetic on the configuration: nothing is loaded, and torch is not needed. Counted as in transformers' model
 code; biases and norms are left out (less than 0.1%).

@@ -1,7 +1,7 @@
 """How much of a model's KV each tier holds, and when loading it is faster than computing it: the figures of `plan`.
 
-Work is `Model.prefill_flops` over what the GPUs reach of their data sheet; a load is its bytes over the slowest way
-that they take: each GPU's bus for its own part, host memory for all parts, the disks for what is stored.
+Work is `Model.prefill_flops` over the share of their data sheet that the GPUs reach; a load is its bytes over the
+slowest link on their way: each GPU's bus for its own part, host memory for all parts, the disks for what is stored.
 """
 
 from __future__ import annotations

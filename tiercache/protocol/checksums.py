@@ -1,9 +1,9 @@
-"""Checksums of stored blocks: they prove the bytes, and whose bytes they are.
+"""Checksums of stored blocks: they prove the bytes, and the identity of the block.
 
-The checksum of a block is seeded with everything that its index row claims of it (key, namespace,
-length, codec, kind of checksum). So not only a flipped bit or a torn write fails it, but also the
-right bytes under a wrong row: a slot that was reused, a row whose codec or length was damaged.
-It is no defence against someone who forges blocks on purpose; file modes are.
+The checksum of a block is seeded with everything that its index row claims of it (key, namespace, length, codec, kind
+of checksum). So it detects not only a flipped bit or a torn write, but also the right bytes under a wrong row: a slot
+that was reused, a row whose codec or length was damaged. It is no defence against deliberately forged blocks; file
+modes are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = (CHECKSUM_XXH3, CHECKSUM_LANES)
 
 LANE_BYTES = 4
 STRIPE_LANES = 4096
-"""Lanes that are multiplied with the keys 0 ..< STRIPE_LANES and summed: one program's work on a GPU."""
+"""Lanes multiplied with the keys 0 ..< STRIPE_LANES and summed: one program's work on a GPU."""
 STRIPE_BYTES = STRIPE_LANES * LANE_BYTES
 GOLDEN = 0x9E3779B97F4A7C15
 """Splitmix64's step between two states."""
@@ -43,7 +43,7 @@ def block_seed(key: bytes, namespace_fingerprint: str, length: int, codec: int, 
         key: the block's 16 bytes.
         namespace_fingerprint: `NamespaceSpec.fingerprint()`; numbers of namespaces are not stable.
         length: bytes of the block as the client stored it.
-        codec: how it is stored (`tiercache.daemon.tiers.nvme.disk.codecs`); 0 is as it is.
+        codec: how it is stored (`tiercache.daemon.tiers.nvme.disk.codecs`); 0 is raw.
         kind: which checksum this is the seed for.
     """
     fingerprint = namespace_fingerprint.encode()
@@ -54,9 +54,8 @@ def block_seed(key: bytes, namespace_fingerprint: str, length: int, codec: int, 
 def block_checksum(view: bytes | memoryview, seed: int, kind: int = CHECKSUM_XXH3) -> int:
     """The checksum over the stored bytes (exact length, no padding), as an unsigned 64-bit integer.
 
-    Releases the interpreter's lock from about 100 KB on. xxh3: 10 GB/s per core on cold data, 30 in
-    cache. Lanes: 12 GB/s in cache, and the first call imports numpy. Raises ValueError for a kind
-    that is not known.
+    Releases the interpreter's lock from about 100 KB on. xxh3: 10 GB/s per core on cold data, 30 in cache. Lanes: 12
+    GB/s in cache, and the first call imports numpy. Raises ValueError for an unknown kind.
     """
     if kind == CHECKSUM_XXH3:
         return xxhash.xxh3_64_intdigest(view, seed)
@@ -102,7 +101,7 @@ def lane_keys() -> npt.NDArray[np.uint64]:
 
 
 def lane_sum(view: bytes | memoryview | npt.NDArray[np.uint8]) -> int:
-    """What all lanes of a block add up to, without its seed. Any length; imports numpy."""
+    """The sum of all lanes of a block, without its seed. Any length; imports numpy."""
     import numpy as np
 
     data = np.frombuffer(view, np.uint8)

@@ -1,11 +1,11 @@
-"""Keys for connections from other hosts: CurveZMQ (https://rfc.zeromq.org/spec/26/), and the files they live in.
+"""Keys for connections from other hosts: CurveZMQ (https://rfc.zeromq.org/spec/26/), and their files.
 
     DIR/server.toml          both keys of a daemon; secret
-    DIR/clients/NAME.toml    the public key of a client that may connect; remove it, and it may no more
+    DIR/clients/NAME.toml    the public key of a client that may connect; removing it locks the client out
     NAME.toml                for the client: both its keys, and the daemon's public one; secret
 
-A client's name is the tenant that it is. Addresses of daemons on other hosts are
-`tcp://HOST:PORT?key=FILE`; without `key`, the file is that of $TIERCACHE_KEY.
+A client's name is its tenant. Addresses of daemons on other hosts are `tcp://HOST:PORT?key=FILE`; without `key`, the
+file is that of $TIERCACHE_KEY.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class ServerKeys(NamedTuple):
     secret: bytes
 
     def secure(self, socket: zmq.Socket[bytes], domain: str) -> None:
-        """Have a socket, before it is bound, take nothing but CURVE, with the clients that the ZAP domain allows."""
+        """Before a socket is bound, restrict it to CURVE and to the clients that the ZAP domain allows."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
         socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
 
 
 class ClientKeys(NamedTuple):
-    """A client's keys, and the public one of the daemon that it talks to; no other can answer in its place."""
+    """A client's keys, and the public key of its daemon; no other can answer in the daemon's place."""
 
     public: bytes
     secret: bytes
@@ -65,7 +65,7 @@ class Remote(NamedTuple):
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """What stands in a key file."""
+    """The contents of a key file."""
 
     public_key: str
     secret_key: str = ""
@@ -76,7 +76,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defau
 
 
 def is_remote(address: str | os.PathLike[str]) -> bool:
-    """Whether an address is of a daemon on another host."""
+    """Whether an address is that of a daemon on another host."""
     return str(address).startswith(_SCHEME)
 
 
@@ -102,7 +102,7 @@ def find_remote(address: str | os.PathLike[str]) -> Remote | None:
 
 
 def public_part(address: str | os.PathLike[str]) -> str:
-    """An address as it may be logged: without where the key lies."""
+    """An address as it may be logged: without the path of the key."""
     return str(address).partition("?")[0] if is_remote(address) else str(address)
 
 
@@ -110,7 +110,7 @@ def public_part(address: str | os.PathLike[str]) -> str:
 
 
 def load_client(path: Path) -> ClientKeys:
-    """A client's key file. Raises ConfigError: it is missing, can be read by others, or is something else."""
+    """Read a client's key file. Raises ConfigError: it is missing, readable by others, or not a key file."""
     keys = _read(path, secret=True)
     if not keys.server_key:
         text = "it has no server_key, so it is no client's file: take the one that `tiercache keygen DIR NAME` wrote"
@@ -119,7 +119,7 @@ def load_client(path: Path) -> ClientKeys:
 
 
 def load_server(directory: Path) -> ServerKeys:
-    """A daemon's keys. Raises ConfigError as `load_client` does, and where others could let clients in."""
+    """Read a daemon's keys. Raises ConfigError as `load_client` does, and where others could let clients in."""
     for folder in (directory, directory / CLIENTS_DIR):
         if folder.is_dir() and folder.stat().st_mode & 0o002 and not os.statvfs(folder).f_flag & os.ST_RDONLY:
             raise ConfigError(f"{folder} can be written by everybody, who could let clients in: chmod o-w {folder}")
@@ -128,7 +128,7 @@ def load_server(directory: Path) -> ServerKeys:
 
 
 def load_allowed(directory: Path) -> tuple[dict[bytes, str], list[str]]:
-    """The clients that a daemon lets in: name by public key (Z85); and what is wrong with files beside them."""
+    """The clients that may connect: name by public key (Z85); and what is wrong with other files there."""
     allowed: dict[bytes, str] = {}
     problems = []
     paths = sorted(directory.joinpath(CLIENTS_DIR).glob("*.toml"))
@@ -144,7 +144,7 @@ def load_allowed(directory: Path) -> tuple[dict[bytes, str], list[str]]:
 
 
 def make_server(directory: Path) -> Path:
-    """Write a daemon's keys; returns the file. Raises ConfigError where there are some already."""
+    """Write a daemon's keys; returns the file. Raises ConfigError if there are some already."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory.joinpath(CLIENTS_DIR).mkdir(mode=0o700, exist_ok=True)
     public, secret = zmq.curve_keypair()
@@ -154,7 +154,7 @@ def make_server(directory: Path) -> Path:
 
 
 def make_client(directory: Path, name: str, out: Path) -> Path:
-    """Write a client's keys to `out`, and let it in at the daemon of `directory`; returns the public file."""
+    """Write a client's keys to `out`, and allow it at the daemon of `directory`; returns the public file."""
     check_name(name)
     server = load_server(directory)
     public, secret = zmq.curve_keypair()
@@ -168,7 +168,7 @@ def make_client(directory: Path, name: str, out: Path) -> Path:
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError for what is no name of a client."""
+    """Raise ConfigError for an invalid client name."""
     if not TENANT_NAME.fullmatch(name):
         raise ConfigError(f"client {name!r}: a name has 1 to 64 letters, digits, and . _ - (not the first)")
 
@@ -210,7 +210,7 @@ def _parse_toml(text: bytes) -> dict[str, Any]:
 
 
 def _write(path: Path, keys: _File) -> None:
-    """A new file that only its owner can read, whole or not at all."""
+    """Write a new file that only its owner can read, whole or not at all."""
     lines = [f"{name} = '{key}'\n" for name, key in msgspec.to_builtins(keys).items()]  # Z85 has no '
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

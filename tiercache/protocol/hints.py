@@ -1,4 +1,4 @@
-"""What an engine knows of the further use of blocks that it has stored, for the daemon to go by."""
+"""Hints: what an engine knows of the further use of its stored blocks, as advice to the daemon."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tiercache.protocol.messages import MAX_HINT_MS, Priority
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Something said of a chain of blocks: evidence, and no order.
+    """A hint about a chain of blocks: advice, not an order.
 
-    It is about the blocks at the end of the chain that no other chain shares. What is not said here leaves what was
-    said before. Leases, pins and quotas hold whatever is said, and every block may be lost at any time as ever.
+    It is about the blocks at the end of the chain that no other chain shares. What it leaves unsaid keeps its earlier
+    value. Leases, pins and quotas take precedence over hints, and every block may be lost at any time as ever.
 
         Hint(done=True)               # this session is over: its blocks go next
         Hint(return_in_s=40)          # a tool runs for about so long: keep them until then, and have them in DRAM
@@ -22,9 +22,9 @@ class Hint:
         Hint(priority=Priority.LOW)   # a batch job: its blocks go before those of others
 
     Attributes:
-        done: nobody will ask for these blocks again.
+        done: these blocks will not be asked for again.
         return_in_s: they will be asked for in about so many seconds.
-        ttl_s: after so many seconds they are forgotten in all tiers, as soon as nobody holds or pins them.
+        ttl_s: after so many seconds they are dropped from all tiers, as soon as no lease or pin holds them.
         priority: LOW ones are evicted before all others, HIGH ones after all others, up to a share of each tier.
 
     Raises ValueError for times that are no positive numbers, for `done` together with `return_in_s`, and for a hint
@@ -49,7 +49,7 @@ class Hint:
             raise ValueError("the hint says nothing: give done, return_in_s, ttl_s or priority")
 
     def fields(self) -> dict[str, Any]:
-        """Those of the request `Hint`."""
+        """The fields of the request `Hint`."""
         return {
             "done": self.done, "return_in_ms": _ms(self.return_in_s), "ttl_ms": _ms(self.ttl_s),
             "priority": int(self.priority or 0),

@@ -3,8 +3,8 @@
     h_0 = salted_root(content_id(what the model computes), tenant salt)
     h_i = blake2b-128(h_(i-1) || tokens of block i as u32le || extra)
 
-A key so names its block *and* everything before it. It depends on nothing of the process, the
-machine or the environment, and the same chain serves all ranks and groups of a model.
+So a key names its block *and* everything before it. It depends on nothing of the process, the machine or the
+environment, and the same chain serves all ranks and groups of a model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 
 def content_id(model: str, *, epoch: int = 0, extra: Iterable[tuple[str, str]] = ()) -> bytes:
-    """The 16 bytes that name what computes a chain, for all tenants: no secret, and no root without a salt.
+    """The 16 bytes that identify what computes a chain, for all tenants: not secret, and no root without a salt.
 
     Args:
         model: what the model computes: the hash of its weights and config, or a revision that
@@ -41,7 +41,7 @@ def salted_root(content: bytes, salt: str | bytes) -> bytes:
     """The 16 bytes that a tenant's chains start from.
 
     Args:
-        content: what computes them, from `content_id`.
+        content: identifies what computes them, from `content_id`.
         salt: secret of a tenant, perhaps empty. Chains with different salts never meet.
     """
     secret = salt.encode() if isinstance(salt, str) else salt
@@ -55,7 +55,7 @@ def root_key(model: str, *, salt: str | bytes = b"", epoch: int = 0, extra: Iter
 
 
 def fingerprint_files(paths: Iterable[str | Path]) -> str:
-    """A hash of the content of files (weights, config), whatever their folder is called.
+    """A hash of the content of files (weights, config), independent of the name of their folder.
 
     Reads every byte: at memory or disk speed, and it may block for as long.
     """

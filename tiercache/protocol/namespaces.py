@@ -1,4 +1,4 @@
-"""What gives the bytes of a block their form: the namespace of a set of blocks.
+"""Namespaces: everything that determines the form of a block's bytes.
 
 Two blocks with equal keys hold the same tokens of the same model; only blocks of the same
 namespace are the same *bytes*. A namespace is registered once per connection and is a small
@@ -19,9 +19,9 @@ from tiercache.ground.units import round_up
 FRAME_ALIGNMENT_BYTES = 4096
 MAX_BLOCK_BYTES = 256 << 20
 TENANT = "tenant"
-"""In `NamespaceSpec.extra`: whose blocks these are. Each tenant has namespaces of its own, and perhaps a quota."""
+"""In `NamespaceSpec.extra`: the owner of these blocks. Each tenant has its own namespaces, and perhaps a quota."""
 UNKNOWN_FIELD = "field:"
-"""In `NamespaceSpec.extra`: how a field of a later release is called there."""
+"""In `NamespaceSpec.extra`: prefix for the fields of a later release."""
 
 
 class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +35,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         block_bytes: exact length of one block; frames are this rounded up to 4096.
         layers, kv_heads, head_dim: shape of this rank's part of the model.
         group: KV cache group of a hybrid model (`full`, `window`, `mamba`, ...).
-        quantization: how values were made smaller before store, with the place of its scales.
+        quantization: how values were compressed before the store, with the place of their scales.
         tp_rank, tp_size, pp_rank, pp_size: which shard of the model this is.
         window_blocks: 0 for groups that need the whole prefix. Otherwise blocks may be present
             without their parents, and a match at a cut means that the last `window_blocks`
@@ -43,7 +43,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         extra: anything else that changes the bytes. `tiers` = `dram` is for the daemon: it keeps such blocks
             in DRAM only.
 
-    What comes from others is read by `received`, which loses none of the fields that a later release may have.
+    Specs of other processes are read by `received`, which keeps all fields that a later release may have.
     """
 
     engine: str
@@ -67,7 +67,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def received(cls, fields: Mapping[str, Any]) -> NamespaceSpec:
         """The spec of a sender that may know more fields than we do. Raises msgspec.ValidationError.
 
-        To forget them would merge what the sender tells apart, so they stand in `extra`, each as its bytes in msgpack.
+        Dropping them would merge what the sender tells apart, so they go into `extra`, each as its bytes in msgpack.
         """
         known = {name: value for name, value in fields.items() if name in cls.__struct_fields__}
         spec = msgspec.convert(known, cls)
@@ -81,13 +81,13 @@ class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return msgspec.structs.replace(spec, extra={**spec.extra, **unknown}) if unknown else spec
 
     def fingerprint(self) -> str:
-        """32 hex digits that are equal exactly when two specs are."""
+        """32 hex digits, equal exactly when two specs are."""
         fields = msgspec.to_builtins(self)
         return hashlib.blake2b(msgspec.json.encode(fields, order="sorted"), digest_size=16).hexdigest()
 
     @property
     def tenant(self) -> str:
-        """Whose blocks these are; empty where nobody is named."""
+        """The owner of these blocks; empty where no tenant is named."""
         return self.extra.get(TENANT, "")
 
     def of_tenant(self, tenant: str) -> NamespaceSpec:

@@ -1,7 +1,7 @@
 """The session socket: packets with file descriptors over a unix SEQPACKET socket.
 
-It carries what ZeroMQ cannot: the client's pidfd one way, the regions' memfds the other, and the
-news of a death, which is an end of file.
+It carries what ZeroMQ cannot: the client's pidfd one way, the regions' memfds the other, and the end of file that
+reports a death.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tiercache.protocol.messages import MAX_FDS_PER_MESSAGE
 
 MAX_PACKET_BYTES = 64 << 10
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for bytes that are no message: text that is no UTF-8 and endless nesting have their own."""
+"""What decoding raises for bytes that are no message: invalid UTF-8 and endless nesting have errors of their own."""
 
 
 def send_packet(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
@@ -36,8 +36,8 @@ def send_packet(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> No
 def receive_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
     """One packet and its descriptors (close-on-exec, the caller's to close). `b""` is end of file.
 
-    Raises OSError as recv does, and ProtocolError when the packet or its descriptors were cut: a
-    receiver that is out of descriptors gets fewer than were sent, and must not go on as if all came.
+    Raises OSError as recv does, and ProtocolError when the packet or its descriptors were truncated: a receiver that is
+    out of descriptors gets fewer than were sent, and must not continue as if all came.
     """
     space = socket.CMSG_SPACE(MAX_FDS_PER_MESSAGE * array.array("i").itemsize)
     data, ancillary, flags, _ = sock.recvmsg(MAX_PACKET_BYTES, space, socket.MSG_CMSG_CLOEXEC)

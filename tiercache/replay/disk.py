@@ -1,8 +1,8 @@
-"""A disk that keeps no bytes: the daemon's NVMe tier on it decides as on a real one, and waits for nothing.
+"""A simulated disk that keeps no bytes: the daemon's NVMe tier on it decides as on a real one, and waits for nothing.
 
-It takes the places of a directory, its catalog and its queue, the three things through which a `Shelf` touches a disk.
-What is submitted is done at the next `deliver`, in its order, since the daemon's code counts on not being called back
-from inside `submit`.
+It replaces a directory, its catalog and its queue, the three things through which a `Shelf` touches a disk. Submitted
+operations are done at the next `deliver`, in order, since the daemon's code relies on not being called back from inside
+`submit`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Done = Callable[[bool], None]
 
 
 class PaperDirectory:
-    """Segments that are numbers only; as `nvme.directory.Directory`, as far as a shelf knows it."""
+    """Segments that are numbers only; the part of `nvme.directory.Directory` that a shelf uses."""
 
     cipher = None
     direct = True
@@ -35,12 +35,12 @@ class PaperDirectory:
         self.superblock = Superblock(bytes(16), segment_bytes, 0)
 
     def create_segment(self, segment_id: int) -> None:
-        """One more."""
+        """Add one segment."""
         self.segments.append(segment_id)
 
 
 class PaperQueue:
-    """Does everything that is asked, at the next `deliver`."""
+    """Completes every operation at the next `deliver`."""
 
     def __init__(self) -> None:
         self.written_blocks = 0
@@ -65,7 +65,7 @@ class PaperQueue:
         return 0.0
 
     def deliver(self) -> bool:
-        """Do what was asked so far; False where there was nothing."""
+        """Complete what was submitted so far; False if there was nothing."""
         waiting, self._waiting = self._waiting, deque()
         for op in waiting:
             if isinstance(op, WriteOp):
@@ -78,7 +78,7 @@ class PaperQueue:
         return bool(waiting)
 
     def stats(self) -> dict[str, Any]:
-        """It has no times to tell."""
+        """No latencies to report."""
         return {}
 
 
@@ -98,7 +98,7 @@ class PaperCatalog:
         return len(self._deleted)
 
     def deliver(self) -> bool:
-        """Delete what was asked so far; False where there was nothing."""
+        """Delete what was requested so far; False if there was nothing."""
         deleted, self._deleted = self._deleted, []
         for done in deleted:
             done(True)
@@ -131,7 +131,7 @@ class PaperCatalog:
             done(True)
 
     def remove_tombstone(self, namespace: int, key: bytes, done: Done | None = None) -> None:
-        """That is over."""
+        """The flush is over."""
 
     def forget_namespaces(self, keep: Collection[int]) -> None:
         """Nothing was kept."""

@@ -1,4 +1,4 @@
-"""What hits are worth: work of prefill that is saved, and the time to the first token.
+"""The value of hits: prefill work saved, and the time to the first token.
 
     without a cache   compute(prompt)
     with it           load(DRAM's part) + load(NVMe's part) + compute(the rest, on top of what was loaded)
@@ -23,7 +23,7 @@ _STEP = math.log(1.01)
 
 @dataclass(frozen=True)
 class Costs:
-    """What a model's prompts cost here. Work a second, and bytes a second from each tier."""
+    """Cost of a model's prompts on this machine: work per second, and bytes per second from each tier."""
 
     model: Model
     flops_per_s: float
@@ -32,7 +32,7 @@ class Costs:
 
 
 class Spread:
-    """Mean and percentiles of many times, these to 1%, in little memory."""
+    """Mean and percentiles of many times, the latter to 1%, in little memory."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -40,14 +40,14 @@ class Spread:
         self._count = 0
 
     def add(self, seconds: float) -> None:
-        """One more, above 0."""
+        """Add one time, above 0."""
         self._counts[round(math.log(seconds) / _STEP)] += 1
         self._sum_s += seconds
         self._count += 1
 
     @property
     def mean_s(self) -> float:
-        """0 where there is none."""
+        """The mean; 0 if there is none."""
         return self._sum_s / self._count if self._count else 0.0
 
     def percentile_s(self, share: float) -> float:
@@ -70,7 +70,7 @@ class Estimate:
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
         self.flops = 0.0
-        """Of all prompts, from scratch; and what of it hits saved."""
+        """Work of all prompts from scratch, and the part saved by hits."""
         self.saved_flops = 0.0
         self.without = Spread()
         """Time to the first token with the engine's own pool alone."""
@@ -90,7 +90,7 @@ class Estimate:
     def add(
         self, request: Request, block_tokens: int, token_bytes: float, in_gpu: int, outcome: Outcome
     ) -> None:
-        """One prompt, what its KV takes, and the blocks that GPU, DRAM and NVMe had as leading runs."""
+        """Add one prompt, the size of its KV, and the blocks that GPU, DRAM and NVMe had as leading runs."""
         tokens, costs = max(1, request.input_tokens), self._costs
         gpu = min(in_gpu * block_tokens, tokens - 1)
         dram = max(gpu, min(outcome.dram * block_tokens, tokens - 1))

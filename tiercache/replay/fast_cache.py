@@ -1,9 +1,9 @@
-"""The same decisions as the daemon's cache, for prompts of one namespace, at a tenth of the work.
+"""Fast simulation: the daemon's decisions for prompts of one namespace, at a tenth of the work.
 
-What is left out is what a single client that waits for each answer never sees: leases, pending blocks, frames and
-slots as numbers, sizes other than one. What is not is everything that decides: the `Index` of each tier, its policy,
-the write budget; when room is made, and of what. A test plays random traces on this and on `Simulation` and compares
-every answer and what is resident afterwards.
+It leaves out what a single client that waits for each answer never sees: leases, pending blocks, frames and slots as
+numbers, sizes other than one. It keeps everything that decides: the `Index` of each tier, its policy, the write budget;
+when room is made, and of what. A test plays random traces on this and on `Simulation` and compares every answer and
+what is resident afterwards.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tiercache.replay.simulation import Outcome, Sizes, Tallies
 
 WRITER = b"client"
 ALIKE = ("lru", "hazard")
-"""Policies that evict the same blocks whether they are asked for each or for a run of them."""
+"""Policies that evict the same blocks whether they are asked for each block or for a run."""
 
 
 class _Tier:
-    """The blocks of one tier: as many as `capacity`."""
+    """The blocks of one tier: at most `capacity`."""
 
     def __init__(self, policies: Policies, capacity: int, below: bool = False) -> None:
         self.index = Index(lambda frame: None)
@@ -48,7 +48,7 @@ class _Tier:
         return self.table.get(keys[(end - 1) * KEY_BYTES : end * KEY_BYTES]) if end else self.table.root
 
     def read(self, keys: bytes, end: int) -> None:
-        """The last of the first `end` blocks is read."""
+        """Mark the last of the first `end` blocks as read."""
         entry = self.entry(keys, end)
         self.index.touch(entry)
         if not self.index.children[entry]:
@@ -108,7 +108,7 @@ class Swift:
         while here < blocks:
             count = min(MAX_RESERVE, blocks - here)
             if dram.entry(keys, here) == NO_ENTRY:
-                break  # room was made of what it stored last
+                break  # room was made from what it stored last
             stored = self._insert(keys, here, count, stored=True)
             self._write_behind(keys, here, here + stored, asked_again=False)
             self._keep_free()
@@ -179,7 +179,7 @@ class Swift:
     # --- NVMe ------------------------------------------------------------------------------------
 
     def _promote(self, keys: bytes, found: int, total: int) -> int:
-        """Bring up blocks `found ..< total`; how many are in DRAM then. The last one that has come is pinned."""
+        """Promote blocks `found ..< total`; returns how many are in DRAM then. The last one that arrived is pinned."""
         dram, nvme = self._dram.index, self._nvme
         assert nvme is not None
         pinned = self._dram.entry(keys, found) if found else NO_ENTRY
@@ -210,7 +210,7 @@ class Swift:
         return here
 
     def _write_behind(self, keys: bytes, first: int, end: int, asked_again: bool) -> None:
-        """Write blocks `first ..< end`, in DRAM and parents first, unless they are there or may not be."""
+        """Write blocks `first ..< end`, in DRAM and parents first, unless they are there or may not be written."""
         nvme, size_bytes = self._nvme, self._block_bytes
         if nvme is None or first >= end:
             return
@@ -230,7 +230,7 @@ class Swift:
             entry = table.get(key)
             if entry == NO_ENTRY and budget.admits(size_bytes, asked_again) and self._admits(nvme, key):
                 if not self._take_slot(nvme, parent):
-                    return  # there is no more room than what is before it has
+                    return  # no more room than the blocks before it take
                 budget.charge(size_bytes)
                 entry = index.insert(table, key, parent, NO_FRAME)
                 self._is_below(keys, number, number + 1)
@@ -244,7 +244,7 @@ class Swift:
         more = max(0, self._ahead - free + count) - ahead
         if not free or ahead + more > others:
             return False
-        # Whoever wants a slot sees what was there before, and those after the first one what that has changed.
+        # The first block that wants a slot sees the state before, later ones what that has changed.
         self._evict(nvme, parent, ahead)
         entries = nvme.index.insert_run(nvme.table, _split(keys, first, end), parent, [NO_FRAME] * count)
         self._is_below(keys, first, end)

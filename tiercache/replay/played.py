@@ -1,4 +1,4 @@
-"""A whole trace through one cache: hits by tier, in blocks and in tokens, and what was written."""
+"""Plays a whole trace on one cache: hits by tier, in blocks and in tokens, and what was written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TELL_EVERY = 64
 
 
 class Requests(Protocol):
-    """What is played: requests, and the namespaces that those read so far are about."""
+    """The input: requests, and the namespaces of those read so far."""
 
     def __iter__(self) -> Iterator[Request]: ...
 
@@ -47,16 +47,16 @@ class TierHits:
 
 @dataclass
 class Played:
-    """What came of a trace on caches of certain sizes. Tokens are those of prompts, partial blocks included."""
+    """Result of a trace on caches of certain sizes. Tokens are those of prompts, partial blocks included."""
 
     requests: int = 0
     asked_blocks: int = 0
     asked_tokens: int = 0
     tiers: dict[str, TierHits] = field(default_factory=dict)
     agreed: int = 0
-    """Matches with the hits that the recorded daemon had, in each tier."""
+    """Matches with the same hits as the recorded daemon's, in each tier."""
     recorded: int = 0
-    """Matches of which that is known."""
+    """Matches whose recorded hits are known."""
     first_s: float = 0.0
     last_s: float = 0.0
     cpu_s: float = 0.0
@@ -78,7 +78,7 @@ class Played:
 
 
 class GpuPool:
-    """An engine's own pool in front: so many blocks, the least recently used leaf goes first."""
+    """An engine's own pool in front: so many blocks, evicting the least recently used leaf."""
 
     def __init__(self, blocks: int) -> None:
         self._most = blocks
@@ -93,7 +93,7 @@ class GpuPool:
             if key not in pool:
                 break
             run += 1
-        # From the end, as engines free them: so a prompt's first blocks are the last to go.
+        # From the end, as engines free them: so a prompt's first blocks are evicted last.
         for key in reversed(chain[: self._most]):
             pool[key] = None
             pool.move_to_end(key)
@@ -103,7 +103,7 @@ class GpuPool:
 
 
 def engine_for(sizes: Sizes, exact: bool, start_s: float) -> Engine:
-    """The daemon's cache itself, or the quicker one for traces that are prompts of one namespace."""
+    """The daemon's cache itself, or the fast one for traces that are prompts of one namespace."""
     return Simulation(sizes, {}, start_s) if exact else Swift(sizes, start_s)
 
 
@@ -114,7 +114,7 @@ def play(
 ) -> Played:  # fmt: skip
     """Play all requests. `tell` is called now and then; `each` for every prompt, with what GPU, DRAM and NVMe had.
 
-    `start_s`: when the cache begins its life, on the trace's clock; with the first request if nobody knows.
+    `start_s`: when the cache begins its life, on the trace's clock; with the first request if unknown.
     """
     pool = GpuPool(gpu_blocks) if gpu_blocks else None
     played, known = Played(), 0

@@ -1,4 +1,4 @@
-"""Hit rates over sizes, as a picture. Needs matplotlib (the extra `plot`)."""
+"""Plots hit rates over sizes. Needs matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tiercache.replay.sweep import Point, Swept
 SUFFIXES = (".png", ".svg")
 _DRAM, _ALL = "#1f77b4", "#d95f02"
 _MARKERS = "os^Dvx"
-"""Of one policy each."""
+"""One per policy."""
 
 
 def check_plot(path: Path) -> None:
-    """Raises ConfigError for a picture that could not be made in the end."""
+    """Raises ConfigError for a picture that could not be written in the end."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--plot {path}: the picture's name must end in .png or .svg")
     if not path.absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""What a trace holds: requests of an engine, as chains of blocks."""
+"""Requests of a trace, as chains of blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ID_BYTES = 8
 
 
 class Kind(Enum):
-    """What is asked of the cache."""
+    """Kinds of requests to the cache."""
 
     ASK = "ask"
     """A prompt: a match of all its blocks, then a store of those that DRAM does not have."""
@@ -24,11 +24,11 @@ class Kind(Enum):
     KEEP = "keep"
     """A store of the blocks from `first` on."""
     FETCH = "fetch"
-    """A prefetch: a match for nobody in particular."""
+    """A prefetch: a match without a client that waits for it."""
     FORGET = "forget"
     """A flush: of the last block of `keys` and what follows it, or without keys of the whole namespace."""
     HINT = "hint"
-    """What a client knows of the further use of the blocks from `first` on; see `Told`."""
+    """A hint about the further use of the blocks from `first` on; see `Told`."""
 
 
 class Told(NamedTuple):
@@ -77,7 +77,7 @@ def chain_keys(ids: Sequence[int]) -> bytes:
     """Packed keys of a chain of block ids: each stands for its id and all before it.
 
     So a trace whose ids name blocks alone, and not what is before them, is a set of chains too. Raises OverflowError
-    for an id that has no 64 bits.
+    for an id that does not fit 64 bits.
     """
     digest, before, keys = xxhash.xxh3_128_digest, b"", []
     for number in ids:

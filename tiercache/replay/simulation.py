@@ -1,10 +1,10 @@
-"""Requests of a trace on the daemon's own cache: every decision is the daemon's, time and disks are not.
+"""Simulation: requests of a trace on the daemon's own cache; only time and disks are simulated.
 
     Request ─► Cache.match ─► (promotion) ─► Cache.reserve, commit ─► (write-behind) ─► Outcome
                  Space, Index, Policy          NvmeTier: Shelf, Slots, WriteBehind, Promotion on paper disks
 
-The arena is numbers without memory, the disk keeps no bytes, and the clock is the trace's. What the daemon would do
-in the background is done between requests, to its end.
+The arena is numbers without memory, the disk keeps no bytes, and the clock is the trace's. The daemon's background work
+is done between requests, to its end.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Simulation:
         self.now_s = max(self.now_s, request.time_s)
         self.cache.expire()
         if self.cache.below.name and not self.cache.below.settled:
-            self._settle()  # somebody was awaited
+            self._settle()  # land the promotion of a hint's prefetch first
         namespaces = [self._namespaces[number] for number in request.namespaces]
         if request.kind is Kind.FORGET:
             self._forget(namespaces, request.keys, request.tier)

@@ -1,4 +1,4 @@
-"""One trace on caches of several sizes and policies, and beside the figures of each those of the offline optimum."""
+"""Plays one trace on caches of several sizes and policies, with the figures of the offline optimum beside each."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Point:
 
 @dataclass
 class Swept:
-    """A trace, and what came of it at each size. `unique_blocks` is None where nobody counted."""
+    """A trace, and its result at each size. `unique_blocks` is None if they were not counted."""
 
     trace: Trace
     unique_blocks: int | None

@@ -1,4 +1,4 @@
-"""What clients get: the pieces of an answer in the two forms of OpenAI's interface, whole or streamed."""
+"""Answers: their pieces in the two forms of OpenAI's interface, whole or streamed."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tiercache.serve.metrics import Metrics
 from tiercache.serve.requests import ChatRequest, CompletionRequest, check_size, parse
 
 HUNG_UP = 499
-"""Status of an answer that nobody reads; nginx's word for it."""
+"""Status of an answer whose client has hung up; nginx's code for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,5 +258,5 @@ async def _on_hang_up(request: Request, error: Exception) -> Response:
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    """Whatever nobody foresaw; the log has the traceback."""
+    """An unexpected error; the log has the traceback."""
     return ApiError(500, f"the server failed: {type(error).__name__}").response()

@@ -1,4 +1,4 @@
-"""Bodies of requests, within bounds: each of them, their time, and all that are held at one time."""
+"""Reads request bodies within limits: on each size, on its time, and on all that are held at one time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_HELD_BYTES = 256 << 20
 
 
 class Bodies:
-    """Reads bodies. `max_model_len` bounds them: decoding JSON holds up everybody, whatever comes out of it."""
+    """Reads bodies. `max_model_len` bounds them: decoding JSON blocks the event loop, whatever its result."""
 
     def __init__(self, max_model_len: int) -> None:
         self._max_bytes = min(_LEAST_BYTES + max_model_len * _TOKEN_BYTES, _MOST_BYTES)

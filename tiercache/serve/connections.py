@@ -1,4 +1,4 @@
-"""Connections that stand still are closed: half a request, an answer that nobody reads."""
+"""Closes stalled connections: half a request, or an answer that the client does not read."""
 
 from __future__ import annotations
 

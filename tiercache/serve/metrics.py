@@ -1,4 +1,4 @@
-"""What Prometheus may scrape. Where vLLM has a metric of the same meaning it has its name, after `tiercache:`."""
+"""Prometheus metrics. Where vLLM has a metric of the same meaning it has its name, after `tiercache:`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _END_REASONS = ("stop", "length", "abort")
 
 
 class _EngineCollector(Collector):
-    """The engine's own numbers, read when somebody scrapes."""
+    """The engine's own numbers, read at each scrape."""
 
     def __init__(self, stats: Callable[[], Stats], labels: Mapping[str, str]) -> None:
         self._stats = stats
@@ -122,7 +122,7 @@ class Metrics:
         self._max_tokens.observe(params.max_tokens)
 
     def note_aborted(self, sequences: int) -> None:
-        """So many sequences were ended since nobody wants them."""
+        """So many sequences were ended because their clients have gone."""
         self._ended["abort"].inc(sequences)
 
     def watch(self, stream: Stream) -> Callable[[StreamOutput], None]:

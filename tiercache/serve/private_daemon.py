@@ -1,4 +1,4 @@
-"""The daemon of a server that has one to itself: started with it and again when it dies or hangs, ended with it."""
+"""A server's private daemon: started with it, restarted when it dies or hangs, ended with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients may ask for, and how it is checked.
+"""Requests of clients, and their validation.
 
 A field that would change the answer is served or refused by name; it is never ignored.
 """

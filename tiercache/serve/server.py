@@ -1,4 +1,4 @@
-"""The server's process: a cache, a model, a socket; and its end.
+"""The server's process: a cache, a model, a socket; and its shutdown.
 
     SIGTERM: no new connections ─► running requests finish; after `grace_s` they fail ─► the engine gives its blocks
     to the cache ─► a private daemon writes them to NVMe, if it has any ─► exit status 0

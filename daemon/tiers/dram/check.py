@@ -1,4 +1,4 @@
-"""Whether the books of the DRAM tier agree: looked at a slice at a time, while they change."""
+"""Consistency check of the DRAM tier, in slices while it changes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tiercache.daemon.tiers.dram.writes import Writes
 
 _TRIES = 3
 _PINS = 512
-"""Of clients, looked at in one slice."""
+"""Pins of clients checked in one slice."""
 
 
 def check_dram(space: Space, reads: Reads, writes: Writes) -> Steps[list[str]]:
-    """Everything in which columns, tables, leases and frames disagree; empty when all is well."""
+    """Every way in which columns, tables, leases and frames disagree; empty when all is well."""
     findings = yield from check_blocks(space.index, space.allocator, writes.owners, ())
     findings += yield from check_pins(space.index, lambda: _holdings(space, reads, writes))
     findings += yield from _check_accounts(space, writes)
@@ -31,7 +31,7 @@ def check_dram(space: Space, reads: Reads, writes: Writes) -> Steps[list[str]]:
 
 
 def _holdings(space: Space, reads: Reads, writes: Writes) -> Sequence[Holding]:
-    """Who pins entries of the index."""
+    """The holders of pins on entries of the index."""
     index = space.index
     single = [
         *space.tails, *reads.loose_pins(), *index.unlinking_entries(),
@@ -49,7 +49,7 @@ def _pinned_by(block: PendingBlock) -> Iterable[int]:
 
 
 def _check_accounts(space: Space, writes: Writes) -> Steps[list[str]]:
-    """Frames that are not their namespace's account's. Namespaces keep theirs, and so do frames in use."""
+    """Frames charged to another account than their namespace's. Both keep their accounts while in use."""
     index = space.index
     if not space.quotas.numbers:
         return []
@@ -70,7 +70,7 @@ def _check_accounts(space: Space, writes: Writes) -> Steps[list[str]]:
 
 
 def _check_pinned_regions(space: Space, reads: Reads) -> Steps[list[str]]:
-    """The regions that pins of clients keep; not looked at while pins come and go all the time."""
+    """Check the regions that pins of clients keep; skipped while pins come and go all the time."""
     for _ in range(_TRIES):
         changes, pinned = reads.pin_changes, Counter[int]()
         for number, lease in enumerate(list(reads.pins.values()), 1):

@@ -1,13 +1,13 @@
-"""A read lease that grows: what it waits for in each of its namespaces, and what of that it holds already.
+"""Runs of a growing read lease: what it waits for in each of its namespaces, and what it holds already.
 
-    chain    |=================>..........|     blocks come in order; the last one that has come is pinned
+    chain    |=================>..........|     blocks arrive in order; the last one that arrived is pinned
              0                end       target
 
-    window                  |===.==>.==..|      they come in any order, and each that has come is pinned;
+    window                  |===.==>.==..|      they arrive in any order, and each is pinned on arrival;
                           first end    target   `end` is the first gap
 
-What is pinned is used: the policy is told when the run begins and when it is complete, and not of every landing, since
-in how many goes blocks land is up to the disk.
+Pinned blocks count as used. The policy is told when the run begins and when it is complete, not of every arrival, since
+the disk decides in how many parts blocks arrive.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tiercache.protocol.messages import KEY_BYTES
 
 
 class Run:
-    """What one namespace needs for a cut at `target`; `first ..< end` of it is in DRAM, and pinned. Event loop only.
+    """What one namespace needs for a cut at `target`; `first ..< end` of it is in DRAM and pinned. Event loop only.
 
-    A wide window is looked through in slices, again and again: see `look` and `begin_pass`.
+    A wide window is searched in slices, again and again: see `look` and `begin_pass`.
     """
 
     __slots__ = ("_here", "_index", "_keys", "end", "first", "missing", "namespace", "pins", "target", "to_look")
@@ -37,7 +37,7 @@ class Run:
         self.first = self.end = first_of_window(namespace, target)
         self.missing = deque(range(self.first, target)) if namespace.table.windowed else deque[int]()
         self._here = bytearray(len(self.missing))
-        self.to_look = len(self.missing)  # of them, in this pass
+        self.to_look = len(self.missing)  # of those, in this pass
         self.pins: list[int] = []
 
     @property
@@ -50,11 +50,11 @@ class Run:
         return self._keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
 
     def begin_pass(self) -> None:
-        """All that is missing is to be looked for once more."""
+        """Start another search for everything that is missing."""
         self.to_look = len(self.missing)
 
     def look(self) -> bool:
-        """Take in what has come, a slice of it: pinned from here on. True while this pass is not over."""
+        """Pin the blocks that have arrived, a slice of them. True while this pass is not over."""
         if self.complete:
             return False
         if self.namespace.table.windowed:
@@ -64,7 +64,7 @@ class Run:
         return self.to_look > 0
 
     def advance(self) -> int:
-        """Take in what has come, or a slice of what there is to look through; how many blocks were looked for."""
+        """Pin the blocks that have arrived, or a slice of those to search; returns how many were looked up."""
         if not self.to_look:
             self.begin_pass()
         looked = min(PINS, self.to_look)
@@ -72,8 +72,8 @@ class Run:
         return looked
 
     def touch(self, first: int) -> int:
-        """Tell the policy of what is pinned, a slice of it: a chain's end, or a window's blocks in their order from
-        `first` on. Where the next slice begins, `target` at the end."""
+        """Tell the policy of the pinned blocks, a slice of them: a chain's end, or a window's blocks in order from
+        `first` on. Returns where the next slice begins, `target` at the end."""
         table, pinned = self.namespace.table, set(self.pins)
         numbers = range(max(first, self.end - 1), self.end)
         if table.windowed:

@@ -1,8 +1,7 @@
-"""Leases, and the blocks that are being written under one.
+"""Leases, and the blocks being written under them.
 
-A read lease keeps a prefix in place while its frames are copied from; a write lease keeps frames
-that are being copied into. Both are only data: `tiercache.daemon.cache` decides, and
-`tiercache.daemon.tiers.dram.writes` and `reads` change them.
+A read lease keeps a prefix in place while its frames are copied from; a write lease keeps frames that are being copied
+into. Both are only data: `writes` and `reads` change them.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ if TYPE_CHECKING:
 
 _SPARE_NOTES = 1024
 _SWEPT_AT_ONCE = 4
-"""Notes looked at for each that is added: more than are added until all are."""
+"""Old notes checked for each one added: more than one, so that the sweep ends."""
 
 
 class Owner:
     """One session as far as leases are concerned.
 
-    `instance` is shared by all sessions of an engine: its workers may copy under its scheduler's
-    lease, and finish what a lost session of it was writing. The client chooses it, so no limit counts by it:
-    `party` is who answers for the session, a process of this host or a tenant on others.
-    `mapped`: it writes into frames by itself. Of all others the daemon has every byte that is in their frames.
+    `instance` is shared by all sessions of an engine: its workers may copy under its scheduler's lease, and finish what
+    a lost session of it was writing. The client chooses it, so no limit counts by it: `party` is accountable for the
+    session, a process of this host or a tenant on others. `mapped`: the client writes into frames itself. Otherwise
+    every byte in its frames passed through the daemon.
     """
 
     __slots__ = (
@@ -43,22 +42,22 @@ class Owner:
 
     def __init__(self, instance: bytes, internal: bool = False, mapped: bool = True, party: str = "") -> None:
         self.instance = instance
-        self.internal = internal  # the daemon itself, bringing blocks up: these are no stores
+        self.internal = internal  # the daemon itself, promoting blocks: these are no stores
         self.mapped = mapped
         self.party = party or f"instance {instance.hex()}"
         self.reads: dict[int, ReadLease] = {}
         self.writes: dict[int, WriteLease] = {}
-        self.quarantined: dict[int, WriteLease] = {}  # over, with frames that wait for the end of its process
+        self.quarantined: dict[int, WriteLease] = {}  # over, with frames quarantined until its process exits
         self.grants: set[int] = set()  # ids of write leases in the tier below
         self.quarantined_grants: set[int] = set()  # likewise, of those that are over
 
     def same_engine(self, other: Owner) -> bool:
-        """Whether one may go on with what the other has begun."""
+        """Whether one session may continue what the other has begun."""
         return self.instance == other.instance and self.internal is other.internal
 
 
 class HeldBelow(Protocol):
-    """What a lease keeps in the tier below of a run of `blocks`, from the root: its end, behind what DRAM has."""
+    """What a lease keeps in the tier below, of a run of `blocks` from the root: its end, beyond what DRAM has."""
 
     blocks: int
 
@@ -66,27 +65,26 @@ class HeldBelow(Protocol):
         """Directories and places of blocks from `first` on; fewer than `count` where one cannot be named."""
 
     def doubt(self, namespace: Namespace, number: int) -> None:
-        """A client says that a block which was named to it is bad."""
+        """A client reports that a block named to it is bad."""
 
     @property
     def intact(self) -> bool:
         """Whether nothing of the run was flushed meanwhile."""
 
     def let_go(self, good: bool) -> None:
-        """The lease has ended; `good` if what was read under it was called right."""
+        """The lease has ended; `good` if the copies made under it were found right."""
 
 
 class ReadLease:
     """Holds the first `blocks` of `keys` in each of `namespaces`, by pinning `pins`.
 
-    While blocks are on their way up from the tier below, `target` is how many there will be and
-    `runs` hold what has come in each namespace. `blocks` grows with chains; with a window among them it is
-    `target` once that is whole. `over` once it has ended, for those who work for it. `held` is what it
-    keeps in the tier below instead, for clients that read there; `rises` while that may still be
-    brought up if somebody asks for it.
+    While blocks are being promoted from the tier below, `target` is how many there will be and `runs` hold what has
+    arrived in each namespace. `blocks` grows with chains; if any namespace is windowed it becomes `target` once all is
+    here. `over`: the lease has ended, for the code that still works on it. `held` is what it keeps in the tier below
+    instead, for clients that read there; `rises` while that may still be promoted on request.
 
-    A lease that is revoked (expired, or something under it was dropped) is taken from its holders,
-    who learn at release that what they copied is worth nothing. A lease without holders is a pin.
+    A revoked lease (expired, or something under it was dropped) is taken from its holders, who learn at release that
+    their copies are worth nothing. A lease without holders is a pin.
     """
 
     __slots__ = (
@@ -106,27 +104,27 @@ class ReadLease:
         self.over = False
         self.held: HeldBelow | None = None
         self.rises = False
-        self.whole_at = -1  # after so many drops nothing of it was lost yet
+        self.whole_at = -1  # number of drops up to which nothing of it was lost
         self.pins = pins
         self.runs: list[Run] = []
         self.started_s = started_s
         self.deadline_s = started_s + ttl_s
         self.holders: set[Owner] = set()
         self.pin_name: tuple[tuple[int, ...], bytes] | None = None
-        self.pin_regions: set[int] = set()  # of the arena, in which what it pins lies
+        self.pin_regions: set[int] = set()  # regions of the arena that hold what it pins
 
     @property
     def has_windows(self) -> bool:
-        """Whether any of its namespaces is windowed: then it holds whole cuts only."""
+        """Whether any of its namespaces is windowed: then it only holds whole cuts."""
         return any(namespace.table.windowed for namespace in self.namespaces)
 
     def pinned(self) -> list[int]:
-        """Every entry that it pins, those of its runs too."""
+        """Every entry that it pins, including those of its runs."""
         return [*self.pins, *chain.from_iterable(run.pins for run in self.runs)]
 
 
 class BlockPhase(Enum):
-    """Where a reserved block stands.
+    """The state of a reserved block.
 
     WRITING ─commit→ HELD ─parent published→ VISIBLE
        └──────────────┴─abort, expiry, loss of the parent, flush→ DROPPED
@@ -141,9 +139,9 @@ class BlockPhase(Enum):
 class PendingBlock:
     """A block between reserve and publication.
 
-    It hangs below an entry of the index (`parent_entry`, pinned meanwhile) or below another
-    pending block (`parent_block`), or below nothing. `frame` belongs to it until it is published
-    or its writer is known to be done with it.
+    It hangs below an entry of the index (`parent_entry`, pinned meanwhile), below another pending block
+    (`parent_block`), or below nothing. `frame` belongs to it until it is published or its writer is known to be done
+    with it.
     """
 
     __slots__ = (
@@ -154,26 +152,26 @@ class PendingBlock:
     def __init__(
         self, table: Table, key: bytes, frame: int, lease: WriteLease, place: int, among: dict[PendingBlock, None]
     ) -> None:
-        self.among = among  # all that are pending in its namespace, or were when that was flushed
+        self.among = among  # all pending blocks of its namespace, or those pending when it was flushed
         self.table = table
         self.key = key
         self.frame = frame
         self.lease = lease
-        self.place = place  # of its key in the request
+        self.place = place  # position of its key in the request
         self.parent_entry = NO_ENTRY
         self.parent_block: PendingBlock | None = None
         self.children: dict[PendingBlock, None] = {}  # in order
         self.phase = BlockPhase.WRITING
-        self.written = 0  # bytes that came as payload, from the start without a gap
+        self.written = 0  # bytes received as payload, from the start without a gap
 
 
 class WriteLease:
     """Frames handed to one writer, by the index of the key in its request.
 
-    `over` once it expired or was given up without the word that its copies are finished: from then
-    on nothing of it is published, and its frames are in quarantine. `named`: what events say of its blocks.
-    `chain`: of a windowed namespace the key before the run (empty: the root) and its keys, since such blocks
-    know of none before them.
+    `over`: it expired or was given up without word that its copies are finished. From then on nothing of it is
+    published, and its frames are in quarantine. `named`: what events say of its blocks. `chain`: for a windowed
+    namespace the key before the run (empty: the root) and the run's keys, since such blocks do not record the one
+    before them.
     """
 
     __slots__ = (
@@ -189,13 +187,13 @@ class WriteLease:
         self.deadline_s = started_s + ttl_s
         self.blocks: dict[int, PendingBlock] = {}
         self.writing = 0  # blocks whose frame the writer may still write to
-        self.frames = 0  # and those of complete blocks that are not published yet
+        self.frames = 0  # those, plus frames of complete blocks not published yet
         self.over = False
         self.named: Named | None = None
         self.chain = (b"", b"")
 
     def before(self, place: int) -> bytes:
-        """The key of the block before that one of the run, as its writer has named it; empty for none."""
+        """The key of the block before that one in the run, as its writer has named it; empty for none."""
         parent, keys = self.chain
         return keys[(place - 1) * KEY_BYTES : place * KEY_BYTES] if place else parent
 
@@ -210,7 +208,7 @@ class Reservation(NamedTuple):
 
 
 def complete_run(first: PendingBlock, most: int = MAX_RESERVE) -> list[PendingBlock]:
-    """A complete block, and some below it that are complete too, as far as each is the only one there."""
+    """A complete block and the complete ones below it, as far as each is an only child."""
     run, last = [first], first
     while len(last.children) == 1 and len(run) < most:
         child = next(iter(last.children))
@@ -223,25 +221,25 @@ def complete_run(first: PendingBlock, most: int = MAX_RESERVE) -> list[PendingBl
 
 
 class Lease(Protocol):
-    """As much of a lease as `Deadlines` looks at."""
+    """The part of a lease that `Deadlines` reads."""
 
     deadline_s: float
 
 
 class Deadlines:
-    """Ids of `leases` by deadline; a renewed lease is found out when its old deadline comes up.
+    """Ids of `leases` by deadline; a renewed lease is discovered when its old deadline comes up.
 
-    Notes on leases that ended or were renewed are swept out once they are the greater part, so
-    that pins for a week, set again and again, do not pile up for a week. O(log n), also while sweeping.
+    Notes on ended or renewed leases are swept out once they are the majority, so that pins for a week, set again and
+    again, do not pile up for a week. O(log n), also while sweeping.
     """
 
     def __init__(self, leases: Mapping[int, Lease]) -> None:
         self._leases = leases
         self._heap: list[tuple[float, int]] = []
-        self._old: list[tuple[float, int]] = []  # a heap too, that is swept from its end
+        self._old: list[tuple[float, int]] = []  # a heap too, swept from its end
 
     def add(self, deadline_s: float, lease_id: int) -> None:
-        """Look at that lease, one of `leases`, at that time."""
+        """Note the deadline of a lease, one of `leases`."""
         heapq.heappush(self._heap, (deadline_s, lease_id))
         if not self._old and len(self._heap) > 2 * len(self._leases) + _SPARE_NOTES:
             self._old, self._heap = self._heap, []
@@ -255,7 +253,7 @@ class Deadlines:
         return len(self._heap) + len(self._old)
 
     def due(self, now_s: float) -> Iterator[int]:
-        """Lease ids whose noted deadline has passed; each is noted no more."""
+        """Ids of leases whose noted deadline has passed; their notes are removed."""
         while self._old and self._old[0][0] <= now_s:
             yield heapq.heappop(self._old)[1]
         while self._heap and self._heap[0][0] <= now_s:

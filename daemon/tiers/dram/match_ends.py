@@ -1,6 +1,6 @@
-"""Where a match may end: behind the longest leading run that all asked namespaces have.
+"""Where a match may end: after the longest leading run that all requested namespaces have.
 
-    chain    blocks 0 ..< cut. DRAM and the tier below are prefix-closed, each by itself, so the longer one counts
+    chain    blocks 0 ..< cut. DRAM and the tier below are each prefix-closed, so the longer one counts
     window   blocks cut - w ..< cut; each may be in DRAM or in the tier below
 
     block         0  1  2  3  4  5  6      D: in DRAM, N: below
@@ -22,20 +22,20 @@ from tiercache.daemon.tiers.lower_tier import TierBelow
 from tiercache.protocol.messages import KEY_BYTES
 
 _CHAINS = 16
-"""Chains looked for in the tier below in one slice: each of its directories is asked."""
+"""Chains looked up in the tier below in one slice: each of its directories is asked."""
 Lookup = Callable[[bytes], bool]
-"""Whether a block of a window is here."""
+"""Tells whether a block of a window is here."""
 
 
 class Cuts:
-    """Searches, without a trace. Event loop only."""
+    """Searches that change nothing, not even recency. Event loop only."""
 
     def __init__(self, space: Space, below: TierBelow) -> None:
         self._index: Index = space.index
         self._below = below
 
     def in_dram(self, namespaces: Sequence[Namespace], keys: bytes, limit: int) -> Steps[int]:
-        """The longest cut of at most `limit` blocks that DRAM has alone."""
+        """The longest cut of at most `limit` blocks that DRAM alone has."""
         cut, windowed = limit, []
         for namespace in namespaces:
             if namespace.table.windowed:
@@ -73,7 +73,7 @@ class Cuts:
         return length
 
     def _lookup(self, namespace: Namespace) -> Lookup | None:
-        """Whether a block is in DRAM or below; None if nothing is."""
+        """A function that tells whether a block is in DRAM or below; None if none is."""
         here, there = self._index.lookup(namespace.table), self._below.lookup(namespace)
         if here is None or there is None:
             return here or there
@@ -83,10 +83,10 @@ class Cuts:
 def _behind_windows(
     namespaces: Sequence[Namespace], lookup: Callable[[Namespace], Lookup | None], keys: bytes, cut: int, least: int
 ) -> Steps[int]:
-    """The longest cut, `cut` at most, whose windows are whole; `least` is known to be one."""
-    # A missing block m rules out every cut in m+1 ..= m+w, so m is the next one to try: the first one that is
-    # missing of a window leads furthest, and a list of which nothing is here takes a look-up for each window. What
-    # was seen of one is not looked at again: each block is, at most once for each namespace.
+    """The longest cut, at most `cut`, whose windows are complete; `least` is known to be one."""
+    # A missing block m rules out every cut in m+1 ..= m+w, so m is the next one to try: a window's first missing block
+    # leads furthest, and a list with no block here takes one look-up per window. Blocks seen for one cut are not looked
+    # up again: each block is looked up at most once per namespace.
     seen_from = [cut] * len(namespaces)
     lookups = [lookup(one) for one in namespaces]
     if None in lookups:
@@ -103,7 +103,7 @@ def _behind_windows(
                     lookups, left = [lookup(one) for one in namespaces], LOOKUPS
                 here = lookups[place]
                 if here is None:
-                    return least  # there is nothing of it at all
+                    return least  # none of it is here
                 left -= 1
                 if not here(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]):
                     cut, settled = number, False

@@ -1,7 +1,7 @@
-"""Finding blocks and keeping them in place while they are copied: match, resolve, hold, pin.
+"""Finds blocks and keeps them in place while they are copied: match, resolve, hold, pin.
 
-A match pins one entry in each namespace, the deepest: nothing before it can be evicted while it
-has a descendant. A windowed namespace has no chains, so there each block of the window is pinned.
+A match pins one entry in each namespace, the deepest: nothing before it can be evicted while it has a descendant. A
+windowed namespace has no chains, so there each block of the window is pinned.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from tiercache.protocol.messages import KEY_BYTES, REGION_SHIFT
 PREFETCH_S = 30.0
 MAX_PREFETCHES = 256
 MAX_PINS = 16_384
-"""Pins of clients, of whatever length: each look at them all takes some milliseconds."""
+"""Pins of clients, of any length: looking at them all takes some milliseconds."""
 EXPIRED_AT_ONCE = 512
-"""Leases that end in one tick because their time is up."""
+"""Leases that may expire in one tick."""
 ENDED_AT_ONCE = 256
-"""Leases of a session that is gone that end in one go, those with many pins counted for more: about a millisecond."""
+"""Leases of a lost session that end in one go, about a millisecond; those with many pins count for more."""
 _PINS_EACH = 4
 PINS_LISTED = 1 << 16
 """Pins of leases that end in one tick: they are undone later (`work`), but each is listed for that."""
 _LISTED_EACH = 4
-"""A region that a pin of a client keeps no more counts for so many of them; and so many regions for a pin undone."""
+"""A region released by a client's pin counts for so many of them; and so many regions for an undone pin."""
 _TRIES = 4
-"""How often a run is looked for that others flush or evict meanwhile."""
+"""How often a run is searched again after others flush or evict part of it meanwhile."""
 
 
 class Found:
-    """The longest run that all asked namespaces have."""
+    """The longest run that all requested namespaces have."""
 
     __slots__ = ("below", "dram", "lease")
 
@@ -58,11 +58,11 @@ class Reads:
         self.pins: dict[tuple[tuple[int, ...], bytes], ReadLease] = {}
         self.pinned_bytes = 0
         self.pinned_blocks: Counter[int] = Counter()
-        """By pins of clients, by namespace."""
+        """Blocks pinned by clients, by namespace."""
         self.pin_changes = 0
-        """How often the regions that pins keep have become others."""
+        """How often the set of regions kept by pins has changed."""
         self.on_progress: Callable[[int], None] = lambda lease_id: None
-        """Told of a growing lease, by its id, that it has grown or will grow no more."""
+        """Called with the id of a growing lease when it has grown or will not grow any more."""
         self.ages = LatencyHistogram()
         """How long leases of clients were held."""
         self._space = space
@@ -72,9 +72,9 @@ class Reads:
         self._pin_share = pin_share
         self._deadlines = Deadlines(self.leases)
         self._suspected = False  # something was dropped since `_suspects` were listed
-        self._suspects: list[ReadLease] = []  # which may have lost a block
-        self._taken: dict[int, list[int]] = {}  # pinned entries that are to become a lease's, by the list's id
-        self._stopping: deque[ReadLease] = deque()  # nothing more lands for them, but not all was looked for
+        self._suspects: list[ReadLease] = []  # leases that may have lost a block
+        self._taken: dict[int, list[int]] = {}  # pinned entries meant for a lease, by the list's id
+        self._stopping: deque[ReadLease] = deque()  # nothing more arrives for them, but the search is unfinished
         self._touching: deque[tuple[ReadLease, Run, int]] = deque()  # from which block on the policy is to be told
         self._unpinning: list[int] = []  # entries of which one pin each is to be undone
 
@@ -84,7 +84,7 @@ class Reads:
     ) -> Steps[Found]:  # fmt: skip
         """The longest run; with `ttl_s` > 0 also a lease on it, which `promote` lets grow.
 
-        With `extents` the lease keeps what is below where it is, if it can; see `bring_up`.
+        With `extents` the lease keeps blocks in the tier below where they are, if it can; see `bring_up`.
         """
         asked = len(keys) // KEY_BYTES
         self._space.tails.lapse()
@@ -122,9 +122,8 @@ class Reads:
     def _use(
         self, namespaces: Sequence[Namespace], keys: bytes, limit: int, pin: bool
     ) -> Steps[tuple[int, int, list[int]]]:
-        """The longest run, in DRAM and how much longer with what is below; the policies are told that it is used.
-
-        Also the entries that hold it, if they are to be pinned; see `_hold`.
+        """The longest run: blocks in DRAM, blocks with the tier below, and the entries that hold it, if they are to be
+        pinned (see `_hold`). The policies are told that it is used.
         """
         for _ in range(_TRIES):
             blocks, searched_in_slices = yield from noted(self._cuts.in_dram(namespaces, keys, limit))
@@ -138,21 +137,21 @@ class Reads:
         return 0, 0, []
 
     def _shortened(self, blocks: int, sliced: bool) -> int:
-        """How far to look next, after a run of so many blocks turned out not to be here."""
+        """How far to search next, after a run of so many blocks turned out not to be here."""
         if sliced:
             return blocks
-        # The search of one namespace was cut shorter by another one's, at a key that the first
-        # does not have although it has a later one: the list is no chain.
+        # Another namespace cut the search short at a key that this one lacks, although it has a later one: the list is
+        # no chain.
         self._space.index.invariant_failures += 1
         return 0
 
     def _user(
         self, namespaces: Sequence[Namespace], keys: bytes, blocks: int, found: int
     ) -> Callable[[list[int], bool], None]:
-        """What tells the policies of both tiers what is wanted, and of blocks that they are used.
+        """A callback that tells the policies of both tiers what is requested, and which blocks are used.
 
-        The deepest block that each of them has stands for all. What comes after the first slice is used too, but
-        others have asked for something meanwhile, so that nothing is learnt of it.
+        The deepest block in each namespace stands for all. Blocks after the first slice are used too, but other
+        requests may have come in between, so nothing is learnt from them.
         """
         predictor, hints = self._space.policies.predictor, self._space.policies.hints
 
@@ -179,22 +178,22 @@ class Reads:
         return blocks, (yield from self._cuts.with_below(namespaces, keys, blocks)) - blocks
 
     def bring_up(self, lease: ReadLease, end: int) -> Steps[None]:
-        """Somebody wants the frames of blocks up to `end`: what is held below comes up, once."""
+        """A client wants the frames of blocks up to `end`: promote what is held below, once."""
         if lease.rises and lease.held is not None and end > lease.blocks and not lease.over:
             lease.rises = False
             yield from self._rise(lease, lease.held.blocks)
 
     def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Steps[Found]:
-        """As `match`, with what is below brought up for nobody in particular, in the background."""
+        """As `match`, but blocks below are promoted in the background and no session holds the lease."""
         found = yield from self.match(owner, namespaces, keys, 0.0)
         if found.below and len(self.growing) < MAX_PREFETCHES:
             yield from self._fetch(namespaces, keys, found.dram, found.dram + found.below)
         return found
 
     def bring_ahead(self, namespaces: Sequence[Namespace], keys: bytes, most: Callable[[], int]) -> Steps[int]:
-        """As `prefetch`, before anybody asks: nothing is counted as asked for or used. Blocks that set out.
+        """As `prefetch`, ahead of any request: no look-up or use is counted. Returns how many blocks are promoted.
 
-        None where there are more than `most()` of them.
+        Promotes none if there are more than `most()` of them.
         """
         blocks, below = yield from self.peek(namespaces, keys)
         if not 0 < below <= most():
@@ -203,7 +202,7 @@ class Reads:
         return below
 
     def _fetch(self, namespaces: Sequence[Namespace], keys: bytes, in_dram: int, target: int) -> Steps[None]:
-        """Bring up the first `target` blocks for nobody in particular."""
+        """Promote the first `target` blocks under a lease without holders."""
         blocks, ends = yield from self._take(namespaces, keys, in_dram)
         lease = self._grant(namespaces, keys, blocks, ends, PREFETCH_S)
         lease.keys = keys[: target * KEY_BYTES]
@@ -214,7 +213,7 @@ class Reads:
     def _take(self, namespaces: Sequence[Namespace], keys: bytes, limit: int) -> Steps[tuple[int, list[int]]]:
         """The longest run of at most `limit` blocks, and the entries whose pins hold all of it, pinned.
 
-        The pins are for `_grant` or `_untake`. What is lost between two slices makes the run shorter.
+        The pins are for `_grant` or `_untake`. Blocks lost between two slices make the run shorter.
         """
         for _ in range(_TRIES):
             blocks, searched_in_slices = yield from noted(self._cuts.in_dram(namespaces, keys, limit))
@@ -228,9 +227,10 @@ class Reads:
         self, namespaces: Sequence[Namespace], keys: bytes, blocks: int,
         use: Callable[[list[int], bool], None] = lambda entries, first: None, pin: bool = True,
     ) -> Steps[list[int] | None]:  # fmt: skip
-        """Pin the entries that hold a run: of a window each of its blocks, of a chain the deepest.
+        """Pin the entries that hold a run: each block of a window, the deepest of a chain.
 
-        None where one is not here (any more). `use` gets them a slice at a time, and whether it is the first.
+        None where one is not here (any more). `use` is called with a slice of them at a time, and whether it is the
+        first.
         """
         index = self._space.index
         drops, ends, entries = index.drops, list[int](), self._ends(namespaces, keys, blocks)
@@ -259,7 +259,7 @@ class Reads:
                 self._untake(ends)
 
     def _ends(self, namespaces: Sequence[Namespace], keys: bytes, blocks: int) -> Iterator[int]:
-        """Entries, looked up when they are asked for; NO_ENTRY for what is not here."""
+        """Entries, looked up lazily; NO_ENTRY for what is not here."""
         attached = self._space.index.attached
         for namespace in namespaces if blocks else ():
             table = namespace.table
@@ -268,12 +268,12 @@ class Reads:
                 yield entry if entry != NO_ENTRY and attached(entry) else NO_ENTRY
 
     def _untake(self, ends: list[int]) -> None:
-        """Let go what was taken and has not become a lease's."""
+        """Unpin what was taken and did not become a lease's."""
         if self._taken.pop(id(ends), None) is not None:
             self._unpin(ends)
 
     def _unpin(self, entries: list[int]) -> None:
-        """Undo one pin of each: of many a slice at a time."""
+        """Undo one pin of each; of many, a slice at a time."""
         if len(entries) > PINS:
             self._unpinning.extend(entries)
             self._space.index.note_moved(entries)
@@ -282,7 +282,7 @@ class Reads:
             self._space.index.unpin(entry)
 
     def loose_pins(self) -> Iterator[int]:
-        """Entries with a pin that is no lease's: not yet, or no more."""
+        """Entries with a pin that no lease has: not yet, or no longer."""
         return chain(self._unpinning, self._space.index.walked_from, *self._taken.values())
 
     def _grant(
@@ -299,8 +299,8 @@ class Reads:
     def frames(self, lease: ReadLease, namespace: Namespace, first: int, count: int) -> list[int]:
         """Frames of blocks `first ..< first + count` of a live lease; fewer where the run ends.
 
-        None at all when `first` lies before the window of a windowed namespace: such blocks may be
-        here, but the lease does not hold them.
+        None at all when `first` lies before the window of a windowed namespace: such blocks may be here, but the lease
+        does not hold them.
         """
         count = min(count, self._held_end(lease, namespace, first) - first)
         if count <= 0 or namespace not in lease.namespaces:
@@ -308,7 +308,7 @@ class Reads:
         return self._space.index.run_frames(namespace.table, lease.keys, first, count)
 
     def _held_end(self, lease: ReadLease, namespace: Namespace, first: int) -> int:
-        """Up to where a lease holds the blocks of a namespace from `first` on; 0 where it does not hold that one."""
+        """Up to where a lease holds the blocks of a namespace from `first` on; 0 where it does not hold `first`."""
         for run in lease.runs:
             if run.namespace is namespace and run.first <= first < run.end:
                 return run.end
@@ -317,7 +317,7 @@ class Reads:
     # --- leases that grow ------------------------------------------------------------------------
 
     def _rise(self, lease: ReadLease, target: int) -> Steps[None]:
-        """Have the lease grow to `target` blocks by what the tier below brings up."""
+        """Let the lease grow to `target` blocks, promoted by the tier below."""
         lease.target = target
         lease.runs = runs = [Run(self._space.index, one, lease.keys, target) for one in lease.namespaces]
         self.growing[lease.lease_id] = lease
@@ -331,14 +331,14 @@ class Reads:
             started = True
         finally:
             if not started and not lease.over:
-                self._end(lease)  # nobody will hear of it
-        if lease.lease_id in self.growing:  # else it has ended, or had come up by itself
+                self._end(lease)  # the client will not hear of this lease
+        if lease.lease_id in self.growing:  # else it has ended, or the blocks had arrived already
             self._below.promote(lease)
 
     def grow(self, lease: ReadLease) -> None:
-        """Take in what has landed for a lease that is growing; of very wide windows a part."""
+        """Take in what has arrived for a growing lease; of very wide windows a part."""
         if not self._is_whole(lease):
-            self._end(lease)  # before anything else of it is pinned instead, as if it had always been so
+            self._end(lease)  # before new pins hide that it has lost a block
             return
         if lease.lease_id not in self.growing:
             return
@@ -351,7 +351,7 @@ class Reads:
                 if run.end == run.target:
                     self._touch(lease, run)
                 if looked >= PINS:
-                    lease.runs = runs[number:] + runs[:number]  # those that follow have their turn the next time
+                    lease.runs = runs[number:] + runs[:number]  # the runs that follow have their turn next time
                     break
         if grown:
             self.on_progress(lease.lease_id)
@@ -361,7 +361,7 @@ class Reads:
             lease.blocks = min(run.end for run in lease.runs)
 
     def _may_grow(self, lease: ReadLease) -> bool:
-        """Asked before more of it is pinned: a lease that has lost a block ends, or the new pins would hide that."""
+        """Check before pinning more: a lease that has lost a block must end, or the new pins would hide that."""
         if lease.lease_id not in self.growing:
             return False
         if not self._is_whole(lease):
@@ -370,13 +370,13 @@ class Reads:
         return True
 
     def _touch(self, lease: ReadLease, run: Run) -> None:
-        """Tell the policy of what a run has: of a wide window the rest later (`work`)."""
+        """Tell the policy of a run's blocks; of a wide window the rest later (`work`)."""
         following = run.touch(run.first)
         if following < run.target:
             self._touching.append((lease, run, following))
 
     def stop_growing(self, lease: ReadLease) -> None:
-        """Nothing more will land for it. A prefetch ends with that, once all that has come was looked for."""
+        """Nothing more will arrive for it. A prefetch ends with that, after a last search for what has arrived."""
         if not self._may_grow(lease):
             return
         for run in lease.runs:
@@ -386,7 +386,7 @@ class Reads:
             self._stopping.append(lease)
 
     def _looked(self, lease: ReadLease) -> bool:
-        """A slice of the last look at what has come; True when it is over, and the lease grows no more."""
+        """Run a slice of the last search for what has arrived; True when it is over and the lease stops growing."""
         if lease.over or lease.lease_id not in self.growing:
             return True
         if not self._is_whole(lease):
@@ -403,21 +403,21 @@ class Reads:
         return True
 
     def _look(self, lease: ReadLease, run: Run) -> None:
-        """Take in what has come for a run, or a slice of that; the policy is told once it is complete."""
+        """Take in what has arrived for a run, or a slice of that; the policy is told once it is complete."""
         if not run.complete:
             run.look()
             if run.end == run.target:
                 self._touch(lease, run)
 
     def _stop(self, lease: ReadLease) -> None:
-        """It grows no more, and has what its runs have."""
+        """The lease stops growing and has what its runs have."""
         del self.growing[lease.lease_id]
         pins, former = [entry for run in lease.runs for entry in run.pins], lease.pins
         lease.pins = former + pins
         complete = all(run.complete for run in lease.runs)
         if complete or not lease.has_windows:
-            # What is pinned now holds all that was held before: of chains the last block does, and of windows
-            # only those before this cut are the lease's.
+            # The present pins hold all that was held before: for a chain the last block does, and for a window only the
+            # blocks before this cut are the lease's.
             lease.blocks = min(run.end for run in lease.runs)
             lease.pins = pins
             self._unpin(former)
@@ -456,13 +456,13 @@ class Reads:
         self._deadlines.add(lease.deadline_s, lease.lease_id)
 
     def pin(self, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float) -> Steps[int]:
-        """Keep the present prefix until the time is up; blocks pinned, 0 when over the share."""
+        """Pin the present prefix until the time is up; returns the blocks pinned, 0 when over the limit."""
         self.unpin(namespaces, keys)
         block_bytes = sum(namespace.spec.frame_bytes for namespace in namespaces)
         blocks, ends = yield from self._take(namespaces, keys, min(len(keys) // KEY_BYTES, self._pinnable(block_bytes)))
         if blocks == 0:
             return 0
-        self.unpin(namespaces, keys)  # somebody else may have pinned it between two slices
+        self.unpin(namespaces, keys)  # another client may have pinned it between two slices
         if blocks > self._pinnable(block_bytes):
             self._untake(ends)
             return 0
@@ -475,7 +475,7 @@ class Reads:
         return blocks
 
     def _pinnable(self, block_bytes: int) -> int:
-        """How many blocks of each namespace another pin may keep."""
+        """How many blocks of each namespace one more pin may keep."""
         room = 0 if len(self.pins) >= MAX_PINS else self.pin_limit_bytes - self.pinned_bytes
         return max(0, int(room // block_bytes))
 
@@ -485,13 +485,13 @@ class Reads:
         return int(self._space.allocator.arena_bytes * self._pin_share)
 
     def _keep_regions(self, lease: ReadLease) -> Steps[None]:
-        """Have the regions that a pin lies in not emptied; a lease pins only the last block of each chain itself."""
+        """Protect the regions of a pin from being emptied; the lease itself pins only the last block of each chain."""
         frames = [self._space.index.frame[entry] for entry in lease.pins]
         regions = {frame >> REGION_SHIFT for frame in frames}
         for namespace in lease.namespaces:
             for first in range(0, 0 if namespace.table.windowed else lease.blocks, LOOKUPS):
                 if lease.over or not self._is_whole(lease):
-                    return  # it ends, or has ended: nothing has to be kept for it
+                    return  # it ends, or has ended: nothing to keep
                 regions.update(frame >> REGION_SHIFT for frame in self.frames(lease, namespace, first, LOOKUPS))
                 if first + LOOKUPS < lease.blocks:
                     yield
@@ -501,7 +501,7 @@ class Reads:
             self.pin_changes += 1
 
     def unpin(self, namespaces: Sequence[Namespace], keys: bytes) -> int:
-        """Undo `pin` with the same arguments; blocks that were pinned."""
+        """Undo `pin` with the same arguments; returns the blocks that were pinned."""
         lease = self.pins.get(_pin_name(namespaces, keys))
         if lease is None:
             return 0
@@ -509,7 +509,7 @@ class Reads:
         return lease.blocks
 
     def expire(self) -> None:
-        """End leases and pins whose time is up, a slice of them. A reader that goes on copying gets a miss."""
+        """End expired leases and pins, a slice of them. A reader that is still copying gets a miss."""
         now_s, pins = self._clock_s(), 0
         for lease_id in islice(self._deadlines.due(now_s), EXPIRED_AT_ONCE):
             lease = self.leases.get(lease_id)
@@ -523,7 +523,7 @@ class Reads:
                 break
 
     def session_lost(self, owner: Owner) -> Steps[None]:
-        """Give up all holds of a session that is gone. Between two slices others of its instance may hold some too."""
+        """End all holds of a lost session. Between two slices other sessions of its instance may hold some too."""
         while owner.reads:
             done = 0
             while owner.reads and done < ENDED_AT_ONCE:
@@ -540,7 +540,7 @@ class Reads:
     # --- leases that have lost a block -------------------------------------------------------------
 
     def find(self, owner: Owner, lease_id: int) -> ReadLease | None:
-        """A lease that the owner holds, and of which nothing was dropped: else it ends here, and the load is a miss."""
+        """A lease that the owner holds and that has lost nothing; else it ends here, and the load is a miss."""
         lease = owner.reads.get(lease_id)
         if lease is not None and not self._is_whole(lease):
             self._end(lease)
@@ -548,8 +548,8 @@ class Reads:
         return lease
 
     def _is_whole(self, lease: ReadLease) -> bool:
-        """Whether all that the lease pins can still be found. Asked wherever it is used, so that nothing has to end
-        each lease before the frames that it holds go to new owners."""
+        """Whether all that the lease pins can still be found. Checked at every use, so that leases need not be ended
+        before the frames they hold go to new owners."""
         index = self._space.index
         if lease.whole_at != index.drops:
             if not index.all_attached(lease.pinned()):
@@ -558,11 +558,11 @@ class Reads:
         return True
 
     def suspect_all(self) -> None:
-        """Something that is pinned was dropped: leases on it are to end soon, so that its frame comes back."""
+        """Something pinned was dropped: leases on it should end soon, so that its frame comes back."""
         self._suspected = True
 
     def work(self) -> bool:
-        """A slice of what is to end: pins, and leases that have lost a block; True while there is more."""
+        """End a slice of pins and of leases that have lost a block; True while there is more."""
         for _ in range(min(PINS, len(self._unpinning))):
             self._space.index.unpin(self._unpinning.pop())
         if self._stopping and self._looked(self._stopping[0]):
@@ -591,7 +591,7 @@ class Reads:
                 self._touching.append((lease, run, following))
 
     def _end(self, lease: ReadLease, good: bool = False) -> None:
-        """Unpin, and take the lease from whoever still holds it: a release then finds none."""
+        """Unpin, and take the lease from its remaining holders: their release then finds none."""
         del self.leases[lease.lease_id]
         if lease.pin_name is None:
             self.ages.observe(int((self._clock_s() - lease.started_s) * 1e9))

@@ -1,9 +1,9 @@
-"""What accounts take of the arena in whole regions, and which regions they have to give back.
+"""Region shares: what accounts take of the arena in whole regions, and which regions they must give back.
 
-A region is of one size of frames as long as one of its frames is in use, so whoever has one small block in each of many
-regions takes them all from those who need frames of another size, within a quota that counts frames. So a region also
-counts as a whole: each account that has frames in it takes its part of all of it. An account that takes more than its
-quota in this way, and more than one region, keeps that only until others need room.
+A region holds one size of frames as long as one of its frames is in use. So an account with one small block in each of
+many regions would take them all from accounts that need another frame size, within a quota that counts frames.
+Therefore whole regions count too: each account with frames in a region takes its part of it. An account that takes more
+than its quota in this way, and more than one region, keeps that only until others need room.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tiercache.daemon.tiers.quotas import Quotas
 
 
 class Shares:
-    """Event loop only. Each answer costs a step for each region, and for each account in it."""
+    """Event loop only. Each call costs a step per region, and per account in it."""
 
     def __init__(self, allocator: Allocator, quotas: Quotas) -> None:
         self._allocator = allocator
@@ -30,7 +30,7 @@ class Shares:
         return taken
 
     def _entitled(self) -> dict[int, int]:
-        """What accounts may take: one region in any case, and all there is where a quota was taken away."""
+        """What accounts may take: at least one region, and everything where a quota was removed."""
         region_bytes = max((size_bytes for _, size_bytes, _, _ in self._allocator.shares()), default=0)
         entitled = {}
         for name, number in self._quotas.numbers.items():
@@ -47,7 +47,7 @@ class Shares:
         return self.taken_bytes()[account] + region_bytes > entitled
 
     def to_give_back(self, size_class: SizeClass, account: int) -> int | None:
-        """A region for frames of that size, for an account that takes no more than it may: that with the least in it.
+        """A region to take back for frames of that size and an account within its share: the one with the least in it.
 
         None where no account takes too much, or has such a region for itself.
         """

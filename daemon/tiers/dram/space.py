@@ -1,4 +1,4 @@
-"""Room for blocks: namespaces, their size classes, and what is evicted to make more of it."""
+"""Space for blocks: namespaces, their size classes, and eviction to make room."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from tiercache.protocol.wire import UNREADABLE
 
 MAX_NAMESPACES = 4096
 MAX_TENANT_NAMESPACES = 256
-"""Of one tenant: room for a few models on many ranks, and none to take the places of all others."""
+"""Per tenant: room for a few models on many ranks, without taking all places from the others."""
 SLICE = 512
-"""Entries unlinked, or frames drained, in one go: about a millisecond of the loop."""
+"""Entries unlinked, or frames drained, in one go: about a millisecond of the event loop."""
 ROOM_STEPS = 4 * SLICE
-"""Unlinked at most for one request, before it evicts: the rest comes back in the background."""
+"""Unlinked at most for one request before it evicts: the rest comes back in the background."""
 EVICT_AT_ONCE = 4 * SLICE
-"""Evicted at most for one request. Only large blocks under a quota can need more, in the place of small ones."""
+"""Evicted at most for one request. Only large blocks under a quota can need more, in place of small ones."""
 
 LOOK_AT_ONCE = 16 * SLICE
-"""Frames of a region that are looked at in one go before it is emptied: likewise."""
+"""Frames of a region checked in one go before it is emptied: about a millisecond too."""
 _DRAIN_REST = 256
 _TURN = 16
 
 
 @dataclass(slots=True)
 class Use:
-    """What a namespace has been asked for and given, in blocks, in this life of the daemon.
+    """Look-ups and stores of a namespace, in blocks, in this life of the daemon.
 
-    `used_s`: when it was asked or stored last, on the lease clock; None before the first time.
+    `used_s`: when it was last looked up or stored, on the lease clock; None before the first time.
     """
 
     asked_blocks: int = 0
@@ -54,15 +54,15 @@ class Use:
     pending_blocks: int = 0
     """Being stored now."""
     pending_below_blocks: int = 0
-    """On their way to the tier below."""
+    """Being written to the tier below."""
 
 
 @dataclass(slots=True, eq=False)
 class Namespace:
-    """A registered spec and where its blocks live. Each is itself alone: none equals another one.
+    """A registered spec and where its blocks live. Compared by identity.
 
-    `direct`: a client wants to read its blocks on NVMe itself, so they are stored for that. `account`,
-    `account_below`: whose quota its blocks are under in DRAM and in the tier below (see `Quotas`).
+    `direct`: a client wants to read its blocks on NVMe itself, so they are stored for that. `account`, `account_below`:
+    the quota account of its blocks in DRAM and in the tier below (see `Quotas`).
     """
 
     number: int
@@ -77,7 +77,7 @@ class Namespace:
 
 
 def first_of_window(namespace: Namespace, cut: int) -> int:
-    """The first block that a cut needs: of a chain all before it."""
+    """The first block that a cut needs; a chain needs all before it."""
     return max(0, cut - namespace.spec.window_blocks) if namespace.table.windowed else 0
 
 
@@ -86,7 +86,7 @@ class NoRoom(Exception):
 
 
 class Space:
-    """The DRAM tier's places and what is in them. Event loop only; nothing here blocks."""
+    """The namespaces and frames of the DRAM tier. Event loop only; never blocks."""
 
     def __init__(
         self, policies: Policies, counters: Counters, quotas: Quotas | None = None, headroom_bytes: int = 0,
@@ -97,26 +97,26 @@ class Space:
         self.counters = counters
         self.namespaces: dict[int, Namespace] = {}
         self._by_fingerprint: dict[str, Namespace] = {}
-        self._namespaces_of: Counter[str] = Counter()  # how many, by tenant
+        self._namespaces_of: Counter[str] = Counter()  # number of namespaces, by tenant
         self.policies = policies
         self.prompts = Prompts()
         self.tails = Tails(self.index, self.prompts, policies.clock_s)
-        self._policies: dict[int, dict[str, Policy]] = {}  # of a size of frames, by account
+        self._policies: dict[int, dict[str, Policy]] = {}  # by frame size, by account
         self.quotas = quotas or Quotas({})
         self.quotas_below = quotas_below or Quotas({})
         self.shares = Shares(self.allocator, self.quotas)
         self.on_taken_back: Callable[[int], None] = lambda region_id: None
-        """Is told of a region that is emptied whatever keeps it."""
+        """Called with a region that is emptied no matter what keeps it."""
         self._headroom_bytes = headroom_bytes
         policies.turnover.room_bytes = lambda: self.allocator.arena_bytes - headroom_bytes
         self._draining: tuple[int, int] | None = None  # region id, next frame to look at
         self._looking: tuple[int, int, int] | None = None  # a region that may be emptied, next frame, blocks so far
-        self._drain_rest = 0  # times that no drain is considered
+        self._drain_rest = 0  # times to skip before a drain is considered again
         self._drain_turn = 0
         self.pinned_regions: Counter[int] = Counter()  # regions that are not emptied, with the pins on each
 
     def open_namespace(self, spec: NamespaceSpec) -> Namespace:
-        """The namespace of a spec that has no `problem()`; made when it is new. Raises NoRoom."""
+        """The namespace of a spec that has no `problem()`; created if new. Raises NoRoom."""
         fingerprint = spec.fingerprint()
         known = self._by_fingerprint.get(fingerprint)
         if known is not None:
@@ -146,11 +146,11 @@ class Space:
         return {name: known[name].number for name in fingerprints if name in known}
 
     def save(self, namespace: Namespace) -> bytes:
-        """A namespace's spec for the disk."""
+        """A namespace's spec, encoded for the disk."""
         return msgspec.msgpack.encode(namespace.spec)
 
     def open_saved(self, spec: bytes) -> Namespace | None:
-        """The namespace of a saved spec; None when it cannot be read or served any more."""
+        """The namespace of a saved spec; None when it can no longer be read or served."""
         try:
             known = NamespaceSpec.received(msgspec.msgpack.decode(spec, type=dict[str, Any]))
         except UNREADABLE:
@@ -158,9 +158,9 @@ class Space:
         return None if known.problem() else self.open_namespace(known)
 
     def take_frames(self, namespace: Namespace, count: int) -> list[int]:
-        """Frames for `count` blocks, evicting leaves of the same size class if need be; maybe fewer.
+        """Take frames for `count` blocks, evicting leaves of the same size class if need be; maybe fewer.
 
-        Whatever must survive this (the new blocks' ancestors) has to be pinned by the caller.
+        The caller must have pinned what has to survive this (the new blocks' ancestors).
         """
         allocator, size_class = self.allocator, namespace.size_class
         account = self.quotas.numbers.get(namespace.account, NO_ACCOUNT)
@@ -178,7 +178,7 @@ class Space:
             elif steps > 0 and (done := self.index.unlink_slice(min(SLICE, steps))):
                 steps -= done
             elif may_take_back:
-                may_take_back = False  # one region, even where it is not free at once
+                may_take_back = False  # one region, even if it is not free at once
                 self._take_back(size_class, account)
             elif room > 0 and (gone := self._make_room(namespace, count - len(frames))):
                 room -= gone
@@ -191,9 +191,10 @@ class Space:
         return self.allocator.account_bytes[self.quotas.numbers.get(account, NO_ACCOUNT)]
 
     def _within_quota(self, namespace: Namespace, count: int, limit_bytes: int) -> int:
-        """How many of `count` frames its account may have, once it has given up blocks of its own for them.
+        """How many of `count` frames the account may have, after evicting blocks of its own for them.
 
-        No more are given up than would do if all of them were free at once; what is still read counts until it is not.
+        Evicts no more than would do if all of them were free at once; blocks still being read count until they are
+        free.
         """
         account, frame_bytes = namespace.account, namespace.size_class.frame_bytes
         steps, wanted_bytes = ROOM_STEPS, count * frame_bytes
@@ -226,10 +227,10 @@ class Space:
         return room
 
     def _make_room(self, namespace: Namespace, count: int) -> int:
-        """Evict `count` blocks, or fewer where that is all there is; returns how many.
+        """Evict `count` blocks, or all there are; returns how many.
 
-        All of them before the first frame is taken: a chain goes from its tail, and what went last
-        is taken first, so that the frames come out in the order in which they once were filled.
+        All of them before the first frame is taken: a chain is evicted from its end, and the last frame freed is taken
+        first, so the frames come out in the order in which they were once filled.
         """
         accounts = list(self._policies[namespace.size_class.frame_bytes].values())
         if len(accounts) == 1:
@@ -241,16 +242,16 @@ class Space:
         return evicted
 
     def _evict(self, policy: Policy, count: int) -> int:
-        """Evict `count` blocks of one account, or all that there are; returns how many."""
+        """Evict `count` blocks of one account, or all there are; returns how many."""
         evicted = 0
         while evicted < count and (victim := policy.victim()) != NO_ENTRY:
             evicted += self.index.evict_run(victim, count - evicted)
         return evicted
 
     def _evict_in_turn(self, namespace: Namespace, accounts: list[Policy], count: int) -> int:
-        """Evict `count` blocks, or fewer, the coldest whoever has it.
+        """Evict `count` blocks, or fewer, the coldest of all accounts.
 
-        There may be thousands of accounts, so each is asked once, and then the one that gave.
+        There may be thousands of accounts, so each is asked once, and after that only the one that lost a block.
         """
         order = [(stamp, place) for place, one in enumerate(accounts) if (stamp := one.coldest_stamp()) is not None]
         heapq.heapify(order)
@@ -268,16 +269,16 @@ class Space:
         return evicted
 
     def work(self) -> bool:
-        """One slice of unlinking and draining; True while there is more."""
+        """Run a slice of unlinking and draining; True while there is more."""
         self._look_slice()
         self._drain_slice()
         busy = self._draining is not None or self._looking is not None
         return self.index.unlink_slice(SLICE) == SLICE or busy
 
     def keep_free(self) -> bool:
-        """Make room ahead of need, a slice of it; True while there is less than the headroom.
+        """Evict ahead of need, a slice; True while there is less than the headroom.
 
-        What came last has its turn too, so it stays only if it is worth more than what was here before.
+        Blocks that came last are considered too, so they stay only if they are worth more than what was here before.
         """
         short_bytes = self._headroom_bytes - (self.allocator.arena_bytes - self.allocator.used_bytes)
         if short_bytes <= 0:
@@ -290,13 +291,13 @@ class Space:
         self.counters.evicted_blocks += self.index.evict_run(victim, min(SLICE, -(-short_bytes // size_bytes)))
         return True
 
-    # A class that is out of frames gets a region of another one whose coldest block is colder than
-    # its own. The region is emptied in slices and cannot be used before its last frame is back.
+    # A class that is out of frames gets a region of another class whose coldest block is colder than its own. The
+    # region is emptied in slices and cannot be used before its last frame is back.
 
     def _take_back(self, size_class: SizeClass, account: int) -> None:
-        """Have an account that takes too many regions give one back.
+        """Make an account that takes too many regions give one back.
 
-        Nothing keeps it: leases and pins of that account are revoked, and what is written there is dropped.
+        Nothing protects it: leases and pins of that account are revoked, and what is written there is dropped.
         """
         region_id = self.shares.to_give_back(size_class, account)
         if region_id is not None:
@@ -316,7 +317,7 @@ class Space:
             self._drain_rest -= 1
             return
         own, size_class = None if policy is None else policy.coldest_stamp(), namespace.size_class
-        # Who takes as much as he may in whole regions has one of his own emptied, or none.
+        # An account at its limit of whole regions has one of its own emptied, or none.
         alone = self.shares.at_limit(self.quotas.numbers.get(namespace.account, NO_ACCOUNT))
         coldest: tuple[int, Policy] | None = None
         for frame_bytes, accounts in self._policies.items():
@@ -328,7 +329,7 @@ class Space:
         if coldest is None or (own is not None and own <= coldest[0]):
             return
         region_id = self.index.frame[coldest[1].victim()] >> REGION_SHIFT
-        if self._drain_turn:  # the coldest one could not be emptied the last time: try the others in turn
+        if self._drain_turn:  # the coldest one could not be emptied last time: try the others in turn
             regions = self.allocator.regions_like(region_id)
             region_id = regions[self._drain_turn % len(regions)]
         self._drain_turn += 1
@@ -336,9 +337,9 @@ class Space:
         self._look_slice()
 
     def _look_slice(self) -> None:
-        """Look at a part of a region: if nobody pins any block of it, it is emptied at once.
+        """Check a part of a region; once it turns out that none of its blocks is pinned, it is emptied at once.
 
-        Leases in which such a block stands before the last one are revoked; what clients pinned stays.
+        Leases with such a block before their last one are revoked; blocks that clients pinned stay.
         """
         if self._looking is None:
             return
@@ -352,7 +353,7 @@ class Space:
         pinned = any(entry and pins[entry - 1] for entry in part)
         if not pinned and first + LOOK_AT_ONCE < len(entries):
             self._looking = region_id, first + LOOK_AT_ONCE, blocks
-        # A frame in use that is no block's is being written, or still read.
+        # A frame in use without a block is being written, or still read.
         elif not pinned and blocks == self.allocator.owned_frames(region_id):
             self._drain_turn = 0
             self._drain(region_id)

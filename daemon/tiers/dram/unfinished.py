@@ -1,9 +1,9 @@
-"""Frames that clients may still be writing to: how many bytes each of them has, and how many it may have.
+"""Unfinished stores: how many bytes of frames each client may still be writing to, and the limit of that.
 
-A client that stops for good keeps its frames: from then on they wait in quarantine for its end. So what it may have is
-limited before it writes, and a part of the arena is left to what can be read, however many clients hang. A block that
-is complete counts too while the one before it is not: nobody can read it, and it cannot be evicted. What counts is the
-party, a process of this host or a tenant on others: clients choose their instances.
+A client that hangs keeps its frames: they wait in quarantine until its process exits. So what a client may have is
+limited before it writes, and a part of the arena stays readable, however many clients hang. A complete block counts too
+until the one before it is complete: it cannot be read, nor evicted. The count is per party, a process of this host or a
+tenant on others: clients choose their instances.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tiercache.ground.units import format_bytes
 from tiercache.protocol.messages import MAX_RESERVE
 
 FLOOR_SHARE = 0.25
-"""Of the arena, in a daemon: what all clients together leave of it. One of them leaves twice as much."""
+"""Share of the arena, in a daemon, that all clients together leave free. One client alone leaves twice as much."""
 _TOLD_SHARE = 2
-"""`health` tells of a quarantine from a half of what may be there."""
+"""`health` reports a quarantine from half of the limit on."""
 _MAX_TOLD = 4
 _LEASES_AT_ONCE = 2048
 _TRIES = 3
 
 
 class Unfinished:
-    """Bytes by party; `limit_bytes` is what one may have at most. Event loop only."""
+    """Bytes by party; `limit_bytes` is the most that one may have. Event loop only."""
 
     def __init__(self, limit_bytes: int, floor_share: float, allocator: Allocator) -> None:
         self._limit_bytes = limit_bytes
@@ -47,15 +47,15 @@ class Unfinished:
 
     @property
     def quarantined_bytes(self) -> int:
-        """What waits for the end of a client."""
+        """Bytes in quarantine until clients exit."""
         return self._quarantined.total()
 
     def quarantined_of(self, party: str) -> int:
-        """What waits for the end of that one."""
+        """Bytes in quarantine until that client exits."""
         return self._quarantined[party]
 
     def most_frames(self, lease: WriteLease) -> int:
-        """How many frames a new lease may have. One it may if its party has none, to get on at all."""
+        """How many frames a new lease may have. At least one if its party has none, so that it can make progress."""
         if lease.owner.internal:
             return MAX_RESERVE
         held_bytes = self._held[lease.owner.party]
@@ -63,7 +63,7 @@ class Unfinished:
         return max(0 if held_bytes else 1, room_bytes // lease.frame_bytes)
 
     def count(self, lease: WriteLease, frames: int) -> None:
-        """So many frames more, or fewer, are its writer's."""
+        """Its writer has so many frames more, or fewer."""
         self._changes += 1
         lease.writing += frames
         lease.frames += frames
@@ -78,21 +78,21 @@ class Unfinished:
         lease.writing -= frames
 
     def settle(self, lease: WriteLease, frames: int) -> None:
-        """So many that were complete are published, or dropped."""
+        """So many complete blocks were published, or dropped."""
         self._changes += 1
         lease.frames -= frames
         if not lease.owner.internal:
             _add(self._held, lease.owner.party, -frames * lease.frame_bytes)
 
     def give_up(self, lease: WriteLease) -> None:
-        """The lease is over from here on: what its writer has is in quarantine."""
+        """The lease is over: the frames of its writer are in quarantine."""
         self._changes += 1
         lease.over = True
         if not lease.owner.internal:
             _add(self._quarantined, lease.owner.party, lease.writing * lease.frame_bytes)
 
     def reasons(self) -> list[str]:
-        """Whose unfinished stores take so much of the arena that people should know."""
+        """Whose unfinished stores take so much of the arena that operators should know."""
         each_bytes, all_bytes = self._limit_of_one_bytes // _TOLD_SHARE, self._limit_of_all_bytes // _TOLD_SHARE
         text = "of the arena wait in quarantine for"
         reasons = [
@@ -109,9 +109,9 @@ class Unfinished:
         return reasons
 
     def check(self, leases: Callable[[], Sequence[WriteLease]]) -> Steps[list[str]]:
-        """Findings where what all write leases have is not what is counted here.
+        """Findings where the frames of all write leases differ from the counts here.
 
-        While there are many, and these have other frames all the time, nothing is found.
+        Finds nothing while there are many leases whose frames change all the time.
         """
         for _ in range(_TRIES):
             changes, held, quarantined = self._changes, Counter[str](), Counter[str]()

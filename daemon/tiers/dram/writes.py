@@ -1,13 +1,12 @@
-"""Blocks on their way in: reserve, commit, abort, and the quarantine.
+"""Stores into DRAM: reserve, commit, abort, and the quarantine.
 
     reserve(parent, keys)   HAVE HAVE PENDING FRAME FRAME NONE
                             ├─ here ─┤ other's ├─ ours ─┤ └ no room
     copy                              into the frames, by the client
     commit(indices)                   FRAME → VISIBLE, or HELD until its parent is
 
-A frame that a writer was given and has not said to be finished with is never reused: when its
-lease runs out or its session is lost, the frame waits in quarantine until that client says so or
-its process has ended.
+A frame that was given to a writer is never reused before the writer says that it is finished: when its lease expires or
+its session is lost, the frame waits in quarantine until that client says so or its process has exited.
 """
 
 from __future__ import annotations
@@ -42,19 +41,19 @@ _COMMIT_STATE = {
     BlockPhase.DROPPED: CommitState.DROPPED,
 }
 BLOCKS_AT_ONCE = 1024
-"""Published or dropped in one go: a millisecond or two of the loop. No less than one commit may name."""
+"""Published or dropped in one go: a millisecond or two of the event loop. Not less than one commit may name."""
 LOOKED_AT_ONCE = 4096
-"""Looked at in one go when a region is emptied."""
+"""Pending blocks checked in one go when a region is emptied."""
 _DROP = 3
-"""So many more could be looked at while one is dropped."""
+"""Dropping one takes as long as checking so many."""
 LEASE_STEPS = 8
-"""Steps of one go that a lease takes besides its blocks, as it is given up: it has up to `MAX_RESERVE` of those."""
+"""What a lease that is given up costs of one go beside its blocks: it has up to `MAX_RESERVE` of those."""
 LEASES_AT_ONCE = 4
-"""Looked through in one slice of a check."""
+"""Checked in one slice."""
 NOTES_AT_ONCE = 512
-"""Deadlines looked at in one go; most are of leases that have ended before."""
+"""Deadlines checked in one go; most belong to leases that have ended before."""
 
-# Members by short names: to look one up on its class costs as much as the rest of a step in a loop.
+# Members by short names: looking one up on its class costs as much as the rest of a step in a loop.
 _HAVE, _PENDING, _FRAME, _NONE = BlockState.HAVE, BlockState.PENDING, BlockState.FRAME, BlockState.NONE
 _VISIBLE, _DROPPED = CommitState.VISIBLE, CommitState.DROPPED
 _WRITING, _HELD, _PHASE_DROPPED = BlockPhase.WRITING, BlockPhase.HELD, BlockPhase.DROPPED
@@ -71,28 +70,28 @@ class Writes:
         self.leases: dict[int, WriteLease] = {}
         self.quarantined: dict[int, WriteLease] = {}
         self.waiting: dict[int, WriteLease] = {}
-        """Ended, with complete blocks that wait for those before them."""
+        """Ended leases with complete blocks that wait for those before them."""
         self.unfinished = unfinished
         self.pending: dict[tuple[int, bytes], PendingBlock] = {}
         self.ages = LatencyHistogram()
-        """How long clients were at their stores, quarantine included."""
+        """How long clients took for their stores, quarantine included."""
         self._space = space
         self._published = published
         self._clock_s = clock_s
         self._events = events
         self._deadlines = Deadlines(self.leases)
-        self._ready: list[PendingBlock] = []  # complete, below what is published: to be published
-        self._doomed: list[PendingBlock] = []  # dropped, with blocks below them that are to be
+        self._ready: list[PendingBlock] = []  # complete, below published blocks: to be published
+        self._doomed: list[PendingBlock] = []  # dropped, with blocks below them still to be dropped
         self._pending_in: dict[int, dict[PendingBlock, None]] = {}  # by namespace, since it was flushed
-        self._taken_back: dict[int, list[PendingBlock]] = {}  # what was pending, by the region that is emptied
-        self._flushed: list[dict[PendingBlock, None]] = []  # what was pending in a namespace that was flushed
+        self._taken_back: dict[int, list[PendingBlock]] = {}  # pending blocks to check, by the region that is emptied
+        self._flushed: list[dict[PendingBlock, None]] = []  # pending blocks of flushed namespaces
 
     # --- reserve ---------------------------------------------------------------------------------
 
     def reserve(
         self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float, named: Named | None = None
     ) -> Reservation:
-        """Frames for those of `keys` that are neither here nor on their way; `named`: what events say of them."""
+        """Frames for those of `keys` that are neither here nor pending; `named`: what events say of them."""
         entry, block = namespace.table.root, None
         if parent and not namespace.table.windowed:
             entry = namespace.table.get(parent)
@@ -104,7 +103,7 @@ class Writes:
         lease.named = named
         if namespace.table.windowed:
             lease.chain = parent, keys
-        # Pinned before anything is evicted, so that room for a child is not made of its ancestors.
+        # Pinned before any eviction, so that room for a child is not made of its ancestors.
         if entry != NO_ENTRY:
             self._space.index.pin(entry)
         self._reserve_rest(lease, namespace, keys, states, entry, block)
@@ -140,10 +139,10 @@ class Writes:
         self, lease: WriteLease, namespace: Namespace, keys: bytes, states: list[BlockState],
         entry: int, block: PendingBlock | None,
     ) -> None:  # fmt: skip
-        """Go on from the deepest present ancestor, `entry` or `block`, until room or sense runs out."""
+        """Continue from the deepest present ancestor, `entry` or `block`, until there is no room or no chain."""
         table, number_of_keys = namespace.table, len(keys) // KEY_BYTES
         windowed, get, pending = table.windowed, table.get, self.pending
-        fresh: dict[bytes, int] = {}  # keys that need a frame, and their places
+        fresh: dict[bytes, int] = {}  # keys that need a frame, and their positions
         for number in range(len(states), number_of_keys):
             key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
             found = get(key)
@@ -161,13 +160,13 @@ class Writes:
                 continue
             if not windowed:
                 if other is None or fresh or other.parent_entry != entry or other.parent_block is not block:
-                    # What it hangs below was dropped while it is being written, or the list is no chain.
+                    # Its parent was dropped while it is being written, or the list is no chain.
                     self._space.index.invariant_failures += 0 if other is not None and self._is_orphan(other) else 1
                     break
                 entry, block = NO_ENTRY, other
             states.append(_PENDING)
         given = self._fill(lease, namespace, fresh, entry, block)
-        if given < len(fresh):  # no frame for this one, so nothing for those after it
+        if given < len(fresh):  # no frame for this one, so none for those after it
             del states[list(fresh.values())[given] :]
         states.extend([_NONE] * (number_of_keys - len(states)))
 
@@ -182,7 +181,7 @@ class Writes:
     def _fill(
         self, lease: WriteLease, namespace: Namespace, fresh: dict[bytes, int], entry: int, block: PendingBlock | None
     ) -> int:
-        """A frame and a pending block for each of `fresh`, below `entry` or `block`; returns for how many."""
+        """Take a frame and make a pending block for each of `fresh`, below `entry` or `block`; returns for how many."""
         most = self.unfinished.most_frames(lease)
         table, number, pending = namespace.table, namespace.number, self.pending
         frames = self._space.take_frames(namespace, min(len(fresh), most))
@@ -229,7 +228,7 @@ class Writes:
                 complete.append(block)
             elif block.phase is _PHASE_DROPPED:
                 self._give_back(lease, block)
-        # All of them are complete before the first is published, so that runs of them become visible at once.
+        # All of them become complete before the first is published, so that runs become visible at once.
         if complete:
             self.unfinished.complete(lease, len(complete))
             self._space.namespaces[complete[0].table.number].use.used_s = self._clock_s()
@@ -248,7 +247,7 @@ class Writes:
         self.drop_some()
 
     def fail(self, owner: Owner, lease_id: int, number: int) -> None:
-        """The copy into one block has failed and ended: it is dropped, and what hangs below it."""
+        """The copy into one block failed and has ended: drop it, and what hangs below it."""
         lease = self._find(owner, lease_id)
         block = lease.blocks.get(number) if lease is not None else None
         if lease is None or block is None:
@@ -266,7 +265,7 @@ class Writes:
         return block if block is not None and block.phase is BlockPhase.WRITING else None
 
     def _is_whole(self, block: PendingBlock) -> bool:
-        """Whether its writer can have written all of it. What did not come as payload is a former owner's."""
+        """Whether its writer can have written all of it. Bytes that did not come as payload are a former owner's."""
         needed = self._space.namespaces[block.table.number].spec.block_bytes
         return block.lease.owner.mapped or block.written >= needed
 
@@ -276,15 +275,15 @@ class Writes:
         self._deadlines.add(lease.deadline_s, lease.lease_id)
 
     def _find(self, owner: Owner, lease_id: int) -> WriteLease | None:
-        """A live or quarantined lease of the same instance; those of the daemon itself are nobody else's."""
+        """A live or quarantined lease of the same instance; the daemon's own leases are found by no client."""
         lease = self.leases.get(lease_id) or self.quarantined.get(lease_id)
         same = lease is not None and lease.owner.same_engine(owner)
         return lease if same else None
 
     def _publish_some(self) -> None:
-        """Make complete blocks visible, then those that were held for them, as deep as they go: a slice of them.
+        """Make complete blocks visible, then the HELD ones below them, as deep as they go: a slice of them.
 
-        HELD → VISIBLE, or DROPPED where what they hang below has gone. The newest first: a commit sees its own.
+        HELD → VISIBLE, or DROPPED if the parent has gone. The newest first: a commit sees its own.
         """
         index, ready, done = self._space.index, self._ready, 0
         turnover = self._space.policies.turnover
@@ -308,13 +307,13 @@ class Writes:
             if not last.children and not last.table.windowed and not last.lease.owner.internal:
                 self._space.tails.stored(last.lease.owner.instance, entries[-1])
             for child in last.children:
-                child.parent_block, child.parent_entry = None, entries[-1]  # one of the pins is its
+                child.parent_block, child.parent_entry = None, entries[-1]  # one of the pins belongs to it
                 if child.phase is _HELD:
                     ready.append(child)
             last.children = {}
 
     def _show(self, run: Sequence[PendingBlock], entries: Sequence[int]) -> None:
-        """Blocks of one namespace are in the index: they are pending no more, and who wants to know is told."""
+        """Blocks of one namespace are in the index: no longer pending; tells the tier below and events."""
         table, pending, set_entry, events = run[0].table, self.pending, self._space.allocator.set_entry, self._events
         namespace = self._space.namespaces[table.number]
         for block, entry in zip(run, entries, strict=True):
@@ -335,9 +334,9 @@ class Writes:
             self._settle(lease, count)
 
     def _drop(self, block: PendingBlock) -> None:
-        """A pending block will never be published, nor those below it, which `work` drops if they are many.
+        """Drop a pending block and those below it; `work` drops the latter if they are many.
 
-        Complete ones give their frame back; frames that are being written stay their writer's.
+        Complete blocks give their frame back; frames being written stay their writer's.
         """
         if block.parent_block is not None:
             block.parent_block.children.pop(block, None)
@@ -359,7 +358,7 @@ class Writes:
             self._settle(block.lease, 1)
 
     def _settle(self, lease: WriteLease, blocks: int) -> None:
-        """So many complete blocks of a lease are published, or dropped."""
+        """So many complete blocks of a lease were published, or dropped."""
         self.unfinished.settle(lease, blocks)
         if not lease.frames and self.waiting.pop(lease.lease_id, None) is not None:
             lease.blocks = {}
@@ -371,18 +370,18 @@ class Writes:
             lease.named = None
 
     def drop_some(self) -> None:
-        """Drop a slice of what hangs below dropped blocks, and of what was pending in flushed namespaces."""
+        """Drop a slice of the blocks below dropped ones, and of those pending in flushed namespaces."""
         done = 0
         while done < BLOCKS_AT_ONCE and (self._doomed or self._flushed):
             done += 1
             blocks = self._doomed[-1].children if self._doomed else self._flushed[-1]
             if blocks:
-                self._drop(blocks.popitem()[0])  # the last one: a dict whose first ones go is slow to find the next
+                self._drop(blocks.popitem()[0])  # the last one: a dict whose first items go is slow to find the next
             else:
                 (self._doomed or self._flushed).pop()
 
     def work(self) -> bool:
-        """A slice of what was put off; True while there is more."""
+        """Run a slice of deferred work; True while there is more."""
         self._publish_some()
         self.drop_some()
         self._take_back_some()
@@ -394,26 +393,26 @@ class Writes:
         self.drop_some()
 
     def drop_key(self, number: int, key: bytes) -> None:
-        """Drop a pending block; those below it are dropped by `drop_some`."""
+        """Drop a pending block; `drop_some` drops those below it."""
         block = self.pending.get((number, key))
         if block is not None:
             self._drop(block)
 
     def take_back(self, region_id: int) -> None:
-        """A region is emptied: drop what clients without the mapping write there, and what hangs below blocks there.
+        """A region is emptied: drop what clients without the mapping write there, and blocks below those.
 
-        Very many pending blocks are looked at in slices; meanwhile none of these is published.
+        Very many pending blocks are checked in slices; meanwhile none of these is published.
         """
         self._taken_back[region_id] = list(self.pending.values())
         self._take_back_some()
 
     def _is_taken_back(self, block: PendingBlock) -> bool:
-        """Whether it is a client's without the mapping, in a region that is emptied."""
+        """Whether it belongs to a client without the mapping, in a region that is emptied."""
         regions = self._taken_back
         return bool(regions) and block.frame >> REGION_SHIFT in regions and not block.lease.owner.mapped
 
     def _take_back_some(self) -> None:
-        """A slice of what was pending when a region was to be emptied."""
+        """Drop a slice of what was pending when a region was to be emptied."""
         state, left, leases = self._space.index.state, LOOKED_AT_ONCE, set[WriteLease]()
         while self._taken_back and left > 0:
             region_id, blocks = next(iter(self._taken_back.items()))
@@ -424,7 +423,7 @@ class Writes:
                 if block.phase is _PHASE_VISIBLE or not (lost or self._is_taken_back(block)):
                     continue
                 left -= _DROP
-                if block.phase is not _PHASE_DROPPED:  # as it hung below another one of them
+                if block.phase is not _PHASE_DROPPED:  # it hung below another one of them
                     self._drop(block)
                 if not block.lease.owner.mapped:
                     leases.add(block.lease)
@@ -439,7 +438,7 @@ class Writes:
     # --- the ends of leases ----------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Quarantine leases whose time is up, a slice of them."""
+        """Quarantine expired leases, a slice of them."""
         now_s, steps = self._clock_s(), 0
         for lease_id in islice(self._deadlines.due(now_s), NOTES_AT_ONCE):
             lease = self.leases.get(lease_id)
@@ -453,7 +452,7 @@ class Writes:
 
     def session_lost(self, owner: Owner) -> Steps[None]:
         """The session is closed; its process may still be copying."""
-        # Between two slices others of its instance may end some of them.
+        # Between two slices other sessions of its instance may end some of them.
         while owner.writes:
             for lease in _some(owner.writes.values()):
                 self._give_up(lease)
@@ -461,7 +460,7 @@ class Writes:
                 yield
 
     def process_gone(self, owner: Owner) -> Steps[None]:
-        """The process has exited: nobody writes to its frames any more."""
+        """The process has exited, so it no longer writes to its frames."""
         yield from self.session_lost(owner)
         while owner.quarantined:
             for lease in _some(owner.quarantined.values()):
@@ -470,13 +469,13 @@ class Writes:
                 yield
 
     def has_quarantine(self, owner: Owner) -> bool:
-        """Whether frames wait for this session's process to exit, or may soon."""
+        """Whether frames are quarantined until this session's process exits, or may be soon."""
         return bool(owner.writes or owner.quarantined)
 
     def _give_up(self, lease: WriteLease, finished: bool = False) -> None:
-        """Nothing more of this lease is published; its frames wait in quarantine, unless its copies have `finished`.
+        """Publish nothing more of this lease; its frames wait in quarantine, unless its copies have `finished`.
 
-        Clients without the mapping have no copies: the daemon writes for them, and does so no more.
+        Clients without the mapping have no copies under way: the daemon wrote for them, and stops.
         """
         if lease.over:
             if finished:
@@ -503,7 +502,7 @@ class Writes:
         self._end_if_done(lease)
 
     def _give_back(self, lease: WriteLease, block: PendingBlock) -> None:
-        """A dropped block's frame, with which its writer is done."""
+        """Give back the frame of a dropped block whose writer is done with it."""
         if block.frame == NO_FRAME:
             return
         self.unfinished.count(lease, -1)
@@ -523,14 +522,14 @@ class Writes:
         if lease.frames:
             self.waiting[lease.lease_id] = lease
         else:
-            lease.blocks = {}  # they name it too: only the garbage collector would find them
+            lease.blocks = {}  # they refer back to it: only the garbage collector would find them
         if ended is not None and not lease.owner.internal:
             self.ages.observe(int((self._clock_s() - lease.started_s) * 1e9))
 
     def owners(self) -> Iterator[list[tuple[int, PendingBlock]]]:
         """Frames of pending blocks, and of dropped ones whose writer may still write to them, each with its block.
 
-        A part at a time of all that there are at the first. A block that is dropped meanwhile may come twice.
+        In parts, of the state at the first of them. A block dropped meanwhile may come twice.
         """
         pending = list(self.pending.values())
         leases = [*self.leases.values(), *self.quarantined.values()]
@@ -544,12 +543,12 @@ class Writes:
 
 
 def _steps_of(lease: WriteLease) -> int:
-    """What it takes to give a lease up, in blocks that are dropped."""
+    """What giving a lease up costs, in dropped blocks."""
     return LEASE_STEPS + len(lease.blocks)
 
 
 def _some(leases: Iterable[WriteLease]) -> list[WriteLease]:
-    """As many of them as can be given up in one go."""
+    """As many leases as can be given up in one go."""
     some, steps = list[WriteLease](), 0
     for lease in leases:
         some.append(lease)

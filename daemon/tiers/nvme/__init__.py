@@ -1,11 +1,11 @@
-"""Blocks on local disks, one directory for each disk.
+"""The NVMe tier: blocks on local disks, one directory per disk.
 
-    tier ──► keeper     a directory for the daemon's life: opened, given up, opened again
+    tier ──► keeper     a directory during the daemon's life: opened, given up, opened again
          ──► shelf      one open directory: its index, its slots, rows of an earlier life (recovery, registry)
-         ──► placement, fairness    which directory a chain lives in; whose blocks go
+         ──► placement, fairness    which directory a chain lives in; whose blocks are evicted
          ──► flushes    each is answered when every directory has it
 
     moves/    DRAM to NVMe and back          direct/    disks that clients read and write themselves
     catalog/  the durable index, in SQLite   disk/      files, system calls, I/O threads
-    check/    damage, looked for
+    check/    searches for damage
 """

@@ -1,7 +1,7 @@
-"""What of NVMe each account with a quota has, and room for its next block made of its own.
+"""Quotas on NVMe: what each account uses, and room for its next block, made among its own blocks.
 
-The quota counts over all directories together; room is made where the block goes first, then in the others. A block
-of another account is never evicted for it: what does not fit is not written, and stays in DRAM as long as it may.
+The quota counts over all directories together; room is made first where the block goes, then in the others. A block of
+another account is never evicted for it: a block that does not fit is not written, and stays in DRAM for now.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Room(Enum):
     """Whether a quota has room for one more block."""
 
     HERE = "here"
-    SOON = "soon"  # so much has to go that it does in slices
-    NONE = "none"  # nothing of its own can go
+    SOON = "soon"  # so much must be evicted that it happens in slices
+    NONE = "none"  # no block of its own can be evicted
 
 
 class Fairness:
-    """Event loop only; nothing here blocks. `shelves` are those that are open."""
+    """Event loop only; never blocks. `shelves` are the open ones."""
 
     def __init__(self, space: Space, shelves: Sequence[Shelf]) -> None:
         self._space = space
@@ -32,7 +32,7 @@ class Fairness:
         self._used: dict[str, int] = {}  # counted since `look_again`
 
     def look_again(self) -> None:
-        """What was counted may have changed by now; between two of these it changes by what goes through here."""
+        """Recount at the next use; until the next call counts only change by what goes through here."""
         self._used.clear()
 
     def room(self, shelf: Shelf, namespace: Namespace, parent: bytes) -> Room:
@@ -44,7 +44,7 @@ class Fairness:
         over_bytes = self._counted(account) + shelf.slot_bytes(namespace) - limit_bytes
         if over_bytes <= 0:
             return Room.HERE
-        # Room for a child is not made of its ancestors.
+        # Room for a child must not be made of its ancestors.
         keep = shelf.table(namespace).get(parent) if parent else NO_ENTRY
         if keep != NO_ENTRY:
             shelf.index.pin(keep)
@@ -73,7 +73,7 @@ class Fairness:
         return self._used[account]
 
     def check_integrity(self, pending: Mapping[int, int]) -> list[str]:
-        """Namespaces that do not count the writes which are `pending`, by number."""
+        """Namespaces whose counts of pending writes differ from `pending`, by number."""
         counted = {number: one.use.pending_below_blocks for number, one in self._space.namespaces.items()}
         return [
             f"namespace {number} counts {count} blocks on their way to NVMe, there are {pending.get(number, 0)}"
@@ -82,7 +82,7 @@ class Fairness:
         ]
 
     def used_bytes(self, account: str) -> int:
-        """What an account with a quota has, writes under way included. O(its namespaces, directories)."""
+        """What an account with a quota uses, writes under way included. O(its namespaces, directories)."""
         used_bytes = 0
         for number in self._quotas.members.get(account, ()):
             namespace = self._space.namespaces[number]

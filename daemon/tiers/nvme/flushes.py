@@ -1,8 +1,8 @@
-"""Flushes on their way to the disks: each is answered once, when every directory has taken note of it, or cannot.
+"""Flushes on their way to the disks: each is answered once every directory has recorded it, or cannot.
 
-A disk may come back after another one was put in its place. What was flushed in between is kept for it, but only as
-long as the daemon lives, so such a flush is not durable. To end that, restart the daemon. Likewise a disk that hangs or
-fails may come back without what it was told at last: what it has not confirmed is kept for it too.
+A disk may come back after another one was put in its place. Flushes in between are kept for it, but only while the
+daemon lives, so such a flush is not durable. Restart the daemon to end that. A disk that hangs or fails may also come
+back without its last flushes: what it has not confirmed is kept for it too.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 
 FLUSH_S = 10.0
-"""After which a flush that some disk did not take note of is answered, with that."""
+"""After so long a flush that some disk has not recorded is answered as not durable."""
 MAX_KEPT = 4096
 """Flushes that wait for one directory; when there are more, it is flushed as a whole."""
 MAX_FORMER = 64
-"""Directories that others have taken the place of: of more the first ones are forgotten."""
+"""Directories that were replaced by others: beyond that the oldest are forgotten."""
 TOLD_AT_ONCE = 64
 """Namespaces that a directory is told of in one slice: a millisecond or two."""
 LAST_WORDS_S = 2.0
-"""For so long a daemon that ends tells directories the rest."""
+"""A daemon that shuts down tells directories the rest for so long."""
 
 
 class Flush:
@@ -43,64 +43,64 @@ class Flush:
         self.end = end
         """Likewise."""
         self.blocks = 0
-        self.waiting = 1  # disks' words, and that all have been asked
+        self.waiting = 1  # answers of disks, and one until all have been asked
         self.over = False
         self.end_s = math.inf
         self._done = done
         self._durable = True
 
     def noted(self, ok: bool) -> None:
-        """One more of those that were waited for."""
+        """One of the awaited answers has come."""
         self.waiting -= 1
         self._durable = self._durable and ok
         if self.waiting == 0:
             self.answer(self._durable)
 
     def answer(self, durable: bool) -> None:
-        """Say how it went, if that has not been said."""
+        """Report the result, if that has not been done."""
         if not self.over:
             self.over = True
             self._done(self.blocks, durable)
 
 
 _Kept = tuple[Sequence[Namespace] | None, bytes, Flush]
-"""Of which namespaces (None: all that there are), which key (empty: all), and who waits for it."""
+"""Which namespaces (None: all), which key (empty: all), and the flush that waits for it."""
 _Told = tuple[Sequence[Namespace] | None, bytes]
-"""Likewise."""
+"""As `_Kept`, without the flush."""
 
 
 @dataclass
 class _Late:
-    """What a directory has yet to be told; of the first of it so many namespaces are done."""
+    """What a directory has yet to be told; of the first item so many namespaces are done."""
 
     kept: deque[_Kept]
     told: int = 0
 
 
 class Flushes:
-    """Event loop only; nothing here blocks. `every()` are all namespaces that are known."""
+    """Event loop only; never blocks. `every()` are all known namespaces."""
 
     def __init__(self, every: Callable[[], Sequence[Namespace]]) -> None:
         self._every = every
-        self._under_way: deque[Flush] = deque()  # in the order in which their time is up
-        self._told: dict[Shelf, dict[int, _Told]] = {}  # what open directories have not confirmed, numbered
+        self._under_way: deque[Flush] = deque()  # in order of their deadlines
+        self._told: dict[Shelf, dict[int, _Told]] = {}  # not confirmed yet by open directories, numbered
         self._numbers = count(1)
         self._kept: dict[Path, list[_Kept]] = {}
         self._last: dict[Path, bytes] = {}  # which directory was open there, by the id in its superblock
-        self._former: dict[bytes, list[_Kept]] = {}  # for those that are open nowhere, since another one is there
-        self._late: dict[Shelf, _Late] = {}  # what open directories have yet to be told of the time before
+        self._former: dict[bytes, list[_Kept]] = {}  # for replaced directories, open nowhere now
+        self._late: dict[Shelf, _Late] = {}  # earlier flushes that open directories have yet to be told
 
     def begin(
         self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], shelves: Sequence[Shelf],
         closed: Callable[[], Sequence[tuple[Path, bool]]], named: bool = False,
     ) -> Flush:  # fmt: skip
-        """A flush of all these: `shelves` forget what they are told, part by part; `closed` directories as they open.
+        """A flush of all these: `shelves` drop what they are told, part by part; `closed` directories as they open.
 
-        `closed()`: paths, and whether that may last. A flush is not durable then, and nobody waits for it. What closes
-        between two parts is told of all of them when it opens. `named`: it is about these namespaces alone, even if no
-        others are known yet.
+        `closed()`: paths, and whether that may last. Then the flush is not durable, and does not wait for them. A
+        directory that closes between two parts is told all of them when it opens. `named`: it is about these namespaces
+        only, even if no others are known yet.
         """
-        # If it is about all that are known, it is also about those that only a closed directory knows.
+        # A flush of all known namespaces includes those that only a closed directory knows.
         wanted = None if not named and len(namespaces) == len(self._every()) else namespaces
         kept_for = set[Path]()
 
@@ -150,7 +150,7 @@ class Flushes:
         _add(self._kept.setdefault(path, []), one)
 
     def opened(self, path: Path, shelf: Shelf) -> None:
-        """A directory is open: what was flushed before goes now, in slices. Then, not before, its rows are loaded."""
+        """A directory has opened: it is told of earlier flushes in slices. Only then are its rows loaded."""
         here, last, kept = shelf.directory.superblock.directory_id, self._last.get(path), self._kept.pop(path, [])
         for other in [one for one, its in self._last.items() if its == here and one != path]:
             del self._last[other]  # mount points were swapped: what was kept there was about this directory
@@ -181,7 +181,7 @@ class Flushes:
         """A slice."""
         left = TOLD_AT_ONCE
         while late.kept and left > 0:
-            namespaces, key, flush = late.kept[0]  # there until all of it is told: see `gone`
+            namespaces, key, flush = late.kept[0]  # stays until all of it is told: see `gone`
             every = self._every() if namespaces is None else namespaces
             part = every[late.told : late.told + left]
             self._flush(shelf, part, key, flush)
@@ -193,7 +193,7 @@ class Flushes:
                 flush.noted(True)
 
     def gone(self, shelf: Shelf) -> None:
-        """A directory is open no more: what it has not confirmed goes to it again before it is served again."""
+        """A directory is no longer open: it is told again what it has not confirmed before it is next used."""
         path = shelf.directory.path
         for namespaces, key in self._told.pop(shelf, {}).values():
             self._keep(path, (namespaces, key, Flush()))
@@ -202,7 +202,7 @@ class Flushes:
                 self._keep(path, late)
 
     def work(self) -> bool:
-        """Answer those whose time is up, and tell directories a slice of what they have yet to be told; True: more."""
+        """Answer flushes at their deadline, and tell directories a slice of what is due; True while there is more."""
         while self._under_way and (self._under_way[0].over or time.monotonic() >= self._under_way[0].end_s):
             self._under_way.popleft().answer(durable=False)
         for shelf in list(self._late):
@@ -219,7 +219,7 @@ class Flushes:
 
 
 def _noted(told: dict[int, _Told], number: int, flush: Flush, ok: bool) -> None:
-    """A directory says whether a flush is durable there. If not, it tries that again before any later one."""
+    """A directory says whether a flush is durable there. If not, it retries that before any later one."""
     if ok and number in told:
         for earlier in list(takewhile(number.__ge__, told)):
             del told[earlier]

@@ -1,4 +1,4 @@
-"""Single blocks of NVMe, as operators ask for them."""
+"""Look-ups of single blocks on NVMe for operators."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def places(shelves: Sequence[Shelf], namespace: Namespace, key: bytes) -> list[B
 
 
 def chain(shelves: Sequence[Shelf], namespace: Namespace, key: bytes) -> Steps[list[bytes]]:
-    """The keys from the first block to this one; empty when it is nowhere."""
+    """The keys from the first block to this one; empty when it is in no directory."""
     for shelf in list(shelves):
         path = yield from path_to(shelf.index, shelf.index.tables.get(namespace.number), key)
         if path:

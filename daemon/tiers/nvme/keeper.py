@@ -1,10 +1,10 @@
-"""One directory of the settings for the daemon's life: opened, given up when it has gone, and opened again.
+"""Keeps one configured directory open: gives it up when it has gone, and opens it again.
 
     opening ─► open ─► leaving ─► away ─► (a pause, twice as long each time) ─► opening
        └────────────────────────────┘
 
-A directory that cannot be used costs itself and nothing else: DRAM and the others go on, and it is tried again until it
-can. Its counters live as long as the daemon.
+A directory that cannot be used affects nothing else: DRAM and the other directories go on, and it is retried until it
+works. Its counters live as long as the daemon.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ log = logging.getLogger("tiercache.daemon")
 FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 30.0
 LOOK_S = 2.0
-"""How often it is seen whether the path is still the directory that was opened."""
+"""How often to check that the path is still the directory that was opened."""
 QUIET_POLL_S = 0.05
 CLOSE_S = 5.0
 TOLD_AT_ONCE = 2000
-"""Blocks of a directory that has gone of which events tell in one go."""
+"""Blocks of a lost directory that events report in one go."""
 KNOWN_ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS)
 """Counted from zero, so that the first one is an increase."""
 _COUNTERS = (*COUNTERS, "evicted_blocks", "write_failures", "database_written_bytes")
 
 
 class Keeper:
-    """Event loop only; nothing here blocks.
+    """Event loop only; never blocks.
 
-    `opened(directory)` makes its shelf and puts that to use, `gone(shelf)` takes it out of use.
+    `opened(directory)` makes its shelf and takes it into use, `gone(shelf)` takes it out of use.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Keeper:
         self.path: Path = plan.path
         self.shelf: Shelf | None = None
         self.leaving: Shelf | None = None
-        """One that has gone, while something of it is still in the kernel."""
+        """A shelf whose directory has gone, while the kernel still has I/O of it."""
         self.problem = ""
-        """Why it is not open; empty while it has not been tried to the end."""
+        """Why it is not open; empty until the first attempt has ended."""
         self.refusal: ConfigError | None = None
-        """What is wrong with the setting itself, when it was tried while `strict`."""
+        """What is wrong with the setting itself, if it was tried while `strict`."""
         self.strict = True
-        """Whether the daemon would rather not start than do without it because of its setting."""
+        """Whether a wrong setting keeps the daemon from starting, instead of running without the directory."""
         self.tried = asyncio.Event()
         self.open_failures = 0
         self._disk = disk
@@ -74,11 +74,11 @@ class Keeper:
 
     @property
     def away(self) -> bool:
-        """Whether it is known not to be usable now."""
+        """Whether it is known to be unusable now."""
         return bool(self.problem)
 
     async def keep(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         pause_s = FIRST_PAUSE_S
         while True:
             found = await self._try()
@@ -101,7 +101,7 @@ class Keeper:
                 self.refusal = error
             else:
                 self._is_away(str(error))
-        except RuntimeError:  # a bug of ours, of which its thread has told
+        except RuntimeError:  # a bug of ours, logged by its thread
             self._is_away(f"nvme directory {self.path} could not be opened; the log says where it went wrong")
         self.open_failures += 1
         return None
@@ -131,7 +131,7 @@ class Keeper:
         self.leaving = None
 
     async def _watch(self, shelf: Shelf) -> str:
-        """Wait until it has gone; why."""
+        """Wait until it has gone; returns why."""
         while True:
             await asyncio.sleep(LOOK_S)
             said = ""
@@ -162,7 +162,7 @@ class Keeper:
         return {number: past.get(number, 0) + now.get(number, 0) for number in past.keys() | now.keys()}
 
     def stats(self) -> dict[str, Any]:
-        """Everything that is known of this directory; the same names whether it is open or not."""
+        """Everything known of this directory; the same names whether it is open or not."""
         its = _figures_of_none() if self.shelf is None else self.shelf.stats()
         state = its["state"] if self.shelf is not None else "away" if self.problem else "opening"
         return {

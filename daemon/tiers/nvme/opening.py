@@ -1,4 +1,4 @@
-"""Opening a cache directory, on a thread of its own: a disk that hangs here keeps nobody else waiting."""
+"""Opens a cache directory on a thread of its own, so that a hung disk delays nothing else."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ log = logging.getLogger("tiercache.daemon")
 T = TypeVar("T")
 
 DB_RESERVE_SHARE = 64
-"""One part in so many of the cap is left to the database: 2% is ample for blocks of 8 KiB and more."""
+"""One part in so many of the cap is reserved for the database: 2% is ample for blocks of 8 KiB and more."""
 _FEW_SEGMENTS = 4
 _SMALL_CAP_BYTES = 64 << 20
 CLOSE_S = 5.0
 _FOR_EVER_S = threading.TIMEOUT_MAX
-"""A disk that hangs is waited for on this thread, and used when it is back: that is no reason to end."""
+"""This thread waits for a hung disk as long as it takes: the daemon goes on, and uses the disk once it is back."""
 
 
 class OpenDirectory(NamedTuple):
-    """What a shelf is made of."""
+    """The parts of a shelf."""
 
     directory: Directory
     catalog: Catalog
@@ -42,7 +42,7 @@ class OpenDirectory(NamedTuple):
 
 
 def fitted_segment_bytes(cap_bytes: int, wanted_bytes: int) -> int:
-    """The size of segments under a cap: as wanted, but at least four fit, or one where the cap is small."""
+    """The segment size under a cap: as wanted, but so that at least four fit, or one if the cap is small."""
     usable = cap_bytes - cap_bytes // DB_RESERVE_SHARE
     most = max(usable // _FEW_SEGMENTS, min(usable, _SMALL_CAP_BYTES))
     return max(PAGE_BYTES, min(wanted_bytes, most) // PAGE_BYTES * PAGE_BYTES)
@@ -62,9 +62,9 @@ class Plan(NamedTuple):
 def open_directory(
     plan: Plan, disk: DiskIO, post: Callable[..., object], before: Home | None = None
 ) -> OpenDirectory:
-    """Open one; `before`: where it was earlier in this life. Blocks as the disk does.
+    """Open a directory; `before`: where it was earlier in this life. Blocks as the disk does.
 
-    Raises ConfigError for what no waiting mends, and DirectoryUnavailable for what may be otherwise later.
+    Raises ConfigError for what waiting cannot mend, and DirectoryUnavailable for what may pass.
     """
     cap_bytes = plan.cap_bytes
     fitted = fitted_segment_bytes(cap_bytes, plan.segment_bytes)
@@ -95,8 +95,8 @@ def open_directory(
 
 
 def _open_catalog(directory: Directory, post: Callable[..., object]) -> tuple[Catalog, CatalogState]:
-    """The directory's catalog; on a full disk with the room that was kept for this, or without any, so that reads
-    go on. What is wrong then is the catalog's `error`."""
+    """Open the directory's catalog; on a full disk with the reserved room, or without any, so that reads go on. The
+    catalog's `error` tells what is wrong then."""
 
     def attempt(alone: bool = False) -> tuple[Catalog, CatalogState]:
         catalog = Catalog(directory.path, directory.superblock.directory_id, post, alone)
@@ -107,13 +107,13 @@ def _open_catalog(directory: Directory, post: Callable[..., object]) -> tuple[Ca
     except CatalogUnavailable as error:
         log.warning("%s; blocks are read, if that can be done, and written when it works again", error)
     if directory.free_bytes() < SPARE_BYTES and directory.give_up_spare():
-        with contextlib.suppress(CatalogUnavailable):  # somebody else was faster
+        with contextlib.suppress(CatalogUnavailable):  # another one was faster
             return attempt()
     return attempt(alone=True)
 
 
 def _keep_to_cap(directory: Directory, catalog: Catalog, state: CatalogState, may_shrink: bool) -> None:
-    """See to what an earlier, larger cap allowed: segments without blocks go, those with blocks if that is allowed."""
+    """Apply a cap that was lowered: segments without blocks go, those with blocks if that is allowed."""
     excess = max(0, len(directory.segments) - directory.max_segments)
     chosen = sorted(directory.segments, key=lambda segment: (segment in state.segments, -segment))[:excess]
     used = [segment for segment in chosen if segment in state.segments]

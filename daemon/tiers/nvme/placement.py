@@ -1,13 +1,13 @@
-"""Which directory a chain lives in.
+"""Placement: which directory a chain lives in.
 
-A chain lives in one directory, so that a lost disk costs its share of the chains and not a block of
-each. A new one goes where its first block's hash with the directory's id is the largest: neither the
-order of the setting nor the other directories matter, so that one more of them takes over its share
-and moves nothing else. One that is there already is found wherever it is.
+A chain lives in one directory, so that a lost disk costs its share of the chains and not a block of each. A new chain
+goes where the hash of its first block with the directory's id is the largest (rendezvous hashing): neither the order of
+the setting nor the other directories matter, so an added directory takes over its share and moves nothing else. An
+existing chain is found wherever it is.
 
-Blocks of windows have no chain to be found by. They go where the block before them is, as their writer names
-it, or where another namespace of the model has blocks of the same keys: so a request's windows live together, with
-its chain if it has one. A window may lie in several directories all the same, after one of them was away.
+Blocks of windows have no chain to be found by. They go where the block before them is, as their writer names it, or
+where another namespace of the model has blocks of the same keys: so a request's windows live together, with its chain
+if it has one. A window may still lie in several directories, after one of them was away.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.protocol.messages import KEY_BYTES
 
 _NEAR = 16
-"""So many namespaces before and after one are looked at for blocks of the same keys: those of a model are registered
-together, and to look at all of thousands for each block would hold up everybody."""
+"""So many namespaces before and after one are searched for blocks of the same keys: those of a model are registered
+together, and searching all of thousands for each block would hold up the event loop."""
 
 
 def near(namespace: Namespace) -> range:
@@ -31,20 +31,20 @@ def near(namespace: Namespace) -> range:
 
 
 class Placement:
-    """All shelves that are open, in `shelves`. Event loop only."""
+    """All open shelves, in `shelves`. Event loop only."""
 
     def __init__(self, shelves: Sequence[Shelf]) -> None:
         self.shelves = shelves
 
     def home(self, first_key: bytes) -> Shelf:
-        """Where a new chain goes: to a directory that works, if there is one."""
+        """Where a new chain goes: to a working directory, if there is one."""
         working = [shelf for shelf in self.shelves if shelf.works] or self.shelves
         return max(working, key=lambda shelf: xxh3_64_intdigest(first_key, shelf.directory_seed))
 
     def window(
         self, namespace: Namespace, key: bytes, before: bytes, going: Callable[[bytes], Shelf | None]
     ) -> Shelf:  # fmt: skip
-        """Where a block of a window goes that is nowhere yet; `before` is the key of the one before it, or empty.
+        """Where a new block of a window goes; `before` is the key of the one before it, or empty.
 
         `going`: where a block of that key, of this namespace or one near it, is being written.
         """
@@ -53,12 +53,12 @@ class Placement:
             shelf = going(its) or next((one for one in self.shelves if one.has_any(numbers, its)), None)
             if shelf is not None and shelf.works:
                 return shelf
-        # Rows may be on their way that would tell: to wait for them is better than to begin anew elsewhere.
+        # Rows still being loaded may tell: waiting for them is better than starting anew elsewhere.
         loading = next((one for one in self.shelves if one.loading and one.works), None)
         return loading or self.home(before or key)
 
     def find(self, namespace: Namespace, keys: bytes, limit: int) -> tuple[Shelf | None, int]:
-        """Who has the longest run of the first `limit` keys and can be read, and its length."""
+        """The readable shelf with the longest run of the first `limit` keys, and its length."""
         best, longest = None, 0
         for shelf in self.shelves:
             if shelf.has(namespace, keys[:KEY_BYTES]) and not shelf.offline:
@@ -68,14 +68,14 @@ class Placement:
         return best, longest
 
     def with_block(self, namespace: Namespace, key: bytes, to_read: bool = False) -> Shelf | None:
-        """Who has this block; `to_read`: and can be read."""
+        """The shelf that has this block; `to_read`: and can be read."""
         for shelf in self.shelves:
             if shelf.has(namespace, key) and not (to_read and shelf.offline):
                 return shelf
         return None
 
     def lookup(self, namespace: Namespace) -> Callable[[bytes], bool] | None:
-        """See `TierBelow.lookup`: of a window each block may be elsewhere."""
+        """See `TierBelow.lookup`: each block of a window may be in another directory."""
         found = [one for shelf in self.shelves if not shelf.offline and (one := shelf.lookup(namespace)) is not None]
         if len(found) < 2:
             return found[0] if found else None
@@ -89,7 +89,7 @@ class Placement:
         return here
 
     def with_chain(self, namespaces: Sequence[Namespace], first_key: bytes) -> Shelf | None:
-        """Who has a chain that begins so, of one of these namespaces or near them; else where a new one would go.
+        """The shelf with a chain that begins so, of one of these namespaces or near them; else the home of a new one.
 
         None where no directory is open.
         """

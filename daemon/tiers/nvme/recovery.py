@@ -1,8 +1,8 @@
-"""What an earlier life has left: rows of the catalog that become entries while requests are answered already.
+"""Recovery: turns catalog rows of an earlier life into index entries, while requests are already served.
 
-A row is visible when its parent is; until that comes it waits, and what has none at the end is deleted. Rows of a
-windowed namespace, as its spec says, have no parent and are visible at once.
-Rows of what was flushed, of what cannot be decrypted, and rows that cannot be true are deleted too.
+A row becomes visible once its parent is; until then it waits, and rows without a parent at the end are deleted. Rows of
+a windowed namespace, as its spec says, have no parent and are visible at once. Rows that were flushed, cannot be
+decrypted, or cannot be true are deleted too.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = logging.getLogger("tiercache.daemon")
 
 ROWS_AT_ONCE = 512
 RELEASED_AT_ONCE = 256
-"""Of rows that have waited: each is packed and unpacked once more."""
+"""Rows that have waited for a parent: each is packed and unpacked once more."""
 
 
 class Loaded(Protocol):
-    """As much of a shelf as its rows need to come back to it."""
+    """The part of a shelf that recovery needs."""
 
     directory: Directory
     registry: Registry
@@ -61,14 +61,14 @@ class Loaded(Protocol):
 
 
 class Recovery:
-    """The rows of one shelf. Event loop only; nothing here blocks."""
+    """Recovers the rows of one shelf. Event loop only; never blocks."""
 
     def __init__(self, shelf: Loaded, rows: Loading, key_since: int = 0) -> None:
         self.rows = rows
         self.loaded_rows = 0
         self.orphan_rows = 0
         self.other_key_rows = 0
-        """Of another nvme_key than now, or of none where there is one now: dropped."""
+        """Rows dropped since they are of another nvme_key than now, or of none where there is one now."""
         self.over = False
         self._shelf = shelf
         self._sealed = shelf.directory.cipher is not None
@@ -81,7 +81,7 @@ class Recovery:
         self._raised: dict[int, int] = {}  # epochs of loaded entries, where above their namespace's oldest
 
     def work(self) -> bool:
-        """A slice; True while there is more to do at once."""
+        """Run a slice; True while there is more to do at once."""
         batch = self._released_rows() if self._released else self.rows.next_batch()
         if batch is None:
             return self.rows.finished and self._finish()
@@ -92,7 +92,7 @@ class Recovery:
         return True
 
     def _take_in(self, number: int, rows: Batch) -> None:
-        """Rows of one namespace are visible when their parent is; else they wait."""
+        """Make rows of one namespace visible if their parent is; the others wait."""
         namespace = self._registry.named(number)
         wanted = [False] * len(rows) if namespace is None else self._wanted(namespace, rows)
         if not all(wanted):
@@ -118,8 +118,8 @@ class Recovery:
     def _admission(self, namespace: Namespace, table: Table, epochs: Sequence[int]) -> Callable[[int, int, int], bool]:
         """Whether a row may hang below an entry.
 
-        A child is written after its parent, so an older epoch is what a flush by key has left of a chain
-        whose first part was stored again.
+        A child is written after its parent, so an older epoch is what a flush by key has left of a chain whose first
+        part was stored again.
         """
         raised, oldest, root = self._raised, self._registry.oldest_epochs[namespace.number], table.root
 
@@ -136,7 +136,7 @@ class Recovery:
         return admit
 
     def _sort_out(self, number: int, namespace: Namespace, rows: Batch, entries: list[int]) -> None:
-        """What becomes of rows: taken in, refused, or kept until their parent comes."""
+        """Sort rows: taken in, refused, or kept until their parent comes."""
         orphans = self._orphans.setdefault(number, {})
         pages_each = self._shelf.slot_bytes(namespace) >> PAGE_SHIFT
         segment, owned = -1, bytearray()
@@ -177,7 +177,7 @@ class Recovery:
         return unpack_placed(packed)
 
     def _wanted(self, namespace: Namespace, rows: Batch) -> list[bool]:
-        """Whether each of `rows` is: not flushed, of the right length, where a slot of its size can be."""
+        """For each of `rows`: whether it is not flushed, has the right length, and a possible slot."""
         frame_bytes, segments = self._shelf.slot_bytes(namespace), {place >> SLOT_BITS for place in rows.places}
         pages_each = frame_bytes >> PAGE_SHIFT
         end = self._shelf.directory.segment_bytes // frame_bytes * pages_each
@@ -197,7 +197,7 @@ class Recovery:
         return [self._is_wanted(namespace, place, row) for place, row in rows]
 
     def _is_wanted(self, namespace: Namespace, place: int, row: Row) -> bool:
-        """Not flushed, of the right length, and at a place where a slot of its size can be."""
+        """Whether a row is not flushed, has the right length, and lies where a slot of its size can be."""
         segment, frame_bytes = place >> SLOT_BITS, self._shelf.slot_bytes(namespace)
         if bool(row.codec & SEALED) is not self._sealed or (self._sealed and row.sequence < self._key_since):
             self.other_key_rows += 1
@@ -212,7 +212,7 @@ class Recovery:
         return row.epoch >= self._registry.oldest_epochs[namespace.number] and (stone is None or row.epoch >= stone)
 
     def _finish(self) -> bool:
-        """A slice of what is left to do when all rows are read; False when that was the last."""
+        """Run a slice of the work left once all rows are read; False when that was the last."""
         if self._refuse_orphans() or self._slots.settle():
             return True
         self._raised.clear()
@@ -230,7 +230,7 @@ class Recovery:
         return False
 
     def _refuse_orphans(self) -> bool:
-        """A slice of the rows whose parent never came; False when none is left."""
+        """Delete a slice of the rows whose parent never came; False when none is left."""
         refused = 0
         while self._orphans and refused < ROWS_AT_ONCE:
             number, orphans = next(iter(self._orphans.items()))

@@ -1,7 +1,7 @@
-"""The namespaces of one NVMe directory: their numbers in its catalog, and what of them was flushed.
+"""The namespaces of one NVMe directory: their numbers in its catalog, and which of their rows were flushed.
 
-A flush raises the namespace's epoch. One of everything makes that the oldest epoch that counts; one of a
-block leaves a tombstone, by which that block's rows of older epochs go, until those are deleted.
+A flush raises the namespace's epoch. A flush of everything makes that the oldest valid epoch; a flush of one block
+leaves a tombstone, by which that block's rows of older epochs are dropped, until those are deleted.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState, D
 log = logging.getLogger("tiercache.daemon")
 
 _LATEST = b""
-"""The key of a tombstone that stays: its epoch is the latest of the namespace. Without it a flush while
-rows are loading could choose an epoch that some of those rows have already."""
+"""The key of a tombstone that stays: its epoch is the latest of the namespace. Without it a flush while rows are
+loading could choose an epoch that some of those rows already have."""
 
 Stone = tuple[int, bytes]
 """A tombstone: namespace number and key."""
 
 
 class Registry:
-    """Event loop only; nothing here blocks. `name` is for the log."""
+    """Event loop only; never blocks. `name` is for the log."""
 
     def __init__(self, name: str, catalog: Catalog, state: CatalogState, space: Space) -> None:
         self.epochs: dict[int, int] = {}
-        """By namespace number: that of rows written now."""
+        """By namespace number: the epoch of rows written now."""
         self.oldest_epochs: dict[int, int] = {}
         self.tombstones: dict[Stone, int] = {}
         self.loading = True
-        """Rows may come yet that a tombstone is about."""
+        """Whether rows may still come that a tombstone is about."""
         self._name = name
         self._catalog = catalog
         self._space = space
@@ -41,7 +41,7 @@ class Registry:
         self._adopt(state)
 
     def _adopt(self, state: CatalogState) -> None:
-        # Numbers of namespaces that are dropped are not given again: their rows are still there.
+        # Numbers of dropped namespaces are not given again: their rows are still there.
         self._last_number = max((saved.number for saved in state.namespaces), default=0)
         for saved in state.namespaces:
             namespace = self._reopen(saved)
@@ -63,7 +63,7 @@ class Registry:
             namespace = self._space.open_saved(saved.spec)
         except NoRoom:
             return None
-        # One whose fingerprint was made in another way: all its blocks would fail their checksums.
+        # If the fingerprint was made in another way, all of its blocks would fail their checksums.
         return namespace if namespace is not None and namespace.fingerprint == saved.fingerprint else None
 
     def add(self, namespace: Namespace) -> None:
@@ -76,7 +76,7 @@ class Registry:
             self._catalog.add_namespace(number, namespace.fingerprint, self._space.save(namespace))
 
     def knows(self, namespace: Namespace) -> bool:
-        """Whether the catalog knows of it, or will: else it has no rows."""
+        """Whether the catalog knows the namespace, or will: else it has no rows."""
         return namespace.fingerprint in self._numbers
 
     def number(self, namespace: Namespace) -> int:
@@ -84,12 +84,11 @@ class Registry:
         return self._numbers[namespace.fingerprint]
 
     def named(self, number: int) -> Namespace | None:
-        """Inverse of `number`; None for one that is not served."""
+        """Inverse of `number`; None for a namespace that is not served."""
         return self._by_number.get(number)
 
     def forget(self, keep: Container[int]) -> None:
-        """Forget namespaces whose own numbers are not in `keep`, and those that cannot be served: there
-        is room for so many only."""
+        """Forget namespaces whose own numbers are not in `keep`, and those that cannot be served: room is limited."""
         for number, namespace in list(self._by_number.items()):
             if namespace.number not in keep:
                 del self._by_number[number], self._numbers[namespace.fingerprint]
@@ -98,12 +97,12 @@ class Registry:
     # --- flushes ---------------------------------------------------------------------------------
 
     def flush(self, namespace: Namespace, done: Done) -> None:
-        """All rows so far are gone; `done(ok)` when that is durable."""
+        """Drop all rows so far; `done(ok)` when that is durable."""
         epoch = self.oldest_epochs[namespace.number] = self._raise(namespace)
         self._catalog.raise_epoch(self.number(namespace), epoch, done)
 
     def flush_key(self, namespace: Namespace, key: bytes, slot: int | None, done: Done) -> None:
-        """The row of `key` is gone, in `slot` if there is one; `done(ok)` when that is durable."""
+        """Drop the row of `key`, in `slot` if there is one; `done(ok)` when that is durable."""
         epoch, number = self._raise(namespace), self.number(namespace)
         stone = namespace.number, key
         self.tombstones[stone] = epoch
@@ -123,7 +122,7 @@ class Registry:
         return self.epochs[namespace.number]
 
     def row_gone(self, slot: int) -> None:
-        """A slot's row is deleted: nobody needs to know of the flush that was about it any more."""
+        """A slot's row is deleted: the tombstone for it is no longer needed."""
         if slot in self._stones:
             self._bury(*self._stones.pop(slot))
 
@@ -134,9 +133,9 @@ class Registry:
             self._catalog.remove_tombstone(number, stone[1])
 
     def loaded(self, complete: bool) -> None:
-        """No row comes any more; unless `complete`, one that a tombstone is about may be left where it was."""
+        """No more rows come; unless `complete`, a row with a tombstone may be left on disk."""
         self.loading = False
-        # Those about rows that still wait for their deletion are buried with them.
+        # Tombstones of rows that still wait for deletion are removed together with those.
         waiting = {stone for stone, _ in self._stones.values()}
         for stone, epoch in list(self.tombstones.items()) if complete else []:
             if stone not in waiting:

@@ -1,11 +1,11 @@
-"""One NVMe directory as the loop sees it: which block is in which slot, and whether the disk works.
+"""Shelf: one open NVMe directory as the event loop sees it: which block is in which slot, and whether the disk works.
 
-    Slots      places: taken, left, free again
+    Slots      slots: taken, left, free again
     Registry   namespaces and flushes
     Recovery   rows of an earlier life, while they come in
 
-The index is prefix-closed by itself, with slots where DRAM's has frames. Nothing is written here before
-the last row has come.
+The index is prefix-closed by itself, with slots where DRAM's has frames. Nothing is written here before the last row is
+loaded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Stored(NamedTuple):
 
 
 class Shelf:
-    """Event loop only; nothing here blocks. `soon()` says that there is something for `work` before the next tick."""
+    """Event loop only; never blocks. `soon()` asks for a `work` before the next tick."""
 
     def __init__(
         self, directory: Directory, catalog: Catalog, queue: DiskQueue, state: CatalogState, space: Space,
@@ -68,14 +68,14 @@ class Shelf:
         self.directory_seed = int.from_bytes(directory.superblock.directory_id[:8], "little")
         self.loading = True
         self.retired = False
-        """Whether its directory has gone: what is still under way comes to nothing."""
+        """Whether its directory has gone: operations still under way are void."""
         self.recovery: Recovery | None = None
         self._has_cut = False  # tails may hang below what was dropped
         self._soon = soon
         self._hints = space.policies.hints
         self.turnover = space.policies.turnover
         self._events: Events | None = None
-        self._unrecorded: deque[tuple[Namespace, int, Row]] = deque()  # rows that could not be inserted: asked again
+        self._unrecorded: deque[tuple[Namespace, int, Row]] = deque()  # rows that could not be inserted: retried
         self._checksum = array("Q")
         self._stored = array("I")
         self._codec = array("B")
@@ -84,18 +84,18 @@ class Shelf:
         self._key_since = self._adopt_key(state)
 
     def _adopt_key(self, state: CatalogState) -> int:
-        """Note which key blocks are encrypted with from now on; the first sequence that is of that key."""
+        """Note the key that blocks are encrypted with from now on, and the first sequence number with that key."""
         cipher = self.directory.cipher
         if cipher is None or state.key_id == cipher.key_id:
             return state.key_since
-        # Rows of a release that did not note their key are tried with this one.
+        # Rows of a release that did not record their key are tried with this one.
         since = state.next_sequence if state.key_id else 0
         self.catalog.set_key(cipher.key_id, since)
         return since
 
     @property
     def allocator(self) -> Allocator:
-        """Who owns which slot."""
+        """The owners of slots."""
         return self.slots.allocator
 
     @property
@@ -104,7 +104,7 @@ class Shelf:
         return self.slots.health
 
     def table(self, namespace: Namespace) -> Table:
-        """The namespace's table, made and made known to the catalog at first use."""
+        """The namespace's table; at first use it is made and added to the catalog."""
         table = self.index.tables.get(namespace.number)
         if table is not None:
             return table
@@ -113,13 +113,13 @@ class Shelf:
         return self.index.add_table(namespace.number, policy, windowed=namespace.table.windowed)
 
     def slot_bytes(self, namespace: Namespace) -> int:
-        """The size of a namespace's slots: its frames', or what encrypted blocks need."""
+        """The size of a namespace's slots: that of its frames, or what encrypted blocks need."""
         frame_bytes = namespace.size_class.frame_bytes
         sealed = self.directory.cipher is not None
         return sealed_bytes(frame_bytes, namespace.spec.block_bytes) if sealed else frame_bytes
 
     def epoch(self, namespace: Namespace) -> int:
-        """Rows written now carry this; a flush raises it."""
+        """The epoch of rows written now; a flush raises it."""
         self.table(namespace)
         return self.registry.epochs[namespace.number]
 
@@ -141,7 +141,7 @@ class Shelf:
         return table is not None and table.get(key) != NO_ENTRY
 
     def has_any(self, numbers: Iterable[int], key: bytes) -> bool:
-        """Whether a block of that key is here, of any of these namespaces."""
+        """Whether a block of that key is here, in any of these namespaces."""
         tables = self.index.tables
         return any(number in tables and tables[number].get(key) != NO_ENTRY for number in numbers)
 
@@ -157,17 +157,17 @@ class Shelf:
     # --- changing --------------------------------------------------------------------------------
 
     def admits(self, namespace: Namespace, worth: float) -> bool:
-        """Whether a block that is worth so much is worth the one that would have to go for it."""
+        """Whether a block of that worth is worth more than the one that would be evicted for it."""
         return self.slots.admits(self.slot_bytes(namespace), worth)
 
     def take_slot(self, namespace: Namespace, parent: bytes) -> int:
-        """A free slot for a block below `parent`, or NO_FRAME; then room is being made: ask again soon."""
-        # Room for a child is not made of its ancestors.
+        """A free slot for a block below `parent`, or NO_FRAME while room is being made: ask again soon."""
+        # Room for a child must not be made of its ancestors.
         keep = self.table(namespace).get(parent) if parent else NO_ENTRY
         return self.slots.take(self.slot_bytes(namespace), keep)
 
     def tell(self, events: Events) -> None:
-        """Publish what comes and goes from here on."""
+        """Publish blocks that come and go from here on."""
         self._events = events
         self.index.on_left = partial(events.left, events.storage)
 
@@ -204,7 +204,7 @@ class Shelf:
         self, table: Table, keys: Sequence[bytes], parents: Sequence[bytes], slots: Sequence[int],
         admit: Callable[[int, int, int], bool] | None, stored: Sequence[Sequence[int]],
     ) -> list[int]:  # fmt: skip
-        """Rows that are recorded already become visible; see `Index.insert_many`.
+        """Make rows that are already recorded visible; see `Index.insert_many`.
 
         `stored`: their checksums, stored lengths, codecs and kinds.
         """
@@ -224,7 +224,7 @@ class Shelf:
                 column.frombytes(bytes(column.itemsize * missing))
 
     def drop_damaged(self, namespace: Namespace, key: bytes) -> None:
-        """The disk gave back other bytes than were written: forget the block and what follows it."""
+        """The disk returned other bytes than were written: drop the block and what follows it."""
         log.error(
             "nvme directory %s: block %s fails its checksum and is dropped: see dmesg and smartctl",
             self.directory.path, key.hex(),
@@ -232,7 +232,7 @@ class Shelf:
         self.drop(namespace, key)
 
     def drop(self, namespace: Namespace, key: bytes) -> None:
-        """Forget a block that cannot be had any more, and what follows it."""
+        """Drop a block that cannot be read any more, and what follows it."""
         table = self.index.tables.get(namespace.number)
         entry = NO_ENTRY if table is None else table.get(key)
         if entry != NO_ENTRY:
@@ -240,8 +240,8 @@ class Shelf:
             self._has_cut = True
 
     def flush(self, namespace: Namespace, key: bytes, done: Done) -> int:
-        """Forget a namespace's blocks, or one and what follows; `done(ok)` when that is durable."""
-        if not self.registry.knows(namespace):  # nothing of it is here, nor on its way
+        """Drop a namespace's blocks, or one and what follows; `done(ok)` when that is durable."""
+        if not self.registry.knows(namespace):  # nothing of it is here, nor being written
             done(True)
             return 0
         table = self.table(namespace)
@@ -262,7 +262,7 @@ class Shelf:
     # --- what was put off ------------------------------------------------------------------------
 
     def start_loading(self) -> None:
-        """Begin to read the catalog's rows; `work` takes them in."""
+        """Start reading the catalog's rows; `work` takes them in."""
         self.recovery = Recovery(self, self.catalog.load(self._soon, ROWS_AT_ONCE), self._key_since)
 
     def recovered(self, complete: bool) -> None:
@@ -273,14 +273,14 @@ class Shelf:
             self.registry.forget(keep=self.index.tables)
 
     def work(self) -> bool:
-        """A slice of unlinking, loading and the like; True while there is more to do at once."""
+        """Run a slice of unlinking, loading and the like; True while there is more to do at once."""
         self.slots.work()
         self._record_again()
         if self._has_cut:
             self._has_cut = False
             self.slots.tails.let_go_detached()
         if self.catalog.full:
-            return False  # what follows posts rows to be deleted, and those wait for the disk
+            return False  # what follows requests deletions of rows, which wait for the disk
         self._hints.expire(self.index, self.slots.tails)
         more = self.index.unlink_slice(EVICT_AT_ONCE) == EVICT_AT_ONCE
         if self.recovery is not None and not self.recovery.over:
@@ -300,22 +300,22 @@ class Shelf:
 
     @property
     def offline(self) -> bool:
-        """Whether the disk hangs: nothing is asked of it until its oldest I/O has come back."""
+        """Whether the disk hangs: no request goes to it until its oldest I/O has come back."""
         return self.retired or self.queue.oldest_age_s() > OFFLINE_AGE_S
 
     @property
     def _catalog_hangs(self) -> bool:
-        """Whether rows wait for the disk while blocks, perhaps, do not: those that are there can be read."""
+        """Whether rows wait for the disk while blocks, perhaps, do not: blocks that are there can be read."""
         return self.catalog.age_s() > OFFLINE_AGE_S
 
     @property
     def works(self) -> bool:
-        """Whether the disk is in order, as far as is known."""
+        """Whether the disk is in order, as far as known."""
         return not (self.offline or self._catalog_hangs or self.catalog.error) and self.health.may_write
 
     @property
     def may_write(self) -> bool:
-        """Whether a write that begins now has a chance. Without it nothing is evicted for one either."""
+        """Whether a write begun now may succeed. If not, nothing is evicted for one either."""
         return not self.loading and not self.catalog.full and self.works
 
     def reasons(self) -> list[str]:
@@ -328,7 +328,7 @@ class Shelf:
         return [f"nvme directory {self.directory.path}: {reason}" for reason in found if reason]
 
     def stats(self) -> dict[str, Any]:
-        """Everything that is known of this directory."""
+        """Everything known of this directory."""
         return {
             "path": str(self.directory.path),
             "state": "loading" if self.loading else "offline" if self.offline else "ok",
@@ -351,7 +351,7 @@ class Shelf:
         }
 
     def check_integrity(self, written: list[int]) -> list[str]:
-        """See `check`: all of it at once."""
+        """`check`, all of it at once."""
         return finish(self.check(lambda: written))
 
     def check(self, written: Callable[[], list[int]]) -> Steps[list[str]]:
@@ -362,7 +362,7 @@ class Shelf:
         if self.loading:
             findings = yield from check_index(self.index)
         else:
-            # A list of its own tells each of them from all others.
+            # A list as the owner tells each of them from all others.
             findings = yield from check_blocks(
                 self.index, self.allocator, lambda: [[(slot, [slot]) for slot in written()]], self.slots
             )

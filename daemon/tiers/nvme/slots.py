@@ -1,7 +1,7 @@
-"""The places of one NVMe directory: segments, divided into slots of one size each, and whose they are.
+"""Slots of one NVMe directory: segments, each divided into slots of one size, and the owners of the slots.
 
-A slot that is left is free again only when the deletion of its row is committed, so that a crash never
-finds an old row over new bytes:
+A slot becomes free only when the deletion of its row is committed, so that a crash never finds an old row over new
+bytes:
 
     leave the index ─► delete the row ─► (committed) ─► slot free ─► write new bytes ─► insert a row
 """
@@ -33,16 +33,16 @@ from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 log = logging.getLogger("tiercache.daemon")
 
 EVICT_AT_ONCE = 64
-"""Slots given up in one go of the loop."""
+"""Slots given up in one go of the event loop."""
 FREE_AHEAD_BYTES = 64 << 20
-"""Kept free, or on the way there, in a directory that is full and written to: a slot that is given up is
-free some milliseconds later, and writes should not wait for that."""
+"""Kept free, or being freed, in a directory that is full and written to: a slot that is given up is free some
+milliseconds later, and writes should not wait for that."""
 SCAN_AT_ONCE = 4096
-"""Entries looked at in one go while a segment is emptied."""
+"""Entries checked in one go while a segment is emptied."""
 DELETE_AT_ONCE = 512
-"""Rows whose deletion is asked for again in one go."""
+"""Rows whose deletion is requested again in one go."""
 GROW_AGAIN_S = 30.0
-"""How long after a segment could not be made it is tried again."""
+"""Retry interval after a segment could not be made."""
 ASIDE_S = 600.0
 """How long a slot that could not be written to is not used: another one may be good."""
 SLOT_MASK = MAX_SLOTS - 1
@@ -60,10 +60,10 @@ def slot_of(place: int) -> int:
 
 
 class Slots:
-    """Event loop only; nothing here blocks.
+    """Event loop only; never blocks.
 
-    `row_gone(slot)` is called when the row of a slot that was left is deleted, before the slot is free.
-    `soon()` when a slot has come free.
+    `row_gone(slot)` is called when the row of a slot that was left is deleted, before the slot is free; `soon()` when a
+    slot has become free.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class Slots:
         self.allocator = Allocator()
         self.health = WriteHealth(str(directory.path))
         self.evicted_blocks = 0
-        self.no_growth = ""  # why no further segment could be made the last time
+        self.no_growth = ""  # why no further segment could be made last time
         size_bytes = directory.segment_bytes
         self.slot_bytes = {number: size for number, size in state.segments.items() if 0 < size <= size_bytes}
         """By segment."""
         self.owned: dict[int, bytearray] = {}
-        """Of segments of an earlier life, until `settle`: by segment, which slots have an owner."""
+        """For segments of an earlier life, until `settle`: by segment, which slots have an owner."""
         for segment in set(self.slot_bytes) & set(directory.segments):
             self.owned[segment] = bytearray(size_bytes // self.slot_bytes[segment])
         self._directory = directory
@@ -87,21 +87,21 @@ class Slots:
         self._index = index
         self._make = partial(space.policies.hinted, below=True)
         self.tails = Tails(index, space.prompts, space.policies.clock_s)
-        self._policies: dict[int, dict[str, Policy]] = {}  # of a size of slots, by account
+        self._policies: dict[int, dict[str, Policy]] = {}  # by slot size, by account
         self._row_gone = row_gone
         self._soon = soon
         self._leaving: set[int] = set()  # slots whose row is to be deleted, those of `_undeleted` too
-        self._undeleted: deque[int] = deque()  # slots whose row could not be deleted: asked for again
+        self._undeleted: deque[int] = deque()  # slots whose row could not be deleted: retried
         self._aside: deque[tuple[float, int]] = deque()  # until when, and slots that could not be written to
         self._grow_after_s = 0.0
-        self._retiring: tuple[int, int] | None = None  # a segment that is emptied, next entry to look at
+        self._retiring: tuple[int, int] | None = None  # a segment being emptied, next entry to look at
         self._segment_ids = set(state.segments) | set(directory.segments)
         self._creating = False
         if directory.max_segments == 0:
             self.no_growth = "its part of nvme_size holds no segment: make that larger, or empty the directory"
 
     def policy(self, frame_bytes: int, account: str = NOBODY) -> Policy:
-        """Who decides which block of that size and account goes next."""
+        """The eviction policy for that size and account."""
         its = self._policies.setdefault(frame_bytes, {})
         if account not in its:
             its[account] = self._make(self._index)
@@ -113,14 +113,14 @@ class Slots:
     # --- taking ----------------------------------------------------------------------------------
 
     def admits(self, frame_bytes: int, worth: float) -> bool:
-        """Whether the next victim of that size is worth no more than `worth`; all are let in while there is room."""
+        """Whether the next victim of that size is worth no more than `worth`; always true while there is room."""
         policy = coldest_of(self._of_size(frame_bytes))
         if policy is None or not self._is_short(self.allocator.size_class(frame_bytes)):
             return True
         return policy.worth(policy.victim()) <= worth
 
     def take(self, frame_bytes: int, keep: int) -> int:
-        """A free slot, or NO_FRAME; then room is being made: ask again soon. Not of `keep`'s ancestors, if it is one.
+        """A free slot, or NO_FRAME while room is being made: ask again soon. Does not evict ancestors of `keep`.
 
         `keep` is an entry or NO_ENTRY.
         """
@@ -143,7 +143,7 @@ class Slots:
         return slot
 
     def _give_up_keeping(self, frame_bytes: int, keep: int) -> None:
-        """A chain that is longer than all slots of its size has no more of them than it has."""
+        """A chain longer than all slots of its size gets no more of them: stop protecting it."""
         free = self.allocator.size_class(frame_bytes).free
         on_its_way = free or self._leaving or self._creating or self._retiring or self._may_grow
         if not on_its_way and any(policy.victim() == keep for policy in self._of_size(frame_bytes)):
@@ -151,12 +151,12 @@ class Slots:
             self.evicted_blocks += 1
 
     def _is_short(self, size_class: SizeClass) -> bool:
-        """Whether slots of a size run out: few are left, and no segment to divide."""
+        """Whether slots of a size run out: few are left, and there is no segment to divide."""
         few = size_class.free * size_class.frame_bytes < FREE_AHEAD_BYTES and not self.allocator.unassigned
         return few and size_class.free < self._ahead(size_class)
 
     def _ahead(self, size_class: SizeClass) -> int:
-        """How many slots should be free, or on the way there; not many of a small directory's."""
+        """How many slots should be free, or being freed; fewer in a small directory."""
         return max(1, min(FREE_AHEAD_BYTES // size_class.frame_bytes, size_class.frames // 8))
 
     def _make_room(self, size_class: SizeClass) -> None:
@@ -166,7 +166,7 @@ class Slots:
             return
         most = self._ahead(size_class) - size_class.free - (len(self._leaving) - len(self._undeleted))
         if most <= 0:
-            return  # enough is on its way already
+            return  # enough slots are being freed already
         accounts = self._of_size(size_class.frame_bytes)
         self.tails.lapse()
         self._consider_retiring(size_class, coldest_of(accounts))
@@ -187,7 +187,7 @@ class Slots:
         return evicted_bytes
 
     def _evict_one(self, policies: list[Policy]) -> int:
-        """Evict the coldest leaf of these; its slot, or NO_FRAME where there is nothing to evict."""
+        """Evict the coldest leaf of these; returns its slot, or NO_FRAME if there is nothing to evict."""
         policy = coldest_of(policies)
         if policy is None and policies and self.tails.give_up():
             policy = coldest_of(policies)
@@ -204,9 +204,9 @@ class Slots:
         room = len(self._directory.segments) < self._directory.max_segments
         return room and time.monotonic() >= self._grow_after_s
 
-    # A size without slots, or whose coldest block is much younger than another size's, gets a segment of
-    # that one. It hands out nothing more, its blocks are dropped in slices, and when the last slot is
-    # back it can be divided anew.
+    # A size without slots, or whose coldest block is much younger than another size's, gets a segment of that size. The
+    # segment hands out no more slots, its blocks are dropped in slices, and once the last slot is back it can be
+    # divided anew.
 
     def _consider_retiring(self, size_class: SizeClass, policy: Policy | None) -> None:
         if self._retiring is not None:
@@ -228,7 +228,7 @@ class Slots:
             self._retiring = segment, 0
 
     def _retire_slice(self) -> None:
-        """Drop the blocks of the segment that is to be emptied, round and round until the last slot is back."""
+        """Drop blocks of the segment being emptied, round and round until the last slot is back."""
         if self._retiring is None:
             return
         segment, first = self._retiring
@@ -245,7 +245,7 @@ class Slots:
         self._retiring = segment, 0 if last == len(self._index.frame) else last
 
     def _create_segment(self) -> None:
-        """Ask for one more segment, unless one is being made; slots are there some milliseconds later."""
+        """Ask for one more segment, unless one is being made; its slots are there some milliseconds later."""
         if self._creating:
             return
         segment = max(self._segment_ids, default=0) + 1
@@ -262,12 +262,12 @@ class Slots:
             self.allocator.add_region(segment, self._directory.segment_bytes)
         elif op.outcome is Outcome.IO_ERROR:
             if op.errno == errno.EEXIST:
-                self._segment_ids.add(segment)  # somebody else's file: the next number, then
+                self._segment_ids.add(segment)  # a foreign file: try the next number
             problem = f"no further segment could be made: {os.strerror(op.errno)}"
             if not self._directory.segments:
                 self.health.failed(problem)
                 return
-            # In those that there are, blocks can still be replaced.
+            # In the existing segments blocks can still be replaced.
             if not self.no_growth:
                 log.warning("%s: %s; blocks are replaced meanwhile", self._directory.path, problem)
             self.no_growth = problem
@@ -281,7 +281,7 @@ class Slots:
     # --- giving back -----------------------------------------------------------------------------
 
     def leave(self, slot: int) -> None:
-        """Nothing in the index is there any more: its row goes, then the slot is free too."""
+        """The index no longer uses the slot: delete its row, then free the slot."""
         self._leaving.add(slot)
         self.own(slot, 1)
         self._delete_row(slot)
@@ -300,11 +300,11 @@ class Slots:
             self._soon()
 
     def put_aside(self, slot: int) -> None:
-        """A slot that could not be written to: used again, but not soon."""
+        """Set aside a slot that could not be written to: it is used again, but not soon."""
         self._aside.append((time.monotonic() + ASIDE_S, slot))
 
     def work(self) -> None:
-        """A slice of what was put off."""
+        """Run a slice of deferred work."""
         self._retire_slice()
         while self._aside and time.monotonic() >= self._aside[0][0]:
             self.allocator.give_back(self._aside.popleft()[1])
@@ -315,7 +315,7 @@ class Slots:
     # --- segments of an earlier life -------------------------------------------------------------
 
     def own(self, slot: int, owned: int) -> bool:
-        """Note whether a slot has an owner; False when the allocator knows that by itself already."""
+        """Note whether a slot has an owner; False when the allocator already tracks that itself."""
         slots = self.owned.get(slot >> REGION_SHIFT)
         if slots is None:
             return False
@@ -328,7 +328,7 @@ class Slots:
         return offset % slot_bytes == 0 and offset // slot_bytes < len(slots)
 
     def refuse(self, place: int) -> None:
-        """A row that is not taken in goes, and the slot that it names is used until it is gone."""
+        """Delete a row that is not taken in; the slot that it names stays in use until it is gone."""
         slot_bytes = self.slot_bytes.get(place >> SLOT_BITS, 0)
         if slot_bytes and self.is_slot(place, slot_bytes):
             self.leave(slot_of(place))
@@ -354,5 +354,5 @@ class Slots:
         return len(self._undeleted)
 
     def __contains__(self, slot: object) -> bool:
-        """Whether a slot in use is nobody's: its row is to be deleted, or it could not be written to."""
+        """Whether a slot in use has no owner: its row is to be deleted, or it could not be written to."""
         return slot in self._leaving or any(one == slot for _, one in self._aside)

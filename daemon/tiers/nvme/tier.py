@@ -1,10 +1,10 @@
-"""The NVMe tier: what DRAM's decisions ask of it, and how it starts and stops.
+"""The NVMe tier: implements the seam to DRAM, and starts and stops its parts.
 
     Shelf        one directory: index, slots, catalog, I/O queue
     WriteBehind  DRAM → NVMe
     Promotion    NVMe → DRAM
 
-    Keeper       opens a directory, and sees to it that it stays usable
+    Keeper       opens a directory and keeps it usable
     Placement    which shelf a chain lives on
 
 All on the event loop; disks, SQLite and the opening of directories are on threads of their own.
@@ -54,9 +54,9 @@ log = logging.getLogger("tiercache.daemon")
 
 CLOSE_S = 5.0
 LEAST_AMPLIFIED_BYTES = 64 << 20
-"""Of blocks: before so many were written there is no write amplification to speak of."""
+"""Bytes of blocks: before so many were written, write amplification is not reported."""
 PATIENCE_S = 30.0
-"""How long nothing is written for the sake of directories that have not opened yet."""
+"""How long nothing is written while directories have not opened yet."""
 _POLL_S = 0.01
 
 
@@ -77,7 +77,7 @@ class NvmeTier:
         self._shelves: list[Shelf] = []
         self._budget = WriteBudget(config.nvme_write_budget_bytes)
         self._cipher = None if config.nvme_key is None else load_cipher(config.nvme_key)
-        codec_number(config.nvme_codec)  # a missing library is told now, and not at the first write
+        codec_number(config.nvme_codec)  # report a missing library now, not at the first write
         self._placement = Placement(self._shelves)
         self._hung: set[Shelf] = set()
         self._keepers = [self._keeper(path, cap_bytes) for path, cap_bytes in config.nvme_shares().items()]
@@ -88,7 +88,7 @@ class NvmeTier:
         self.grants: Grants | None = None
 
     def attach(self, cache: Cache) -> None:
-        """Say whose tier below this is."""
+        """Attach it as the tier below this cache."""
         self._cache = cache
         self.fairness = Fairness(cache.space, self._shelves)
         self._flushes = Flushes(cache.all_namespaces)
@@ -117,8 +117,8 @@ class NvmeTier:
     async def open(self, patience_s: float | None = None) -> None:
         """Begin to open all directories; returns when each has been tried, or after `patience_s`.
 
-        What is open is used meanwhile; what cannot be is tried again for as long as the daemon lives. Raises
-        ConfigError when a setting was found to be wrong by then.
+        Open directories are used meanwhile; the others are retried as long as the daemon lives. Raises ConfigError when
+        a setting was found to be wrong by then.
         """
         self._writing_from_s = time.monotonic() + PATIENCE_S
         self._keeping = [asyncio.ensure_future(keeper.keep()) for keeper in self._keepers]
@@ -135,7 +135,7 @@ class NvmeTier:
             raise refusal
 
     def _opened(self, found: OpenDirectory) -> Shelf:
-        """Make the shelf of a directory that is open, and use it."""
+        """Make the shelf of an open directory, and use it."""
         directory, catalog, state = found
         loop = asyncio.get_running_loop()
         queue = DiskQueue(directory, loop.call_soon_threadsafe, again=loop.call_soon)
@@ -152,7 +152,7 @@ class NvmeTier:
         return shelf
 
     def _gone(self, shelf: Shelf) -> None:
-        """A directory has gone: nothing is asked of it any more, and nobody waits for it."""
+        """A directory has gone: it gets no more requests, and no request waits for it."""
         shelf.retired = True
         self._shelves.remove(shelf)
         self._hung.discard(shelf)
@@ -167,7 +167,7 @@ class NvmeTier:
 
     @property
     def _may_write(self) -> bool:
-        """A chain that waits to be found in a directory not yet open must not begin anew in another one."""
+        """Whether to write: a chain in a directory not yet open must not begin anew in another one."""
         untried = any(not keeper.tried.is_set() for keeper in self._keepers)
         return bool(self._shelves) and (not untried or time.monotonic() >= self._writing_from_s)
 
@@ -182,7 +182,7 @@ class NvmeTier:
         return self._placement.lookup(namespace)
 
     def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
-        """What is used in DRAM is used here too; and what was asked for and is not here yet is worth a write."""
+        """Blocks used in DRAM count as used here too; blocks asked for and not here yet are worth a write."""
         self._offers.matched(namespaces, keys, dram_blocks, found_blocks)
 
     @property
@@ -209,13 +209,13 @@ class NvmeTier:
         return self._extents.hold(namespaces, keys, first)
 
     def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
-        """See `TierBelow`; what was promoted is here already and not written again."""
+        """See `TierBelow`; promoted blocks are here already and not written again."""
         self._promotion.note_published()
         if not namespace.spec.dram_only:
             self._writes.add(namespace, key, asked_again=False, before=before)
 
     def limit_work(self, cpu_ns: int) -> None:
-        """Stop writes that begin together after so much CPU time: for a daemon that serves others meanwhile."""
+        """Stop a batch of writes after so much CPU time: for a daemon that serves others meanwhile."""
         self._writes.pump_ns = cpu_ns
 
     def begin_flush(
@@ -225,7 +225,7 @@ class NvmeTier:
         return self._flushes.begin(namespaces, key, done, self._shelves, self._closed, named)
 
     def flush(self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None]) -> None:
-        """See `begin_flush`: all of it at once."""
+        """`begin_flush`, all of it at once."""
         flush = self.begin_flush(namespaces, key, done)
         flush.forget(namespaces)
         flush.end()
@@ -290,7 +290,7 @@ class NvmeTier:
     # --- the end ---------------------------------------------------------------------------------
 
     async def close(self, grace_s: float) -> int:
-        """Write what is dirty, roots first, for `grace_s`; returns the blocks that were left."""
+        """Write dirty blocks, roots first, for `grace_s`; returns how many were left."""
         self._closing = True
         self._stop_keeping()
         if self._scan is not None:
@@ -311,7 +311,7 @@ class NvmeTier:
         return left
 
     async def _close_shelves(self, shelves: Sequence[Shelf], leaving: Sequence[Shelf]) -> None:
-        """Together, so that many hung disks take no longer than one."""
+        """Close all at once, so that many hung disks take no longer than one."""
         for shelf in (*shelves, *leaving):
             shelf.queue.begin_stop()
         end_s = time.monotonic() + CLOSE_S
@@ -320,7 +320,7 @@ class NvmeTier:
             shelf.queue.stop(end_s)
         await asyncio.gather(*(in_thread("catalog end", partial(one.catalog.close, CLOSE_S)) for one in shelves))
         for shelf, all_done in zip(shelves, stopped, strict=True):
-            if all_done:  # else something is still in the kernel, with these files
+            if all_done:  # else the kernel still has I/O on these files
                 shelf.directory.close()
 
     def _dirty(self) -> Iterator[tuple[Namespace, bytes]]:
@@ -329,7 +329,7 @@ class NvmeTier:
     # --- checking --------------------------------------------------------------------------------
 
     def check_integrity(self) -> list[str]:
-        """See `check`: all of it at once."""
+        """`check`, all of it at once."""
         return finish(self.check())
 
     def check(self) -> Steps[list[str]]:
@@ -411,13 +411,13 @@ class NvmeTier:
         }
 
     def queues(self) -> dict[str, DiskQueue]:
-        """By directory: what histograms are taken from."""
+        """By directory: the source of histograms."""
         return {str(shelf.directory.path): shelf.queue for shelf in self._shelves}
 
     def _write_amplification(self) -> float | None:
-        """Bytes that went to the disks, padding, lost writes and databases included, for each byte kept there.
+        """Bytes written to the disks, padding, lost writes and databases included, per byte kept there.
 
-        None while too little was written: a database of an idle daemon over nothing is no ratio.
+        None while too little was written: the database of an idle daemon over nothing is no ratio.
         """
         if self._writes.written_bytes < LEAST_AMPLIFIED_BYTES:
             return None

@@ -1,9 +1,9 @@
-"""Blocks that go past DRAM, between NVMe and the engine's pool (GPUDirect Storage).
+"""Direct access: blocks that bypass DRAM, between NVMe and the engine's pool (GPUDirect Storage).
 
-    probe ──► backend    does GPUDirect work on this directory; and what reads and writes then
+    probe ──► backend    does GPUDirect work on this directory; and the reads and writes themselves
     loads     extents under a read lease ► reads into the pool ► checksums ► the daemon confirms
     stores    places on NVMe under a write lease ► writes from the pool ► commit
-    gds, transfers       what loads and stores have in common
+    gds, transfers       shared by loads and stores
 
 `probe_stage` runs in a process of its own, because a driver may hang. kvikio is imported in `backend` and the probe.
 """

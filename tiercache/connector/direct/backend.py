@@ -1,10 +1,10 @@
-"""Files straight into and out of the memory where a pool's blocks are: what does it, behind one interface.
+"""Backends for direct reads and writes between files and the memory of a pool's blocks, behind one interface.
 
     KvikioBackend   device memory, by GPUDirect Storage (kvikio); only after a probe has passed
     HostBackend     host memory, by direct I/O; fails on request. For pools on a CPU, and for tests
 
-kvikio is imported by the first of them when it is made, never before: opened where GPUDirect does not
-work it can spin for ever, which is why `tiercache.connector.direct.probe` tries it in another process first.
+kvikio is imported when the first KvikioBackend is made, never before: opened where GPUDirect does not work it can spin
+for ever, which is why `tiercache.connector.direct.probe` tries it in another process first.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tiercache.protocol.checksums import lane_sum
 
 PAGE_BYTES = 4096
 RAW = 0
-"""The codec of blocks that are stored as they are."""
+"""The codec of blocks that are stored raw."""
 HANG_S = 60.0
-"""Even an operation that a test lets hang ends at some time."""
+"""A hang injected by a test ends after so long."""
 
 
 class DirectFailed(TierCacheError):
-    """Blocks could not be read, written or verified this way. Where they should have gone holds anything."""
+    """Blocks could not be read, written or verified directly. The target holds anything."""
 
 
 class Backend(Protocol):
-    """What reads and writes. All methods may be called from several threads; all that block say so.
+    """Reads and writes files. All methods may be called from several threads; the blocking ones say so.
 
     `name` is for people. Files are whatever `open` returns. Raise DirectFailed and nothing else.
     """
@@ -47,33 +47,33 @@ class Backend(Protocol):
     name: str
 
     def open(self, path: str, writing: bool) -> Any:
-        """Open a segment file for reading, or to write into it as it is. Blocks."""
+        """Open a segment file for reading, or for writing in place. Blocks."""
 
     def close(self, file: Any) -> None:
-        """Close it; nothing of it is under way."""
+        """Close it; no I/O on it is in progress."""
 
     def read(self, file: Any, offset: int, address: int, length: int) -> int:
-        """Bytes `offset ..< offset + length` to `address`; returns how many came.
+        """Read bytes `offset ..< offset + length` to `address`; returns how many came.
 
-        Offset and length are multiples of 4096. Blocks until nothing of this read is under way any
-        more, also when it fails.
+        Offset and length are multiples of 4096. Blocks until nothing of this read is in progress any more, also when it
+        fails.
         """
 
     def write(self, file: Any, offset: int, address: int, length: int) -> int:
         """As `read`, the other way; returns how many bytes went."""
 
     def is_ready(self, after: Any) -> bool:
-        """Whether the work that `Copier.mark` has marked is over, so that blocks may be read and overwritten."""
+        """Whether the work marked by `Copier.mark` is over, so that blocks may be read and overwritten."""
 
     def lane_sums(self, addresses: Addresses, length: int) -> list[int]:
         """`tiercache.protocol.checksums.lane_sum` of the block at each address. Blocks."""
 
 
 class KvikioBackend:
-    """GPUDirect Storage by way of kvikio, into memory of one CUDA device.
+    """GPUDirect Storage through kvikio, into memory of one CUDA device.
 
     Args:
-        probe: what was found in another process; one that did not pass raises ConfigError.
+        probe: result of another process; one that did not pass raises ConfigError.
         device: as torch writes it, e.g. `cuda:0`.
 
     Raises ConfigError too when kvikio, torch or Triton cannot be used here.
@@ -92,7 +92,7 @@ class KvikioBackend:
             self._sums: Any = importlib.import_module("tiercache.kernels.checksum").lane_sums
             with self._torch.cuda.device(device):
                 self._stream = self._torch.cuda.Stream(device)
-                # Compiled now: at the first load it would keep a request waiting.
+                # Compiled now: at the first load it would delay a request.
                 trial = self._torch.zeros(PAGE_BYTES, dtype=self._torch.uint8, device=device)
                 self._torch.cuda.synchronize(device)
             self.lane_sums(np.array([trial.data_ptr()], np.int64), PAGE_BYTES)
@@ -143,22 +143,22 @@ class KvikioBackend:
 
 
 class Fault(Enum):
-    """What a `HostBackend` does instead of a right read or write."""
+    """Faults that a `HostBackend` injects into a read or write."""
 
     ERROR = "error"
     SHORT = "short"
-    """The last page does not come, or go."""
+    """The last page is not moved."""
     WRONG = "wrong"
-    """One bit of the last byte is another."""
+    """One bit of the last byte is flipped."""
     HANG = "hang"
-    """It waits until `resume`, and then goes on after all."""
+    """It waits until `resume`, and then completes."""
 
 
 class HostBackend:
     """Reads into host memory and writes from there with O_DIRECT: the same interface without a GPU.
 
     Args:
-        fault, write_fault: called with the number of each read or write, from 0 on; what they return goes wrong.
+        fault, write_fault: called with the number of each read or write, from 0 on; return the fault to inject.
 
     `reads` and `writes` count those that have begun, `hanging` those that hang now.
     """
@@ -189,7 +189,7 @@ class HostBackend:
         os.close(file)
 
     def read(self, file: int, offset: int, address: int, length: int) -> int:
-        """See `Backend`. An address that is no multiple of 4096 costs a copy."""
+        """See `Backend`. An unaligned address (4096) costs a copy."""
         with self._lock:
             number, self.reads = self.reads, self.reads + 1
         fault = self._fault(number)
@@ -200,7 +200,7 @@ class HostBackend:
         return count
 
     def write(self, file: int, offset: int, address: int, length: int) -> int:
-        """See `Backend`. An address that is no multiple of 4096 costs a copy."""
+        """See `Backend`. An unaligned address (4096) costs a copy."""
         with self._lock:
             number, self.writes = self.writes, self.writes + 1
         fault = self._write_fault(number)
@@ -208,7 +208,7 @@ class HostBackend:
         return _write_direct(file, offset, address, wanted, fault is Fault.WRONG) if wanted else 0
 
     def _suffer(self, fault: Fault | None, offset: int, length: int) -> int:
-        """How many bytes are to be moved, maybe after a while."""
+        """Inject the fault; returns how many bytes to move, maybe after a while."""
         if fault is Fault.ERROR:
             raise DirectFailed(f"{length} bytes at {offset}: as was asked for")
         if fault is Fault.HANG:
@@ -223,7 +223,7 @@ class HostBackend:
             self.hanging -= 1
 
     def resume(self) -> None:
-        """Let those that hang, and later ones that would, go on."""
+        """Let hanging operations, and later ones that would hang, continue."""
         self._resume.set()
 
     def is_ready(self, after: Any) -> bool:

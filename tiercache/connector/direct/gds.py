@@ -1,10 +1,10 @@
-"""Loads from the disks straight into a pool's blocks, and stores the other way: the engine's side of GPUDirect.
+"""The engine's side of GPUDirect: loads from the disks straight into a pool's blocks, and stores the other way.
 
     load    extents ─► reads ─► lane sums of what came ─► the leading blocks that are right
     store   places ─► writes ─► lane sums of what was written ─► checksums of the leading blocks that went
 
-A block belongs to the load or store until the last move that was begun has ended, whatever becomes of
-it. Anything that goes wrong only makes the run shorter: what is left goes by way of DRAM.
+A block belongs to the load or store until the last move that was begun has ended, whatever its result. A failure only
+makes the run shorter: the rest goes through DRAM.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiercache.protocol.messages import Extent
 
 
 class DirectResult(NamedTuple):
-    """How many leading blocks are verified, and whether the one behind them came with wrong bytes."""
+    """How many leading blocks are verified, and whether the block after them came with wrong bytes."""
 
     good: int
     bad: bool = False
@@ -52,8 +52,8 @@ class DirectLoader(DirectMoves):
     ) -> DirectResult:  # fmt: skip
         """Read `extents` into `block_ids` and compare their checksums, with the `block_seed` of each.
 
-        When it returns no read is under way. Blocks; begins no read after `limit`. Raises CopyLost
-        for a read that does not end, and nothing else.
+        When it returns no read is in progress. Blocks; begins no read after `limit`. Raises CopyLost for a read that
+        does not end, and nothing else.
         """
         addresses = self._addresses(block_ids)
         usable = 0
@@ -113,10 +113,10 @@ class DirectStorer(DirectMoves):
         self, generation: int, directory: str, places: Sequence[Extent], seeds: Sequence[int],
         block_ids: Addresses, limit: Limit, after: Any = None,
     ) -> list[int]:  # fmt: skip
-        """Write `block_ids` to `places`; the checksums, with the `block_seed` of each, of the leading ones that went.
+        """Write `block_ids` to `places`; returns checksums, seeded by `block_seed`, of the leading ones written.
 
-        When it returns no write is under way. Blocks; begins no write after `limit`. Raises CopyLost
-        for a write that does not end, and nothing else.
+        When it returns no write is in progress. Blocks; begins no write after `limit`. Raises CopyLost for a write that
+        does not end, and nothing else.
         """
         addresses = self._addresses(block_ids)
         if not all(is_place(place, 1, self.pool.block_bytes) for place in places):
@@ -137,5 +137,5 @@ class DirectStorer(DirectMoves):
 
 
 def is_place(extent: Extent, directories: int, length: int) -> bool:
-    """Whether an extent is one block at a place that direct I/O can reach: nothing else decides where bytes go."""
+    """Whether an extent is one block at a place that direct I/O can reach: this check alone guards where bytes go."""
     return extent.length == length and extent.directory < directories and extent.offset % PAGE_BYTES == 0

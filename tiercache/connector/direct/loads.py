@@ -1,4 +1,4 @@
-"""Whether a connector reads and writes blocks on NVMe itself, and the loads that do.
+"""Decides whether a connector reads and writes NVMe blocks directly, and implements the direct loads.
 
     gds="auto"    wait for the daemon ─► probe its directories ─► worth it? ─► loader, else none
                                                               └► and asked for? ─► storer, else none
@@ -28,9 +28,9 @@ from tiercache.protocol.namespaces import NamespaceSpec
 
 OFF, AUTO = "off", "auto"
 LOOK_S = 0.2
-"""How often it is looked whether the daemon is there to be asked for its directories."""
+"""How often to check whether the daemon is there to be asked for its directories."""
 MODES = {Mode.POSIX: 0, Mode.COMPAT: 1, Mode.GDS: 2}
-"""Counters are numbers: what `direct_mode` says. 3 is any other backend."""
+"""Values of the counter `direct_mode`: counters are numbers. 3 is any other backend."""
 OTHER_MODE = 3
 RATES: dict[str, Callable[[GdsProbe], float]] = {
     "direct_mb_per_s": lambda probe: probe.direct_bytes_per_s,
@@ -43,16 +43,16 @@ logger = logging.getLogger("tiercache.gds")
 
 
 class DirectPath:
-    """One connector's way past DRAM, for each direction by itself. Thread-safe.
+    """One connector's direct path, decided for each direction by itself. Thread-safe.
 
     Args:
         wish: `off`, `auto`, or a backend to use as it is.
-        stores: whether blocks are to be written that way too.
+        stores: whether to write blocks directly too.
 
     Attributes:
         wanted: whether matches ask for extents.
-        loader, storer: what loads and stores, once that is decided.
-        probes: what `auto` found out.
+        loader, storer: used for direct loads and stores, once that is decided.
+        probes: results of the probes for `auto`.
         reason, store_reason: why there is no loader, no storer.
     """
 
@@ -94,7 +94,7 @@ class DirectPath:
         return self._asks or (self.loader is not None and not self.loader.off)
 
     def counters(self) -> dict[str, int]:
-        """What was done, the mode, and the rates measured at the start, in MB/s."""
+        """Counts, the mode, and the rates measured at the start, in MB/s."""
         used = [one for one in (self.loader, self.storer) if one is not None]
         if not used and not self.probes:
             return {}
@@ -112,7 +112,7 @@ class DirectPath:
     # --- deciding --------------------------------------------------------------------------------
 
     def _give_up(self, reason: str, store_reason: str) -> None:
-        """Say of each direction why it is not used; an empty reason says nothing."""
+        """Log for each direction why it is not used; an empty reason logs nothing."""
         if reason:
             self.reason = reason
             logger.warning("blocks on NVMe are read by the daemon, not directly: %s", reason)
@@ -124,7 +124,7 @@ class DirectPath:
         assert self._pool is not None
         if loads:
             loader = DirectLoader(self._pool, backend)
-            # From now on new blocks are written so that they can be verified on the GPU.
+            # From now on new blocks are written so that the GPU can verify them.
             self._client.expect(self._spec, direct=True)
             if self._client.alive:
                 try:
@@ -176,7 +176,7 @@ class DirectPath:
         return []
 
     def close(self) -> None:
-        """End the probing, and what loads and stores."""
+        """End the probing, the loader and the storer."""
         self._closed.set()
         for one in (self.loader, self.storer):
             if one is not None:
@@ -187,13 +187,13 @@ def load_direct(
     session: Session, lease: int, number: int, fingerprint: str, keys: bytes, loader: DirectLoader,
     block_ids: Addresses, first: int, limit: Limit, after: Any = None,
 ) -> int:  # fmt: skip
-    """Blocks `first..` of a lease from their extents into `block_ids`; returns how many leading ones came.
+    """Read blocks `first..` of a lease from their extents into `block_ids`; returns how many leading ones came.
 
     Args:
         number, fingerprint: the namespace's.
-        keys: of the whole run, from the root: what the blocks are verified against.
+        keys: of the whole run, from the root: the blocks are verified against them.
 
-    Raises TierCacheError; no read is under way then, but for CopyLost.
+    Raises TierCacheError; no read is in progress then, except for CopyLost.
     """
     done = 0
     while done < len(block_ids) and not limit.reached() and not loader.off:

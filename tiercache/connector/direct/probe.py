@@ -1,12 +1,12 @@
-"""Does GPUDirect Storage work on a directory, and is it worth using there? Tried in processes of its own.
+"""Probes, in processes of its own, whether GPUDirect Storage works on a directory, and whether it is worth using.
 
     stage posix           O_DIRECT reads into host memory: does the directory work at all, how fast
     stage gds             kvikio with cuFile's compatibility mode forbidden: really disk to device
     stage cufile-compat   kvikio, with cuFile's own bounce buffer
 
-The first of the last two that works is measured against the bounce through page-locked host memory,
-each direction by itself, on a file in that very directory. A stage that hangs is killed, which no
-thread could be. What happens in its process is in `tiercache.connector.direct.probe_stage`.
+The first of the last two that works is measured against the bounce through page-locked host memory, each direction by
+itself, on a file in that very directory. A stage that hangs is killed, which a thread could not be. The code of that
+process is in `tiercache.connector.direct.probe_stage`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Mode(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class GdsProbe:
-    """What was found out about a directory. Rates are bytes per second, 0 where nothing was measured.
+    """Result of a probe of one directory. Rates are bytes per second, 0 where nothing was measured.
 
     Attributes:
         mode: the best that works.
         reason: why it is nothing better; empty for `gds`.
         direct_bytes_per_s, direct_write_bytes_per_s: that mode, into and out of device memory.
-        bounce_bytes_per_s, bounce_write_bytes_per_s: by way of page-locked host memory, the copy included.
+        bounce_bytes_per_s, bounce_write_bytes_per_s: through page-locked host memory, the copy included.
         host_bytes_per_s: O_DIRECT into host memory, no GPU involved.
         write_reason: why that mode only reads; empty where it writes too.
     """
@@ -79,12 +79,12 @@ class GdsProbe:
 
     @property
     def why_not(self) -> str:
-        """Why reading directly is of no use."""
+        """Why direct reads are not used."""
         return self._slower(self.direct_bytes_per_s, self.bounce_bytes_per_s)
 
     @property
     def why_not_store(self) -> str:
-        """Why writing directly is of no use."""
+        """Why direct writes are not used."""
         return self.write_reason or self._slower(self.direct_write_bytes_per_s, self.bounce_write_bytes_per_s)
 
     def _slower(self, direct_bytes_per_s: float, bounce_bytes_per_s: float) -> str:
@@ -98,13 +98,13 @@ _probing = threading.Lock()
 
 @forks.in_child
 def _forget_probing() -> None:
-    """Whoever was probing does not exist here."""
+    """After a fork: the probing thread does not exist in the child."""
     global _probing
     _probing = threading.Lock()
 
 
 def probe_gds(directory: str | Path, timeout_s: float = STAGE_TIMEOUT_S) -> GdsProbe:
-    """Probe a directory, or return what this process found out before. Raises nothing.
+    """Probe a directory, or return this process's earlier result. Raises nothing.
 
     Writes and removes a file of 64 MiB there. Blocks for at most about three times `timeout_s`.
     """
@@ -135,7 +135,7 @@ def _probe(directory: str, timeout_s: float) -> GdsProbe:
 
 
 def _run_stage(directory: str, mode: Mode, timeout_s: float) -> dict[str, Any]:
-    """One stage in a process of its own: its figures, or `error`."""
+    """Run one stage in a process of its own: returns its figures, or `error`."""
     with tempfile.TemporaryDirectory(prefix="tiercache-gds-") as scratch:
         environment = dict(os.environ)
         if mode is not Mode.POSIX:
@@ -171,7 +171,7 @@ class DeviceBytes:
 
 
 def kvikio_environment(mode: Mode, scratch: str) -> dict[str, str]:
-    """Settings under which kvikio does as `mode` says or fails, instead of something slower in silence.
+    """Settings under which kvikio does as `mode` says or fails, instead of silently using something slower.
 
     cuFile's settings and log go to `scratch`; by default it logs into the current directory.
     """
@@ -183,7 +183,7 @@ def kvikio_environment(mode: Mode, scratch: str) -> dict[str, str]:
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:
-    """Take leave of a killed process, unless the kernel does not let go of it (a disk that hangs)."""
+    """Wait for a killed process, unless it is stuck in the kernel (a disk that hangs)."""
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()

@@ -1,4 +1,4 @@
-"""One stage of the probe, in a process of its own: moves between a file and memory, and their rates.
+"""One stage of the probe, in a process of its own: moves bytes between a file and memory, and measures rates.
 
     read    file ─► device (kvikio)            against  file ─► page-locked memory ─► device
     write   device ─► file (kvikio)            against  device ─► page-locked memory ─► file
@@ -60,7 +60,7 @@ def _test_file(directory: str) -> Iterator[str]:
 
 
 def _rate(move: Callable[[int, int], None], finish: Callable[[], None] = lambda: None) -> float:
-    """Bytes per second of the best round; `move(worker, offset)` is called by THREADS threads for each piece."""
+    """Bytes per second of the best round; THREADS threads call `move(worker, offset)` for each piece."""
     best_s = float("inf")
     for _ in range(ROUNDS):
         problems: list[Exception] = []
@@ -100,7 +100,7 @@ def _measure_host(path: str) -> dict[str, Any]:
 
 
 def _measure_device(path: str) -> dict[str, Any]:
-    """Both ways into device memory and out of it, and whether the bytes are the same."""
+    """Measure both ways into device memory and out of it, and whether the bytes agree."""
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available():
         raise RuntimeError("no cuda: torch finds no device")
@@ -115,7 +115,7 @@ def _measure_device(path: str) -> dict[str, Any]:
 
 
 def _measure_writes(device: _Device) -> dict[str, Any]:
-    """Out of device memory; `write_error` where that does not work, though reading does."""
+    """Measure writes from device memory; `write_error` if they do not work though reads do."""
     try:
         device.open_to_write()
         direct = _rate(device.write)
@@ -128,7 +128,7 @@ def _measure_writes(device: _Device) -> dict[str, Any]:
 
 
 class _Device:
-    """The file's bytes in device memory: in `_direct` as cuFile has read them, in `_bounced` the other way."""
+    """The file's bytes in device memory: in `_direct` as cuFile has read them, in `_bounced` through host memory."""
 
     def __init__(self, torch: Any, kvikio: Any, path: str) -> None:
         self._torch = torch
@@ -158,7 +158,7 @@ class _Device:
         _read_piece(self._fd, memoryview(self._pinned[worker].numpy()), offset)
         self._bounced[offset : offset + PIECE_BYTES].copy_(self._pinned[worker])
 
-    # What is written to a piece is what was read from the next one, so that it makes a difference.
+    # A piece is written with the bytes read from the next one, so that a write makes a difference.
 
     def write(self, worker: int, offset: int) -> None:
         begin = (offset + PIECE_BYTES) % FILE_BYTES
@@ -173,7 +173,7 @@ class _Device:
             raise OSError("a direct write came back short")
 
     def agrees(self, shift: int) -> bool:
-        """Whether byte `i` of what was bounced in is byte `i + shift` of what cuFile has read, around the end."""
+        """Whether byte `i` of the bounced bytes is byte `i + shift` of what cuFile has read, with wrap-around."""
         end, equal = FILE_BYTES - shift, self._torch.equal
         head = equal(self._bounced[0:end], self._direct[shift:FILE_BYTES])
         return bool(head and equal(self._bounced[end:FILE_BYTES], self._direct[0:shift]))

@@ -1,11 +1,11 @@
-"""Stores past DRAM: ask the daemon for places on NVMe, write them there ourselves, commit.
+"""Direct stores: reserve places on NVMe at the daemon, write the blocks there ourselves, commit.
 
     reserve ─► keys that are on NVMe already, then places for a run of the others
     write      from the pool to the places
-    commit ──► the leading blocks that went, with their checksums: visible
+    commit ──► the leading blocks written, with their checksums: visible
 
-What cannot go this way (the block before it is not on NVMe, no room, no budget, a failure) is left
-for DRAM. When the lease ends, the daemon is told whether a write of ours may still be under way.
+Blocks that cannot go this way (the block before it is not on NVMe, no room, no budget, a failure) are left for DRAM.
+When the lease ends, the daemon is told whether a write of ours may still be in progress.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from tiercache.protocol.messages import (
 from tiercache.protocol.namespaces import NamespaceSpec
 
 PATIENCE_S = 1.0
-"""How long it is asked again for a place that will be there soon."""
+"""How long to keep asking for a place that will be there soon."""
 ASK_AGAIN_S = 0.002
 
 
 class PastDram(NamedTuple):
     """Leading blocks of a store that are on NVMe now: `present` of them were there before.
 
-    `refused`: what was written after them is not wanted (a flush came in between, the lease was over),
-    so nothing else of this store is to be kept in another way.
+    `refused`: the blocks written after them are not wanted (a flush came in between, the lease was over), so the rest
+    of this store must not be kept in another way either.
     """
 
     stored: int = 0
@@ -54,7 +54,7 @@ class PastDram(NamedTuple):
 
 
 class _WhileUp(Limit):
-    """As a limit, and reached when the session is over: another life of the daemon may give the places away."""
+    """A limit that is also reached when the session is over: another life of the daemon may give the places away."""
 
     def __init__(self, limit: Limit, session: Session) -> None:
         super().__init__(limit.deadline_s)
@@ -79,9 +79,9 @@ def store_past_dram(
     after: Any = None,
     events: EventRun | None = None,
 ) -> PastDram:
-    """Write `block_ids` to NVMe as the blocks `first..` of the chain `keys`, as far as that goes.
+    """Write `block_ids` to NVMe as the blocks `first..` of the chain `keys`, as far as that works.
 
-    When it returns or raises, no write is under way (but for CopyLost). Raises TierCacheError.
+    When it returns or raises, no write is in progress (except for CopyLost). Raises TierCacheError.
     """
     with client.leases.operation(limit):
         return _store(client, storer, spec, keys, block_ids, first, limit, after, events)
@@ -132,7 +132,7 @@ class _Store:
         self._after = after
 
     def reserve(self, first: int, count: int, events: EventRun | None) -> ReservedExtents | None:
-        """Places for the blocks from `first` on; asks again where there will be some soon. None: refused."""
+        """Reserve places for the blocks from `first` on; asks again where there will be some soon. None: refused."""
         begin, until_s = first * KEY_BYTES, time.monotonic() + PATIENCE_S
         ask: dict[str, Any] = {
             "namespace": self._number, "parent": self._keys[max(0, begin - KEY_BYTES) : begin],
@@ -154,7 +154,7 @@ class _Store:
             time.sleep(ASK_AGAIN_S)
 
     def write(self, reserved: ReservedExtents, block_ids: Addresses, first: int) -> tuple[int, int, int]:
-        """Write what was granted and commit it; how many blocks were granted, are written, and visible."""
+        """Write the granted blocks and commit them; returns how many were granted, written, and visible."""
         session, lease = self._session, reserved.lease
         writing = Writing()
         over, finished = False, True
@@ -164,7 +164,7 @@ class _Store:
             seeds = [self._seed(first + number) for number in range(len(places))]
             ids, where = block_ids[: len(places)], reserved.directory
             sums = self._storer.store(session.generation, where, places, seeds, ids, self._while_up, self._after)
-            # `void` is looked at after the sums: if it came too late for this, what they are of had not changed.
+            # `void` is read after the sums: if it came too late for this, the summed blocks had not changed.
             if not sums or self._limit.void:
                 return len(places), 0, 0
             states = session.call(CommitExtents, Committed, lease=lease, checksums=pack_checksums(sums)).states

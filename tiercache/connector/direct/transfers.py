@@ -1,9 +1,9 @@
-"""Moves between segment files and a pool's blocks: what loads and stores past DRAM have in common.
+"""Moves between segment files and a pool's blocks: the common part of direct loads and stores.
 
     extents ─► runs (neighbours on disk and in the pool) ─► reads or writes, several in flight
 
-Loads and stores each have their own: one that does not work any more leaves the other alone. After a
-few failures in a row, or a move that hangs, this way is not used again in this process.
+Loads and stores each have their own: one that stops working does not affect the other. After a few failures in a row,
+or a move that hangs, this way is not used again in this process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tiercache.protocol.messages import Extent
 
 MOVE_THREADS = 8
 MOVE_BYTES = 8 << 20
-"""Most bytes of one read or write: neighbours are moved together up to here."""
+"""Most bytes of one read or write: neighbours are moved together up to this size."""
 MAX_OPEN_FILES = 256
 MAX_FAILURES = 3
-"""Loads (or stores) in a row that failed, after which this way is not used any more."""
+"""Failed loads (or stores) in a row, after which this way is not used any more."""
 _POLL_S = 0.0005
 
 logger = logging.getLogger("tiercache.gds")
@@ -56,10 +56,10 @@ class DirectMoves:
 
     Args:
         pool: one without a `direct_problem`.
-        backend: what moves, to or from memory of the pool's device.
+        backend: moves bytes to or from memory of the pool's device.
         writing: from the pool to the files.
         threads: moves in flight.
-        give_up_s: a move that takes longer hangs.
+        give_up_s: a move that takes longer counts as hung.
 
     Attributes:
         off: why it is not used any more; empty while it is.
@@ -92,9 +92,9 @@ class DirectMoves:
         return base + block_ids * stride
 
     def _wait_ready(self, after: Any, limit: Limit) -> bool:
-        """Wait for what the engine has queued on the blocks: files know nothing of streams.
+        """Wait for the engine's queued work on the blocks: files know nothing of streams.
 
-        Before the lock is taken: handlers of signals run meanwhile, and may close what is in use here.
+        Before the lock is taken: signal handlers run meanwhile, and may close what is in use here.
         """
         while not self.off:
             if self.backend.is_ready(after):
@@ -136,9 +136,9 @@ class DirectMoves:
             self.backend.close(self._files.popitem(last=False)[1])
 
     def _perform(self, runs: list[Run], limit: Limit) -> tuple[int, str]:
-        """Move runs until the limit or a failure: the leading blocks that are complete, and what failed.
+        """Move runs until the limit or a failure; returns the leading blocks that are complete, and the failure.
 
-        When it returns nothing is under way. Raises CopyLost for a move that does not end.
+        When it returns nothing is in progress. Raises CopyLost for a move that does not end.
         """
         if not self._started:
             self._start()
@@ -161,7 +161,7 @@ class DirectMoves:
             except RuntimeError as error:
                 if not self._started:
                     raise DirectFailed(str(error)) from error
-                return  # fewer do it as well
+                return  # fewer do as well
             self._started = True
 
     def _work(self) -> None:
@@ -169,7 +169,7 @@ class DirectMoves:
             batch.work()
 
     def note(self, problem: str) -> None:
-        """How a load or store went; empty is well."""
+        """Record the result of a load or store; empty means success."""
         if not problem:
             self._in_a_row = 0
             return
@@ -182,7 +182,7 @@ class DirectMoves:
             logger.warning("direct %ss are off: %s", self._verb, self.off)
 
     def close(self) -> None:
-        """Close the files and end the threads; nothing is under way, but for what is lost."""
+        """Close the files and end the threads; nothing is in progress, except for lost moves."""
         if self in _lost:
             return
         with self._lock:
@@ -199,11 +199,11 @@ class DirectMoves:
 
 
 _lost: list[DirectMoves] = []
-"""Those with a move that may still be under way: their pools and files are not given back."""
+"""Instances with a move that may still be in progress: their pools and files are not given back."""
 
 
 class _Batch:
-    """The moves of one load or store, shared out to the threads in order."""
+    """The moves of one load or store, distributed to the threads in order."""
 
     def __init__(self, runs: list[Run], move: Callable[[Any, int, int, int], int], limit: Limit) -> None:
         self.problem = ""
@@ -213,7 +213,7 @@ class _Batch:
         self._changed = threading.Condition()
         self._next = 0
         self._complete = [False] * len(runs)
-        self._since_s: dict[int, float] = {}  # moves under way, by run
+        self._since_s: dict[int, float] = {}  # moves in progress, by run
 
     def work(self) -> None:
         """Move runs until none is left. In a thread of the owner."""
@@ -244,7 +244,7 @@ class _Batch:
             return number
 
     def wait(self, give_up_s: float) -> bool:
-        """Wait until no move is under way and none will begin; False when one hangs."""
+        """Wait until no move is in progress and none will begin; False when one hangs."""
         with self._changed:
             while self._since_s or not self._is_over():
                 oldest_s = min(self._since_s.values(), default=time.monotonic())
@@ -262,5 +262,5 @@ class _Batch:
         return True
 
     def leading(self) -> int:
-        """Runs that are complete, from the first one on."""
+        """Leading runs that are complete."""
         return self._complete.index(False) if False in self._complete else len(self._complete)

@@ -1,4 +1,4 @@
-"""What operators and watchers ask, and the answers: flush, report, models, statistics, check, inspect, pins, specs."""
+"""Requests of operators and watchers, and replies: flush, report, models, statistics, check, inspect, pins, specs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiercache.protocol.messages.requests import Request
 
 
 class Flush(Request, tag="flush"):
-    """Forget blocks. Answered with `Flushed`.
+    """Drop blocks. Answered with `Flushed`.
 
     `tier` is `all` or a tier's name. Empty `namespaces` means every one; `key` empty means
     everything, otherwise that block and all that follow it.
@@ -25,7 +25,7 @@ class Flush(Request, tag="flush"):
 
 
 class Report(Request, tag="report"):
-    """What the client did with its mapping (`cuda`, `mlock`, `none`), its own counters, its models. -> `Done`."""
+    """How the client holds its mapping (`cuda`, `mlock`, `none`), its own counters, its models. -> `Done`."""
 
     registration: str
     counters: Annotated[dict[str, int], msgspec.Meta(max_length=MAX_LISTED)]
@@ -33,22 +33,22 @@ class Report(Request, tag="report"):
 
 
 class Models(Request, tag="models"):
-    """What the clients say of their models. Answered with `ModelList`."""
+    """The models that clients have announced. Answered with `ModelList`."""
 
 
 class Stats(Request, tag="stats"):
-    """Answered with `StatsReply`; with `histograms` and with so many places of the prefix tree, if asked for."""
+    """Answered with `StatsReply`; optionally with `histograms` and with so many nodes of the prefix tree."""
 
     histograms: bool = False
     hot_prefixes: int = 0
 
 
 class Check(Request, tag="check"):
-    """Compare the daemon's books with each other, and blocks on disks with their checksums.
+    """Check the daemon's bookkeeping, and blocks on disks against their checksums.
 
-    Answered with `CheckReply`, after as long as it takes to read `sample` blocks (-1: all) at
-    `bytes_per_s` (0: no limit). Others are served meanwhile. `force` is for daemons up to 0.1, which
-    stood still for it and refused to look at a large cache otherwise.
+    Answered with `CheckReply`, once `sample` blocks (-1: all) were read at `bytes_per_s` (0: no limit). The daemon
+    serves others meanwhile. `force` is for daemons up to 0.1, which stood still for it and refused to check a large
+    cache otherwise.
     """
 
     sample: int = 0
@@ -57,7 +57,7 @@ class Check(Request, tag="check"):
 
 
 class Inspect(Request, tag="inspect"):
-    """Where one block is, and what is known of it, without a trace. Answered with `Inspected`.
+    """Where one block is, and what is known of it; changes nothing, not even recency. Answered with `Inspected`.
 
     Empty `namespaces` means every one. `chain` asks for the keys from the first block to this one.
     """
@@ -78,7 +78,7 @@ class Specs(Request, tag="specs"):
 
 
 class Flushed(Reply, tag="flushed"):
-    """Blocks forgotten so far; `more`: others are out of sight already and still being freed."""
+    """Blocks dropped so far; `more`: others are out of sight already and still being freed."""
 
     blocks: int
     more: bool = False
@@ -91,14 +91,14 @@ class StatsReply(Reply, tag="stats_reply"):
 
 
 class ModelList(Reply, tag="model_list"):
-    """Models of the sessions that are open, each once, and the numbers of their namespaces by fingerprint."""
+    """Models of the open sessions, each once, and the numbers of their namespaces by fingerprint."""
 
     models: list[ModelCard]
     namespaces: dict[str, int]
 
 
 class CheckReply(Reply, tag="check_reply"):
-    """One line for each fault that was found: none when all is well."""
+    """One line for each fault found: none when all is well."""
 
     findings: list[str]
     blocks: int
@@ -109,14 +109,14 @@ class BlockView(msgspec.Struct, array_like=True, frozen=True):
     """One block in one place.
 
     Attributes:
-        namespace: whose form its bytes have.
+        namespace: determines the form of its bytes.
         tier: `dram`, or the name of the tier below.
         place: the directory below; empty in DRAM.
         stored_bytes: its length there, as it was written.
         children: blocks that follow it in this tier.
-        pins: leases, pins and stores under way that keep it.
+        pins: leases, pins and stores in progress that keep it.
         codec, checksum: how it was written below, and with which kind of checksum; empty in DRAM.
-        idle_s: since a match last ended at it, or it came; None where nobody notes that.
+        idle_s: since a match last ended at it, or it came; None where that is not recorded.
     """
 
     namespace: int
@@ -133,8 +133,8 @@ class BlockView(msgspec.Struct, array_like=True, frozen=True):
 class Inspected(Reply, tag="inspected"):
     """The places of a block, first those in DRAM, at most MAX_INSPECTED, and how many blocks lead up to it.
 
-    `depth` counts the block itself; 0 where it is nowhere, or only in windowed namespaces, which know no chains.
-    `chain`: its keys, if they were asked for and are at most MAX_KEYS.
+    `depth` counts the block itself; 0 if it is in no tier, or only in windowed namespaces, which have no chains.
+    `chain`: its keys, if they were requested and are at most MAX_KEYS.
     """
 
     blocks: list[BlockView]
@@ -143,7 +143,7 @@ class Inspected(Reply, tag="inspected"):
 
 
 class PinView(msgspec.Struct, array_like=True, frozen=True):
-    """One pin: its namespaces, the last key that it was set with, what it keeps, and for how long still."""
+    """One pin: its namespaces, the last key that it was set with, what it keeps, and the time left."""
 
     namespaces: list[int]
     key: bytes
@@ -153,7 +153,7 @@ class PinView(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PinList(Reply, tag="pin_list"):
-    """Pins, at most MAX_LISTED_PINS, those that end first before others; `limit_bytes` is what all may keep."""
+    """Pins, at most MAX_LISTED_PINS, in order of their end; `limit_bytes` is what all may keep."""
 
     pins: list[PinView]
     count: int
@@ -171,7 +171,7 @@ class Settings(Request, tag="settings"):
 
 
 class SettingView(msgspec.Struct, array_like=True):
-    """One setting, as TOML; `live`: it can be set while the daemon runs; `next_start`: what a start now would have."""
+    """One setting, as TOML; `live`: it can change at run time; `next_start`: the value that a start now would use."""
 
     key: str
     value: str
@@ -181,7 +181,7 @@ class SettingView(msgspec.Struct, array_like=True):
 
 
 class SettingList(Reply, tag="setting_list"):
-    """All of them. `problem`: why it is not known what a start now would have."""
+    """All settings. `problem`: why `next_start` is not known."""
 
     settings: list[SettingView]
     problem: str = ""
@@ -195,7 +195,7 @@ class ChangeSetting(Request, tag="set"):
 
 
 class Changed(Reply, tag="changed"):
-    """The setting's value now, as TOML, and what there is to say of it."""
+    """The setting's value now, as TOML, and a note about it."""
 
     value: str
     note: str = ""

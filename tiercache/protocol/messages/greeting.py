@@ -23,8 +23,8 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     """The daemon's answer. `control` is the ZeroMQ endpoint of the ROUTER.
 
-    `kv_events`: the daemon publishes events, and wants an `EventRun` with what is stored. `hints`: it takes a `Hint`.
-    `connections`: how many this session may have to the control socket at a time; 0: unsaid.
+    `kv_events`: the daemon publishes events, and wants an `EventRun` with each store. `hints`: it takes a `Hint`.
+    `connections`: how many this session may have to the control socket at a time; 0: unknown.
     """
 
     protocol: int
@@ -41,15 +41,15 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
 class Regions(msgspec.Struct, array_like=True, tag="regions"):
     """Regions whose memfds come with this packet, in order: `[region_id, size_bytes]` each.
 
-    Sent after `Welcome` for the regions that exist and again whenever one becomes ready, always
-    before a frame of it is named to anyone.
+    Sent after `Welcome` for the regions that exist and again whenever one becomes ready, always before one of its
+    frames is named to a client.
     """
 
     regions: list[tuple[int, int]]
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused"):
-    """The daemon will not have this client; the socket is closed after it."""
+    """The daemon refuses this client; the socket is closed after it."""
 
     code: str
     text: str

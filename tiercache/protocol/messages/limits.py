@@ -14,7 +14,7 @@ KEY_BYTES = 16
 TOKEN_BYTES = 16
 INSTANCE_BYTES = 16
 CHAIN_HASHING = "chain"
-"""`ModelCard.hashing` of those who use `keys.KeyChain`."""
+"""`ModelCard.hashing` of engines that use `keys.KeyChain`."""
 NO_LEASE = 0
 """Lease id of a reply that grants none. Real ids are random and never 0."""
 
@@ -33,10 +33,10 @@ MAX_HINT_MS = 7 * 86_400_000
 MAX_INSPECTED = 256
 MAX_LISTED_PINS = 1024
 MAX_LISTED = 65_536
-"""Values in one array of a request: a longer one is malformed, and not even built."""
+"""Values in one array of a request: a longer one is malformed and is not decoded."""
 
 Numbers = Annotated[list[int], msgspec.Meta(max_length=MAX_LISTED)]
-"""Of namespaces or leases, in a request."""
+"""Numbers of namespaces or leases, in a request."""
 
 REGION_SHIFT = 48
 OFFSET_MASK = (1 << REGION_SHIFT) - 1
@@ -64,10 +64,10 @@ class Priority(IntEnum):
     """How much a client would mind the loss of blocks."""
 
     LOW = 1
-    """They go before all others."""
+    """Evicted before all others."""
     NORMAL = 2
     HIGH = 3
-    """They go after all others, as far as the share for such blocks goes."""
+    """Evicted after all others, within the share for such blocks."""
 
 
 class BlockState(IntEnum):
@@ -76,15 +76,15 @@ class BlockState(IntEnum):
     HAVE = 0
     """Stored and visible: nothing to do."""
     PENDING = 1
-    """Somebody else holds a write lease on it."""
+    """Another client holds a write lease on it."""
     FRAME = 2
     """Reserved for the caller; its frame is in the reply."""
     NONE = 3
-    """No frame free now (backpressure), or behind one that has none."""
+    """No frame free now (backpressure), or after a key that has none."""
 
 
 class CommitState(IntEnum):
-    """What became of one committed block."""
+    """The result for one committed block."""
 
     VISIBLE = 0
     """Any match from now on finds it."""

@@ -1,4 +1,4 @@
-"""How engines name their blocks, for those who ask: KV events, and the cards of models."""
+"""Engines' names for their blocks, for KV events and model cards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiercache.protocol.messages.limits import CHAIN_HASHING, KEY_BYTES, MAX_NAM
 
 
 class EventRun(msgspec.Struct, array_like=True, frozen=True):
-    """What KV events say of consecutive blocks of a chain: names and tokens as the engine has them.
+    """What KV events say of consecutive blocks of a chain, in the engine's own hashes and tokens.
 
     Attributes:
         hashes: the engine's own hash of each block.
@@ -44,22 +44,22 @@ class EventRun(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ReceivedRun(EventRun, frozen=True):
-    """An `EventRun` as the daemon reads it: `extra_keys` are passed on as they came. To build them would take time and
-    memory, many times what was sent."""
+    """An `EventRun` as the daemon reads it: `extra_keys` are passed on undecoded. Decoding them would take time and
+    many times the memory of what was sent."""
 
     extra_keys: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_RESERVE)] | None = None
 
 
 class ModelCard(msgspec.Struct, array_like=True, frozen=True):
-    """How an engine names the blocks of one model, but for the tenant's salt: what an affinity query works with.
+    """How an engine names the blocks of one model, except for the tenant's salt: the basis of an affinity query.
 
     Attributes:
         names: what people call the model.
-        content: what computes it, from `keys.content_id`.
+        content: identifies what computes it, from `keys.content_id`.
         namespaces: fingerprints of its blocks' forms; a match is what all of them have.
         block_size: tokens in a block.
-        hashing: what keys are made of: CHAIN_HASHING (`keys.KeyChain`), or a hash of vLLM's.
-        hash_size, hash_seed: of a hash of the engine's own: its tokens, and what comes before the first one.
+        hashing: how keys are made: CHAIN_HASHING (`keys.KeyChain`), or one of vLLM's hashes.
+        hash_size, hash_seed: of an engine's own hash: its tokens, and what comes before the first one.
         adapter, adapter_path: name and path of the LoRA adapter, if there is one.
     """
 
@@ -74,7 +74,7 @@ class ModelCard(msgspec.Struct, array_like=True, frozen=True):
     adapter_path: str = ""
 
     def problem(self) -> str | None:
-        """Why nobody could make keys with it, or None. One line for the sender."""
+        """Why no keys can be made with it, or None. One line for the sender."""
         if len(self.content) != KEY_BYTES:
             return f"content is {len(self.content)} bytes: must be {KEY_BYTES}"
         if not 0 < len(self.namespaces) <= MAX_NAMESPACES_PER_REQUEST:

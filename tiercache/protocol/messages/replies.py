@@ -1,4 +1,4 @@
-"""What such requests are answered with: the head of every reply, and what is said of blocks."""
+"""Replies: their common head, and those about blocks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Matched(Reply, tag="matched"):
     """Blocks of the leading run found, by tier: in DRAM, then further ones in the tier below.
 
     `frames` holds one packed list per namespace for as many blocks as `resolve` asked for.
-    `extents`: the lease keeps the blocks below where they are, and `Extents` says where.
+    `extents`: the lease keeps the blocks below in place, and `Extents` says where.
     """
 
     dram_blocks: int
@@ -55,9 +55,9 @@ class Peeked(Reply, tag="peeked"):
 class Frames(Reply, tag="frames"):
     """Frames from block `first` on; fewer than asked when the run is shorter.
 
-    `extents` is where a tier below will name its places; empty while there is none. `more`: further
-    blocks of those asked for are on their way up; ask again. Such a request is answered when at
-    least one block is there, or after a fifth of a second.
+    `extents` is where a tier below will name its places; empty while there is none. `more`: further requested blocks
+    are being promoted; ask again. Such a request is answered when at least one block is there, or after a fifth of a
+    second.
     """
 
     first: int
@@ -110,7 +110,7 @@ class Pinned(Reply, tag="pinned"):
 
 
 class Hinted(Reply, tag="hinted"):
-    """Blocks of the prefix that are here, in whatever tier: 0 where there was nothing to take note of."""
+    """Blocks of the prefix that are here, in any tier: 0 if the hint had no effect."""
 
     blocks: int
 
@@ -131,8 +131,8 @@ class ExtentList(Reply, tag="extent_list"):
 class ReservedExtents(Reply, tag="reserved_extents"):
     """How many leading keys are on NVMe, and places for a run of those that follow, EXTENT_BYTES each.
 
-    Fewer than asked is backpressure; no place at all comes with lease NO_LEASE. `soon`: places are
-    being made, or somebody writes the next block now, so ask again. A place's checksum is 0.
+    Fewer than asked is backpressure; no place at all comes with lease NO_LEASE. `soon`: places are being made, or
+    another client is writing the next block now, so ask again. A place's checksum is 0.
     """
 
     lease: int

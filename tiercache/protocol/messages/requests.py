@@ -1,4 +1,4 @@
-"""What clients ask for blocks: the head of every request, and those that find, read, write and keep."""
+"""Requests of clients: their common head, and those that find, read, write and keep blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Request(msgspec.Struct, array_like=True, tag="request"):
 
 
 class Ping(Request, tag="ping"):
-    """Answered with `Done`. `clock_us`: the sender's monotonic clock now, which deadlines are meant by; 0: unsaid."""
+    """Answered with `Done`. `clock_us`: the sender's monotonic clock now, to which deadlines refer; 0: unknown."""
 
     clock_us: int = 0
 
@@ -27,8 +27,8 @@ class Ping(Request, tag="ping"):
 class RegisterNamespace(Request, tag="register_namespace"):
     """Answered with `Namespace`; the same spec always gets the same id from one daemon life.
 
-    `direct`: blocks of it that go to NVMe from now on are stored so that a client can read them there
-    itself and verify them on a GPU (as they are, with the checksum kind CHECKSUM_LANES).
+    `direct`: blocks of it that go to NVMe from now on are stored so that a client can read them there itself and verify
+    them on a GPU (raw, with the checksum kind CHECKSUM_LANES).
     """
 
     spec: NamespaceSpec
@@ -38,11 +38,10 @@ class RegisterNamespace(Request, tag="register_namespace"):
 class Match(Request, tag="match"):
     """Longest stored prefix of `keys` that *all* `namespaces` have. Answered with `Matched`.
 
-    With `ttl_ms` > 0 and at least one block, a read lease is granted. `resolve` asks for the
-    frames of up to that many leading blocks in the same reply (at most MAX_RESOLVE). `promote`
-    has the blocks that follow in a tier below brought up into DRAM, under the same lease. With
-    `extents` the lease keeps them where they are instead, for `Extents`; they come up only when
-    `Resolve` asks for one of them, and only if `promote` is set too.
+    With `ttl_ms` > 0 and at least one block, a read lease is granted. `resolve` asks for the frames of up to that many
+    leading blocks in the same reply (at most MAX_RESOLVE). `promote` promotes the blocks that follow in a tier below to
+    DRAM, under the same lease. With `extents` the lease keeps them in place instead, for `Extents`; they are promoted
+    only when `Resolve` asks for one of them, and only if `promote` is set too.
     """
 
     namespaces: Numbers
@@ -54,7 +53,7 @@ class Match(Request, tag="match"):
 
 
 class Peek(Request, tag="peek"):
-    """What a `Match` would find, without a trace: no lease, no recency, no counters. Answered with `Peeked`."""
+    """What a `Match` would find, without side effects: no lease, no recency, no counters. Answered with `Peeked`."""
 
     namespaces: Numbers
     keys: bytes
@@ -70,7 +69,7 @@ class Resolve(Request, tag="resolve"):
 
 
 class Hold(Request, tag="hold"):
-    """Become a further holder of a read lease of the same instance. Answered with `Done`."""
+    """Join the holders of a read lease of the same instance. Answered with `Done`."""
 
     lease: int
 
@@ -91,8 +90,8 @@ class Renew(Request, tag="renew"):
 class Reserve(Request, tag="reserve"):
     """Ask to store `keys`, a run of a chain whose block before the first is `parent`.
 
-    `parent` is empty for a run that starts at the root. Answered with `Reserved`. `events` is of all
-    the keys, for a daemon whose `Welcome` wants it; blocks without it are in no event.
+    `parent` is empty for a run that starts at the root. Answered with `Reserved`. `events` covers all the keys, for a
+    daemon whose `Welcome` wants it; blocks without it are in no event.
     """
 
     namespace: int
@@ -160,7 +159,7 @@ class Unpin(Request, tag="unpin"):
 
 
 class Prefetch(Request, tag="prefetch"):
-    """Bring the stored prefix of `keys` up into DRAM. Answered with `Matched`, without a lease."""
+    """Promote the stored prefix of `keys` to DRAM. Answered with `Matched`, without a lease."""
 
     namespaces: Numbers
     keys: bytes
@@ -169,10 +168,10 @@ class Prefetch(Request, tag="prefetch"):
 class Hint(Request, tag="hint"):
     """What a client knows of the further use of the stored prefix of `keys`. Answered with `Hinted`.
 
-    It is about what no other chain shares of the blocks from `first` on. What is 0 or false is not said, and leaves
-    what was said before: `done`: nobody asks for them again; `return_in_ms`: they will be asked for in about so long
-    (each of these two takes the other's place); `ttl_ms`: they are of no use after that time; `priority`: a
-    `Priority`. Times are cut to MAX_HINT_MS.
+    It is about the blocks from `first` on that no other chain shares. A field that is 0 or false leaves what was said
+    before: `done`: they will not be asked for again; `return_in_ms`: they will be asked for in about so long (each of
+    these two replaces the other); `ttl_ms`: they are of no use after that time; `priority`: a `Priority`. Times are cut
+    to MAX_HINT_MS.
     """
 
     namespaces: Numbers
@@ -185,14 +184,14 @@ class Hint(Request, tag="hint"):
 
 
 class Bye(Request, tag="bye"):
-    """End of this session. Answered with `Done`; its leases end as at a lost connection."""
+    """End this session. Answered with `Done`; its leases end as at a lost connection."""
 
 
 class Extents(Request, tag="extents"):
     """Where blocks `first ..< first + count` of a lease are on NVMe. Answered with `ExtentList`.
 
-    For leases of a match with `extents`; at most MAX_RESOLVE. The places stay what they are until
-    the lease ends. Whoever reads them verifies every block, with the seed of the key that *it* wants.
+    For leases of a match with `extents`; at most MAX_RESOLVE. The places stay valid until the lease ends. The reader
+    verifies every block, with the seed of the key that *it* wants.
     """
 
     lease: int
@@ -213,7 +212,7 @@ class BadExtent(Request, tag="bad_extent"):
 
 
 class ReserveExtents(Request, tag="reserve_extents"):
-    """Ask for places on NVMe to write `keys` there ourselves: a run whose block before the first is `parent`.
+    """Ask for places on NVMe to write `keys` there directly: a run whose block before the first is `parent`.
 
     `parent` is empty for a run that starts at the root; else it must be on NVMe. Answered with
     `ReservedExtents`. At most MAX_RESERVE keys. `events` as in `Reserve`.

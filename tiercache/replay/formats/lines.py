@@ -1,4 +1,4 @@
-"""The lines of a trace file, packed or not, with their numbers; and what is said of one that is no good."""
+"""The numbered lines of a trace file, compressed or not, and the errors for bad ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BadTrace(ConfigError):
 
 
 class CutOff(BadTrace):
-    """A packed file ends before its end: whoever wrote it was stopped. What came before is good."""
+    """A compressed file ends early: its writer was stopped. Lines before that are good."""
 
 
 class BadLine(Exception):
@@ -39,7 +39,7 @@ class TraceLines:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file on disk; 0 where nobody knows (a pipe)."""
+        """Of the file on disk; 0 if unknown (a pipe)."""
         try:
             return self.path.stat().st_size
         except OSError:

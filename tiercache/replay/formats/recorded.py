@@ -1,4 +1,4 @@
-"""What `tiercache daemon --record FILE` has written: matches, stores, prefetches, hints and flushes, with hashes.
+"""Traces written by `tiercache daemon --record FILE`: matches, stores, prefetches, hints and flushes, with hashes.
 
     {"tiercache_trace":1,"policy":"lru","arena_bytes":...}            first line: the daemon's sizes
     {"t":3,"o":"ns","number":1,"block_tokens":16,"block_bytes":4096}  a namespace, before the first line about it

@@ -1,4 +1,4 @@
-"""One trace: which format it has, its namespaces, and its requests in the order of time."""
+"""One trace: its format, its namespaces, and its requests in the order of time."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The durable index of a directory: which slot holds which block. SQLite, on a thread of its own.
+"""The catalog: the durable index of a directory, which tells what block each slot holds. SQLite, on its own thread.
 
-    catalog ──► database    the file: its tables, and when it is not believed
+    catalog ──► database    the file: its tables, and when it is rejected
             ──► rows        one row, packed, with a checksum
-    closing     closing a database whose path may lead elsewhere by now
-    catalog_check           the same file, without a daemon
+    closing     closes a database whose path may lead elsewhere by now
+    catalog_check           the same file, read without a daemon
 
 A row is written after its block is on the disk, and deleted before its slot is used again.
 """

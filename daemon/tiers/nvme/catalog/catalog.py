@@ -1,18 +1,18 @@
-"""The durable index of one NVMe directory: which slot holds which block. SQLite, on a thread of its own.
+"""The catalog of one NVMe directory: a durable index, slot to block. SQLite, on a thread of its own.
 
-The loop posts changes and never waits. The catalog's thread collects them for some milliseconds and
-commits them together, one short transaction each, and their `done(ok)` run on the loop afterwards:
+The event loop posts changes and never waits. The catalog's thread collects them for some milliseconds and commits them
+together, in one short transaction; their `done(ok)` run on the loop afterwards:
 
     loop      delete(7) insert(9) ─┐                                   done(True) done(True)
     thread      wait 5 ms, collect └→ BEGIN  apply in order  COMMIT ──┘  wait, collect → ...
 
-A commit survives kill -9 of the daemon; what a flush needs (`raise_epoch`, `add_tombstone`) is on the
-disk itself before it is reported. When nothing can be written (disk full, I/O error), rows are refused,
-everything else is kept and tried again with growing pauses, and `error` says why; nothing is raised.
+A commit survives kill -9 of the daemon; changes that a flush needs (`raise_epoch`, `add_tombstone`) are synced to the
+disk before they are reported. When nothing can be written (disk full, I/O error), rows are refused, everything else is
+kept and retried with growing pauses, and `error` says why; nothing is raised.
 
-On start nothing is believed that cannot be checked: rows carry their own checksum, the small tables
-too; a database with a fault in those or in its structure is set aside and an empty one made, after
-which every block of the directory is a miss (database.py). Only a newer schema stops the start.
+On start everything is verified: rows carry their own checksum, the small tables too. A database with a fault in those
+or in its structure is set aside and an empty one made, after which every block of the directory is a miss
+(database.py). Only a newer schema stops the start.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ __all__ = ["Catalog", "CatalogState", "Done", "SavedNamespace", "Tombstone"]
 log = logging.getLogger("tiercache.daemon")
 
 BATCH_OPS = 2000
-"""Changes in one transaction at most."""
+"""Most changes in one transaction."""
 COLLECT_S = 0.005
 """How long the first change of a transaction waits for others."""
 MAX_PENDING = 20_000
-"""Changes that wait, beyond which `full` asks the owner to hold back."""
+"""Pending changes beyond which `full` asks the owner to hold back."""
 CALLBACKS_AT_ONCE = 256
-"""`done` calls in one turn of the loop."""
+"""`done` calls in one turn of the event loop."""
 IDLE_S = 1.0
 RETRY_FIRST_S, RETRY_LONGEST_S = 0.1, 10.0
 
@@ -87,14 +87,14 @@ class _TableChange(NamedTuple):
 
 
 class _Burial(NamedTuple):
-    """The end of what rows may still need: refused like a row, and also after any row has been."""
+    """Removal of something that rows may still need: refused like a row, and also once any row was refused."""
 
     statements: tuple[Statement, ...]
     done: Done | None
 
 
 class _Sync(NamedTuple):
-    """Everything posted before is durable when `result` is set; set from the catalog's thread."""
+    """Everything posted before is durable when `result` is set, by the catalog's thread."""
 
     result: Future[bool]
 
@@ -103,14 +103,14 @@ _Change = _RowChange | _TableChange | _Burial | _Sync
 
 
 class Catalog:
-    """The index of one directory. Its methods are for the loop, or for one thread before that runs.
+    """The catalog of one directory. Its methods are for the event loop, or for one thread before that runs.
 
-    `post(callback, *args)` is the loop's call_soon_threadsafe; every `done(ok)` is called through it,
-    once; the good ones in the order of posting. `done(False)` means
+    `post(callback, *args)` is the loop's call_soon_threadsafe; every `done(ok)` is called through it, once; the
+    successful ones in the order of posting. `done(False)` means
     - for `insert`, `delete` and `remove_tombstone`: nothing was changed and nothing will be; ask again;
-    - for all others: not written yet. It is kept, and tried again as long as the catalog is open.
-    Changes that wait are applied in the order of posting; a batch is all or nothing. `alone`: opens on a
-    full disk too, and no other process may look into the database meanwhile (`connect_to_write`).
+    - for all others: not written yet. It is kept, and retried as long as the catalog is open.
+    Pending changes are applied in the order of posting; a batch is all or nothing. `alone`: opens on a full disk too,
+    and no other process may open the database meanwhile (`connect_to_write`).
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class Catalog:
         self._kept: dict[tuple[Any, ...], _TableChange] = {}
         self._retry_s = RETRY_FIRST_S
         self._retry_at_s = 0.0
-        self._began_s = 0.0  # when the transaction under way began; 0 between two
+        self._began_s = 0.0  # start of the current transaction; 0 between two
         self._answers: deque[tuple[Done, bool]] = deque()
         self._namespaces: set[int] = set()
         self._disk_bytes = 0
         self.written_bytes = 0
-        """What this life has written to the database and its log, as of the last commit."""
+        """Bytes written to the database and its log in this life, as of the last commit."""
         self._last_place = -1
         self._loading: Loading | None = None
         self._closing = False
@@ -147,7 +147,7 @@ class Catalog:
     # --- for the loop ----------------------------------------------------------------------------
 
     def open(self, timeout_s: float = 30.0) -> CatalogState:
-        """Open or make the database; no block rows are read. Blocks: call it before the loop serves.
+        """Open or create the database; no block rows are read. Blocks: call it before the loop serves.
 
         Raises ConfigError for a database of a newer version (nothing is touched) and
         CatalogUnavailable when it cannot be reached now; to try again, make another Catalog.
@@ -169,7 +169,7 @@ class Catalog:
         self._changes.put(_RowChange(place, pack_row(place, row), row.sequence, done))
 
     def delete(self, place: int, done: Done | None = None) -> None:
-        """The slot holds nothing; it may be overwritten once `done(True)`. No row there is no error."""
+        """The slot holds nothing; it may be overwritten after `done(True)`. A missing row is no error."""
         assert place >= 0
         self._changes.put(_RowChange(place, None, 0, done))
 
@@ -193,21 +193,21 @@ class Catalog:
         )
 
     def raise_epoch(self, namespace: int, epoch: int, done: Done | None = None) -> None:
-        """Rows of smaller epochs are gone; never lowers. `done(True)`: survives a power loss."""
+        """Drop rows of smaller epochs; never lowers the epoch. `done(True)`: survives a power loss."""
         assert namespace in self._namespaces, "an epoch belongs to a namespace that was added"
         assert 0 <= epoch <= _MAX_U32
         raised = ("UPDATE namespaces SET epoch = max(epoch, ?) WHERE number = ?", (epoch, namespace))
         self._keep(("epoch", namespace, epoch), raised, _resum(namespace), durable=True, done=done)
 
     def set_segment(self, segment: int, slot_bytes: int, done: Done | None = None) -> None:
-        """The segment is divided into slots of this size. Any rows of another size must be dropped before."""
+        """The segment is divided into slots of this size. Rows of another size must be dropped before."""
         values = (segment, slot_bytes, row_checksum(segment, slot_bytes))
         self._keep(
             ("segment", segment), ("INSERT OR REPLACE INTO segments VALUES(?, ?, ?)", values), done=done
         )
 
     def set_key(self, key_id: bytes, since: int) -> None:
-        """Encrypted rows from this sequence on are of that key, and those before of another one."""
+        """Encrypted rows from this sequence number on use that key, those before another one."""
         self._keep(
             ("key",),
             ("INSERT OR REPLACE INTO meta VALUES('key_id', ?)", (key_id,)),
@@ -225,7 +225,7 @@ class Catalog:
         )
 
     def add_tombstone(self, namespace: int, key: bytes, epoch: int, done: Done | None = None) -> None:
-        """Remember a flush by key. `done(True)`: survives a power loss."""
+        """Record a flush by key. `done(True)`: survives a power loss."""
         values = (namespace, key, epoch, row_checksum(namespace, key, epoch))
         self._keep(
             ("tombstone", namespace, key),
@@ -236,14 +236,14 @@ class Catalog:
     def remove_tombstone(self, namespace: int, key: bytes, done: Done | None = None) -> None:
         """No row is left that the flush concerns.
 
-        If any row was refused in this life, one that should have gone may still stand in the
-        database. Then the tombstone stays, for the next life to apply: `done(False)`.
+        If any row was refused in this life, one that should have been deleted may still be in the database. Then the
+        tombstone stays, for the next life to apply: `done(False)`.
         """
         burial = ("DELETE FROM tombstones WHERE namespace = ? AND key = ?", (namespace, key))
         self._changes.put(_Burial((burial,), done))
 
     def forget_namespaces(self, keep: Collection[int]) -> None:
-        """No row is left of any namespace but those. They stay if any row was refused in this life."""
+        """Delete the namespaces not in `keep`, which have no rows. They stay if any row was refused in this life."""
         for number in self._namespaces.difference(keep):
             self._namespaces.remove(number)
             own = (number,)
@@ -253,12 +253,11 @@ class Catalog:
             self._changes.put(_Burial(burial, None))
 
     def load(self, on_ready: Callable[[], None], batch_rows: int = 512) -> Loading:
-        """Start to read the rows that stood in the database at `open`; once.
+        """Start reading the rows that were in the database at `open`; once.
 
-        `on_ready` is posted when a batch can be taken and when all is read. Damaged rows are counted
-        and deleted. Rows at places above all those of `open` are not shown, so segments with larger
-        numbers than any before are the owner's own. The interpreter lock is held for about half a
-        microsecond a row and a batch at a time.
+        `on_ready` is posted when a batch can be taken and when all is read. Damaged rows are counted and deleted. Rows
+        at places above all those of `open` are not shown, so segments with larger numbers than any before are the
+        owner's own. The interpreter lock is held for about half a microsecond a row, a batch at a time.
         """
         assert self._loading is None, "rows are loaded once"
         self._loading = Loading(
@@ -269,16 +268,16 @@ class Catalog:
 
     @property
     def pending(self) -> int:
-        """Changes posted and not yet answered, and those kept for another try."""
+        """Changes posted and not yet answered, and those kept for a retry."""
         return self._changes.qsize() + self._in_hand + len(self._kept)
 
     @property
     def full(self) -> bool:
-        """Too much waits: post no more rows until it does not. Nothing is refused, this is a request."""
+        """Too much is pending: post no more rows for now. Nothing is refused, this is a request."""
         return self.pending >= MAX_PENDING
 
     def age_s(self) -> float:
-        """How long the transaction under way has been with the disk; 0 between two."""
+        """How long the current transaction has been with the disk; 0 between two."""
         began_s = self._began_s
         return time.monotonic() - began_s if began_s else 0.0
 
@@ -287,7 +286,7 @@ class Catalog:
         return self._disk_bytes
 
     def sync(self, timeout_s: float) -> bool:
-        """Wait until all that was posted is on the disk, power loss included. Blocks. False: it is not."""
+        """Wait until everything posted is on the disk, power loss included. Blocks. False: it is not."""
         sync = _Sync(Future())
         self._changes.put(sync)
         self._hurry.set()
@@ -297,10 +296,10 @@ class Catalog:
             return False
 
     def close(self, timeout_s: float) -> bool:
-        """Write what waits, put the log into the database, close. Blocks. True: all was written.
+        """Write pending changes, checkpoint the log into the database, close. Blocks. True: all was written.
 
-        After `timeout_s` the rest is given up unanswered. Nothing may be posted from here on. What is at the path by
-        now, if that is another directory, is left alone.
+        After `timeout_s` the rest is given up unanswered. Nothing may be posted from here on. If the path leads to
+        another directory by now, its files are left alone.
         """
         deadline_s = time.monotonic() + timeout_s
         if self._loading is not None:
@@ -324,19 +323,19 @@ class Catalog:
             self._hurry.set()
 
     def _scrub(self, place: int, record: bytes) -> None:
-        """Delete a damaged row, unless its place has got another one meanwhile. From the loading thread."""
+        """Delete a damaged row, unless its place has a new one meanwhile. From the loading thread."""
         query = "DELETE FROM blocks WHERE place = ? AND CAST(record AS BLOB) IS CAST(? AS BLOB)"
         self._keep(("scrub", place), (query, (place, record)))
 
     def _suspect(self, error: Exception) -> None:
-        """Have the next start set the database aside: what SQLite found wrong may not show at open."""
+        """Have the next start set the database aside: the fault that SQLite found may not show at open."""
         if not marker_of(self._path).exists():
             log.error("%s is damaged and will be made anew at the next start: %s", self._path, error)
             with suppress(OSError):  # then the next life finds the same fault
                 marker_of(self._path).touch()
 
     def _call(self, callback: Callable[..., None], *args: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+        with suppress(RuntimeError):  # the loop is closed: no callback is left to run
             self._post(callback, *args)
 
     def _answer(self, changes: Sequence[_Change], ok: bool) -> None:
@@ -350,7 +349,7 @@ class Catalog:
             self._call(self._deliver, answers)
 
     def _deliver(self, answers: list[tuple[Done, bool]]) -> None:
-        """On the loop: call what has been answered, so many in one turn. One that raises stops no other."""
+        """On the loop: call the answered `done`s, so many in one turn. One that raises does not stop the others."""
         waiting = bool(self._answers)
         self._answers.extend(answers)
         if not waiting:
@@ -394,7 +393,7 @@ class Catalog:
         self._written = not self.error
 
     def _turn(self, db: sqlite3.Connection) -> None:
-        """Wait for changes, commit them, answer; or do what is due while nothing comes."""
+        """Wait for changes, commit them, answer; or do periodic work while nothing comes."""
         batch = self._collect()
         if self.error:
             self._put_off(batch)
@@ -414,7 +413,7 @@ class Catalog:
         self._in_hand = 0
 
     def _collect(self) -> list[_Change]:
-        """The changes of the next transaction, or none after `IDLE_S`, or when a retry is due."""
+        """The changes of the next transaction; none after `IDLE_S`, or when a retry is due."""
         wait_s = min(IDLE_S, max(0.0, self._retry_at_s - time.monotonic())) if self.error else IDLE_S
         try:
             first = self._changes.get(timeout=wait_s)
@@ -434,7 +433,7 @@ class Catalog:
         return batch
 
     def _commit(self, db: sqlite3.Connection, batch: Sequence[_Change]) -> str:
-        """Apply all or nothing; what went wrong, or an empty text."""
+        """Apply all or nothing; returns what went wrong, or an empty text."""
         durable = any(isinstance(change, _Sync) or getattr(change, "durable", False) for change in batch)
         self._began_s = time.monotonic()
         try:
@@ -460,8 +459,8 @@ class Catalog:
         self._measure()
         return problem
 
-    # While `error` is set rows are refused at once. What else was to be written waits in `_kept`, which
-    # goes before any row once writing works again, so no row refers to a namespace that is not there.
+    # While `error` is set rows are refused at once. Other changes wait in `_kept`, which is written before any row once
+    # writing works again, so no row refers to a missing namespace.
 
     def _fail(self, problem: str) -> None:
         if not self.error:
@@ -501,7 +500,7 @@ class Catalog:
             self._fail(problem)
 
     def _truncate_log(self, db: sqlite3.Connection) -> None:
-        """Move the log into the database and give its room back; a reader puts that off."""
+        """Checkpoint the log into the database and free its room; a reader delays that."""
         if size_of(f"{self._path}-wal") > TRUNCATE_WAL_BYTES or self._closing:
             with suppress(sqlite3.Error):
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
@@ -513,7 +512,7 @@ class Catalog:
 
 
 def _apply(db: sqlite3.Connection, batch: Sequence[_Change]) -> None:
-    """Make the changes, in order. Of several at one place only the last counts, as all become visible at once."""
+    """Apply the changes in order. Of several at one place only the last counts, as all become visible at once."""
     rows: dict[int, bytes | None] = {}
     sequence = 0
     for change in batch:

@@ -1,4 +1,4 @@
-"""The durable index of a closed directory: read, checked, mended, without the daemon that owns it."""
+"""Reads, checks and mends the catalog of a closed directory, without the daemon that owns it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tiercache.errors import CatalogUnavailable
 
 
 def read_state(directory: Path, directory_id: bytes | None = None) -> CatalogState:
-    """What a closed database says besides its rows; with `directory_id` also whether it is that one's.
+    """What a closed database contains besides its rows; with `directory_id` also checks that it is that one's.
 
-    Read-only; blocks. Raises CatalogUnavailable when it cannot be read or is damaged; the text says
-    which. Raises ConfigError, given an id, for a newer schema.
+    Read-only; blocks. Raises CatalogUnavailable when it cannot be read or is damaged; the text says which. Raises
+    ConfigError, given an id, for a newer schema.
     """
     path = directory / NAME
     try:
@@ -47,7 +47,7 @@ def read_state(directory: Path, directory_id: bytes | None = None) -> CatalogSta
 
 
 def is_empty(directory: Path) -> bool:
-    """Whether there is no database, or one whose maker was killed before it had tables. Read-only; blocks."""
+    """Whether there is no database, or one whose creator was killed before it had tables. Read-only; blocks."""
     path = directory / NAME
     try:
         with closing(connect_to_read(path)) as db:
@@ -59,7 +59,7 @@ def is_empty(directory: Path) -> bool:
 def mend(directory: Path, places: Sequence[int], segments: Sequence[int], sequence: int) -> None:
     """Delete rows and entries of segments (with their rows) from a closed database; durable on return.
 
-    `sequence`: what the count of insertions should be at least. Blocks; raises CatalogUnavailable.
+    `sequence`: lower limit for the count of insertions. Blocks; raises CatalogUnavailable.
     """
     path = directory / NAME
     try:
@@ -78,9 +78,9 @@ def mend(directory: Path, places: Sequence[int], segments: Sequence[int], sequen
 
 
 def set_aside(directory: Path) -> Path | None:
-    """Rename a closed database that is not to be believed; the next start makes a new one. Blocks; OSError.
+    """Rename a closed database that is rejected; the next start makes a new one. Blocks; OSError.
 
-    None: there was no room for that, it is deleted.
+    Returns None if it was deleted for want of room.
     """
     return rename_aside(directory / NAME)
 

@@ -1,8 +1,8 @@
-"""Closing a database whose path may lead to another one by now: that one's files are left alone.
+"""Closes a database whose path may lead to another one by now: the other's files are left alone.
 
-The last connection to a database removes its log, by name. SQLite looks first whether the database has moved, but
-compares the number of the inode alone, and two file systems that were made alike number their files alike: a new disk
-in the place of the old one would lose its log, and its latest rows with it.
+The last connection to a database removes its log, by name. SQLite checks first whether the database has moved, but
+compares only the inode number, and two file systems made alike number their files alike: a new disk in the place of the
+old one would lose its log, and its latest rows with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# SQLite's bytes for readers (pager.h, "file format"): who closes removes the log only if it can have them all.
+# SQLite's lock bytes for readers (pager.h, "file format"): a closing connection removes the log only if it gets them
+# all.
 _READERS_FIRST = (1 << 30) + 2
 _READERS_BYTES = 510
 
@@ -45,7 +46,7 @@ def _leads_to(path: Path, fd: int) -> bool:
 
 
 def _held_against_ourselves(fd: int) -> bool:
-    """Be a reader of the file whom SQLite takes for another process (an open file description lock; see fcntl(2))."""
+    """Hold a read lock that SQLite takes for another process's (an open file description lock; see fcntl(2))."""
     lock = struct.pack("hhqqi", fcntl.F_RDLCK, os.SEEK_SET, _READERS_FIRST, _READERS_BYTES, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)

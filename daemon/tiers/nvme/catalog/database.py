@@ -1,4 +1,4 @@
-"""The SQLite file of one NVMe directory: its tables, how it is opened, and when it is not believed.
+"""The SQLite file of one NVMe directory: its tables, how it is opened, and when it is rejected.
 
     meta         schema, directory_id, and two counts: sequence (the largest of any row), synced; and with encryption
                  key_id, key_since (the first sequence of a row of that key)
@@ -7,8 +7,8 @@
     tombstones   namespace, key ─► epoch                 likewise
     blocks       place ─► record                         rows.py; each record has its own checksum
 
-A file that is damaged, of another directory or not ours at all is renamed to index.db.damaged-DATE with
-its log, and an empty one is made. One that cannot be reached now, or of a newer schema, is left alone.
+A file that is damaged, of another directory or not ours at all is renamed to index.db.damaged-DATE with its log, and an
+empty one is made. A file that cannot be reached now, or of a newer schema, is left alone.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ log = logging.getLogger("tiercache.daemon")
 SCHEMA = 1
 NAME = "index.db"
 TRUNCATE_WAL_BYTES = 16 << 20
-"""A log larger than this is moved into the database and its room given back."""
+"""A larger log is checkpointed into the database and its room freed."""
 ROWS_PER_STATEMENT = (128, 16, 1)
-"""A statement lets go of the interpreter lock once however many rows it has; with one row each, a
-busy loop takes the lock away at every row and a batch of 2000 takes seconds."""
+"""A statement releases the interpreter lock once however many rows it has; with one row each, a busy loop takes the
+lock away at every row and a batch of 2000 takes seconds."""
 
 FILE_ENDS = ("", "-wal", "-shm")
-"""What follows the name of each of its files."""
+"""Suffixes of its files."""
 _ALONE_VFS = "unix-excl"
 
 _TABLES = {
@@ -58,7 +58,7 @@ SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 
 
 def is_malformed(error: Exception) -> bool:
-    """Whether SQLite says that the file's content is wrong, rather than that it cannot be reached now.
+    """Whether SQLite reports wrong content, not that the file cannot be reached now.
 
     Its errors "malformed" and "not a database" are plain DatabaseErrors; "full", "I/O error", "read-only",
     "locked" and the like are OperationalErrors, of which one is about content.
@@ -71,7 +71,7 @@ def is_malformed(error: Exception) -> bool:
 
 
 class Damaged(Exception):
-    """The content of the database is not to be believed."""
+    """The content of the database is rejected."""
 
 
 class SavedNamespace(NamedTuple):
@@ -84,7 +84,7 @@ class SavedNamespace(NamedTuple):
 
 
 class Tombstone(NamedTuple):
-    """A flush by key: that block and all after it are gone if their epoch is smaller than `epoch`."""
+    """A flush by key: that block and all after it are dropped if their epoch is smaller than `epoch`."""
 
     namespace: int
     key: bytes
@@ -92,11 +92,11 @@ class Tombstone(NamedTuple):
 
 
 class CatalogState(NamedTuple):
-    """What stood in the database besides the rows.
+    """What the database contained besides the rows.
 
-    `fresh`: it was made just now, so nothing in the directory's segments can be reached.
-    `segments`: slot_bytes by segment. `next_sequence` is larger than that of every committed row. `key_id`: of the
-    nvme_key that encrypted rows from `key_since` on are of, by their sequence; empty: none is known.
+    `fresh`: it was made just now, so nothing in the directory's segments can be reached. `segments`: slot_bytes by
+    segment. `next_sequence` is larger than that of every committed row. `key_id`: identifies the nvme_key of encrypted
+    rows from sequence `key_since` on; empty: none is known.
     """
 
     fresh: bool
@@ -118,8 +118,8 @@ def open_database(
 
     `alone`: it needs no room on the disk (see `connect_to_write`).
 
-    For the calling thread; blocks. Raises ConfigError for a newer schema, one of SQLITE_ERRORS or OSError
-    when it cannot be reached now.
+    For the calling thread; blocks. Raises ConfigError for a newer schema, one of SQLITE_ERRORS or OSError when it
+    cannot be reached now.
     """
     try:
         return _open_as_it_is(path, directory_id, alone)
@@ -150,7 +150,7 @@ def _open_as_it_is(path: Path, directory_id: bytes, alone: bool) -> tuple[sqlite
     db = connect_to_write(path, alone)
     try:
         db.text_factory = decode
-        if alone:  # only one that may write can be the first of these
+        if alone:  # only a writer can be the first connection of this kind
             check_tables(db, path, directory_id)
         db.create_function("row_checksum", -1, row_checksum, deterministic=True)
         if db.execute("PRAGMA journal_mode = WAL").fetchone() != ("wal",):
@@ -171,7 +171,7 @@ def _is_empty(db: sqlite3.Connection) -> bool:
 
 
 def _create(db: sqlite3.Connection, path: Path, directory_id: bytes) -> bool:
-    """Make the tables; False where another one, that nobody waits for any more, has just done so."""
+    """Create the tables; False if another opener, one that was given up, has just done so."""
     db.execute("PRAGMA synchronous = FULL")
     db.execute("BEGIN IMMEDIATE")
     if not _is_empty(db):
@@ -190,11 +190,11 @@ def _create(db: sqlite3.Connection, path: Path, directory_id: bytes) -> bool:
 
 
 def check_header(path: Path) -> None:
-    """Raises Damaged unless the header's bytes that are the same in all our databases are there.
+    """Raises Damaged unless the header bytes that all our databases share are there.
 
-    A flipped bit there can make SQLite call the file read-only or of no known format, which would
-    look like a fault of the disk. Schema format and encoding are zeros until the tables have come from
-    the log into the file; its maker may have been killed before.
+    A flipped bit there can make SQLite call the file read-only or of no known format, which would look like a fault of
+    the disk. Schema format and encoding are zeros until the tables have come from the log into the file; its creator
+    may have been killed before.
     """
     with path.open("rb") as file:
         header = file.read(100)
@@ -205,10 +205,10 @@ def check_header(path: Path) -> None:
 
 
 def check_tables(db: sqlite3.Connection, path: Path, directory_id: bytes) -> None:
-    """Raises ConfigError for a newer schema, Damaged for one that is not ours. `meta` never changes its form."""
+    """Raises ConfigError for a newer schema, Damaged for one that is not ours. The form of `meta` never changes."""
     tables = dict(db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'"))
     if not tables:
-        return  # its maker was killed before it had any
+        return  # its creator was killed before it had any
     if tables.get("meta") != _TABLES["meta"]:
         raise Damaged("not a database of ours")
     meta = dict(db.execute("SELECT key, value FROM meta"))
@@ -230,10 +230,10 @@ def check_tables(db: sqlite3.Connection, path: Path, directory_id: bytes) -> Non
 
 
 def rename_aside(path: Path) -> Path | None:
-    """Rename the database with its log; at most one such is kept. None: there was no room for that, it is deleted.
+    """Rename the database with its log; at most one such is kept. Returns None if it was deleted for want of room.
 
-    Raises OSError. The marker stands meanwhile: killed half-way, the next start must not take what is left for whole.
-    A log that stayed behind would be played into the new database.
+    Raises OSError. The marker stays in place meanwhile: after a kill half-way, the next start must not take the rest
+    for whole. A log that stayed behind would be replayed into the new database.
     """
     for old in path.parent.glob(f"{path.name}.damaged-*"):
         remove(old)
@@ -243,7 +243,7 @@ def rename_aside(path: Path) -> Path | None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        for end in FILE_ENDS:  # the database first: SQLite believes no log without one
+        for end in FILE_ENDS:  # the database first: SQLite ignores a log without one
             with suppress(FileNotFoundError):
                 remove(Path(f"{path}{end}"))
         return None
@@ -257,7 +257,7 @@ def rename_aside(path: Path) -> Path | None:
 
 
 def marker_of(path: Path) -> Path:
-    """Stands beside a database that is to be set aside at the next start."""
+    """The marker beside a database that is to be set aside at the next start."""
     return path.with_name(f"{path.name}.suspect")
 
 
@@ -293,7 +293,7 @@ def thread_written_bytes() -> int:
 
 
 def read_small_tables(db: sqlite3.Connection, fresh: bool) -> CatalogState:
-    """The small tables. Raises Damaged: one row that fails its checksum spoils all, it may have been a flush."""
+    """The small tables. Raises Damaged: one row with a bad checksum spoils all, since it may have been a flush."""
     meta = dict(db.execute("SELECT key, value FROM meta"))
     namespaces = list(db.execute("SELECT number, fingerprint, spec, epoch, checksum FROM namespaces"))
     segments = list(db.execute("SELECT segment, slot_bytes, checksum FROM segments"))
@@ -324,10 +324,9 @@ def row_checksum(*values: Any) -> int:
 def connect_to_write(path: Path, alone: bool = False) -> sqlite3.Connection:
     """A connection for the calling thread. Raises sqlite3.Error.
 
-    `alone`: what connections share is in the memory of this process and not in a file beside the database, for
-    which a full disk has no room (https://www.sqlite.org/vfs.html, "unix-excl"). All of them must be of this
-    kind then, the first one for writing, and no other process may have the database open: the lock of the
-    directory sees to that.
+    `alone`: shared state of the connections is in this process's memory, not in a file beside the database, for which a
+    full disk has no room (https://www.sqlite.org/vfs.html, "unix-excl"). Then all connections must be of this kind, the
+    first one for writing, and no other process may have the database open: the lock of the directory ensures that.
     """
     mode = f"?vfs={_ALONE_VFS}" if alone else ""
     return sqlite3.connect(f"{path.absolute().as_uri()}{mode}", uri=True, isolation_level=None, timeout=1.0)
@@ -342,15 +341,15 @@ def connect_to_read(path: Path, alone: bool = False) -> sqlite3.Connection:
 
 
 def decode(text: bytes) -> str:
-    """For SQLite's texts: one that is damaged must not become an error of its own."""
+    """Text factory for SQLite: damaged text must not raise an error of its own."""
     return text.decode("utf-8", "backslashreplace")
 
 
 def read_page(db: sqlite3.Connection, after: int, limit: int) -> list[tuple[int, bytes]]:
     """Up to `limit` rows whose place is larger than `after`, unverified, in one short read transaction.
 
-    Each row read lets go of the interpreter lock. There is no upper bound in the query: one place
-    with a flipped bit would end the scan there.
+    Each row read releases the interpreter lock. The query has no upper bound: one place with a flipped bit would end
+    the scan there.
     """
     query = "SELECT place, record FROM blocks WHERE place > ? ORDER BY place LIMIT ?"
     return db.execute(query, (after, limit)).fetchall()
@@ -369,7 +368,7 @@ def write_rows(db: sqlite3.Connection, rows: dict[int, bytes | None]) -> None:
 
 
 def _parts(places: list[int]) -> Iterator[list[int]]:
-    """Slices of a few fixed lengths, so that SQLite knows the statements already."""
+    """Slices of a few fixed lengths, so that SQLite finds prepared statements."""
     first = 0
     for length in ROWS_PER_STATEMENT:
         while len(places) - first >= length:

@@ -1,4 +1,4 @@
-"""One row of the durable index: what a slot holds, packed into a fixed record with a checksum over it.
+"""One row of the catalog: the content of a slot, packed into a fixed record with a checksum.
 
 The record, little endian, 76 bytes:
 
@@ -6,8 +6,8 @@ The record, little endian, 76 bytes:
     40 length u32 | 44 stored length u32 | 48 codec u8 | 49 kind u8 | 50 zero 2
     52 data checksum u64 | 60 sequence u64 | 68 row checksum u64
 
-The row checksum is xxh3_64 of the 68 bytes before it, seeded with the row's place, so that neither
-a flipped bit nor a good record at the wrong place is taken for a row.
+The row checksum is xxh3_64 of the 68 bytes before it, seeded with the row's place, so that neither a flipped bit nor a
+good record at the wrong place is accepted as a row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tiercache.daemon.tiers.nvme.catalog.database import SQLITE_ERRORS, connect_
 log = logging.getLogger("tiercache.daemon")
 
 WAITING_BATCHES = 2
-"""Batches of rows that are read ahead of the loop."""
+"""Batches of rows read ahead of the event loop."""
 
 SLOT_BITS = 24
 MAX_SLOTS = 1 << SLOT_BITS
@@ -40,7 +40,7 @@ ROOT_KEY = bytes(16)
 
 
 class Row(NamedTuple):
-    """What one slot holds. Lengths are bytes; `sequence` counts insertions and only grows."""
+    """Content of one slot. Lengths are bytes; `sequence` counts insertions and only grows."""
 
     key: bytes
     parent: bytes
@@ -73,7 +73,7 @@ def place_of(segment: int, slot: int) -> int:
 
 
 def segment_and_slot(place: int) -> tuple[int, int]:
-    """What `place_of` was given."""
+    """Inverse of `place_of`."""
     return place >> SLOT_BITS, place & (MAX_SLOTS - 1)
 
 
@@ -97,7 +97,7 @@ def unpack_row(place: int, record: bytes) -> Row | None:
 class Batch:
     """Rows as columns: `places`, and in `fields` a tuple for each field of `Row`. Iterates over (place, row).
 
-    Columns, since to build a million small objects takes longer than to read them.
+    Columns, since building a million small objects takes longer than reading them.
     """
 
     __slots__ = ("fields", "places")
@@ -108,7 +108,7 @@ class Batch:
 
     @classmethod
     def of(cls, rows: Sequence[PlacedRow]) -> Batch:
-        """These rows."""
+        """A batch of these rows."""
         columns = list(zip(*(row for _, row in rows), strict=True))
         return cls([place for place, _ in rows], columns or [()] * len(Row._fields))
 
@@ -119,7 +119,7 @@ class Batch:
         return zip(self.places, map(Row._make, zip(*self.fields, strict=True)), strict=True)
 
     def only(self, wanted: Sequence[bool]) -> Batch:
-        """Those rows for which `wanted` holds."""
+        """The rows for which `wanted` holds."""
         fields = [tuple(compress(column, wanted)) for column in self.fields]
         return Batch(tuple(compress(self.places, wanted)), fields)
 
@@ -128,17 +128,17 @@ PLACED_BYTES = _PLACED.size
 
 
 def pack_placed(place: int, fields: Iterable[Any]) -> bytes:
-    """A row with its place in few bytes, for one that has to wait in memory."""
+    """A row with its place in few bytes, to be kept in memory."""
     return _PLACED.pack(place, *fields)
 
 
 def keys_of_placed(packed: bytes | bytearray) -> list[bytes]:
-    """The keys in any number of `pack_placed`, one behind the other."""
+    """The keys in any number of concatenated `pack_placed`."""
     return [bytes(packed[at + 8 : at + 24]) for at in range(0, len(packed), PLACED_BYTES)]
 
 
 def unpack_placed(packed: bytes | bytearray) -> Batch:
-    """The rows in any number of `pack_placed`, one behind the other."""
+    """The rows in any number of concatenated `pack_placed`."""
     if not packed:
         return Batch((), [()] * len(Row._fields))
     places, *fields = zip(*_PLACED.iter_unpack(packed), strict=True)
@@ -146,7 +146,7 @@ def unpack_placed(packed: bytes | bytearray) -> Batch:
 
 
 def unpack_rows(placed: list[tuple[int, bytes]]) -> tuple[Batch, list[tuple[int, bytes]]]:
-    """Unpack records with their places: the good rows in the same order, and what is damaged.
+    """Unpack records with their places: the good rows in the same order, and the damaged records.
 
     Holds the interpreter lock throughout, for about 0.4 microseconds a row.
     """
@@ -175,11 +175,11 @@ def _unpack_one_by_one(placed: list[tuple[int, bytes]]) -> tuple[Batch, list[tup
 
 
 class Loading:
-    """Block rows on their way from the database to the loop, read and verified on a thread of their own.
+    """Rows on their way from the database to the loop, read and verified on a thread of their own.
 
-    At most two batches wait, so the loop sets the pace. `next_batch`, `cancel` and the attributes are
-    for the loop and never block. Rows come in order of place; each was in the database when the
-    catalog was opened, but may have been deleted through the catalog since: its owner knows.
+    At most two batches wait, so the loop sets the pace. `next_batch`, `cancel` and the attributes are for the loop and
+    never block. Rows come in order of place; each was in the database when the catalog was opened, but may have been
+    deleted through the catalog since: its owner knows.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Loading:
         return self._read_all and not self._ready
 
     def cancel(self) -> None:
-        """Stop reading; what waits is forgotten."""
+        """Stop reading; waiting batches are dropped."""
         self._cancelled = True
         self._ready.clear()
         self._room.release()
@@ -247,8 +247,8 @@ class Loading:
             except SQLITE_ERRORS as error:
                 if not is_malformed(error):
                     raise
-                # A torn page of the database hides its own rows only: come close to it in small steps,
-                # then go on behind it.
+                # A torn page of the database hides only its own rows: approach it in small steps, then continue behind
+                # it.
                 self.error = str(error)
                 self._on_malformed(error)
                 if limit > 1:
@@ -265,7 +265,7 @@ class Loading:
                     damaged_places.add(place)
                     self._on_damage(place, record)
             self.damaged = len(damaged_places)
-            # A damaged place may be any number, so a good one leads on where there is one.
+            # A damaged place may be any number, so continue from a good one where there is one.
             reached = good.places[-1] if good else page[-1][0] if page else self._last_place
             if reached > self._last_place:
                 good = good.only([place <= self._last_place for place in good.places])

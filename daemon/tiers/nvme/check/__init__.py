@@ -1,5 +1,5 @@
-"""Damage, looked for.
+"""Checks that search for damage.
 
-    directory_check   a directory without its daemon: what the index says against what is on the disk
-    scan              blocks read only to see whether their checksums hold, while the daemon serves
+    directory_check   a directory without its daemon: compares the index with the disk
+    scan              reads blocks only to verify their checksums, while the daemon serves
 """

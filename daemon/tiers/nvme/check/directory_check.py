@@ -1,12 +1,11 @@
-"""A cache directory without its daemon: what the index says against what is on the disk.
+"""Checks a cache directory without its daemon: compares the index with the disk.
 
     superblock ─► database ─► segment files ─► rows, one by one ─► chains ─► checksums of blocks
 
-A *finding* is what a crash of a daemon does not leave behind (a lost power supply may; and one that is
-killed in the very moment in which it drops a chain while it reads from it may leave orphans). What is
-normal after a crash is a *note*: blocks that were flushed and whose rows had not been deleted yet, a
-segment that was made and not used yet. Repairing deletes the rows of findings, and of all blocks behind
-them, which would be misses anyway; no block becomes readable by it.
+A *finding* is what a crash of a daemon does not leave behind (a power loss may; and a daemon that is killed in the very
+moment in which it drops a chain while reading from it may leave orphans). What is normal after a crash is a *note*:
+flushed blocks whose rows had not been deleted yet, a segment that was made and not used yet. A repair deletes the rows
+of findings, and of all blocks behind them, which would be misses anyway; no block becomes readable by it.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ from tiercache.protocol.namespaces import NamespaceSpec
 DEFAULT_SAMPLE = 1000
 DEFAULT_RATE = 200 << 20
 MAX_NAMED = 20
-"""Findings of one kind that are named; the rest is counted."""
+"""Findings of one kind that are named; the rest are counted."""
 
 ALL = -1
 """As a sample: every block."""
 
 Progress = Callable[[str, int, int], None]
-"""What is being looked at, how far, and how many there are (0: not known)."""
+"""What is being checked, how far, and how many there are (0: not known)."""
 
 _ROOT, _MISSING = -1, -2
 _UNKNOWN, _WALKING, _GOOD, _FLUSHED, _ORPHAN, _BAD, _BEHIND = range(7)
@@ -63,7 +62,7 @@ _UNKNOWN, _WALKING, _GOOD, _FLUSHED, _ORPHAN, _BAD, _BEHIND = range(7)
 
 @dataclass(slots=True)
 class Report:
-    """What was found in one directory."""
+    """The result for one directory."""
 
     path: Path
     findings: list[str] = field(default_factory=list)
@@ -72,7 +71,7 @@ class Report:
     scanned_blocks: int = 0
     scanned_bytes: int = 0
     deleted_rows: int = 0
-    """Rows that repairing has deleted."""
+    """Rows deleted by a repair."""
 
 
 def check_directory(
@@ -83,7 +82,7 @@ def check_directory(
 
     Args:
         sample: blocks whose bytes are read and compared with their checksum, chosen at random; ALL or 0.
-        rate: bytes a second that are read for that; 0 is as fast as it goes.
+        rate: bytes a second to read for that; 0 is unlimited.
         repair: delete what is wrong. Without it nothing is changed.
 
     Blocks: about 5 us a row, and the reading. Takes 200 bytes of memory a row.
@@ -136,7 +135,7 @@ class _Kinds:
 
 
 class _Check:
-    """One check of one directory, by a single thread; it may block anywhere."""
+    """One check of one directory, by a single thread; may block anywhere."""
 
     def __init__(self, path: Path, progress: Progress) -> None:
         self.path = path
@@ -149,7 +148,7 @@ class _Check:
         self._tombstones: dict[tuple[int, bytes], int] = {}
         self._segments: dict[int, int] = {}
         self._lost_segments: list[int] = []
-        # By number, the rows that can be read counted in order of their places:
+        # Readable rows, numbered in order of their places:
         self._places = array("q")
         self._parents = array("q")
         self._states = array("B")
@@ -200,7 +199,7 @@ class _Check:
         return True
 
     def _read_state(self) -> bool:
-        """Read the small tables; False when no row could be believed."""
+        """Read the small tables; False when no row can be trusted."""
         if is_empty(self.path):
             if any((self.path / "segments").glob("*.seg")):
                 self._kinds.add("database", f"{DATABASE_NAME}: there is none, so the segments' blocks are lost")
@@ -255,7 +254,7 @@ class _Check:
     # --- rows ------------------------------------------------------------------------------------
 
     def _read_rows(self) -> None:
-        """Look at every row by itself, and number those that can be read."""
+        """Check every row by itself, and number the readable ones."""
         highest = 0
         for place, row in check_rows(self.path):
             self.report.rows += 1
@@ -331,8 +330,8 @@ class _Check:
                 self._parents[number] = _ROOT
             else:
                 parent = self._parents[number] = self._numbers.get(_name(row.namespace, row.parent), _MISSING)
-                # The row of a block that was flushed by its key may be deleted already, or replaced by one
-                # that was stored since, and the rows behind it not yet.
+                # The row of a block that was flushed by its key may be deleted already, or replaced by one stored
+                # since, while the rows behind it remain.
                 stone = self._tombstones.get((row.namespace, row.parent), 0)
                 since = stone if parent == _MISSING else self._epochs[parent]
                 if self._states[number] == _UNKNOWN and row.epoch < since:
@@ -354,7 +353,7 @@ class _Check:
                 continue
             if at == _ROOT:
                 verdict = _GOOD
-            elif at == _MISSING or states[at] == _WALKING:  # the second is a chain that bites its tail
+            elif at == _MISSING or states[at] == _WALKING:  # the second is a cycle
                 states[path.pop()] = _ORPHAN
                 verdict = _BEHIND
             else:
@@ -420,7 +419,7 @@ class _Check:
             number += 1
 
     def _judge_again(self) -> None:
-        """Blocks behind a bad one go with it."""
+        """Blocks behind a bad one are bad too."""
         for number, state in enumerate(self._states):
             if state == _GOOD:
                 self._states[number] = _UNKNOWN
@@ -448,7 +447,7 @@ class _Check:
 
 
 class _BlockReader:
-    """Reads blocks of a closed directory past the page cache where that is possible. Blocks."""
+    """Reads blocks of a closed directory, bypassing the page cache where possible. Blocks."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,7 +1,7 @@
-"""Reading blocks only to see whether their checksums hold, while the daemon serves.
+"""Scan: reads blocks only to verify their checksums, while the daemon serves.
 
-Blocks are chosen at random and read at the priority of prefetches into memory of the scan's own, a
-few at a time and so many bytes a second. A block that is bad is dropped, with what follows it.
+Blocks are chosen at random and read at the priority of prefetches into the scan's own memory, a few at a time and at a
+limited rate. A bad block is dropped, with what follows it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ MAX_READING = 32
 MAX_READING_BYTES = 16 << 20
 """Unless a single block is larger."""
 LOOKED_AT_ONCE = 2000
-"""Entries passed over in one slice of the loop, about a millisecond."""
+"""Entries passed over in one slice of the event loop, about a millisecond."""
 MAX_NAMED = 20
 
 Done = Callable[[list[str], int], None]
-"""Findings, and how many blocks were read."""
+"""Called with the findings and the number of blocks read."""
 
 
 class Scan:
-    """One pass over a sample of all blocks. Event loop only; nothing here blocks.
+    """One pass over a sample of all blocks. Event loop only; never blocks.
 
-    `wanted()` says whether anybody still waits for it; `done` is called once, unless it is `stop`ped.
+    `wanted()` says whether the requester still waits for it; `done` is called once, unless it is `stop`ped.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Scan:
         self._started_s = time.monotonic()
 
     def pump(self) -> bool:
-        """Begin reads that are due; True while there is more to do at once."""
+        """Start reads that are due; True while there is more to do at once."""
         if not self._wanted():
             self._left = 0
         looked = 0
@@ -77,7 +77,7 @@ class Scan:
         return False
 
     def stop(self) -> None:
-        """Begin nothing more and report nothing."""
+        """Start nothing more and report nothing."""
         self.over, self._left = True, 0
 
     def _is_due(self) -> bool:
@@ -95,7 +95,7 @@ class Scan:
             self._report(self._findings, self._blocks)
 
     def _read(self, shelf: Shelf, entry: int) -> bool:
-        """Begin to read a block; False when there is none, or the disk has no time for it."""
+        """Start reading a block; False when there is none, or the disk is busy."""
         index = shelf.index
         if entry >= len(index.key) or index.state[entry] != LIVE or not index.key[entry] or shelf.offline:
             return False
@@ -111,7 +111,7 @@ class Scan:
             fingerprint=namespace.fingerprint, stored_length=stored.stored_length, checksum=stored.checksum,
             codec=stored.codec, kind=stored.kind,
         )  # fmt: skip
-        # As for a promotion: the entry keeps its slot, and the slot is the kernel's until the end.
+        # As for a promotion: the entry keeps its slot, and the slot belongs to the kernel until the read ends.
         index.pin(entry)
         shelf.allocator.hold(stored.slot)
         self._reading += 1
@@ -130,7 +130,7 @@ class Scan:
         self._reading -= 1
         self._reading_bytes -= len(area)
         if op.outcome is Outcome.ABANDONED:
-            return  # only at the end: the kernel may still write to the area, which the op keeps
+            return  # only at shutdown: the kernel may still write to the area, which the op keeps
         self._areas.append(area)
         shelf.allocator.unhold(stored.slot)
         shelf.index.unpin(stored.entry)
@@ -151,7 +151,7 @@ def _finding(shelf: Shelf, op: ReadOp) -> str:
 
 
 def _in_random_order(shelves: Sequence[Shelf]) -> Iterator[tuple[Shelf, int]]:
-    """Every entry id of all indexes as they are now, once, without a list of them."""
+    """Every entry id of all indexes as they are now, once, without building a list."""
     bounds = [len(shelf.index.key) for shelf in shelves]
     count = sum(bounds)
     if count == 0:

@@ -1,11 +1,11 @@
-"""Blocks that stay on NVMe while a client reads them there itself, under a read lease.
+"""Extents: blocks that stay on NVMe while a client reads them there itself, under a read lease.
 
-    match(extents) ─► Held: of a chain the deepest entry is pinned, so nothing of it is evicted; of a window each
-    extents        ─► each slot that is named is held: it has no new owner before the lease ends
+    match(extents) ─► Held: the deepest entry of a chain is pinned, so none of it is evicted; of a window each
+    extents        ─► each named slot is held: it gets no new owner before the lease ends
     release        ─► good unless the run was flushed in between
-    bad_extent     ─► the block is read here, and dropped if it is bad: a client's word is not enough
+    bad_extent     ─► the block is read here, and dropped if it is bad: the client's word is not enough
 
-Only blocks that a GPU can verify are named: stored as they are, with lane sums for a checksum.
+Only blocks that a GPU can verify are named: stored raw, with lane sums for a checksum.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ log = logging.getLogger("tiercache.daemon")
 MAX_HELD_BLOCKS = 2048
 """Of all windows of a lease: each block is looked up and pinned, in some 2 us."""
 MAX_DOUBTS = 16
-"""Blocks that are read again at a time; further reports are counted and no more."""
+"""Reported blocks that are read again at a time; further reports are only counted."""
 
 
 class Extents:
-    """All that is held for clients that read from the disks. Event loop only; nothing here blocks."""
+    """Everything held for clients that read from the disks. Event loop only; never blocks."""
 
     def __init__(self, find_shelf: Callable[[Sequence[Namespace], bytes], Shelf | None]) -> None:
         self.direct_blocks = 0
@@ -45,9 +45,9 @@ class Extents:
         self._doubts: dict[tuple[Shelf, int], mmap.mmap] = {}
 
     def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> Held | None:
-        """Keep what a cut at the end of `keys` needs from block `first` on; None if that is no use.
+        """Keep in place what a cut at the end of `keys` needs from block `first` on; None if that is no use.
 
-        That is so too where not all of it is here, in one directory, or its windows are too wide: it comes up to DRAM.
+        It is also None if not all of it is in one directory, or its windows are too wide: then it is promoted to DRAM.
         """
         shelf, cut = self._find_shelf(namespaces, keys[:KEY_BYTES]), len(keys) // KEY_BYTES
         windows = [one for one in namespaces if one.table.windowed]
@@ -70,7 +70,7 @@ class Extents:
         return Held(self, shelf, keys, parts)
 
     def doubt(self, shelf: Shelf, namespace: Namespace, key: bytes) -> None:
-        """Read a block of which a client says that it is bad."""
+        """Read a block that a client has reported as bad."""
         self.reported_blocks += 1
         stored = shelf.find(namespace, key)
         if stored is None or (shelf, stored.slot) in self._doubts or len(self._doubts) >= MAX_DOUBTS:
@@ -90,7 +90,7 @@ class Extents:
 
     def _judged(self, shelf: Shelf, namespace: Namespace, stored: Stored, op: ReadOp) -> None:
         if op.outcome is Outcome.ABANDONED:
-            return  # only at the end: the kernel may still write to the memory
+            return  # only at shutdown: the kernel may still write to the memory
         del self._doubts[shelf, stored.slot]
         shelf.allocator.unhold(stored.slot)
         shelf.index.unpin(stored.entry)
@@ -107,7 +107,7 @@ class Extents:
 
 
 class _Part(NamedTuple):
-    """What is kept of one namespace: blocks from `first` on, by pins on `entries`, since a certain epoch."""
+    """What is kept of one namespace: blocks from `first` on, by pins on `entries`, as of a certain epoch."""
 
     namespace: Namespace
     first: int
@@ -155,7 +155,7 @@ class Held:
         return ([str(self._shelf.directory.path)] if named else []), named
 
     def _name(self, namespace: Namespace, number: int) -> Stored | None:
-        """Where a block is, held from now on."""
+        """Where a block is; it is held from now on."""
         name = namespace.number, number
         stored = self._named.get(name)
         if stored is None:
@@ -170,7 +170,7 @@ class Held:
         return self._keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
 
     def doubt(self, namespace: Namespace, number: int) -> None:
-        """A client says that a block which was named to it is bad."""
+        """A client reports that a block named to it is bad."""
         if (namespace.number, number) in self._named:
             self._extents.doubt(self._shelf, namespace, self._key(number))
 
@@ -178,17 +178,17 @@ class Held:
     def intact(self) -> bool:
         """Whether nothing of the run was flushed meanwhile.
 
-        A block that was dropped because it is bad takes nothing from the others, whose slots are held
-        and whose bytes their reader has verified.
+        A block dropped because it is bad does not affect the others, whose slots are held and whose bytes their reader
+        has verified.
         """
         shelf = self._shelf
         if shelf.retired:
-            return False  # flushes do not reach it any more
+            return False  # flushes no longer reach it
         whole = shelf.index.all_attached
         return all(shelf.epoch(part.namespace) == part.epoch or whole(part.entries) for part in self._parts)
 
     def let_go(self, good: bool) -> None:
-        """The lease ends; `good` if its last holder was told that what it copied is right."""
+        """The lease ends; `good` if its last holder was told that its copies are right."""
         for stored in self._named.values():
             self._shelf.allocator.unhold(stored.slot)
         for part in self._parts:

@@ -1,19 +1,18 @@
-"""Slots that clients write themselves, under a write lease: stores past DRAM.
+"""Grants: slots that clients write themselves, under a write lease; stores that bypass DRAM.
 
     reserve ─► how many keys are here, then a run of free slots, in no index and without a row
     write      from the client's device into the slots
     commit  ─► the leading blocks that are complete, with their checksums: in the index, visible
     abort   ─► none of them
 
-A run begins below a block that is here, so NVMe stays prefix-closed by itself. A slot that a client
-was given has no other owner before that client says that its writes have ended (commit, or abort
-with that word) or its process has exited; when the lease ends earlier the slot is in quarantine.
-Writes that outlive the daemon are the exception: its next life knows nothing of them, and a block
-that they spoil fails its checksum.
+A run begins below a block that is here, so NVMe stays prefix-closed by itself. A slot granted to a client gets no other
+owner before that client says that its writes have ended (commit, or abort with that word) or its process has exited; if
+the lease ends earlier the slot is in quarantine. Writes that outlive the daemon are the exception: its next life knows
+nothing of them, and a block that they spoil fails its checksum.
 
-The checksum is the client's own word. Whoever reads the block computes the same sum over what is on
-the disk, so a wrong one costs a miss; and who may open the segment files could write anything there
-in any case. They trust each other as those do who map the arena.
+The checksum is the client's own word. Every reader of the block computes the same sum over what is on the disk, so a
+wrong one costs a miss; and a client that may open the segment files could write anything there anyway. Such clients
+trust each other as those that map the arena do.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ from tiercache.protocol.checksums import CHECKSUM_LANES
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, CommitState, Extent
 
 SLOTS_AT_ONCE = 1024
-"""Of leases that are given up or end, in one go: a millisecond or so of the loop."""
+"""Slots of leases given up or ended in one go: a millisecond or so of the event loop."""
 NOTES_AT_ONCE = 512
-"""Deadlines looked at in one go; most are of leases that have ended before."""
+"""Deadlines checked in one go; most belong to leases that have ended before."""
 
 _VISIBLE, _DROPPED = CommitState.VISIBLE, CommitState.DROPPED
 
 
 class Grant:
-    """Slots handed to one writer: block `i` of the run is `keys[i]`, at `slots[i]` while that is the writer's.
+    """Slots granted to one writer: block `i` of the run is `keys[i]`, at `slots[i]` while that is the writer's.
 
-    `over` once it expired or was given up without the word that its writes have ended.
+    `over`: it expired or was given up without word that its writes have ended.
     """
 
     __slots__ = (
@@ -69,30 +68,30 @@ class Grant:
         self.namespace = namespace
         self.epoch = shelf.epoch(namespace)
         self.parent = parent
-        self.pin = pin  # the parent's entry: room for the run is not made of what it hangs below
+        self.pin = pin  # the parent's entry: keeps room for the run from being made of its ancestors
         self.keys = keys
         self.slots = slots
-        self.named = named  # what events say of the blocks, from the `first` of its places on
+        self.named = named  # what events say of the blocks, from position `first` on
         self.first = first
         self.over = False
 
     @property
     def bytes(self) -> int:
-        """Of the slots that are the writer's."""
+        """Bytes of the slots that are the writer's."""
         return len(self.slots) * self.namespace.spec.frame_bytes
 
     @property
     def flushed(self) -> bool:
-        """Whether something of the namespace was flushed since."""
+        """Whether anything of the namespace was flushed since."""
         return self.epoch != self.shelf.epoch(self.namespace)
 
 
 class Grants:
-    """All slots that clients write to. Event loop only; nothing here blocks.
+    """All slots that clients write to. Event loop only; never blocks.
 
     Args:
-        may_write: whether chains may begin or go on now, for all directories.
-        limit_bytes: of one client's slots, those in quarantine included. One slot it gets in any case.
+        may_write: whether chains may begin or continue now, for all directories.
+        limit_bytes: of one client's slots, quarantine included. It can always get one slot.
     """
 
     def __init__(
@@ -110,9 +109,9 @@ class Grants:
         self._counters = counters
         self._clock_s = clock_s
         self._limit_bytes = limit_bytes
-        self._bytes: Counter[str] = Counter()  # of slots that are clients' to write to, by who answers for them
-        self._quarantined_bytes = 0  # of these, in quarantine
-        self._pending: dict[tuple[int, bytes], Grant] = {}  # who writes a block, by namespace number and key
+        self._bytes: Counter[str] = Counter()  # of slots granted to clients, by party
+        self._quarantined_bytes = 0  # part of that, in quarantine
+        self._pending: dict[tuple[int, bytes], Grant] = {}  # writer of a block, by namespace number and key
         self._deadlines = Deadlines(self.leases)
 
     # --- reserve ---------------------------------------------------------------------------------
@@ -122,7 +121,7 @@ class Grants:
     ) -> Granted:
         """Slots for a run of `keys` below the block `parent` (empty: the root), past those that are here.
 
-        Nothing where the parent is not here, or nothing may be written: the client has DRAM for that.
+        None where the parent is not here, or nothing may be written: the client can use DRAM for that.
         """
         shelf = self._shelf_of(namespace, parent, keys[:KEY_BYTES])
         if shelf is None:
@@ -150,9 +149,9 @@ class Grants:
         return Granted(present, grant.lease_id, str(shelf.directory.path), extents)
 
     def _shelf_of(self, namespace: Namespace, parent: bytes, first_key: bytes) -> Shelf | None:
-        """Where the run belongs, if a client can write there now."""
+        """The shelf that the run belongs on, if a client can write there now."""
         spec = namespace.spec
-        # To windows of several directories `present` and one place for the rest would not do justice: DRAM does.
+        # For windows in several directories `present` and one place for the rest do not suffice: they go through DRAM.
         if namespace.table.windowed or spec.dram_only or spec.block_bytes % PAGE_BYTES or not self._may_write():
             return None
         shelf = self._placement.with_block(namespace, parent or first_key)
@@ -161,8 +160,8 @@ class Grants:
         if shelf is None or not shelf.may_write or spec.frame_bytes > shelf.directory.segment_bytes:
             return None
         if shelf.directory.cipher is not None:
-            return None  # only we encrypt
-        # Our own reads and writes must not go through the page cache while others' go past it.
+            return None  # only the daemon encrypts
+        # Our own reads and writes must not go through the page cache while clients bypass it.
         return shelf if shelf.directory.direct and str(shelf.directory.path).isprintable() else None
 
     def _take_slots(
@@ -192,7 +191,7 @@ class Grants:
     # --- commit and abort ------------------------------------------------------------------------
 
     def commit(self, owner: Owner, lease_id: int, checksums: Sequence[int]) -> list[CommitState]:
-        """The writes of a grant have ended, and its leading blocks are complete: these are their checksums.
+        """The writes of a grant have ended, and its leading blocks are complete, with these checksums.
 
         Ends the lease; of one that is over nothing is kept.
         """
@@ -222,7 +221,7 @@ class Grants:
                 self.stored_blocks += 1
                 self.stored_bytes += length
             else:
-                left.append(slot)  # it has been written from DRAM too
+                left.append(slot)  # it was also written from DRAM
             parent, visible = key, visible + 1
         if visible and (end := table.get(parent)) != NO_ENTRY and not shelf.index.children[end]:
             shelf.slots.tails.stored(grant.owner.instance, end)
@@ -233,7 +232,7 @@ class Grants:
         return visible
 
     def abort(self, owner: Owner, lease_id: int, finished: bool) -> None:
-        """Keep nothing. Unless `finished`, the slots wait for that word or for the end of the process."""
+        """Keep nothing. Unless `finished`, the slots wait for that word or for the process to exit."""
         grant = self._find(owner, lease_id)
         if grant is None:
             return
@@ -256,7 +255,7 @@ class Grants:
     # --- the ends of leases ----------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Quarantine leases whose time is up, a slice of them."""
+        """Quarantine expired leases, a slice of them."""
         now_s, done = self._clock_s(), 0
         for shelf in self._placement.shelves:
             shelf.slots.tails.lapse()
@@ -285,7 +284,7 @@ class Grants:
                 yield
 
     def process_gone(self, owner: Owner) -> Steps[None]:
-        """The process has exited, and what it had begun in the kernel with it."""
+        """The process has exited, and its I/O in the kernel with it."""
         while owner.quarantined_grants:
             done = 0
             while owner.quarantined_grants and done < SLOTS_AT_ONCE:
@@ -296,11 +295,11 @@ class Grants:
                 yield
 
     def has_quarantine(self, owner: Owner) -> bool:
-        """Whether slots wait for this session's process to exit, or may soon."""
+        """Whether slots are quarantined until this session's process exits, or may be soon."""
         return bool(owner.grants or owner.quarantined_grants)
 
     def _give_up(self, grant: Grant) -> None:
-        """Nothing of it will be published; its slots wait in quarantine."""
+        """Publish nothing of it; its slots wait in quarantine."""
         if not grant.over:
             self._counters.quarantines += 1
             self._close(grant)
@@ -309,7 +308,7 @@ class Grants:
             self._quarantined_bytes += grant.bytes
 
     def _end(self, grant: Grant) -> None:
-        """Its writes have ended: the slots that were not kept are free."""
+        """Its writes have ended: free the slots that were not kept."""
         if grant.over:
             del self.quarantined[grant.lease_id]
             grant.owner.quarantined_grants.discard(grant.lease_id)
@@ -343,18 +342,18 @@ class Grants:
         yield from self.quarantined.values()
 
     def slots_of(self, shelf: Shelf) -> list[int]:
-        """Slots of a directory that are a client's to write to."""
+        """Slots of a directory that are granted to clients."""
         return [slot for grant in self._all() if grant.shelf is shelf for slot in grant.slots]
 
     def pending(self) -> Counter[int]:
-        """How many slots are a client's to write to, by namespace number."""
+        """Number of slots granted to clients, by namespace number."""
         counts = Counter[int]()
         for grant in self._all():
             counts[grant.namespace.number] += len(grant.slots)
         return counts
 
     def check(self) -> list[str]:
-        """Where what clients have is not counted as it is."""
+        """Where the counts of what clients have are wrong."""
         held = Counter[str]()
         for grant in self._all():
             held[grant.owner.party] += grant.bytes

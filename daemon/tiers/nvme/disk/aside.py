@@ -1,4 +1,4 @@
-"""What was found in a directory without being what it should be, kept for people: `damaged-<time>/`.
+"""Damaged or foreign files of a directory, set aside for people: `damaged-<time>/`.
 
 There is at most one, and only until its room is needed.
 """
@@ -19,12 +19,12 @@ _NAME = re.compile(r"damaged-[0-9TZ]+")
 
 
 def is_aside(name: str) -> bool:
-    """Whether a name in the directory is one that `put_aside` gives."""
+    """Whether a name in the directory is one that `put_aside` makes."""
     return _NAME.fullmatch(name) is not None
 
 
 def put_aside(folder: Path, paths: Sequence[Path]) -> str:
-    """Move these out of the way, whatever they are; the name of where they are now. Blocks; OSError."""
+    """Move these out of the way, whatever they are; returns the name of their new folder. Blocks; OSError."""
     remove_aside(folder)
     aside = folder / time.strftime("damaged-%Y%m%dT%H%M%SZ", time.gmtime())
     aside.mkdir(mode=0o700)
@@ -51,6 +51,6 @@ def remove(path: Path) -> None:
 
 
 def aside_bytes(folder: Path) -> int:
-    """The room that what was put aside takes. Blocks; OSError."""
+    """Size of what was put aside. Blocks; OSError."""
     asides = [path for path in folder.iterdir() if is_aside(path.name)]
     return sum(path.lstat().st_blocks * 512 for aside in asides for path in (aside, *aside.rglob("*")))

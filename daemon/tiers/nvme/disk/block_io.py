@@ -1,10 +1,10 @@
-"""One run of operations, from frames to slots or back: what a disk worker does between two waits.
+"""Block I/O: one run of operations, from frames to slots or back, as done by a disk worker between two waits.
 
     read:   preadv into the frame ─► checksum over the stored bytes ─► decode       ─► OK | CORRUPT | OTHER_KEY
     write:  encode ─► zero the padding ─► checksum over the stored bytes ─► pwritev ─► OK
 
-Blocks stored as they are move straight between frame and disk; encoded and encrypted ones pass through a bounce
-buffer of the worker's own. Encryption comes after encoding, and the checksum covers what it made.
+Raw blocks move straight between frame and disk; encoded and encrypted ones pass through the worker's bounce buffer.
+Encryption comes after encoding, and the checksum covers its result.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ log = logging.getLogger("tiercache.daemon")
 
 SMALL_BYTES = 256 << 10
 HELD_BYTES = 64 << 10
-"""So much xxhash takes in at a time without letting go of the interpreter's lock."""
+"""xxhash digests up to so much at a time without releasing the interpreter's lock."""
 RETRIES = 64
-"""Short or interrupted transfers in a row without progress before it counts as an I/O error."""
+"""Consecutive short or interrupted transfers without progress before it counts as an I/O error."""
 
 
 class Outcome(Enum):
@@ -57,7 +57,7 @@ class Outcome(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Op:
-    """What every operation has. The caller sets `done`, workers the rest.
+    """Fields of every operation. The caller sets `done`, workers the rest.
 
     `done(op)` is called exactly once, on the loop. `unwanted = True` (set on the loop) lets an
     operation that has not started end as CANCELLED.
@@ -69,15 +69,15 @@ class Op:
     errno: int = 0
     held_bytes: int = 0
     submitted_ns: int = 0
-    io_ns: int = 0  # in system calls; the whole run's, on the first op of a run, else 0
+    io_ns: int = 0  # in system calls; of the whole run, on its first op, else 0
     calls: int = 0  # system calls of the run, on its first op
-    io_bytes: int = 0  # that they moved, likewise
+    io_bytes: int = 0  # bytes moved by them, on its first op
     priority: int = 0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ReadOp(Op):
-    """Bring one block from its slot into a frame.
+    """Read one block from its slot into a frame.
 
     slot: `segment_id << 48 | byte offset`, 4096-aligned. address: of the frame in this process,
     4096-aligned; the frame is at least `round_up(max(length, stored_length if raw), 4096)` bytes.
@@ -102,11 +102,11 @@ class ReadOp(Op):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WriteOp(Op):
-    """Put one block from its frame into a slot of at least `round_up(length, 4096)` bytes (see `cipher.sealed_bytes`).
+    """Write one block from its frame into a slot of at least `round_up(length, 4096)` bytes (see
+    `cipher.sealed_bytes`).
 
-    codec is the one wished for; on OK `codec`, `stored_length` and `checksum` are what belongs in
-    the row (raw when encoding does not save a page). The frame's bytes behind `length`, up to the
-    next multiple of 4096, are zeroed.
+    codec is the requested one; on OK `codec`, `stored_length` and `checksum` are what belongs in the row (raw when
+    encoding does not save a page). The frame's bytes behind `length`, up to the next multiple of 4096, are zeroed.
     """
 
     slot: int
@@ -140,7 +140,7 @@ AnyOp = ReadOp | WriteOp | TaskOp
 
 
 def adjoins(before: AnyOp, after: AnyOp) -> bool:
-    """Whether two operations can share a system call: same direction, as they are, slot behind slot."""
+    """Whether two operations can share a system call: same direction, raw, adjoining slots."""
     if isinstance(before, TaskOp) or isinstance(after, TaskOp) or type(before) is not type(after):
         return False
     return (
@@ -149,7 +149,7 @@ def adjoins(before: AnyOp, after: AnyOp) -> bool:
 
 
 class BlockMover:
-    """The moving part of one worker thread, with its bounce buffer. Blocks; raises nothing."""
+    """The I/O part of one worker thread, with its bounce buffer. Blocks; raises nothing."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
@@ -167,7 +167,7 @@ class BlockMover:
             self._attempt(ops)
         except OSError as error:
             if len(ops) > 1:
-                # One bad place must not cost its neighbours: each alone.
+                # One bad place must not cost its neighbours: run each alone.
                 for op in ops:
                     self._alone(op)
             else:
@@ -242,7 +242,7 @@ class BlockMover:
             op.outcome = Outcome.OK
 
     def _to_store(self, op: WriteOp) -> memoryview:
-        """What goes to the disk, whole pages with zeroed padding; sets codec and stored length."""
+        """The bytes for the disk, whole pages with zeroed padding; sets codec and stored length."""
         sealed, plain_codec = op.codec & codecs.SEALED, codecs.unsealed(op.codec)
         encoded = codecs.encode(plain_codec, self._frame(op, op.length)) if plain_codec != codecs.RAW else None
         if sealed:
@@ -287,7 +287,7 @@ class BlockMover:
             finally:
                 self._io_ns += time.perf_counter_ns() - start_ns
                 self._calls += 1
-            # O_DIRECT goes on at a page; a part of one is moved again.
+            # O_DIRECT continues at a page; a partial page is moved again.
             count -= (moved + count) % PAGE_BYTES if moved + count < total else 0
             moved += count
             self._io_bytes += max(0, count)
@@ -306,9 +306,9 @@ class BlockMover:
 
 
 def _checksum(view: memoryview, seed: int, kind: int) -> int:
-    """`block_checksum`, without letting go of the interpreter's lock for a small block.
+    """`block_checksum`, without releasing the interpreter's lock for a small block.
 
-    The hash of 128 KiB takes 12 us; to get the lock back from a busy loop takes milliseconds.
+    Hashing 128 KiB takes 12 us; getting the lock back from a busy loop takes milliseconds.
     """
     if kind != CHECKSUM_XXH3 or len(view) > SMALL_BYTES:
         return block_checksum(view, seed, kind)
@@ -323,14 +323,14 @@ def _address_of(area: mmap.mmap) -> int:
 
 
 def _plausible(op: ReadOp) -> bool:
-    """Whether a row may be acted upon: a stored length beyond the block's would write past its frame."""
+    """Whether a row may be acted on: a stored length beyond the block's would write past its frame."""
     if op.kind not in KINDS or not codecs.known(op.codec):
         return False
     return plausible_length(op.codec, op.stored_length, op.length)
 
 
 def plausible_length(codec: int, stored_length: int, length: int) -> bool:
-    """Whether a block of `length` can have become that long by a codec."""
+    """Whether a codec can have stored a block of `length` in that many bytes."""
     plain_length = stored_length - OVERHEAD_BYTES if codec & codecs.SEALED else stored_length
     return plain_length == length if codecs.unsealed(codec) == codecs.RAW else 0 < plain_length <= length
 

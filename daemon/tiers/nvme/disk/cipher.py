@@ -1,10 +1,11 @@
 """Encryption of blocks at rest: AES-256-GCM (NIST SP 800-38D), by the library `cryptography`.
 
-    stored:   nonce 12 │ ciphertext, as long as the block (or what a codec made of it) │ tag 16
+    stored:   nonce 12 │ ciphertext, as long as the block (or its encoded form) │ tag 16
 
-The tag also covers whose block it is, so that bytes under a wrong row do not decrypt. Each block has a key of its own,
-made of the file's and of whose it is (keyed BLAKE2b, RFC 7693), and each writing of it a random nonce: two that are
-equal matter within one block only, and no number of blocks wears the file's key out (SP 800-38D, 8.3). What another
+The tag also covers the identity of the block, so that bytes under a wrong row do not decrypt. Each block has a key of
+its own, derived from the file's key and that identity (keyed BLAKE2b, RFC 7693), and each write a random nonce: equal
+nonces matter within one block only, and no number of blocks exhausts the file's key (SP 800-38D, 8.3). Blocks written
+with another key are dropped at the start: the catalog of each directory records which key its rows use.
 key has written is dropped at the start: the catalog of each directory knows which key its rows are of.
 """
 
@@ -31,21 +32,21 @@ _KEY = re.compile(rb"[0-9a-fA-F]{64}\s*")
 
 
 def sealed_bytes(frame_bytes: int, block_bytes: int) -> int:
-    """The slot that an encrypted block needs: it may be a page longer than the frame."""
+    """The slot size of an encrypted block: it may be a page longer than the frame."""
     return max(frame_bytes, round_up(block_bytes + OVERHEAD_BYTES, _PAGE_BYTES))
 
 
 def whose(key: bytes, fingerprint: str, length: int, codec: int) -> bytes:
-    """What a tag covers besides the bytes: whose block it is, and in which form."""
+    """What a tag covers besides the bytes: the block's identity and form."""
     return b"".join([key, fingerprint.encode(), length.to_bytes(8, "little"), bytes([codec])])
 
 
 class CipherError(ValueError):
-    """Stored bytes that this key has not sealed, or not for this block."""
+    """Stored bytes that were not sealed with this key, or not for this block."""
 
 
 class Cipher:
-    """One key. Thread-safe; blocks for a few hundred microseconds for each MiB."""
+    """One key. Thread-safe; blocks for a few hundred microseconds per MiB."""
 
     def __init__(self, key: bytes) -> None:
         """Raises ConfigError without the library."""
@@ -58,22 +59,22 @@ class Cipher:
             raise ConfigError(text) from error
         self._key = key
         self.key_id = hashlib.blake2b(digest_size=16, key=key, person=_PERSON_OF_ID).digest()
-        """What tells this key from others, and nothing else of it."""
+        """Tells this key from others, and reveals nothing else of it."""
         self._make: Callable[[bytes], Any] = AESGCM
         self._invalid = InvalidTag
 
     def _aead(self, whose: bytes) -> Any:
-        """What seals and opens one block: 4 us."""
+        """The AEAD that seals and opens one block: 4 us."""
         return self._make(hashlib.blake2b(whose, digest_size=KEY_BYTES, key=self._key, person=_PERSON).digest())
 
     def seal(self, plain: memoryview | bytes, whose: bytes, out: memoryview) -> None:
-        """Write what is to be stored into `out`, which is `OVERHEAD_BYTES` longer than `plain`."""
+        """Write the sealed bytes of `plain` into `out`, which is `OVERHEAD_BYTES` longer."""
         nonce = os.urandom(_NONCE_BYTES)
         out[:_NONCE_BYTES] = nonce
         self._aead(whose).encrypt_into(nonce, plain, whose, out[_NONCE_BYTES:])
 
     def open(self, stored: memoryview, whose: bytes, out: memoryview) -> None:
-        """Write what was sealed into `out`, which is as long. Raises CipherError, and `out` is rubbish then."""
+        """Write the plain bytes into `out`, which has their length. Raises CipherError, leaving rubbish in `out`."""
         if len(stored) != len(out) + OVERHEAD_BYTES:
             raise CipherError(f"{len(stored)} stored bytes for {len(out)}")
         try:

@@ -1,14 +1,13 @@
-"""Lossless codecs for blocks on a slow disk, over the bytes' planes.
+"""Lossless codecs for blocks on a slow disk, over byte planes.
 
-In KV values of two bytes the high ones repeat (sign and exponent: about three bits each) and the
-low ones are noise, so a block is split first into all first bytes, all second bytes and so on;
-a plane that does not get smaller is kept as it is:
+In KV values of two bytes the high bytes repeat (sign and exponent: about three bits each) and the low ones are noise,
+so a block is split first into all first bytes, all second bytes and so on; a plane that does not shrink is kept raw:
 
-    u32le length of each plane as stored │ the planes │ what is left of a length that does not divide
+    u32le length of each plane as stored │ the planes │ the remainder of a length that does not divide
 
-A codec is one number in the row of a block: the algorithm in the low 3 bits, then one that says whether the result
-is encrypted too (see `cipher.py`), and the bytes of an element in the 4 above. `RAW` is 0. The libraries are loaded
-when a codec is first used.
+A codec is one number in the row of a block: the algorithm in the low 3 bits, then a bit for encryption of the result
+(see `cipher.py`), and the bytes of an element in the 4 bits above. `RAW` is 0. The libraries are loaded when a codec is
+first used.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ ELEMENT_BYTES = (1, 2, 4, 8)
 
 
 class CodecError(ValueError):
-    """Stored bytes that no encoder of ours has made, or whose library is not here."""
+    """Stored bytes that our encoder did not make, or whose library is missing."""
 
 
 class _Library(NamedTuple):
     compress: Callable[[Any], bytes]
     decompress: Callable[[bytes | memoryview, int], bytes]
-    """Exactly as many bytes as asked for, or CodecError. Never allocates more than that."""
+    """Returns exactly as many bytes as asked for, or raises CodecError. Never allocates more than that."""
 
 
 def codec_number(name: str, element_bytes: int = 2) -> int:
@@ -57,12 +56,12 @@ def codec_number(name: str, element_bytes: int = 2) -> int:
 
 
 def codec_name(codec: int) -> str:
-    """The name of a known number."""
+    """The name of a known codec number."""
     return NAMES[codec & _ALGORITHM]
 
 
 def unsealed(codec: int) -> int:
-    """The codec below the encryption, if there is one."""
+    """The codec below the encryption, if any."""
     return codec & ~SEALED
 
 
@@ -81,7 +80,7 @@ def element_bytes(dtype: str) -> int:
 
 
 def encode(codec: int, view: memoryview) -> bytes | None:
-    """The block made smaller, or None when that does not save a page of 4096 (then store it raw)."""
+    """The block made smaller, or None if that saves no page of 4096 (then store it raw)."""
     if codec == RAW:
         return None
     import numpy
@@ -102,9 +101,9 @@ def encode(codec: int, view: memoryview) -> bytes | None:
 
 
 def decode(codec: int, stored: memoryview, out: memoryview) -> None:
-    """Fill `out` (its length is the block's) from what `encode` made. Raises CodecError.
+    """Fill `out` (its length is the block's) from the output of `encode`. Raises CodecError.
 
-    Nothing outside `out` is written, and no more memory taken than a block's, whatever `stored` is.
+    Never writes outside `out` nor takes more memory than a block's, whatever `stored` is.
     """
     if not known(codec) or codec & SEALED:
         raise CodecError(f"codec {codec} is not known")
@@ -117,7 +116,7 @@ def decode(codec: int, stored: memoryview, out: memoryview) -> None:
 
     try:
         library, element = _library(codec & _ALGORITHM), codec >> 4
-    except ConfigError as error:  # stored by an earlier life that had it
+    except ConfigError as error:  # stored by an earlier life that had the library
         raise CodecError(str(error)) from error
     rows, rest = divmod(len(out), element)
     header = 4 * element
@@ -177,7 +176,7 @@ def _zstandard() -> _Library:
 
     def decompress(packed: bytes | memoryview, length: int) -> bytes:
         try:
-            # The frame says how much it holds and the library allocates that, so it is looked at first.
+            # The frame names its size and the library allocates that, so it is checked first.
             if standard.frame_content_size(packed) != length:
                 raise CodecError(f"zstd: a plane is not {length} bytes")
             plain: bytes = standard.ZstdDecompressor().decompress(packed)

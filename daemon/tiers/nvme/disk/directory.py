@@ -1,14 +1,14 @@
-"""One cache directory on a local disk: who may use it, what is in it, its segment files.
+"""One cache directory on a local disk: its lock, its contents, its segment files.
 
     lock                    held as long as a daemon uses the directory
     superblock              format and geometry (superblock.py)
     segments/00000001.seg   blocks in fixed slots, all files of one size, allocated in full
-    index.db*               which block is in which slot (catalog.py)
+    index.db*               the catalog: which block is in which slot (catalog.py)
     spare                   a little room for index.db on a full disk
-    damaged-<time>/         what was found without a superblock that could be trusted; at most one,
+    damaged-<time>/         files found without a superblock that could be trusted; at most one,
                             and only until its room is needed
 
-Nothing else in there is touched.
+Other files in there are not touched.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger("tiercache.daemon")
 
 DATABASE_NAME = "index.db"
 SPARE_BYTES = 128 << 10
-"""Room that is given up when the database cannot be opened: it needs some for its log, on a full disk too."""
+"""Room that is freed when the database cannot be opened: it needs some for its log, on a full disk too."""
 _MAX_NAMED = 10
 
 
@@ -47,7 +47,7 @@ def segments_within(cap_bytes: int, segment_bytes: int, db_reserve_bytes: int) -
 
 
 def holds_data(path: Path) -> bool:
-    """Whether a folder has anything in it that this tier keeps. Raises OSError."""
+    """Whether a folder contains any data of this tier. Raises OSError."""
     return any(_is_data(name) for name in os.listdir(path))
 
 
@@ -58,22 +58,22 @@ class Home(NamedTuple):
     device_below: int | None
     """The device that its path is on when its file system is not mounted."""
     former: frozenset[bytes] = frozenset()
-    """Ids of other directories that were open at this path before: one may come back when what hid it is unmounted."""
+    """Ids of other directories that were open at this path before: one may reappear when what hid it is unmounted."""
 
 
 class Directory:
-    """A directory that this daemon alone uses, from `open` to `close`.
+    """A directory used exclusively by this daemon, from `open` to `close`.
 
     Everything here may block: only `fd`, `segments` and the plain attributes are for the event loop.
     `create_segment` and `remove_segment` are for one thread at a time (a `TaskOp`).
 
     Args:
-        path: made (0700) when it is not there.
-        cap_bytes: what segments, database and anything put aside may take together.
-        segment_bytes: for a new directory; one that exists keeps its own.
-        db_reserve_bytes: part of the cap that is left to the database.
+        path: created (0700) if missing.
+        cap_bytes: limit for segments, database and files set aside together.
+        segment_bytes: for a new directory; an existing one keeps its own.
+        db_reserve_bytes: part of the cap that is reserved for the database.
         disk: the system calls.
-        require_mount: not on the file system of /.
+        require_mount: refuse the file system of /.
         before: where it was earlier in this life, if it was open then.
     """
 
@@ -90,16 +90,16 @@ class Directory:
         self.disk = disk or DiskIO()
         self.home = before
         self.cipher: Cipher | None = None
-        """What new blocks are encrypted with, and those that are read."""
+        """Encrypts new blocks and decrypts those that are read."""
         self.direct = False
-        """Whether I/O goes past the page cache."""
+        """Whether I/O bypasses the page cache."""
         self.direct_reason = "not open"
         """Why it does not; empty when it does."""
         self.is_new = False
-        """Whether `open` found no blocks to keep: rows of an older life cannot be true."""
+        """Whether `open` found no blocks to keep: rows of an earlier life cannot be valid."""
         self.superblock = Superblock(b"", segment_bytes, 0)
         self.kept_bytes = 0
-        """Of segments beyond the cap that are kept, since their blocks would be lost."""
+        """Bytes of segments beyond the cap, kept because their blocks would be lost."""
         self._require_mount = require_mount
         self._fds: dict[int, int] = {}
         self._lock_fd = self._folder_fd = -1
@@ -113,12 +113,12 @@ class Directory:
 
     @property
     def database_path(self) -> Path:
-        """Where the catalog belongs."""
+        """Path of the catalog."""
         return self.path / DATABASE_NAME
 
     @property
     def segments(self) -> list[int]:
-        """Ids of the segments that are open, ascending."""
+        """Ids of the open segments, ascending."""
         return sorted(self._fds)
 
     def fd(self, segment_id: int) -> int:
@@ -129,22 +129,23 @@ class Directory:
             raise OSError(errno.ENOENT, f"segment {segment_id} is not there") from None
 
     def free_bytes(self) -> int:
-        """Room that the file system has left for this user. Blocks as the disk does; OSError."""
+        """Free space of the file system for this user. Blocks as the disk does; OSError."""
         found = os.fstatvfs(self._folder_fd)
         return found.f_bavail * found.f_frsize
 
     @property
     def _here(self) -> Path:
-        """The folder that was opened, whatever its path leads to meanwhile."""
+        """The folder that was opened, wherever its path leads by now."""
         return Path(f"/proc/self/fd/{self._folder_fd}")
 
     # --- opening ---------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Take the lock, judge what is there, open the segments.
+        """Take the lock, check the contents, open the segments.
 
-        Raises ConfigError, in one line, for what no waiting mends: it is no directory, it is everybody's, another
-        daemon has it, a newer version has made it. And DirectoryUnavailable for what may be otherwise later.
+        Raises ConfigError, in one line, for what waiting cannot mend: it is no directory, it is shared by all users
+        (such as /tmp), another daemon has it, a newer version has made it. Raises DirectoryUnavailable for what may
+        pass.
         """
         try:
             self._open_folder()
@@ -166,10 +167,10 @@ class Directory:
             raise
 
     def _open_folder(self) -> None:
-        """Find the folder, or make it, and keep others out."""
+        """Find the folder, or create it, and check that other users are kept out."""
         check_mounted(self.path, self._require_mount)
         try:
-            if self.home is None:  # one that was here and is gone is not made anew: its disk is
+            if self.home is None:  # one that was here and is gone is not created again: its disk is
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (NotADirectoryError, FileExistsError):
@@ -181,12 +182,12 @@ class Directory:
             raise DirectoryUnavailable(
                 f"nvme directory {self.path} cannot be used: its file system is not mounted any more: mount it"
             )
-        # Who can write to the folder could have our files lie elsewhere.
+        # A user who can write to the folder could redirect our files elsewhere.
         mode = os.fstat(self._folder_fd).st_mode
         if mode & 0o1002 == 0o1002:
             text = "is a folder for everybody's files: name one in it"
             raise ConfigError(f"nvme directory {self.path} {text}")
-        if mode & 0o002:  # a volume in a pod is like that, where nobody else is
+        if mode & 0o002:  # a volume in a pod is like that, without other users
             log.warning("nvme directory %s can be written by everybody: chmod 0700 it, or name one in it", self.path)
 
     def _was_open_before(self) -> bool:
@@ -198,7 +199,7 @@ class Directory:
         return found is not None and self.home is not None and found.directory_id in self.home.former
 
     def close(self) -> None:
-        """Close all files and let go of the lock. No I/O may be in flight. Idempotent."""
+        """Close all files and release the lock. No I/O may be in flight. Idempotent."""
         while self._fds:
             _close(self._fds.popitem()[1])
         for fd in (self._lock_fd, self._folder_fd):
@@ -207,13 +208,13 @@ class Directory:
         self._lock_fd = self._folder_fd = -1
 
     def note_database(self) -> None:
-        """From now on `look` sees to it that the database stays where it is. Blocks; OSError."""
+        """From now on `look` also checks that the database stays in place. Blocks; OSError."""
         self._database = _identity(os.stat(self.database_path))
 
     def look(self) -> str:
         """Why the path is not this directory any more; empty when it is. Blocks for some microseconds; OSError.
 
-        Descriptors outlive what they were opened by: blocks would go on and on to a disk that nobody can reach.
+        Open descriptors outlive their path: blocks would keep going to a disk that can no longer be reached.
         """
         mine = {LOCK_NAME: _identity(os.fstat(self._lock_fd))}
         if self._database is not None:
@@ -266,12 +267,12 @@ class Directory:
             self.segment_bytes = found.segment_bytes
 
     def _tell_new(self) -> None:
-        """So that a disk which is not mounted is noticed before the one below is full."""
+        """Log a new directory, so that a disk that is not mounted is noticed before the one below is full."""
         place = mount_point_of(self._here)
         log.info("nvme directory %s is new, on the file system mounted at %s", self.path, place)
 
     def _put_aside(self, why: str) -> None:
-        """Move what looks like ours out of the way, whatever is in it."""
+        """Move files that look like ours out of the way, whatever they contain."""
         ours = [path for path in self._here.iterdir() if _is_data(path.name)]
         if ours:
             log.error(
@@ -343,7 +344,7 @@ class Directory:
                 os.close(fd)
 
     def give_up_spare(self) -> bool:
-        """Give back a little room, until the next `open`; False when there was none. Blocks; OSError."""
+        """Free the spare room, until the next `open`; False when there was none. Blocks; OSError."""
         try:
             self.disk.unlink(self._here / "spare")
         except FileNotFoundError:
@@ -356,17 +357,17 @@ class Directory:
     # --- segments --------------------------------------------------------------------------------
 
     def segment_path(self, segment_id: int) -> Path:
-        """Where a segment's file is, for people."""
+        """Path of a segment's file, for people."""
         return self.path / "segments" / segment_name(segment_id)
 
     def _segment_file(self, segment_id: int) -> Path:
         return self._here / "segments" / segment_name(segment_id)
 
     def create_segment(self, segment_id: int) -> None:
-        """Make and open a segment with all its room. Blocks: 0.3 to some 100 ms.
+        """Create and open a segment with all its room. Blocks: 0.3 to some 100 ms.
 
-        Raises OSError: ENOSPC when the disk has no room or the cap is reached, EEXIST when there is
-        one. Nothing is left behind then. What was put aside makes room first.
+        Raises OSError: ENOSPC when the disk has no room or the cap is reached, EEXIST when the segment exists. Nothing
+        is left behind then. Files set aside are removed first to make room.
         """
         if not 1 <= segment_id <= MAX_SEGMENT_ID:
             raise OSError(errno.EINVAL, f"segment ids are 1 to {MAX_SEGMENT_ID}, not {segment_id}")
@@ -401,13 +402,13 @@ class Directory:
 
 
 def _close(fd: int) -> None:
-    """A disk that fails says so here again, when it is closed for that: the others, and the lock, are closed too."""
+    """Close a file. A failing disk may report that here again: the others, and the lock, are closed too."""
     with contextlib.suppress(OSError):
         os.close(fd)
 
 
 def _mode_of(path: Path) -> int:
-    """The mode of what is there, itself and not what it points to; 0 when there is nothing."""
+    """The mode of the path itself, not of a link's target; 0 when there is nothing."""
     try:
         return path.lstat().st_mode
     except FileNotFoundError:
@@ -419,5 +420,5 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _is_data(name: str) -> bool:
-    """Whether a name in the directory is one that this tier gives to what it keeps."""
+    """Whether a name in the directory is one that this tier gives to its data."""
     return name in (superblocks.NAME, f"{superblocks.NAME}.new", "segments") or name.startswith(DATABASE_NAME)

@@ -1,4 +1,4 @@
-"""The system calls of this tier, in one place, and whether they may go past the page cache."""
+"""The system calls of this tier, in one place, and the test for direct I/O."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class DiskIO:
     """
 
     def open(self, path: Path, flags: int) -> int:
-        """A descriptor of a file, made 0600 where `flags` say so."""
+        """A descriptor of a file, created with mode 0600 where `flags` say so."""
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def fallocate(self, fd: int, size_bytes: int) -> None:
-        """Give the file all its room: nothing written later runs out of it."""
+        """Allocate the whole file: later writes cannot run out of room."""
         os.posix_fallocate(fd, 0, size_bytes)
 
     def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        """Fill the views; returns how many bytes, fewer than asked perhaps."""
+        """Fill the views; returns how many bytes, perhaps fewer than asked."""
         return os.preadv(fd, views, offset)
 
     def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        """Write the views; returns how many bytes, fewer than given perhaps."""
+        """Write the views; returns how many bytes, perhaps fewer than given."""
         return os.pwritev(fd, views, offset)
 
     def unlink(self, path: Path) -> None:
@@ -43,12 +43,12 @@ class DiskIO:
 
 
 def refusal_of_direct_io(disk: DiskIO, path: Path) -> str:
-    """Why a file there cannot be read and written past the page cache; empty when it can. Blocks; raises OSError.
+    """Why a file there cannot bypass the page cache; empty when it can. Blocks; raises OSError.
 
-    It is tried: some file systems refuse only when it comes to reading.
+    It is tried: some file systems refuse only at the first read.
     """
     try:
-        with contextlib.suppress(FileNotFoundError):  # of a daemon that was killed
+        with contextlib.suppress(FileNotFoundError):  # left by a daemon that was killed
             disk.unlink(path)
         fd = disk.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
         try:
@@ -67,6 +67,6 @@ def refusal_of_direct_io(disk: DiskIO, path: Path) -> str:
             raise
         return error.strerror or "invalid"
     finally:
-        with contextlib.suppress(OSError):  # what went wrong is known by now
+        with contextlib.suppress(OSError):  # the failure is known by now
             disk.unlink(path)
     return ""

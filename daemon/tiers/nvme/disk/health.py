@@ -1,4 +1,4 @@
-"""Whether a directory may be written to: off after a failure, with back-off, while reads go on."""
+"""Write health of a directory: writes are off after a failure, with back-off, while reads go on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAST_PAUSE_S = 60.0
 
 
 class WriteHealth:
-    """The write side of one directory. Any failure pauses it; a write that works ends that."""
+    """The write side of one directory. Any failure pauses it; a successful write ends the pause."""
 
     def __init__(self, name: str, clock_s: Callable[[], float] = time.monotonic) -> None:
         self.reason = ""
@@ -29,10 +29,10 @@ class WriteHealth:
         return not self.reason or self._clock_s() >= self.off_until_s
 
     def failed(self, reason: str) -> None:
-        """A write, or the making of a segment, did not work."""
+        """A write, or the creation of a segment, has failed."""
         self.failures += 1
         if self._clock_s() < self.off_until_s:
-            return  # one of those that were under way when the first one failed
+            return  # it was in progress when the first one failed
         if not self.reason:
             log.warning("%s: writing is off: %s; reads go on, and it is tried again", self._name, reason)
         self.reason = reason
@@ -40,7 +40,7 @@ class WriteHealth:
         self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
 
     def worked(self) -> bool:
-        """A write that was begun after the last failure has worked; True if that ends a pause."""
+        """A write started after the last failure has worked; True if that ends a pause."""
         if not self.reason or self._clock_s() < self.off_until_s:
             return False
         log.info("%s: writing works again", self._name)

@@ -1,4 +1,4 @@
-"""Who uses a directory: an flock on a file in it, which ends with the process, however it ends."""
+"""The lock of a directory: an flock on a file in it, which ends with the process, however it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOCK_NAME = "lock"
 
 
 class LockedBy(Exception):
-    """The directory is in use; the text is the pid of who uses it, in its own container perhaps."""
+    """The directory is in use; the text is the pid of its user, perhaps in another container."""
 
     def __init__(self, pid: str, *, ourselves: bool) -> None:
         super().__init__(pid)
@@ -21,7 +21,7 @@ class LockedBy(Exception):
 
 
 def take_lock(path: Path) -> int:
-    """Be the only one who uses a directory until the descriptor is closed. Raises LockedBy and OSError."""
+    """Lock a directory until the descriptor is closed. Raises LockedBy and OSError."""
     fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -1,7 +1,7 @@
-"""Whether the file system that a directory belongs on is mounted.
+"""Checks that the file system a directory belongs on is mounted.
 
 Without it the same path is a folder of the file system below, most often that of /: blocks would fill that up, and
-nobody would find them again once the disk is mounted.
+would be hidden once the disk is mounted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def mount_point_of(path: Path) -> Path:
-    """Where the file system of a path that exists is mounted. Blocks; OSError."""
+    """The mount point of an existing path's file system. Blocks; OSError."""
     path = path.resolve()
     device = os.stat(path).st_dev
     while path.parent != path and os.stat(path.parent).st_dev == device:
@@ -26,13 +26,13 @@ def mount_point_of(path: Path) -> Path:
 
 
 def device_below(path: Path) -> int | None:
-    """The device that a path would be on without the file system that it is on; None on that of /. Blocks; OSError."""
+    """The device that a path would be on if its file system were not mounted; None on that of /. Blocks; OSError."""
     place = mount_point_of(path)
     return None if place.parent == place else os.stat(place.parent).st_dev
 
 
 def check_mounted(path: Path, needed: bool) -> None:
-    """Raises DirectoryUnavailable when nothing is mounted at a place on the way to `path` that /etc/fstab names.
+    """Raises DirectoryUnavailable when a mount point in /etc/fstab on the way to `path` is not mounted.
 
     `needed`: also when it is on the file system of /. Blocks; OSError.
     """
@@ -48,7 +48,7 @@ def check_mounted(path: Path, needed: bool) -> None:
 
 
 def _mount_points() -> list[Path]:
-    """Those of /etc/fstab, besides /; none where it cannot be read."""
+    """The mount points of /etc/fstab, besides /; none where it cannot be read."""
     try:
         lines = FSTAB.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,11 +1,11 @@
-"""The queue of one directory: threads that move blocks between frames and slots.
+"""The I/O queue of one directory: threads that move blocks between frames and slots.
 
     loop ─ submit ─► [LOAD] [PREFETCH] [WRITE] ─► workers ─► completed ─► deliver on the loop ─► op.done(op)
                       bounded queues          one run each     one wake-up per batch
 
-Every accepted operation is given to its `done` exactly once, on the event loop. Until then the
-kernel may be at its frame and slot, so the owner keeps both, whatever happens to leases meanwhile.
-Loads come before prefetches, these before writes; blocks whose slots adjoin share a system call.
+Every accepted operation is passed to its `done` exactly once, on the event loop. Until then the kernel may be accessing
+its frame and slot, so the owner keeps both, whatever happens to leases meanwhile. Loads come before prefetches, these
+before writes; blocks in adjoining slots share a system call.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ log = logging.getLogger("tiercache.daemon")
 
 MAX_RUN_OPS = 16
 MAX_RUN_BYTES = 2 << 20
-"""A run is one system call: larger ones gain nothing and keep others waiting."""
+"""A run is one system call: larger ones gain nothing and delay others."""
 DELIVER_BATCH = 64
 DELIVER_NS = 1_000_000
-"""Completions handled in one go of the loop: so many, or for so long and then the one that has begun."""
+"""Completions handled in one go of the loop: so many, or for so long plus the one in progress."""
 LATENCIES = ("load", "prefetch", "write", "read_call", "write_call")
 COUNTERS = (
     "reads", "read_bytes", "read_calls", "writes", "written_bytes", "write_calls", "checksum_failures",
     "other_key_blocks", "cancelled", "abandoned", "refused",
 )  # fmt: skip
-"""What only grows, by its name in the stats."""
+"""Counters, by name in the stats."""
 _IDLE_LOOK_S = 60.0
 
 
 class Priority(IntEnum):
-    """Which queue; lower goes first."""
+    """Selects the queue; lower goes first."""
 
     LOAD = 0
     PREFETCH = 1
@@ -57,9 +57,9 @@ QUEUE_LIMITS = {Priority.LOAD: 8192, Priority.PREFETCH: 2048, Priority.WRITE: 20
 
 
 class DiskQueue:
-    """Worker threads and queues of one directory, so that one hung disk is one disk.
+    """Worker threads and queues of one directory, so that one hung disk affects one disk only.
 
-    All methods are for the event loop's thread and none of them blocks, but for `stop`.
+    All methods are for the event loop's thread, and none blocks except `stop`.
 
     Args:
         directory: an open one; it must stay open until `stop` has returned.
@@ -80,9 +80,9 @@ class DiskQueue:
     ) -> None:
         self.directory = directory
         self.in_flight_bytes = 0
-        """Bytes (padded) of operations accepted and not yet given to `done`."""
+        """Bytes (padded) of operations accepted and not yet passed to `done`."""
         self.in_flight = 0
-        """Operations accepted and not yet given to `done`."""
+        """Operations accepted and not yet passed to `done`."""
         self.reads = self.read_bytes = self.read_calls = 0
         self.writes = self.written_bytes = self.write_calls = 0
         self.checksum_failures = self.other_key_blocks = self.cancelled = self.abandoned = self.refused = 0
@@ -91,7 +91,7 @@ class DiskQueue:
         self.latency = {name: LatencyHistogram() for name in LATENCIES}
         """From submit to done by priority, and time inside the system calls of one run."""
         self.call_bytes = {"read_call": Histogram(POWERS_OF_TWO), "write_call": Histogram(POWERS_OF_TWO)}
-        """Moved by the system calls of one run."""
+        """Bytes moved by the system calls of one run."""
         self._latency_of = [self.latency[priority.name.lower()] for priority in Priority]
         self._announce = announce
         self._again = again or announce
@@ -99,11 +99,11 @@ class DiskQueue:
         self._changed = threading.Condition()
         # Guarded by _changed:
         self._waiting: tuple[deque[AnyOp], ...] = (deque(), deque(), deque())
-        self._runs: list[Sequence[AnyOp]] = [()] * threads  # what each worker is at
+        self._runs: list[Sequence[AnyOp]] = [()] * threads  # the run of each worker
         self._started_s = [0.0] * threads
         self._busy = self._writing = 0
         self._stopping = self._gave_up = False
-        # A load that arrives amid writes finds a worker.
+        # Keeps a worker free for a load that arrives amid writes.
         self._max_writing = max(1, threads - 1)
         # Not guarded: appends and pops of a deque are atomic.
         self._completed: deque[AnyOp] = deque()
@@ -122,10 +122,10 @@ class DiskQueue:
         return self.submit_many([op], priority) == 1
 
     def submit_many(self, ops: Sequence[AnyOp], priority: Priority) -> int:
-        """Accept the first so many of `ops` (returned) as there is room for, in their order.
+        """Accept as many of `ops`, in order, as there is room for; returns how many.
 
-        An operation is submitted once. Blocks in adjoining slots should come together and in order:
-        they share system calls.
+        An operation is submitted once. Blocks in adjoining slots should come together and in order: they share system
+        calls.
         """
         with self._changed:
             waiting = self._waiting[priority]
@@ -145,7 +145,7 @@ class DiskQueue:
         return len(accepted)
 
     def cancel_queued(self, priority: Priority | None = None) -> int:
-        """End all that has not started (of one priority, or of all) as CANCELLED; returns how many.
+        """End everything that has not started (of one priority, or of all) as CANCELLED; returns how many.
 
         Their `done` is called soon, not in here. For a disk that went offline.
         """
@@ -170,23 +170,23 @@ class DiskQueue:
     def oldest_age_s(self) -> float:
         """How long the longest-running operation has been with its worker; 0 when all are idle.
 
-        What only waits does not count: a backlog is no fault of the disk.
+        Waiting operations do not count: a backlog is no fault of the disk.
         """
         started_s = [start_s for start_s in self._started_s if start_s]
         return time.monotonic() - min(started_s) if started_s else 0.0
 
     def deliver(self) -> None:
-        """Give completed operations to their `done`. Called by way of `announce`, and of `again`."""
+        """Pass completed operations to their `done`. Called through `announce` and `again`."""
         until_ns = time.perf_counter_ns() + DELIVER_NS
         for _ in range(min(DELIVER_BATCH, len(self._completed))):
             self._deliver_one(self._completed.popleft())
             if time.perf_counter_ns() >= until_ns:
                 break
         if self._completed:
-            self._again(self.deliver)  # announced still: what completes meanwhile needs no wake-up
+            self._again(self.deliver)  # still announced: completions meanwhile need no wake-up
             return
         self._announced = False
-        self._announce_completed()  # of what has completed since the last look
+        self._announce_completed()  # for what has completed since the last look
 
     def _deliver_one(self, op: AnyOp) -> None:
         self.in_flight -= 1
@@ -198,7 +198,7 @@ class DiskQueue:
             log.exception("the owner of a disk operation failed to take it back")
 
     def stats(self) -> dict[str, object]:
-        """Everything counted so far, as plain numbers."""
+        """All counts so far, as plain numbers."""
         return {
             **{name: getattr(self, name) for name in (*COUNTERS, "in_flight", "in_flight_bytes")},
             "queued": self.queued(),
@@ -221,7 +221,7 @@ class DiskQueue:
         if isinstance(op, TaskOp):
             return
         self._latency_of[op.priority].observe(time.monotonic_ns() - op.submitted_ns)
-        # Raw blocks move what they hold; only an encoded one turns out smaller.
+        # Raw blocks move what they hold; only an encoded block turns out smaller.
         moved_bytes = op.held_bytes if op.codec == RAW else op.moved_bytes
         if isinstance(op, ReadOp):
             self.reads += 1
@@ -241,17 +241,17 @@ class DiskQueue:
     # --- stopping --------------------------------------------------------------------------------
 
     def begin_stop(self) -> None:
-        """Accept nothing more and cancel what waits; what runs is finished. Idempotent."""
+        """Accept nothing more and cancel what waits; running operations are finished. Idempotent."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self.cancel_queued()
 
     def stop(self, deadline_s: float) -> bool:
-        """Stop, wait for what runs until `deadline_s` (time.monotonic()), and give all to their `done`.
+        """Stop, wait for running operations until `deadline_s` (time.monotonic()), and pass all to their `done`.
 
-        Blocks. Returns False when something was still in the kernel at the deadline; that is given
-        to its `done` as ABANDONED, and the directory must stay open. May be called again to wait on.
+        Blocks. Returns False when something was still in the kernel at the deadline; that is passed to its `done` as
+        ABANDONED, and the directory must stay open. May be called again to go on waiting.
         """
         self.begin_stop()
         for thread in self._threads:
@@ -283,7 +283,7 @@ class DiskQueue:
             self._announce_completed()
 
     def _take(self, number: int) -> Sequence[AnyOp]:
-        """The next run for a worker, waiting for one; nothing when the queue stops."""
+        """The next run for a worker, waiting for one; empty when the queue stops."""
         with self._changed:
             while True:
                 for priority, waiting in enumerate(self._waiting):
@@ -298,10 +298,10 @@ class DiskQueue:
                 self._changed.wait(_IDLE_LOOK_S)
 
     def _pop_run(self, priority: int, waiting: deque[AnyOp]) -> list[AnyOp]:
-        """As many operations from the head as go into one system call."""
+        """As many operations from the head as fit one system call."""
         most = MAX_RUN_OPS
         if priority == Priority.LOAD:
-            # Somebody waits for these: no worker takes more than its share while others are idle.
+            # Clients wait for these: no worker takes more than its share while others are idle.
             most = min(most, -(-len(waiting) // (len(self._threads) - self._busy)))
         run = [waiting.popleft()]
         size = run[0].moved_bytes
@@ -317,7 +317,7 @@ class DiskQueue:
             self._wake()
 
     def _wake(self) -> None:
-        # Set before the call: whoever sees it set knows that a `deliver` is still to come.
+        # Set before the call: a thread that sees it set knows that a `deliver` is still to come.
         self._announced = True
         self._announce(self.deliver)
 
@@ -330,12 +330,12 @@ def _check(op: AnyOp) -> None:
 
 
 def _carry_out(mover: BlockMover, run: Sequence[AnyOp]) -> None:
-    """Give every operation of a run its outcome. Raises nothing: a worker outlives any of them."""
+    """Give every operation of a run its outcome. Raises nothing: a worker survives any of them."""
     wanted = [op for op in run if not op.unwanted]
     try:
         if len(wanted) == len(run):
             mover.run(run)
-        else:  # those that are left need not adjoin
+        else:  # the rest need not adjoin
             for op in wanted:
                 mover.run([op])
     except Exception:

@@ -1,4 +1,4 @@
-"""The files of a directory's segments: their names, and whether those that are open are still what they were."""
+"""Segment files: their names, and a check that open ones are still intact."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def segment_name(segment_id: int) -> str:
 
 
 def segment_id(name: str) -> int | None:
-    """The id in the name of a segment's file; None for a name that is not one's."""
+    """The id in the name of a segment's file; None for any other name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match is not None and 1 <= int(match[1]) <= MAX_SEGMENT_ID else None
 
 
 class SegmentLook:
-    """Sees to the files of segments in turns. `fds`: those that are open; others change it meanwhile."""
+    """Checks segment files in turns. `fds`: the open ones; other code changes it meanwhile."""
 
     def __init__(self, fds: Mapping[int, int]) -> None:
         self._fds = fds

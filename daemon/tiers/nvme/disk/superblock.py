@@ -1,4 +1,4 @@
-"""The first file of a cache directory: what made it, and its geometry.
+"""The superblock, first file of a cache directory: its creator's format version, and its geometry.
 
     offset  size
          0     8  magic
@@ -10,8 +10,8 @@
         48  4040  zeros
       4088     8  xxh3_64 of the 4088 bytes before
 
-Magic, version and checksum keep their places in every version to come, so that a newer directory
-is told from a damaged one.
+Magic, version and checksum keep their places in every later version, so that a newer directory is told from a damaged
+one.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _BODY_BYTES = SIZE_BYTES - _CHECKSUM.size
 
 
 class DamagedSuperblock(Exception):
-    """It is there, but not what was written."""
+    """The superblock exists, but is not what was written."""
 
 
 class NewerSuperblock(Exception):
-    """A version of this program that is yet to come has written it."""
+    """A later version of this program has written it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """What a directory is."""
+    """Identity and geometry of a directory."""
 
     directory_id: bytes
     segment_bytes: int
@@ -58,7 +58,7 @@ class Superblock:
 
     @classmethod
     def new(cls, segment_bytes: int) -> Superblock:
-        """One for a new directory."""
+        """A superblock for a new directory."""
         assert 0 < segment_bytes <= OFFSET_MASK
         assert segment_bytes % ALIGNMENT_BYTES == 0
         return cls(secrets.token_bytes(16), segment_bytes, int(time.time()))
@@ -106,9 +106,9 @@ def read_superblock(folder: Path) -> Superblock | None:
 
 
 def write_superblock(folder: Path, superblock: Superblock) -> None:
-    """Make it the folder's, durably: all of it or nothing is there after a crash. Blocks; OSError."""
+    """Write the folder's superblock durably: all of it or nothing is there after a crash. Blocks; OSError."""
     draft = folder / f"{NAME}.new"
-    with suppress(FileNotFoundError):  # of a maker that was killed
+    with suppress(FileNotFoundError):  # left by a creator that was killed
         draft.unlink()
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

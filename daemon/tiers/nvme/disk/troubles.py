@@ -1,4 +1,4 @@
-"""What the system refuses about the files of a directory, in words: which file, why, and what to do."""
+"""Errors on the files of a directory, in words: which file, why, and what to do."""
 
 from __future__ import annotations
 

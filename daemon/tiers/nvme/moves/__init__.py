@@ -1,7 +1,7 @@
-"""Blocks between DRAM and NVMe.
+"""Moves of blocks between DRAM and NVMe.
 
-    writebehind   new blocks to disk, parents first        ◄── offers: what was used in DRAM and is missing below
+    writebehind   new blocks to disk, parents first        ◄── offers: used in DRAM and missing below
     promotion     blocks from disk into frames, in order, published as if a client had stored them
-    budget        how much may be written in a day
-    dirty         what only DRAM has, written before the daemon ends
+    budget        limit on the bytes written per day
+    dirty         blocks that only DRAM has, written before the daemon ends
 """

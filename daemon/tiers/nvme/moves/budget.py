@@ -1,8 +1,8 @@
-"""How much may be written in a day, and to which blocks that goes.
+"""Write budget: how much may be written per day, and which blocks get it.
 
-A token bucket that holds two hours' worth. While it is more than half full every new block is
-written; below, only blocks that were asked for again; empty, none. So a small budget is spent on
-what has shown to be used, and a large one does not lose the first reuse.
+A token bucket that holds two hours' worth. While it is more than half full every new block is written; below that, only
+blocks that were asked for again; when empty, none. So a small budget is spent on blocks of proven use, and a large one
+does not lose the first reuse.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class WriteBudget:
         if not self.bytes_per_day:
             return True
         fullness = self.fullness
-        # A block larger than the whole bucket goes when that is full, and leaves it in debt.
+        # A block larger than the whole bucket is written when that is full, and leaves it in debt.
         return self._level >= min(size_bytes, self._depth) and (asked_again or fullness > 0.5)
 
     def charge(self, size_bytes: int) -> None:
-        """Bytes that go to the disk; less than 0 gives back what turned out not to."""
+        """Charge bytes that go to the disk; a negative number gives back what was not written after all."""
         self._level -= size_bytes

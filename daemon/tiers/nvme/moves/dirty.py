@@ -1,4 +1,4 @@
-"""What DRAM has and no directory: it is written before the daemon ends."""
+"""Dirty blocks: those in DRAM and in no directory, which are written before the daemon ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiercache.daemon.tiers.nvme.shelf import Shelf
 
 
 def dirty(index: Index, namespaces: Sequence[Namespace], shelves: Sequence[Shelf]) -> Iterator[tuple[Namespace, bytes]]:
-    """Such blocks: chains, parents before children, then windows, which go where those are."""
+    """Dirty blocks: chains, parents before children, then windows, which go where those are."""
     for namespace in sorted(namespaces, key=lambda namespace: namespace.table.windowed):
         level = [] if namespace.spec.dram_only else [namespace.table.root]
         while level:

@@ -1,7 +1,7 @@
-"""What was used in DRAM: it is used on NVMe too, and what is missing there is offered for writing, in slices.
+"""Offers: blocks used in DRAM count as used on NVMe too, and missing ones are offered for writing, in slices.
 
-Of the first chains of a request at once, so that the policies learn of these while it is answered; nearly always
-those are all. Of further ones, and of windows, later.
+A request's first chains are handled at once, so that the policies learn of them while it is answered; nearly always
+those are all. Further chains, and windows, follow later.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from tiercache.daemon.tiers.nvme.placement import Placement
 from tiercache.protocol.messages import KEY_BYTES
 
 LOOKED_AT_ONCE = 1024
-"""Blocks of windows that are looked for, and perhaps offered, in one go of the loop."""
+"""Blocks of windows looked up, and perhaps offered, in one go of the event loop."""
 CHAINS_AT_ONCE = 16
-"""Chains that are looked for in one go: each directory is asked. One, where that may take a walk up to its root."""
+"""Chains looked up in one go: each directory is asked. One, where that may take a walk up to its root."""
 MATCHED_AT_ONCE = 256
-"""Blocks of one chain that are offered for writing with a match; the next match offers what follows."""
+"""Blocks of one chain offered for writing with a match; the next match offers those after them."""
 MATCHED_OF_ALL = 1024
-"""Likewise of all its chains together."""
+"""The same, for all chains of a match together."""
 MAX_BYTES = 4 << 20
-"""Of the keys that wait for that; what comes beyond has another chance when it is asked for again."""
+"""Size of the waiting keys; blocks beyond that are considered again when they are next asked for."""
 
 
 class Offers:
-    """Event loop only. `may_write()`: whether directories are there to be written to."""
+    """Event loop only. `may_write()`: whether directories can be written to."""
 
     def __init__(
         self, writes: WriteBehind, placement: Placement, hints: Hints, may_write: Callable[[], bool],
@@ -40,8 +40,8 @@ class Offers:
         self._hints = hints
         self._may_write = may_write
         self._soon = soon
-        self._windows: deque[tuple[Namespace, bytes, int]] = deque()  # the first of its blocks that was not looked for
-        self._chains: deque[tuple[Steps[None], int]] = deque()  # looks under way, and the bytes of their keys
+        self._windows: deque[tuple[Namespace, bytes, int]] = deque()  # first of its blocks not looked up yet
+        self._chains: deque[tuple[Steps[None], int]] = deque()  # look-ups in progress, and the bytes of their keys
         self._bytes = 0
 
     @property
@@ -66,11 +66,11 @@ class Offers:
 
     @property
     def _has_room(self) -> bool:
-        """Whether what a request finds missing may be offered."""
+        """Whether blocks that a request finds missing may be offered."""
         return self._may_write() and self._writes.room >= MATCHED_OF_ALL
 
     def _use(self, chains: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> Steps[None]:
-        """Chains were used as far as their first `found_blocks`; DRAM has `dram_blocks` of them."""
+        """Chains were used up to their first `found_blocks`; DRAM has `dram_blocks` of them."""
         most = min(MATCHED_AT_ONCE, MATCHED_OF_ALL // max(1, len(chains)))
         for number, namespace in enumerate(chains):
             if number and (not number % CHAINS_AT_ONCE or self._takes_walks):
@@ -87,7 +87,7 @@ class Offers:
         return any(shelf.index.is_unlinking for shelf in self._placement.shelves)
 
     def _add_window(self, namespace: Namespace, keys: bytes, cut: int) -> None:
-        """The window before a cut was used: to be looked for soon."""
+        """The window before a cut was used: look it up soon."""
         first = first_of_window(namespace, cut)
         before = max(0, first - 1)
         its = keys[before * KEY_BYTES : cut * KEY_BYTES]
@@ -97,7 +97,7 @@ class Offers:
             self._soon()
 
     def work(self) -> bool:
-        """A slice; True while there is more."""
+        """Run a slice; True while there is more."""
         if self._chains:
             self._go_on(*self._chains.popleft())
         if self._windows:  # in turn with chains, which may always be there
@@ -105,7 +105,7 @@ class Offers:
         return not self.idle
 
     def _go_on(self, steps: Steps[None], size_bytes: int) -> None:
-        """The next step of a look at chains, which are asked for, as they were."""
+        """Run the next step of a look-up of chains, with the state of a request being answered."""
         self._hints.asked, more = True, False
         try:
             more = next(steps, self) is not self

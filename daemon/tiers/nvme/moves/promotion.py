@@ -1,9 +1,9 @@
-"""NVMe to DRAM: blocks are read into frames and published in order, as if a client had stored them.
+"""Promotion, NVMe to DRAM: blocks are read into frames and published in order, as if a client had stored them.
 
-A promotion reserves frames like any writer, some at a time, so blocks that somebody is bringing
-up or storing already are shared, not read twice; it commits each block when its bytes have arrived
-and passed their checksum. Leases that wait for them grow as they land. What a lease waits for in one
-namespace is a job of the directory that has the chain; of a window each directory has a job for its part.
+A promotion reserves frames like any writer, some at a time, so blocks that are already being promoted or stored are
+shared, not read twice; it commits each block when its bytes have arrived and passed their checksum. Leases that wait
+for them grow as they arrive. What a lease waits for in one namespace is a job of the directory that has the chain; of a
+window each directory has a job for its part.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
 
 MAX_IN_FLIGHT_BYTES = 256 << 20
-"""Of one directory, so that one hung disk is one disk."""
+"""Per directory, so that one hung disk affects one disk only."""
 MAX_IN_FLIGHT = 1536
-"""Reads of one directory; below what its queue takes, since a read that is refused ends its job."""
+"""Reads of one directory; below its queue's limit, since a refused read ends its job."""
 BATCH = 32
 BATCHES_AT_ONCE = 4
-"""Blocks, and how many times so many, that are asked for in one directory before others are served: about 1 ms."""
+"""Batches of blocks requested from one directory before the loop serves others: about 1 ms."""
 GROW_NS = 1_000_000
-"""For so long leases grow, or jobs are looked at again, in one go of the loop; what has begun is finished."""
+"""Leases grow, or jobs are checked again, for so long in one go of the event loop; the step in progress is finished."""
 LOOK_AGAIN_S = 0.1
-"""How often jobs that wait for others' blocks are looked at if nothing has landed."""
+"""How often jobs that wait for others' blocks are checked if nothing has arrived."""
 MAX_UNREADABLE = 4096
-"""Blocks that could not be read and are remembered, until that happens again."""
+"""Unreadable blocks that are remembered, until they fail again."""
 
 
 class _Job:
-    """Blocks `numbers` of one namespace, which a lease wants of one directory; those before `next` were asked for."""
+    """Blocks `numbers` of one namespace, which a lease wants from one directory; those before `next` were requested."""
 
     __slots__ = (
         "asking", "lease", "namespace", "next", "numbers", "over", "priority", "reading", "run", "shelf", "writing",
@@ -55,17 +55,17 @@ class _Job:
         self.numbers = numbers
         self.next = 0
         self.reading = 0
-        self.writing: list[int] = []  # its write leases, those that have ended too
+        self.writing: list[int] = []  # its write leases, ended ones included
         self.asking = True
         self.over = False
         self.priority = Priority.LOAD if lease.holders else Priority.PREFETCH
 
     def give_up(self) -> None:
-        """Ask for nothing more: what follows cannot land, or is of no use alone."""
+        """Request no more blocks: those that follow cannot arrive, or are useless alone."""
         self.next = len(self.numbers)
 
     def awaited(self) -> Iterator[bytes]:
-        """The keys of which one has to come next, whoever brings it."""
+        """Keys of which one must arrive next, from any source."""
         run = self.run
         if run.complete:
             return iter(())
@@ -73,7 +73,7 @@ class _Job:
 
 
 class _Read(NamedTuple):
-    """One block on its way into a frame."""
+    """One block being read into a frame."""
 
     job: _Job
     write_lease: int
@@ -84,7 +84,7 @@ class _Read(NamedTuple):
 
 
 class Promotion:
-    """Event loop only; nothing here blocks."""
+    """Event loop only; never blocks."""
 
     def __init__(self, cache: Cache, regions: dict[int, Region], placement: Placement) -> None:
         self.promoted_blocks = 0
@@ -95,18 +95,18 @@ class Promotion:
         self._regions = regions
         self._placement = placement
         self._owner = Owner(bytes(INSTANCE_BYTES), internal=True)
-        self._jobs: dict[Shelf, tuple[deque[_Job], deque[_Job]]] = {}  # for those who wait, and for later
-        self._read_bytes: dict[Shelf, int] = {}  # under way
-        self._reads: dict[Shelf, int] = {}  # likewise
-        self._reading: dict[Shelf, set[_Job]] = {}  # jobs of which something is under way
+        self._jobs: dict[Shelf, tuple[deque[_Job], deque[_Job]]] = {}  # for waiting clients, and for prefetches
+        self._read_bytes: dict[Shelf, int] = {}  # in progress
+        self._reads: dict[Shelf, int] = {}  # in progress
+        self._reading: dict[Shelf, set[_Job]] = {}  # jobs with reads in progress
         self._unreadable: dict[tuple[int, bytes], None] = {}  # blocks that the disk failed to read, once
         self._look_again_s = 0.0
         self._planning: deque[Steps[None]] = deque()
-        self._of_lease: dict[int, int] = {}  # jobs that are not over, by lease
+        self._of_lease: dict[int, int] = {}  # number of unfinished jobs, by lease
         self._waiting: set[_Job] = set()
-        self._again: deque[_Job] = deque()  # of those, who are looked at again
+        self._again: deque[_Job] = deque()  # jobs to check again
         self._landed = False
-        self._to_grow: deque[ReadLease] = deque()  # leases that have not been told yet of what has landed
+        self._to_grow: deque[ReadLease] = deque()  # leases not yet told of arrived blocks
 
     @property
     def idle(self) -> bool:
@@ -115,16 +115,16 @@ class Promotion:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes of the reads under way."""
+        """Bytes of the reads in progress."""
         return sum(self._read_bytes.values())
 
     def start(self, lease: ReadLease) -> None:
-        """Bring up what `lease` wants; a lease without holders is a prefetch, and comes last."""
+        """Promote what `lease` wants; a lease without holders is a prefetch, and comes last."""
         self._planning.append(self._plan(lease))
         self.pump()
 
     def _plan(self, lease: ReadLease) -> Steps[None]:
-        """Find out who brings what of it: of wide windows in slices."""
+        """Find out which directory has which part: of wide windows in slices."""
         jobs: list[_Job] = []
         for run in list(lease.runs):
             if not run.complete:
@@ -132,7 +132,7 @@ class Promotion:
         if lease.over or lease.lease_id not in self._cache.reads.growing:
             return
         jobs = [job for job in jobs if not job.shelf.offline]
-        if not jobs:  # what was there is so no more
+        if not jobs:  # the blocks are gone
             self._cache.reads.stop_growing(lease)
             return
         self._of_lease[lease.lease_id] = len(jobs)
@@ -141,7 +141,7 @@ class Promotion:
             queues[0 if lease.holders else 1].append(job)
 
     def _jobs_for(self, lease: ReadLease, run: Run) -> Steps[list[_Job]]:
-        """Who brings what of a run that is not in DRAM."""
+        """Jobs, by directory, for the part of a run that is not in DRAM."""
         if not run.namespace.table.windowed:
             shelf, _ = self._placement.find(run.namespace, lease.keys, lease.target)
             return [] if shelf is None else [_Job(lease, run, shelf, range(run.end, lease.target))]
@@ -155,7 +155,7 @@ class Promotion:
         return [_Job(lease, run, shelf, numbers) for shelf, numbers in parts.items()]
 
     def pump(self) -> bool:
-        """Begin reads, those that somebody waits for first; True when it stopped for others' sake."""
+        """Start reads, those that clients wait for first; True when it stopped to let others run."""
         if self._planning:
             steps = self._planning.popleft()
             if next(steps, self) is not self:
@@ -179,7 +179,7 @@ class Promotion:
         return self._read_bytes.get(shelf, 0) < MAX_IN_FLIGHT_BYTES and self._reads.get(shelf, 0) < MAX_IN_FLIGHT
 
     def give_up(self, shelf: Shelf) -> None:
-        """The disk hangs: nobody waits for it any more. Its frames stay the kernel's until it has let go."""
+        """The disk hangs: stop waiting for it. Its frames belong to the kernel until that releases them."""
         shelf.queue.cancel_queued()
         queues = self._jobs.pop(shelf, (deque(), deque()))
         for job in {*queues[0], *queues[1], *self._reading.pop(shelf, ())}:
@@ -190,7 +190,7 @@ class Promotion:
             self._end(job)
 
     def _read_batch(self, job: _Job) -> bool:
-        """Ask for the next blocks; False when those were the last, or nothing more can land."""
+        """Request the next blocks; False when those were the last, or no more can arrive."""
         lease, numbers = job.lease, job.numbers[job.next : job.next + BATCH]
         if lease.over or not numbers:
             return False
@@ -208,7 +208,7 @@ class Promotion:
             if state is BlockState.FRAME:
                 key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
                 op = self._read(job, got.lease_id, number, key, next(frames))
-                if op is None:  # it has left the disk since the match, and what follows it too
+                if op is None:  # evicted since the match, with all that follows it
                     self._give_up(got.lease_id, range(number, count))
                     break
                 ops.append(op)
@@ -219,7 +219,7 @@ class Promotion:
         return BlockState.NONE not in got.states and len(ops) == got.states.count(BlockState.FRAME)
 
     def _give_up(self, write_lease: int, numbers: range) -> None:
-        """Nothing will be read into these blocks of a batch."""
+        """These blocks of a batch will not be read."""
         for number in numbers:
             self._cache.writes.fail(self._owner, write_lease, number)
 
@@ -230,7 +230,7 @@ class Promotion:
         if stored is None:
             return None
         read = _Read(job, write_lease, number, key, stored.slot, stored.entry)
-        # The entry is pinned so that its slot stays; the slot and the frame are the kernel's until then.
+        # The pinned entry keeps its slot; slot and frame belong to the kernel until the read ends.
         shelf.index.touch(stored.entry)
         shelf.index.pin(stored.entry)
         shelf.allocator.hold(stored.slot)
@@ -256,7 +256,7 @@ class Promotion:
         if job.shelf.retired and not self._reads[job.shelf]:
             del self._reads[job.shelf], self._read_bytes[job.shelf]
         if op.outcome is Outcome.ABANDONED:
-            return  # only at the end: the kernel may still write to the frame
+            return  # only at shutdown: the kernel may still write to the frame
         job.shelf.allocator.unhold(read.slot)
         job.shelf.index.unpin(read.entry)
         if op.outcome is Outcome.OK:
@@ -270,7 +270,7 @@ class Promotion:
         self._settle(job)
 
     def _failed(self, read: _Read, op: ReadOp) -> None:
-        """A bad block is dropped, and what follows it; one that cannot be read gets a second chance."""
+        """A bad block is dropped, with all that follows it; an unreadable block gets a second chance."""
         self._cache.writes.fail(self._owner, read.write_lease, read.number)
         read.job.give_up()
         name = read.job.namespace.number, read.key
@@ -290,7 +290,7 @@ class Promotion:
                 self._unreadable[name] = None
 
     def _settle(self, job: _Job) -> None:
-        """End a job that has nothing under way, unless others are bringing up what it waits for."""
+        """End a job without reads in progress, unless others are promoting what it waits for."""
         if job.asking or job.reading or job.over:
             return
         lease = job.lease
@@ -315,7 +315,7 @@ class Promotion:
                 self._cache.reads.stop_growing(lease)
 
     def look_again(self) -> None:
-        """See to the jobs that wait for others, if there can be any news for them: a slice of them."""
+        """Check a slice of the jobs that wait for others, if there can be news for them."""
         if not self._again:
             now_s = time.monotonic()
             if not self._waiting or not (self._landed or now_s >= self._look_again_s):
@@ -331,11 +331,11 @@ class Promotion:
                 return
 
     def note_published(self) -> None:
-        """A block has become visible in DRAM, whoever brought it: some lease may grow by it."""
+        """A block has become visible in DRAM, from any source: some lease may grow by it."""
         self._landed = self._landed or bool(self._cache.reads.growing)
 
     def take_landed(self) -> bool:
-        """Let the leases grow by what has landed since the last time, a slice of them; True if anything has."""
+        """Let leases grow by the blocks that have arrived, a slice of them; True if any has."""
         if not self._to_grow:
             if not self._landed:
                 return False

@@ -1,13 +1,13 @@
-"""DRAM to NVMe: new blocks are written behind, parents first, and stay in DRAM as long as they may.
+"""Write-behind, DRAM to NVMe: new blocks are written later, parents first, and stay in DRAM while there is room.
 
     published ─┐
     matched  ──┼─► queue ─► slot, I/O ─► (parent is here?) ─► index, row
     shutdown ─┘     └ not now: lane             └ no: parked until it is
 
-A block is written once: one that is here already is clean. Whatever cannot be written (no parent
-here, no budget, a full queue) stays in DRAM and has another chance when it is asked for. What only
-has to wait (for its disk, for a slot of its size) does so in a lane of its directory and size, in
-order and with what follows it, and stands in nobody else's way. Blocks of windows have no parent and wait for none.
+A block is written once: a block that is here already is clean. A block that cannot be written (no parent here, no
+budget, a full queue) stays in DRAM and is considered again when it is asked for. A block that only has to wait (for its
+disk, for a slot of its size) does so in a lane of its directory and size, in order and with what follows it, and delays
+no other lane. Blocks of windows have no parent and wait for none.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 
 MAX_QUEUED = 65_536
 MAX_LANE = 16_384
-"""Blocks that wait in one lane; further ones are passed over."""
+"""Blocks waiting in one lane; further ones are passed over."""
 MAX_IN_FLIGHT_BYTES = 64 << 20
 MAX_IN_FLIGHT = 1024
-"""Writes under way on one shelf, and their bytes."""
+"""Writes in progress on one shelf, and their bytes."""
 AT_ONCE = 64
-"""Blocks looked at before others are served."""
+"""Blocks considered before the loop serves others."""
 
 Name = tuple[int, bytes]
 """Namespace number and key."""
 
 class Wanted(NamedTuple):
-    """A block that is to be written. `before`: of a windowed one the key of the block before it, if that is known."""
+    """A block to be written. `before`: of a windowed one the key of the block before it, if known."""
 
     namespace: Namespace
     key: bytes
@@ -59,7 +59,7 @@ class Wanted(NamedTuple):
 
 
 class _Write(NamedTuple):
-    """One block on its way to a slot."""
+    """One block being written to a slot."""
 
     namespace: Namespace
     key: bytes
@@ -72,7 +72,7 @@ class _Write(NamedTuple):
 
 
 class WriteBehind:
-    """Event loop only; nothing here blocks."""
+    """Event loop only; never blocks."""
 
     def __init__(
         self, placement: Placement, space: Space, regions: dict[int, Region], budget: WriteBudget, fairness: Fairness,
@@ -80,13 +80,13 @@ class WriteBehind:
         sealed: bool = False,
     ) -> None:  # fmt: skip
         self.pump_ns = math.inf
-        """After so much of this thread's CPU time `pump` stops, when the block that has begun is done."""
+        """`pump` stops after so much of this thread's CPU time, when the block in progress is done."""
         self.budget = budget
         self.codec = codec
         self._sealed = codecs.SEALED if sealed else 0
         self.written_blocks = 0
         self.written_bytes = 0
-        self.saved_bytes = 0  # that a codec has kept from the disk
+        self.saved_bytes = 0  # bytes saved by a codec
         self.skipped_by_budget = 0
         self.skipped_by_worth = 0
         self.skipped_by_quota = 0
@@ -95,20 +95,20 @@ class WriteBehind:
         self.failed_blocks = 0
         self.skipped_too_large = 0  # blocks that no segment can hold
         self._events = events
-        self._soon = soon  # `pump` has something to do before the next tick
+        self._soon = soon  # asks for a `pump` before the next tick
         self._placement = placement
         self._fairness = fairness
         self._space = space
         self._regions = regions
         self._queue: deque[Wanted] = deque()
         self._queued: set[Name] = set()
-        self._lanes: dict[tuple[Shelf, int], deque[Wanted]] = {}  # by shelf and bytes of a slot
+        self._lanes: dict[tuple[Shelf, int], deque[Wanted]] = {}  # by shelf and slot size
         self._in_lane: dict[Name, Shelf] = {}
-        self._loads: dict[Shelf, tuple[int, int]] = {}  # writes under way, and their bytes
+        self._loads: dict[Shelf, tuple[int, int]] = {}  # writes in progress, and their bytes
         self._flying: dict[Name, _Write] = {}
         self._parked: dict[Name, list[tuple[_Write, Stored]]] = {}
-        self._held: dict[Name, int] = {}  # the entry that a write under way keeps there: what it hangs below
-        self._below: dict[Name, dict[Name, None]] = {}  # writes that hang below one that is under way itself
+        self._held: dict[Name, int] = {}  # the entry there that a write in progress holds: its parent
+        self._below: dict[Name, dict[Name, None]] = {}  # writes whose parent is being written itself
         self._taken: dict[Shelf, list[WriteOp]] = {}
         self._writable: dict[Shelf, bool] = {}
         self._forms: dict[tuple[int, bool], tuple[int, int]] = {}
@@ -118,7 +118,7 @@ class WriteBehind:
     # --- what is to be written -------------------------------------------------------------------
 
     def add(self, namespace: Namespace, key: bytes, asked_again: bool, before: bytes = b"") -> None:
-        """A block of DRAM that may be worth writing; see `Wanted`."""
+        """A block in DRAM that may be worth writing; see `Wanted`."""
         name = namespace.number, key
         if name in self._queued or name in self._flying or name in self._in_lane:
             return
@@ -130,17 +130,17 @@ class WriteBehind:
         self._soon()
 
     def slots_of(self, shelf: Shelf) -> list[int]:
-        """Slots of writes that are under way or wait for their parent's."""
+        """Slots of writes that are in progress or wait for their parent's."""
         return [write.slot for write in self._flying.values() if write.shelf is shelf]
 
     def pending(self) -> Counter[int]:
-        """How many writes are under way or wait for their parent's, by namespace number."""
+        """Number of writes in progress or waiting for their parent's, by namespace number."""
         return Counter(number for number, _ in self._flying)
 
     def add_rest(self, blocks: Iterable[tuple[Namespace, bytes]], end_s: float) -> None:
-        """At the end: everything else, parents first; taken when the queue is empty.
+        """At shutdown: everything else, parents first; taken when the queue is empty.
 
-        What cannot be written before `end_s` (time.monotonic()) is not waited for any more.
+        Blocks that cannot be written before `end_s` (time.monotonic()) are given up.
         """
         self._rest, self._end_s = iter(blocks), end_s
 
@@ -156,7 +156,7 @@ class WriteBehind:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes of the writes under way."""
+        """Bytes of the writes in progress."""
         return sum(size for _, size in self._loads.values())
 
     @property
@@ -165,7 +165,7 @@ class WriteBehind:
         return not (self._queue or self._in_lane or self._flying or self._parked or self._rest)
 
     def give_up(self, shelf: Shelf) -> None:
-        """Its directory has gone: what waits for it stays in DRAM; what is under way ends as it may."""
+        """A directory has gone: blocks that wait for it stay in DRAM; writes in progress end by themselves."""
         for place in [place for place in self._lanes if place[0] is shelf]:
             del self._lanes[place]
         self._in_lane = {name: other for name, other in self._in_lane.items() if other is not shelf}
@@ -185,7 +185,7 @@ class WriteBehind:
     # --- writing ---------------------------------------------------------------------------------
 
     def pump(self) -> bool:
-        """Begin writes as far as there is room for them; True when it stopped for others' sake."""
+        """Start as many writes as there is room for; True when it stopped to let others run."""
         done, until_ns = 0, time.thread_time_ns() + self.pump_ns
         self._writable.clear()
         self._fairness.look_again()
@@ -198,7 +198,7 @@ class WriteBehind:
                 del self._in_lane[gone.namespace.number, gone.key]
                 if time.thread_time_ns() >= until_ns:
                     done = AT_ONCE
-        # What cannot begin on any shelf stays in the queue: to put it into a lane first costs as much again.
+        # Blocks that cannot start on any shelf stay in the queue: moving them to a lane first would cost as much again.
         while done < AT_ONCE and not all(map(self._is_full, self._placement.shelves)):
             following = self._next()
             if following is None:
@@ -213,12 +213,12 @@ class WriteBehind:
         return done == AT_ONCE
 
     def _is_full(self, shelf: Shelf) -> bool:
-        """Whether enough is under way on a shelf."""
+        """Whether enough writes are in progress on a shelf."""
         writes, size_bytes = self._loads.get(shelf, (0, 0))
         return writes >= MAX_IN_FLIGHT or size_bytes >= MAX_IN_FLIGHT_BYTES
 
     def _may_write(self, shelf: Shelf) -> bool:
-        """Whether a shelf can be written to, asked once for each `pump`."""
+        """Whether a shelf can be written to, asked once per `pump`."""
         may = self._writable.get(shelf)
         if may is None:
             may = self._writable[shelf] = shelf.may_write
@@ -228,9 +228,9 @@ class WriteBehind:
         """Put a block that cannot be written now into its lane."""
         name = wanted.namespace.number, wanted.key
         if name in self._in_lane:
-            return  # at the end a block that waits comes by again
+            return  # at shutdown a waiting block comes by again
         if shelf.offline or shelf.health.off_until_s > self._end_s:
-            return  # the end comes first
+            return  # the deadline comes first
         lane = self._lanes.setdefault((shelf, wanted.namespace.size_class.frame_bytes), deque())
         if len(lane) >= MAX_LANE:
             self.skipped_queue_full += 1
@@ -239,12 +239,12 @@ class WriteBehind:
         self._in_lane[name] = shelf
 
     def _begin(self, wanted: Wanted) -> Shelf | None:
-        """Begin one write, or pass over it; the shelf for which it should wait, if it should."""
+        """Start one write, or pass over it; returns the shelf to wait for, if any."""
         namespace, key = wanted.namespace, wanted.key
         index, size, name = self._space.index, namespace.size_class.frame_bytes, (namespace.number, key)
         entry = namespace.table.get(key)
         if entry == NO_ENTRY or not index.attached(entry):
-            return None  # gone from DRAM before its turn
+            return None  # evicted from DRAM before its turn
         parent = index.key[index.parent[entry]]
         if name not in self._in_lane and (namespace.number, parent) in self._in_lane:
             return self._in_lane[namespace.number, parent]  # a lane keeps the order
@@ -277,7 +277,7 @@ class WriteBehind:
         return None
 
     def _shelf_of(self, wanted: Wanted, parent: bytes) -> Shelf | None:
-        """Where the parent is or is going; a root's child goes where it is, or by its key. None: nowhere."""
+        """Where the parent is or is being written; a root's child goes where it is, or by its key. None: nowhere."""
         namespace, key, placement = wanted.namespace, wanted.key, self._placement
         if parent:
             flying = self._flying.get((namespace.number, parent))
@@ -288,7 +288,7 @@ class WriteBehind:
         return placement.window(namespace, key, wanted.before, partial(self._going, namespace))
 
     def _going(self, namespace: Namespace, key: bytes) -> Shelf | None:
-        """Where a block of that key is being written or waits for its disk: of this namespace, or else of one near."""
+        """Where a block of that key is being written or waits for its disk, of this namespace or else of a near one."""
         for number in (namespace.number, *near(namespace)):
             name = number, key
             if name in self._flying:
@@ -298,9 +298,9 @@ class WriteBehind:
         return None
 
     def _take(self, write: _Write) -> None:
-        """Put a write down for `_submit`, with both of its ends held.
+        """Queue a write for `_submit`, holding its frame and its slot.
 
-        They are the kernel's until the op is done, whatever becomes of the block meanwhile.
+        Both belong to the kernel until the op is done, whatever becomes of the block meanwhile.
         """
         namespace, region = write.namespace, self._regions[write.frame >> REGION_SHIFT]
         frame_bytes = namespace.size_class.frame_bytes
@@ -319,11 +319,11 @@ class WriteBehind:
         self._taken.setdefault(write.shelf, []).append(op)
 
     def _keep_parent(self, write: _Write) -> None:
-        """What a block hangs below must not be evicted before it is there."""
+        """Keep the parent of a block from being evicted before the block is there."""
         number, shelf = write.namespace.number, write.shelf
         name, parent_name = (number, write.key), (number, write.parent)
         if parent_name in self._flying:
-            self._below.setdefault(parent_name, {})[name] = None  # again, perhaps: an earlier try may have failed
+            self._below.setdefault(parent_name, {})[name] = None  # perhaps again: an earlier try may have failed
         elif write.parent and (parent := shelf.table(write.namespace).get(write.parent)) != NO_ENTRY:
             self._hold(shelf, name, parent)
 
@@ -339,13 +339,13 @@ class WriteBehind:
             shelf.index.unpin(parent)
 
     def _form(self, namespace: Namespace) -> tuple[int, int]:
-        """Codec and kind of checksum of a namespace's blocks."""
+        """Codec and kind of checksum for a namespace's blocks."""
         name = namespace.number, namespace.direct
         form = self._forms.get(name)
         if form is None:
             spec = namespace.spec
             form = codecs.codec_number(self.codec, codecs.element_bytes(spec.dtype)) | self._sealed, CHECKSUM_XXH3
-            # What clients read on the disk themselves is as it is, with a checksum that a GPU computes.
+            # Blocks that clients read on the disk themselves are stored raw, with a checksum that a GPU computes.
             if namespace.direct and not self._sealed and spec.block_bytes % PAGE_BYTES == 0:
                 form = codecs.RAW, CHECKSUM_LANES
             self._forms[name] = form
@@ -356,7 +356,7 @@ class WriteBehind:
         self._loads[shelf] = before[0] + writes, before[1] + size_bytes
 
     def _submit(self) -> None:
-        """Hand over what was taken, together, so that neighbouring slots share a system call."""
+        """Submit the queued writes together, so that neighbouring slots share a system call."""
         for shelf, ops in self._taken.items():
             for op in ops[shelf.queue.submit_many(ops, Priority.WRITE) :]:
                 op.outcome = Outcome.CANCELLED
@@ -370,9 +370,9 @@ class WriteBehind:
         if write.shelf.retired and not self._loads[write.shelf][0]:
             del self._loads[write.shelf]
         elif self._loads[write.shelf][1] < MAX_IN_FLIGHT_BYTES // 2 and (self._queue or self._in_lane):
-            self._soon()  # not at each one: blocks that begin together share system calls
+            self._soon()  # not at each one: blocks that start together share system calls
         if op.outcome is Outcome.ABANDONED:
-            return  # only at the end: the kernel may still write to the slot
+            return  # only at shutdown: the kernel may still read the frame
         if op.outcome is not Outcome.OK:
             self.failed_blocks += 1
             if op.outcome is Outcome.IO_ERROR:
@@ -381,7 +381,7 @@ class WriteBehind:
             return
         write.shelf.slots.write_worked()
         if op.codec != codecs.RAW:
-            saved = frame_bytes - op.moved_bytes  # less than nothing where encryption takes a page more
+            saved = frame_bytes - op.moved_bytes  # negative where encryption takes a page more
             self.saved_bytes += max(0, saved)
             self.budget.charge(-saved)
         stored = Stored(NO_ENTRY, write.slot, op.stored_length, op.codec, op.checksum, op.kind)
@@ -391,7 +391,7 @@ class WriteBehind:
             self._settle(write, stored)
 
     def _settle(self, first: _Write, stored: Stored) -> None:
-        """A write is complete and its parent settled: it becomes visible, and those that waited for it."""
+        """A write is complete and its parent visible: make it visible, and then those that waited for it."""
         ready = [(first, stored)]
         while ready:
             write, stored = ready.pop()
@@ -410,14 +410,14 @@ class WriteBehind:
             self.written_bytes += stored.stored_length
             for below in self._below.pop(name, ()):
                 other = self._flying.get(below)
-                # It may have failed and be written again below another block: keys that clients make up are no chains.
+                # It may have failed and be rewritten below another block: keys that clients make up are no chains.
                 if other is not None and other.parent == write.key and other.shelf is shelf:
                     self._hold(shelf, below, table.get(write.key))
             self._let_go(shelf, name)
             ready.extend(self._parked.pop(name, ()))
 
     def _lose(self, first: _Write, failed: bool = False) -> None:
-        """A write came to nothing, and with it those that wait for it; `failed` on the disk."""
+        """A write has failed, and with it those that wait for it; `failed` on the disk."""
         doomed = [first]
         while doomed:
             write = doomed.pop()
