@@ -29,12 +29,12 @@ from tiercache.daemon.events.events import Events
 from tiercache.daemon.events.publisher import Publisher
 from tiercache.daemon.ground.clock import LeaseClock
 from tiercache.daemon.ground.health_log import HealthLog
-from tiercache.daemon.ground.live_settings import LiveSettings
 from tiercache.daemon.ground.logs import STDERR
 from tiercache.daemon.ground.memory import collect_in_small_parts, grow_without_copies
 from tiercache.daemon.ground.niceness import go_first
 from tiercache.daemon.ground.regions import RegionMaker
 from tiercache.daemon.ground.run_directory import RunDir, find_group
+from tiercache.daemon.live_settings import LiveSettings
 from tiercache.daemon.observe.http_process import HttpProcess
 from tiercache.daemon.observe.reuse import WhatIf
 from tiercache.daemon.requests.context import Desk

@@ -2,7 +2,7 @@
 
 Everything that can change is checked where it cannot be bypassed:
 
-- tensors: address, PyTorch's count of writes, and a sample of the bytes (`weight_sample`). Writes through `.data` or in
+- tensors: address, PyTorch's count of writes, and a sample of the bytes (`sample`). Writes through `.data` or in
   inference mode move neither of the first two;
 - modules: their types and attributes (the scale of a LoRA, an epsilon), which are part of the name;
 - code: hooks, replaced methods and other functions of modules, and those that PyTorch and transformers apply to all;

@@ -2,7 +2,6 @@
 
     clock, slices, niceness, memory     the event loop's time, and how it is shared
     run_directory, own_process          files and figures of this process
-    live_settings                       settings that change while the daemon runs
     counters, logs, health_log          what it counts and logs
     regions, connections                the thread that makes the arena; limits on connections
 

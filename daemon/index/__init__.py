@@ -5,7 +5,10 @@
       ├ policy        the interface: which leaf goes first. `policies/` has the policies.
       ├ chain_ends    ends of stores that are about to continue, kept for a moment
       ├ walks         walks up long chains, in slices
+      ├ ages          how long ago a recency stamp was given
       └ check, frame_check    whether all of this is consistent
 
-Frames are freed here and nowhere else: by `Index.evict` and `Index.drop`, once nothing pins the entry.
+Who frees a frame? The index tells its tier once an entry is evicted or dropped and nothing pins it. DRAM then frees the
+frame (`dram/space`). An NVMe slot is free after its row is deleted (`nvme/slots`). `dram/writes` frees frames that were
+reserved and not published: after a quarantine, if a client may still write to them.
 """

@@ -1,4 +1,12 @@
-"""The eviction policies, by the name that the setting `policy` takes."""
+"""The eviction policies, by the name that the setting `policy` takes; ../POLICIES.md compares them.
+
+    window ──► a policy: lru, hazard, arc, s3fifo, wtinylfu, workload_aware     which leaf goes first
+    hazard     least worth first ◄── predictor: a sample of blocks ──► worths: what keeping each is worth
+    turnover   the clock of policies         rings, queues, ghosts, sketch, reusetimes     what several are made of
+
+A new policy is a file with the methods of `index.policy.Policy`, a name and a branch here, and a choice in
+tiercache/config/settings.py. If it needs numpy, tests/test_layering.py must know it (`ON_DEMAND`).
+"""
 
 from __future__ import annotations
 

@@ -5,5 +5,6 @@
     router ──► service ──► reads, writes, admin     one method for each request
       └ unsent      └ slow       └ context: what they all need
     stats: the tree that `tiercache stats` shows. tiercache/http/families.py makes metrics of it.
+    A new request: a struct in tiercache/protocol/messages, a method in one of the three, its row in ../PROTOCOL.md.
     unsent: bounds the replies that a peer has not read yet; slow: logs requests that took long
 """

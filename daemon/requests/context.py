@@ -19,7 +19,7 @@ from tiercache.protocol import messages as m
 from tiercache.protocol.messages import KEY_BYTES, ErrorCode
 
 if TYPE_CHECKING:
-    from tiercache.daemon.ground.live_settings import LiveSettings
+    from tiercache.daemon.live_settings import LiveSettings
     from tiercache.daemon.observe.recorder import Recorder
 
 encoder = msgspec.msgpack.Encoder()

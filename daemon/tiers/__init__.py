@@ -3,5 +3,6 @@
     store:  requests ► dram/writes ► lower_tier ► nvme/moves/writebehind ► disk
     match:  requests ► dram/reads  ► lower_tier ► nvme/moves/promotion   ► dram ► the lease grows
 
-A new tier implements `lower_tier.TierBelow`. `quotas` applies to each tier.
+The tier below DRAM implements `lower_tier.TierBelow`. `server` makes it and gives it to `Cache`, which takes one.
+A further tier would need a seam of its own where NVMe evicts. `quotas` applies to each tier.
 """

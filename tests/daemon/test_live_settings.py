@@ -19,8 +19,8 @@ from raw_client import Client, until
 import tiercache
 from tiercache.cli.main import main
 from tiercache.config.daemon_config import DaemonConfig, Resolved
-from tiercache.daemon.ground.live_settings import LiveSettings
 from tiercache.daemon.ground.run_directory import RunDir
+from tiercache.daemon.live_settings import LiveSettings
 from tiercache.daemon.tiers.quotas import NOBODY, Quotas
 from tiercache.errors import ConfigError
 

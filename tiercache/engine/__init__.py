@@ -5,6 +5,10 @@
 
 Needs the `engine` extra (torch, transformers). Its names are loaded when they are first used, so that settings and
 help can be read without torch.
+
+    llm, text_engine, async_engine ──► engine: one step ──► scheduler ──► model, attention ──► sampling
+    sequence, block_table, blocks, kv_pool     what a request has in the KV pool
+    cache, connect, loads, stores, offload     the cache below the pool
 """
 
 from __future__ import annotations

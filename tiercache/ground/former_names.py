@@ -47,7 +47,7 @@ _MOVED = {
         "tiercache.daemon": "ahead=prefetch inspect=inspection",
         "tiercache.daemon.events": "publisher",
         "tiercache.daemon.ground":
-            "changes=health_log clock connections counters live_settings logs memory own_process "
+            "changes=health_log clock connections counters logs memory own_process "
             "priority=niceness regions rundir=run_directory slices",
         "tiercache.daemon.hints": "hinted=hinted_policy marks=chain_hints",
         "tiercache.daemon.index": "ages allocator frame_check index_check=check policy tails=chain_ends walks",

@@ -7,7 +7,8 @@
     writes       reserve, commit, abort; the quarantine of frames that a client may still write to
       └ unfinished    how much of the arena unfinished stores may take
     leases       leases and pending blocks, as data
+    region_shares    whole regions that tenants take, and which of them they give back
     check        whether all of it is consistent
 
-`space` frees frames through the index, after the last pin on them is gone.
+`space` frees a frame when its entry has left the index and the last pin is gone, `writes` one that was never published.
 """

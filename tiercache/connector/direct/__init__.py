@@ -5,5 +5,5 @@
     stores    places on NVMe under a write lease ► writes from the pool ► commit
     gds, transfers       shared by loads and stores
 
-`probe_stage` runs in a process of its own, because a driver may hang. kvikio is imported in `backend` and the probe.
+`probe_stage` runs in its own process, because a driver may hang. kvikio is imported in `backend` and `probe_stage`.
 """

@@ -13,6 +13,12 @@ Keys travel packed, 16 bytes each, in one bytes field. Frames travel packed as o
 region id in the top 16 bits, byte offset inside the region in the low 48.
 
 `daemon/PROTOCOL.md` describes all of this from the bytes.
+
+    greeting   the session socket          limits    version, sizes, enumerations
+    requests   what clients ask            replies   what they are answered
+    admin      what operators ask          names     how engines name their blocks          packing   packed fields
+
+A new message is a struct in one of these and a member of `AnyRequest` or `AnyReply`.
 """
 
 from __future__ import annotations

@@ -4,4 +4,5 @@
     bailian    JSON lines: timestamp (s), chat_id, parent_chat_id, input_length, hash_ids of 16 tokens
     vllm       JSON lines of batches of KV events, as vLLM and our daemon publish them
     recorded   what `tiercache daemon --record` has written
+    trace      a file in any of these formats; lines: what reading lines has in common
 """
