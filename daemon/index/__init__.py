@@ -12,3 +12,10 @@ Who frees a frame? The index tells its tier once an entry is evicted or dropped 
 frame (`dram/space`). An NVMe slot is free after its row is deleted (`nvme/slots`). `dram/writes` frees frames that were
 reserved and not published: after a quarantine, if a client may still write to them.
 """
+
+from typing import TYPE_CHECKING
+
+from tiercache.ground.former_names import former_module
+
+if not TYPE_CHECKING:  # `tiercache.daemon.index` was a module in 0.1
+    __getattr__ = former_module("tiercache.daemon.index.index")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 
@@ -38,7 +39,11 @@ def test_a_former_name_is_the_same_module_and_says_where_that_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "name"), [("client", "Client"), ("connector", "Connector"), ("config", "DaemonConfig")]
+    ("folder", "name"),
+    [
+        ("client", "Client"), ("connector", "Connector"), ("config", "DaemonConfig"), ("daemon.index", "Index"),
+        ("daemon.hints", "Hints"), ("daemon.events", "Events"),
+    ],
 )
 def test_folders_with_the_name_of_a_former_module_have_what_it_had(folder: str, name: str) -> None:
     package = importlib.import_module(f"tiercache.{folder}")
@@ -48,6 +53,22 @@ def test_folders_with_the_name_of_a_former_module_have_what_it_had(folder: str, 
         _ = package.nonsense
 
 
+def test_the_function_launch_is_not_hidden_by_its_former_module() -> None:
+    for first in ("from tiercache.launch import LaunchedDaemon", "import tiercache.launch", "pass"):
+        code = f"import tiercache; {first}; from tiercache import launch; assert tiercache.launch is launch"
+        subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+
+
+def test_former_names_run_as_programs() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tiercache.settings_schema"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert '"arena"' in done.stdout
+
+
 def test_what_never_was_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match="No module named"):
         importlib.import_module("tiercache.nonsense")
+    sys.modules.pop("tiercache.messages", None)
+    with pytest.warns(DeprecationWarning, match=r"tiercache\.messages is"):
+        found = importlib.util.find_spec("tiercache.messages.nonsense")
+    assert found is None

@@ -19,7 +19,7 @@ COMMAND = [sys.executable, "-m", "tiercache.cli.main", "demo", "--engine", "vllm
 def engines_of(pid: int) -> list[int]:
     """vLLM processes that a process has started."""
     children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [child for child in children if "demo_vllm" in Path(f"/proc/{child}/cmdline").read_text()]
+    return [child for child in children if "vllm_worker" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 def is_alive(pid: int) -> bool:

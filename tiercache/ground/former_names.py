@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 import warnings
 from collections.abc import Sequence
@@ -99,13 +100,22 @@ class FormerNames:
             return None
         names = _present_names()
         folder, _, last = name.rpartition(".")
-        present = names.get(name) or (f"{names[folder]}.{last}" if folder in names else None)
-        return None if present is None else ModuleSpec(name, _Loader(present), origin=present)  # type: ignore[arg-type]  # it has the methods
+        present = names.get(name)
+        if present is None and folder in names:  # in a folder that moved as a whole
+            present = f"{names[folder]}.{last}"
+            if importlib.util.find_spec(present) is None:
+                return None
+        return None if present is None else ModuleSpec(name, _Loader(present), origin=present)  # type: ignore[arg-type]
 
 
 class _Loader:
     def __init__(self, present: str) -> None:
         self._present = present
+
+    def get_code(self, name: str) -> Any:
+        """For `python -m`."""
+        found: Any = importlib.util.find_spec(self._present)
+        return found.loader.get_code(self._present)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         warnings.warn(f"{spec.name} is {self._present} now", DeprecationWarning, stacklevel=2)

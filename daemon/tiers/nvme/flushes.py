@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, takewhile
@@ -22,7 +22,7 @@ from tiercache.daemon.tiers.nvme.shelf import Shelf
 FLUSH_S = 10.0
 """After so long a flush that some disk has not recorded is answered as not durable."""
 MAX_KEPT = 4096
-"""Flushes that wait for one directory; when there are more, it is flushed as a whole."""
+"""Flushes that wait for one directory. When there are more, all of their namespaces are flushed."""
 MAX_FORMER = 64
 """Directories that were replaced by others: beyond that the oldest are forgotten."""
 TOLD_AT_ONCE = 64
@@ -142,8 +142,9 @@ class Flushes:
             if flush.waiting < waiting:
                 continue  # confirmed at once: it has nothing of that namespace
             if len(told) >= MAX_KEPT:
+                every = _named(namespaces for namespaces, _ in told.values())
                 told.clear()
-                told[0] = None, b""
+                told[0] = every, b""
             told[number] = [namespace], key
 
     def _keep(self, path: Path, one: _Kept) -> None:
@@ -172,7 +173,8 @@ class Flushes:
 
     def _go_on(self, shelf: Shelf) -> None:
         late = self._late[shelf]
-        self._tell(shelf, late)
+        if not shelf.catalog.full:  # else these would wait for the disk in memory
+            self._tell(shelf, late)
         if not late.kept:
             shelf.start_loading()
             del self._late[shelf]
@@ -230,5 +232,15 @@ def _add(kept: list[_Kept], one: _Kept) -> None:
     if len(kept) >= MAX_KEPT:
         for _, _, flush in kept:
             flush.noted(False)
-        kept[:] = [(None, b"", Flush())]
+        kept[:] = [(_named(namespaces for namespaces, _, _ in kept), b"", Flush())]
     kept.append(one)
+
+
+def _named(flushed: Iterable[Sequence[Namespace] | None]) -> list[Namespace] | None:
+    """The namespaces of several flushes, each once; None if any of them is about all namespaces."""
+    found: dict[int, Namespace] = {}
+    for namespaces in flushed:
+        if namespaces is None:
+            return None
+        found.update((id(namespace), namespace) for namespace in namespaces)
+    return list(found.values())

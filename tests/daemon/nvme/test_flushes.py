@@ -23,6 +23,7 @@ class Shelf:
         self.hangs = False
         self.asked: list[Any] = []
         self.loads = 0
+        self.catalog = SimpleNamespace(full=False)
 
     def start_loading(self) -> None:
         self.loads += 1
@@ -119,7 +120,37 @@ def test_very_many_flushes_that_a_disk_does_not_confirm_flush_all_of_it(monkeypa
     for _ in range(5):
         flush(flushes, [one])
     gone(flushes, one)
-    assert opened(flushes, A, "1").flushed == [("n", b""), ("m", b""), ("n", b"k"), ("n", b"k")]
+    assert opened(flushes, A, "1").flushed == [("n", b""), ("n", b"k"), ("n", b"k")], "and nothing of others"
+
+
+def test_very_many_flushes_kept_for_a_disk_flush_all_of_their_namespaces_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a tenant that flushes again and again while a disk is away would flush the others' blocks there."""
+    monkeypatch.setattr(nvme_flushes, "MAX_KEPT", 3)
+    every: Any = ["n", "m", "others"]
+    flushes = Flushes(lambda: every)
+    for name in ("n", "m", "n", "n", "m"):
+        flushes.begin([name], b"k", lambda blocks, durable: None, [], lambda: [(A, True)], named=True).end()
+    assert opened(flushes, A, "1").flushed == [("n", b""), ("m", b""), ("n", b"k"), ("m", b"k")]
+    every = ["n", "m", "others"]
+    for which in (["n"], every, ["n"], ["n"]):
+        flushes.begin(which, b"k", lambda blocks, durable: None, [], lambda: [(B, True)]).end()
+    assert opened(flushes, B, "2").flushed == [(name, b"") for name in every] + [("n", b"k")]
+
+
+def test_a_directory_whose_catalog_is_full_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme_flushes, "TOLD_AT_ONCE", 2)
+    every: Any = ["n", "m", "o"]
+    flushes = Flushes(lambda: every)
+    flushes.begin(every, b"k", lambda blocks, durable: None, [], lambda: [(A, True)]).end()
+    one = opened(flushes, A, "1")
+    one.catalog.full = True
+    assert flushes.work()
+    assert (len(one.flushed), one.loads) == (2, 0)
+    one.catalog.full = False
+    assert not flushes.work()
+    assert (len(one.flushed), one.loads) == (3, 1)
 
 
 @pytest.mark.parametrize("named", [False, True])
