@@ -54,7 +54,7 @@ class Stock:
 
     def generate_batch(self, prompts: list[list[int]], count: int) -> None:
         context = len(prompts[0])
-        # Prompts enter as many at a time as fit into a step: the first must not have ended when the last decodes.
+        # As many prompts enter at a time as fit into a step: the first must not have ended when the last decodes.
         count += -(-len(prompts) * context // BATCH_TOKENS)
         pages = -(-(context + count) // PAGE) + 1
         self._model.generate_batch(
@@ -124,7 +124,7 @@ def measure(report: Report, model: Path, text: list[int], size: str, rounds: int
 def _decode(
     stock: Stock, run: Callable[[list[list[int]], int], None], engine: Engine, prompts: list[list[int]]
 ) -> float:
-    """A step of `run`, in transformers' CPU seconds, over ours."""
+    """transformers' CPU seconds for a step of `run`, over ours."""
     return median(stock.decode_steps(run, prompts)) / median(engine_steps(engine, prompts))
 
 

@@ -26,7 +26,7 @@ CONTEXT, CHUNK = 8192, 2048
 BATCHES = (1, 8, 32)
 ROUNDS = 20
 TARGET = 0.8
-"""Of the bandwidth, for raw blocks and the largest batch."""
+"""Target share of the bandwidth, for raw blocks and the largest batch."""
 
 
 class Figure(NamedTuple):
@@ -76,7 +76,7 @@ def make_pass(name: str, count: int, start: int, end: int) -> Any:
 
 
 def fill(pool: Any) -> None:
-    """Numbers as a model has them in every block."""
+    """Blocks of numbers like a model's."""
     import torch
 
     block_format = pool.layout.block_format
@@ -106,7 +106,7 @@ def bench_decode(name: str, count: int, bandwidth: float) -> Figure:
     end = CONTEXT - BLOCK // 2  # in the middle of a block, as most steps are
     tables = make_pass(name, count, end - 1, end)
     query, key, value = rows_of(count)
-    graph = torch.cuda.CUDAGraph()  # as the engine runs it: launches are not what is measured
+    graph = torch.cuda.CUDAGraph()  # as the engine runs it: launches are not to be measured
     tables.attend(0, query, key, value, scale=HEAD_DIM**-0.5)
     with torch.cuda.graph(graph):
         tables.attend(0, query, key, value, scale=HEAD_DIM**-0.5)
@@ -141,7 +141,7 @@ def read_bandwidth() -> float:
 
 
 def main() -> int:
-    """Run everything; 0 also where there is no CUDA."""
+    """Run everything; returns 0 also without CUDA."""
     import torch
 
     if not torch.cuda.is_available():

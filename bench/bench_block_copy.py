@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 SEED = 1
 CASE_BUDGET_S = 2.0
-"""Time for the rounds of one figure."""
+"""Time limit for the rounds of one figure."""
 TOTAL_BUDGET_S = 150.0
 """No case begins after this."""
 ROUNDS = (3, 20)
@@ -34,7 +34,7 @@ WAIT_S = 30.0
 
 
 class Figure(NamedTuple):
-    """One line of the table. `limit` names the figure that this one is held against."""
+    """One line of the table. `limit` names the figure to compare it with."""
 
     name: str
     gigabytes_per_s: float
@@ -234,14 +234,14 @@ def bench_bus_case(bench: Bench, case: BusCase, device: Any, frames: Any, memory
 
 
 def without_batches(found: Any) -> Any:
-    """The driver as it was before CUDA 12.8."""
+    """The driver's interface before CUDA 12.8."""
     old = type(found)()
     old._batch = None
     return old
 
 
 def main() -> int:
-    """Run everything; 0 also where there is no CUDA."""
+    """Run everything; returns 0 also without CUDA."""
     import torch
 
     if not torch.cuda.is_available():

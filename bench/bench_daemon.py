@@ -56,7 +56,7 @@ _random = random.Random(SEED)
 
 
 def spec() -> NamespaceSpec:
-    """The smallest blocks there are."""
+    """The smallest possible blocks."""
     return NamespaceSpec(engine="bench", layout="bytes", dtype="uint8", block_size=16, block_bytes=BLOCK_BYTES)
 
 
@@ -197,7 +197,7 @@ def hashing(report: Report) -> None:
 
 
 def client_main(argument: str) -> None:
-    """One of several clients: matches and pings until its time is up; says what it saw."""
+    """One of several clients: matches and pings until its time is up, then reports its latencies."""
     order = json.loads(argument)
     keys = bytes.fromhex(order["keys"])
     pings, matches = [], []
@@ -218,7 +218,7 @@ def client_main(argument: str) -> None:
 
 
 def several_clients(report: Report, daemon: Daemon) -> None:
-    """Four clients in processes of their own, all busy."""
+    """Four busy clients, each in its own process."""
     keys = _random.randbytes(512 * KEY_BYTES)
     with daemon.connect(map_arena=True) as client:
         store_chain(client, client.register(spec()), keys)

@@ -1,4 +1,4 @@
-"""What KV events cost the daemon for each block that is stored.
+"""The cost of KV events to the daemon for each stored block.
 
     python bench/bench_events.py
 

@@ -1,10 +1,10 @@
-"""What the HTTP port costs: an affinity query of 8192 tokens, and what the daemon's other clients feel of it.
+"""The cost of the HTTP port: an affinity query of 8192 tokens, and its effect on the daemon's other clients.
 
     .venv/bin/python bench/bench_http.py
 
 Prints a table and, last, one line of JSON. Pings are compared within one run, in rounds that take turns: alone, beside
-a process that sends 50 queries a second, and beside the same to another daemon that nobody asks anything: what that one
-feels is the machine's doing.
+a process that sends 50 queries a second, and to another, idle daemon beside the same process: its slowdown is due to
+the machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Port:
         return text
 
     def times_ms(self, count: int, path: str, body: bytes | None = None) -> list[float]:
-        """How long so many requests take, one after the other."""
+        """Seconds of so many requests in sequence."""
         took = []
         for _ in range(count):
             start_s = time.perf_counter()
@@ -66,7 +66,7 @@ class Port:
 
 
 def url_in(log: Path) -> str:
-    """Where the HTTP process listens, when it does."""
+    """The address of the HTTP process, once it listens."""
     deadline_s = time.perf_counter() + START_S
     while not (found := re.search(r"serving (http://\S+) for", log.read_text())):
         if time.perf_counter() > deadline_s:
@@ -76,7 +76,7 @@ def url_in(log: Path) -> str:
 
 
 def fill(address: str) -> tuple[tiercache.Connector, dict[str, bytes]]:
-    """Chains of both ways of naming, and a query for each."""
+    """Chains with both kinds of hashes, and a query for each."""
     pool = tiercache.Pool.from_blocks(np.zeros((BLOCKS, SPEC.block_bytes), np.uint8))
     connector = tiercache.connect(address, namespace=SPEC, pool=pool, required=True)
     tokens, seed = list(range(TOKENS)), hash_seed("sha256")
@@ -112,7 +112,7 @@ def wait_known(port: Port, queries: dict[str, bytes]) -> None:
 
 
 def keep_asking(url: str, query: bytes, asking: Event) -> None:
-    """In a process of its own: so many queries a second while `asking` is set. Ends with its parent."""
+    """Runs in its own process: so many queries a second while `asking` is set. Ends with its parent."""
     port = Port(url)
     while True:
         asking.wait()
@@ -188,7 +188,7 @@ def main() -> None:
             report.add("peek_us_p50", "on the daemon's loop, p50", peek["p50_us"], "us")
             report.add("peek_us_p99", "on the daemon's loop, p99", peek["p99_us"], "us")
             compare_pings(report, daemon.address, idle.address, url, queries["vllm"])
-            port = Port(url)  # the connection was idle for too long meanwhile
+            port = Port(url)  # the old connection was idle for too long
             for path in ("/healthz", "/metrics"):
                 took = port.times_ms(QUERIES, path)
                 report.add(f"{path[1:]}_ms", path, statistics.median(took), "ms", samples=took)

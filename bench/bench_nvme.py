@@ -41,7 +41,7 @@ TOTAL_BUDGET_S = 90.0
 
 
 class Case(NamedTuple):
-    """What is stored and loaded in a round; `nvme_bytes` bounds the directory."""
+    """The data stored and loaded in a round; `nvme_bytes` bounds the directory."""
 
     name: str
     label: str
@@ -98,7 +98,7 @@ def measured(step: str, client: Child, daemon: Daemon, disk: DiskLimit, block_by
 
 
 def make_daemon(where: Path, case: Case, name: str = "nvme", **settings: str) -> Daemon:
-    """A daemon with one directory that is empty."""
+    """A daemon with one empty directory."""
     shutil.rmtree(where / name, ignore_errors=True)
     arena = (DATA_BYTES + 2 * COPY_BLOCKS * case.block_bytes) // MIB + 2
     daemon = Daemon(
@@ -181,7 +181,7 @@ Trips = dict[str, list[float]]
 
 
 def run_pings(case: Case, where: Path, rounds: int) -> tuple[Trips, Trips]:
-    """While the disk is busy: with nobody else about, and with a client that copies."""
+    """Pings while the disk is busy: without other clients, and with a client that copies."""
     alone: Trips = {"busy": [], "idle": []}
     beside: Trips = {"busy": [], "idle": []}
     with make_daemon(where, case) as daemon, Daemon("64MiB") as idle:
@@ -251,7 +251,7 @@ def report_case(report: Report, case: Case, writes: list[Round], reads: list[Rou
 
 
 def report_summary(report: Report, by_case: dict[str, tuple[list[Round], list[Round]]]) -> None:
-    """Add what is asked of all cases together."""
+    """Add the targets for all cases together."""
     rewritten = [one.answer["rewritten"] for _, reads in by_case.values() for one in reads]
     if rewritten:
         report.add("rewrite_bytes_on_read", "bytes written while reading", max(rewritten), "B", at_most=0)

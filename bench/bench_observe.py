@@ -1,12 +1,12 @@
-"""What it costs to be watched: a scrape a second, the dashboard in a browser, histograms, what-if, hot prefixes.
+"""The cost of being observed: a scrape a second, the dashboard in a browser, histograms, what-if, hot prefixes.
 
     .venv/bin/python bench/bench_observe.py [overhead] [metrics] [paint] [top]
 
 Two daemons take turns at the transfers of `bench_transfer.py`: one with everything on, its HTTP process scraped every
-second and the dashboard open in Chromium; one that keeps no histogram, no hot prefixes and no what-if, without HTTP.
+second and the dashboard open in Chromium; the other without histograms, hot prefixes, what-if and HTTP.
 Compared are the daemons' CPU seconds for a round, in pairs of turns; the browser's and the HTTP process's own are not
-the daemon's. Then a daemon with 500 000 blocks: `/metrics` over one connection, and what a browser that knows nothing
-yet takes to the first paint. Last, `tiercache top` on a terminal of its own. Prints a table and one line of JSON.
+the daemon's. Then a daemon with 500 000 blocks: `/metrics` over one connection, and the time to the first paint of a
+browser with an empty cache. Last, `tiercache top` on its own terminal. Prints a table and one line of JSON.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ START_S = 15.0
 
 
 class UnobservedDaemon(Daemon):
-    """One that keeps no figures but plain counters; see `unobserved_main`."""
+    """A daemon that keeps only plain counters; see `unobserved_main`."""
 
     program = (sys.executable, __file__, "--unobserved")
 
 
 def unobserved_main(arguments: list[str]) -> int:
-    """The daemon without histograms, hot prefixes and what-if: what it would cost if nobody had ever wanted them."""
+    """The daemon without histograms, hot prefixes and what-if: its cost if they did not exist."""
     from tiercache.daemon.__main__ import main
     from tiercache.daemon.observe.reuse import WhatIf
     from tiercache.daemon.observe.traffic import Traffic
@@ -81,7 +81,7 @@ class Port:
         self._connection = http.client.HTTPConnection(str(where.hostname), where.port, timeout=10)
 
     def get_ms(self, path: str) -> float:
-        """How long one request takes."""
+        """Seconds of one request."""
         start_s = time.perf_counter()
         self._connection.request("GET", path)
         answer = self._connection.getresponse()
@@ -92,7 +92,7 @@ class Port:
 
 
 def url_of(daemon: Daemon) -> str:
-    """Where its HTTP process listens, when it does."""
+    """The address of its HTTP process, once it listens."""
     deadline_s = time.perf_counter() + START_S
     log = Path(daemon.directory) / "log"
     while not (found := re.search(r"serving (http://\S+) for", log.read_text())):
@@ -129,7 +129,7 @@ def scraped(url: str) -> Iterator[None]:
 
 @contextmanager
 def looked_at(url: str, report: Report) -> Iterator[None]:
-    """The dashboard, open in a browser that is in nobody's way otherwise."""
+    """The dashboard, open in a browser that disturbs the measurement as little as possible."""
     if missing():
         report.note(f"the dashboard is not open while the overhead is measured: {missing()}")
         yield
@@ -144,7 +144,7 @@ def looked_at(url: str, report: Report) -> Iterator[None]:
 
 
 class Turns:
-    """One daemon and its client, which do rounds of stores and loads for a while when it is their turn."""
+    """A daemon and its client, which do rounds of stores and loads in their turns."""
 
     def __init__(self, daemon: Daemon, case: Case, number: int) -> None:
         self._daemon = daemon
@@ -191,7 +191,7 @@ def report_overhead(report: Report, case: Case, turns: list[Turns]) -> None:
     """Of all turns together: what comes once in a second is in some of them only. Quartiles are of pairs."""
     pairs = []
     for number in range(PAIRS):
-        order = (0, 1) if number % 2 else (1, 0)  # who goes first
+        order = (0, 1) if number % 2 else (1, 0)  # which daemon is first
         taken = {who: turns[who].take() for who in order}
         pairs.append((taken[0], taken[1]))
     watched, plain = (
@@ -204,7 +204,7 @@ def report_overhead(report: Report, case: Case, turns: list[Turns]) -> None:
 
 
 def measure_idle(report: Report, watched: int, plain: int) -> None:
-    """Shares of a core of two daemons with nothing to do, the first of them scraped and looked at."""
+    """Shares of a core of two idle daemons, the first of them scraped and shown on the dashboard."""
     before, start_s = [all_cpu_s(pid) for pid in (watched, plain)], time.perf_counter()
     time.sleep(10)
     shares = [
@@ -219,7 +219,7 @@ def measure_idle(report: Report, watched: int, plain: int) -> None:
 
 
 def fill(connector: tiercache.Connector) -> None:
-    """Chains of blocks that nobody has written to until there are `BLOCKS`."""
+    """Store chains of blocks without writing their bytes until there are `BLOCKS`."""
     for _ in range(-(-BLOCKS // AT_ONCE)):
         if connector.store(os.urandom(16 * AT_ONCE), range(AT_ONCE)).stored != AT_ONCE:
             raise RuntimeError("the arena is too small")

@@ -55,7 +55,7 @@ PERCENTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 MEAN_PERCENTS = (1.0, 2.0, 5.0)
 NVME_TIMES = 5
 BLOCK_BYTES = 64 << 20
-"""As 512 tokens of an 8B model; the NVMe tier keeps one such block free ahead."""
+"""Bytes of 512 tokens of an 8B model; the NVMe tier keeps one such block free ahead."""
 SAMPLE = ROOT / "tests" / "replay" / "sample.jsonl.gz"
 SPEED_PERCENT = 5.0
 PASSES = 3
@@ -103,7 +103,7 @@ class Best(NamedTuple):
     seconds: float
 
     def budget_bytes_per_day(self, writes_per_block: float) -> int:
-        """What the daemon's setting has to be for that; its bucket is full at first."""
+        """The daemon's setting for that limit; its bucket is full at first."""
         return int(writes_per_block * self.asked_blocks * BLOCK_BYTES / (DEPTH_S + self.seconds) * DAY_S)
 
 
@@ -122,7 +122,7 @@ def open_trace(path: Path) -> Trace:
 
 
 class Faster:
-    """A trace whose times are divided."""
+    """A trace with its times divided."""
 
     def __init__(self, trace: Trace, divisor: float) -> None:
         self._trace = trace
@@ -141,7 +141,7 @@ def name_of(path: Path) -> str:
 
 
 def best_of(path: Path, percents: tuple[float, ...]) -> Best:
-    """MIN at each size. A process of its own."""
+    """MIN at each size. Runs in its own process."""
     accesses = Accesses(open_trace(path))
     hits = {}
     for percent in percents:
@@ -156,7 +156,7 @@ def one_cell(
     path: Path, percent: float, policy: str, best: Best, exact: bool, tight: bool, budget: float = 0.0,
     divisor: float = 1.0,
 ) -> Cell:  # fmt: skip
-    """One replay, of times divided by that. A process of its own."""
+    """One replay, with times divided by that. Runs in its own process."""
     blocks, min_dram, min_total = best.hits[percent]
     headroom_bytes = 0 if tight else best.longest * BLOCK_BYTES
     sizes = Sizes(
@@ -221,7 +221,7 @@ def add_means(report: Report, cells: list[Cell], policies: list[str]) -> None:
 
 
 def add_budgets(report: Report, cells: list[Cell], policies: list[str], budgets: list[float]) -> None:
-    """Which share of both tiers' hits, and of writes, is left under each budget."""
+    """The share of both tiers' hits, and of writes, that is left under each budget."""
     unlimited = {(cell.trace, cell.percent, cell.policy): cell for cell in cells if not cell.budget}
     for policy in policies:
         for budget in budgets:
@@ -293,7 +293,7 @@ def print_promises(rows: list[Promise]) -> None:
 
 
 class Timed:
-    """A policy whose calls are timed, each together with how many blocks it was about."""
+    """A policy with timed calls, each recorded with its number of blocks."""
 
     def __init__(self, policy: Any, samples: dict[str, array[int]]) -> None:
         self._policy = policy

@@ -38,9 +38,9 @@ BLOCK_BYTES = 4096
 ROWS = 500_000
 CHAIN_BLOCKS = 1000
 SCATTERED = 10
-"""One chain in so many lies anywhere."""
+"""One chain in so many is scattered."""
 WINDOW = 64
-"""Blocks of a chain that lie together."""
+"""Adjacent blocks of a chain."""
 SEGMENT_BYTES = 512 << 20
 ROUNDS = 3
 DEADLINE_S = 60.0
@@ -121,7 +121,7 @@ def forget_pages(path: Path) -> None:
 
 
 class Start(NamedTuple):
-    """What one start took."""
+    """The times of one start."""
 
     first_answer_s: float
     full_index_s: float

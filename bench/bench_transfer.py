@@ -2,8 +2,8 @@
 
     python bench/bench_transfer.py
 
-Three kinds of processes: this one keeps time and the books, a daemon of its own for each case, and
-one or two clients. A client loads and stores blocks of a pool by the public API; match, lease,
+Three kinds of processes: this one, which keeps the times, a separate daemon for each case, and one
+or two clients. A client loads and stores blocks of a pool by the public API; match, lease,
 resolve, copy, release, reserve and commit all count. Between its rounds it measures its own memcpy:
 the same pool blocks, in the same order and pieces, from and to shared memory of the same size as
 the arena, as far from the caches as the frames of the arena are. Every store is of new keys; the
@@ -42,12 +42,12 @@ TOTAL_BUDGET_S = 80.0
 SETS = 5
 """The arena holds so many times what one round of all clients moves."""
 ALONE_SETS = 16
-"""The same for a block alone."""
+"""The same for a single block."""
 CLIENT_TIMEOUT_S = 60.0
 
 
 class Case(NamedTuple):
-    """What is measured: `rounds` times `blocks` of `block_bytes` each way, by `clients` at once."""
+    """One case: `rounds` times `blocks` of `block_bytes` each way, by `clients` at once."""
 
     name: str
     block_bytes: int
@@ -89,7 +89,7 @@ CASES = (
 
 
 class Ring:
-    """Shared memory like the arena's, for the memcpy that the cache is held against."""
+    """Shared memory like the arena's, for the memcpy to compare the cache with."""
 
     def __init__(self, sets: int, blocks: int, block_bytes: int) -> None:
         self._fd = os.memfd_create("bench")
@@ -136,12 +136,12 @@ class Worker:
         self._await_mapping()
 
     def _await_mapping(self) -> None:
-        """Until this process has faulted in its mapping of the arena."""
+        """Wait until this process has faulted in its mapping of the arena."""
         while any(thread.name == "tiercache-populate" for thread in threading.enumerate()):
             time.sleep(0.01)
 
     def steps(self) -> dict[str, Callable[[], float]]:
-        """What a round consists of; each returns the seconds that it took."""
+        """The steps of a round; each returns its seconds."""
         return {
             "copy_out": self._copy_out,
             "store": self._store,
@@ -216,7 +216,7 @@ def client_main(argument: str) -> None:
 
 
 class ClientProcess:
-    """A client in a process of its own."""
+    """A client in its own process."""
 
     def __init__(self, case: Case, address: str, number: int) -> None:
         order = json.dumps({"case": list(case), "address": address, "number": number})
@@ -244,7 +244,7 @@ class ClientProcess:
         return answer
 
     def close(self) -> None:
-        """Let it end."""
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -258,7 +258,7 @@ Times = dict[str, list[float]]
 
 @contextmanager
 def make_daemon(case: Case) -> Iterator[tuple[Daemon, str]]:
-    """A daemon, and where its clients find it."""
+    """A daemon and its address."""
     arena = f"{case.ring_bytes * case.clients // MIB}MiB"
     if not case.remote:
         with Daemon(arena) as daemon:

@@ -98,7 +98,7 @@ class Rig:
         )  # fmt: skip
 
     def round(self, prompt: list[int]) -> dict[str, Run]:
-        """All runs of one prompt, by their names. Raises RuntimeError when one did not go the way it should."""
+        """All runs of one prompt, by name. Raises RuntimeError when a run took its KV from the wrong place."""
         self.plain.reset_pool()
         self.cached.reset_pool()
         runs = {
@@ -135,7 +135,7 @@ class Rig:
         return {"dram_blocks": tiers["dram"]["blocks"], **nvme}
 
     def _wait_for_disk(self) -> int:
-        """Until everything in DRAM is on disk too; how many blocks there are."""
+        """Wait until everything in DRAM is on disk too; returns the number of blocks."""
         self._wait_until(lambda: (now := self._nvme())["blocks"] >= now["dram_blocks"], "the blocks are on disk")
         return self._nvme()["blocks"]
 
@@ -210,7 +210,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    logging.getLogger("tiercache").setLevel(logging.ERROR)  # that the cache is down is what is measured
+    logging.getLogger("tiercache").setLevel(logging.ERROR)  # the cache is down on purpose
     report = Report("bench_ttft")
     lengths = sorted(set(args.lengths))
     found: dict[int, list[dict[str, Run]]] = {length: [] for length in lengths}

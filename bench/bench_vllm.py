@@ -190,7 +190,7 @@ class Bench:
         self.client.flush()
         order = list(self.engines) if number % 2 else list(self.engines)[::-1]
         results = {f"cold_{name}": self.engines[name].run(ids, "forget") for name in order}
-        for tier in ("dram", "nvme"):  # those of two engines, with names of their own
+        for tier in ("dram", "nvme"):  # tiers of two engines, with their own names
             wait_for(lambda tier=tier: self._blocks(tier) >= 2 * full // BLOCK, f"all blocks to be in {tier}")
         results["local"] = plain.run(ids, cached=full - BLOCK)
         results["dram"] = ours.run(ids, "forget", cached=full - BLOCK)

@@ -41,7 +41,7 @@ DECODED_TOKENS = 65
 
 
 def call_hooks(engine: Candidate, client: tiercache.Client, batches: int) -> None:
-    """Every batch once unknown, and once from DRAM."""
+    """Run every batch once unknown and once from DRAM."""
     prompts = [
         [prompt_of(PROMPT_BLOCKS * BLOCK, f"hooks {batch} {number}") for number in range(BATCH)]
         for batch in range(batches)

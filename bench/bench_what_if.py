@@ -1,4 +1,4 @@
-"""How close the daemon's estimate for other sizes of cache comes to simulating them in full, and what it costs.
+"""How close the daemon's estimate for other cache sizes comes to a full simulation, and what it costs.
 
     TIERCACHE_TRACES=traces .venv/bin/python bench/bench_what_if.py       # all traces in a directory
     .venv/bin/python bench/bench_what_if.py                               # a made-up one alone
@@ -57,7 +57,7 @@ def namespace() -> Namespace:
 
 
 def estimate(trace: list[Request], sizes: list[int], seed: int) -> Estimate:
-    """What the daemon would say after the trace, had it been as large as the middle one of `sizes` (in blocks)."""
+    """The daemon's estimate after the trace, for a daemon of the middle one of `sizes` (in blocks)."""
     now_s = trace[0].time_s
     # The estimate tracks what 8 times the DRAM has: with this DRAM it tracks more than the largest size here.
     what_if = WhatIf(lambda: now_s, sizes[-1] * BLOCK_BYTES)

@@ -51,7 +51,7 @@ HELD_MS = 5.0
 PING_EVERY_S = 0.002
 BASELINE_S = 3.0
 CASE_S = 20.0
-"""After which a case is given up."""
+"""Time limit of a case."""
 _HOLDS = struct.Struct("<dd64s")  # ms of CPU, ms on the clock, what
 _STACKS_MS = 4.0
 _SAMPLE_S = 0.0002
@@ -66,7 +66,7 @@ class Holds(NamedTuple):
 
 
 class WatchedDaemon(Daemon):
-    """A daemon that notes in a file how long its loop was at one thing; see `watched_main`."""
+    """A daemon that records in a file the longest hold of its loop; see `watched_main`."""
 
     program = (sys.executable, __file__, "--watched")
 
@@ -79,7 +79,7 @@ class WatchedDaemon(Daemon):
         super().__init__(arena, **settings)
 
     def take_holds(self) -> Holds:
-        """The longest hold so far; begins anew."""
+        """The longest hold so far; resets it."""
         cpu_ms, wall_ms, what = _HOLDS.unpack_from(self._map)
         self._map[:] = bytes(_HOLDS.size)
         return Holds(cpu_ms, wall_ms, what.rstrip(b"\0").decode())
@@ -91,7 +91,7 @@ class WatchedDaemon(Daemon):
 
 
 def watched_main(arguments: list[str]) -> int:
-    """The daemon, with a watch on what its loop does."""
+    """The daemon, with its loop watched."""
     import asyncio
 
     from tiercache.daemon.__main__ import main
@@ -156,7 +156,7 @@ class _Parts:
         return self.took.most_common(1)[0][0] if self.took else ""
 
     def watch(self) -> None:
-        """Have the larger parts of the daemon's work timed."""
+        """Time the larger parts of the daemon's work."""
         from tiercache.daemon.cache import Cache
         from tiercache.daemon.events.events import Events
         from tiercache.daemon.ground.slices import Slices
@@ -202,7 +202,7 @@ def _named(steps: Any) -> str:
 
 
 class _Stacks:
-    """Looks where the loop is every so often, and tells of holds that were long."""
+    """Samples the loop's stack regularly, and reports long holds."""
 
     def __init__(self, path: str) -> None:
         self._file = open(path, "a")  # noqa: SIM115 (for as long as the daemon lives)
@@ -218,7 +218,7 @@ class _Stacks:
         self._seen.append(" < ".join(names))
 
     def end(self, cpu_ms: float, what: str) -> None:
-        """A hold is over."""
+        """End a hold."""
         seen, self._seen = self._seen, []
         if cpu_ms > _STACKS_MS:
             lines = [f"    {count:3} {stack}" for stack, count in Counter(seen).most_common(6)]

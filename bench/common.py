@@ -1,7 +1,7 @@
-"""What the benchmarks share: daemons to measure, medians, and the report.
+"""Shared by the benchmarks: daemons to measure, medians, and the report.
 
 A report is a table for people and, as the last line of output, one JSON object with the same
-figures, their targets and spread, and what they were measured on.
+figures, their targets and spread, and the machine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Figure(NamedTuple):
 
     @property
     def met(self) -> bool | None:
-        """Whether the target was reached; None without one."""
+        """Whether the target was reached; None without a target."""
         if self.at_least is not None:
             return self.value >= self.at_least
         return None if self.at_most is None else self.value <= self.at_most
@@ -182,7 +182,7 @@ def available_bytes() -> int:
 
 
 class Daemon:
-    """A daemon that is started and not waited for, so that its first seconds can be measured.
+    """A daemon started without waiting for it, so that its first seconds can be measured.
 
     It ends with this process, or with `close`.
     """
@@ -244,7 +244,7 @@ class Daemon:
 
 
 def wait_populated(client: Client, timeout_s: float = 60.0) -> None:
-    """Until the whole arena has its memory."""
+    """Wait until the whole arena has its memory."""
     deadline_s = time.perf_counter() + timeout_s
     while (arena := client.stats()["arena"])["populated_bytes"] < arena["bytes"]:
         if time.perf_counter() > deadline_s:

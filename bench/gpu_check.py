@@ -1,9 +1,9 @@
-"""Everything that only a GPU can show, in one command and within twelve minutes.
+"""All checks that need a GPU, in one command and within twelve minutes.
 
     python bench/gpu_check.py
 
-Runs the tests in tests/gpu, then the GPU benchmarks, each in a process of its own with a time
-limit. Prints their output, writes bench/results/gpu-<device>.json, and prints the same object as
+Runs the tests in tests/gpu, then the GPU benchmarks, each in its own process with a time limit.
+Prints their output, writes bench/results/gpu-<device>.json, and prints the same object as
 the last line. Exit status 1 if a test failed or a part did not finish. Without CUDA it says so in
 one line and exits 0, having run nothing.
 """
@@ -63,7 +63,7 @@ def run(command: list[str], limit_s: float) -> Outcome:
 
 def gpu_tests() -> dict[str, Any]:
     """The tests in tests/gpu; those that need a package which is not installed are skipped."""
-    # Plugins and warnings of the machine's own packages are not what is on trial here.
+    # Plugins and warnings of the machine's own packages are not under test here.
     options = ["-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
     outcome = run(["-m", "pytest", "-q", "-rfEs", "-m", "gpu", *options, "tests/gpu"], TESTS_LIMIT_S)
     counts = dict.fromkeys(("passed", "failed", "skipped", "error"), 0)

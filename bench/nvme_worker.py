@@ -1,4 +1,4 @@
-"""The processes of `bench_nvme.py` that store, load and ping, and how they are told what to do."""
+"""The processes of `bench_nvme.py` that store, load and ping, and the orders to them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Worker:
         self._await_mapping()
 
     def _await_mapping(self) -> None:
-        """Until this process has faulted in its mapping of the arena."""
+        """Wait until this process has faulted in its mapping of the arena."""
         while any(thread.name == "tiercache-populate" for thread in threading.enumerate()):
             time.sleep(0.01)
 
@@ -123,7 +123,7 @@ class Worker:
         return {"seconds": seconds, "cpu_s": cpu, "matched_s": matched_s, "rewritten": float(rewritten)}
 
     def prefetch(self) -> dict[str, float]:
-        """Bring everything up from the disk without copying any of it."""
+        """Promote everything from the disk without copying it to the pool."""
         self._connector.flush(tier="dram")
         before = self._nvme()["promoted_blocks"]
         start = time.perf_counter()
@@ -143,7 +143,7 @@ class Worker:
         return {"cpu_s": time.process_time() - cpu}
 
     def again(self) -> dict[str, float]:
-        """Load from DRAM, over and over, until another line comes."""
+        """Load from DRAM repeatedly until another line comes."""
         self.renew()
         self.store()
         print("copying", flush=True)
@@ -212,7 +212,7 @@ def child_main(argument: str) -> None:
 
 
 class Child:
-    """A process that does as it is told. Its first answer is awaited."""
+    """A process that takes orders. Waits for its first answer."""
 
     def __init__(self, kind: str, address: str, block_bytes: int = 0, blocks: int = 0, idle: str = "") -> None:
         order = json.dumps(

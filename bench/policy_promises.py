@@ -1,4 +1,4 @@
-"""What every eviction policy, or the default one, promises, checked on small workloads and on traces.
+"""Promises of every eviction policy, or of the default one, checked on small workloads and on traces.
 
     a  what was stored is found until a tenth of the arena's bytes has been stored after it, whatever the policy
     b  dividing all times by 100 or 10,000 changes no hit rate by more than a point
@@ -34,7 +34,7 @@ Prompts = Iterator[list[int]]
 
 
 class Promise(NamedTuple):
-    """One row: what was promised, and how far it is kept. `value` may be no more, or no less, than `bound`."""
+    """One row: a promise and how far it is kept. `value` may be no more, or no less, than `bound`."""
 
     name: str
     what: str
@@ -68,7 +68,7 @@ def store_then_load_at_the_edge() -> Prompts:
 
 
 def loop() -> Prompts:
-    """Half as much again as there is room for, round and round."""
+    """A loop over half as much again as there is room for."""
     for _ in range(15):
         for number in range(ROOM * 3 // 2 // PROMPT):
             yield prompt(number)
@@ -99,7 +99,7 @@ def bursts() -> Prompts:
 
 
 def cold_start() -> Prompts:
-    """The first minutes of conversations that go on."""
+    """The first minutes of continuing conversations."""
     chance, length = random.Random(4), [4] * 60
     for _ in range(250):
         chat = chance.randrange(60)

@@ -1,4 +1,4 @@
-"""LMCache's server and connector, for bench_vllm.py: vLLM with the cache that most people put below it.
+"""LMCache's server and connector, for bench_vllm.py: vLLM with the cache most often used with it.
 
 LMCache is no part of the project's environments. To have it measured, put it beside vLLM in one of its own:
 
@@ -77,7 +77,7 @@ class LMCacheServer:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def transfer(self) -> dict[str, Any]:
-        """What vLLM is told of it."""
+        """vLLM's configuration for it."""
         where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.port}
         ways = {"lmcache.mp.mp_transfer_mode": "engine_driven", "lmcache.mp.save_decode_cache": True}
         return {"kv_connector": CONNECTOR, "kv_connector_extra_config": {**where, **ways}}

@@ -1,4 +1,4 @@
-"""The cases of `bench_worst.py`: for each the most that a client can ask for."""
+"""The cases of `bench_worst.py`: each asks for the most that a client can."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def spec(name: str, *, block_bytes: int = 4096, window: int = 0, tokens: int = 1
 
 
 class Bench:
-    """A client of the daemon, and what it has stored."""
+    """A client of the daemon, and its stored blocks."""
 
     def __init__(self, address: str, blocks: int, rng: random.Random, settings: Mapping[str, str]) -> None:
         self.settings = settings
@@ -46,11 +46,11 @@ class Bench:
         self._others: list[Client] = []
 
     def connect(self, *, mapped: bool = True) -> Client:
-        """One more session."""
+        """Open another session."""
         return Client.connect(self.address, name="worst", map_arena=mapped, request_timeout_s=60.0)
 
     def more(self, count: int, *, mapped: bool = True) -> list[Client]:
-        """So many further sessions; they end with `drop_others`."""
+        """Open so many further sessions; they end with `drop_others`."""
         self._others += [self.connect(mapped=mapped) for _ in range(count)]
         return self._others[-count:]
 
@@ -60,7 +60,7 @@ class Bench:
         self._others.clear()
 
     def call(self, request: type[m.Request], client: Client | None = None, **fields: Any) -> Any:
-        """One request; a refusal is as good an answer as any."""
+        """Send a request; a refusal is a valid answer."""
         try:
             return (client or self.client).call(request, timeout_s=60.0, **fields)
         except RequestRefused as refusal:
@@ -103,7 +103,7 @@ class Bench:
         return self.client.stats()
 
     def written(self) -> None:
-        """Until all that is to be is on NVMe."""
+        """Wait until all that is to be written is on NVMe."""
         deadline_s = time.monotonic() + WRITTEN_S
         while time.monotonic() < deadline_s:
             nvme = self.stats()["tiers"]["nvme"]
@@ -132,7 +132,7 @@ class Bench:
         self.settle(timeout_s)
 
     def check(self) -> list[str]:
-        """What the daemon finds wrong in its books."""
+        """The findings of the daemon's own check."""
         self.drop_others()
         self.settle(10.0)
         reply = self.call(m.Check, force=True)

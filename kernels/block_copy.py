@@ -2,8 +2,8 @@
 
 A pool is a few *segments*: a segment holds the same piece of every block at a fixed stride. An
 engine that keeps all layers of a block together (block-first) has one segment; an engine with one
-tensor per layer (layer-first) has one or two per layer. A block as the cache knows it is its
-pieces one after the other:
+tensor per layer (layer-first) has one or two per layer. In the cache a block is its pieces, one
+after the other:
 
     layer-first pool, 2 layers, [2, num_blocks, ...] each        the block in a frame
     segment 0  layer 0 keys    | b0 | b1 | b2 | b3 |
@@ -15,8 +15,8 @@ pieces one after the other:
 uint8 tensor, or any addresses that the device can reach: page-locked host memory that is
 registered with CUDA is one, and then the kernel itself crosses the bus.
 
-The plain torch twins at the end index tensors and know nothing of addresses: they are what the
-kernel is tested against, and what to read first.
+The plain torch twins at the end index tensors and use no addresses: tests compare the kernel with
+them. Read them first.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ CHUNK_BYTES = 16 << 10
 """Bytes that one program copies at a time: four 16-byte loads in flight per thread."""
 NUM_WARPS = 8
 PROGRAMS_PER_PROCESSOR = 8
-"""Enough programs of 8 warps to fill a multiprocessor: for copies inside device memory."""
+"""Enough programs of 8 warps to fill a multiprocessor, for copies inside device memory."""
 HOST_PROGRAMS = 16
-"""The bus is full with this few, and the rest of the GPU stays with the engine."""
+"""So few programs fill the bus, and leave the rest of the GPU to the engine."""
 
 BlockIds = Sequence[int] | torch.Tensor
 
 
-# Nothing here gains from a variant per divisibility, and every variant is a pause to compile.
+# No variant per divisibility is faster here, and every variant costs a pause to compile.
 @triton.jit(
     do_not_specialize=["items", "segments", "chunks"],
     do_not_specialize_on_alignment=["bases", "strides", "lengths", "offsets", "block_ids", "frames"],
@@ -66,8 +66,8 @@ def _copy_blocks(  # type: ignore[no-untyped-def]
 ):
     """Copy `items` = blocks x segments x chunks of CHUNK elements; any number of programs.
 
-    VECTOR consecutive elements are known to be aligned together, at both ends and in every
-    length: without that promise the compiler makes no 16-byte loads from computed addresses.
+    VECTOR consecutive elements are promised to be aligned together, at both ends and in every
+    length: otherwise the compiler makes no 16-byte loads from computed addresses.
     """
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
         chunk = item % chunks
@@ -89,7 +89,7 @@ def _copy_blocks(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class PoolTable:
-    """Where the blocks of a pool are: one row per segment, in the order of a block's bytes.
+    """The addresses of a pool's blocks: one row per segment, in the order of a block's bytes.
 
     It holds addresses, not tensors: the caller keeps the pool's memory alive.
 
@@ -114,7 +114,7 @@ class PoolTable:
 
     @property
     def device(self) -> torch.device:
-        """Where the kernel runs."""
+        """The device on which the kernel runs."""
         return self.bases.device
 
     @classmethod
@@ -126,7 +126,7 @@ class PoolTable:
         num_blocks: int,
         device: torch.device | str,
     ) -> PoolTable:
-        """Describe a pool by addresses. Raises ValueError if a piece would overlap the next one."""
+        """Describe a pool by addresses. Raises ValueError if a piece would overlap the next."""
         if not (len(bases) == len(strides) == len(lengths) > 0) or num_blocks < 1:
             raise ValueError("a pool has at least one segment and one block, and a row for each segment")
         if any(not 0 < length <= stride for length, stride in zip(lengths, strides, strict=True)):
@@ -138,11 +138,10 @@ class PoolTable:
 
     @classmethod
     def from_layers(cls, layers: Sequence[torch.Tensor], block_axis: int = 0) -> PoolTable:
-        """Describe tensors that all have the same blocks along `block_axis` (0, or 1 for `[2, n, ...]`).
+        """Describe tensors with the same blocks along `block_axis` (0, or 1 for `[2, n, ...]`).
 
         Axes before the block axis become segments. The axes after it must be one dense run of
-        memory, in whatever order; a block's bytes are taken in the order of memory. Raises
-        ValueError.
+        memory, in any order; a block's bytes are taken in the order of memory. Raises ValueError.
         """
         bases: list[int] = []
         strides: list[int] = []
@@ -151,7 +150,7 @@ class PoolTable:
             if layer.shape[block_axis] != layers[0].shape[block_axis] or layer.device != layers[0].device:
                 raise ValueError("all layers have the same number of blocks and are on one device")
             stride, count = layer.stride(), _dense_elements(layer, block_axis + 1)
-            for position in np.ndindex(tuple(layer.shape[:block_axis])):  # once, and empty, for axis 0
+            for position in np.ndindex(tuple(layer.shape[:block_axis])):  # a single empty position for axis 0
                 at = sum(i * step for i, step in zip(position, stride[:block_axis], strict=True))
                 bases.append(layer.data_ptr() + at * layer.element_size())
                 strides.append(stride[block_axis] * layer.element_size())
@@ -182,7 +181,7 @@ def gather_blocks(
         frames: uint8 `[n, pool.block_bytes]`, contiguous; or int64 `[n]`: an address per block
             that the device can reach, with room for `block_bytes`.
         frame_align: promise of the caller that addresses in a device tensor are multiples of
-            this (1, 2, 4, 8 or 16). Addresses in a CPU tensor are looked at.
+            this (1, 2, 4, 8 or 16). Addresses in a CPU tensor are checked instead.
         programs: how many programs share the work; 0 fills the device. Use HOST_PROGRAMS for
             frames in host memory.
 
@@ -196,7 +195,7 @@ def scatter_blocks(
 ) -> None:
     """Copy `frames` into blocks `block_ids` of the pool; the inverse of `gather_blocks`.
 
-    A repeated id would be written twice in no certain order: a list or CPU tensor with one is
+    A repeated id would be written twice in an undefined order: a list or CPU tensor with one is
     refused (IndexError).
     """
     _launch(pool, block_ids, frames, frame_align, programs, gather=False)
@@ -261,7 +260,7 @@ def _checked_ids(pool: PoolTable, block_ids: BlockIds, *, unique: bool) -> torch
 
 
 def _frame_addresses(pool: PoolTable, frames: torch.Tensor, align: int) -> tuple[torch.Tensor, int]:
-    """Address per block on the pool's device, and a number of bytes that divides all of them."""
+    """An address per block on the pool's device, and a number of bytes that divides all of them."""
     if frames.dtype == torch.int64 and frames.dim() == 1:
         if frames.device.type == "cpu":
             align = math.gcd(16, int(np.gcd.reduce(frames.numpy()))) if frames.numel() else 16
@@ -295,7 +294,7 @@ def gather_blocks_reference(
     ids = torch.as_tensor(block_ids, dtype=torch.int64, device=layers[0].device)
     parts = []
     for layer in layers:
-        # clone, not contiguous: axes of size 1 may keep strides under which no view as bytes is had.
+        # clone, not contiguous: axes of size 1 may keep strides that rule out a view as bytes.
         blocks = layer.movedim(block_axis, 0)[ids].clone(memory_format=torch.contiguous_format)
         parts.append(blocks.view(torch.uint8).reshape(len(ids), layer.nbytes // layer.shape[block_axis]))
     return torch.cat(parts, dim=1)

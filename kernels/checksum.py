@@ -1,13 +1,13 @@
 """Lane sums of blocks where they are, in device memory: the part of a checksum that touches the bytes.
 
-`tiercache.protocol.checksums` defines the sum and computes it with numpy. Here the same bits come from a Triton
-kernel, for blocks that arrived in device memory without having passed through the host:
+`tiercache.protocol.checksums` defines the sum and computes it with numpy. Here a Triton kernel gives the same bits,
+for blocks that arrived in device memory without passing through the host:
 
     program (block, stripe)   4096 lanes of 4 bytes ─► Σ lane * key ─► mix with the stripe's number
     then                      partial [blocks, stripes] ─► sum of each row, mod 2^64
 
-`tiercache.protocol.checksums.finish_lanes` brings in the seed, on the host. The plain torch twin at the end is
-what the kernel is tested against, and it is tested against numpy.
+`tiercache.protocol.checksums.finish_lanes` adds the seed, on the host. Tests compare the kernel with the plain torch
+twin at the end, and the twin with numpy.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SHIFT_2 = tl.constexpr(MIX_SHIFTS[1])
 _SHIFT_3 = tl.constexpr(MIX_SHIFTS[2])
 
 
-# The keys are a tensor of ours and always aligned; what else is aligned the kernel says itself.
+# The keys are our own tensor and always aligned; the kernel states all other alignment itself.
 @triton.jit(
     do_not_specialize=["vectors", "stripes"],
     do_not_specialize_on_alignment=["addresses", "partial"],
@@ -65,7 +65,7 @@ def _sum_stripes(  # type: ignore[no-untyped-def]
     lane = tl.load(base + at, mask=inside, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
     total = tl.sum(lane * tl.load(keys + within), axis=0)
     value = total + (stripe + 1).to(tl.int64) * _GOLDEN
-    # The shifts are of the bits, not of a signed number: through uint64 and back.
+    # Logical shifts, not arithmetic ones: through uint64 and back.
     value = (value ^ (value.to(tl.uint64) >> _SHIFT_1).to(tl.int64)) * _FACTOR_1
     value = (value ^ (value.to(tl.uint64) >> _SHIFT_2).to(tl.int64)) * _FACTOR_2
     value = value ^ (value.to(tl.uint64) >> _SHIFT_3).to(tl.int64)
@@ -87,7 +87,7 @@ def lane_sums(addresses: torch.Tensor, length: int) -> torch.Tensor:
 
     Args:
         addresses: int64 `[n]` on the device: where each block begins, a multiple of 16. The blocks
-            are neither checked nor kept alive; a wrong address takes the process down.
+            are neither checked nor kept alive; a wrong address crashes the process.
         length: bytes of every block, a multiple of 16.
 
     Enqueued on the current stream of the device; nothing blocks. Raises ValueError.
@@ -125,5 +125,5 @@ def lane_sums_reference(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """A shift of the bits to the right that brings in zeros."""
+    """A logical right shift, which fills with zeros."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)

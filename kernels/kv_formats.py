@@ -1,4 +1,4 @@
-"""KV blocks in fewer bits: the bytes of each format, and the plain torch that makes and reads them.
+"""KV blocks in fewer bits: the bytes of each format, and plain torch that writes and reads them.
 
 A block of S slots (`block_size`) is, in memory, one *record* per layer; the records of all layers follow one
 another, so that a block stays one run of bytes. H is `kv_heads`, D is `head_dim`. A record holds these
@@ -21,8 +21,8 @@ fields in this order, each C-contiguous, little-endian, and is padded with zeros
                value_zero  i8 [H, S, D / GV]
                key_base, value_base        u16 [H]: step = float32 with the bits (base - 255 + step) << 19
 
-GK and GV are the largest powers of two up to 32 that divide S and D. How codes are found (float32, quotients
-correctly rounded, `rint` to even, a scale never below 2^-126, so that zeros need no case of their own):
+GK and GV are the largest powers of two up to 32 that divide S and D. Codes are computed so (float32, quotients
+correctly rounded, `rint` to even, a scale never below 2^-126, so that zeros need no special case):
 
     fp8    scale = the smallest power of two with max|x| <= 1.75 * 2^8 * scale (e5m2: 2^15); code = x / scale,
            rounded to even; the division is exact
@@ -32,10 +32,10 @@ correctly rounded, `rint` to even, a scale never below 2^-126, so that zeros nee
            zero = rint(min / step), code = rint(x / step) - zero, cut to 0..15
 
 All products of a code and its scale are exact in float32, so decoding rounds once, to the model's dtype.
-NaN and infinity are not kept apart: a block that holds one has others near it.
+NaN and infinity are not preserved as such: they spread to other elements of the block.
 
 K has channels that are far from zero in every token, V has none: hence K by channel and V by token (KIVI,
-arXiv 2402.02750). Each block stands alone, so a group never reaches beyond it.
+arXiv 2402.02750). Each block is independent, so a group never reaches beyond it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FORMATS = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
 GROUP = 32
 RECORD_ALIGNMENT_BYTES = 16
 _TINY = 2.0**-126
-# dtype, and the exponent of the largest number of the format, which is 1.75 * 2^exponent in both.
+# dtype, and the exponent of the format's largest number, which is 1.75 * 2^exponent in both.
 _FP8 = {"fp8_e4m3": (torch.float8_e4m3fn, 8), "fp8_e5m2": (torch.float8_e5m2, 15)}
 # A step of int4 is a byte below the largest one of its head: 255 of them reach down 16 octaves.
 _STEP_RANGE = 255
@@ -72,9 +72,9 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """How a block of one layer is written as bytes. `name` is one of FORMATS.
+    """The byte format of a block of one layer. `name` is one of FORMATS.
 
-    Raises ValueError for a shape that the format does not have.
+    Raises ValueError for a shape that the format does not support.
     """
 
     name: str
@@ -205,7 +205,7 @@ class BlockFormat:
 
     @staticmethod
     def _group(part: str, values: torch.Tensor) -> torch.Tensor:
-        """One value for each group, to be used with what `_grouped` returns."""
+        """One value for each group, to combine with the result of `_grouped`."""
         return values.unsqueeze(-2 if part == "key" else -1)
 
     @staticmethod
@@ -215,22 +215,22 @@ class BlockFormat:
 
 
 def _power_of_two(largest: torch.Tensor, exponent: int) -> torch.Tensor:
-    """The smallest power of two, at least 2^-126, that `largest` is no more than 1.75 * 2^exponent times of."""
+    """The smallest power of two, at least 2^-126, with `largest` <= 1.75 * 2^exponent times it."""
     # Adding a quarter of the mantissa, less one, carries into the exponent from just above 1.75.
     power = ((largest.view(torch.int32) + 0x1FFFFF) >> 23) - exponent
     return (power.clamp_min(1) << 23).view(torch.float32)
 
 
 def _fp8_as_float(codes: torch.Tensor, name: str) -> torch.Tensor:
-    """The numbers of fp8 codes, float32: as bits of float16, which a CPU casts much faster than it does float8."""
+    """Fp8 codes as float32, by way of float16 bits, which a CPU casts much faster than float8."""
     if name == "fp8_e5m2":
         return (codes.to(torch.int16) << 8).view(torch.float16).float()
-    # One bit less of mantissa and four of exponent: 2^8 too small as float16, subnormals included.
+    # A bit less of mantissa and four bits of exponent: 2^8 too small as float16, subnormals included.
     bits = (codes.view(torch.int8).to(torch.int16) << 7) & ~0x4000
     return bits.view(torch.float16).float() * 256
 
 
 def _up_to_bf16(scale: torch.Tensor) -> torch.Tensor:
-    """Positive float32 rounded up to what bf16 has, at least 2^-126."""
+    """Positive float32 rounded up to bf16, at least 2^-126."""
     bits = scale.clamp_min(_TINY).view(torch.int32) + 0xFFFF
     return (bits & ~0xFFFF).view(torch.float32)

@@ -1,8 +1,8 @@
-"""Tiles of K and V out of a paged pool, raw or quantised, for kernels that compute with them.
+"""Tiles of K and V from a paged pool, raw or quantised, for kernels that compute with them.
 
-What the bytes of a format mean is written in `kv_formats`; here is how a kernel reads them. Factors that all
-channels of a token share are kept apart from the values, so that they can be applied to the scores or weights
-of a token instead of to each of its channels: fp8 values then need no rounding at all.
+`kv_formats` defines the bytes of a format; this module is how a kernel reads them. Factors that all channels of a
+token share are kept apart from the values, so that a kernel can apply them to the scores or weights of a token
+instead of to each of its channels: fp8 values then need no rounding at all.
 """
 
 # What Triton compiles has no types of Python's.
@@ -24,7 +24,7 @@ KEY, VALUE = tl.constexpr(0), tl.constexpr(1)
 
 
 class TileFormat(NamedTuple):
-    """What a kernel knows of a pool when it is compiled. Offsets and `record` are bytes, 0 for a raw pool.
+    """Compile-time facts about a pool. Offsets and `record` are in bytes, 0 for a raw pool.
 
     A pool is `[block, layer, 2, slot, kv_head, head_dim]` (raw), or uint8 `[block, layer, record]`. Groups are
     of int4; factors say whether tiles of K and V have them.
@@ -50,7 +50,7 @@ class TileFormat(NamedTuple):
 
     @classmethod
     def of(cls, pool: torch.Tensor, quantised: BlockFormat | None = None) -> TileFormat:
-        """The format of a pool, raw unless said otherwise."""
+        """The format of a pool, raw by default."""
         if quantised is None:
             return cls(RAW.value, pool.shape[1], *pool.shape[3:])
         at = {name: field.offset for name, field in quantised.fields.items()}
@@ -73,12 +73,12 @@ class TileFormat(NamedTuple):
 
 
 class PagedKv(NamedTuple):
-    """A pool as kernels see it, and where the tokens are that a quantised one does not hold yet.
+    """A pool as kernels see it, and the tokens that a quantised pool does not hold yet.
 
     Attributes:
         pool: see `TileFormat`.
-        tails: raw `[tail, layer, 2, slot, kv_head, head_dim]`: for each running sequence the tokens behind its
-            last full block. The pool itself where that is raw.
+        tails: raw `[tail, layer, 2, slot, kv_head, head_dim]`: for each running sequence the tokens after its
+        last full block. The pool itself if it is raw.
     """
 
     pool: torch.Tensor
@@ -100,9 +100,9 @@ class PagedKv(NamedTuple):
 
 @triton.jit
 def channels(DIMS: tl.constexpr, F: tl.constexpr):
-    """The channel in each column of a tile, at least head_dim where there is none.
+    """The channel in each column of a tile, at least head_dim if there is none.
 
-    A byte of int4 holds a channel of either half of a head; where these are not powers of two, each half of
+    A byte of int4 holds a channel of each half of a head; if the halves are not powers of two, each half of
     the columns ends in padding.
     """
     column = tl.arange(0, DIMS)
@@ -115,9 +115,9 @@ def channels(DIMS: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def load_tile(pool, block, slot, layer, head, there, channel, PART: tl.constexpr, F: tl.constexpr):
-    """K or V of tokens at (block, slot), `[token, channel]`; what is not `there` is 0 and not read.
+    """K or V of tokens at (block, slot), `[token, channel]`; tokens not `there` are 0 and not read.
 
-    Up to the factor of each token that `load_factor` gives. block is int64 `[token]`, channel `[1, channel]`.
+    Without the factor of each token, which `load_factor` gives. block is int64 `[token]`, channel `[1, channel]`.
     """
     wanted = there[:, None] & (channel < F.head_dim)
     at = (block * F.layers + layer)[:, None]
@@ -133,7 +133,7 @@ def load_tile(pool, block, slot, layer, head, there, channel, PART: tl.constexpr
         code = tl.load(record + (PART * F.value + row * F.head_dim + channel), mask=wanted, other=0)
         code = code.to(tl.int8, bitcast=True)
         if F.kind == E4M3:
-            # As float16 with the exponent as it is: 2^8 too small, and exact, subnormals included.
+            # As float16 with the same exponent bits: 2^8 too small, and exact, subnormals included.
             return ((code.to(tl.int16) << 7) & -0x4001).to(tl.float16, bitcast=True)
         elif F.kind == E5M2:
             return (code.to(tl.int16) << 8).to(tl.float16, bitcast=True)
@@ -146,7 +146,7 @@ def load_tile(pool, block, slot, layer, head, there, channel, PART: tl.constexpr
 
 @triton.jit
 def load_factor(pool, block, slot, layer, head, there, PART: tl.constexpr, F: tl.constexpr):
-    """What to multiply the tile's rows by, float32 `[token]`."""
+    """The factor of each row of the tile, float32 `[token]`."""
     record = pool + (block * F.layers + layer) * F.record
     at = F.value_scale if PART == VALUE else F.key_scale
     factor = _load_bf16(record + at, head * F.block + slot if F.kind == INT8 else head, there)
@@ -197,7 +197,7 @@ def _spread(x, TIMES: tl.constexpr):
 
 @triton.jit
 def _load_bf16(address, index, there):
-    """Elements of bf16 arrays at byte addresses, as float32; read as integers, which the interpreter gets right.
+    """Elements of bf16 arrays at byte addresses, as float32; read as integers, which the interpreter handles right.
 
     The index is added to a pointer of the right width: the compiler then sees what is contiguous.
     """

@@ -1,9 +1,9 @@
 """Writing K and V of packed tokens into the paged KV pool.
 
-Into a raw pool, or the raw tails of a quantised one, tokens are copied to their slots (`write_tokens`). A
-quantised pool takes whole blocks (`write_blocks`): one program has all tokens of a block and one head in registers,
-the new ones from the batch and the older ones from the tail, and makes their bytes as `kv_formats` describes
-them, the same ones bit for bit. The twins are `write_tokens_reference` and `BlockFormat.encode`.
+In a raw pool, or the raw tails of a quantised one, tokens are copied to their slots (`write_tokens`). A
+quantised pool takes whole blocks (`write_blocks`): one program holds all tokens of a block and one head in registers,
+new tokens from the batch and older ones from the tail, and writes their bytes as `kv_formats` describes them,
+bit for bit. The twins are `write_tokens_reference` and `BlockFormat.encode`.
 """
 
 # What Triton compiles has no types of Python's.
@@ -20,7 +20,7 @@ from tiercache.kernels.kv_tiles import E4M3, INT4, INT8, KEY, VALUE, PagedKv, Ti
 _TINY = tl.constexpr(2.0**-126)
 _LEAST_BASE = tl.constexpr(255 + (0x00800000 >> 19))
 _ROUND = tl.constexpr(1.5 * 2**23)
-"""Added to a float32 below 2^22 and taken away again, it leaves the nearest integer, ties to even."""
+"""Added to a float32 below 2^22 and subtracted again, it leaves the nearest integer, ties to even."""
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -38,7 +38,7 @@ def _write_tokens(
     DIMS: tl.constexpr,
     F: tl.constexpr,
 ):
-    """Program (token): K and V of one token into its slot of a raw `pool`; a slot below 0 is left out."""
+    """Program (token): write K and V of one token into its slot of a raw `pool`; skips a slot below 0."""
     token = tl.program_id(0)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
@@ -73,7 +73,7 @@ def _write_blocks(
     F: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Program (item, kv_head): one block of a segment, if it is full, as part of its layer's record."""
+    """Program (item, kv_head): write one block of a segment, if it is full, as part of its layer's record."""
     head = tl.program_id(1)
     segment = segments + tl.load(items + 2 * tl.program_id(0)) * 5
     number = tl.load(items + 2 * tl.program_id(0) + 1)
@@ -168,13 +168,13 @@ def _group_bounds(x, group, AXIS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _fp8(x, F: tl.constexpr):
-    """Codes of numbers that the format can hold, rounded to even, by integer arithmetic: any GPU has it."""
+    """Codes of numbers within the format's range, rounded to even, by integer arithmetic, which any GPU has."""
     MANTISSA: tl.constexpr = 3 if F.kind == E4M3 else 2
     BIAS: tl.constexpr = 7 if F.kind == E4M3 else 15
     DROPPED: tl.constexpr = 23 - MANTISSA
     bits = tl.abs(x).to(tl.int32, bitcast=True)
     normal = ((bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    # Below the least normal number, an addition lines the mantissa up with the codes and rounds it.
+    # Below the least normal number, an addition aligns the mantissa with the codes and rounds it.
     ANCHOR: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
     ANCHOR_BITS: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
     tiny = (tl.abs(x) + ANCHOR).to(tl.int32, bitcast=True) - ANCHOR_BITS
@@ -184,7 +184,7 @@ def _fp8(x, F: tl.constexpr):
 
 @triton.jit
 def _divided(x, by):
-    """The quotients, correctly rounded, as `/` on a GPU is not."""
+    """Correctly rounded quotients; `/` on a GPU does not round correctly."""
     return tl.div_rn(x, tl.zeros(x.shape, tl.float32) + by)
 
 
@@ -202,13 +202,13 @@ def _as_byte(x):
 
 @triton.jit
 def _up_to_bf16(scale):
-    """Positive float32 rounded up to what bf16 has, at least 2^-126."""
+    """Positive float32 rounded up to bf16, at least 2^-126."""
     return ((tl.maximum(scale, _TINY).to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _store_bf16(address, index, x, mask):
-    """Numbers that bf16 has, as elements of an array at a byte address."""
+    """Store numbers that bf16 can represent as elements of an array at a byte address."""
     bits = (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
     tl.store(address.to(tl.pointer_type(tl.int16), bitcast=True) + index, bits, mask=mask)
 
@@ -240,13 +240,13 @@ def write_blocks(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> None:
-    """Quantise blocks that the batch's tokens have made full, into the records of a layer.
+    """Quantise blocks that the batch's tokens have filled, into the records of a layer.
 
     Args:
         kv: a quantised pool, with the older tokens of the blocks in its tails.
         segments, tables: as for `paged_attention`.
-        items: int32 `[item, 2]`: segment, and number of the block in its table. Blocks that are not full at
-            the segment's end are left out.
+        items: int32 `[item, 2]`: segment, and number of the block in its table. Skips blocks that are not full
+        at the segment's end.
         key, value: of the whole batch, `[kv_head, token, head_dim]`, dense in the last axis.
 
     Enqueued on the current stream; nothing blocks. Raises ValueError.

@@ -1,10 +1,9 @@
 """Attention of packed query tokens over the paged KV pool: decode and chunked prefill in one kernel.
 
-The new tokens `[start, end)` of a sequence attend to all of its tokens `[0, end)`, whose K and V are in the
-pool by now. The rows of a tile are query tokens times the query heads of one KV head, so that K and V are
-read once for all of them; decode is the case of one token. Where the tiles do not fill the GPU (a few
-long contexts), the tokens of a tile are shared out among several programs, and a second kernel puts their
-parts together:
+The new tokens `[start, end)` of a sequence attend to all of its tokens `[0, end)`, whose K and V are already
+in the pool. The rows of a tile are query tokens times the query heads of one KV head, so that K and V are
+read once for all of them; decode is the case of a single token. If the tiles do not fill the GPU (a few long
+contexts), several programs share the tokens of a tile, and a second kernel combines their parts:
 
     program (kv_head, tile, split)    tokens of the split, TILE at a time ─► running maximum, sum and P·V
     if split: parts, stats            one part per split, not normalised
@@ -12,7 +11,7 @@ parts together:
 
 The softmax is computed in one pass with a running maximum, as in "FlashAttention" (Dao et al., 2022); to split
 the context and combine is from "Flash-Decoding" (Dao et al., 2023). A quantised pool holds full blocks only; the
-tokens behind them are in raw tails. `paged_attention_reference` is the twin in plain torch.
+tokens after them are in raw tails. `paged_attention_reference` is the twin in plain torch.
 """
 
 # What Triton compiles has no types of Python's.
@@ -31,13 +30,13 @@ from tiercache.kernels.kv_tiles import KEY, RAW, VALUE, PagedKv, channels, load_
 from tiercache.kernels.tile_shapes import TileShape
 
 SEGMENT_FIELDS = 5
-"""Of a segment: its first row in the batch, start, end, where in `tables` its blocks are, its tail."""
+"""Fields of a segment: its first row in the batch, start, end, place of its blocks in `tables`, tail."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _token_range(start, end, first, QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """Tokens `[low, high)` that the queries of a tile see between them; low is a multiple of TILE."""
+    """Tokens `[low, high)` that any query of a tile sees; low is a multiple of TILE."""
     low = 0
     if WINDOW > 0:
         low = tl.maximum(start + first + 1 - WINDOW, 0) // TILE * TILE
@@ -46,7 +45,7 @@ def _token_range(start, end, first, QUERIES: tl.constexpr, WINDOW: tl.constexpr,
 
 @triton.jit
 def _in_pool(high, end, F: tl.constexpr):
-    """The end of the tokens below `high` that are in the pool: all, or with a quantised one those of full blocks."""
+    """The end of the tokens below `high` that are in the pool: all, or if it is quantised those of full blocks."""
     if F.kind != RAW:
         high = tl.minimum(high, end // F.block * F.block)
     return high
@@ -54,7 +53,7 @@ def _in_pool(high, end, F: tl.constexpr):
 
 @triton.jit
 def _split_size(low, high, splits, TILE: tl.constexpr):
-    """Tokens of each split, a positive multiple of TILE; the last splits may find none left."""
+    """Tokens of each split, a positive multiple of TILE; the last splits may have none."""
     return tl.maximum(tl.cdiv(tl.cdiv(high - low, splits), TILE), 1) * TILE
 
 
@@ -126,7 +125,7 @@ def _attend(
         token = at + tl.arange(0, TILE)
         there = token < stop
         if WINDOW > 0:
-            there &= token > start + first - WINDOW  # the table may have no block for those before
+            there &= token > start + first - WINDOW  # the table may have no block for earlier tokens
         block = tl.load(table + token // F.block, mask=there, other=0).to(tl.int64)
         slot = token % F.block
         top, total, acc = _take(
@@ -134,7 +133,7 @@ def _attend(
             SOFTCAP, WINDOW, F,
         )  # fmt: skip
     if F.kind != RAW:
-        # The tokens behind the last full block, as they are: the first split takes them.
+        # The raw tokens after the last full block: the first split takes them.
         tail = tl.load(segment + 4).to(tl.int64)
         for at in tl.range(pooled, tl.where(split == 0, high, pooled), TAIL):
             token = at + tl.arange(0, TAIL)
@@ -181,9 +180,9 @@ def _take(
     WINDOW: tl.constexpr,
     F: tl.constexpr,
 ):
-    """Take tokens into the running softmax: its maximum, sum and P·V for each row, not normalised.
+    """Add tokens to the running softmax: its maximum, sum and P·V for each row, not normalised.
 
-    Maxima are in units of log 2, since exp2 is what the hardware has.
+    Maxima are in units of log 2, since the hardware has exp2.
     """
     k = load_tile(pool, block, slot, layer, kv_head, there, channel, KEY, F)
     v = load_tile(pool, block, slot, layer, kv_head, there, channel, VALUE, F)
@@ -197,7 +196,7 @@ def _take(
         seen &= token[None, :] > position[:, None] - WINDOW
     scores = tl.where(seen, scores * _LOG2_E, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
-    # A row that has seen nothing yet has no maximum to subtract.
+    # A row that has seen no token yet has no maximum to subtract.
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - shift[:, None])
     fade = tl.exp2(top - shift)
@@ -210,13 +209,13 @@ def _take(
 
 @triton.jit
 def _capped(scores, SOFTCAP: tl.constexpr):
-    """SOFTCAP * tanh(scores / SOFTCAP), by way of exp2: right for any size of scores."""
+    """SOFTCAP * tanh(scores / SOFTCAP), by way of exp2: correct for scores of any size."""
     return SOFTCAP - 2 * SOFTCAP / (tl.exp2(scores * (2 * _LOG2_E / SOFTCAP)) + 1)
 
 
 @triton.jit
 def _with_sinks(sinks, there, top, total, acc):
-    """The sums with one more score per row, which has no V."""
+    """Add one more score per row, without a V, to the sums."""
     sink = tl.load(sinks, mask=there, other=0.0).to(tl.float32) * _LOG2_E
     new_top = tl.maximum(top, sink)
     fade = tl.exp2(top - new_top)
@@ -248,7 +247,7 @@ def _combine(
     DIMS: tl.constexpr,
     F: tl.constexpr,
 ):
-    """Program (kv_head, tile): the parts that `_attend` left of a tile, put together."""
+    """Program (kv_head, tile): combine the parts that `_attend` left of a tile."""
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     QUERIES: tl.constexpr = ROWS // GROUP
     segment = segments + tl.load(tiles + 2 * tile) * 5
@@ -301,19 +300,19 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Attend from the tokens of `tiles` to what `kv` holds of their sequences, and write `out`.
+    """Attend from the tokens of `tiles` to the K and V of their sequences in `kv`, and write `out`.
 
     Args:
         query: `[head, token, head_dim]` of the batch, dense in the last axis.
-        kv: K and V of all tokens are there, those of full blocks in the pool.
+        kv: has K and V of all tokens, those of full blocks in the pool.
         segments: int32 `[segment, 5]`: first row in the batch, start, end, place in `tables`, tail. A segment
             with end 0 has one row, which gets zeros.
         tables: int32, the block tables, one after the other. Nothing is checked on the device.
         tiles: int32 `[tile, 2]`, from `tiles_of` with `shape.rows // group` queries.
         out: `[token, head, head_dim]`, contiguous; rows of other tiles are left alone.
         splits: programs that share the tokens of each tile. It changes the last bits of the result.
-        scale: factor of the scores. window: tokens that a query sees, itself included, 0 for all.
-        softcap: scores are `softcap * tanh(scores / softcap)`. sinks: `[head]`, one more score each.
+        scale: factor of the scores. window: tokens that a query sees, including itself, 0 for all.
+        softcap: scores are `softcap * tanh(scores / softcap)`. sinks: `[head]`, an additional score each.
 
     Enqueued on the current stream; nothing blocks. Raises ValueError.
     """
@@ -333,7 +332,7 @@ def paged_attention(
         parts = out.new_empty((programs, shape.rows, kv.format.dims), dtype=torch.float32)
         stats = out.new_empty((programs, 2, shape.rows), dtype=torch.float32)
     grid = (kv_heads, tiles.shape[0], splits)
-    sinks = out if sinks is None else sinks  # what is not used must be something all the same
+    sinks = out if sinks is None else sinks  # an unused argument must still be a tensor
     _attend[grid](
         out, parts, stats, query, kv.pool, kv.tails, segments, tables, tiles, sinks, layer, query.stride(1),
         query.stride(0), scale, SOFTCAP=softcap or 0.0, TAIL=max(16, triton.next_power_of_2(kv.format.block)),

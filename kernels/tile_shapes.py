@@ -1,4 +1,4 @@
-"""How attention is cut up: rows and tokens of a tile, tiles of a batch, splits of a context."""
+"""How attention is divided: rows and tokens of a tile, tiles of a batch, splits of a context."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tiercache.kernels.kv_tiles import INT4, RAW, TileFormat
 
 MAX_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 4
-"""With this many programs for each multiprocessor the context is split no further."""
+"""The context is not split beyond this many programs for each multiprocessor."""
 
 
 class TileShape(NamedTuple):
-    """How a launch is cut up: rows of a tile, tokens at a time, warps and pipeline stages of a program."""
+    """How a launch is divided: rows of a tile, tokens at a time, warps and pipeline stages of a program."""
 
     rows: int
     tile: int
@@ -41,17 +41,17 @@ def prefill_shape(group: int, of: TileFormat, dtype: torch.dtype) -> TileShape:
 
 
 def _tile_tokens(of: TileFormat, dtype: torch.dtype) -> int:
-    """What was found to compile without spilling registers, by `tests/kernels/test_attention_kernels.py`."""
+    """A shape that compiles without spilling registers, as `tests/kernels/test_attention_kernels.py` checks."""
     elements = 8192 // (2 if dtype.itemsize > 2 or of.kind == INT4.value else 1)
     if of.kind == INT4.value and of.dims != of.head_dim:
-        elements //= 2  # columns in an order of their own take more registers
+        elements //= 2  # columns in another order take more registers
     return max(16, min(64, elements // of.dims))
 
 
 def tiles_of(segments: Sequence[tuple[int, int]], queries: int) -> list[tuple[int, int]]:
     """Tiles `(segment, first query)` for segments `(number, new tokens)`, `queries` tokens a tile.
 
-    The last tokens of a segment have the most to attend to: they come first.
+    The last tokens of a segment attend to the most tokens, so they come first.
     """
     return [
         (number, first) for number, count in segments for first in range((count - 1) // queries * queries, -1, -queries)

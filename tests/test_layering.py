@@ -1,4 +1,4 @@
-"""Who may import whom: folders import from floors below theirs, and heavy packages stay where they belong."""
+"""Import rules: folders import from floors below theirs, and heavy packages stay where they belong."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Weight samples: a few elements of every tensor of a model, a cheap way to detect that its weights were written to.
+"""Weight samples: a few elements of every tensor of a model, a cheap way to detect writes to its weights.
 
-PyTorch counts the writes to a tensor, but not those through `.data`, in inference mode, or by a custom kernel, and that
-is how trainers hand new weights to an engine. Only the bytes themselves cannot be bypassed. Elements are taken on a
-lattice over the whole of each tensor, so that an update, a merge or a shard of one is seen:
+PyTorch counts the writes to a tensor, but not those through `.data`, in inference mode, or by a custom kernel, which is
+how trainers hand new weights to an engine. Only the bytes themselves cannot be bypassed. Elements are taken on a
+lattice over the whole of each tensor, so that the sample shows an update, a merge or a shard of it:
 
     a tensor of [rows, columns], in the order of its memory, every `step` elements;
     `step` is some rows and 0.618 of another, so that neighbours in the sample share neither row nor column
 
-An update of a share p of a tensor's elements stays unseen with a probability of (1 - p) ** 256 for that tensor. A
-change to a few rows of one tensor, as of an embedding, can stay unseen: its author has to declare it.
+An update of a share p of a tensor's elements goes undetected with a probability of (1 - p) ** 256 for that tensor. A
+change to a few rows of a tensor, such as an embedding, can go undetected: its author has to declare it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 ELEMENTS = 256
-"""Per tensor, at least; all of a smaller one."""
+"""Least elements per tensor; a smaller tensor is taken whole."""
 ELEMENTS_PER_EXPERT = 8
 MAX_ELEMENTS = 8192
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,10 +32,10 @@ class Taken(NamedTuple):
 
     parts: list[torch.Tensor]
     copied: list[Any]
-    """An event of each device whose part is still being copied."""
+    """An event for each device that is still copying its part."""
 
     def digest(self) -> bytes:
-        """16 bytes. Waits for the copies, which wait for earlier work on their streams."""
+        """The digest, 16 bytes. Waits for the copies, which wait for earlier work on their streams."""
         for event in self.copied:
             event.synchronize()
         digest = xxhash.xxh3_128()
@@ -45,11 +45,11 @@ class Taken(NamedTuple):
 
 
 def lattice(shape: Iterable[int]) -> tuple[int, int]:
-    """How many elements to take from a tensor of that shape, and how far apart they are in memory."""
+    """The number of elements to take from a tensor of that shape, and their distance in memory."""
     sizes = list(shape)
     total = math.prod(sizes)
     wanted = ELEMENTS
-    if len(sizes) > 2:  # stacked experts: an update of a single one must be seen
+    if len(sizes) > 2:  # stacked experts: an update of a single expert must be detected
         wanted = min(MAX_ELEMENTS, max(ELEMENTS, ELEMENTS_PER_EXPERT * sizes[0]))
     if total <= wanted:
         return total, 1
@@ -62,7 +62,7 @@ def lattice(shape: Iterable[int]) -> tuple[int, int]:
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a tensor keeps its bytes in: itself, or the parts of a quantised or distributed one."""
+    """The tensors that hold a tensor's bytes: itself, or the parts of a quantised or distributed one."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None or type(tensor) in (torch.Tensor, torch.nn.Parameter):
         yield tensor
@@ -72,7 +72,7 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def elements(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The sampled elements of a tensor as integers, as a view where that is possible; None if it has no bytes."""
+    """The sampled elements of a tensor as integers, as a view if possible; None if it has no bytes."""
     if not tensor.numel():
         return None
     count, step = lattice(tensor.shape)
@@ -89,38 +89,38 @@ def elements(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _addresses(tensors: list[tuple[str, torch.Tensor]]) -> list[int]:
-    """Where the bytes of all tensors are: what changes when one gets other memory."""
+    """The addresses of all tensors' bytes, which change when a tensor gets other memory."""
     found = []
     for _, tensor in tensors:
         for plain in plain_tensors(tensor) if hasattr(tensor, "__tensor_flatten__") else (tensor,):
             try:
                 found.append(plain.data_ptr())
-            except RuntimeError:  # a sparse one has none
+            except RuntimeError:  # a sparse tensor has none
                 found.append(id(plain))
     return found
 
 
 class WeightSample:
-    """Samples the same elements of a model's parameters and buffers again and again. For one thread.
+    """Samples the same elements of a model's parameters and buffers repeatedly. For one thread.
 
     Args:
-        keep_views: what a sample is taken from is kept between samples. Cheaper, but tensors that the model has put
-            away are freed only with the next sample: for engines that write to weights in place.
+        keep_views: keep the sampled views between samples. Cheaper, but tensors that the model has dropped are
+        freed only with the next sample: for engines that write to weights in place.
 
     Attributes:
-        unread: tensors whose bytes cannot be had (on no device, or of a strange type), as of the last sample.
+        unread: tensors whose bytes cannot be read (on no device, or of a strange type), as of the last sample.
     """
 
     def __init__(self, *, keep_views: bool = False) -> None:
         self.unread: list[str] = []
         self._keep = keep_views
         self._seen: list[int] = []
-        self._copies = False  # some elements are no view of their tensor
+        self._copies = False  # some elements are not a view of their tensor
         self._views: list[list[torch.Tensor]] = []
 
     @torch.no_grad()
     def take(self, tensors: list[tuple[str, torch.Tensor]]) -> Taken:
-        """Begin to copy the elements of these tensors to the host. Waits for no device."""
+        """Start to copy the elements of these tensors to the host. Waits for no device."""
         if self._keep:
             seen = _addresses(tensors)
             if seen != self._seen or self._copies:
@@ -140,7 +140,7 @@ class WeightSample:
         return Taken(parts, events)
 
     def _views_of(self, tensors: list[tuple[str, torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """The elements of all tensors, together where they are on one device and of one size."""
+        """The elements of all tensors, joined if on the same device and of the same size."""
         self.unread, self._copies = [], False
         groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for name, tensor in tensors:

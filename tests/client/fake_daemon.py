@@ -1,4 +1,4 @@
-"""A daemon that can be made to misbehave: real sockets, a real memfd, a thread of its own.
+"""A daemon that can be made to misbehave: real sockets, a real memfd, its own thread.
 
 It keeps blocks of one namespace in one region and grants every lease. What it does with a request
 is decided by `rules`: by default it answers; a rule may drop the request, hold the reply back, or

@@ -1,4 +1,4 @@
-"""Small things done in the background: in order, whatever one of them does, and until it is closed."""
+"""Small background jobs: done in order, even if one fails, and until the worker is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many connections a client has: no more than the daemon allows, whatever its threads do."""
+"""The number of a client's connections: never more than the daemon allows, however many threads it has."""
 
 from __future__ import annotations
 

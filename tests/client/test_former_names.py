@@ -1,4 +1,4 @@
-"""Programs that import modules by the names of 0.1 still find them, and are told."""
+"""Programs that import modules by the names of 0.1 still find them, and get a warning."""
 
 from __future__ import annotations
 

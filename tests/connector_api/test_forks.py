@@ -1,4 +1,4 @@
-"""A forked child has its parent's objects and none of its threads: it is told so at once, and disturbs nobody."""
+"""A forked child has its parent's objects but not its threads: it gets an error at once, and disturbs no client."""
 
 from __future__ import annotations
 

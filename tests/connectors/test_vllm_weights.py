@@ -1,4 +1,4 @@
-"""What a rank of vLLM notices of its weights, without vLLM."""
+"""How a rank of vLLM detects changes of its weights, without vLLM."""
 
 from __future__ import annotations
 

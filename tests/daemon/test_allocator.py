@@ -1,4 +1,4 @@
-"""Frames: who has them, when they are free, and how regions go from one size to another."""
+"""Frames: their owners, when they are free, and how regions change from one size to another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limit of descriptors: what is let in so that it is never met, and what is shut out."""
+"""The limit of descriptors: what the daemon admits so that the limit is never reached, and what it refuses."""
 
 from __future__ import annotations
 

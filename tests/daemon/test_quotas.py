@@ -1,4 +1,4 @@
-"""A tenant at its quota makes room among its own blocks, and nobody else loses one."""
+"""A tenant at its quota makes room among its own blocks, and no other tenant loses a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The TCP side of a daemon: who is greeted, and whose sessions end."""
+"""The TCP side of a daemon: which clients are admitted, and which sessions end."""
 
 from __future__ import annotations
 

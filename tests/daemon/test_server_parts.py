@@ -1,4 +1,4 @@
-"""What the daemon's loop does besides requests: ticks, signals, and what systemd is told."""
+"""The work of the daemon's loop besides requests: ticks, signals, and notifications to systemd."""
 
 from __future__ import annotations
 

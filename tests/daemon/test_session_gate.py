@@ -1,4 +1,4 @@
-"""The session socket in this process: who is let in, who is let go, and that nothing is left behind."""
+"""The session socket in this process: which clients are admitted or dropped, and that nothing is left behind."""
 
 from __future__ import annotations
 

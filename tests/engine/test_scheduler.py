@@ -1,4 +1,4 @@
-"""Who is served when: order, budget, forks, preemption. A model that forgets nothing, exact block ids."""
+"""When each sequence is served: order, budget, forks, preemption. A model that forgets nothing, exact block ids."""
 
 from __future__ import annotations
 

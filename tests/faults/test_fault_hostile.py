@@ -1,4 +1,4 @@
-"""Who was let in and means ill: a tenant that takes what it can get, and users of the host who set traps."""
+"""Admitted but hostile: a tenant that takes what it can get, and users of the host who set traps."""
 
 from __future__ import annotations
 

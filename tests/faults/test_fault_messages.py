@@ -1,4 +1,4 @@
-"""Faults 22, 23, 32: requests that no client should send. Each is answered, and nobody else notices."""
+"""Faults 22, 23, 32: requests that no client should send. Each is answered, and no other client notices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients on other hosts: encrypted or not at all, each in its own tenant; and whoever knocks wrongly harms nobody."""
+"""Clients on other hosts: encrypted or not at all, each in its own tenant; a wrong handshake harms no client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who reads: what `gds=` makes of a pool, a daemon and a probe. And what the daemon says to extents."""
+"""Which side reads: what `gds=` makes of a pool, a daemon and a probe. And the daemon's answers about extents."""
 
 from __future__ import annotations
 

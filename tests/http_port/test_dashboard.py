@@ -1,4 +1,4 @@
-"""The page in a real Chromium: what it shows, what it asks for, and what it says when nobody answers."""
+"""The page in a real Chromium: what it shows, what it asks for, and what it says without an answer."""
 
 from __future__ import annotations
 

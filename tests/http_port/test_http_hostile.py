@@ -1,4 +1,4 @@
-"""Requests that nobody sends who means well, and names that are made to be more than names."""
+"""Hostile requests, and names crafted to be more than names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP process and its daemon: who dies, who comes back, and what is left."""
+"""The HTTP process and its daemon: which of them dies or returns, and what is left."""
 
 from __future__ import annotations
 

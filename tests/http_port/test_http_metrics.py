@@ -1,4 +1,4 @@
-"""What Prometheus is told: documented, in its own format, and the figures of the stats."""
+"""Prometheus metrics: documented, in Prometheus' format, with the figures of the stats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tiercache serve` can be told: each wrong setting has one line that says what to give instead."""
+"""Settings of `tiercache serve`: each wrong setting gives one line that says what to set instead."""
 
 from __future__ import annotations
 

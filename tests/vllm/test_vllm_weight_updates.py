@@ -1,4 +1,4 @@
-"""Weights that are updated in place, in engines that nobody tells of it."""
+"""Weights that are updated in place, in engines that are not told of it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def ask(
     target: str | None, *, model: str, text: str | None, tokens: str | None, salt: str | None, lora: str,
     cache_salt: str, as_json: bool,
 ) -> int:  # fmt: skip
-    """Ask the daemon of a run directory, or an HTTP port, and print the answer. Exit status 1: nothing is stored."""
+    """Query the daemon of a run directory, or an HTTP port, and print the answer. Exit status 1: nothing is stored."""
     if (text is None) == (tokens is None):
         raise ConfigError("give either --text or --tokens")
     if salt is None:
@@ -41,7 +41,7 @@ def ask(
 
 
 def _read_tokens(path: str) -> list[int]:
-    """Token ids of a file (`-`: stdin): a JSON array, or numbers with spaces or commas between them."""
+    """Token ids from a file (`-`: stdin): a JSON array, or numbers separated by spaces or commas."""
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text()
         return [int(part) for part in text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()]
@@ -52,7 +52,7 @@ def _read_tokens(path: str) -> list[int]:
 
 
 def tokenise(model: str, text: str) -> list[int]:
-    """As engines do it, with the tokens that the model wants at the beginning of a text."""
+    """Token ids of a text as engines make them, with the model's special tokens at its beginning."""
     from tiercache.engine.prompts import load_tokenizer
 
     try:

@@ -1,9 +1,9 @@
-"""`tiercache bench codec`: what codecs save on these blocks, what they cost, and on which disks that pays.
+"""`tiercache bench codec`: what codecs save on given blocks, what they cost, and on which disks they pay.
 
 A codec pays when a block takes less time with it than without:
 
     length / disk  >  length / codec + (length / ratio) / disk
-    disk  <  codec * (1 - 1 / ratio)            with one core at it; n cores are good for n times that
+    disk  <  codec * (1 - 1 / ratio)            with one core; n cores are good for n times that
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from tiercache.ground.units import format_bytes, parse_bytes, round_up
 from tiercache.protocol.namespaces import MAX_BLOCK_BYTES
 
 MAX_SAMPLE_BYTES = 64 << 20
-"""Of the files; blocks are taken evenly from all of them."""
+"""Sample size; blocks are taken evenly from all files."""
 SYNTHETIC_BYTES = 16 << 20
 MEASURE_S = 0.5
-"""Least time that each direction of a codec is measured for."""
+"""Least time of measurement for each direction of a codec."""
 DISK_BYTES = 256 << 20
 DISK_CALL_BYTES = 2 << 20
 DISK_THREADS = 8
-"""As many as the daemon has for a directory."""
+"""Threads for the disk, as many as the daemon has for a directory."""
 _PAGE_BYTES = 4096
 _HEAD_CHANNELS = 128
 
 
 class CodecFigures(NamedTuple):
-    """One codec on these blocks; speeds in bytes of plain blocks per second of one core."""
+    """Result of one codec on the blocks; speeds in bytes of plain blocks per second of one core."""
 
     codec: str
     ratio: float
@@ -60,7 +60,7 @@ class CodecFigures(NamedTuple):
 
 
 class DiskFigures(NamedTuple):
-    """What a directory's disk does, in bytes per second."""
+    """Speed of a directory's disk, in bytes per second."""
 
     directory: str
     direct: bool
@@ -72,7 +72,7 @@ class DiskFigures(NamedTuple):
 def run(
     *, files: list[Path], block_bytes: str, dtype: str, directory: Path | None, as_json: bool
 ) -> int:
-    """Measure and print. Takes some seconds of one core, and of the disk where there is a `directory`.
+    """Measure and print. Takes some seconds of one core, and of the disk if a `directory` is given.
 
     Raises ConfigError for files, sizes or directories that cannot be used.
     """
@@ -109,7 +109,7 @@ def run(
 
 
 def _blocks_of(files: list[Path], size: int) -> list[bytes]:
-    """Blocks of some files, evenly spread; what is left at a file's end is no block."""
+    """Blocks of some files, evenly spread; the rest at a file's end is left out."""
     room = max(1, MAX_SAMPLE_BYTES // size // len(files))
     blocks = []
     for path in files:
@@ -127,7 +127,7 @@ def _blocks_of(files: list[Path], size: int) -> list[bytes]:
 
 
 def _made_up(size: int) -> list[bytes]:
-    """Blocks as a KV cache has them, as far as a codec can tell: a bfloat16's top bits are its value's magnitude."""
+    """Made-up blocks that a codec cannot tell from KV: the top bits of a bfloat16 are its value's magnitude."""
     import numpy as np
 
     rng = np.random.default_rng(1)
@@ -146,7 +146,7 @@ def _made_up(size: int) -> list[bytes]:
 
 
 def _measure(name: str, element: int, blocks: list[bytes]) -> CodecFigures:
-    """Encode and decode all blocks, again and again, and compare what comes out. Raises ConfigError."""
+    """Encode and decode all blocks repeatedly, and compare the results. Raises ConfigError."""
     from tiercache.daemon.tiers.nvme.disk import codecs
 
     codec = codecs.codec_number(name, element)
@@ -184,7 +184,7 @@ def _on_disk(stored: bytes) -> int:
 
 
 def _seconds(call: Callable[[], None]) -> float:
-    """Time of this thread on its core for one call: the median of as many as fit into MEASURE_S, at least 3."""
+    """CPU time of this thread for one call: the median of as many calls as fit into MEASURE_S, at least 3."""
     times: list[float] = []
     while len(times) < 3 or sum(times) < MEASURE_S:
         start_s = time.thread_time()
@@ -197,7 +197,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def measure_disk(directory: Path) -> DiskFigures:
-    """Write and read DISK_BYTES in a file that has no name, past the page cache where that is possible.
+    """Write and read DISK_BYTES in an unnamed file, past the page cache if possible.
 
     Blocks for as long as the disk takes. Raises ConfigError.
     """
@@ -223,7 +223,7 @@ def measure_disk(directory: Path) -> DiskFigures:
 
 
 def _open_unnamed(path: Path) -> tuple[int, bool]:
-    """A new file that is gone from its folder, with the folder, before anything is written to it."""
+    """A new file, removed together with its folder before anything is written to it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     direct = True
     try:
@@ -239,7 +239,7 @@ def _open_unnamed(path: Path) -> tuple[int, bool]:
 
 
 def _move_all(fd: int, call: Callable[[int, list[memoryview], int], int]) -> float:
-    """Seconds to move the whole file with as many threads as a directory has, to the disk's own cache at least."""
+    """Seconds to move the whole file, at least to the disk's own cache, with as many threads as a directory has."""
     areas = threading.local()
 
     def move(offset: int) -> None:
@@ -262,7 +262,7 @@ def _move_all(fd: int, call: Callable[[int, list[memoryview], int], int]) -> flo
         return time.perf_counter() - start_s
 
 
-# --- what is printed ---------------------------------------------------------------------------------
+# --- output ------------------------------------------------------------------------------------------
 
 
 def _gb(bytes_per_s: float) -> str:
@@ -270,7 +270,7 @@ def _gb(bytes_per_s: float) -> str:
 
 
 def _cores(disk_bytes_per_s: float, pays_below: float) -> str:
-    """How many cores a codec needs to be faster than this disk without it."""
+    """Cores that a codec needs to be faster than this disk without it."""
     return f"{disk_bytes_per_s / pays_below:.1f}" if pays_below > 0 else "never"
 
 

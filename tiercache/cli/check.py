@@ -1,4 +1,4 @@
-"""`tiercache check`: faults in nvme directories that no daemon uses, or in a daemon that runs."""
+"""`tiercache check`: finds faults in nvme directories that no daemon uses, or in a running daemon."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 DEFAULT_SAMPLE = 1000
 ALL = -1
 ANSWER_S = 30.0
-"""For the books of a daemon; reading blocks comes on top."""
+"""Deadline for checking a daemon's index; reading blocks comes on top."""
 BLOCK_S = 50e-6
-"""For a block in the books of a busy daemon."""
+"""Time per block in the index of a busy daemon."""
 FULL_ANSWER_S = 7 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The command line, as it was given."""
+    """The command line as given."""
 
     nvme: tuple[str, ...]
     repair: bool
@@ -45,16 +45,16 @@ class Options:
     address: str | None
 
     def blocks(self) -> int:
-        """How many blocks to read; ALL for every one."""
+        """Number of blocks to read; ALL for all blocks."""
         if self.full:
             return ALL
         return DEFAULT_SAMPLE if self.sample is None else self.sample
 
 
 def check(options: Options) -> int:
-    """Check what the options name and print what was found. Returns the exit status.
+    """Check what the options name and print the findings. Returns the exit status.
 
-    Raises ConfigError where there is nothing to check, or it cannot be.
+    Raises ConfigError if there is nothing to check, or the check is not possible.
     """
     if options.full and options.sample is not None:
         raise ConfigError("--full and --sample exclude each other: give one of them")
@@ -130,7 +130,7 @@ def _print_report(report: Report, repair: bool) -> None:
 
 @contextmanager
 def _progress(as_json: bool, name: str) -> Iterator[Progress]:
-    """Shows how far it is, on a terminal; on stderr, so that stdout stays what was found."""
+    """Shows progress on a terminal; on stderr, so that stdout has the findings only."""
     if as_json or not sys.stderr.isatty():
         yield lambda what, done, total: None
         return
@@ -176,7 +176,7 @@ def _check_daemon(options: Options, where: str, rate: int) -> int:
 
 
 def _answer_s(stats: dict[str, Any], sample: int, rate: int) -> float:
-    """How long to wait for an answer: as long as the books and the reading at its rate take, and as long again."""
+    """How long to wait for an answer: twice the time for the index and for reading at the given rate."""
     tiers = stats.get("tiers", {})
     on_disk, books_s = tiers.get("nvme", {}), sum(int(one["blocks"]) for one in tiers.values()) * BLOCK_S
     total_bytes, blocks = int(on_disk.get("bytes", 0)), int(on_disk.get("blocks", 0))

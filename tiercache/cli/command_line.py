@@ -1,4 +1,4 @@
-"""What all commands share: the application, groups in its help, common options, how help ends."""
+"""Shared by all commands: the application, groups in its help, common options, the end of each help."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 RUN, LOOK, CHANGE, MEASURE, SERVE = "Run", "Look", "Change", "Measure", "Serve"
 PURPOSES = (RUN, LOOK, CHANGE, MEASURE, SERVE)
-"""What commands are for, in the order of the help."""
+"""Groups of commands by purpose, in the order of the help."""
 
 STATUS = "0 done, 1 no daemon answers or what was asked about is not so, 2 a wrong command line or setting"
 HELP_COLUMNS = 100
@@ -32,7 +32,7 @@ class _Group(TyperGroup):
 
 
 def ending(examples: str, status: str = STATUS) -> str:
-    """How every help ends: what the exit status says, then examples, line by line."""
+    """The end of every help: the meaning of the exit status, then examples, line by line."""
     return f"Exit status: {status}.\n\n\b\nExamples:\n{examples.rstrip()}\n"
 
 
@@ -83,4 +83,4 @@ OWN_HELP: dict[str, Any] = {
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
     "add_help_option": False,
 }
-"""Of commands that read their own command line."""
+"""Settings of commands that read their own command line."""

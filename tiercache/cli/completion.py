@@ -1,6 +1,6 @@
-"""`tiercache completion`: scripts that complete commands and options, made from the command line as it is.
+"""`tiercache completion`: scripts that complete commands and options, generated from the present command line.
 
-They hold all words themselves. Asking the program at each Tab would cost its start, a fifth of a second.
+They contain all words. Calling the program at each Tab would cost its start, a fifth of a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHOICES = re.compile(r"[a-z0-9]+(\|[a-z0-9]+)+")
 
 
 class Option(NamedTuple):
-    """One option of a command. `values`: what it may be followed by, `files` whether that is a path."""
+    """One option of a command. `values`: what may follow it; `files`: whether that is a path."""
 
     names: tuple[str, ...]
     help: str
@@ -32,7 +32,7 @@ class Option(NamedTuple):
 
 
 class Command(NamedTuple):
-    """One command, or a command in a group (`bench codec`). `words`: what may follow it that is no option."""
+    """One command, or a command in a group (`bench codec`). `words`: what may follow it besides options."""
 
     name: str
     help: str
@@ -49,7 +49,7 @@ def show(shell: str, group: TyperGroup) -> int:
     return EXIT_OK
 
 
-# --- what there is to complete -----------------------------------------------------------------------
+# --- words to complete -------------------------------------------------------------------------------
 
 
 def commands(group: TyperGroup) -> list[Command]:
@@ -128,7 +128,7 @@ _HELP = Option(("-h", "--help"), "Show this help.", takes_value=False)
 
 
 def bash(found: list[Command]) -> str:
-    """For bash 4 or later; also what zsh runs."""
+    """The script for bash 4 or later, which zsh also runs."""
     top = " ".join(sorted(command.name for command in found if " " not in command.name))
     cases = "\n".join(line for command in found for line in _bash_case(command))
     groups = "|".join(command.name for command in found if command.words and not command.options)
@@ -156,7 +156,7 @@ complete -o filenames -F _tiercache tiercache"""
 
 
 def _bash_case(command: Command) -> Iterator[str]:
-    """The lines of one command: after options that take a value, then everywhere else."""
+    """The lines for one command: after options that take a value, then everywhere else."""
     for one in command.options:
         if one.takes_value:
             names = "|".join(shlex.quote(f"{command.name}:{name}") for name in one.names)
@@ -168,12 +168,12 @@ def _bash_case(command: Command) -> Iterator[str]:
 
 
 def zsh(found: list[Command]) -> str:
-    """The same function, by way of zsh's own support for those of bash."""
+    """The same function, through zsh's own support for bash completions."""
     return f"autoload -Uz compinit bashcompinit\ncompinit\nbashcompinit\n{bash(found)}"
 
 
 def fish(found: list[Command]) -> str:
-    """With the help of each option beside it."""
+    """The script for fish, with the help of each option."""
     lines = ["# Completion of tiercache, made by `tiercache completion`.", "complete -c tiercache -f"]
     for command in found:
         outer, _, inner = command.name.partition(" ")

@@ -16,7 +16,7 @@ from tiercache.errors import ConfigError, RequestRefused
 
 
 def show(path: Path | None, *, as_json: bool) -> int:
-    """Print the effective settings, and where each that is no default came from. Raises ConfigError."""
+    """Print the effective settings, and the source of each that is not a default. Raises ConfigError."""
     config, sources = resolve_config(path)
     if not as_json:
         print(render_toml(config, sources=sources), end="")
@@ -79,7 +79,7 @@ def change(address: str | None, assignment: str, *, as_json: bool) -> int:
 
 
 def version(*, as_json: bool) -> int:
-    """Print the versions of tiercache, of the libraries that it stands on, and of Python."""
+    """Print the versions of tiercache, of the libraries it uses, and of Python."""
     from tiercache.protocol.messages import PROTOCOL
 
     versions = {

@@ -1,4 +1,4 @@
-"""How the commands reach the daemon."""
+"""Connects commands to the daemon."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CONNECT_DEADLINE_S = 3.0
 REQUEST_S = 2.0
-"""People are more patient than engines: a busy machine is no daemon that has gone."""
+"""Deadline of a request. People are more patient than engines: on a busy machine the daemon may only be slow."""
 _NOT_OURS = "run this as the daemon's user, or have the daemon share its sockets with a group of yours (--group)"
 _REMEDY = "start a daemon with `tiercache daemon`, or name its run directory with --address"
 
@@ -33,7 +33,7 @@ def connected(address: str | None) -> Iterator[Client]:
     from tiercache.client.client import Client
 
     where = address or default_address()
-    # A client would wait for the socket to appear. People will not.
+    # A client would wait for the socket to appear; a command should not.
     if not is_remote(where):
         try:
             os.stat(session_socket_path(where))
@@ -59,7 +59,7 @@ def connected(address: str | None) -> Iterator[Client]:
 
 
 def _say_if_it_hangs(where: str) -> None:
-    """Raise NotAnswering where a daemon runs all the same."""
+    """Raise NotAnswering if a daemon runs nevertheless."""
     pid = None if is_remote(where) else serving_pid(Path(where))
     if pid is None:
         return
@@ -76,7 +76,7 @@ def _say_if_it_hangs(where: str) -> None:
 
 
 def serving_pid(run_dir: Path) -> int | None:
-    """The process that serves a run directory; None where there is none, or we may not know."""
+    """The process that serves a run directory; None if there is none, or if access is denied."""
     try:
         fd = os.open(run_dir / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""`tiercache demo`: one long prompt, wherever its KV is; then conversations with a server that is short of memory."""
+"""`tiercache demo`: one long prompt from each tier; then conversations with a server that is short of memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DEFECT = "NOT the same: this is a defect, please report it"
 
 @contextmanager
 def sigterm_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt too: temporary files, 200 MB perhaps, go with the demo."""
+    """Make SIGTERM raise KeyboardInterrupt too, so that temporary files, 200 MB perhaps, go with the demo."""
     earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -82,7 +82,7 @@ def run(*, engine: str, model: Path | None, prompt_file: Path | None, tokens: in
 
 def _is_well(figures: dict[str, Any]) -> bool:
     hits = [figures[name] for name in ("hit_tokens", "nvme_hit_tokens", "back_hit_tokens")]
-    # What conversations find in the tiers is not asked for: short ones may find it in the pool.
+    # Hits of conversations in the tiers are not required: short ones may find all in the pool.
     served = figures.get("served", {"texts_identical": True})
     return bool(figures["tokens_identical"] and all(hits) and served["texts_identical"])
 
@@ -124,7 +124,7 @@ def _prompt_figures(demo: LongPrompt) -> dict[str, Any]:
 
 
 def _converse(demo: ChatDemo, out: Console) -> dict[str, Any]:
-    """Play and print the conversations; their figures."""
+    """Play and print the conversations; returns their figures."""
     without, having = demo.play()
     out.print(_chat_table(without, having))
     same = without.texts == having.texts

@@ -1,4 +1,4 @@
-"""`tiercache serve` that stops, as on SIGTERM, at the end of its stdin: with the process that started it."""
+"""`tiercache serve` that stops, as on SIGTERM, at the end of its stdin, so with the process that started it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tiercache doctor`: the host, its disks and the daemon, with a remedy for whatever is not as it should be."""
+"""`tiercache doctor`: checks the host, its disks and the daemon, with a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COLOURS = {State.OK: "green", State.WARNING: "yellow", State.FAILURE: "bold red
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The command line, as it was given."""
+    """The command line as given."""
 
     gds: Path | None
     directories: tuple[Path, ...]
@@ -62,7 +62,7 @@ def run(options: Options) -> int:
 
 
 def _ask(run_dir: Path) -> tuple[Tree, dict[int, NamespaceSpec], str]:
-    """A running daemon's statistics and specs, and why there are none."""
+    """A running daemon's statistics and specs, or why there are none."""
     from tiercache.protocol.messages import MAX_NAMESPACES_PER_REQUEST, SpecList, Specs
 
     if not session_socket_path(run_dir).exists():
@@ -96,7 +96,7 @@ def _needs(config: DaemonConfig, tree: Tree) -> Needs:
 
 
 def _print(found: list[Finding]) -> None:
-    """A line for each finding, aligned; its remedy on a line of its own, which pipes and eyes both find."""
+    """An aligned line for each finding; the remedy on its own line, easy to find for people and in pipes."""
     from rich.console import Console
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Whether host memory can be registered with CUDA, tried in a process of its own: a driver that hangs is killed."""
+"""Tests whether host memory can be registered with CUDA, in a child process: one with a hung driver is killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_DRIVER = 3
 
 
 def examine() -> list[Finding]:
-    """One line. Blocks for at most `ANSWER_S`."""
+    """The finding, one line. Blocks for at most `ANSWER_S`."""
     command = python_command("tiercache.cli.doctor_cuda")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
@@ -32,7 +32,7 @@ def examine() -> list[Finding]:
 
 
 def main() -> int:
-    """Register 64 MiB of shared memory and say how fast that was; exit status 3 where there is no driver."""
+    """Register 64 MiB of shared memory and print how fast that was; exit status 3 if there is no driver."""
     import ctypes
     import mmap
     import os
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Without the interpreter's own end: a mapping that ctypes looks into cannot be closed.
+    # Skips the interpreter's own shutdown: a mapping that ctypes refers to cannot be closed.
     status = main()
     sys.stdout.flush()
     import os

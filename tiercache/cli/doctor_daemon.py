@@ -1,4 +1,4 @@
-"""The daemon: does one run here and is it well, who may reach it, do all speak the same protocol."""
+"""Checks the daemon: whether it runs here and is well, who may reach it, and whether all use the same protocol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOPIC = "daemon"
 
 
 def examine(run_dir: Path, tree: Tree, problem: str) -> list[Finding]:
-    """What is to be said of the daemon at a run directory; `tree`: its statistics, empty where it does not answer."""
+    """Findings about the daemon at a run directory; `tree`: its statistics, empty if it does not answer."""
     checks = (partial(_running, run_dir, tree, problem), partial(_permissions, run_dir))
     if not tree:
         return collect(TOPIC, checks)

@@ -1,4 +1,4 @@
-"""Directories for the NVMe tier: may they be used, do they take direct I/O, how fast are they."""
+"""Checks directories for the NVMe tier: whether they are usable and take direct I/O, and how fast they are."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TOPIC = "disks"
 STEP_BYTES = 1 << 20
 MEASURED_BYTES = 64 << 20
 PART_S = 3.0
-"""Writing and reading are measured for so long at most, each."""
+"""Longest measurement of writing, and of reading."""
 ANSWER_S = 15.0
-"""A disk that has not answered after that is taken for one that hangs."""
+"""A disk that has not answered after this time counts as hung."""
 SLOW_BYTES_PER_S = 200 << 20
 _NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS)
 
@@ -36,7 +36,7 @@ class Speed(NamedTuple):
 
 
 def examine(needs: Needs, directories: tuple[Path, ...], measure: bool) -> list[Finding]:
-    """All directories, one after the other: at most `ANSWER_S` for each."""
+    """Findings for all directories in turn, at most `ANSWER_S` for each."""
     if not directories:
         return [skipped(TOPIC, "nvme", "no directory is configured: --nvme")]
     share = needs.nvme_bytes // len(directories)
@@ -59,7 +59,7 @@ def _look_at(path: Path, share_bytes: int, measure: bool) -> list[Finding]:
 
 
 def within(seconds: float, work: Callable[[], list[Finding]]) -> list[Finding] | None:
-    """What some work finds, or None when that takes too long; it is left behind then."""
+    """The result of some work, or None when it takes too long; the work is then abandoned."""
     found: list[list[Finding]] = []
     thread = threading.Thread(target=lambda: found.append(work()), name="disk", daemon=True)
     thread.start()
@@ -112,7 +112,7 @@ def _room(place: Path, name: str, share_bytes: int) -> Finding:
 
 
 def measure_speed(folder: Path) -> Speed:
-    """Write a file that has no name, read it, and let go of it. Blocks up to 2 x PART_S. Raises OSError."""
+    """Write an unnamed file, read it and release it. Blocks up to 2 x PART_S. Raises OSError."""
     fd, direct = _nameless(folder)
     try:
         area = memoryview(mmap.mmap(-1, STEP_BYTES))
@@ -128,7 +128,7 @@ def measure_speed(folder: Path) -> Speed:
 
 
 def _nameless(folder: Path) -> tuple[int, bool]:
-    """A file in the folder that goes with its descriptor, and whether it takes direct I/O."""
+    """A file in the folder that vanishes with its descriptor, and whether it takes direct I/O."""
     last: OSError | None = None
     for direct in (True, False):
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
@@ -158,7 +158,7 @@ def _nameless(folder: Path) -> tuple[int, bool]:
 
 
 def _move(step: Callable[[int], int], limit_bytes: int) -> tuple[int, float]:
-    """Bytes moved, in steps, until the limit or the time is reached; and the seconds that took."""
+    """Move bytes in steps until the limit or the time is reached; returns the bytes and the seconds."""
     moved, started_s = 0, time.perf_counter()
     while moved < limit_bytes and time.perf_counter() - started_s < PART_S:
         step_bytes = step(moved)

@@ -1,4 +1,4 @@
-"""Why there are no hits: what was asked, what was stored, and where the two pass each other by."""
+"""Explains missing hits: compares what was asked for with what was stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiercache.protocol.namespaces import NamespaceSpec
 
 TOPIC = "hits"
 TOO_SOON_S = 60.0
-"""What is evicted sooner than this after it was stored is seldom asked for again."""
+"""Blocks evicted sooner than this after their store are seldom asked for again."""
 ENOUGH_BLOCKS = 64
 _PROBE = "tiercache/probe"
 
@@ -20,12 +20,12 @@ Specs = Mapping[int, NamespaceSpec]
 
 
 def examine(tree: Tree, specs: Specs) -> list[Finding]:
-    """What the figures of a running daemon say; `specs` are those of its namespaces."""
+    """Findings from the figures of a running daemon; `specs` are those of its namespaces."""
     if not tree:
         return [skipped(TOPIC, "hit rate", "no daemon to ask")]
     spaces = [one for one in tree.get("namespaces", []) if one.get("engine") != _PROBE]
     asked, found = _sum(spaces, "asked_blocks"), _sum(spaces, "hit_blocks", "hit_below_blocks")
-    # In namespaces of ranks and groups the same blocks are counted more than once, which leaves the share as it is.
+    # Namespaces of ranks and groups count the same blocks more than once, which does not change the share.
     if not asked:
         return [_nobody_asks(tree, spaces)]
     figure = f"{found / asked:.1%} of {asked:,} blocks asked for"
@@ -50,7 +50,7 @@ def _nobody_asks(tree: Tree, spaces: list[dict[str, Any]]) -> Finding:
 
 
 def _why(tree: Tree, spaces: list[dict[str, Any]], specs: Specs) -> Iterator[Finding]:
-    """No hit at all, although blocks were asked for."""
+    """Finding for no hit at all, although blocks were asked for."""
     asked = [one for one in spaces if at(one, "asked_blocks")]
     holding = [one for one in spaces if at(one, "blocks") or at(one, "below_blocks") or at(one, "stored_blocks")]
     if not holding:
@@ -79,12 +79,12 @@ def _why(tree: Tree, spaces: list[dict[str, Any]], specs: Specs) -> Iterator[Fin
 
 
 def _nearest(one: dict[str, Any], others: list[dict[str, Any]], specs: Specs) -> dict[str, Any]:
-    """Of the others, the one whose form differs least."""
+    """Of the other namespaces, the one that differs least in form."""
     return min(others, key=lambda other: len(_fields(specs.get(one["id"]), specs.get(other["id"]))))
 
 
 def _fields(one: NamespaceSpec | None, other: NamespaceSpec | None) -> list[str]:
-    """Names of the fields in which two specs differ; those of `extra` by themselves."""
+    """Names of the fields in which two specs differ; fields of `extra` are named individually."""
     if one is None or other is None:
         return ["a spec that is not known"]
     names = [name for name in NamespaceSpec.__struct_fields__ if name != "extra"]
@@ -94,7 +94,7 @@ def _fields(one: NamespaceSpec | None, other: NamespaceSpec | None) -> list[str]
 
 
 def _differences(one: NamespaceSpec | None, other: NamespaceSpec | None) -> str:
-    """The differing fields with both values, as far as they fit into a line."""
+    """The differing fields with both values, as many as fit into a line."""
     if one is None or other is None:
         return "specs that are no longer known"
     shown = []
@@ -106,7 +106,7 @@ def _differences(one: NamespaceSpec | None, other: NamespaceSpec | None) -> str:
 
 
 def _losses(tree: Tree) -> Iterator[Finding]:
-    """Where blocks are lost that may have been hits."""
+    """Findings for blocks lost that might have been hits."""
     stored_bytes, uptime_s = at(tree, "counters.stored_bytes"), at(tree, "daemon.uptime_s")
     evicted, stored = at(tree, "counters.evicted_blocks"), at(tree, "counters.stored_blocks")
     if evicted >= ENOUGH_BLOCKS and stored_bytes:

@@ -1,4 +1,4 @@
-"""The host: kernel, libraries, memory, descriptors, clock. Nothing here takes longer than a fifth of a second."""
+"""Checks the host: kernel, libraries, memory, descriptors, clock. No check takes longer than a fifth of a second."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ TOPIC = "host"
 REQUIRED = ("numpy", "pyzmq", "msgspec", "xxhash", "lz4", "typer", "rich")
 OPTIONAL = ("torch", "transformers", "triton", "vllm", "starlette", "uvicorn", "zstandard", "kvikio-cu13")
 DAEMON_BYTES = 64 << 20
-"""What a daemon takes besides its arena, with some room for its index (200 bytes a block)."""
+"""Memory of a daemon besides its arena, with some room for its index (200 bytes a block)."""
 CLOCK_READS, CLOCK_TRIES = 2_000, 10
 CLOCK_S = 0.1
 SLOW_CLOCK_NS = 500
 STALL_S = 0.1
-"""As `tiercache.daemon.ground.clock`: a gap that is longer is taken off the time of leases."""
+"""As in `tiercache.daemon.ground.clock`: a longer gap does not count as time of leases."""
 _GOOD_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "xen")
 
 
 def examine(host: Host, needs: Needs) -> list[Finding]:
-    """All that is to be said of the host."""
+    """All findings about the host."""
     checks = (
         _kernel, _libraries, partial(_memory, host, needs), partial(_memlock, host, needs), _memfd,
         partial(_huge_pages, host), partial(_descriptors, host, needs), partial(_processors, host, needs),
@@ -59,7 +59,7 @@ def _libraries() -> Iterator[Finding]:
         yield failure(TOPIC, "libraries", f"without {', '.join(missing)}", install_packages(*missing))
     else:
         yield ok(TOPIC, "libraries", figure)
-    if other := _version("tiercache"):  # another project's, or ours of before it had a name of its own
+    if other := _version("tiercache"):  # another project's, or an early release of ours under that name
         figure = f"tiercache {other} is installed beside {DISTRIBUTION}, and has the same files"
         yield warning(TOPIC, "distribution", figure, f"uninstall both, and install {DISTRIBUTION} again")
 
@@ -93,13 +93,13 @@ def _memory(host: Host, needs: Needs) -> Iterator[Finding]:
 
 
 def memory_limit(host: Host, needs: Needs) -> int | None:
-    """The tightest cgroup limit on memory above the daemon (or this process), in bytes; None without one."""
+    """The tightest cgroup memory limit above the daemon (or this process), in bytes; None without one."""
     found: list[int] = []
     for base, folder, unified in _cgroups(host, needs, "memory"):
         name = "memory.max" if unified else "memory.limit_in_bytes"
         while base in (folder, *folder.parents):
             text = host.read(folder / name)
-            # A limit of version 1 that was never set is a huge number.
+            # An unset limit of version 1 is a huge number.
             if text.isdecimal() and int(text) < 1 << 60:
                 found.append(int(text))
             folder = folder.parent
@@ -107,7 +107,7 @@ def memory_limit(host: Host, needs: Needs) -> int | None:
 
 
 def _cgroups(host: Host, needs: Needs, controller: str) -> Iterator[tuple[Path, Path, bool]]:
-    """Root, folder and version (2: True) of the cgroups that rule a controller for the daemon."""
+    """Root, folder and version (2: True) of the cgroups with a controller for the daemon."""
     for line in host.read(host.process(needs) / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         root = host.sys / "fs" / "cgroup"
@@ -163,7 +163,7 @@ def _huge_pages(host: Host) -> Iterator[Finding]:
     elif chosen[1] in ("always", "within_size", "force"):
         yield ok(TOPIC, "huge pages", f"shared memory: {chosen[1]}")
     else:
-        # Not a warning: what it gains has not been measured on every machine.
+        # Not a warning: the gain has not been measured on every machine.
         yield ok(TOPIC, "huge pages", f"shared memory: {chosen[1]}, so the arena has pages of 4 KiB")
 
 
@@ -195,7 +195,7 @@ def _processors(host: Host, needs: Needs) -> Iterator[Finding]:
 
 
 def _quota(host: Host, folder: Path, unified: bool) -> float | None:
-    """Cores that a cgroup gives at most."""
+    """The most cores that a cgroup allows."""
     if unified:
         quota, _, period = host.read(folder / "cpu.max").partition(" ")
     else:
@@ -232,7 +232,7 @@ def _clock_cost_ns() -> float:
 
 
 def _watch_clock() -> tuple[float, float]:
-    """The longest time between two looks at the clock, and by how much the wall clock left it meanwhile."""
+    """The longest time between two readings of the clock, and how far the wall clock drifted from it meanwhile."""
     started_s, wall_s = time.monotonic(), time.time()
     last_s, longest_s = started_s, 0.0
     while last_s - started_s < CLOCK_S:

@@ -1,7 +1,7 @@
-"""What the exit status of a command says, and the one error that has a status of its own.
+"""The exit statuses of commands, and the only error with its own status.
 
-0 it is well, 1 the thing asked about is not (no daemon), 2 a wrong command line, setting or installation, 3 there is a
-daemon and it does not answer.
+0 all is well, 1 the thing asked about is not (no daemon), 2 a wrong command line, setting or installation, 3 there is a
+daemon but it does not answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ EXIT_NO_ANSWER = 3
 
 
 class NotAnswering(DaemonUnavailable):
-    """A daemon runs at the address, and does not answer: `pid` is its process."""
+    """A daemon runs at the address but does not answer; `pid` is its process."""
 
     def __init__(self, text: str, pid: int) -> None:
         super().__init__(text)

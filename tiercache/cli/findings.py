@@ -1,4 +1,4 @@
-"""What `tiercache doctor` finds: lines with a state, a figure and a remedy, and the host that they are about."""
+"""Findings of `tiercache doctor`: lines with a state, a figure and a remedy, and the host they are about."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 
 
 class State(str, Enum):
-    """How well something is."""
+    """The state of a finding."""
 
     OK = "ok"
     WARNING = "warning"
-    """It works, but slower, or not as it should in time."""
+    """It works, but slower, or it may fail in time."""
     FAILURE = "failure"
     """It does not work."""
     NOT_APPLICABLE = "not applicable"
 
 
 class Finding(NamedTuple):
-    """One line. `remedy` says what to do, and is empty where there is nothing to be done."""
+    """One line. `remedy` says what to do; empty if there is nothing to do."""
 
     topic: str
     name: str
@@ -53,10 +53,10 @@ def skipped(topic: str, name: str, figure: str) -> Finding:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the daemon takes of this host: of the one that runs, or of one with the settings that it would have here.
+    """What the daemon takes of this host: the running daemon, or a daemon with the settings that would apply here.
 
     Attributes:
-        pid: of the daemon that runs; 0 for none.
+        pid: process of the running daemon; 0 for none.
         fds: descriptors at its limits: regions, sessions with their pidfds and connections, segment files.
     """
 
@@ -70,20 +70,20 @@ class Needs:
 
 @dataclass(frozen=True)
 class Host:
-    """Where the kernel says things; tests have folders of their own."""
+    """Folders in which the kernel reports; tests use their own."""
 
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
 
     def read(self, path: Path | str) -> str:
-        """A small file of the kernel's; empty where there is none."""
+        """The content of a small kernel file; empty if there is none."""
         try:
             return (Path(path)).read_text().strip()
         except OSError:
             return ""
 
     def process(self, needs: Needs) -> Path:
-        """Where the daemon's own limits are, if they may be read; else those of this process."""
+        """The file of the daemon's own limits if it may be read, else that of this process."""
         own = self.proc / "self"
         its = self.proc / str(needs.pid)
         return its if needs.pid and os.access(its / "limits", os.R_OK) else own
@@ -99,7 +99,7 @@ def limit_of(text: str, name: str) -> tuple[int | None, int | None]:
 
 
 def collect(topic: str, checks: Iterable[Callable[[], Iterable[Finding]]]) -> list[Finding]:
-    """The findings of all checks; one that fails itself is a finding too, and keeps no other from being made."""
+    """The findings of all checks; a check that fails itself becomes a finding too, and does not stop the others."""
     found: list[Finding] = []
     for check in checks:
         try:

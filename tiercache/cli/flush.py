@@ -15,13 +15,13 @@ from tiercache.protocol.messages import KEY_BYTES, Flush, Flushed
 
 TIERS = ("all", "dram")
 FLUSH_DEADLINE_S = 60.0
-"""Millions of blocks are forgotten in slices, between which the daemon serves others."""
+"""Deadline: the daemon forgets millions of blocks in slices, and serves other clients in between."""
 
 
 def flush(
     address: str | None, *, tier: str, namespace: str | None, prefix: str | None, yes: bool, as_json: bool
 ) -> int:
-    """Flush what the options select, after a confirmation, and print how many blocks it was.
+    """Flush what the options select, after a confirmation, and print the number of blocks.
 
     Raises ConfigError for options that select nothing that exists.
     """
@@ -47,7 +47,7 @@ def flush(
 
 
 def parse_key(prefix: str | None) -> bytes:
-    """32 hex digits as a key; None as the empty key, which stands for everything."""
+    """A key from 32 hex digits; the empty key, which stands for everything, from None."""
     if prefix is None:
         return b""
     try:
@@ -60,7 +60,7 @@ def parse_key(prefix: str | None) -> bytes:
 
 
 def find_namespace(stats: dict[str, Any], wanted: str) -> int:
-    """The id of the one namespace with this number, or whose fingerprint starts like this."""
+    """The id of the only namespace with this number, or with a fingerprint that starts so."""
     known = {int(row["id"]): str(row.get("fingerprint", "")) for row in stats.get("namespaces", [])}
     if wanted.isdecimal() and int(wanted) in known:
         return int(wanted)
@@ -74,7 +74,7 @@ def find_namespace(stats: dict[str, Any], wanted: str) -> int:
 
 
 def question(stats: dict[str, Any], tier: str, namespace: str | None, prefix: str | None) -> str:
-    """What is about to be forgotten, as a question."""
+    """The question that names what is about to be forgotten."""
     what = "all blocks" if prefix is None else f"block {prefix[:8]}... and all that follow it"
     whose = "every namespace" if namespace is None else f"namespace {namespace}"
     where = "all tiers" if tier == "all" else tier

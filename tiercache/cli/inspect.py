@@ -1,4 +1,4 @@
-"""`tiercache inspect`: where one block is, and what keeps it there; or how much of a prompt is stored."""
+"""`tiercache inspect`: where a block is and what keeps it there, or how much of a prompt is stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLUMNS = ("namespace", "engine", "rank", "tier", "bytes", "used", "children", "
 
 
 def as_key(text: str) -> bytes | None:
-    """The key that a text of 32 hex digits is; None for any other text."""
+    """The key from a text of 32 hex digits; None for any other text."""
     try:
         key = bytes.fromhex(text)
     except ValueError:

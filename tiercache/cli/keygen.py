@@ -11,7 +11,7 @@ from tiercache.protocol.curve import SERVER_FILE, check_name, make_client, make_
 def keygen(directory: Path, name: str | None, out: Path | None) -> int:
     """Write a daemon's keys if there are none, and those of client `name`. Returns the exit status."""
     if name is not None:
-        check_name(name)  # before anything is made
+        check_name(name)  # before any file is made
     if not directory.joinpath(SERVER_FILE).exists():
         made = make_server(directory)
         print(f"{made}: the daemon's keys: keep them secret, and start it with")

@@ -1,4 +1,4 @@
-"""Looking at a daemon again and again: what changed between two looks, and what to say while it is gone."""
+"""Repeated readings of a daemon's statistics: the changes from one to the next, and the message while it is gone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tree = dict[str, Any]
 
 
 class Look(NamedTuple):
-    """One look: the tree of statistics when it was taken, or why there is none."""
+    """One reading: the tree of statistics at that time, or why there is none."""
 
     time_s: float
     tree: Tree
@@ -25,19 +25,19 @@ class Look(NamedTuple):
 
     @property
     def generation(self) -> object:
-        """Which life of the daemon it is of."""
+        """Identifies the start of the daemon that the reading is from."""
         return self.tree.get("daemon", {}).get("generation")
 
 
 class Looker:
-    """Takes looks at one daemon, through its ends and restarts; the client finds it again by itself."""
+    """Takes readings of a daemon, across its ends and restarts; the client reconnects by itself."""
 
     def __init__(self, client: Client, hot_prefixes: int = 0) -> None:
         self._client = client
         self._hot_prefixes = hot_prefixes
 
     def look(self) -> Look:
-        """One look now. Blocks for a round trip, at most the client's request deadline."""
+        """Take a reading now. Blocks for a round trip, at most the client's request deadline."""
         from tiercache.protocol.messages import Stats, StatsReply
 
         try:
@@ -49,7 +49,7 @@ class Looker:
 
 @contextmanager
 def quiet_client() -> Iterator[None]:
-    """Keep the client's log off the terminal: the live view reports the same in its own place."""
+    """Keep the client's log off the terminal: the live view reports the same itself."""
     log = logging.getLogger("tiercache.client")
     before, log.disabled = log.disabled, True
     try:
@@ -59,7 +59,7 @@ def quiet_client() -> Iterator[None]:
 
 
 def at(tree: Tree, path: str) -> float:
-    """The number at `a.b.c` of a tree; 0 where there is none, as in a daemon of another release."""
+    """The number at `a.b.c` of a tree; 0 if it is missing, as with a daemon of another release."""
     value: Any = tree
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -67,7 +67,7 @@ def at(tree: Tree, path: str) -> float:
 
 
 class Change:
-    """What happened between two looks. One at another life of the daemon counts from zero, like its counters."""
+    """The changes between two readings. After a restart of the daemon they count from zero, like its counters."""
 
     def __init__(self, before: Look, now: Look) -> None:
         self.restarted = before.generation != now.generation
@@ -76,9 +76,9 @@ class Change:
         self._now = now.tree
 
     def grown(self, path: str) -> float:
-        """By how much a counter has grown."""
+        """The growth of a counter."""
         return max(0.0, at(self._now, path) - at(self._before, path))
 
     def rate(self, *paths: str) -> float:
-        """How much some counters together have grown each second."""
+        """The growth per second of the sum of some counters."""
         return sum(map(self.grown, paths)) / self.seconds

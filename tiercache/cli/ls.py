@@ -19,7 +19,7 @@ COLUMNS = (
 
 
 def namespaces(address: str | None, *, as_json: bool) -> int:
-    """Print every namespace: whose blocks, of what form, how many, and of what use."""
+    """Print every namespace: model, form, number and use of its blocks."""
     from tiercache.protocol.messages import ModelList, Models
 
     with connected(address) as client:
@@ -59,7 +59,7 @@ def _clean(text: object) -> str:
 
 
 def pins(address: str | None, *, as_json: bool) -> int:
-    """Print the pins of the daemon, those that end first before others, and what they may keep together."""
+    """Print the daemon's pins, in the order of their end, and their total limit."""
     with connected(address) as client:
         listed = pins_of(client)
     if as_json:

@@ -1,4 +1,4 @@
-"""The machine that `plan` and `replay` reckon with: a GPU, its bus, the host's memory and disks."""
+"""The machine for `plan` and `replay`: a GPU, its bus, the host's memory and disks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ DramBandwidth = Annotated[
 NvmeBandwidth = Annotated[
     str, typer.Option("--nvme-bandwidth", metavar="SIZE", help="Bytes a second of all disks together.")
 ]
-"""Options that mean the same in both commands."""
+"""Options with the same meaning in both commands."""
 
 
 def find_gpu(name: str, tflops: float | None, bus: str | None) -> Gpu:
-    """A GPU by its name or the size of its memory, with what else was said of it. Raises ConfigError."""
+    """A GPU by its name or memory size, with the other options for it applied. Raises ConfigError."""
     known = find(name, GPUS)
     if known is not None:
         gpu = GPUS[known]
@@ -51,13 +51,13 @@ def find_gpu(name: str, tflops: float | None, bus: str | None) -> Gpu:
 
 
 def check_mfu(mfu: float) -> None:
-    """Raises ConfigError for what is no share of a GPU's arithmetic."""
+    """Raises ConfigError for an invalid share of a GPU's arithmetic."""
     if not 0 < mfu <= 1:
         raise ConfigError(f"--mfu {mfu:g}: must be above 0, at most 1; 0.5 is common for prefill")
 
 
 def as_bytes(flag: str, text: str, least: int = 0) -> int:
-    """A size, or with `/s` behind it a rate. Raises ConfigError, also for one below `least`."""
+    """A size, or a rate if `/s` follows. Raises ConfigError, also for a value below `least`."""
     try:
         value = parse_bytes(text.removesuffix("/s"))
     except ValueError as error:

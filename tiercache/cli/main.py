@@ -21,10 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (`sys.argv[1:]` by default) and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what the locale has no character for is no reason to fail
+        sys.stdout.reconfigure(errors="replace")  # a character missing in the locale is no reason to fail
     try:
         if arguments[:1] == ["daemon"]:
-            # Before typer and rich are imported: a sidecar starts in a fraction of a second.
+            # Before typer and rich are imported, so that a sidecar starts in a fraction of a second.
             from tiercache.daemon.__main__ import main as daemon_main
 
             return daemon_main(arguments[1:]) or EXIT_OK
@@ -38,11 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, NotAnswering):
             return EXIT_NO_ANSWER
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNWELL
-    except KeyboardInterrupt:  # while a command was still being imported, too
+    except KeyboardInterrupt:  # also while a command was still being imported
         print("tiercache: stopped", file=sys.stderr)
         return EXIT_USAGE
     except BrokenPipeError:
-        _print_no_more()  # the reader has gone
+        _print_no_more()  # the reader has closed the pipe
         return EXIT_OK
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE or arguments[:1] == ["daemon"]:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_no_more() -> None:
-    """Python would try once more while it exits, and complain."""
+    """Stop output: Python would try once more while it exits, and complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

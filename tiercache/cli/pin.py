@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tiercache.client.client import Client
 
 LOAD_S = 30.0
-"""How long blocks that are on disks only may take to come up."""
+"""How long the promotion of blocks that are only on disks may take."""
 _POLL_S = 0.02
 
 
@@ -39,9 +39,9 @@ def pin(
     address: str | None, *, what: str, model: str | None, salt: str | None, namespace: str | None, ttl: str,
     as_json: bool,
 ) -> int:  # fmt: skip
-    """Pin a prefix in DRAM, bringing up what is on disks only. Exit status 1: not all of it could be kept.
+    """Pin a prefix in DRAM, and promote blocks that are only on disks. Exit status 1: not all of it could be kept.
 
-    Raises ConfigError for a key that is nowhere, or a prompt of which nothing is stored.
+    Raises ConfigError for a key that is not stored, or a prompt of which nothing is stored.
     """
     ttl_s = _parse_ttl(ttl)
     with connected(address) as client:
@@ -68,7 +68,7 @@ def pin(
 
 
 def unpin(address: str | None, *, key: str | None, everything: bool, as_json: bool) -> int:
-    """End the pins with this last key, or all. Exit status 1: there was none.
+    """End the pins with this last key, or all pins. Exit status 1: there was none.
 
     Raises ConfigError unless one of the two is given.
     """
@@ -121,7 +121,7 @@ def _find(client: Client, key: bytes, namespace: str | None) -> _Prefix:
 
 
 def _of_prompt(client: Client, text: str, model: str, salt: str | None) -> _Prefix:
-    """What is stored of a prompt, in all ranks and groups of the model that has most of it."""
+    """The stored part of a prompt, in all ranks and groups of the model that has most of it."""
     from tiercache.cli.affinity import tokenise
     from tiercache.http.affinity import Query, is_meant, keys_of_card
     from tiercache.protocol.messages import ModelList, Models, Peek, Peeked
@@ -145,7 +145,7 @@ def _of_prompt(client: Client, text: str, model: str, salt: str | None) -> _Pref
 
 
 def _load(client: Client, prefix: _Prefix) -> int:
-    """Bring the prefix up into DRAM, as far as that goes within LOAD_S; returns the blocks that are there."""
+    """Promote the prefix to DRAM, as far as possible within LOAD_S; returns the number of blocks there."""
     from tiercache.protocol.messages import Matched, Peek, Peeked, Prefetch
 
     def here() -> Any:

@@ -1,4 +1,4 @@
-"""`tiercache plan`: what a model's KV takes, what the tiers hold of it, and when loading pays. No GPU, no network."""
+"""`tiercache plan`: the size of a model's KV, how much the tiers hold, and when loading pays. No GPU, no network."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _plant(options: Options, model: Model) -> Plant:
     )  # fmt: skip
 
 
-# --- what it looks like --------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------
 
 
 def _sections(tree: dict[str, Any], options: Options) -> list[Section]:
@@ -149,7 +149,7 @@ def _places(tree: dict[str, Any]) -> list[str]:
 
 
 def _below(tree: dict[str, Any]) -> list[str]:
-    """The tiers below the GPU that there are."""
+    """The configured tiers below the GPU."""
     return [one["tier"] for one in tree["tiers"][1:]]
 
 
@@ -167,7 +167,7 @@ def _long(seconds: float) -> str:
 
 
 def _sentences(tree: dict[str, Any]) -> list[str]:
-    """What the tables come to."""
+    """The conclusions from the tables."""
     one = tree["loads"][-1]
     text = f"A prefix of {one['tokens']:,} tokens is computed in {format_duration(one['compute_s'])}"
     for tier in _below(tree):

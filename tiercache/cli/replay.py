@@ -103,12 +103,12 @@ def _check(options: Options) -> None:
 
 
 def _parts(text: str | None) -> tuple[str, ...]:
-    """What stands between commas, each once."""
+    """The items between commas, each once."""
     return tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
 
 
 def _costs(options: Options, form: Form) -> Costs:
-    """What computing and loading cost, on the GPU and the disks that were named."""
+    """The costs of computing and loading, on the named GPU and disks."""
     check_mfu(options.mfu)
     gpu = find_gpu(options.gpu, options.tflops, options.bus)
     dram = min(gpu.bus_bytes_per_s, as_bytes("--dram-bandwidth", options.dram_bandwidth, least=1))
@@ -131,7 +131,7 @@ def _open(path: Path, options: Options, token_bytes: float) -> Trace:
 
 
 class Progress:
-    """One line on stderr, if that is a terminal."""
+    """One line of progress on stderr, if that is a terminal."""
 
     def __init__(self) -> None:
         self._on = sys.stderr.isatty()
@@ -139,23 +139,23 @@ class Progress:
         self._next_s = 0.0
 
     def begin(self, name: str) -> None:
-        """Another trace."""
+        """Begin another trace."""
         self._name = name
 
     def tell(self, what: str, share: float) -> None:
-        """Say what is being done, now and then."""
+        """Report what is being done, now and then."""
         if self._on and time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + TELL_EVERY_S
             print(f"\r{self._name}: {what}: {share:.0%}\x1b[K", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Nothing is being done any more."""
+        """Clear the line: nothing is being done any more."""
         if self._on:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _warn(trace: Trace) -> None:
-    """What was not as it should be, on stderr."""
+    """Print warnings on stderr."""
     if trace.bad_lines:
         print(f"tiercache: {trace.bad_lines} lines left out, the first: {trace.first_problem}", file=sys.stderr)
     if trace.late_requests:
@@ -196,7 +196,7 @@ def _sections(swept: Swept) -> list[Section]:
     heads = ["DRAM", "blocks", *(["policy"] if several else []), *[f"hit {tier}" for tier in tiers]]
     heads += ["hit all"] if len(tiers) > 1 else []
     best = swept.points[0].best_dram is not None
-    # Behind an engine's own pool DRAM has what that one has not, and there is no such optimum.
+    # Behind an engine's own pool DRAM has the blocks that the pool lacks; there is no such optimum.
     alone = best and "gpu" not in tiers
     heads += ["best DRAM"] if alone else []
     heads += ["best all"] if best and len(tiers) > 1 else []

@@ -1,7 +1,7 @@
 """Trees of raw numbers for people: sections, as tables on a terminal and as aligned text in a pipe.
 
-A number's unit is the last word of its name (`used_bytes`, `uptime_s`, `p99_us`), so that a figure
-which the daemon learns to count tomorrow is shown well today.
+A number's unit is the last word of its name (`used_bytes`, `uptime_s`, `p99_us`), so that figures
+which later daemons add are shown well too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tiercache.ground.units import format_bytes, format_duration
 _LONGEST_TEXT = 60
 _MOST_COLUMNS = 12
 _GAP = 3
-"""Blanks that a table on a terminal has for each column, and once more at its edges."""
+"""Blanks of a table on a terminal for each column, and once more at its edges."""
 _LINES_AROUND = 4
-"""Lines of a table on a terminal that are no rows."""
+"""Lines of a table on a terminal besides its rows."""
 
 
 class Section(NamedTuple):
@@ -31,7 +31,7 @@ class Section(NamedTuple):
 
 
 def human(name: str, value: Any) -> str:
-    """One value as people read it, by the unit in its name."""
+    """One value formatted for people, by the unit in its name."""
     unit = name.rpartition("_")[2]
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -54,14 +54,14 @@ def human(name: str, value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """A text as one line for a terminal, whatever is in it."""
+    """A text as one line that is safe for a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _IDENTIFIERS = {"id", "pid", "generation"}
 _POINT_IN_TIME = "unix_s"
-"""How the name of a number ends that counts seconds since 1970, in UTC."""
+"""Ending of the names of numbers that count seconds since 1970, in UTC."""
 
 
 def with_human(tree: Any) -> Any:
@@ -86,7 +86,7 @@ def print_json(tree: Any, *, indent: int | None = 2) -> None:
 
 
 def sections(tree: dict[str, Any]) -> list[Section]:
-    """Every number of a tree, in sections: one for each of its branches."""
+    """All numbers of a tree, in one section for each of its branches."""
     loose = {name: value for name, value in tree.items() if not _is_branch(value)}
     found = _branch("general", loose) if loose else []
     for name, value in tree.items():
@@ -120,7 +120,7 @@ def _branch(title: str, branch: Any) -> list[Section]:
 
 
 def _labelled(title: str, branch: dict[str, dict[str, Any]]) -> list[Section]:
-    """A table with a row for each label; tables within the rows come behind it."""
+    """A table with a row for each label, followed by the tables within the rows."""
     inner = [(f"{title} {label} {name}", value) for label, row in branch.items() for name, value in row.items()
              if _is_table(value)]  # fmt: skip
     rows = {str(label): {name: value for name, value in row.items() if not _is_table(value)}
@@ -132,8 +132,8 @@ def _labelled(title: str, branch: dict[str, dict[str, Any]]) -> list[Section]:
 
 
 def _listed(name: str, value: Any) -> Iterable[tuple[str, str]]:
-    """Rows of a section of two columns. Texts are whole there, each of several in its row: a reason ends with what to
-    do about it."""
+    """Rows of a section of two columns. Texts are not cut, and each of several has its row: a reason ends with its
+    remedy."""
     texts = value if isinstance(value, (list, tuple)) else [value]
     if texts and all(isinstance(text, str) and text for text in texts):
         yield from ((name if number == 0 else "", printable(text)) for number, text in enumerate(texts))
@@ -162,7 +162,7 @@ def _table(title: str, rows: list[tuple[str, dict[str, Any]]], *, first: str = "
         return Section(title, tuple(names), [tuple(cells) for cells in body])
     labelled = [(str(label), *row) for (label, _), row in zip(rows, body, strict=True)]
     found = Section(title, (first, *names), labelled)
-    return _turned(found) if len(names) > _MOST_COLUMNS else found  # few rows with much to say
+    return _turned(found) if len(names) > _MOST_COLUMNS else found  # few rows with many columns
 
 
 def _numeric(section: Section, column: int) -> bool:
@@ -184,7 +184,7 @@ def print_sections(found: list[Section]) -> None:
 
 
 def align(rows: list[tuple[str, ...]], to_right: list[bool]) -> list[str]:
-    """Rows of cells as lines in which the columns stand below each other."""
+    """Rows of cells as lines with aligned columns."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -224,7 +224,7 @@ def _turned(section: Section) -> Section:
 
 
 def _parts(section: Section, width: int) -> list[Section]:
-    """Tables that have all columns between them, and the first one each."""
+    """Tables that share out all columns; each also has the first."""
     widths = _widths(section)
     parts: list[list[int]] = []
     used = width

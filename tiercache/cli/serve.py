@@ -1,6 +1,6 @@
-"""`tiercache serve`: its flags. Those of the engine are the fields of `EngineSettings`, whatever they are.
+"""`tiercache serve`: its flags. The engine's flags are the fields of `EngineSettings`.
 
-The help loads neither torch nor transformers: it is there before they are installed.
+The help loads neither torch nor transformers, so it works before they are installed.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
             action: Any = argparse.BooleanOptionalAction
             group.add_argument(_flag(field.name), action=action, default=default, help=text)
         else:
-            # A field that takes a number or a text takes the text: the settings know what it means.
+            # A field that takes a number or a text gets the text: the settings interpret it.
             kind = type(default) if "|" not in str(field.type) else str
             group.add_argument(_flag(field.name), type=kind, default=default, metavar=_metavar(field), help=text)
 
 
 def _metavar(field: dataclasses.Field[Any]) -> str:
-    """What a flag takes, in one word: its choices where there are some, else its unit."""
+    """The value of a flag in one word: its choices if any, else its unit."""
     if field.name in CHOICES:
         return "|".join(CHOICES[field.name])
     if field.name.endswith("_s"):
@@ -125,7 +125,7 @@ def _flag(name: str) -> str:
 
 
 def _attributes(settings: type) -> dict[str, str]:
-    """What the docstring says of each field."""
+    """The docstring's text for each field."""
     _, _, text = inspect.cleandoc(settings.__doc__ or "").partition("Attributes:\n")
     parts = re.split(r"^    (\w+): ", text, flags=re.MULTILINE)
     return {name: " ".join(part.split()) for name, part in zip(parts[1::2], parts[2::2], strict=True)}

@@ -1,4 +1,4 @@
-"""`tiercache stats`: what the daemon says about itself, all of it or some sections, once or line by line."""
+"""`tiercache stats`: the daemon's statistics, all or some sections, once or line by line."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ HEADER_EVERY = 20
 _RATES = {
     "matches": "match_requests",
     "asked": "match_blocks_asked",
-    "hit": "match_blocks_hit",  # in DRAM; those below are added to it
+    "hit": "match_blocks_hit",  # in DRAM; blocks below are added to it
     "stored": "stored_blocks",
     "dedup": "dedup_blocks",
     "evicted": "evicted_blocks",
 }
-"""What --watch gives per second -> the counter that says so."""
+"""Columns of --watch per second -> the counter behind each."""
 
 _COLUMNS = ("time", "hit%", *(f"{name}/s" for name in _RATES), "blocks", "used", "sessions", "match p99")
 _WIDTHS = (8, 5, 9, 9, 9, 9, 9, 9, 9, 10, 8, 9)
 _FIRST_TO_GO = ("dedup/s", "sessions", "matches/s", "blocks")
-"""Columns of --watch that a narrow terminal does not get."""
+"""Columns of --watch left out on a narrow terminal."""
 
 
 def told(arguments: Sequence[str], *, watch: bool) -> tuple[Sequence[str], float | None]:
@@ -73,14 +73,14 @@ def show(address: str | None, *, wanted: Sequence[str] = (), as_json: bool) -> i
 
 
 def _check(wanted: Sequence[str], tree: dict[str, Any]) -> None:
-    """Raises ConfigError for the first of these that is no section."""
+    """Raises ConfigError for the first name that is not a section."""
     for name in wanted:
         if name not in (SUMMARY, *tree):
             raise ConfigError(f"{name}: is no section: there are {', '.join((SUMMARY, *tree))}")
 
 
 def summary(tree: dict[str, Any]) -> Section:
-    """The few figures that one looks for first."""
+    """The few most important figures."""
     arena, counters = tree.get("arena", {}), tree.get("counters", {})
     asked, below = counters.get("match_blocks_asked", 0), counters.get("match_blocks_below", 0)
     hit = counters.get("match_blocks_hit", 0) + below
@@ -115,10 +115,10 @@ def match_latency(tree: dict[str, Any]) -> dict[str, Any]:
 def watch(address: str | None, *, interval_s: float, as_json: bool) -> int:
     """Print a line per interval with what changed, until Ctrl-C or SIGTERM.
 
-    While the daemon is gone one line says so, and one when it is back; the numbers go on from there.
+    One line says that the daemon is gone, and one that it is back; the numbers continue from there.
     """
     stop = threading.Event()
-    # Not KeyboardInterrupt: one that comes up while an object is being freed is dropped without a word.
+    # Not KeyboardInterrupt: Python silently drops one that is raised while an object is being freed.
     earlier = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with quiet_client(), connected(address) as client:
@@ -136,7 +136,7 @@ def watch(address: str | None, *, interval_s: float, as_json: bool) -> int:
 
 
 class _Lines:
-    """What --watch prints, one line for each look."""
+    """The output of --watch, one line for each reading."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
@@ -144,7 +144,7 @@ class _Lines:
         self._places = shown_columns(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
 
     def print(self, before: Look, now: Look) -> None:
-        """The changes between two looks; of a daemon that is gone one line, however long that lasts."""
+        """The changes between two readings; a single line while a daemon is gone."""
         if now.problem:
             if not before.problem:
                 self._say("gone", f"the daemon is gone, and waited for: {now.problem}")
@@ -172,7 +172,7 @@ class _Lines:
 
 
 def shown_columns(width: int | None) -> list[int]:
-    """Places of the columns of --watch that fit a terminal of `width` characters; all where None."""
+    """Indexes of the columns of --watch that fit a terminal of `width` characters; all if None."""
     places = list(range(len(_COLUMNS)))
     for name in _FIRST_TO_GO:
         if width is not None and sum(_WIDTHS[place] + 1 for place in places) - 1 > width:
@@ -181,7 +181,7 @@ def shown_columns(width: int | None) -> list[int]:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """What happened between two trees that were read `seconds` apart; rates are per second.
+    """The changes between two trees read `seconds` apart; rates are per second.
 
     A daemon that restarted in between counts from zero again, and so do the rates.
     """

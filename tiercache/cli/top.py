@@ -31,10 +31,10 @@ _REMEDY = "top needs a terminal: use `tiercache stats --watch`, or `tiercache to
 
 
 def run(address: str | None, *, interval_s: float, once: bool, sort: str) -> int:
-    """Show the daemon until `q`, or print one frame. Raises ConfigError where there is no terminal to show it on."""
+    """Show the daemon until `q`, or print one frame. Raises ConfigError if there is no terminal."""
     if sort not in SORTS:
         raise ConfigError(f"--sort {sort}: must be one of: {', '.join(SORTS)}")
-    # Without highlighting: what has a colour here was given it.
+    # Without highlighting: all colours are set explicitly.
     console = Console(highlight=False, emoji=False, markup=False)
     if not once and (not console.is_terminal or console.is_dumb_terminal):
         raise ConfigError(_REMEDY)
@@ -48,7 +48,7 @@ def run(address: str | None, *, interval_s: float, once: bool, sort: str) -> int
 
 
 def _print_once(looker: Looker, console: Console, settings: Settings) -> int:
-    """Rates need two looks, an interval apart."""
+    """Rates need two readings, an interval apart."""
     history = History()
     history.take(looker.look())
     time.sleep(settings.interval_s)
@@ -63,7 +63,7 @@ def _print_once(looker: Looker, console: Console, settings: Settings) -> int:
 
 
 class Keyboard:
-    """Keys as they are struck, without echo, and the news that a signal has come. The main thread only."""
+    """Keys as they are struck, without echo, and notice of signals. Main thread only."""
 
     def __init__(self) -> None:
         self.stopped = False
@@ -95,12 +95,12 @@ class Keyboard:
         os.close(self._woken)
 
     def listen(self) -> None:
-        """Take keys one by one, unseen; Ctrl-C and Ctrl-Z stay what they are."""
+        """Read keys one by one, without echo; Ctrl-C and Ctrl-Z keep their meaning."""
         if self._fd >= 0:
             tty.setcbreak(self._fd, termios.TCSADRAIN)
 
     def leave(self) -> None:
-        """Give the terminal back as it was."""
+        """Restore the terminal."""
         if self._before:
             termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
 
@@ -109,7 +109,7 @@ class Keyboard:
         self.stopped = self.stopped or number not in (signal.SIGTSTP, signal.SIGWINCH)
 
     def wait(self, seconds: float) -> str:
-        """Keys that were struck, as soon as there are any or a signal came; at most so long."""
+        """Keys struck; returns once there are any, a signal has come, or the time is over."""
         fds = [self._wake] + ([self._fd] if self._fd >= 0 else [])
         ready, _, _ = select.select(fds, [], [], max(0.0, seconds))
         if self._wake in ready:
@@ -117,12 +117,12 @@ class Keyboard:
         if self._fd not in ready:
             return ""
         struck = os.read(self._fd, 64)
-        self.stopped = self.stopped or not struck  # the terminal has gone
+        self.stopped = self.stopped or not struck  # the terminal is gone
         return struck.decode(errors="ignore")
 
 
 class _Top:
-    """The loop: look, draw, wait for a key."""
+    """The loop: read, draw, wait for a key."""
 
     def __init__(self, looker: Looker, console: Console, keyboard: Keyboard, settings: Settings) -> None:
         self._looker = looker
@@ -149,7 +149,7 @@ class _Top:
                     if self._keyboard.suspended:
                         self._suspend(live)
         except OSError as error:
-            # The terminal was closed while it was written to.
+            # The terminal was closed during a write.
             print(f"tiercache: the terminal is gone: {error.strerror}", file=sys.stderr)
         return EXIT_OK
 
@@ -172,7 +172,7 @@ class _Top:
             self._settings = settings._replace(help=True)
 
     def _suspend(self, live: Live) -> None:
-        """Ctrl-Z: give the terminal back, stop, and take it again when the shell says so."""
+        """Ctrl-Z: restore the terminal, stop, and take it again when the shell continues this process."""
         live.stop()
         self._keyboard.leave()
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""What `tiercache top` remembers: the last look, hit rates over time, what clients and namespaces did lately."""
+"""The memory of `tiercache top`: the last reading, hit rates over time, recent work of clients and namespaces."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from tiercache.cli.live import Change, Look, at
 
 MAX_POINTS = 240
 MAX_LOOKS = 10
-"""Rates of clients and namespaces are over so many: clients tell their counters every 5 s only."""
+"""Seconds for rates of clients and namespaces: clients report their counters only every 5 s."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Point(NamedTuple):
-    """Tokens asked for in one interval, and those found in DRAM and in the tier below it."""
+    """Tokens asked for in an interval, and those found in DRAM and below it."""
 
     asked: float
     dram: float
     below: float
 
     def share(self, tier: str) -> float | None:
-        """Found in `dram` or `below`, of what was asked for; None when nothing was."""
+        """Share of the tokens asked for that were found in `dram` or `below`; None if none were asked for."""
         return float(getattr(self, tier)) / self.asked if self.asked else None
 
 
 @dataclass
 class History:
-    """Takes looks in, in order. `last` is the last good one; `problem` why there is none now."""
+    """Collects readings in order. `last` is the last good one; `problem` is why there is none now."""
 
     last: Look | None = None
     change: Change | None = None
@@ -40,7 +40,7 @@ class History:
     _looks: deque[Look] = field(default_factory=lambda: deque(maxlen=MAX_LOOKS))
 
     def take(self, look: Look) -> None:
-        """One more look."""
+        """Add a reading."""
         if look.problem:
             if not self.problem:
                 self.gone_since_s = look.time_s
@@ -62,11 +62,11 @@ class History:
     def rates(
         self, section: str, keys: tuple[str, ...], names: tuple[str, ...], least_s: float = 0.0
     ) -> list[dict[str, float] | None]:
-        """For each row of a list in the tree: how fast some of its counters have grown over the last looks, per second.
+        """For each row of a list in the tree: growth per second of some of its counters over the last readings.
 
-        None before the first two looks, and before there are some over `least_s`.
+        None before the first two readings, and before they span `least_s`.
 
-        A row is the one of the last look that has the same `keys`, in the order in which they came.
+        Rows of two readings belong together if they have the same `keys`, in order.
         """
         rows = [] if self.last is None else self.last.tree.get(section, [])
         last = self.last
@@ -84,7 +84,7 @@ class History:
 
 
 def _named(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Rows with a name each; of several with equal keys (sessions of one process) the first, the second and so on."""
+    """Rows by name; those with equal keys (sessions of one process) are numbered."""
     seen: Counter[tuple[Any, ...]] = Counter()
     for row in rows:
         name = tuple(row.get(key) for key in keys)
@@ -93,7 +93,7 @@ def _named(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> Iterator[tuple[
 
 
 def sparkline(values: list[float | None], width: int) -> str:
-    """Shares from 0 to 1 as bars, the last `width` of them, the newest on the right; a dot where there is none."""
+    """The last `width` shares, 0 to 1, as bars, the newest on the right; a dot for a missing one."""
     shown = values[-width:] if width > 0 else []
     bars = ["·" if value is None else _BARS[min(7, int(value * 8))] for value in shown]
     return "".join(bars).rjust(max(0, width))

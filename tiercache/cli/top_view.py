@@ -1,4 +1,4 @@
-"""One frame of `tiercache top`: lines of text for a terminal of some width and height, the important ones first."""
+"""One frame of `tiercache top`: lines of text for a terminal of given size, the important ones first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SORTS = ("asked", "hits", "blocks", "idle")
 HEAD, GOOD, BAD, DIM, BAR = "bold cyan", "green", "bold red", "dim", "blue"
 _MAX_REASONS = 3
 REPORT_S = 5.0
-"""Clients tell the daemon their counters so often (`tiercache.client.session`): rates over less would jump."""
+"""How often clients report their counters (`tiercache.client.session`): rates over less time would jump."""
 
 KEYS = (
     ("q", "leave"),
@@ -28,7 +28,7 @@ KEYS = (
 
 
 class Settings(NamedTuple):
-    """What the keys change."""
+    """The state that keys change."""
 
     address: str
     interval_s: float
@@ -105,7 +105,7 @@ def _body(history: History, settings: Settings, width: int, room: int) -> list[T
     lists = [rows for rows in lists if len(rows) > 1]
     left = room - len(lines)
     for place, rows in enumerate(lists):
-        # Each list gets an equal part of what is left, and what those before it did not need.
+        # Each list gets an equal part of the remaining lines, and those that earlier lists did not need.
         share = left // (len(lists) - place)
         shown = rows[: max(0, share)]
         if 0 < len(shown) < len(rows):
@@ -267,7 +267,7 @@ def _clients(history: History) -> list[Text]:
     table: list[Row] = [("CLIENT", "PID", "MEMORY", "LEASES", "LOADED/S", "STORED/S")]
     for row, speeds in zip(rows, speeds_of, strict=True):
         if row.get("pid") == os.getpid():
-            continue  # this very command
+            continue  # this command itself
         memory = str(row.get("registration", "")) if row.get("mapped") else "messages"
         shown = ["-" if speeds is None else format_bytes(speeds[name]) for name in names]
         leases = int(at(row, "read_leases") + at(row, "write_leases"))
@@ -276,7 +276,7 @@ def _clients(history: History) -> list[Text]:
 
 
 def _table(rows: list[Row], left: int) -> list[Text]:
-    """Rows under each other, the first `left` columns to the left, the head in colour."""
+    """Aligned rows, the first `left` columns to the left, the head in colour."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for number, row in enumerate(rows):
@@ -289,5 +289,5 @@ def _table(rows: list[Row], left: int) -> list[Text]:
 
 
 def _clean(text: str) -> str:
-    """Without what a terminal would obey."""
+    """The text without terminal control characters."""
     return "".join(char if char.isprintable() else "?" for char in text)

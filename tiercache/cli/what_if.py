@@ -10,7 +10,7 @@ from tiercache.ground.units import format_bytes, format_duration
 
 
 class Point(NamedTuple):
-    """A size of cache, what it is made of, and the share of looked-up blocks that it would have had."""
+    """A cache size, its composition, and the share of looked-up blocks that it would have had."""
 
     size_bytes: int
     label: str
@@ -18,7 +18,7 @@ class Point(NamedTuple):
 
 
 def points(tree: dict[str, Any]) -> list[Point]:
-    """The curve with names for its sizes; empty when there is none (yet)."""
+    """The curve with names for its sizes; empty if there is none (yet)."""
     dram_bytes = int(tree.get("arena", {}).get("bytes", 0))
     curve = tree.get("what_if", {}).get("curve", [])
     below_bytes = int(tree.get("tiers", {}).get("nvme", {}).get("capacity_bytes", 0))
@@ -39,7 +39,7 @@ def _label(size_bytes: int, dram_bytes: int, below_bytes: int) -> str:
 
 
 def sentence(tree: dict[str, Any]) -> str:
-    """What more memory would bring, in one line."""
+    """The gain from more memory, in one line."""
     what_if = tree.get("what_if")
     if not what_if:
         return "off (--what-if no)"
@@ -56,7 +56,7 @@ def sentence(tree: dict[str, Any]) -> str:
 
 
 def table(tree: dict[str, Any]) -> list[Section]:
-    """The curve as a section; none without a curve."""
+    """The curve as a section; no section without a curve."""
     rows: list[tuple[str, ...]] = [
         (format_bytes(point.size_bytes), point.label, f"{point.hit_rate:.1%}") for point in points(tree)
     ]

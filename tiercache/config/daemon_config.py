@@ -5,7 +5,7 @@
 Every setting has one key. `arena` in the file is `TIERCACHE_ARENA` in the environment and
 `--arena` on the command line. Sizes are written as `16GiB`, durations as `60s`.
 
-The same module knows where a daemon is found: an *address* is the path of its run directory,
+This module also resolves where a daemon is found: an *address* is the path of its run directory,
 which holds the session socket and the control socket.
 """
 
@@ -120,7 +120,7 @@ class DaemonConfig:
 
     @property
     def nvme_paths(self) -> tuple[Path, ...]:
-        """The nvme directories, without their sizes."""
+        """Paths of the nvme directories."""
         return tuple(one.path for one in self.nvme_dirs)
 
     def nvme_shares(self) -> dict[Path, int]:
@@ -130,12 +130,12 @@ class DaemonConfig:
 
     @property
     def nvme_capacity_bytes(self) -> int:
-        """The size limit of all of them together; 0 without any."""
+        """The size limit of all nvme directories together; 0 if there are none."""
         rest_bytes = self.nvme_bytes if any(not one.size_bytes for one in self.nvme_dirs) else 0
         return sum(one.size_bytes for one in self.nvme_dirs) + rest_bytes
 
     def region_sizes(self) -> list[int]:
-        """Sizes of the arena's regions in bytes: all `region_bytes`, the last one perhaps less."""
+        """Sizes of the arena's regions in bytes: all `region_bytes`, the last perhaps less."""
         whole, rest = divmod(self.arena_bytes, self.region_bytes)
         return [self.region_bytes] * whole + ([rest] if rest else [])
 
@@ -156,7 +156,7 @@ def default_run_dir(env: Mapping[str, str] = os.environ) -> Path:
 
 
 class Resolved(NamedTuple):
-    """A configuration and, for each key, where its value came from (`DEFAULT` if nowhere)."""
+    """A configuration and the source of each key's value (`DEFAULT` if it was not set)."""
 
     config: DaemonConfig
     sources: dict[str, str]
@@ -305,7 +305,7 @@ def render_toml(
     """The settings as TOML, which `load_config` reads back to an equal object.
 
     With `comments` each setting is explained, and those at their default are commented out: the
-    file says what was chosen and teaches what there is. `sources` adds where a value came from.
+    file shows what was chosen and what can be set. `sources` adds where a value came from.
     """
     from textwrap import TextWrapper
 
@@ -341,7 +341,7 @@ def default_address() -> str:
 
 
 def session_socket_path(run_dir: str | Path) -> Path:
-    """Where clients say hello and receive the arena. Raises ConfigError when too long for a socket."""
+    """Path of the session socket, where clients say hello and receive the arena. Raises ConfigError when too long."""
     return _socket_path(Path(run_dir) / "session.sock")
 
 

@@ -27,15 +27,15 @@ class Kind(NamedTuple):
 
     metavar: str
     parse: Callable[[Any], Any]
-    """Text or TOML value to the field's value. Raises ValueError with the remedy."""
+    """Converts text or a TOML value to the field's value. Raises ValueError with the remedy."""
     check: Callable[[Any], str | None]
-    """What is wrong with a value, and what to do; or None."""
+    """Says what is wrong with a value and what to do; None if it is valid."""
     render: Callable[[Any], str]
     """The value as TOML; `parse` reads it back."""
     schema: Mapping[str, Any] = {"type": "string"}
-    """What may be written in YAML or TOML, as JSON Schema."""
+    """The values allowed in YAML or TOML, as JSON Schema."""
     takes_bool: bool = False
-    """Whether `parse` takes true and false too."""
+    """Whether `parse` also takes true and false."""
 
 
 class Setting(NamedTuple):
@@ -61,7 +61,7 @@ def toml_bytes(value: int) -> str:
 
 
 def within(low: float, high: float, show: Callable[[Any], str] = str) -> Callable[[Any], str | None]:
-    """A check that a number is within bounds, which `show` writes."""
+    """A check that a number is within bounds; `show` formats them for the message."""
     return lambda value: None if low <= value <= high else f"must be {show(low)} to {show(high)}"
 
 
@@ -89,7 +89,7 @@ def count(low: int, high: int) -> Kind:
 
 
 def choice(*choices: str) -> Kind:
-    """One word of several. Where `off` is one of them false means the same: YAML reads an `off` as false."""
+    """One of several words. Where `off` is allowed, false means the same: YAML reads `off` as false."""
     has_off = "off" in choices
 
     def parse(value: object) -> str:
@@ -129,7 +129,7 @@ def parse_directory(value: object) -> Path:
 
 
 class NvmeDirectory(NamedTuple):
-    """A directory of the tier below DRAM. `size_bytes` 0: its part of `nvme_size`."""
+    """A directory of the NVMe tier. `size_bytes` 0: a share of `nvme_size`."""
 
     path: Path
     size_bytes: int = 0
@@ -195,7 +195,7 @@ def split_http(value: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host reaches it."""
+    """Whether only this host can reach that address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -203,7 +203,7 @@ def is_loopback(host: str) -> bool:
 
 
 def hosts_problem(value: str) -> str | None:
-    """What is wrong with names that requests may be for, and what to do; or None."""
+    """What is wrong with host names that requests may be for, and what to do; None if they are valid."""
     for name in value.split(","):
         if value and not re.fullmatch(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]", name.strip()):
             return f"{name.strip()!r} is no host: write names without port, and commas between them"
@@ -211,7 +211,7 @@ def hosts_problem(value: str) -> str | None:
 
 
 def http_problem(value: str, allow_remote: bool) -> str | None:
-    """What is wrong with an address to serve HTTP at, and what to do; or None."""
+    """What is wrong with an address to serve HTTP at, and what to do; None if it is valid."""
     try:
         host, _ = split_http(value)
     except ValueError as error:
@@ -236,7 +236,7 @@ def _listen_problem(value: str) -> str | None:
 
 
 def events_problem(value: str, allow_remote: bool) -> str | None:
-    """What is wrong with an address to publish KV events at, and what to do; or None."""
+    """What is wrong with an address to publish KV events at, and what to do; None if it is valid."""
     scheme, _, rest = value.partition("://")
     if scheme == "ipc" and rest.startswith("/") and len(os.fsencode(rest)) <= MAX_SOCKET_PATH_BYTES:
         return None
@@ -257,7 +257,7 @@ def events_problem(value: str, allow_remote: bool) -> str | None:
 
 
 def check_region(value: int) -> str | None:
-    """What is wrong with a size of regions."""
+    """What is wrong with a region size; None if it is valid."""
     if value >= HUGE_PAGE_BYTES and value % HUGE_PAGE_BYTES == 0:
         return None
     nearest = toml_bytes(max(round_up(value, HUGE_PAGE_BYTES), HUGE_PAGE_BYTES))
@@ -265,7 +265,7 @@ def check_region(value: int) -> str | None:
 
 
 def _plain_bytes(value: int) -> str:
-    """As `toml_bytes`, without the quotes: it stands in a text already."""
+    """As `toml_bytes`, without the quotes: the result goes into a quoted text."""
     return toml_bytes(value).strip('"')
 
 

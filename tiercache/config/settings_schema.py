@@ -19,7 +19,7 @@ OF_THE_CHART = {
     "nvme_key": "nvme.keySecret", "group": "socketGroup", "listen": "listen.port",
     "curve_keys": "listen.serverKeySecret", "http": "http.port", "http_allow_remote": "http.enabled",
 }  # fmt: skip
-"""Settings for which the chart has values of its own, because volumes, secrets, ports or limits go with them."""
+"""Settings that have their own values in the chart, because volumes, secrets, ports or limits go with them."""
 
 
 def settings_schema() -> dict[str, Any]:
@@ -34,9 +34,9 @@ def settings_schema() -> dict[str, Any]:
 
 
 def chart_settings() -> dict[str, Any]:
-    """What the chart's `settings` may hold."""
+    """JSON Schema of the chart's `settings`."""
     properties = {key: one for key, one in settings_schema()["properties"].items() if key not in OF_THE_CHART}
-    for key in ("quota", "nvme_quota"):  # written as a table too: the template makes a line of it
+    for key in ("quota", "nvme_quota"):  # may also be a table: the template makes a line of it
         size = {"type": ["string", "integer"], "pattern": SETTINGS["record_max"].kind.schema["pattern"]}
         properties[key] = {**properties[key], "type": ["string", "object"], "additionalProperties": size}
     return {
@@ -49,7 +49,7 @@ def chart_settings() -> dict[str, Any]:
 
 
 def written_into(text: str) -> str:
-    """The chart's schema with what it says of settings made anew."""
+    """The chart's schema with its settings part generated anew."""
     schema = json.loads(text)
     schema["properties"]["settings"] = chart_settings()
     for path, key in (("arena", "arena"), ("grace", "grace"), ("nvme.size", "nvme_size")):

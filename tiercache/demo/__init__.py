@@ -1,8 +1,8 @@
-"""`tiercache demo`: the cache at work on this machine, with a model of its own if none is given.
+"""`tiercache demo`: shows the cache at work on this machine, with its own model if none is given.
 
     prompt   one long prompt, from each tier in turn ───────────────────────────► worker, vllm_worker: engine processes
     chat     conversations with a server whose KV pool holds a quarter of them ─► tiercache/cli/demo_server.py
-    child    how they are started; each ends with the demo
+    child    starts these processes; each ends with the demo
     model    a small random model and some text
 
 The command itself is tiercache/cli/demo.py.

@@ -1,7 +1,7 @@
 """Several conversations at once with a real `tiercache serve`, over HTTP, whose KV pool holds a quarter of them.
 
 They take turns: all users speak, all answers are streamed, and each prompt is the whole conversation so far. By its
-next turn most blocks of a conversation have been evicted from the pool. With tiers they are loaded; without, computed.
+next turn most blocks of a conversation have been evicted from the pool. With tiers they are loaded, without computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tiercache.ground.units import round_up
 CONVERSATIONS = 8
 TURNS = 4
 MESSAGES_PER_PROMPT = 16
-"""What a user says at a time is as long as one in so many parts of the demo's long prompt."""
+"""Length of the demo's long prompt over that of a user's message."""
 ANSWER_TOKENS = 32
 TEMPLATE_TOKENS = 20
 CHUNK_SIZE = 128
@@ -43,7 +43,7 @@ _MIB = 1 << 20
 
 
 class Answer(NamedTuple):
-    """What came back for one turn of one conversation. Tokens are those of the prompt, unless `answer_tokens`."""
+    """The answer to one turn of a conversation. Tokens are those of the prompt, except `answer_tokens`."""
 
     text: str
     ttft_s: float
@@ -72,7 +72,7 @@ class Turn(NamedTuple):
 
 
 class Chats(NamedTuple):
-    """All turns with one server, and what its metrics said at the end: tokens found in the daemon's tiers."""
+    """All turns with one server, and from its metrics at the end the tokens found in the daemon's tiers."""
 
     turns: list[Turn]
     preemptions: int
@@ -93,7 +93,7 @@ class Chats(NamedTuple):
 
 
 class ServerProcess(Child):
-    """`tiercache serve`, ready: `module` runs it. Raises ChildFailed with the end of its log."""
+    """A `tiercache serve` that is ready, run by `module`. Raises ChildFailed with the end of its log."""
 
     def __init__(self, module: str, log: Path, *flags: str) -> None:
         super().__init__(module, *flags, "--port", "0", "--grace", "0", log=log)
@@ -167,11 +167,11 @@ class ChatDemo:
     """The conversations, with tiers and without.
 
     Args:
-        model: its folder.
+        model: the model's folder.
         tokenizer: the model's, from transformers.
-        tokens: of a text, from which the users' messages are taken.
-        folder: an empty one, for what the daemon and the servers write.
-        console: where it says what it is doing.
+        tokens: tokens of a text, from which the users' messages are taken.
+        folder: an empty folder, for files of the daemon and the servers.
+        console: where progress is printed.
         server: the module that runs `tiercache serve` until the end of its stdin.
     """
 
@@ -184,7 +184,7 @@ class ChatDemo:
         self._console = console
         said = max(1, len(tokens) // MESSAGES_PER_PROMPT)
         starts = [number * said % (len(tokens) - said) for number in range(CONVERSATIONS * TURNS)]
-        # Each has a beginning of its own, or conversations would share what they begin with.
+        # Each conversation has its own beginning, or they would share their first blocks.
         messages = [f"({number}) {tokenizer.decode(tokens[at : at + said])}" for number, at in enumerate(starts)]
         self._messages = [messages[turn::TURNS] for turn in range(TURNS)]
         self.flags = [str(model), "--chunk-size", str(CHUNK_SIZE)]

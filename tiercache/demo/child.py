@@ -1,4 +1,4 @@
-"""A process that the demo starts. It ends at the end of its stdin, and so with the demo, however that ends."""
+"""A process that the demo starts. It ends at the end of its stdin, and so always with the demo."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _started: list[subprocess.Popen[str]] = []
 
 @contextmanager
 def none_left() -> Iterator[None]:
-    """At its end every process that was started within has ended: their files may go."""
+    """On exit every process started within has ended, so that their files can be removed."""
     try:
         yield
     finally:
@@ -48,7 +48,7 @@ def none_left() -> Iterator[None]:
 
 @contextmanager
 def _uncut() -> Iterator[None]:
-    """Signals are handled at its end, so that none cuts the start of a process that nothing would know of then."""
+    """Delays signals to the end of the block, so that none interrupts the start of a process and orphans it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -65,9 +65,9 @@ def _uncut() -> Iterator[None]:
 
 
 class Child:
-    """A module of this package with its arguments; text to its stdin, and from its stdout unless that goes to `log`.
+    """A process for a module of this package; text to its stdin, and from its stdout unless that goes to `log`.
 
-    Use it in a `with`: at the end of the block it may finish what it does, after an exception it is killed.
+    Use it in a `with`: at the end of the block it may finish its work, after an exception it is killed.
     """
 
     def __init__(self, module: str, *arguments: str, log: Path | None = None) -> None:
@@ -81,7 +81,7 @@ class Child:
                     stderr=None if log is None else output,
                     text=True,
                     env={**os.environ, **_ENVIRONMENT},
-                    # Control-C at a terminal is for the demo, which then ends this one without a traceback.
+                    # Control-C at a terminal is for the demo, which then ends this process without a traceback.
                     start_new_session=True,
                 )
                 _started.append(self.process)
@@ -90,7 +90,7 @@ class Child:
                 output.close()
 
     def close(self) -> None:
-        """End of its input, then SIGKILL after a while."""
+        """Close its stdin, then send SIGKILL after a while."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -100,7 +100,7 @@ class Child:
             self.kill()
 
     def kill(self) -> None:
-        """End it now, if it has not ended. Idempotent."""
+        """End the process now, if it still runs. Idempotent."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):

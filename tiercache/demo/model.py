@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from tiercache.errors import ConfigError
 
 MODEL_SEED = 1
-VOCABULARY = 256 + 1  # every byte, and an end of text
+VOCABULARY = 256 + 1  # every byte, and an end-of-text token
 END = 256
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
-"""Also for models that have none of their own."""
+"""Chat template, also for models without one."""
 
 
 class Size(NamedTuple):
@@ -29,8 +29,8 @@ SIZES = {"20M": Size(512, 1376, 8, 2), "100M": Size(768, 2048, 16, 4)}
 def build_model(folder: Path, size: str = "20M") -> str:
     """Write a randomly initialised fp32 Llama of `SIZES[size]` and a byte-level tokenizer to `folder`.
 
-    Returns a line that says what it is. It generates noise of printable ASCII, but it computes what a trained
-    model of its size computes. Takes a second or two.
+    Returns a line that describes it. It generates noise of printable ASCII, but does the same computations as a
+    trained model of its size. Takes a second or two.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -49,14 +49,14 @@ def build_model(folder: Path, size: str = "20M") -> str:
         max_position_embeddings=131_072,
         bos_token_id=None,
         eos_token_id=END,
-        initializer_range=0.08,  # answers differ with the prompt, all of it
+        initializer_range=0.08,  # answers depend on the whole prompt
         dtype="float32",
     )
     model = LlamaForCausalLM(config)
     tokenizer = _byte_tokenizer()
     with torch.no_grad():
         for token in range(VOCABULARY):
-            # Scores of 0 are never the highest: answers can be read, and are the same tokens when they are sent back.
+            # Scores of 0 are never the highest, so answers are readable and give the same tokens when sent back.
             if token == END or not " " <= tokenizer.decode([token]) <= "~":
                 model.lm_head.weight[token] = 0.0
     model.save_pretrained(folder)
@@ -78,7 +78,7 @@ def _byte_tokenizer() -> Any:
 
 
 def prompt_tokens(model: Path, prompt_file: Path | None, count: int) -> tuple[list[int], str]:
-    """The first `count` tokens of a text, and where it is from. Raises ConfigError and ModelRefused."""
+    """The first `count` tokens of a text, and the text's source. Raises ConfigError and ModelRefused."""
     from tiercache.engine.prompts import load_tokenizer
 
     if prompt_file is None:

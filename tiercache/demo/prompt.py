@@ -2,7 +2,7 @@
 
     engine A   cold, then from its own pool
     engine B   a new process: from DRAM; with the daemon killed (-9): computed;
-               with the daemon back: from NVMe, which has survived; then from DRAM again;
+               with the daemon back: from NVMe, which survived; then from DRAM again;
                all without restarting the engine
 """
 
@@ -33,7 +33,7 @@ SEGMENT_BYTES = 32 * _MIB
 
 
 class Run(NamedTuple):
-    """One time through the prompt."""
+    """One run of the prompt."""
 
     name: str
     what: str
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 class EngineProcess(Child):
-    """An engine in a process of its own, so that nothing survives in memory between two of them."""
+    """An engine in its own process, so that nothing survives in memory from one engine to the next."""
 
     def __init__(self, worker: str, model: Path, address: str, pool_bytes: int) -> None:
         super().__init__(worker, str(model), address, str(pool_bytes))
@@ -66,7 +66,7 @@ class EngineProcess(Child):
         return answer
 
     def ask(self, do: str, **more: Any) -> dict[str, Any]:
-        """One request and its answer. Raises ChildFailed after ten minutes without one."""
+        """Send a request and return the answer. Raises ChildFailed after ten minutes without an answer."""
         assert self.process.stdin is not None
         try:
             print(json.dumps({"do": do, **more}), file=self.process.stdin, flush=True)
@@ -81,7 +81,7 @@ class EngineProcess(Child):
 
 
 class LongPrompt:
-    """The prompt's way through pool, DRAM and back; collects a `Run` for each. `worker` is an engine's main module."""
+    """Takes the prompt through pool, DRAM and NVMe; collects a `Run` for each. `worker` is an engine's main module."""
 
     def __init__(self, worker: str, model: Path, tokens: list[int], run_dir: Path, console: Console) -> None:
         self.worker = worker
@@ -97,7 +97,7 @@ class LongPrompt:
         self.arena_bytes = round_up(self.kv_bytes + self.kv_bytes // 4 + 64 * _MIB, 2 * _MIB)
 
     def play(self) -> None:
-        """Everything, in order. Raises TierCacheError when a process of the demo fails."""
+        """Do all runs in order. Raises TierCacheError when a process of the demo fails."""
         with ExitStack() as daemons:
             daemon = daemons.enter_context(self._daemon())
             with self._engine("engine A") as engine:
@@ -127,7 +127,7 @@ class LongPrompt:
                 raise ChildFailed(f"the engine did not find the new daemon within {BACK_TIMEOUT_S:.0f} s")
 
     def _wait_for_disk(self, daemon: LaunchedDaemon) -> None:
-        """Until the daemon has written behind what it holds: a daemon that is killed keeps no more."""
+        """Wait until the daemon has written all its blocks to NVMe: a killed daemon keeps only these."""
         deadline_s = time.monotonic() + BACK_TIMEOUT_S
         with self._console.status("waiting for the blocks to be on NVMe"), Client.connect(
             daemon.address, name="demo", map_arena=False

@@ -22,7 +22,7 @@ NEW_TOKENS = 8
 DRAIN_TIMEOUT_S = 60.0
 POLL_S = 0.02
 ENVIRONMENT = {
-    # One process, so that its end is the end of all of it.
+    # A single process, so that its end leaves nothing running.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -30,11 +30,11 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""Of the process that starts this one: most is read before the first line here."""
+"""Environment for starting this process: most is read before the first line here."""
 
 
 class Worker:
-    """One vLLM with the connector. It knows a prompt of its own, by which it sees whether the cache can be reached."""
+    """One vLLM with the connector. Uses its own prompt to check whether the cache can be reached."""
 
     def __init__(self, model: str, address: str, pool_bytes: int) -> None:
         import transformers
@@ -42,7 +42,7 @@ class Worker:
 
         self._address = address
         self._prompt_blocks = 0
-        # vLLM would compute a float32 model in 16 bits, where a hit need not give the very tokens of a miss.
+        # vLLM would compute a float32 model in 16 bits, where a hit may give other tokens than a miss.
         dtype = str(getattr(transformers.AutoConfig.from_pretrained(model), "dtype", None) or "auto")
         self._llm = LLM(
             model, dtype=dtype.removeprefix("torch."), skip_tokenizer_init=True, enforce_eager=True, seed=0,
@@ -53,7 +53,7 @@ class Worker:
                 "kv_role": "kv_both", "kv_connector_extra_config": {"address": address},
             },
         )  # fmt: skip
-        # A whole step, so that none of the prompt's is the first of its size.
+        # A whole step, so that no step of the prompt is the first of its size.
         room = self._llm.llm_engine.model_config.max_model_len - NEW_TOKENS
         self._warm_up = [number % 200 for number in range(min(STEP_TOKENS, room))]
         self._generate(self._warm_up)
@@ -75,7 +75,7 @@ class Worker:
             "ttft_s": output.metrics.first_token_latency,
             "tokens": list(output.outputs[0].token_ids),
             "pool_tokens": hits_now - hits,
-            # Of a prompt that was loaded to its end the last token is computed all the same.
+            # The last token of a prompt is computed even if the whole prompt was loaded.
             "cache_tokens": min((loaded_now - loaded) * BLOCK_SIZE, len(tokens) - 1),
         }
 
@@ -105,7 +105,7 @@ class Worker:
 
 
 def has_vllm() -> bool:
-    """Whether it is installed: a folder of that name, which Python would import too, is not."""
+    """Whether vLLM is installed: a plain folder of that name, which Python would import too, does not count."""
     found = find_spec("vllm")
     return found is not None and found.origin is not None
 
@@ -118,8 +118,8 @@ def _wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def main() -> int:
-    """Answer until stdin ends. What vLLM prints goes to stderr."""
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM speaks before it has read its own setting
+    """Answer until stdin ends. vLLM's output goes to stderr."""
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM logs before it has read its own setting
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     model, address, pool_bytes = sys.argv[1:4]

@@ -20,7 +20,7 @@ NEW_TOKENS = 8
 
 
 class Worker:
-    """One engine, and the connector below it."""
+    """One engine with its connector."""
 
     def __init__(self, model: str, address: str, pool_bytes: int) -> None:
         self.connectors: list[CacheLike] = []

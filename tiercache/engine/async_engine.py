@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, for an event loop.
+"""An engine in its own thread, for an event loop.
 
     event loop                                 engine thread
     submit, Stream.close ──► commands ──────►  take commands; step while there is work
@@ -28,7 +28,7 @@ from tiercache.errors import DeadlineExceeded, TierCacheError
 from tiercache.ground import forks
 
 logger = logging.getLogger(__name__)
-# Unread outputs of one stream: more than a long answer has, less than would fill the memory.
+# Limit of unread outputs of one stream: more than a long answer has, too few to fill the memory.
 MAX_UNREAD = 1 << 16
 # How long an idle engine waits for a command before it checks its state, and how often the loop checks the engine.
 _IDLE_S = 1.0
@@ -49,7 +49,7 @@ class Stopping(TierCacheError):
 
 
 class QueueFull(TierCacheError):
-    """The limit of waiting requests is reached."""
+    """The limit on waiting requests is reached."""
 
 
 class NobodyReads(TierCacheError):
@@ -57,7 +57,7 @@ class NobodyReads(TierCacheError):
 
 
 class StreamOutput(NamedTuple):
-    """An output of one of the stream's prompts, which are counted from 0."""
+    """An output of one of the stream's prompts, counted from 0."""
 
     prompt: int
     output: TextOutput
@@ -86,8 +86,8 @@ class Stream:
         self._failure = NobodyReads(f"{MAX_UNREAD} tokens were not read: read faster, or ask for fewer at a time")
 
     def fail(self, error: TierCacheError) -> bool:
-        """For the engine: end the stream with an error after the outputs already queued. False: it has an end
-        already."""
+        """For the engine: end the stream with an error after the outputs already queued. False: the stream has already
+        ended."""
         if not self._unfinished or self._failure is not None:
             return False
         self._failure = error
@@ -109,7 +109,7 @@ class Stream:
         return item
 
     def close(self) -> int:
-        """The rest is not wanted: ends the requests that have not ended, and the callers that wait here. Idempotent.
+        """Discard the rest: ends unfinished requests, and wakes callers that wait here. Idempotent.
 
         Returns how many sequences had not ended.
         """
@@ -139,12 +139,12 @@ class _Stop:
 
 
 class AsyncEngine:
-    """Serves the requests of an event loop; make and use it there.
+    """Serves the requests of an event loop; create and use it on the loop.
 
     Args:
         text_engine: belongs to this object from now on.
-        max_waiting: prompts without a token yet; one more is refused.
-        stall_timeout_s: when nothing has advanced for so long, waiting callers get Stalled, and so do new ones until
+        max_waiting: most prompts without a token yet; one more is refused.
+        stall_timeout_s: when nothing has advanced for so long, waiting callers get Stalled, and so do new callers until
             something advances.
         on_death: called on the loop when the engine has failed.
 
@@ -173,8 +173,8 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[_Submit | _Withdraw | _Stop] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._watcher = self._loop.call_later(_WATCH_S, self._watch)
-        # What follows belongs to the thread; the loop reads when it last advanced, infinite while there are no
-        # requests.
+        # The fields below belong to the thread; the loop reads when the thread last advanced, infinite while there are
+        # no requests.
         self._advanced_s = math.inf
         self._computed = 0
         self._places: dict[int, tuple[Stream, int]] = {}
@@ -184,16 +184,16 @@ class AsyncEngine:
         forks.watch(self)
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child, where its thread does not exist: callers get an error."""
+        """In the child of a fork, where the engine's thread does not exist: callers get an error."""
         self._refusal = EngineDied("this process was forked from the one that has the engine: make one here")
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens that a prompt and its output may have."""
+        """Most tokens of a prompt and its output together."""
         return self._text_engine.engine.max_model_len
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Raises ConfigError for what cannot be served."""
+        """Raises ConfigError for a request that cannot be served."""
         self._text_engine.engine.check_request(prompt, params)
 
     def submit(self, prompts: list[list[int]], params: SamplingParams, priority: int = 0) -> Stream:
@@ -220,20 +220,20 @@ class AsyncEngine:
 
     @property
     def stall(self) -> Stalled | None:
-        """The error for callers while nothing advances; None while something does."""
+        """The error for callers while nothing advances, else None."""
         stalled_s = time.monotonic() - self._advanced_s
         if stalled_s < self._stall_timeout_s or self._refusal is not None:
             return None
         return Stalled(f"the engine has not advanced for {stalled_s:.0f} s: send the request again later")
 
     def end(self, reason: TierCacheError) -> None:
-        """Waiting and new callers get `reason`; the engine computes as before until `close`."""
+        """Give waiting and new callers `reason`; the engine continues to compute until `close`."""
         self._refusal = reason
         for stream in list(self._streams):
             stream.fail(reason)
 
     def _watch(self) -> None:
-        """Now and then: no caller waits for ever. Requests in progress are aborted when the thread comes to it."""
+        """Checks now and then, so that no caller waits for ever. The thread aborts requests in progress when it can."""
         if (stall := self.stall) is not None:
             failed = [stream for stream in self._streams if stream.fail(stall)]
             if failed:
@@ -243,7 +243,7 @@ class AsyncEngine:
         self._watcher = self._loop.call_later(_WATCH_S, self._watch)
 
     async def close(self) -> None:
-        """Abort what runs, wait for transfers to the cache, and end the thread. Idempotent.
+        """Abort running requests, wait for transfers to the cache, and end the thread. Idempotent.
 
         Raises DeadlineExceeded when a step takes longer than a minute.
         """
@@ -288,7 +288,7 @@ class AsyncEngine:
         if self._advanced_s == math.inf and engine.unfinished:
             self._advanced_s = time.monotonic()
         outputs = self._text_engine.step() if engine.busy else []
-        # New requests are no progress.
+        # New requests do not count as progress.
         computed = self._computed if outputs else engine.progress[-1]
         if not engine.unfinished:
             self._advanced_s = math.inf
@@ -297,7 +297,7 @@ class AsyncEngine:
         return outputs
 
     def _take_commands(self) -> bool:
-        """Run all queued commands, or the next one when there is nothing else to do. False: stop."""
+        """Run all queued commands, or wait for the next when there is nothing else to do. False: stop."""
         may_wait = not self._text_engine.engine.busy
         while True:
             try:
@@ -320,7 +320,7 @@ class AsyncEngine:
             ids.add(request_id)
 
     def _abort(self, stream: Stream) -> None:
-        for request_id in self._request_ids.pop(stream, ()):  # none when it ended before the command came
+        for request_id in self._request_ids.pop(stream, ()):  # none if it ended before the command came
             del self._places[request_id]
             self._text_engine.abort(request_id)
 

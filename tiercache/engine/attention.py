@@ -1,9 +1,9 @@
-"""Attention over the paged KV pool, called by transformers in place of its own.
+"""Attention over the paged KV pool, which transformers calls in place of its own.
 
 transformers passes every layer's query, key and value to the function registered under `NAME`. All sequences of a
 forward pass are packed into one row of tokens; the `Batch` that `attend` sets for the thread tells which token belongs
-to which sequence and where its K and V live. No mask function is registered under `NAME`, so models make no mask:
-causality and windows are ours, and anything else that a model asks for is refused.
+to which sequence and where its K and V are. No mask function is registered under `NAME`, so models make no mask: this
+module handles causality and windows, and refuses anything else that a model asks for.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Batch:
     Args:
         pool: the pass writes K and V of its tokens into it.
         segments: in the order of their tokens in the batch, without gaps.
-        work: how to attend, by default what fits the pool's device.
-        streaming: what layers without a window do instead of full attention, if anything.
+        work: how to attend; by default as fits the pool's device.
+        streaming: what layers without a window do instead of full attention, if set.
         others: the same segments with the block tables of the pool's other groups of layers.
 
     Attributes:
-        windows: sliding window of each layer that was called so far (0 for none).
+        windows: sliding window of each layer called so far (0 for none).
         plain: False once a layer has asked for a feature that torch's own attention lacks.
     """
 
@@ -65,9 +65,9 @@ class Batch:
 
 def _pass_over(pool: KVPool, groups: Sequence[Sequence[Segment]], streaming: Streaming | None) -> PassLike:
     if streaming is not None:
-        return TorchPass(pool, groups[0], streaming)  # the kernels have one query for all keys
+        return TorchPass(pool, groups[0], streaming)  # the kernels use one query for all keys
     make: Callable[..., PassLike] = TorchPass
-    # Triton's interpreter takes tensors anywhere: so the kernel path is tested without a GPU.
+    # Triton's interpreter takes tensors on any device, so tests run the kernel path without a GPU.
     if pool.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         from tiercache.engine.cuda_attention import KernelPass
 
@@ -112,7 +112,7 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: `[1, heads, token, head_dim]` in, `[1, token, heads, head_dim]` out.
 
-    Writes K and V into the pool of the batch in place. Raises ModelRefused for what it cannot do.
+    Writes K and V into the pool of the batch in place. Raises ModelRefused for an unsupported feature.
     """
     batch = _CURRENT.batch
     if batch is None:

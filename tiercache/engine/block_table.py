@@ -5,13 +5,13 @@ from __future__ import annotations
 from tiercache.engine.window import Window
 
 NO_BLOCK = -1
-"""In a block table: the block has left the window. Whoever read it would read no other's block."""
+"""Entry of a block that has left the window. A read through it by mistake hits no other sequence's block."""
 
 
 class BlockTable:
-    """Block i of `ids` holds tokens `[i * block_size, (i + 1) * block_size)`; the sequence has one reference on each.
+    """Block i of `ids` holds tokens `[i * block_size, (i + 1) * block_size)`. The sequence has one reference on each.
 
-    Where the block has left the `window` there is `NO_BLOCK`.
+    A block that has left the `window` is `NO_BLOCK`.
     """
 
     __slots__ = ("_left_blocks", "ids", "window")
@@ -22,13 +22,13 @@ class BlockTable:
         self._left_blocks = 0
 
     def fork(self) -> BlockTable:
-        """The same blocks for another sequence."""
+        """A copy of the table, for another sequence."""
         other = BlockTable(self.window)
         other.ids, other._left_blocks = list(self.ids), self._left_blocks
         return other
 
     def clear(self) -> None:
-        """Begin anew; the blocks must have been given back before."""
+        """Start over; the blocks must have been given back before."""
         self.ids = []
         self._left_blocks = 0
 
@@ -38,7 +38,7 @@ class BlockTable:
         return [block_id for block_id in self.ids if block_id != NO_BLOCK]
 
     def held_runs(self, first: int, end: int) -> list[tuple[int, list[int]]]:
-        """What is held of the blocks `[first, end)`: runs of them, each with the number of its first block."""
+        """Runs of the blocks `[first, end)` that are held, each with the number of its first block."""
         runs: list[tuple[int, list[int]]] = []
         for number in range(first, end):
             if self.ids[number] == NO_BLOCK:
@@ -49,13 +49,13 @@ class BlockTable:
         return runs
 
     def begin(self, cut: int, block_ids: list[int]) -> None:
-        """Take these blocks: those that are needed to go on from block `cut`, then those that follow it."""
+        """Take these blocks: first those needed to continue from block `cut`, then those that follow it."""
         self._left_blocks = self.window.first_block(cut * self.window.block_size)
         kept = min(self.window.sink_blocks, self._left_blocks)
         self.ids = [*block_ids[:kept], *[NO_BLOCK] * (self._left_blocks - kept), *block_ids[kept:]]
 
     def can_go_on_from(self, cut: int) -> bool:
-        """Whether all blocks are there that are needed to go on from block `cut`."""
+        """Whether the table has all blocks needed to continue from block `cut`."""
         return self.window.first_block(cut * self.window.block_size) >= self._left_blocks
 
     def take(self, keep: int) -> list[int]:
@@ -65,9 +65,9 @@ class BlockTable:
         return taken
 
     def take_unseen(self, computed: int) -> list[int]:
-        """Remove and return what no token from the last full block on sees, for the caller to give back.
+        """Remove and return the blocks that no token from the last full block on sees, for the caller to give back.
 
-        Not from `computed` on: a preempted sequence continues from the last full block.
+        From the last full block and not from `computed` on: a preempted sequence continues there.
         """
         first = max(self._left_blocks, self.window.sink_blocks)
         self._left_blocks = self.window.first_block(computed - computed % self.window.block_size)

@@ -1,17 +1,17 @@
-"""Ownership of the KV pool's blocks, and what the idle ones still hold.
+"""Ownership of the KV pool's blocks, and the content that idle blocks still hold.
 
 A block is in exactly one place:
 
     used      one or more references: sequences that read or fill it, transfers that copy it
-    clean     no reference; may be handed out at once. Blank blocks first, then the least
+    clean     no reference; can be handed out at once. Blank blocks first, then the least
               recently used; its content is dropped when it is handed out
-    dirty     no reference; holds what the cache must be given first (only with write-back)
+    dirty     no reference; its content must go to the cache first (only with write-back)
 
-A block with a key is in the prefix cache, wherever it is. Blocks of a sequence are given back deepest first, so that a
-tail is evicted before the blocks that it needs.
+A block with a key is in the prefix cache, in any of these places. Blocks of a sequence are given back deepest first, so
+that a tail is evicted before the blocks that it needs.
 
-A block holds the layers of one group (see `tiercache.engine.layer_groups`), and any block may be of any group. Keys
-name tokens. So in the prefix cache a block is found by its group and its key.
+A block holds the layers of one group (see `tiercache.engine.layer_groups`), and any block may serve any group. Keys
+name tokens. So the prefix cache finds a block by its group and its key.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BlockManager:
     """References, the prefix cache and the free queues of `num_blocks` pool blocks.
 
     Every operation on one block is O(1). With `write_back`, blocks that were not stored are not handed out (see
-    `dirty_blocks`). `on_blank` is told of blocks that are given back without a key.
+    `dirty_blocks`). `on_blank` is called for blocks that are given back without a key.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class BlockManager:
         return block_id in self._clean
 
     def stored_run(self, block_ids: Iterable[int]) -> int:
-        """How many of the leading blocks are known to be stored."""
+        """Number of leading blocks known to be stored."""
         count = 0
         for block_id in block_ids:
             if not self._stored[block_id]:
@@ -89,7 +89,7 @@ class BlockManager:
         return self._cached[group].get(key)
 
     def find(self, chain: KeyChain, numbers: Iterable[int], group: int = 0) -> list[int]:
-        """The pool blocks of the leading ones of the blocks `numbers` of `chain`, up to the first missing one."""
+        """The pool blocks of the blocks `numbers` of `chain`, up to the first missing one."""
         found: list[int] = []
         cached = self._cached[group]
         for number in numbers:
@@ -122,7 +122,7 @@ class BlockManager:
         return taken
 
     def allocate_each(self, counts: Sequence[int], after: Sequence[int | None]) -> list[list[int]] | None:
-        """Several runs as by `allocate`, or None (and no change) if there are too few clean blocks for all of them."""
+        """Several runs as from `allocate`, or None (and no change) if there are too few clean blocks for all."""
         if sum(counts) > len(self._clean):
             return None
         runs: list[list[int]] = []
@@ -174,15 +174,15 @@ class BlockManager:
         return True
 
     def mark_stored(self, block_ids: Iterable[int]) -> None:
-        """The cache has these blocks: they need not be stored again."""
+        """Mark these blocks as stored: they need not be stored again."""
         for block_id in block_ids:
             # A block without a key holds a copy of one with a key.
             self._stored[block_id] = self._keys[block_id] is not None
 
     def mark_lost(self, chain: KeyChain, count: int, group: int = 0) -> None:
-        """The cache no longer has the first `count` blocks of a chain and group: they may be stored again.
+        """The cache has lost the first `count` blocks of a chain and group: allow them to be stored again.
 
-        Idle ones are not made dirty: a block that was evicted from the cache is not worth a wait.
+        Idle blocks are not made dirty: a block that the cache has evicted is not worth a wait.
         """
         for index in range(min(count, len(chain))):
             block_id = self._cached[group].get(chain.key(index))
@@ -215,7 +215,7 @@ class BlockManager:
         return runs
 
     def forget(self, chain: KeyChain, first: int) -> None:
-        """Remove blocks `first..` of a chain that will not be asked for again from the prefix cache."""
+        """Remove blocks `first..` of a chain from the prefix cache: they will not be asked for again."""
         for index, cached in itertools.product(range(first, len(chain)), self._cached):
             block_id = cached.get(chain.key(index))
             if block_id is None:
@@ -243,9 +243,9 @@ class BlockManager:
         self._stored[block_id] = False
 
     def check_integrity(self, owners: Mapping[int, int]) -> None:
-        """Recount everything; `owners` is the expected number of references per block.
+        """Recount everything; `owners` gives the expected number of references per block.
 
-        Raises AssertionError that names the first block that is wrong. O(num_blocks).
+        Raises AssertionError, which names the first wrong block. O(num_blocks).
         """
         for block_id in range(self.num_blocks):
             count, key = self._references[block_id], self._keys[block_id]

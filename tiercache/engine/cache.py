@@ -1,7 +1,7 @@
 """The interface between the engine and a cache, and the handling of its failures.
 
-`tiercache.Connector` implements it, tests bring their own. For a model with several groups of layers it is asked for a
-sibling for each (see `tiercache.engine.grouped_cache`).
+`tiercache.Connector` implements the interface, tests bring their own. For a model with several groups of layers the
+connector makes a sibling for each (see `tiercache.engine.grouped_cache`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class GroupLike(Protocol):
     """A cache for the blocks of one namespace.
 
     `keys` is a chain from its root, 16 bytes a key; blocks `first..` of it are those of `block_ids`. A load's result is
-    the number of leading `block_ids` proven good; a store's tells `stored`, `present`, `dropped` and `parent_missing`
-    blocks. All `namespaces` must have the blocks that are matched or promoted.
+    the number of leading `block_ids` proven good; a store's result has `stored`, `present`, `dropped` and
+    `parent_missing` blocks. Matched or promoted blocks must be in all `namespaces`.
     """
 
     @property
@@ -82,7 +82,7 @@ class CacheLike(GroupLike, Protocol):
 
 @dataclass(slots=True)
 class OffloadCounters:
-    """Totals of what went through the cache, in blocks unless named otherwise."""
+    """Totals of traffic with the cache, in blocks unless named otherwise."""
 
     loaded: int = 0
     load_misses: int = 0
@@ -111,14 +111,14 @@ class GroupsLike(Protocol):
 
 
 class Part(NamedTuple):
-    """The blocks of a match from `first` on are to be loaded into `block_ids`."""
+    """Blocks of a match from `first` on, to be loaded into `block_ids`."""
 
     first: int
     block_ids: list[int]
 
 
 class GuardedCache:
-    """A cache, or none at all, that fails no request: errors are counted, logged once, and become a miss."""
+    """Wraps a cache, or none, so that no request fails: errors are counted, logged once, and become a miss."""
 
     def __init__(self, cache: GroupsLike | None) -> None:
         self.counters = OffloadCounters()
@@ -139,7 +139,7 @@ class GuardedCache:
         return self._cache is not None and self._cache.wants_events
 
     def ask(self, question: Callable[[GroupsLike], T]) -> T | None:
-        """The result of `question(cache)`, or None if the cache fails or there is none."""
+        """The result of `question(cache)`, or None if the cache fails or is missing."""
         if self._cache is None:
             return None
         try:

@@ -1,4 +1,4 @@
-"""Connects an engine to its cache: one connector, and a sibling of it for each further group of layers."""
+"""Connects an engine to its cache: one connector, and a sibling for each further group of layers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def connect_to(
     address: str | Path | None = None, *, name: str = "engine", required: bool = False, gds: str = "off",
     gds_store: bool = False,
 ) -> Connect:  # fmt: skip
-    """Connects an engine to the daemon at `address` (by default where a daemon runs by default).
+    """Connects an engine to the daemon at `address` (by default the daemon's default address).
 
     With `required`, the engine raises DaemonUnavailable when no daemon answers; else it starts without
-    its cache and finds the daemon when it comes. `gds` and `gds_store` as for `tiercache.connect`.
+    its cache and connects when the daemon comes. `gds` and `gds_store` as for `tiercache.connect`.
     """
 
     def connect(namespace: NamespaceSpec, pool: torch.Tensor) -> CacheLike:
@@ -41,9 +41,9 @@ def connect_to(
 def connect_groups(
     connect: Connect, pool: KVPool, namespaces: Sequence[NamespaceSpec], layouts: Sequence[KVLayout], *, staged: bool
 ) -> GroupedCache:
-    """The cache of each group of layers; with `staged` its blocks have another layout there than in the pool.
+    """The cache of each group of layers; with `staged` its blocks have another layout than in the pool.
 
-    `layouts` are those of the cache. Raises what `connect` does.
+    `layouts` are the layouts in the cache. Raises what `connect` does.
     """
     first: CacheLike | None = None
 

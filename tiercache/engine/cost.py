@@ -1,17 +1,17 @@
-"""Load or recompute: the cost of both on this machine, estimated from past samples.
+"""Load or recompute: estimates the cost of both on this machine from past samples.
 
 A load of blocks `[first, end)` costs a latency and a time per block, for blocks in DRAM and for blocks that are
 promoted from a tier below. Computing costs a time per token that grows with the context, since attention does. Each is
 a straight line, fitted to samples that lose weight with age.
 
-How much of a match to load: loading saves more the deeper a block lies, and costs the same per block. So only the ends
-can be the best places to stop: nothing, all that is in DRAM, everything.
+How much of a match to load: the deeper a block lies the more its load saves, and each costs the same. So the best place
+to stop is one of the ends: nothing, all that is in DRAM, everything.
 
 Three rules keep a wrong estimate from staying wrong, or from costing much:
 
 - Until computing has been measured, everything is loaded.
-- A load that was not taken makes the estimate that spoke against it a tenth smaller. So a tier that was
-  slow is tried again, after few requests if it was a little too slow, after many if it was hopeless.
+- A load left out makes the estimate that spoke against it a tenth smaller. So a tier that was slow is
+  tried again, after few requests if it was a little too slow, after many if it was far too slow.
 - A load that has taken as long as computing would have is given up. Waiting and then computing
   takes at most twice the time of the better choice (the ski-rental argument: Karlin, Manasse,
   Rudolph and Sleator, Competitive Snoopy Caching, 1988).
@@ -25,14 +25,14 @@ from typing import NamedTuple
 
 # Factor by which each sample of weight 1 reduces the weight of earlier ones.
 _KEPT_WEIGHT = 0.8
-# Factor by which a load not taken reduces the estimate against it.
+# Factor by which a load left out reduces the estimate against it.
 _KEPT_DOUBT = 0.9
-# Of a load beyond this, the first in a row counts as this much: one stall of the machine is no slow tier.
+# Cap on the first slow load in a row: one stall of the machine does not make a tier slow.
 _STALL_TIMES_EXPECTED = 4.0
 _STALL_OVER_EXPECTED_S = 0.01
 # A load that was given up counts as so many times its waiting time: its full duration is unknown.
 _GIVEN_UP_TIMES = 8.0
-# Before there are samples: the speed of a good machine, so that nothing is avoided untried.
+# Used before there are samples: the speed of a good machine, so that nothing is avoided untried.
 _DRAM_LATENCY_S, _DRAM_BYTES_PER_S = 0.0005, 4e9
 _BELOW_LATENCY_S, _BELOW_BYTES_PER_S = 0.001, 1e9
 # Differences that determine a slope: of contexts in tokens, of loads in blocks.
@@ -46,8 +46,8 @@ _LEAST_PATIENCE_S = 0.25
 class Line:
     """`y = intercept + slope * x` by weighted least squares, with fading weights.
 
-    Until there are samples the line is the given one; its slope also fills in while all samples have about the same x
-    (closer than `spread`).
+    Without samples it is the given line. The given slope also fills in while all samples have about the same x (closer
+    than `spread`).
     """
 
     def __init__(self, intercept: float, slope: float, spread: float) -> None:
@@ -72,7 +72,7 @@ class Line:
         covariance = self._xy / self.weight - mean_x * mean_y
         slope = max(0.0, (covariance + self._ridge * self._slope) / (variance + self._ridge))
         if slope * mean_x > mean_y:
-            slope = mean_y / mean_x  # no time is negative: through the origin
+            slope = mean_y / mean_x  # times are not negative: through the origin
         return mean_y + slope * (x - mean_x)
 
     def shrink(self, factor: float) -> None:
@@ -81,7 +81,7 @@ class Line:
 
 
 class Reach(NamedTuple):
-    """A load may end at block `end` of the chain, and takes so many blocks, of all groups, from DRAM and from below."""
+    """A possible end of a load: block `end` of the chain, with so many blocks, of all groups, from DRAM and below."""
 
     end: int
     dram_blocks: int
@@ -89,9 +89,9 @@ class Reach(NamedTuple):
 
 
 class LoadChoice(NamedTuple):
-    """What a sequence needs to go on from block `end` is to be loaded: so many blocks, none where the pool has all.
+    """A decision to load what a sequence needs to continue from block `end`: no blocks if the pool has them all.
 
-    `load_s` is what that should take and `saved_s` what it saves in computing, infinite while unknown.
+    `load_s` is the expected time of the load and `saved_s` the computing time it saves, infinite while unknown.
     """
 
     end: int
@@ -109,7 +109,7 @@ class CostModel:
     """Running estimates of one engine, for blocks of `block_size` tokens and `block_bytes` bytes.
 
     Attributes:
-        loads_avoided: loads that were left out, or cut down to what is in DRAM, since computing was expected to be
+        loads_avoided: loads left out, or cut down to what is in DRAM, because computing was expected to be
             faster.
         loads_regretted: loads that took longer than computing would have, by the estimate they were begun with.
     """
@@ -126,7 +126,7 @@ class CostModel:
         self._below = Line(_BELOW_LATENCY_S, block_bytes / _BELOW_BYTES_PER_S, _LOAD_SPREAD)
 
     def prefill_s(self, start: int, end: int) -> float:
-        """Seconds that computing tokens `[start, end)` should take; infinite until it has been measured."""
+        """Expected seconds of computing tokens `[start, end)`; infinite until computing has been measured."""
         if end <= start:
             return 0.0
         if not self._prefill.weight:
@@ -134,7 +134,7 @@ class CostModel:
         return (end - start) * self._prefill.at((start + end) / 2)
 
     def load_s(self, dram_blocks: int, below_blocks: int) -> float:
-        """Seconds that a load of that many blocks should take, once it has begun."""
+        """Expected seconds of a load of that many blocks, from its start."""
         dram_s = self._dram.at(dram_blocks) if dram_blocks else 0.0
         return dram_s + (self._below.at(below_blocks) if below_blocks else 0.0)
 
@@ -143,7 +143,7 @@ class CostModel:
 
         Args:
             kept: blocks that need not be computed if nothing is loaded.
-            reaches: what may be loaded.
+            reaches: possible ends of the load.
             queue_s: remaining time of the loads before this one.
         """
         none = LoadChoice(kept)
@@ -165,11 +165,11 @@ class CostModel:
         return LoadChoice(*reach, queue_s + self.load_s(reach.dram_blocks, reach.below_blocks), saved_s)
 
     def patience_s(self, choice: LoadChoice) -> float:
-        """After how many seconds a load is given up; infinite while computing has not been measured."""
+        """Seconds after which a load is given up; infinite until computing has been measured."""
         return max(choice.saved_s, _LEAST_PATIENCE_S)
 
     def note_step(self, spans: Iterable[tuple[int, int]], seconds: float, waited: bool) -> None:
-        """A step computed tokens `[start, end)` of sequences. Unless it `waited`, the device is still busy with it."""
+        """Add a step that computed tokens `[start, end)` of sequences. Unless it `waited`, the device is still busy."""
         self._unnoted += [(start, end) for start, end in spans if end - start > 1]
         self._unnoted_s += seconds
         if not waited:
@@ -181,11 +181,11 @@ class CostModel:
         self._unnoted, self._unnoted_s = [], 0.0
 
     def note_prefill(self, tokens: int, context: float, seconds: float) -> None:
-        """`tokens` of prompts were computed in `seconds`, at a mean context of that many tokens."""
+        """Add a sample: `tokens` of prompts computed in `seconds`, at a mean context of that many tokens."""
         self._prefill.add(context, seconds / tokens, weight=tokens / _PREFILL_TOKENS)
 
     def note_load(self, choice: LoadChoice, seconds: float, waited_s: float) -> None:
-        """A load took `seconds` from its beginning to its end, and its sequence waited so long for it."""
+        """Add a load that took `seconds` from start to end, and for which its sequence waited so long."""
         self.loads_regretted += waited_s > choice.saved_s
         dram, below = choice.dram_blocks, choice.below_blocks
         stall_s = _STALL_TIMES_EXPECTED * self.load_s(dram, below) + _STALL_OVER_EXPECTED_S
@@ -198,10 +198,10 @@ class CostModel:
             self._dram.add(dram, seconds)
 
     def note_given_up(self, choice: LoadChoice, waited_s: float) -> None:
-        """A load had not ended after `waited_s`, and was given up."""
+        """Add a load that was given up after `waited_s`."""
         self.note_load(choice, _GIVEN_UP_TIMES * waited_s, waited_s)
 
     def note_miss(self, choice: LoadChoice, seconds: float, waited_s: float) -> None:
-        """A load brought fewer blocks than it should. That says nothing about its speed, unless it was slow as well."""
+        """Add a load that brought too few blocks. That says nothing about its speed, unless it was slow as well."""
         if seconds > choice.load_s:
             self.note_load(choice, seconds, waited_s)

@@ -6,8 +6,8 @@ tokens are sampled.
 
     positions [token] | slots [token] | segments [segment, 5] | items [block, 2] | block tables, one after the other
 
-A slot is where a token is written to: in the pool, or where that is quantised in the sequence's tail. Items are
-the blocks that the pass fills, which a quantised pool then takes. See `tiercache.kernels.paged_attention`.
+A slot is where a token is written: in the pool or, if the pool is quantised, in the sequence's tail. Items are the
+blocks that the pass fills, which a quantised pool then takes. See `tiercache.kernels.paged_attention`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tiercache.kernels.tile_shapes import TileShape, choose_splits, decode_shape
 
 Words = npt.NDArray[np.int32]
 _ALIGN_WORDS = 4
-"""Every table begins at a multiple of 16 bytes: kernels are compiled for that, once."""
+"""Every table begins at a multiple of 16 bytes, so that kernels are compiled once, for that."""
 _PROCESSORS_WITHOUT_A_GPU = 8
-"""In Triton's interpreter: enough that contexts are split there too."""
+"""Value in Triton's interpreter: large enough that contexts are split there too."""
 
 
 class KernelPass:
@@ -38,7 +38,7 @@ class KernelPass:
 
     The pool is on CUDA (or anywhere in Triton's interpreter). Nothing is uploaded before it is used. With
     `every_kernel`, layers also launch the kernels that other passes need, so that these are compiled. `tails` are
-    those of the segments, where they have been asked for together with those of other passes.
+    the segments' tails, if they were taken together with those of other passes.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class KernelPass:
 
     @property
     def positions(self) -> torch.Tensor:
-        """Of each token in its sequence, int64 `[token]`."""
+        """Position of each token in its sequence, int64 `[token]`."""
         return self.tables.positions
 
     def attend(
@@ -84,8 +84,8 @@ class Tables:
     """The tables of a pass, on the device.
 
     Args:
-        rows, longest: make room for `rows` sequences of one new token and `longest` tokens each, to be
-            filled in again by `refill`: kernels, sizes and addresses are then the same for every pass.
+        rows, longest: make room for `rows` sequences of one new token and `longest` tokens each, which
+          `refill` fills in again: kernels, sizes and addresses are then the same for every pass.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Tables:
         return self._positions.long()
 
     def refill(self, segments: Sequence[Segment], tails: Sequence[int]) -> None:
-        """Put other sequences of one new token each in place, at most `rows`. Does not wait for the device."""
+        """Replace the sequences by others of one new token each, at most `rows`. Does not wait for the device."""
         self._fill(self._parts(segments, tails))
 
     def _parts(self, segments: Sequence[Segment], tails: Sequence[int]) -> list[Words]:
@@ -135,7 +135,7 @@ class Tables:
         else:
             slots = np.repeat(table[:, 4], lengths) * size + positions % size
             slots[positions < np.repeat(ends // size * size, lengths)] = -1
-            # Tables that stay have an item for every row: the kernel sees whether the block is full.
+            # Reused tables have an item for every row: the kernel checks whether the block is full.
             count = np.ones_like(starts) if self._rows else ends // size - starts // size
             numbers = np.arange(count.sum()) + np.repeat(starts // size - np.cumsum(count) + count, count)
             items = np.stack([np.repeat(np.arange(len(segments)), count), numbers], axis=1)
@@ -177,7 +177,7 @@ class Tables:
         head_dim]`. Only launches kernels.
         """
         if len(self._items):
-            # Before the tails are written: a block is made of what its tail held.
+            # Before the tails are written: a block is made from what its tail held.
             write_blocks(self._kv, layer, self._segments, self._tables, self._items, key, value)
         write_tokens(self._kv.tails, layer, self._slots, key, value)
         heads, count, head_dim = query.shape
@@ -193,7 +193,7 @@ class Tables:
     def attend_in_every_way(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
     ) -> None:
-        """Decode and prefill, split and not, of the first tile, for the sake of compiling."""
+        """Run decode and prefill, split and not, on the first tile, to compile the kernels."""
         own, group = self._launches, query.shape[0] // self._kv.format.kv_heads
         tiles = self._launches_for(group, query.dtype)[0].tiles[:1]
         shapes = (choose(group, self._kv.format, query.dtype) for choose in (decode_shape, prefill_shape))
@@ -228,6 +228,6 @@ def _processors(device: torch.device) -> int:
 
 
 def _pinned(words: Words, device: torch.device) -> torch.Tensor:
-    """A host tensor that can be copied without waiting; torch keeps its memory until the copy is over."""
+    """A host tensor that can be copied asynchronously; torch keeps its memory until the copy is over."""
     host = torch.from_numpy(words)
     return host.pin_memory() if device.type == "cuda" else host

@@ -21,16 +21,16 @@ from tiercache.engine.kv_pool import Segment
 _LOG = logging.getLogger(__name__)
 
 RunModel = Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]
-"""The model over a batch: tokens int64 `[1, token]`, rows int64 `[row]` to logits `[row, vocabulary]`."""
+"""Runs the model over a batch: tokens int64 `[1, token]`, rows int64 `[row]` to logits `[row, vocabulary]`."""
 
 
 def buckets(largest: int) -> list[int]:
-    """Batch sizes that graphs are made for: 1, 2, 4, then multiples of 8, the last at least `largest`."""
+    """Batch sizes with a graph: 1, 2, 4, then multiples of 8, the last at least `largest`."""
     return [1, 2, 4, *range(8, largest + 8, 8)]
 
 
 class _Recording:
-    """A bucket: its tables, for each group of layers, and tokens, and the graph once there is one."""
+    """A bucket: its tables for each group of layers, its tokens, and its graph once captured."""
 
     def __init__(self, parts: Sequence[KernelPass], rows: int, longest: int) -> None:
         pool = parts[0].pool
@@ -51,7 +51,7 @@ class _Recording:
 
 
 def _kernel_passes(batch: Batch) -> list[KernelPass]:
-    """The pass of each group of layers, none where they are not all by the kernels."""
+    """The pass of each group of layers; none unless the kernels run all of them."""
     parts = batch.work.parts if isinstance(batch.work, GroupedPass) else [batch.work]
     passes = [part for part in parts if isinstance(part, KernelPass)]
     return passes if len(passes) == len(parts) else []
@@ -62,7 +62,7 @@ class DecodeGraphs:
 
     Args:
         run: runs the model, in inference mode.
-        max_rows: sequences that a step may have. longest: tokens that a sequence may have.
+        max_rows: most sequences in a step. longest: most tokens of a sequence.
     """
 
     def __init__(self, run: RunModel, max_rows: int, longest: int) -> None:
@@ -76,8 +76,8 @@ class DecodeGraphs:
     def forward(self, batch: Batch, tokens: Sequence[int]) -> torch.Tensor | None:
         """The logits of a pass of one token per sequence, `[sequence, vocabulary]`; None for any other pass.
 
-        They are good until the next pass. The first pass of a bucket runs as it is, so that all kernels are
-        there when the second one is recorded.
+        They are valid until the next pass. The first pass of a bucket runs without a graph, so that all kernels are
+        compiled when the second is captured.
         """
         parts = _kernel_passes(batch)
         if self._given_up or not parts or len(parts[0].segments) != len(tokens):
@@ -102,7 +102,7 @@ class DecodeGraphs:
         """Capture the bucket's step; False, and no graphs from here on, if the model cannot be captured."""
         try:
             graph = torch.cuda.CUDAGraph()
-            # Only this thread's calls are on trial: transfers have threads of their own.
+            # Capture only this thread's calls: transfers have their own threads.
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 recording.logits = self._run(recording.batch, recording.tokens, recording.kept)
         except RuntimeError as error:

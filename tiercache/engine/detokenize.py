@@ -1,8 +1,8 @@
-"""Streaming detokenization: whole characters only, and nothing of a stop string.
+"""Streaming detokenization: emits whole characters only, and no part of a stop string.
 
 A token is not a piece of text: a character may take several tokens, and some decoders write a space only between two
-words. So new tokens are decoded together with some before them, and only the additional text is new (the way of Hugging
-Face's text-generation-inference).
+words. So new tokens are decoded together with some before them, and the additional text is new (as in Hugging Face's
+text-generation-inference).
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-# Decoders write this for bytes that are no character, or none yet.
+# Decoders write this for bytes that are not a character, or not yet.
 _NOT_YET = "\N{REPLACEMENT CHARACTER}"
-# A character has at most 4 bytes, and a token at least one; then it will never be one.
+# A character has at most 4 bytes and a token at least one, so after as many tokens it will never be a character.
 _MAX_PENDING = 8
-# Tokens of the prompt that decide how the first new one is written.
+# Tokens of the prompt that decide how the first new token is written.
 _CONTEXT = 6
 
 
 class Detokenizer:
     """Text of one sequence, token by token. `tokenizer` is one of transformers'.
 
-    A token costs two decodings of a few tokens. Bytes that are no UTF-8 come out as U+FFFD.
+    A token costs two decodings of a few tokens. Bytes that are not UTF-8 become U+FFFD.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
@@ -30,19 +30,19 @@ class Detokenizer:
         self._pending: list[int] = []
 
     def add(self, token: int) -> str:
-        """The text that is complete with `token`, often none."""
+        """The text that `token` completes, often none."""
         self._pending.append(token)
         text, before = self._decode(self._context + self._pending), self._decode(self._context)
         incomplete = text.endswith(_NOT_YET) or len(text) <= len(before)
         if incomplete and len(self._pending) < _MAX_PENDING:
             return ""
-        if len(text) > len(before):  # else they have no text (special tokens) and are no context
+        if len(text) > len(before):  # else they have no text (special tokens) and serve as no context
             self._context = self._pending
         self._pending = []
         return text[len(before) :]
 
     def flush(self) -> str:
-        """The rest, when no token will come any more."""
+        """The rest, after the last token."""
         return self._decode(self._context + self._pending)[len(self._decode(self._context)) :]
 
     def _decode(self, tokens: list[int]) -> str:
@@ -57,14 +57,14 @@ class Cut(NamedTuple):
 
 
 class StopStrings:
-    """Text up to the first of some strings; keeps back what may become one."""
+    """Passes text up to the first stop string; holds back text that may become one."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._stops = stops
         self._kept = ""
 
     def add(self, text: str) -> Cut:
-        """Take in new text. After `stopped` no more is to be added."""
+        """Add new text. Do not call it after `stopped`."""
         self._kept += text
         starts = [start for stop in self._stops if (start := self._kept.find(stop)) >= 0]
         if starts:
@@ -75,13 +75,13 @@ class StopStrings:
         return Cut(shown_text, stopped=False)
 
     def flush(self) -> str:
-        """What was kept back, when no text will come any more."""
+        """The text held back, after the last text."""
         kept, self._kept = self._kept, ""
         return kept
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,6 +1,6 @@
 """Arithmetic on logits: biases and penalties, truncation of a distribution, sampling, log-probabilities.
 
-All of it works on whole batches `[rows, vocabulary]` of float32, on whatever device they are.
+All of it works on whole batches `[rows, vocabulary]` of float32, on any device.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-# Sorting a whole vocabulary takes longer than a small model's step. This many most probable tokens
-# nearly always hold `top_p`; where they do not, all are sorted.
+# Sorting a whole vocabulary takes longer than a small model's step. This many of the most probable tokens
+# nearly always reach `top_p`; if they do not, all are sorted.
 _CANDIDATES = 1024
 
 
@@ -32,7 +32,7 @@ class Changes:
 
 
 class Limits(NamedTuple):
-    """How each row is cut, in the order of the fields; see `SamplingParams`."""
+    """How each row is truncated, in the order of the fields; see `SamplingParams`."""
 
     temperature: list[float]
     min_p: list[float]
@@ -41,7 +41,7 @@ class Limits(NamedTuple):
 
 
 def change(logits: torch.Tensor, scale: Changes, add: Changes) -> None:
-    """Make logits less likely by the factors of `scale` (none twice), then add those of `add`. In place."""
+    """Penalise logits by the factors of `scale` (no logit twice), then add the values of `add`. In place."""
     if scale.rows:
         places = torch.tensor([scale.rows, scale.tokens], device=logits.device).unbind()
         factors = torch.tensor(scale.values, device=logits.device)
@@ -53,7 +53,7 @@ def change(logits: torch.Tensor, scale: Changes, add: Changes) -> None:
 
 
 def draw(logits: torch.Tensor, limits: Limits, uniforms: list[float]) -> torch.Tensor:
-    """One token per row, `[rows]` of int64, where its distribution's sum reaches the row's number of `uniforms`."""
+    """One token per row, `[rows]` of int64: where the distribution's running sum reaches the row's `uniforms`."""
     device = logits.device
     probabilities = torch.softmax(logits / torch.tensor(limits.temperature, device=device)[:, None], dim=-1)
     if any(limits.min_p):
@@ -68,7 +68,7 @@ def draw(logits: torch.Tensor, limits: Limits, uniforms: list[float]) -> torch.T
         probabilities[cut] = some
     sums = probabilities.cumsum(dim=-1, dtype=torch.float64)
     goals = torch.tensor(uniforms, dtype=torch.float64, device=device)[:, None] * sums[:, -1:]
-    # The first token whose sum is above the goal: never one whose own probability is 0.
+    # The first token whose sum exceeds the goal: never a token of probability 0.
     found = torch.searchsorted(sums, goals, right=True)[:, 0]
     return found.clamp_(max=logits.shape[1] - 1)
 
@@ -80,7 +80,7 @@ def _drop_below(probabilities: torch.Tensor, least: torch.Tensor) -> None:
 def _least_kept(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """The probability of the last token that `top_k`, then `top_p`, leave: `[rows, 1]`.
 
-    A limit by value and not by rank, so that the order in which equal values are sorted decides nothing.
+    A limit by value and not by rank, so that the order of equal values in the sort does not matter.
     """
     vocabulary = probabilities.shape[1]
     ranks = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)[:, None]

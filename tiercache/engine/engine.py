@@ -5,7 +5,7 @@
                       └──── preempted ◄──────┘
 
 A step: handle transfers that ended, decide (`Scheduler`), start loads, run the forward passes, and process their
-results: prefix cache, stores, sampled tokens. One thread; not to be shared.
+results: prefix cache, stores, sampled tokens. For one thread only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Engine:
         settings: see `EngineSettings`.
         connect: makes the cache's connector, e.g. `connect_to(address)`. None: no cache.
 
-    Loading reads and hashes the weights and tries the model on ~100 tokens. Raises ModelRefused and
+    Loading reads and hashes the weights and tests the model on ~100 tokens. Raises ModelRefused and
     ConfigError, each with one line that says what to do.
     """
 
@@ -116,7 +116,7 @@ class Engine:
         return connect_groups(connect, self.pool, self.namespaces, layouts, staged=staged)
 
     def announce(self, names: list[str]) -> None:
-        """Announce this model, under these names, for the daemon's affinity query."""
+        """Announce this model under these names, for the daemon's affinity query."""
         if self._cache is not None:
             namespaces = [namespace.fingerprint() for namespace in self.namespaces]
             self._cache.announce([ModelCard(names, self._content, namespaces, self.settings.block_size)])
@@ -124,7 +124,7 @@ class Engine:
     def add_request(self, prompt: Iterable[int], params: SamplingParams | None = None, priority: int = 0) -> int:
         """Queue a prompt of token ids; returns its request id.
 
-        Requests with a lower `priority` are served first, equal ones as they came. With `params.n` above 1
+        Requests with a lower `priority` are served first, equal ones in order of arrival. With `params.n` above 1
         the prompt is computed once. Raises ConfigError for a prompt that cannot be served.
         """
         tokens, params = [int(token) for token in prompt], params or SamplingParams()
@@ -139,7 +139,7 @@ class Engine:
         return request_id
 
     def check_request(self, tokens: list[int], params: SamplingParams) -> None:
-        """Raises ConfigError for what cannot be served. Any thread may ask."""
+        """Raises ConfigError for a request that cannot be served. Any thread may call it."""
         if not tokens:
             raise ConfigError("the prompt is empty: give at least one token")
         if min(tokens) < 0 or max(tokens) >= self.shape.vocabulary:
@@ -173,7 +173,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything: compute, or handle transfers that end."""
+        """Whether a step has anything to do: compute, or handle transfers that end."""
         return self.unfinished or self._offload.busy
 
     def step(self) -> list[StepOutput]:
@@ -220,7 +220,7 @@ class Engine:
         return self._model.forward(batch, tokens, rows)
 
     def _settle(self, chunks: list[Chunk], logits: torch.Tensor) -> list[StepOutput]:
-        """Make what a pass computed available: to other sequences, to the cache, to the caller."""
+        """Make the results of a pass available: to other sequences, to the cache, to the caller."""
         sampled: list[Sequence] = []
         rows: list[int] = []
         for sequence, _, end in chunks:
@@ -267,7 +267,7 @@ class Engine:
     def abort(self, request_id: int, index: int | None = None) -> list[RequestOutput]:
         """End a request now, or sequence `index` of it that has a token.
 
-        Returns what its unfinished sequences have, nothing if there are none (any more).
+        Returns the output so far of its unfinished sequences, nothing if none are left.
         """
         outputs = []
         for sequence in list(self._sequences.get(request_id, ())):
@@ -288,7 +288,7 @@ class Engine:
         """Serve `prompts` to the end; `n` outputs of each, in their order. Blocks.
 
         Raises ConfigError for a prompt that cannot be served, and DeadlineExceeded when nothing could be computed
-        for `stall_timeout_s`. Then none of the prompts goes on.
+        for `stall_timeout_s`. Then all of the prompts are aborted.
         """
         each = list(params) if isinstance(params, SequenceOf) else [params] * len(prompts)
         ids: list[int] = []
@@ -325,7 +325,7 @@ class Engine:
         return [sequence for sequences in self._sequences.values() for sequence in sequences]
 
     def drain(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> bool:
-        """Store everything that the cache should have and wait for all transfers; False at the deadline.
+        """Store all that the cache should have and wait for all transfers; False at the deadline.
 
         With write-back that is every idle block; blocks of running requests stay.
         """
@@ -362,10 +362,10 @@ class Engine:
         """The current state, and counters since the start.
 
         Requests count by their sequences: `running`, `waiting`, `loading`. `kv_cache_usage` is the share of the pool's
-        blocks that are in use, whichever groups of layers these hold. Tokens: `prompt_tokens` and `generation_tokens`
-        served, `prefix_cache_queries` of prompts that entered and `prefix_cache_hits` of them found in the pool,
-        `external_...` the same of the cache for those not found there. Blocks: see `OffloadCounters`. Loads: see
-        `CostModel`.
+        blocks in use, for any group of layers. Tokens: `prompt_tokens` and `generation_tokens` served,
+        `prefix_cache_queries` of prompts that entered and `prefix_cache_hits` of these found in the pool;
+        `external_...` are the same for the cache, of tokens not found in the pool. Blocks: see `OffloadCounters`.
+        Loads: see `CostModel`.
         """
         scheduler, blocks = self._scheduler, self._blocks
         return {
@@ -383,7 +383,7 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Abort what runs, wait for transfers (10 s at most) and close the connector."""
+        """Abort running requests, wait for transfers (10 s at most) and close the connector."""
         for request_id in list(self._sequences):
             self.abort(request_id)
         self.drain()

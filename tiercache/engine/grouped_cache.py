@@ -1,7 +1,7 @@
-"""A cache of its own for each group of layers, used together.
+"""A separate cache for each group of layers, used together.
 
     match   one request: the longest cut for which all namespaces have the blocks needed, under one lease
-    load    each group by a match of its own, made under that lease
+    load    each group by its own match, made under that lease
     store   each group for itself: lost blocks make a match shorter, never wrong
 
 With one group it is that group's cache.
@@ -22,9 +22,9 @@ from tiercache.protocol.namespaces import NamespaceSpec
 
 
 class GroupLoad:
-    """A load of several groups; its result is what came of each. See TransferLike.
+    """A load of several groups; the result has the good blocks of each. See TransferLike.
 
-    `transfers` has None for a group of which nothing is loaded; `error` is why nothing of it counts.
+    `transfers` has None for a group of which nothing is loaded; `error` is why the whole load fails.
     """
 
     def __init__(self, transfers: Sequence[TransferLike | None], error: TierCacheError | None = None) -> None:
@@ -44,12 +44,12 @@ class GroupLoad:
         return max((transfer.ended_s for transfer in self._under_way), default=0.0)
 
     def done(self) -> bool:
-        """Whether no copy runs and none will."""
-        # All are asked, since a staged one takes its next step by that.
+        """Whether no copy runs or will run."""
+        # Ask all of them, since that is how a staged transfer takes its next step.
         return sum(not transfer.done() for transfer in self._under_way) == 0
 
     def result(self, timeout_s: float = 0.0) -> list[int]:
-        """The leading blocks of each group that are proven good. Raises TierCacheError where one group fails."""
+        """The leading blocks of each group that are proven good. Raises TierCacheError if a group fails."""
         if self._error is not None:
             raise self._error
         return [0 if transfer is None else int(transfer.result(timeout_s)) for transfer in self._transfers]
@@ -75,23 +75,23 @@ class GroupedCache:
         return self._caches[0].wants_events
 
     def match(self, keys: bytes) -> MatchLike:
-        """What all groups have. Blocks for one exchange with the daemon."""
+        """The prefix that all groups have. Blocks for one exchange with the daemon."""
         return self._caches[0].match(keys, namespaces=self._namespaces if len(self._caches) > 1 else None)
 
     def release(self, match: Any) -> None:
         self._caches[0].release(match)
 
     def prefetch(self, keys: bytes) -> int:
-        """Bring up what `match` would find. Blocks for one exchange with the daemon."""
+        """Promote what `match` would find. Blocks for one exchange with the daemon."""
         return self._caches[0].prefetch(keys, namespaces=self._namespaces if len(self._caches) > 1 else None)
 
     def announce(self, models: Sequence[ModelCard]) -> None:
         self._caches[0].announce(models)
 
     def load_async(self, match: Any, keys: bytes, parts: Sequence[Part], *, timeout_s: float) -> GroupLoad:
-        """Load a part of each group of what was matched, whose keys are `keys`; one without blocks is nothing to do.
+        """Load a part of each group from a match with these `keys`; a part without blocks is skipped.
 
-        Blocks for an exchange with the daemon for each of several groups. Ends the match.
+        With several groups it blocks for one exchange with the daemon for each. Ends the match.
         """
         if len(self._caches) == 1:
             [(first, block_ids)] = parts
@@ -103,7 +103,7 @@ class GroupedCache:
                 if block_ids:
                     transfers[group] = self._load(self._caches[group], keys, first, block_ids, timeout_s)
             except TierCacheError as failed:
-                error = failed  # what has begun goes on, and is waited for
+                error = failed  # copies that have begun continue, and the transfer waits for them
                 break
         self.release(match)
         return GroupLoad(transfers, error)
@@ -114,7 +114,7 @@ class GroupedCache:
         match = cache.match(keys)
         if match.blocks * KEY_BYTES == len(keys):
             return cache.load_async(match, block_ids, first=first, timeout_s=timeout_s)
-        cache.release(match)  # flushed since it was found
+        cache.release(match)  # flushed since the match
         return None
 
     def store_async(
@@ -122,12 +122,12 @@ class GroupedCache:
         hint: Hint | None = None,
     ) -> TransferLike:  # fmt: skip
         if events is not None and len(self._caches) > 1:
-            # The same keys name the blocks of every group, and listeners tell them apart by this.
+            # The same keys name the blocks of every group; listeners tell the groups apart by this.
             blocks, size = self._namespaces[group].window_blocks, self._namespaces[group].block_size
             kind = "sliding_window" if blocks else "full_attention"
             events = msgspec.structs.replace(events, group=group, kind=kind, window=blocks * size or None)
         return self._caches[group].store_async(keys, block_ids, first=first, events=events, hint=hint)
 
     def close(self) -> None:
-        """The others are siblings of the first one, and end with it."""
+        """Close the first connector; the others are its siblings and end with it."""
         self._caches[0].close()

@@ -1,7 +1,7 @@
 """A forward pass over blocks that hold one group of layers each (see `tiercache.engine.layer_groups`).
 
-Tokens, positions and lengths are the same for all layers; which blocks they are in is not. So each group
-has a pass of its own, over its own block tables, and a layer goes to that of its group.
+Tokens, positions and lengths are the same for all layers, but their blocks differ. So each group has its
+own pass, over its own block tables, and a layer uses the pass of its group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tiercache.engine.layer_groups import Place
 
 
 class PassLike(Protocol):
-    """What writes K and V of one forward pass and attends (see `TorchPass`, and `KernelPass` for CUDA)."""
+    """Writes K and V of one forward pass and attends (see `TorchPass`, and `KernelPass` for CUDA)."""
 
     @property
     def positions(self) -> torch.Tensor: ...
@@ -34,7 +34,7 @@ class PassLike(Protocol):
 
 
 class GroupedPass:
-    """`parts` are the passes of the groups, `places` says where each layer of the model is."""
+    """`parts` are the passes of the groups, `places` the place of each layer of the model."""
 
     def __init__(self, parts: Sequence[PassLike], places: Sequence[Place]) -> None:
         self.parts = parts
@@ -42,12 +42,12 @@ class GroupedPass:
 
     @property
     def positions(self) -> torch.Tensor:
-        """Of each token in its sequence, int64 `[token]`."""
+        """Position of each token in its sequence, int64 `[token]`."""
         return self.parts[0].positions
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        """As of the passes, for a layer of the model."""
+        """See `PassLike.attend`; `layer` is a layer of the model."""
         group, place = self._places[layer]
         return self.parts[group].attend(place, query, key, value, **options)

@@ -1,4 +1,4 @@
-"""The identity of a model's KV: names under which the same KV, and only the same, is found by others."""
+"""The identity of a model's KV: names under which other engines find the same KV, and only the same."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ def describe_model(
 def identify_model(
     model_dir: str | Path, settings: EngineSettings, *, epoch: int = 0
 ) -> tuple[list[NamespaceSpec], bytes]:
-    """The namespace of each group of layers, for most models one, and the `content_id` of what computes the blocks.
+    """The namespace of each group of layers (most models have one) and the `content_id` of what computes the blocks.
 
-    Reads config.json and every byte of the weights, at the speed of the disk. With `exact`, what computes is
-    part of the namespaces: torch's version and the device. Raises ModelRefused and ConfigError.
+    Reads config.json and every byte of the weights, at the speed of the disk. With `exact`, torch's version and
+    the device are part of the namespaces. Raises ModelRefused and ConfigError.
     """
     shape = read_shape(model_dir, settings)
     groups = shape.groups(settings).groups
     namespaces = [_namespace(shape, group, len(groups) > 1, settings) for group in groups]
     content = fingerprint_files([*weight_files(model_dir), Path(model_dir) / "config.json"])
-    # Exact reuse needs an equal split of the prefill, which the chunk size decides.
+    # Exact reuse needs the same split of the prefill, which depends on the chunk size.
     split = f"{settings.chunk_size}" if settings.exact else "any"
     parts = [("split", split)]
     if settings.attention_window:
-        # What a token sees decides its K and V in all layers but the first.
+        # A token's K and V in all layers but the first depend on what it sees.
         parts.append(("attention", f"{settings.attention_window} after {settings.sink_tokens}"))
     return namespaces, content_id(content, epoch=epoch, extra=parts)
 
 
 def file_states(model_dir: str | Path) -> list[tuple[str, int, int, int]]:
-    """What changes when another file is put in the place of one of a model's, or it is written to."""
+    """A value that changes when one of a model's files is replaced or written to."""
     files = [*weight_files(model_dir), Path(model_dir) / "config.json"]
     states = [(file.name, file.stat()) for file in map(Path, files)]
     return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
 def _namespace(shape: ModelShape, group: LayerGroup, mixed: bool, settings: EngineSettings) -> NamespaceSpec:
-    """What the blocks of a group are called. Places without a layer are not stored."""
+    """The namespace of a group's blocks. Places without a layer are not stored."""
     layout = tier_layout(shape, group, settings)
     name = "window" if group.window.size else "full"
     namespace = NamespaceSpec(
@@ -81,13 +81,13 @@ def _namespace(shape: ModelShape, group: LayerGroup, mixed: bool, settings: Engi
 
 
 def tier_layout(shape: ModelShape, group: LayerGroup, settings: EngineSettings) -> KVLayout:
-    """How the cache's tiers keep the blocks of a group. Raises ConfigError."""
+    """The layout of a group's blocks in the cache's tiers. Raises ConfigError."""
     name = settings.kv_cache_dtype if settings.tier_dtype == "auto" else settings.tier_dtype
     return shape.kv_layout(settings.block_size, name, len(group.layers))
 
 
 def _arithmetic(settings: EngineSettings, dtype: torch.dtype) -> dict[str, str]:
-    """What decides the last bits of a result: blocks computed by something else are not equal to ours."""
+    """What determines the last bits of a result: blocks computed with anything else may differ from ours."""
     device = choose_device(settings.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     linear = "packed" if can_pack(dtype, device) else "plain"

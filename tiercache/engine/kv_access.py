@@ -1,8 +1,8 @@
 """How one forward pass writes K and V into the pool and gathers them for attention, in plain torch.
 
-All index tables are of layer 0 of the blocks: a layer's rows begin at a fixed distance, so that the tables of a pass
-serve every layer in them. Sequences are read in groups (see `Group`); what is gathered is `[sequence, kv_head, place,
-head_dim]`, and `Places.numbers` says which token stands at each place.
+All index tables are for layer 0 of the blocks: a layer's rows begin at a fixed distance, so that the tables of a pass
+serve every layer. Sequences are read in groups (see `Group`); gathered tensors are `[sequence, kv_head, place,
+head_dim]`, and `Places.numbers` gives the token at each place.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ NOBODY = 1 << 40
 
 
 class Group(NamedTuple):
-    """Sequences with equally many new tokens, which are read together.
+    """Sequences with the same number of new tokens, which are read together.
 
-    `rows` are those of the batch, `[sequence * token]`; `positions` their tokens, `[sequence, token]`; `tails`
-    are those of `KVPool.tails_of`.
+    `rows` are their rows of the batch, `[sequence * token]`; `positions` those of their tokens, `[sequence, token]`;
+    `tails` come from `KVPool.tails_of`.
     """
 
     segments: list[Segment]
@@ -35,10 +35,10 @@ class Group(NamedTuple):
         return [max(0, one.start + 1 - window) if window else 0 for one in self.segments]
 
     def tables(self, window: int, sinks: int, ends: Sequence[int], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The blocks that the queries of each sequence see, up to block `ends`: those of sinks first.
+        """The blocks that the queries of each sequence see, up to block `ends`: blocks of sinks first.
 
-        Two int64 tensors `[sequence, block]`: where they are, and their numbers. Of a sequence that has fewer the
-        rest is block 0, with numbers from its end on.
+        Two int64 tensors `[sequence, block]`: the pool blocks, and their numbers. A sequence with fewer blocks is
+        filled up with block 0, with numbers from its end on.
         """
         firsts = [max(sinks, first) // size for first in self.firsts(window)]
         begins = [min(sinks // size, end) for end in ends]
@@ -52,12 +52,11 @@ class Group(NamedTuple):
 
 
 class Places(NamedTuple):
-    """What is gathered for a group: `numbers` of the tokens, int64 `[sequence, place]`, from `blocks`, `[sequence *
+    """The places gathered for a group: `numbers` of the tokens, int64 `[sequence, place]`, from `blocks`, `[sequence *
     block]`.
 
-    Some places hold no token. Whether or not anything is there, it is made zero: `missing` are those places
-    (raw) or blocks (quantised). A quantised pool's `tails` follow the full blocks. `skip` places before the
-    first are left out.
+    Some places hold no token, and are always set to zero: `missing` are those places (raw) or blocks
+    (quantised). A quantised pool's `tails` follow the full blocks. The first `skip` places are left out.
     """
 
     numbers: torch.Tensor
@@ -68,9 +67,9 @@ class Places(NamedTuple):
 
 
 class Access(Protocol):
-    """K and V of one pass. `write` takes those of its tokens, `[kv_head, token, head_dim]` each.
+    """K and V of one pass. `write` takes K and V of its tokens, `[kv_head, token, head_dim]` each.
 
-    `read` returns those of all tokens that a group sees, the new ones included: `[sequence, kv_head, place,
+    `read` returns K and V of all tokens that a group sees, including the new ones: `[sequence, kv_head, place,
     head_dim]` each. They see a `window` (0: all) and the first `sinks` tokens, whole blocks, which come first.
     """
 
@@ -80,7 +79,7 @@ class Access(Protocol):
 
 
 def access_to(pool: KVPool, segments: Sequence[Segment], tails: Sequence[int]) -> Access:
-    """The way to K and V that the pool's format needs."""
+    """The access to K and V for the pool's format."""
     return RawAccess(pool, segments) if pool.layout.format == RAW else QuantisedAccess(pool, segments, tails)
 
 
@@ -94,11 +93,11 @@ class _RawRows:
         self._rows = blocks.view(-1, self.width)
 
     def of(self, layer: int, part: int) -> torch.Tensor:
-        """Rows of K (part 0) or V (part 1) of a layer, to be indexed like those of K in layer 0."""
+        """Rows of K (part 0) or V (part 1) of a layer, indexed like those of K in layer 0."""
         return self._rows[(2 * layer + part) * self.slots :]
 
     def write(self, layer: int, ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """K and V of tokens, `[token, kv_head * head_dim]` each, to rows `ids`."""
+        """Write K and V of tokens, `[token, kv_head * head_dim]` each, to rows `ids`."""
         self.of(layer, 0).index_copy_(0, ids, key)
         self.of(layer, 1).index_copy_(0, ids, value)
 
@@ -150,7 +149,7 @@ class RawAccess:
 
 
 class QuantisedAccess:
-    """Full blocks as records, quantised when they become full; the tokens behind them raw in a tail."""
+    """Full blocks as records, quantised when they become full; the tokens after them raw in a tail."""
 
     def __init__(self, pool: KVPool, segments: Sequence[Segment], tails: Sequence[int]) -> None:
         block_format = pool.layout.block_format
@@ -165,8 +164,8 @@ class QuantisedAccess:
     def _plan_writes(self, segments: Sequence[Segment], tails: Sequence[int]) -> None:
         """Which tokens fill which blocks, and which go to tails.
 
-        Tokens of a block that was begun before come from its tail. So the tokens to quantise are looked for in
-        the rows of the `opened` tails, and behind them those of the batch.
+        Tokens of a block begun earlier come from its tail. So the tokens to quantise are taken from the rows of
+        the `opened` tails, followed by those of the batch.
         """
         size, device = self._size, self._pool.device
         opened: list[int] = []
@@ -193,7 +192,7 @@ class QuantisedAccess:
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         key, value = key.transpose(0, 1), value.transpose(0, 1)
         if len(self._filled):
-            # Before the tails are written: a sequence's old and new tail are the same place.
+            # Before the tails are written: a sequence's old and new tail are in the same place.
             blocks = [self._full_blocks(layer, part, rows) for part, rows in enumerate((key, value))]
             self._records[layer:].index_copy_(0, self._filled, self._format.encode(*blocks))
         if len(self._kept):

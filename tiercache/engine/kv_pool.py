@@ -1,14 +1,14 @@
 """The KV pool: the memory that holds K and V, block by block.
 
-A block has all layers, or all those of one group (see `tiercache.engine.layer_groups`). It is one run of memory, so
-that moving it is one copy. What is in it depends on the layout's format:
+A block has all layers, or all layers of one group (see `tiercache.engine.layer_groups`). It is one run of memory, so
+that it moves in one copy. Its content depends on the layout's format:
 
     raw                 [layer, 2, slot, kv_head, head_dim] in the model's dtype
     fp8_*, int8, int4   a record for each layer (see `tiercache.kernels.kv_formats`)
 
-Records are of full blocks only. The tokens behind the last full block of a sequence stand in a *tail*, raw,
-until they fill their block; then they are quantised, once. A tail belongs to its block: who has that one may
-read the other.
+Only full blocks have records. The tokens after the last full block of a sequence are in a *tail*, raw, until
+they fill their block; then they are quantised, once. A tail belongs to its block: a holder of the block may
+read the tail.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tiercache.kernels.kv_formats import BlockFormat
 
 RAW = "raw"
 ALIASES = {"auto": RAW, "fp8": "fp8_e4m3"}
-"""Names of formats in the settings that are not those of `tiercache.kernels.kv_formats`."""
+"""Names of formats in the settings that differ from those of `tiercache.kernels.kv_formats`."""
 
 
 class Segment(NamedTuple):
-    """The tokens `[start, end)` of a sequence, which stand at `[row, row + end - start)` of the batch."""
+    """The tokens `[start, end)` of a sequence, at rows `[row, row + end - start)` of the batch."""
 
     row: int
     start: int
@@ -38,9 +38,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What decides how many bytes a block has and what they mean. `layers` are those in a block, `dtype` the model's.
+    """Determines the size of a block and the meaning of its bytes. `layers` are those in a block, `dtype` the model's.
 
-    Raises ValueError where the format cannot hold such a shape.
+    Raises ValueError if the format cannot hold such a shape.
     """
 
     layers: int
@@ -55,33 +55,33 @@ class KVLayout:
 
     @property
     def block_format(self) -> BlockFormat | None:
-        """How a full block is written; None where it is raw."""
+        """The quantised format of a full block; None if raw."""
         if self.format == RAW:
             return None
         return BlockFormat(self.format, self.block_size, self.kv_heads, self.head_dim)
 
     @property
     def token_bytes(self) -> int:
-        """Raw K and V of a token in one layer."""
+        """Bytes of a token's raw K and V in one layer."""
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def raw_bytes(self) -> int:
-        """A raw block."""
+        """Bytes of a raw block."""
         return self.layers * self.block_size * self.token_bytes
 
     @property
     def block_bytes(self) -> int:
-        """A block in this format."""
+        """Bytes of a block in this format."""
         block_format = self.block_format
         return self.raw_bytes if block_format is None else self.layers * block_format.record_bytes
 
     def tail_bytes(self, max_tails: int) -> int:
-        """What the tails of a pool take."""
+        """Bytes of the tails of a pool."""
         return 0 if self.format == RAW else (max_tails + 1) * self.raw_bytes
 
     def empty(self, num_blocks: int, device: torch.device) -> torch.Tensor:
-        """Zeroed memory: uint8 `[block, layer, record_bytes]`, or where raw as `empty_raw`."""
+        """Zeroed memory: uint8 `[block, layer, record_bytes]`, or if raw as `empty_raw`."""
         block_format = self.block_format
         if block_format is None:
             return self.empty_raw(num_blocks, device)
@@ -91,19 +91,19 @@ class KVLayout:
     def empty_raw(self, num_blocks: int, device: torch.device) -> torch.Tensor:
         """Zeroed memory `[block, layer, 2, slot, kv_head, head_dim]` in the model's dtype."""
         shape = (num_blocks, self.layers, 2, self.block_size, self.kv_heads, self.head_dim)
-        # Written, not only reserved: else the first prefill or load pays for the page faults.
+        # Written, not only reserved, else the first prefill or load pays for the page faults.
         return torch.empty(shape, dtype=self.dtype, device=device).fill_(0)
 
 
 class KVPool:
-    """Memory for `num_blocks` blocks, and for `max_tails` tails where these are not in it: one for each block table.
+    """Memory for `num_blocks` blocks, and for `max_tails` tails if the format needs them: one for each block table.
 
-    `places` says where each layer of the model is, by default that all of them are in every block. To be made outside
-    of inference mode: tensors that are made inside cannot be written from outside.
+    `places` is the place of each layer of the model; by default every block has all layers. Create it outside of
+    inference mode: tensors created inside cannot be written from outside.
 
     Attributes:
         blocks: see `KVLayout.empty`.
-        tails: raw `[tail, layer, 2, slot, kv_head, head_dim]`; none with a raw pool. Tail 0 has no owner, and is zero.
+        tails: raw `[tail, layer, 2, slot, kv_head, head_dim]`; none in a raw pool. Tail 0 has no owner and is zero.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class KVPool:
         self._ended_tails: list[int] = []
 
     def tails_of(self, segments: Sequence[Segment]) -> list[int]:
-        """For one pass, the tail of each segment, 0 where it needs none; to be asked once a pass, for all groups.
+        """For one pass, the tail of each segment, 0 if it needs none. Call it once a pass, for all groups.
 
-        It holds what is before the segment of a block that was begun, and is to take in what the segment
-        leaves in a block that is not full.
+        A tail holds the tokens before the segment of a block already begun, and takes those of the segment in a
+        block that it does not fill.
         """
         if self.layout.format == RAW:
             return [0] * len(segments)
@@ -153,7 +153,7 @@ class KVPool:
     def _new_tail(self) -> int:
         assert self._free_tails, "more sequences have begun a block than may run"
         tail = self._free_tails.pop()
-        # Places behind a sequence's last token are read, and weighted with 0: that is 0 only of a number.
+        # Places after a sequence's last token are read and weighted with 0, which gives 0 only for a finite number.
         self.tails[tail].zero_()
         return tail
 
@@ -162,12 +162,12 @@ class KVPool:
             self._free_tails.append(self._tails.pop(block_id))
 
     def retire(self, block_id: int) -> None:
-        """Nobody holds this block any more and it has no key: its tail is free from the next pass on."""
+        """Free the tail of a block without holders and without a key, from the next pass on."""
         if self.layout.format != RAW:
             self._retired_blocks.add(block_id)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a block, and its tail if it has one. On CUDA it is ordered before what follows."""
+        """Copy a block, and its tail if it has one. On CUDA it is ordered before later work."""
         self._end_tail(target)
         self._retired_blocks.discard(target)
         tail = self._tails.get(source)
@@ -178,7 +178,7 @@ class KVPool:
         self.tails[self._tails[target]].copy_(self.tails[tail])
 
     def check_integrity(self, owners: set[int]) -> None:
-        """Recount the tails; `owners` are the blocks that are in use. Raises AssertionError."""
+        """Recount the tails; `owners` are the blocks in use. Raises AssertionError."""
         places = [*self._free_tails, *self._ended_tails, *self._tails.values()]
         assert sorted(places) == list(range(1, len(self.tails))), "a tail is lost or in two places"
         for block_id in self._tails.keys() - self._retired_blocks:

@@ -6,18 +6,16 @@
             1  window of 512        0  1  2  3    gives back what has left the window
             2                       4  6  7  8
             6                      24 25  -  -    two places of each block are unused
-            6                      24 25  -  -    two places of each block are of no use
 
 A block of the KV pool holds `block_size` tokens of the layers of *one* group, and all groups have blocks of equal size.
-So any block may become one of any group: one pool, one free list, and what the windows give back is there for sequences
-that grow. (Idea: the hybrid KV cache manager of vLLM.) A sequence has a block table for each group. Where all layers
-are of one kind there is one group, and a block is what it always was.
+So any block may serve any group: one pool, one free list, and sequences that grow can use what the windows give
+back. (Idea: the hybrid KV cache manager of vLLM.) A sequence has a block table for each group. If all layers are of one
+kind there is one group, and a block has all layers.
 The number of layers in a block decides how much memory is lost to places without a layer, and how many tables there are
 to keep. In a group without a window such places are lost for every token, in others for a window's. So of all sizes
 that lose at most a fifth of the places and make at most `MAX_GROUPS` groups, the one that loses least without a window
 is taken; of equals that with the fewest groups. If there is none, or nothing would be saved, blocks have all layers and
 nothing is given back.
-all layers and nothing is given back.
 """
 
 from __future__ import annotations
@@ -29,19 +27,19 @@ from tiercache.engine.settings import EngineSettings
 from tiercache.engine.window import Window
 
 MAX_GROUPS = 8
-"""Each has tables to be made in every step, and a namespace in the tiers."""
+"""Limit, since each group has tables to be made in every step, and a namespace in the tiers."""
 _PLACES_PER_LOST = 5
 
 
 class LayerGroup(NamedTuple):
-    """Layers of a model, in their order in a block, and what sequences keep of them."""
+    """Layers of a model, in their order in a block, and the window that sequences keep of them."""
 
     layers: tuple[int, ...]
     window: Window
 
 
 class Place(NamedTuple):
-    """Where a layer is: in blocks of `group`, as number `layer` of their layers."""
+    """The place of a layer: number `layer` in the blocks of `group`."""
 
     group: int
     layer: int
@@ -55,12 +53,12 @@ class LayerGroups(NamedTuple):
 
     @property
     def windows(self) -> tuple[Window, ...]:
-        """Of each group."""
+        """The window of each group."""
         return tuple(group.window for group in self.groups)
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Of each layer."""
+        """The place of each layer."""
         found = {
             layer: Place(number, place)
             for number, group in enumerate(self.groups)
@@ -69,14 +67,14 @@ class LayerGroups(NamedTuple):
         return tuple(found[layer] for layer in range(len(found)))
 
     def most_blocks(self, tokens: int, settings: EngineSettings) -> int:
-        """The most blocks, of all groups together, that a sequence of so many tokens holds."""
+        """The most blocks, over all groups, that a sequence of so many tokens holds."""
         return sum(window.most_blocks_of(tokens, settings) for window in self.windows)
 
 
 def group_layers(windows: Sequence[int], longest: int, settings: EngineSettings) -> LayerGroups:
     """The groups of a model with these windows (0: none), whose sequences have `longest` tokens at most.
 
-    A window that no sequence outgrows is none. With `attention_window` all layers have one, and are one group.
+    A window that no sequence outgrows counts as none. With `attention_window` all layers have a window, in one group.
     """
     size = settings.block_size
     seen = [window or settings.attention_window for window in windows]
@@ -98,7 +96,7 @@ def group_layers(windows: Sequence[int], longest: int, settings: EngineSettings)
 
 
 def choose_block_layers(full: int, windowed: int) -> int | None:
-    """Layers in a block of a model with so many of either kind, by the rule above; None: all of them."""
+    """Layers in a block of a model with so many layers of either kind, by the rule above; None: all layers."""
     choices = []
     for count in range(1, max(full, windowed) + 1):
         full_groups, windowed_groups = -(-full // count), -(-windowed // count)

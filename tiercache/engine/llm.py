@@ -1,4 +1,4 @@
-"""A model for use from a program: texts or conversations in, texts out.
+"""A model for use in a program: texts or conversations in, texts out.
 
     with LLM("path/to/model") as llm:
         [answer] = llm.chat([{"role": "user", "content": "Why is the sky blue?"}])
@@ -42,7 +42,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Generation:
-    """What became of one prompt. `cached_tokens` of it were not computed but found, in the pool or the cache."""
+    """The result of one prompt. `cached_tokens` of it were found in the pool or the cache and not computed."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -56,7 +56,7 @@ class LLM:
     Args:
         model: a Hugging Face decoder folder.
         daemon: run directory of a tiercache daemon; None: blocks are kept in the engine's own pool only.
-        chat_template: Jinja text that stands in for the model's own.
+        chat_template: Jinja text that replaces the model's own.
         **settings: fields of `EngineSettings`, e.g. `kv_cache_memory="4GiB"`.
 
     Loading takes as long as reading the weights. Raises ModelRefused and ConfigError.
@@ -90,8 +90,8 @@ class LLM:
         """Continue texts (or token ids); results in their order. Blocks until all are done.
 
         Args:
-            params: for all prompts, or one for each.
-            progress: show a bar on stderr, if that is a terminal.
+            params: one for all prompts, or one for each.
+            progress: show a bar on stderr, if stderr is a terminal.
 
         Raises ConfigError for a prompt that cannot be served (then none is), and DeadlineExceeded when
         nothing could be computed for `stall_timeout_s`.
@@ -137,7 +137,7 @@ class LLM:
             with _progress_bar(progress) as bar:
                 self._run(under_way, bar, stall_timeout_s)
         finally:
-            for request_id in under_way:  # what has ended is no longer there
+            for request_id in under_way:  # ended requests are no longer there
                 self._text_engine.abort(request_id)
         return generations
 
@@ -169,7 +169,7 @@ class LLM:
 
 
 def _note(generation: Generation, output: TextOutput) -> bool:
-    """Add an output to its completion; whether that has ended."""
+    """Add an output to its completion; returns whether the completion has ended."""
     completion, result = generation.outputs[output.index], output.result
     completion.text += output.text
     completion.token_ids.append(output.token)

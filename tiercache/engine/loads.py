@@ -1,8 +1,7 @@
-"""Loads of one engine: matches, how much of each is worth loading, and the loads in progress.
+"""Loads of one engine: matches, how much of each is worth loading, and loads in progress.
 
-A load's blocks belong to it until its last copy has ended. So it has its own reference on every block that it copies
-into, whatever becomes of the sequence meanwhile. A load that failed, was late or fell short is a miss: its tokens are
-computed.
+A load holds its own reference on every block that it copies into until its last copy has ended, even if the sequence
+ends or is preempted meanwhile. A load that failed, was late or fell short is a miss: its tokens are computed.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from tiercache.engine.sequence import Sequence
 from tiercache.engine.settings import EngineSettings
 
 _MAX_CUTS = 3
-"""Cuts to query for a sequence with a window; each takes two exchanges with the daemon."""
+"""Most cuts to query for a sequence with a window; each takes two exchanges with the daemon."""
 
 
 class CacheHit(NamedTuple):
-    """What the cache has that a sequence needs, up to block `end` of its chain.
+    """The blocks in the cache that a sequence needs, up to block `end` of its chain.
 
-    The match covers the blocks before that, or with sinks those of them that are needed: all but `skipped`.
+    The match covers the blocks before `end`; with sinks only the needed ones, all but `skipped`.
     """
 
     match: MatchLike
@@ -48,11 +47,11 @@ class LoadOrder(NamedTuple):
         return min(count - len(numbers) for count, numbers in zip(needed, self.numbers, strict=True))
 
     def is_own(self, cut: int) -> bool:
-        """Whether no other sequence shares a block from block `cut` on: blocks found in the pool are shared."""
+        """Whether the blocks from block `cut` on are not shared: blocks found in the pool are shared."""
         return all([*numbers, self.choice.end][0] <= cut for numbers in self.numbers)
 
     def end_of(self, good_blocks: list[int]) -> int:
-        """Up to where all groups have the blocks they need, given the number of good leading blocks of each."""
+        """The block up to which all groups have what they need, given the good leading blocks of each."""
         end = self.choice.end
         return min([*numbers, end][good] for numbers, good in zip(self.numbers, good_blocks, strict=True))
 
@@ -66,7 +65,7 @@ class LoadResult(NamedTuple):
 
     @classmethod
     def nothing(cls, order: LoadOrder, *, ended: bool) -> LoadResult:
-        """No block is good."""
+        """The result of a load without a good block."""
         return cls(order, [0] * len(order.numbers), ended)
 
 
@@ -93,7 +92,7 @@ class Loads:
     # --- finding
 
     def match(self, sequence: Sequence) -> CacheHit | None:
-        """What the cache has of a sequence, or None. Blocks for one exchange with the daemon, a few with a window."""
+        """The cache's hit for a sequence, or None. Blocks for one exchange with the daemon, a few with a window."""
         if not self._may_have(sequence):
             return None
         if sequence.has_sinks:
@@ -104,10 +103,10 @@ class Loads:
         return None if match is None else CacheHit(match, match.blocks)
 
     def _match_windows(self, sequence: Sequence) -> CacheHit | None:
-        """The last usable cut for which the cache has all that is needed.
+        """The last usable cut for which the cache has all needed blocks.
 
-        It answers the last cut of all before which each group has what it needs. Where that may not be gone on from,
-        what windows need at the edge before it are other blocks, and it is asked again.
+        The cache answers with the last cut for which each group has what it needs. If a sequence may not continue from
+        there, windows need other blocks at the edge before it, and the cache is asked again.
         """
         cut = sequence.usable_hit_blocks(sequence.max_hit_blocks)
         for _ in range(_MAX_CUTS):
@@ -121,10 +120,10 @@ class Loads:
         return None
 
     def _match_sinks(self, sequence: Sequence) -> CacheHit | None:
-        """As with windows, where the cache is to have sinks too.
+        """The last usable cut for windows with sinks.
 
-        Of a list of keys it finds the last place behind a whole window; whether the blocks for a cut are there, it is
-        asked with these alone: sinks and window.
+        In a list of keys the cache finds the last place after a whole window. A second query, with the keys of sinks
+        and window alone, tells whether it has the blocks for a cut.
         """
         [table] = sequence.tables
         chain, cut = sequence.chain, sequence.usable_hit_blocks(sequence.max_hit_blocks)
@@ -159,7 +158,7 @@ class Loads:
             self._release(hit.match)
 
     def prefetch(self, sequence: Sequence) -> None:
-        """Promote what the cache has of a sequence to DRAM. Blocks for one exchange with the daemon."""
+        """Promote the cache's blocks of a sequence to DRAM. Blocks for one exchange with the daemon."""
         if not self._may_have(sequence):
             return
         chain, cut = sequence.chain, sequence.max_hit_blocks
@@ -172,16 +171,16 @@ class Loads:
         self._cache.ask(lambda cache: cache.prefetch(keys))
 
     def choose(self, sequence: Sequence, hit: CacheHit, kept: int) -> tuple[CacheHit | None, LoadChoice]:
-        """What of a hit to load, where a sequence can begin at block `kept` without a load; and the hit for that."""
+        """The part of a hit to load, and the hit for it, if a sequence can begin at block `kept` without a load."""
         dram_end = hit.end - hit.match.below_blocks
-        # With sinks the match covers what is needed before its end, and is of no use for another cut.
+        # With sinks the match covers what is needed before its end, and does not serve another cut.
         ends = {hit.end} if sequence.has_sinks else {dram_end, hit.end}
         queue_s = sum(load.order.choice.load_s for load in self._loads)
         reaches = [self._reach(sequence, sequence.usable_hit_blocks(end), dram_end) for end in ends]
         choice = self._cost.choose(kept, reaches, queue_s)
         if not (sequence.windowed and choice.blocks and choice.end < hit.end):
             return hit, choice
-        # Before the shorter cut windows need other blocks, which are not under the lease.
+        # Windows need other blocks before the shorter cut, which are not under the lease.
         self._release(hit.match)
         match = self._match(sequence.chain.packed(choice.end))
         if match is None or match.blocks < choice.end or match.below_blocks:
@@ -195,7 +194,7 @@ class Loads:
         return Reach(end, len(missing) - below, below)
 
     def missing(self, sequence: Sequence, end: int) -> list[list[int]]:
-        """The blocks that a load ending at block `end` brings to each group: those needed after the ones in the
+        """The blocks that a load ending at block `end` brings to each group: the needed blocks after those in the
         pool."""
         missing = []
         for group, table in enumerate(sequence.tables):
@@ -206,7 +205,7 @@ class Loads:
     # --- loading
 
     def start(self, order: LoadOrder) -> bool:
-        """Begin a load into the sequence's blocks; False (and no load) if the cache refused it."""
+        """Start a load into the sequence's blocks; False (and no load) if the cache refused it."""
         sequence, hit, choice, each = order
         begin = choice.end - hit.skipped
         parts = [
@@ -233,7 +232,7 @@ class Loads:
                 load.transfer.cancel()
 
     def poll(self) -> list[LoadResult]:
-        """Handle all loads that have ended or are too late. Never blocks."""
+        """Handle loads that have ended or are too late. Never blocks."""
         results: list[LoadResult] = []
         now_s = time.monotonic()
         for load in list(self._loads):
@@ -265,5 +264,5 @@ class Loads:
         return [load.transfer for load in self._loads]
 
     def holds(self) -> Counter[int]:
-        """References that loads have, per block."""
+        """References held by loads, per block."""
         return Counter(block_id for load in self._loads for block_id in load.block_ids)

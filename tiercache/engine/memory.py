@@ -19,10 +19,10 @@ CPU_POOL_BYTES = 1 << 30
 def count_pool_blocks(
     settings: EngineSettings, block_bytes: int, device: torch.device, tail_bytes: int = 0
 ) -> int:
-    """Blocks of the KV pool. To be called when the weights are in place, since they take their memory first.
+    """Number of blocks of the KV pool. Call it after the weights are loaded, since they take their memory first.
 
-    `tail_bytes` go off the pool's memory for what is not in its blocks; they come on top of `pool_blocks`.
-    Raises ConfigError when the pool holds no block or there is not that much memory.
+    `tail_bytes`, for tokens outside of blocks, are taken off the pool's memory; they come on top of `pool_blocks`.
+    Raises ConfigError when the pool would hold no block or there is not enough memory.
     """
     wanted = settings.pool_blocks * block_bytes or settings.kv_cache_bytes
     if device.type == "cuda":
@@ -51,10 +51,10 @@ def count_pool_blocks(
 def fit_model_len(
     settings: EngineSettings, allowed: int, block_bytes: int, num_blocks: int, most_blocks: Callable[[int], int]
 ) -> int:
-    """The longest sequence that is served: what the model allows, or less if the pool holds less.
+    """The longest sequence that the engine serves: what the model allows, or less if the pool holds less.
 
-    `most_blocks` tells how many blocks a sequence of so many tokens holds at most. Raises ConfigError when the pool
-    does not hold `max_model_len`, which the settings ask for, or no sequence at all.
+    `most_blocks` gives the most blocks that a sequence of so many tokens holds. Raises ConfigError when the pool
+    does not hold the settings' `max_model_len`, or no sequence at all.
     """
     if most_blocks(allowed) <= num_blocks:
         return allowed
@@ -78,5 +78,5 @@ def fit_model_len(
 
 
 def pool_setting(settings: EngineSettings) -> str:
-    """The setting that the size of the pool comes from."""
+    """The setting that determines the size of the pool."""
     return "pool_blocks" if settings.pool_blocks else "kv_cache_memory"

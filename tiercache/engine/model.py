@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from tiercache.engine.decode_graphs import DecodeGraphs
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
-# These compute the angles of a token from how long its sequence has become, so that its K has
-# no fixed value. Below the length they were trained for they are constant.
+# These compute a token's angles from the present length of its sequence, so that its K has no
+# fixed value. Below the trained length they are constant.
 _GROWING_ROPE = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model's config the KV pool and the limits depend on."""
+    """The parts of a model's config on which the KV pool and the limits depend."""
 
     layers: int
     kv_heads: int
@@ -43,11 +43,11 @@ class ModelShape:
     eos_token_ids: frozenset[int]
 
     def groups(self, settings: EngineSettings) -> LayerGroups:
-        """Which layers share blocks, and what sequences must keep of each group."""
+        """The groups of layers that share blocks, and what sequences must keep of each."""
         return group_layers(self.windows, self.max_context, settings)
 
     def kv_layout(self, block_size: int, name: str = "auto", layers: int = 0) -> KVLayout:
-        """How blocks of so many layers (0: all) are kept, by a name as in `kv_cache_dtype`. Raises ConfigError."""
+        """The layout of blocks of so many layers (0: all), by a name as in `kv_cache_dtype`. Raises ConfigError."""
         name = ALIASES.get(name, name)
         try:
             return KVLayout(layers or self.layers, block_size, self.kv_heads, self.head_dim, self.dtype, name)
@@ -56,7 +56,7 @@ class ModelShape:
 
 
 def weight_files(model_dir: str | Path) -> list[Path]:
-    """The safetensors files of a model folder. Raises ModelRefused where there is no such model."""
+    """The safetensors files of a model folder. Raises ModelRefused if it holds no such model."""
     folder = Path(model_dir)
     if not folder.is_dir():
         raise ModelRefused(f"{folder} is not a folder: give a downloaded Hugging Face model folder")
@@ -111,7 +111,7 @@ def _dtype(wanted: str, stored: Any) -> torch.dtype:
 
 
 def _windows(config: Any, layer_types: Sequence[str], layers: int) -> tuple[int, ...]:
-    """The sliding window that each layer should have by the config, 0 for none."""
+    """The sliding window of each layer according to the config, 0 for none."""
     window = int(getattr(config, "sliding_window", None) or 0)
     if layer_types:
         return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
@@ -152,7 +152,7 @@ def _eos_token_ids(model_dir: str | Path, config: Any) -> frozenset[int]:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """`auto`, `cpu` or `cuda` as a device. Raises ConfigError for CUDA where there is none."""
+    """`auto`, `cpu` or `cuda` as a device. Raises ConfigError if CUDA is asked for and missing."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', but torch finds no CUDA device: set device to 'cpu' or 'auto'")
     cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
@@ -178,7 +178,7 @@ class HostedModel:
                 use_safetensors=True,
             )
         except Exception as error:
-            # Damaged files, sizes that do not fit, code that is not there: each has its own type.
+            # Damaged files, sizes that do not fit, missing code: each raises its own type.
             raise ModelRefused(f"transformers cannot host {model_dir}: {_first_line(error)}") from error
         self.module = module.to(device).eval()
         if can_pack(shape.dtype, device):
@@ -194,9 +194,9 @@ class HostedModel:
         max_sequences: int = 0,
         groups: LayerGroups | None = None,
     ) -> KVPool:
-        """Zeroed KV memory; with tails for `max_sequences`, where blocks are quantised. See `KVPool`.
+        """Zeroed KV memory, with tails for `max_sequences` if blocks are quantised. See `KVPool`.
 
-        Blocks have all layers, or those of one of `groups`.
+        Blocks have all layers, or the layers of one of `groups`.
         """
         layers, count, places = (groups.block_layers, len(groups.groups), groups.places) if groups else (0, 1, ())
         layout = self.shape.kv_layout(block_size, kv_cache_dtype, layers)
@@ -213,7 +213,7 @@ class HostedModel:
                 if logits is not None:
                     return logits
             inputs = torch.tensor([tokens], device=self.device)
-            # A forward pass computes at least one row: of a chunk that ends no prompt, the last.
+            # A forward pass computes at least one row: the last row of a chunk that ends no prompt.
             return self._run(batch, inputs, torch.tensor(rows or [len(tokens) - 1], device=self.device))
 
     def _run(self, batch: attention.Batch, inputs: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -227,8 +227,8 @@ class HostedModel:
     def prepare(self, pool: KVPool, max_sequences: int, longest: int) -> None:
         """On CUDA, compile all kernels for this pool, and from now on decode as CUDA graphs.
 
-        For a pool that holds nothing yet, and from here on for passes over no other one. `longest` is how many
-        tokens a sequence may have. Takes seconds, unless Triton's cache on disk has the kernels.
+        The pool must be empty, and all later passes must use this pool. `longest` is the most tokens of a
+        sequence. Takes seconds, unless Triton's cache on disk has the kernels.
         """
         if self.device.type == "cuda":
             from tiercache.engine.cuda_attention import KernelPass
@@ -236,7 +236,7 @@ class HostedModel:
 
             size = pool.layout.block_size
             segments = [Segment(0, 0, size, [0])]
-            # All groups write into one block, whose content is never read.
+            # All groups write into the same block, whose content is never read.
             parts = [KernelPass(pool, segments, every_kernel=True) for _ in {place.group for place in pool.places}]
             work = parts[0] if len(parts) == 1 else GroupedPass(parts, pool.places)
             self.forward(attention.Batch(pool, segments, work), [0] * size, [])

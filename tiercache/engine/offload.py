@@ -30,7 +30,7 @@ class Offload:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a cache, away or not."""
+        """Whether there is a cache, reachable or not."""
         return self._cache.exists
 
     @property
@@ -38,19 +38,19 @@ class Offload:
         return bool(self.loads.transfers or self.stores.transfers)
 
     def poll(self) -> list[LoadResult]:
-        """Take note of all transfers that have ended, and of loads that are too late. Never blocks."""
+        """Handle transfers that have ended, and loads that are too late. Never blocks."""
         self.stores.poll()
         return self.loads.poll()
 
     def makes_room(self, count: int) -> bool:
-        """Whether idle blocks will become available without anyone giving up theirs; `count` are wanted."""
+        """Whether idle blocks will become available without taking a sequence's; `count` are wanted."""
         self.stores.ask_for(count)
         if self._blocks.idle_count > self._blocks.clean_count:
             return True
         return any(self._blocks.references(block_id) == count for block_id, count in self.holds().items())
 
     def holds(self) -> Counter[int]:
-        """References that transfers have, per block."""
+        """References held by transfers, per block."""
         return self.loads.holds() + self.stores.holds()
 
     def wait(self, timeout_s: float) -> None:

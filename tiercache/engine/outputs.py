@@ -11,7 +11,7 @@ from tiercache.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What became of a request, or of one of its `n` sequences: `index` tells which.
+    """The result of a request, or of sequence `index` of its `n` sequences.
 
     `finish_reason` is `stop` (an end token), `length` or `abort`. Tokens of the prompt were found in the
     engine's pool (`pool_hit_tokens`), loaded from the cache (`external_hit_tokens`) or computed (the rest).
@@ -30,9 +30,9 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """A new token of sequence `index` of a request; `output` is set when it was the last one.
+    """A new token of sequence `index` of a request; `output` is set with the last token.
 
-    `logprobs` are there if the request asked for them.
+    `logprobs` is set if the request asked for it.
     """
 
     request_id: int

@@ -1,6 +1,6 @@
-"""Linear layers in the layout that oneDNN computes in, on CPUs.
+"""Linear layers in oneDNN's layout, on CPUs.
 
-torch gives float32 products to MKL, which takes twice as long on processors that are not Intel's, and packs the weights
+torch gives float32 products to MKL, which takes twice as long on processors other than Intel's, and packs the weights
 anew for every few rows of a decode step. With weights packed once, by oneDNN, a product of 8 rows takes 0.4 of the
 time, one of 512 rows half (AMD EPYC, one thread). bfloat16 goes to oneDNN anyway.
 """
@@ -13,17 +13,17 @@ import torch
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `pack_linears` has something to do for a model of this dtype on this device."""
+    """Whether `pack_linears` applies to a model of this dtype on this device."""
     if dtype is not torch.float32 or device.type != "cpu":
         return False
     return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def pack_linears(module: Any) -> None:
-    """Let all plain linear layers below `module` compute with packed copies of their weights.
+    """Make all plain linear layers below `module` compute with packed copies of their weights.
 
-    The weights themselves stay for those who read them; where they were mapped from the model's file they take no
-    memory of their own. Whoever changes them after this changes nothing.
+    The weights themselves stay for other readers; if they are mapped from the model's file they take no
+    memory of their own. A later change to them has no effect.
     """
     for layer in module.modules():
         if type(layer) is torch.nn.Linear:
@@ -31,7 +31,7 @@ def pack_linears(module: Any) -> None:
 
 
 class _Packed:
-    """Stands in for the `forward` of a linear layer."""
+    """Replaces the `forward` of a linear layer."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None)

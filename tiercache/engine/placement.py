@@ -1,4 +1,4 @@
-"""Placement: how much of a sequence the pool has, and the blocks that it begins with, in every group of layers."""
+"""Placement: how much of a sequence the pool has, and the sequence's first blocks, in every group of layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Placement:
         self._settings = settings
 
     def find(self, sequence: Sequence) -> int:
-        """At which block of its chain a sequence can begin with what the pool has, not yet rounded to an edge."""
+        """The block of its chain at which a sequence can begin with the pool's blocks, not yet rounded to an edge."""
         chain, cut = sequence.chain, sequence.max_hit_blocks
         for group, table in enumerate(sequence.tables):
             if not table.window.size:
@@ -24,11 +24,11 @@ class Placement:
             missing = [self._missing(sequence, group, cut) for group in range(len(sequence.tables))]
             if min(missing) == cut:
                 break
-            cut = min(missing)  # all cuts between need it too
+            cut = min(missing)  # all cuts in between need it too
         return cut
 
     def _missing(self, sequence: Sequence, group: int, cut: int) -> int:
-        """The last block that the pool lacks of what windows of a group need before block `cut`, or `cut`."""
+        """Of the blocks that a group's window needs before block `cut`, the last that the pool lacks; else `cut`."""
         window, chain = sequence.tables[group].window, sequence.chain
         numbers = reversed(window.needed(cut)) if window.size else ()
         return next((one for one in numbers if self._blocks.block_of(chain.key(one), group) is None), cut)
@@ -40,14 +40,14 @@ class Placement:
     def _new_blocks(self, sequence: Sequence, group: int, kept: int) -> int:
         window = sequence.tables[group].window
         if window.first_block(sequence.max_hit_blocks * self._settings.block_size):
-            # A load that goes further than the pool may need other blocks.
+            # A load that reaches further than the pool may need other blocks.
             return window.most_blocks_of(len(sequence.tokens), self._settings)
-        # One that goes further needs the same and more, and so takes fewer new ones, never more.
+        # A load that reaches further needs the same blocks and more, and so takes fewer new ones, never more.
         held = self._blocks.find(sequence.chain, range(kept), group)
         return sequence.blocks_to_begin(window, kept) - len(held) + sum(map(self._blocks.is_clean, held))
 
     def take_blocks(self, sequence: Sequence, cut: int) -> None:
-        """Give a sequence what it begins with at block `cut`: what of it is in the pool, and blank blocks."""
+        """Give a sequence the blocks to begin at block `cut`: those in the pool, and blank blocks."""
         blocks, tables = self._blocks, sequence.tables
         numbers = [table.window.needed(cut) for table in tables]
         held = [blocks.find(sequence.chain, needed, group) for group, needed in enumerate(numbers)]
@@ -61,6 +61,6 @@ class Placement:
         assert new is not None, "there was room for whatever is loaded"
         for table, found, blank in zip(tables, held, new, strict=True):
             table.begin(cut, [*found, *blank])
-        # What is in the pool may not be in the cache: the cache was away, or has lost it.
+        # Blocks in the pool may not be in the cache: it was unreachable, or has lost them.
         stored = ([*needed, cut][blocks.stored_run(found)] for needed, found in zip(numbers, held, strict=True))
         sequence.stored_blocks = min(stored)

@@ -1,8 +1,8 @@
-"""Tests whether a model computes the same over paged KV as it does by itself.
+"""Tests whether a model computes the same over paged KV as on its own.
 
-transformers runs whatever the folder says, with whatever state a model keeps besides its K and V, and a model that
-keeps such state produces fluent, wrong text. So every model is tried at load: two sequences, packed, in uneven chunks,
-on scattered blocks, against one pass each of its own attention.
+transformers runs any model that a folder names. A model that keeps state besides its K and V would produce fluent,
+wrong text. So every model is tested at load: two sequences, packed, in uneven chunks, on scattered blocks, against one
+pass each of the model's own attention.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tiercache.errors import ModelRefused, TierCacheError
 
 _BLOCK_SIZE = 16
 _LENGTHS = (101, 67)
-# Ends of the chunks of a sequence, as parts of its length: uneven, of one token, and again large.
+# Ends of the chunks of a sequence, as parts of its length: uneven, a single token, and large again.
 _ENDS = (0.31, 0.32, 0.83, 0.99, 1.0)
-# Longest sliding window that the sequences are made long enough to leave.
+# Longest sliding window for which the sequences are made long enough to leave it.
 _MAX_TRIED_WINDOW = 512
 # Largest accepted difference of a token's logits, relative to their spread (root mean squares).
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
 class Trial(NamedTuple):
-    """What came of the paged passes: logits of each prompt, `[token, vocabulary]`; see `Batch` for the rest."""
+    """The result of the paged passes: logits of each prompt, `[token, vocabulary]`; see `Batch` for the rest."""
 
     logits: list[torch.Tensor]
     windows: dict[int, int]
@@ -36,7 +36,7 @@ class Trial(NamedTuple):
 
 
 def check_model(model: HostedModel) -> None:
-    """Raises ModelRefused with one line where the paged result differs. Takes passes of ~100 tokens."""
+    """Raises ModelRefused with one line if the paged result differs. Takes passes of ~100 tokens."""
     shape = model.shape
     tried = [window for window in shape.windows if 0 < window <= _MAX_TRIED_WINDOW]
     lengths = [min(length + max(tried, default=0), shape.max_context) for length in _LENGTHS]
@@ -45,13 +45,13 @@ def check_model(model: HostedModel) -> None:
     try:
         trial = _run_paged(model, prompts)
         for prompt, logits in zip(prompts, trial.logits, strict=True):
-            # transformers' sdpa may leave out in silence what it does not have.
+            # transformers' sdpa may silently leave out what it does not support.
             stock = _stock_logits(model, prompt, ("sdpa", "eager") if trial.plain else ("eager",))
             _compare(model, logits, stock)
     except TierCacheError:
         raise
     except Exception as error:
-        # Whatever a strange model's code raises, it is the model that cannot be served.
+        # Any error of a strange model's code means that the model cannot be served.
         line = (str(error).strip().splitlines() or [""])[0]
         kind = type(error).__name__
         raise ModelRefused(f"{_name(model)} does not run on paged KV: {kind}: {line}") from error
@@ -76,7 +76,7 @@ def _run_paged(model: HostedModel, prompts: list[list[int]]) -> Trial:
     """Compute all logits of the prompts, packed and in chunks."""
     needed = [-(-len(prompt) // _BLOCK_SIZE) for prompt in prompts]
     pool = model.new_pool(sum(needed), _BLOCK_SIZE)
-    # Every other block, so that no two blocks of a sequence follow one another.
+    # Every other block, so that no two blocks of a sequence are adjacent.
     order = [*range(0, sum(needed), 2), *range(1, sum(needed), 2)]
     tables = [order[: needed[0]], order[needed[0] :]]
     done = [0] * len(prompts)

@@ -9,16 +9,16 @@ from typing import Any
 
 from tiercache.errors import ConfigError, ModelRefused
 
-# Texts have fewer characters in a token; the beginning of one that is too long shows that it is.
+# Texts have fewer characters in a token, so the beginning of a text shows whether the text is too long.
 _USUAL_TOKEN_CHARS = 8
 _CUT_TOKENS = 64
 
 Message = Mapping[str, Any]
-"""One message of a conversation: `role` and `content`, and whatever else the model's template knows."""
+"""One message of a conversation: `role`, `content`, and any other field that the model's template knows."""
 
 
 def load_tokenizer(model_dir: str | Path) -> Any:
-    """The tokenizer of a model folder. Raises ModelRefused where there is none."""
+    """The tokenizer of a model folder. Raises ModelRefused if there is none."""
     from transformers import AutoTokenizer
 
     if not Path(model_dir).is_dir():
@@ -26,7 +26,7 @@ def load_tokenizer(model_dir: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
     except Exception as error:
-        # A missing or damaged tokenizer raises whatever its own code happens to stumble over.
+        # A missing or damaged tokenizer raises errors of any type.
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelRefused(
             f"transformers finds no tokenizer in {model_dir}: save one there, with its save_pretrained ({line})"
@@ -38,8 +38,8 @@ class Prompts:
 
     Args:
         tokenizer: one of transformers'.
-        chat_template: Jinja text that stands in for the tokenizer's own.
-        max_tokens: texts that must have more are refused, most of them without being read to their end; 0 is no limit.
+        chat_template: Jinja text that replaces the tokenizer's own.
+        max_tokens: longer texts are refused, most of them without being read to their end; 0 is no limit.
 
     One thread at a time; long texts take a while (about a second per MB).
     """
@@ -49,11 +49,11 @@ class Prompts:
         self._chat_template = chat_template
         self._max_tokens = max_tokens
         self._max_token_chars = max(map(len, tokenizer.get_vocab()))
-        # What a caller may hand to the template is everything but what steers the tokenizer itself.
+        # Callers may pass any value to the template except those that control the tokenizer itself.
         self._reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
 
     def of_text(self, text: str) -> list[int]:
-        """Tokens of a text, with those that the model wants at its beginning."""
+        """Tokens of a text, with the model's special tokens at its beginning."""
         return self._encode(text, add_special_tokens=True)
 
     def of_chat(self, messages: Sequence[Message], template_values: Mapping[str, Any] | None = None) -> list[int]:
@@ -76,10 +76,10 @@ class Prompts:
                 **values,
             )
         except Exception as error:
-            # Templates are programs of the model's authors, and refuse what they do not know in their own ways.
+            # Templates are programs of the model's authors, and refuse unknown input in their own ways.
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ConfigError(f"the chat template refuses these messages: {line}") from error
-        return self._encode(text, add_special_tokens=False)  # the template has written them
+        return self._encode(text, add_special_tokens=False)  # the template has written the special tokens
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
@@ -93,13 +93,13 @@ class Prompts:
         return tokens
 
     def _is_too_long(self, text: str) -> bool:
-        """Whether a text certainly has too many tokens; not all that have are found."""
+        """Whether a text certainly has too many tokens; it may miss some that do."""
         if len(text) > self._max_tokens * self._max_token_chars:
             return True
         beginning = self._max_tokens * _USUAL_TOKEN_CHARS
         if len(text) <= beginning:
             return False
-        # The cut may change its last tokens, and does not bring more than a few.
+        # The cut may change the last tokens, and adds a few at most.
         tokens = self.tokenizer(text[:beginning], add_special_tokens=False)["input_ids"]
         return len(tokens) > self._max_tokens + _CUT_TOKENS
 

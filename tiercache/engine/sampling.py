@@ -19,7 +19,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIASES = 1024
-# Below this a division by the temperature could overflow, and the most probable token wins anyway.
+# Below this a division by the temperature could overflow; the most probable token wins anyway.
 _GREEDY_BELOW = 1e-5
 # Characters of a wrong value that a message shows.
 _SHOWN = 60
@@ -27,13 +27,13 @@ _SHOWN = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Raises ConfigError when a value is wrong.
+    """How to choose the tokens of one request. Raises ConfigError when a value is wrong.
 
     Names and meanings are vLLM's. Penalties and biases change the logits, then temperature, `min_p`, `top_k`
     and `top_p` apply, in this order; tokens that tie at a limit all stay.
 
     Attributes:
-        n: sequences to generate from one prefill of the prompt. With a seed, each has its own after it.
+        n: sequences to generate from one prefill of the prompt. With a seed, each gets its own, derived from it.
         max_tokens: tokens to generate at most.
         min_tokens: before so many tokens nothing ends the request: end tokens are not chosen,
             stop strings are not looked for.
@@ -41,17 +41,16 @@ class SamplingParams:
         top_p: sample from the smallest set of tokens with at least this probability.
         top_k: sample from this many most probable tokens; 0 is all.
         min_p: leave out tokens less probable than this share of the most probable one's probability.
-        presence_penalty: taken off the logit of each token that was generated before.
-        frequency_penalty: taken off for each time that it was generated.
+        presence_penalty: subtracted from the logit of each token generated before.
+        frequency_penalty: subtracted once for each time that the token was generated.
         repetition_penalty: logits of tokens in prompt and output are divided by it (multiplied if negative).
         logit_bias: added to the logits of these tokens.
-        seed: makes the choice repeatable; None draws one.
+        seed: makes the choice repeatable; None draws a seed.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         stop_token_ids: further tokens to stop at. The token stopped at is part of the output.
-        stop: texts to stop at, left out of the text. Only where there is text: not in `Engine`, which has
-            no tokenizer.
-        logprobs: report the log-probability of each token, by the model itself (before penalties and
-            temperature), and so many of the most probable ones; None for neither.
+        stop: texts to stop at, left out of the output. Not for `Engine`, which has no tokenizer.
+        logprobs: report the log-probability of each token by the model itself (before penalties and
+          temperature), and those of so many most probable tokens; None for neither.
     """
 
     n: int = 1
@@ -79,7 +78,7 @@ class SamplingParams:
                 raise ConfigError(f"{name} is {shown}: must be {wanted}")
 
     def _rules(self) -> list[tuple[str, bool, str]]:
-        """Every field that can be wrong: its name, whether it is right, what would be."""
+        """Every field that can be wrong: its name, whether it is valid, the valid values."""
         biases = self.logit_bias.values()
         return [
             ("n", self.n >= 1, "at least 1"),
@@ -108,21 +107,21 @@ class TokenLogprobs(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The next token of a sequence; `logprobs` if it asked for them."""
+    """The next token of a sequence; `logprobs` if requested."""
 
     token: int
     logprobs: TokenLogprobs | None
 
 
 class Sampler:
-    """What the choice of the next token depends on besides the logits: of one sequence.
+    """The state, besides the logits, that determines the choice of a sequence's next token.
 
-    Two samplers with equal arguments choose alike, whatever else is in their batches.
+    Two samplers with equal arguments choose alike in any batch.
 
     Attributes:
         generated: tokens chosen so far.
         penalised: whether `counts` matters.
-        counts: how often each token was chosen; with a repetition penalty those of the prompt too, as 0.
+        counts: how often each token was chosen; with a repetition penalty also the prompt's tokens, as 0.
     """
 
     def __init__(self, params: SamplingParams, prompt: SequenceOf[int] = ()) -> None:
@@ -142,7 +141,7 @@ class Sampler:
 
     @property
     def plain(self) -> bool:
-        """Whether the most probable token is chosen, and nothing is to be changed before."""
+        """Whether the most probable token is chosen from unchanged logits."""
         waits = self.generated < self.params.min_tokens
         return self.greedy and not (self.penalised or self.params.logit_bias or waits)
 
@@ -151,7 +150,7 @@ class Sampler:
         return self._random.random()
 
     def took(self, token: int) -> None:
-        """Note what was chosen."""
+        """Record the chosen token."""
         self.generated += 1
         if self.penalised:
             self.counts[token] += 1
@@ -160,7 +159,7 @@ class Sampler:
 def choose(
     logits: torch.Tensor, samplers: SequenceOf[Sampler], end_tokens: Collection[int] = ()
 ) -> list[Choice]:
-    """The next token of each row of `logits` `[rows, vocabulary]`, which is not changed. Waits for the device.
+    """The next token of each row of `logits` `[rows, vocabulary]`, which stays unchanged. Waits for the device.
 
     `end_tokens` are the model's own.
     """
@@ -195,14 +194,14 @@ def _draw(values: torch.Tensor, samplers: SequenceOf[Sampler]) -> torch.Tensor:
     limits = Limits(
         temperature=[one.temperature for one in params],
         min_p=[one.min_p for one in params],
-        top_k=[min(one.top_k, values.shape[1]) for one in params],  # clients send whatever means "all" to them
+        top_k=[min(one.top_k, values.shape[1]) for one in params],  # clients send large numbers for "all"
         top_p=[one.top_p for one in params],
     )
     return draw(values, limits, [sampler.uniform() for sampler in samplers])
 
 
 def _changes(samplers: SequenceOf[Sampler], end_tokens: Collection[int]) -> tuple[Changes, Changes]:
-    """What is multiplied and what is added, per row."""
+    """The factors and the summands of the logits, per row."""
     scale, add = Changes(), Changes()
     for row, sampler in enumerate(samplers):
         params = sampler.params
@@ -221,7 +220,7 @@ def _changes(samplers: SequenceOf[Sampler], end_tokens: Collection[int]) -> tupl
 def _logprobs(
     logits: torch.Tensor, samplers: SequenceOf[Sampler], chosen: list[int]
 ) -> dict[int, TokenLogprobs]:
-    """By row, for those that asked."""
+    """Log-probabilities by row, for rows that requested them."""
     rows = [row for row, sampler in enumerate(samplers) if sampler.params.logprobs is not None]
     if not rows:
         return {}

@@ -1,8 +1,8 @@
-"""The scheduler: what the next step computes. It only decides: nothing here runs a model or changes a block.
+"""The scheduler decides what the next step computes. It neither runs a model nor changes a block's content.
 
 Sequences are served by rank: priority first, then arrival. Each step takes every decoding sequence, then prompt chunks
-while the token budget lasts; a sequence enters when there are blocks for all its tokens, or, with a window, for as many
-as it ever holds at one time. When a running sequence finds no block, the last in rank is preempted and gives its blocks
+while the token budget lasts. A sequence enters when there are blocks for all its tokens or, with a window, for the most
+that it holds at a time. When a running sequence finds no block, the last in rank is preempted and gives its blocks
 back: they are stored, and found again when its turn comes. Only the sequence that needs a load waits for it.
 """
 
@@ -22,10 +22,10 @@ from tiercache.engine.sequence import Rank, Sequence, SequenceState
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.step_plan import BlockCopy, Chunk, StepPlan, next_chunks, pack
 
-# How far down the queue one step looks for sequences to admit, and for prefixes to bring up from NVMe.
+# How far down the queue one step looks for sequences to admit, and for prefixes to promote from NVMe.
 _MAX_LOOKS = 64
 _MAX_PREFETCHED = 16
-# Exchanges with the daemon that one step may spend on bringing up prefixes.
+# Exchanges with the daemon that one step may spend on promoting prefixes.
 _PREFETCHES_PER_STEP = 2
 # How long decoding waits for blocks that transfers hold, before it takes those of another sequence.
 _ROOM_TIMEOUT_S = 0.25
@@ -33,7 +33,7 @@ _ROOM_TIMEOUT_S = 0.25
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Since the start, in tokens unless named otherwise. Every sequence is asked for once, when it first enters."""
+    """Totals since the start, in tokens unless named otherwise. Every sequence counts once, when it first enters."""
 
     preemptions: int = 0
     prefix_cache_queries: int = 0
@@ -47,7 +47,7 @@ def _rank(sequence: Sequence) -> Rank:
 
 
 class Scheduler:
-    """Queues of sequences, and the policy over them."""
+    """Queues of sequences and the policy for them."""
 
     def __init__(self, blocks: BlockManager, offload: Offload, settings: EngineSettings) -> None:
         self.waiting: list[Sequence] = []  # by rank
@@ -60,7 +60,7 @@ class Scheduler:
         self._settings = settings
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence, or one that has given its blocks back."""
+        """Add a new sequence, or one that has given its blocks back."""
         sequence.state = SequenceState.WAITING
         insort(self.waiting, sequence, key=_rank)
 
@@ -81,7 +81,7 @@ class Scheduler:
     # --- running sequences
 
     def _plan_running(self, plan: StepPlan) -> list[Chunk]:
-        """Make room for what is computed next, and return the tokens of those who decode."""
+        """Make room for what is computed next; returns the chunks of the decoding sequences."""
         chunks: list[Chunk] = []
         for sequence in sorted(self.running, key=_rank):
             if sequence.state is SequenceState.RUNNING and self._grow(sequence, plan) and not sequence.prefilling:
@@ -89,7 +89,7 @@ class Scheduler:
         return chunks
 
     def _grow(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Make room for the next step; False if the sequence sits that out (or was preempted)."""
+        """Make room for the next step; False if the sequence skips it (or was preempted)."""
         tables = sequence.tables
         keeps = [self._own_blocks(sequence, table) for table in tables]
         counts = [max(0, sequence.blocks_due(table) - keep) for table, keep in zip(tables, keeps, strict=True)]
@@ -113,16 +113,16 @@ class Scheduler:
         return True
 
     def _own_blocks(self, sequence: Sequence, table: BlockTable) -> int:
-        """The leading blocks of a table that stay: all, unless what is written next is in a block of others too.
+        """The leading blocks of a table that stay: all, unless the next write goes to a block shared with others.
 
-        Forks write their own tokens behind a prompt that ends within a block: each into a copy.
+        If a prompt ends within a block, each fork writes its own tokens into a copy of it.
         """
         tail = sequence.full_blocks
         shared = not sequence.prefilling and tail < len(table.ids) and self._blocks.references(table.ids[tail]) > 1
         return tail if shared else len(table.ids)
 
     def _waits_for_room(self, sequence: Sequence, count: int) -> bool:
-        """Whether transfers are about to free blocks, of which `count` are wanted. Not for ever: a copy may hang."""
+        """Whether transfers are about to free blocks, of which `count` are wanted. Limited in time: a copy may hang."""
         now_s = time.monotonic()
         if sequence.short_since_s is None:
             sequence.short_since_s = now_s
@@ -143,7 +143,7 @@ class Scheduler:
         self._give_back(victim)
 
     def _is_worth_storing(self, victim: Sequence) -> bool:
-        """Whether loading what is not stored yet should take less than computing it again."""
+        """Whether loading what is not stored yet is expected to take less time than computing it again."""
         first, end = victim.stored_blocks, victim.keyed_full_blocks()
         size, cost = self._settings.block_size, self._offload.cost
         runs = (run for table in victim.tables for run in table.held_runs(first, end))
@@ -151,13 +151,13 @@ class Scheduler:
         return cost.load_s(count, 0) < cost.prefill_s(first * size, end * size)
 
     def _give_back(self, sequence: Sequence) -> None:
-        """Back into the queue without blocks."""
+        """Put a sequence back into the queue, without blocks."""
         self._blocks.release(sequence.take_blocks())
         sequence.restart()
         self.add(sequence)
 
     def _plan_prefills(self, budget: int) -> list[list[Chunk]]:
-        """Chunks that fit into the budget, for each sequence that gets any."""
+        """Chunks within the budget, for each sequence that gets any."""
         planned: list[list[Chunk]] = []
         for sequence in sorted(self.running, key=_rank):
             if not sequence.prefilling or not sequence.has_room:
@@ -173,7 +173,7 @@ class Scheduler:
         return planned
 
     def register_full_blocks(self, sequence: Sequence) -> None:
-        """Put what was computed into the prefix cache of the pool."""
+        """Put computed blocks into the prefix cache of the pool."""
         full = sequence.keyed_full_blocks()
         for group, table in enumerate(sequence.tables):
             for first, block_ids in table.held_runs(sequence.registered_blocks, full):
@@ -182,11 +182,11 @@ class Scheduler:
         sequence.registered_blocks = max(sequence.registered_blocks, full)
 
     def release_unseen(self, sequence: Sequence) -> None:
-        """Give back the blocks that have left a window of a sequence."""
+        """Give back the blocks that have left a sequence's window."""
         self._blocks.release(sequence.take_unseen())
 
     def fork(self, sequence: Sequence) -> list[Sequence]:
-        """The request's other sequences, now that its prompt is computed; they share all blocks."""
+        """Create the request's other sequences once its prompt is computed; they share all blocks."""
         forks = [sequence.fork(index) for index in range(1, sequence.forks_due + 1)]
         sequence.forks_due = 0
         for other in forks:
@@ -221,9 +221,9 @@ class Scheduler:
         )
 
     def _place(self, sequence: Sequence, found: int, plan: StepPlan) -> bool:
-        """Give a sequence its blocks: those `found` in the pool, to be loaded, or blank. False: no room now."""
+        """Give a sequence its blocks: `found` in the pool, to be loaded, or blank. False: no room now."""
         kept = sequence.usable_hit_blocks(found)
-        # First whether there is room at all: a match asks the cache and takes a lease there.
+        # Check first whether there is room at all: a match is a request to the cache, and takes a lease.
         if not self._has_room(sequence, kept):
             return False
         hit, choice = None, LoadChoice(kept)
@@ -254,7 +254,7 @@ class Scheduler:
         return False
 
     def _enter(self, sequence: Sequence, pool_blocks: int, good_blocks: int) -> None:
-        """A sequence runs: its first `good_blocks` blocks were found, the first `pool_blocks` of them in the pool."""
+        """Start running a sequence: its first `good_blocks` blocks were found, `pool_blocks` of them in the pool."""
         size, counters = self._settings.block_size, self.counters
         sequence.state = SequenceState.RUNNING
         sequence.computed = good_blocks * size
@@ -272,13 +272,13 @@ class Scheduler:
             counters.external_prefix_cache_hits += sequence.external_hit_tokens
 
     def settle_load(self, result: LoadResult) -> None:
-        """A load has ended, well or not, or was given up: what is missing is computed."""
+        """Handle a load that has ended, failed or been given up: missing blocks are computed."""
         order, good_blocks, ended = result
         sequence = order.sequence
         self.loading.remove(sequence)
         usable = sequence.usable_hit_blocks(order.end_of(good_blocks))
         if not ended or not order.is_own(usable) or not sequence.can_go_on_from(usable):
-            # Its blocks are not its own to compute into: the copies still run, or others read them.
+            # It may not compute into its blocks: the copies still run, or others read the blocks.
             self._give_back(sequence)
             sequence.skip_external = True
             return
@@ -291,7 +291,7 @@ class Scheduler:
         self._enter(sequence, order.in_pool, usable)
 
     def _prefetch(self) -> None:
-        """Bring prefixes up to DRAM while their sequences wait for room."""
+        """Promote prefixes to DRAM while their sequences wait for room."""
         asked = 0
         for sequence in self.waiting[:_MAX_PREFETCHED]:
             if not sequence.prefetched and asked < _PREFETCHES_PER_STEP:
@@ -300,7 +300,7 @@ class Scheduler:
                 asked += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence has ended: take it out of its queue and give its blocks back."""
+        """Remove an ended sequence from its queue and give its blocks back."""
         queues = {SequenceState.WAITING: self.waiting, SequenceState.LOADING: self.loading}
         queues.get(sequence.state, self.running).remove(sequence)
         sequence.state = SequenceState.FINISHED
@@ -308,7 +308,7 @@ class Scheduler:
         self._blocks.release(sequence.take_blocks())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where a queue is wrong."""
+        """Raises AssertionError if a queue is wrong."""
         queues = {
             SequenceState.WAITING: self.waiting,
             SequenceState.LOADING: self.loading,

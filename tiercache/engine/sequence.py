@@ -1,27 +1,27 @@
-"""One sequence on its way through the engine, and where its prefill is cut.
+"""One sequence in the engine, and the cuts of its prefill.
 
-A prompt of P tokens is computed in chunks `[start, end)`. Their ends (edges) are absolute:
+A prompt of P tokens is computed in chunks `[start, end)`. The ends (edges) are absolute:
 
     0        512      1024                 P      block_size 32, chunk_size 512, P = 1350
     |--------|--------|---------------|----|······
                                       1344        the last block boundary before P
 
-The last piece, at most one block, is a chunk of its own, so that a prompt whose whole prefix is
-found in a cache computes exactly the chunk that a cold prompt computes last.
+The last piece, at most one block, is a separate chunk, so that a prompt whose whole prefix is found in
+a cache computes exactly the chunk that a cold prompt computes last.
 
-What a floating-point sum gives depends on how the work was split. In `exact` mode equal keys
+The result of a floating-point sum depends on how the work was split. In `exact` mode equal keys
 therefore mean equal tokens *and* an equal split: blocks of a whole chunk have the plain key; blocks of
-the cut chunk `[1024, 1344)` have keys that also say where it was cut; what comes after, and what was
-generated, has none. A hit is rounded down to an edge. So bytes under a key are a function of
-the key, and a warm result is the cold one, bit for bit.
+the cut chunk `[1024, 1344)` have keys that include the place of the cut; later and generated tokens
+have none. A hit is rounded down to an edge. So the bytes under a key are a function of the key, and a
+warm result equals the cold one, bit for bit.
 
-A preempted sequence gives its blocks back and needs them again. Those without a key then get a unique one, from a
-random number, and so can be kept, stored and found like all others. What is not found again is computed in the same
-chunks, and its keys are thrown away: they name the old bytes. In a quantised pool what a token sees of its own block
-depends on the split: raw, or as it is once the block is full. So generated tokens are computed again in chunks in which
-each sees what it saw when it was decoded.
+A preempted sequence gives its blocks back and needs them again. Blocks without a key then get a unique key, from a
+random number, so that they can be kept, stored and found like all others. Blocks not found again are computed in the
+same chunks, and their keys are dropped: they name the old bytes. In a quantised pool what a token sees of its own
+block depends on the split: raw tokens, or the quantised ones of a full block. So generated tokens are computed again in
+chunks in which each sees what it saw when it was decoded.
 
-It has a block table for each group of layers (see `tiercache.engine.layer_groups`). With a window (see
+A sequence has a block table for each group of layers (see `tiercache.engine.layer_groups`). With a window (see
 `tiercache.engine.window`) it gives back the blocks that no later token sees.
 """
 
@@ -50,7 +50,7 @@ class SequenceState(enum.Enum):
 
 
 class Rank(NamedTuple):
-    """Who comes first, the least of all: by priority, then in the order of arrival."""
+    """Rank in the queue, the least first: by priority, then by arrival."""
 
     priority: int
     request_id: int
@@ -58,17 +58,16 @@ class Rank(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Whole blocks up to token `end` of the chain have keys with `extra` hashed in."""
+    """Keys of whole blocks up to token `end` of the chain include `extra` in their hash."""
 
     end: int
     extra: bytes
 
 
 class Sequence:
-    """Tokens, blocks and progress of one of the `n` sequences of a request. It owns its derived counts.
+    """Tokens, blocks and progress of one of the `n` sequences of a request. Owns its derived counts.
 
-    It has a table of blocks for each group of layers, whose windows are `windows`: one that sees everything unless
-    given.
+    It has a block table for each group of layers, with the windows `windows`; by default one group without a window.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Sequence:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all progress but the tokens and their keys: at the start, and after a preemption.
+        """Reset all progress except the tokens and their keys: at the start, and after a preemption.
 
         The blocks must have been given back before.
         """
@@ -126,7 +125,7 @@ class Sequence:
         self.short_since_s: float | None = None
 
     def fork(self, index: int) -> Sequence:
-        """Another sequence of the same request, as far as this one; the caller adds the references on its blocks."""
+        """Another sequence of the same request, at the same point; the caller adds the references on its blocks."""
         assert self.computed == len(self.tokens) == self.prompt_count, "forks begin at the end of the prompt"
         rank, prompt = self.rank, list(self.tokens)
         other = Sequence(
@@ -160,7 +159,7 @@ class Sequence:
                 hashed = end
 
     def keyed_full_blocks(self) -> int:
-        """Full blocks that have a key; hashes what was generated since the last call."""
+        """Number of full blocks with a key; hashes what was generated since the last call."""
         if not self._settings.exact and self.full_blocks > len(self.chain):
             # Generated tokens are hashed like those of a prompt.
             self._spans[-1] = self._spans[-1]._replace(end=self.full_blocks * self._settings.block_size)
@@ -168,25 +167,25 @@ class Sequence:
         return min(self.full_blocks, len(self.chain))
 
     def key_all_full_blocks(self) -> None:
-        """Before a preemption: keys of its own for the full blocks that have none."""
+        """Before a preemption: give full blocks without a key unique keys."""
         if self.full_blocks > len(self.chain):
             extra = self._nonce + b"preemption %d" % self.preemptions
             self._spans.append(_Span(self.full_blocks * self._settings.block_size, extra))
             self._hash_spans()
 
     def drop_lost_keys(self) -> None:
-        """After a preemption: no key for what was not found again and is computed anew."""
+        """After a preemption: drop the keys of blocks that were not found again and are computed anew."""
         kept = max(self.full_blocks, self.last_edge // self._settings.block_size)
         if self._settings.exact and len(self.chain) > kept:
             end = kept * self._settings.block_size
             self._spans = [_Span(min(span.end, end), span.extra) for span in self._spans]
-            # A new chain: the pool and stores under way know blocks by the old one.
+            # A new chain object: the pool and stores under way refer to blocks by the old one.
             self.chain = KeyChain(self._root, self._settings.block_size)
             self._hash_spans()
 
     @property
     def first_private_block(self) -> int:
-        """Blocks of the chain from here on are of no use to any other sequence."""
+        """Number of the block from which on no other sequence can use the chain."""
         if not self._settings.enable_prefix_caching:
             return 0
         return self.last_edge // self._settings.block_size if self._settings.exact else len(self.chain)
@@ -209,11 +208,11 @@ class Sequence:
 
     @property
     def max_hit_blocks(self) -> int:
-        """How far a hit may reach: the last token is always computed."""
+        """The furthest that a hit may reach: the last token is always computed."""
         return min(len(self.chain), (len(self.tokens) - 1) // self._settings.block_size)
 
     def usable_hit_blocks(self, blocks: int) -> int:
-        """How many of `blocks` leading blocks found somewhere may be reused."""
+        """How many of `blocks` leading blocks that were found may be reused."""
         blocks = min(blocks, self.max_hit_blocks)
         if self._settings.exact and blocks < self.last_edge // self._settings.block_size:
             per_chunk = self._settings.chunk_size // self._settings.block_size
@@ -221,23 +220,23 @@ class Sequence:
         return blocks
 
     def edge_after(self, start: int) -> int:
-        """Where the chunk that starts at `start` ends; one token further once decoding."""
+        """The end of the chunk that starts at `start`; one token further when decoding."""
         edge = (start // self._settings.chunk_size + 1) * self._settings.chunk_size
         if self._settings.exact and start < self.prompt_count:
             return min(edge, self.last_edge if start < self.last_edge else self.prompt_count)
         if self._settings.exact and self._settings.quantised:
-            # Decoded, a token saw its own block raw unless it was the last in it.
+            # When it was decoded, a token saw its own block raw unless it was the last in the block.
             size = self._settings.block_size
             edge = (start + 1) // size * size + size - 1
         return min(edge, len(self.tokens))
 
     def is_reusable(self, start: int) -> bool:
-        """Whether others may reuse what the chunk at `start` computes, so that nothing may change its bits."""
+        """Whether others may reuse the result of the chunk at `start`, so that its bits must not vary."""
         return self._settings.exact and start < self.last_edge
 
     @property
     def prefilling(self) -> bool:
-        """More is to be computed than one token: the prompt, or all of it again after a preemption."""
+        """Whether more than one token is to be computed: the prompt, or everything again after a preemption."""
         return self.computed < max(self.prompt_count, len(self.tokens) - 1)
 
     # --- blocks
@@ -248,21 +247,21 @@ class Sequence:
 
     @property
     def full_blocks(self) -> int:
-        """Blocks of each table whose every slot has been computed or loaded."""
+        """Blocks of each table with every slot computed or loaded."""
         return self.computed // self._settings.block_size
 
     @property
     def held_blocks(self) -> list[int]:
-        """The blocks of all tables that have not left a window."""
+        """Blocks of all tables that have not left a window."""
         return [block_id for table in self.tables for block_id in table.held]
 
     @property
     def most_blocks(self) -> int:
-        """The most blocks that it holds before it decodes: for all its tokens, or a window and what a step computes."""
+        """The most blocks held before decoding: for all tokens, or for a window and what a step computes."""
         return sum(table.window.most_blocks_of(len(self.tokens), self._settings) for table in self.tables)
 
     def blocks_due(self, table: BlockTable) -> int:
-        """Blocks that a table of it must reach for the next step."""
+        """The number of blocks to which a table must reach for the next step."""
         if not self.prefilling:
             return self.full_blocks + 1
         bounded = table.window.most_blocks(self._settings) is not None
@@ -271,24 +270,24 @@ class Sequence:
 
     @property
     def has_room(self) -> bool:
-        """Whether all tables reach as far as the next step goes."""
+        """Whether all tables reach far enough for the next step."""
         return all(len(table.ids) >= self.blocks_due(table) for table in self.tables)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._settings.block_size)
 
     def blocks_to_begin(self, window: Window, cut: int) -> int:
-        """Blocks to have in a table when it begins at block `cut`, those that it needs from before that among them."""
+        """Blocks to have in a table to begin at block `cut`, including the needed ones before it."""
         gone = cut - len(window.needed(cut))
         whole = self._blocks_for(len(self.tokens))
         return min(window.most_blocks_of(len(self.tokens), self._settings), whole - gone)
 
     def can_go_on_from(self, cut: int) -> bool:
-        """Whether its tables have all blocks that are needed to go on from block `cut`."""
+        """Whether its tables have all blocks needed to continue from block `cut`."""
         return all(table.can_go_on_from(cut) for table in self.tables)
 
     def take_blocks(self) -> list[int]:
-        """Remove and return all blocks, for the caller to give back: those of the same tokens together."""
+        """Remove and return all blocks for the caller to give back, those of the same tokens together."""
         columns = itertools.zip_longest(*(table.take(0) for table in self.tables), fillvalue=NO_BLOCK)
         return [block_id for column in columns for block_id in column if block_id != NO_BLOCK]
 

@@ -1,4 +1,4 @@
-"""What an engine can be told: one frozen object, checked when it is made.
+"""The settings of an engine: one frozen object, checked when it is created.
 
 Names and meanings are vLLM's where it has the setting.
 """
@@ -15,9 +15,9 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
 DEVICES = ("auto", "cpu", "cuda")
 WRITE_MODES = ("through", "back")
 MAX_WAITING = 2048
-"""Prompts that may wait for their first token, of a server that is told nothing else."""
+"""A server's default for the prompts that may wait for their first token."""
 STALL_TIMEOUT_S = 60.0
-"""After so long without a step an engine counts as stalled, unless its server is told otherwise."""
+"""A server's default for the time without a step after which its engine counts as stalled."""
 CHOICES = {
     "dtype": DTYPES,
     "kv_cache_dtype": KV_CACHE_DTYPES,
@@ -141,7 +141,7 @@ class EngineSettings:
 
     @property
     def quantised(self) -> bool:
-        """Whether full blocks of the pool are smaller than what was computed."""
+        """Whether the pool quantises full blocks."""
         return self.kv_cache_dtype != "auto"
 
     @property
@@ -156,5 +156,5 @@ class EngineSettings:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens that one step computes at most; a prompt that may not be cut is computed whole all the same."""
+        """The most tokens that one step computes; a prompt that may not be cut is computed whole even so."""
         return self.max_num_batched_tokens or self.chunk_size + self.max_num_seqs

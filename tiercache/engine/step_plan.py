@@ -18,7 +18,7 @@ class Chunk(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """The whole of a pool block, to be copied to another one."""
+    """A whole pool block, to be copied to another."""
 
     source: int
     target: int
@@ -26,7 +26,7 @@ class BlockCopy(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """First the copies, in this order, then the loads are to be started, then the forward passes run."""
+    """To be done in this order: copies, start of loads, forward passes."""
 
     copies: list[BlockCopy] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
@@ -47,10 +47,10 @@ def next_chunks(sequence: Sequence, budget: int) -> list[Chunk]:
 
 
 def pack(decodes: list[Chunk], prefills: list[list[Chunk]]) -> list[list[Chunk]]:
-    """Forward passes in which no sequence has more than one chunk.
+    """Forward passes with at most one chunk of each sequence.
 
-    What else is in a matrix product can change the last bits of a row. So a chunk whose K and V others may
-    reuse is computed alone; all the rest is packed.
+    Other rows of a matrix product can change the last bits of a row. So a chunk whose K and V others may
+    reuse is computed alone; all the rest are packed.
     """
     alone: list[list[Chunk]] = []
     packed = [decodes]

@@ -1,7 +1,7 @@
-"""Stores of one engine: which blocks to give to the cache, when, and the stores in progress.
+"""Stores of one engine: which blocks to give to the cache and when, and stores in progress.
 
 A store's blocks may not change before its copies have ended. So it has its own reference on each,
-whatever becomes of the sequence meanwhile.
+even if the sequence ends or is preempted meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tiercache.protocol.hints import Hint
 from tiercache.protocol.messages import Priority
 
 _HINTS = {-1: Hint(priority=Priority.HIGH), 0: None, 1: Hint(priority=Priority.LOW)}
-"""What is said of the blocks of a request, by the sign of its priority: who is served later is kept less."""
+"""The hint for the blocks of a request, by the sign of its priority: requests served later are kept less."""
 
 
 def _sign(priority: int) -> int:
@@ -45,11 +45,11 @@ class Stores:
     # --- write-through
 
     def store_full_blocks(self, sequence: Sequence) -> None:
-        """Write-through: store what became full since the last time, as one transfer."""
+        """Write-through: store the blocks that became full since the last time, as one transfer."""
         first, end = sequence.stored_blocks, sequence.keyed_full_blocks()
         if not self._cache.exists or self._settings.write != "through" or first >= end:
             return
-        # While the cache is away or behind, blocks wait here for a later step of the sequence.
+        # While the cache is unreachable or behind, blocks wait here for a later step of the sequence.
         if len(self._stores) >= self._settings.max_stores or not self._cache.available:
             return
         sequence.stored_blocks = end
@@ -60,7 +60,7 @@ class Stores:
     # --- write-back
 
     def clean(self, all_blocks: bool = False) -> None:
-        """Write-back: store dirty blocks until enough (or all) idle ones can be given out at once."""
+        """Write-back: store dirty blocks until enough (or all) idle blocks can be given out at once."""
         if self._settings.write != "back" or not self._cache.exists:
             return
         wanted = max(self._asked_blocks, self._settings.clean_blocks)
@@ -74,7 +74,7 @@ class Stores:
                 self._start(origin, block_ids, None)
 
     def ask_for(self, count: int) -> None:
-        """`count` clean blocks are wanted at one time: the next `clean` sees to it."""
+        """Ask for `count` clean blocks at a time, which the next `clean` provides."""
         self._asked_blocks = max(self._asked_blocks, count)
 
     # --- storing
@@ -95,7 +95,7 @@ class Stores:
         self._stores.append(_Store(transfer, origin, block_ids, sequence))
 
     def poll(self) -> None:
-        """Take note of all stores that have ended. Never blocks."""
+        """Handle stores that have ended. Never blocks."""
         for store in [store for store in self._stores if store.transfer.done()]:
             self._stores.remove(store)
             self._finish(store)
@@ -108,7 +108,7 @@ class Stores:
         counters.stored += stored
         counters.present += present
         counters.not_stored += count - stored - present
-        # With write-back a block has one chance: else what the cache refuses would fill the pool for ever.
+        # With write-back a block has one chance: else blocks that the cache refuses would fill the pool for ever.
         kept = count if store.sequence is None else stored + present
         self._blocks.mark_stored(store.block_ids[:kept])
         sequence = store.sequence
@@ -116,7 +116,7 @@ class Stores:
             return
         chain, first, group = store.origin
         if sequence.chain is chain and not sequence.store_retried:
-            # The cache has lost the blocks before (a restart, an eviction): offer the chain once more.
+            # The cache has lost the blocks before it (a restart, an eviction): offer the chain once more.
             sequence.store_retried = True
             self._blocks.mark_lost(chain, first, group)
             sequence.stored_blocks = 0
@@ -126,5 +126,5 @@ class Stores:
         return [store.transfer for store in self._stores]
 
     def holds(self) -> Counter[int]:
-        """References that stores have, per block."""
+        """References held by stores, per block."""
         return Counter(block_id for store in self._stores for block_id in store.block_ids)

@@ -1,4 +1,4 @@
-"""Finds out how a model rotates its queries by position, by running it elsewhere (see `tiercache.engine.streaming`)."""
+"""Finds how a model rotates its queries, by running it at other positions (see `tiercache.engine.streaming`)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tiercache.errors import ConfigError
 
 _TOKENS = 24
 _BLOCK_SIZE = 8
-# How far away the model is tried: where angles are exact, and as far as sequences go.
+# Shifts at which the model is run: where angles are exact, and as far as sequences go.
 _NEAR = 997
-# Largest accepted difference of a layer's queries, relative to their size: nearby by dtype, far away of angles too.
+# Largest accepted difference of a layer's queries, relative to their size: nearby by dtype, far away also of angles.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _FAR_TOLERANCE = 5e-2
 
 
 class _Recorder(TorchPass):
-    """A pass whose tokens stand `shift` positions further on; keeps the queries of layers without a window."""
+    """A pass with its tokens `shift` positions further on; keeps the queries of layers without a window."""
 
     def __init__(self, pool: KVPool, segment: Segment, shift: int) -> None:
         super().__init__(pool, [segment])
@@ -38,7 +38,7 @@ class _Recorder(TorchPass):
 
 
 def find_streaming(model: HostedModel, settings: EngineSettings) -> Streaming | None:
-    """What layers without a window do by `attention_window`, or None if that is not set.
+    """How layers without a window attend with `attention_window`; None if that is not set.
 
     Raises ConfigError for a model with a window in every layer, or whose queries are not turned by fixed angles.
     Takes a few passes of a few tokens.
@@ -52,7 +52,7 @@ def find_streaming(model: HostedModel, settings: EngineSettings) -> Streaming | 
         )
     try:
         rotations = _find_rotations(model)
-    except IndexError:  # a table of positions ends
+    except IndexError:  # a model with a table of positions: it ends before
         rotations = None
     if rotations is None:
         raise ConfigError(
@@ -80,7 +80,7 @@ def _find_rotations(model: HostedModel) -> dict[int, Rotation] | None:
 
 
 def _queries_at(model: HostedModel, shift: int) -> dict[int, torch.Tensor]:
-    """The queries of a short text that begins at position `shift`, by layer."""
+    """The queries of a short text at positions from `shift` on, by layer."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(model.shape.vocabulary, (_TOKENS,), generator=generator).tolist()
     pool = model.new_pool(_TOKENS // _BLOCK_SIZE, _BLOCK_SIZE)
@@ -91,7 +91,7 @@ def _queries_at(model: HostedModel, shift: int) -> dict[int, torch.Tensor]:
 
 
 def _candidates(model: HostedModel) -> list[Rotation]:
-    """What its rotary modules have, and no rotation at all."""
+    """Candidates: the frequencies of the model's rotary modules, and no rotation at all."""
     buffers = {name: buffer for name, buffer in model.module.named_buffers() if name.endswith("inv_freq")}
     none = torch.zeros(0, dtype=torch.float64, device=model.device)
     return [*(Rotation(buffer.double()) for buffer in buffers.values()), Rotation(none)]

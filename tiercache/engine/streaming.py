@@ -1,13 +1,13 @@
-"""Attention sinks and a window in models trained with full attention, for chats without an end.
+"""Attention sinks and a window in models trained with full attention, for endless chats.
 
-A model's output degrades when the first tokens leave its sight, however little they mean: surplus attention goes there.
-So they stay, beside a window (Xiao, Tian, Chen, Han and Lewis, Efficient Streaming Language Models with Attention
-Sinks, 2023). As there, positions are those in the cache: with S sinks and a window of W, token p sees the sinks as if
-it stood at S + W - 1, and never at a distance that it was not trained for.
+A model's output degrades when it no longer sees the first tokens, even if they mean little: surplus attention goes
+there. So they stay visible, beside a window (Xiao, Tian, Chen, Han and Lewis, Efficient Streaming Language Models with
+Attention Sinks, 2023). As in that paper, positions are those in the cache: with S sinks and a window of W, token p sees
+the sinks as if it were at S + W - 1, and never at a distance beyond the trained ones.
 
 The pool holds keys as the model rotated them, by their absolute positions. Only differences count, and those within the
-window are right. So keys stay as they are, and a query is rotated back for the sinks: by `p - (S + W - 1)`. The
-rotation of a layer's positions is found by trying: the model is run at two places, and the queries compared.
+window are right. So keys stay as they are, and a query is rotated back for the sinks, by `p - (S + W - 1)`. The
+rotation of a layer is found by experiment: the model is run at two positions, and the queries compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 _EXACT_POSITIONS = 1 << 18
-"""A float32 angle of so many radians is off by a hundredth: no more than what bfloat16 loses."""
+"""A float32 angle of so many radians is off by a hundredth: no more than bfloat16 loses."""
 
 
 class Rotation(NamedTuple):
@@ -29,7 +29,7 @@ class Rotation(NamedTuple):
     frequencies: torch.Tensor
 
     def turn(self, query: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-        """`query` `[..., token, head_dim]` as if each token stood `distance` `[..., token]` further on."""
+        """`query` `[..., token, head_dim]` as if each token were `distance` `[..., token]` further on."""
         angles = distance.double()[..., None] * self.frequencies
         cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
         half = len(self.frequencies)
@@ -38,9 +38,9 @@ class Rotation(NamedTuple):
 
 
 class Streaming(NamedTuple):
-    """What the layers without a window of their own do instead of seeing everything.
+    """How layers without a window of their own attend, instead of seeing everything.
 
-    `rotations` are by layer.
+    `rotations` has one entry per layer.
     """
 
     window: int
@@ -48,7 +48,7 @@ class Streaming(NamedTuple):
     rotations: dict[int, Rotation]
 
     def query_for_sinks(self, layer: int, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Queries as the sinks are to see them.
+        """Queries rotated for the sinks.
 
         `[sequence, head, token, head_dim]`, of tokens at `positions` `[sequence, token]`.
         """
@@ -57,5 +57,5 @@ class Streaming(NamedTuple):
 
 
 def longest_sequence(context: int) -> int:
-    """Tokens that a sequence may have where no token sees further than `context`."""
+    """The most tokens of a sequence in which no token sees further than `context`."""
     return max(context, _EXACT_POSITIONS)

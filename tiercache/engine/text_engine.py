@@ -1,4 +1,4 @@
-"""An engine whose outputs are text: detokenises each step's tokens and checks stop strings."""
+"""An engine with text outputs: detokenises each step's tokens and checks stop strings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tiercache.engine.sampling import SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class TextOutput:
-    """A new token of sequence `index` of a request, and the text that became certain with it (often none).
+    """A new token of sequence `index` of a request, and the text that it completes (often none).
 
-    `result` is set when it was the last one; its `finish_reason` is `stop` for a stop string too.
+    `result` is set with the last token; its `finish_reason` is `stop` for a stop string too.
     """
 
     request_id: int
@@ -36,7 +36,7 @@ class _SequenceText:
         self._unchecked = params.min_tokens
 
     def add(self, token: int, last: bool, hidden: bool) -> Cut:
-        """Take in a token; the `last` one brings what was kept back, and a `hidden` one has no text."""
+        """Add a token; the `last` one releases the text held back, and a `hidden` one has no text."""
         text = "" if hidden else self._detokenizer.add(token)
         if self._unchecked > 0:
             self._unchecked -= 1
@@ -63,12 +63,12 @@ class TextEngine:
         return request_id
 
     def step(self) -> list[TextOutput]:
-        """Compute one step. A sequence that came to a stop string has ended with it."""
+        """Compute one step. A sequence that reaches a stop string ends with it."""
         return [self._text_output(step) for step in self.engine.step()]
 
     def _text_output(self, step: StepOutput) -> TextOutput:
         texts, result = self._texts[step.request_id], step.output
-        # The token that ended it is no text, be it a special one or not.
+        # The token that ended it has no text, special or not.
         hidden = result is not None and result.finish_reason == "stop"
         cut = texts[step.index].add(step.token, last=result is not None, hidden=hidden)
         if cut.stopped:
@@ -82,7 +82,7 @@ class TextEngine:
         return TextOutput(step.request_id, step.index, step.token, cut.text, step.logprobs, result)
 
     def abort(self, request_id: int) -> None:
-        """End a request now, whatever it has. Nothing happens if there is none (any more)."""
+        """End a request now. Does nothing if it has already ended."""
         self.engine.abort(request_id)
         self._texts.pop(request_id, None)
 

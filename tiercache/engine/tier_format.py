@@ -1,10 +1,10 @@
-"""Cache format: keeps blocks in the cache in fewer bits than a raw pool does.
+"""Cache format: keeps blocks in the cache in fewer bits than in a raw pool.
 
     store   pool blocks ─encode─► stage ─► cache        load   cache ─► stage ─decode─► pool blocks
 
-The stage is a small pool of its own, which the connector moves. Blocks without room there wait: a transfer goes through
-it in pieces, each when the one before has ended, and advances whenever it is asked whether it is done. Only the
-engine's thread does that.
+The stage is a small separate pool, which the connector moves. Blocks without room there wait: a transfer passes through
+the stage in pieces, each after the one before has ended. It advances whenever the engine's thread asks whether it is
+done, and only then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEAST_STAGE_BLOCKS = 16
 
 
 class StagedMatch(NamedTuple):
-    """What the cache has, and the keys that it was asked for: a load in several pieces asks again."""
+    """A match and the keys that were asked for: a load in several pieces asks again."""
 
     inner: MatchLike
     keys: bytes
@@ -43,7 +43,7 @@ class StagedMatch(NamedTuple):
 
 
 class StagedStoreResult(NamedTuple):
-    """As of the connector, summed up over all pieces."""
+    """The connector's result, summed up over all pieces."""
 
     stored: int = 0
     present: int = 0
@@ -69,7 +69,7 @@ class _Staged(ABC):
         self.began_s = self.ended_s = 0.0
 
     def done(self) -> bool:
-        """Whether no copy runs and none will. Takes the next step if the last one is over."""
+        """Whether no copy runs or will run. Takes the next step if the last is over."""
         if self._piece is not None and self._piece.done():
             piece, self._piece = self._piece, None
             self.began_s, self.ended_s = self.began_s or piece.began_s, piece.ended_s
@@ -98,7 +98,7 @@ class _Staged(ABC):
             self._piece.cancel()
 
     def _begin(self) -> bool:
-        """Start the next piece, if there is room for it now; False if there is no point in going on."""
+        """Start the next piece, if there is room for it now; False if there is no point in continuing."""
         count = min(len(self._block_ids) - self._moved, self._cache.room())
         if count == 0:
             return True
@@ -111,7 +111,7 @@ class _Staged(ABC):
 
     @abstractmethod
     def _start(self, block_ids: list[int]) -> bool:
-        """Begin `_piece`, between `block_ids` and `_places`; False if there is nothing to be had."""
+        """Begin `_piece`, between `block_ids` and `_places`; False if there is nothing to transfer."""
 
     @abstractmethod
     def _finish(self, piece: TransferLike) -> bool:
@@ -133,7 +133,7 @@ class StagedStore(_Staged):
         self.done()
 
     def result(self, timeout_s: float = 0.0) -> StagedStoreResult:
-        """To be asked when it is done. Raises TierCacheError."""
+        """The result; ask when it is done. Raises TierCacheError."""
         self._raise_error()
         done = self._result.stored + self._result.present
         return self._result._replace(dropped=len(self._block_ids) - done)
@@ -156,7 +156,7 @@ class StagedStore(_Staged):
 
 
 class StagedLoad(_Staged):
-    """See the module. Its result is the number of leading blocks that are good and in the pool."""
+    """See the module. The result is the number of leading blocks that are good and in the pool."""
 
     def __init__(
         self, cache: StagedCache, match: StagedMatch, block_ids: Sequence[int], first: int, timeout_s: float | None
@@ -169,7 +169,7 @@ class StagedLoad(_Staged):
         self.done()
 
     def result(self, timeout_s: float = 0.0) -> int:
-        """To be asked when it is done. Raises TierCacheError when not even the first piece came."""
+        """The result; ask when it is done. Raises TierCacheError when not even the first piece came."""
         if not self._good:
             self._raise_error()
         return self._good
@@ -207,9 +207,9 @@ class StagedLoad(_Staged):
 
 
 class StagedCache:
-    """A connector whose blocks have another layout than the pool's; the engine does not see that.
+    """A connector whose blocks have another layout than the pool's; the engine does not see the difference.
 
-    Those of a group of layers are the leading ones of a block.
+    The layers of a group are the leading ones of a block.
     """
 
     def __init__(self, inner: GroupLike, pool: KVPool, stage: torch.Tensor, layout: KVLayout) -> None:
@@ -227,12 +227,12 @@ class StagedCache:
     def over(
         cls, connect: Callable[[torch.Tensor], GroupLike], pool: KVPool, layout: KVLayout, count: int
     ) -> StagedCache:
-        """Connect a stage in the pool's place, one of `count` that have their memory together."""
+        """Connect a stage in place of the pool, one of `count` stages that share a memory limit."""
         blocks = max(_STAGE_BYTES // count // layout.block_bytes, _LEAST_STAGE_BLOCKS)
         stage = layout.empty(min(blocks, len(pool.blocks)), pool.device)
         return cls(connect(stage), pool, stage, layout)
 
-    # --- what the engine asks (see GroupLike)
+    # --- for the engine (see GroupLike)
 
     @property
     def available(self) -> bool:
@@ -268,28 +268,28 @@ class StagedCache:
     def close(self) -> None:
         self.inner.close()
 
-    # --- what its transfers ask
+    # --- for its transfers
 
     def room(self) -> int:
-        """Places in the stage that are free."""
+        """Number of free places in the stage."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Places in the stage, for one piece."""
+        """Take places in the stage for one piece."""
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
     def free(self, places: Sequence[int]) -> None:
-        """Give places back; no copy touches them any more."""
+        """Give places back; no copy may touch them any more."""
         self._free += places
 
     def encode(self, block_ids: Sequence[int], places: Sequence[int]) -> None:
-        """Pool blocks into the stage. On a GPU it is ordered before what is queued next."""
+        """Encode pool blocks into the stage. On a GPU it is ordered before work queued later."""
         blocks = self._pool.blocks[self._ids(block_ids), : self._layers]
         self._stage[self._ids(places)] = self._format.encode(blocks[:, :, 0], blocks[:, :, 1])
 
     def decode(self, places: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Blocks of the stage into the pool."""
+        """Decode blocks of the stage into the pool."""
         parts = self._format.decode(self._stage[self._ids(places)], self._pool.layout.dtype)
         for part, values in enumerate(parts):
             self._pool.blocks[self._ids(block_ids), : self._layers, part] = values.transpose(2, 3)
@@ -298,6 +298,6 @@ class StagedCache:
         return torch.tensor(numbers, dtype=torch.int64, device=self._pool.device)
 
     def check_integrity(self) -> None:
-        """With no transfer under way, every place is free. Raises AssertionError."""
+        """Check that every place is free, with no transfer under way. Raises AssertionError."""
         assert sorted(self._free) == list(range(len(self._stage))), "the stage has lost a place"
 

@@ -1,8 +1,8 @@
 """Attention over the pool in plain torch, for CPUs.
 
-A prompt's chunk is read and computed by itself. Sequences of one new token each are read together, as far as
-their lengths are alike: on a CPU the calls cost as much as the work. The query heads of a KV head
-are rows of one matrix, so that K and V are read once for all of them.
+A prompt's chunk is read and computed by itself. Sequences of one new token each are read together if their
+lengths are similar: on a CPU the calls cost as much as the work. The query heads of a KV head are rows of
+one matrix, so that K and V are read once for all of them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tiercache.engine.streaming import Streaming
 
 _ROWS_LIMIT = 64
 """Up to this many query tokens the heads of a KV head become rows. Above, matrices are large enough, and
-masks are what costs."""
+masks cost the most."""
 _CALL_BYTES = 128 << 10
-"""Reading this much costs about what another call for another group does."""
+"""Reading this much costs about as much as a call for another group."""
 _GROUP_BYTES = 2 << 20
-"""K and V of a group and layer, so that what is gathered is still in the processor's cache when it is used."""
+"""Limit of K and V of a group and layer, so that they are still in the processor's cache when used."""
 
 
 class _Reading(NamedTuple):
-    """What to gather for a group, and what to add to its scores; `causal` where that hides just what comes later."""
+    """What to gather for a group, and what to add to its scores; `causal` if that hides only later tokens."""
 
     places: Places
     mask: torch.Tensor | None
@@ -36,10 +36,10 @@ class _Reading(NamedTuple):
 
 
 class TorchPass:
-    """One forward pass over `segments`, which are in the order of their tokens in the batch, without gaps.
+    """One forward pass over `segments`, in the order of their tokens in the batch, without gaps.
 
-    With `streaming`, layers that have no window attend as it says. `tails` are those of the segments, where they
-    have been asked for together with those of other passes.
+    With `streaming`, layers without a window attend as it says. `tails` are the segments' tails, if they were
+    taken together with those of other passes.
 
     Attributes:
         positions: int64 `[token]`.
@@ -87,7 +87,7 @@ class TorchPass:
         """Write K and V of the pass's tokens into the pool, and attend.
 
         Query is `[head, token, head_dim]`, key and value `[kv_head, token, head_dim]`; returns `[token, head,
-        head_dim]`. `sinks` are scores that every query of a head has besides, `[head]`.
+        head_dim]`. `sinks` are additional scores for every query of a head, `[head]`.
         """
         self._access.write(layer, key, value)
         heads, count, head_dim = query.shape
@@ -114,7 +114,7 @@ class TorchPass:
         return out
 
     def _plan(self, window: int, sinks: int, dtype: torch.dtype) -> list[_Reading]:
-        """How each group is read; the same for all layers of a window and first tokens that are seen besides."""
+        """How each group is read; the same for all layers with the same window and sinks."""
         plan = self._plans.get((window, sinks))
         if plan is None:
             plan = [self._reading(group, window, sinks, dtype) for group in self._groups]
@@ -129,7 +129,7 @@ class TorchPass:
 
 
 def _alike(segments: Sequence[Segment], token_bytes: int) -> list[list[int]]:
-    """Numbers of the segments that are read together: those of one token and of about the same length."""
+    """Numbers of the segments read together: those with one token and of about the same length."""
     groups = [[number] for number, one in enumerate(segments) if one.end - one.start > 1]
     group: list[int] = []
     longest = 0
@@ -148,7 +148,7 @@ def _alike(segments: Sequence[Segment], token_bytes: int) -> list[list[int]]:
 def _mask(
     positions: torch.Tensor, numbers: torch.Tensor, window: int, sinks: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """What to add to the scores, `[sequence, 1, token, place]`; None where nothing is hidden."""
+    """What to add to the scores, `[sequence, 1, token, place]`; None if nothing is hidden."""
     query, token = positions[:, :, None], numbers[:, None, :]
     hidden = token > query
     if window:
@@ -193,7 +193,7 @@ def _weighed(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention from its scores: they may be capped (Gemma 2), with a sink per head (GPT-OSS), or of two queries."""
+    """Attention from its scores, which may be capped (Gemma 2), have a sink per head (GPT-OSS), or use two queries."""
     sequences, heads, count, places = scores.shape
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

@@ -1,4 +1,4 @@
-"""Windows: what a sequence must keep of its past, all of it or only what its next tokens see.
+"""Windows: how much of its past a sequence must keep, all of it or only what its next tokens see.
 
     block        0     1     2     3     4     5     6     7        block_size 4, size 10, sinks 4, 30 tokens computed
               |sinks| left the window |  held: tokens 21..29, seen by token 30   |
@@ -16,7 +16,7 @@ from tiercache.engine.settings import EngineSettings
 
 
 class Window(NamedTuple):
-    """In tokens; `size` 0 is no window: every token sees all before it."""
+    """A window in tokens; `size` 0 is no window: every token sees all before it."""
 
     block_size: int
     size: int = 0
@@ -29,13 +29,13 @@ class Window(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """The most blocks that a cut needs; 0 where it needs all before it."""
+        """The most blocks that a cut needs; 0 if it needs all before it."""
         return self.sink_blocks + max(1, -(-(self.size - 1) // self.block_size)) if self.size else 0
 
     def most_blocks(self, settings: EngineSettings) -> int | None:
         """The most blocks that a sequence of any length holds: a window, and what a step computes.
 
-        None where there is no limit: without a window, or where a prompt is computed in one step.
+        None if there is no limit: without a window, or if a prompt is computed in one step.
         """
         if not self.size or not settings.enable_chunked_prefill:
             return None
@@ -47,10 +47,10 @@ class Window(NamedTuple):
         return whole if most is None else min(whole, most)
 
     def first_block(self, computed: int) -> int:
-        """The first block that tokens from `computed` on see, but for sinks."""
+        """The first block, apart from sinks, that tokens from `computed` on see."""
         return max(0, computed + 1 - self.size) // self.block_size if self.size else 0
 
     def needed(self, cut: int) -> list[int]:
-        """The numbers of the blocks before block `cut` that a sequence needs to go on from there."""
+        """The numbers of the blocks before block `cut` that a sequence needs to continue from there."""
         first = self.first_block(cut * self.block_size)
         return [*range(min(self.sink_blocks, first)), *range(first, cut)]

@@ -1,4 +1,4 @@
-"""`python -m tiercache.http`, and `tiercache http`: serve what a daemon says over HTTP."""
+"""`python -m tiercache.http` and `tiercache http`: serve a daemon's statistics over HTTP."""
 
 from __future__ import annotations
 

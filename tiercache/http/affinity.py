@@ -1,7 +1,7 @@
 """The affinity query for load balancers: how much of a prompt is stored. Makes keys from tokens, then peeks.
 
-The engines have told the daemon their models and how blocks are named (`ModelCard`); the tenant's salt comes with each
-query, since without it no key can be made.
+The engines have told the daemon their models and how they hash blocks (`ModelCard`). The tenant's salt comes with each
+query, since keys cannot be made without it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tiercache.protocol.keys import KeyChain, salted_root
 from tiercache.protocol.messages import CHAIN_HASHING, KEY_BYTES, MAX_KEYS, ModelCard, ModelList, Models, Peek, Peeked
 
 LIST_S = 1.0
-"""How long the list of models is used before it is asked for again."""
+"""How long the list of models is used before it is fetched again."""
 NEW_LIST_S = 0.1
-"""The same if the model asked for is not in the list."""
+"""The same when the wanted model is not in the list."""
 
 Token = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
 
@@ -38,11 +38,11 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A query.
 
     Attributes:
-        model: as an engine calls it (a served name, a folder), or the content of an earlier answer.
+        model: an engine's name for it (a served name, a folder), or the content id from an earlier answer.
         tokens: the prompt.
-        salt: the tenant's, empty where engines have none.
+        salt: the tenant's, empty if the engines have none.
         lora: name of an adapter.
-        cache_salt: that of a request to vLLM.
+        cache_salt: the `cache_salt` of a request to vLLM.
     """
 
     model: str
@@ -68,9 +68,9 @@ class Affinity:
         self._list: _List | None = None
 
     def ask(self, query: Query) -> dict[str, Any]:
-        """The answer as a tree: tokens matched by tier, in all, and of each model of that name.
+        """The answer as a tree: tokens matched by tier, in total and for each model of that name.
 
-        One round trip to the daemon for each model, and one a second for their list. Raises UnknownModel,
+        One round trip to the daemon for each model, and one a second for the list of models. Raises UnknownModel,
         DaemonUnavailable, RequestRefused.
         """
         listed = self._listed(LIST_S)
@@ -90,7 +90,7 @@ class Affinity:
         }  # fmt: skip
 
     def _listed(self, at_most_s: float) -> _List:
-        """The models, from a list at most that old. Numbers of namespaces are valid in one session only."""
+        """The models, from a list at most `at_most_s` old. Numbers of namespaces are valid in one session only."""
         session, now_s = self._client.session(), time.monotonic()
         with self._lock:
             listed = self._list
@@ -101,7 +101,7 @@ class Affinity:
 
 
 def is_meant(card: ModelCard, query: Query) -> bool:
-    """Whether the model has that name. An adapter is asked for with `lora`, or as a model, as engines do."""
+    """Whether the model has that name. A query names an adapter with `lora`, or as a model, as engines do."""
     if query.model == card.content.hex() or (card.adapter and query.model == card.adapter and not query.lora):
         return True
     return query.model in card.names and query.lora == card.adapter
@@ -136,14 +136,14 @@ def _tokens(dram_blocks: int, below_blocks: int, block_size: int) -> dict[str, i
 
 
 def keys_of_card(card: ModelCard, query: Query) -> bytes:
-    """The keys that an engine of this card gives to the full blocks of the prompt; none if its hashes are not known."""
+    """Keys that an engine with this card gives the full blocks of the prompt; none if its hash is unknown here."""
     root = salted_root(card.content, query.salt)
     tokens = query.tokens[: MAX_KEYS * card.block_size]
     if card.hashing == CHAIN_HASHING:
         return KeyChain(root, card.block_size, tokens).packed()
     algorithm = card.hashing.removeprefix(HASHING)
     if algorithm not in ENCODINGS:
-        return b""  # of an engine that is newer than this
+        return b""  # of a newer engine
     adapter = (card.adapter, card.adapter_path) if card.adapter else None
     hashes = block_hashes(algorithm, card.hash_seed, tokens, card.hash_size, adapter, query.cache_salt)
     per_block = card.block_size // card.hash_size

@@ -28,9 +28,9 @@ from tiercache.http.trees import Trees
 from tiercache.protocol.messages import ModelList, Models
 
 MAX_BODY_BYTES = 2 << 20
-"""A prompt of about 300 000 tokens."""
+"""Limit of a body: a prompt of about 300 000 tokens."""
 MAX_QUERIES = 32
-"""Affinity queries at once, those included whose bodies are still coming."""
+"""Affinity queries at a time, including those whose bodies are still arriving."""
 THREADS = 8
 _JSON = "application/json"
 HUNG_UP = 499
@@ -55,7 +55,7 @@ class HttpError(Exception):
 
 
 class Routes:
-    """The endpoints. All that waits for the daemon is done by a few threads, with the deadlines of the client."""
+    """The endpoints. A few threads do all that waits for the daemon, with the deadlines of the client."""
 
     def __init__(self, client: Client, request_s: float) -> None:
         self._client = client
@@ -72,7 +72,7 @@ class Routes:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="http")
 
     async def _ask(self, question: Callable[[], T]) -> T:
-        """The daemon's answer; HttpError where there is none."""
+        """The daemon's answer. Raises HttpError if there is none."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, question)
         except UnknownModel as error:
@@ -151,7 +151,7 @@ def _parse(body: bytes) -> Query:
 
 
 def build_app(client: Client, request_s: float) -> Starlette:
-    """The ASGI application. `request_s`: how long a body may take to come."""
+    """The ASGI application. `request_s`: how long a body may take to arrive."""
     routes = Routes(client, request_s)
     return Starlette(
         routes=[

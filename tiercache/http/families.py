@@ -1,7 +1,7 @@
 """All metrics: name, kind, labels and meaning, and how each is read from the stats.
 
-Names are stable: what is there keeps its name and meaning. `daemon/MONITORING.md` has the same table, which is
-what this module prints; a test compares them.
+Names are stable: a metric keeps its name and meaning. `daemon/MONITORING.md` has the same table, as this module
+prints it; a test compares them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PREFIX = "tiercache_"
 
 
 class Family(NamedTuple):
-    """One metric. `samples` reads a tree of stats with histograms; nothing where the daemon has no such thing."""
+    """One metric. `samples` reads it from a tree of stats with histograms; empty if the daemon has no such figure."""
 
     kind: str
     name: str
@@ -27,7 +27,7 @@ class Family(NamedTuple):
 
     @property
     def full_name(self) -> str:
-        """As it is exported: those of the process have the names that all programs give them."""
+        """The exported name: metrics of the process have the names that all programs use."""
         return self.name if self.name.startswith("process_") else PREFIX + self.name
 
 
@@ -386,8 +386,8 @@ _PROCESS = (
         "max_fds"),
     ),
 )  # fmt: skip
-"""Under the names that every dashboard looks for. Reported by the daemon about itself: this process may be in another
-PID namespace, where prometheus_client's collector would read another process."""
+"""Metrics of the daemon's process, under the names that every dashboard looks for. The daemon reports them: this
+process may be in another PID namespace, where prometheus_client's collector would read another process."""
 
 FAMILIES: tuple[Family, ...] = (
     *_STATE, *_TRAFFIC, *_TIERS, *_DISKS, *_NAMESPACES, *_HINTS, *_PROCESS,
@@ -396,7 +396,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def table() -> str:
-    """What there is, as the documentation has it."""
+    """The table of metrics, as in the documentation."""
     lines = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
     for family in FAMILIES:
         labels = ", ".join(f"`{label}`" for label in family.labels)

@@ -1,4 +1,4 @@
-"""History: figures of the last half hour, for a page that was opened just now.
+"""History: figures of the last half hour, so that a page just opened has something to show.
 
 A thread asks the daemon every 2 s while a page is open and every 10 s otherwise, and keeps what charts show: at most
 900 samples of some thirty numbers, about 1 MB. That costs the daemon's loop one `stats` request each time, a
@@ -24,12 +24,12 @@ from tiercache.http.readings import namespaces_of
 WATCHED_S = 2.0
 IDLE_S = 10.0
 LOOKED_AT_S = 15.0
-"""A page counts as open for so long after its last request."""
+"""How long a page counts as open after its last request."""
 KEEP_S = 1800.0
 MAX_SAMPLES = int(KEEP_S / WATCHED_S)
 HOT_PREFIXES = 32
 SLOW_EVERY_S = 10.0
-"""Hot prefixes and names of models change slowly, and cost the daemon as much as everything else together."""
+"""Seconds between updates of hot prefixes and model names, which change slowly and cost as much as all the rest."""
 MAX_SESSIONS = 32
 
 logger = logging.getLogger("tiercache.http")
@@ -39,14 +39,14 @@ Value = float | None
 
 
 class _Step(NamedTuple):
-    """Two readings of one life of the daemon, and the seconds between them."""
+    """Two readings without a restart of the daemon between them, and the seconds between them."""
 
     before: Tree
     now: Tree
     seconds: float
 
     def grown(self, *path: str) -> float:
-        """By how much a counter has risen."""
+        """The increase of a counter."""
         return float(_number(self.now, path) - _number(self.before, path))
 
     def rate(self, *path: str) -> float:
@@ -54,12 +54,12 @@ class _Step(NamedTuple):
         return self.grown(*path) / self.seconds
 
     def share(self, *path: str) -> Value:
-        """Share of the tokens looked up meanwhile; None when there were none."""
+        """Share of the tokens looked up between the readings; None if there were none."""
         asked = self.grown("traffic", "asked_tokens")
         return self.grown(*path) / asked if asked else None
 
     def percentiles_s(self, name: str, **labels: str) -> tuple[Value, Value]:
-        """p50 and p99 in seconds of the observations meanwhile, over all histograms of that name and labels."""
+        """p50 and p99 in seconds of the observations meanwhile, over all histograms with that name and labels."""
         found: Counter[int] = Counter()
         earlier = {_labels(one): one["buckets"] for one in _histograms(self.before, name)}
         for one in _histograms(self.now, name):
@@ -80,7 +80,7 @@ def _labels(histogram: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _number(tree: Tree, path: tuple[str, ...]) -> Any:
-    """The number at a path; 0 if there is none, as for a tier that the daemon does not have."""
+    """The number at a path; 0 if it is missing, for example of a tier that the daemon does not have."""
     value: Any = tree
     for name in path:
         value = value.get(name, {})
@@ -131,7 +131,7 @@ COLUMNS = (
 
 
 class Sample(msgspec.Struct, array_like=True, frozen=True):
-    """One moment in the charts. Numbers count up; `values` are those of `COLUMNS`."""
+    """One moment in the charts. Numbers count up; `values` follow `COLUMNS`."""
 
     number: int
     unix_s: float
@@ -139,7 +139,7 @@ class Sample(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Recorder:
-    """Makes samples of trees and keeps those of the last half hour. Thread-safe.
+    """Makes samples from trees and keeps those of the last half hour. Thread-safe.
 
     Args:
         unix_s: the time of day; `clock_s`: monotonic seconds.
@@ -179,7 +179,7 @@ class Recorder:
         with self._lock:
             if self._problem is None:
                 self._problem_since_s = self._unix_s()
-                self._add([None] * len(COLUMNS))  # lines end here
+                self._add([None] * len(COLUMNS))  # the charts' lines end here
             self._problem = problem
             self._tree = None
 
@@ -191,7 +191,7 @@ class Recorder:
             self._samples.popleft()
 
     def encode(self, after: int, life: str) -> bytes:
-        """As JSON: the samples after number `after` of this life of ours, and the daemon's last statistics."""
+        """As JSON: the samples after number `after` since this process started, and the daemon's last statistics."""
         with self._lock:
             known = after if life == self._life else 0
             return msgspec.json.encode({
@@ -213,7 +213,7 @@ def _rounded(value: Value) -> Value:
 
 
 def _shown(tree: Tree) -> dict[str, Any]:
-    """The part of a tree that a page shows: no histograms, and lists that are not too long."""
+    """The part of a tree that a page shows: without histograms, and with lists cut to a limit."""
     left_out = {"histograms", "namespaces", "sessions", "models"}
     models = tree.get("models", {})
     return {
@@ -229,7 +229,7 @@ def _shown(tree: Tree) -> dict[str, Any]:
 
 
 class History:
-    """Polls the daemon in a thread of its own, until the process ends.
+    """Polls the daemon in its own thread, until the process ends.
 
     `ask(hot_prefixes)` gives the daemon's stats with histograms and so many prefixes; `ask_models()` gives the names
     of models by the fingerprint of a namespace.
@@ -245,7 +245,7 @@ class History:
         self._looked_s = -LOOKED_AT_S
 
     def start(self) -> None:
-        """Begin. Does not block."""
+        """Start polling. Does not block."""
         threading.Thread(target=self._run, name="history", daemon=True).start()
 
     def encode(self, after: int, life: str) -> bytes:
@@ -272,7 +272,7 @@ class History:
             except TierCacheError as error:
                 self._recorder.miss(str(error))
             except Exception:
-                # A tree that we do not understand: a daemon of another release, or a bug. The thread continues.
+                # An unexpected tree: a daemon of another release, or a bug. The thread continues.
                 logger.exception("what the daemon says could not be taken in")
                 self._recorder.miss("what it says is not understood; the log says why")
             pause_s = WATCHED_S if started_s - self._looked_s < LOOKED_AT_S else IDLE_S

@@ -1,9 +1,9 @@
 """Protects against requests that a foreign web page makes a browser on this host send.
 
-A page can have a host name of its author's that resolves to 127.0.0.1 a moment later (DNS rebinding); the browser then
-lets its script read what is served there. The request's `Host` is the author's name, which gives it away. And without
-any such trick a page may send classic forms, for which browsers make no preflight request: they come with an `Origin`,
-and cannot be of type application/json.
+A page's author can make the page's host name resolve to 127.0.0.1 a moment later (DNS rebinding); the browser then lets
+the page's script read what is served there. The request's `Host` is still the author's name, which gives it away. Even
+without that a page may send classic forms, for which browsers make no preflight request: they come with an `Origin` and
+cannot be of type application/json.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def allowed_hosts(listen_host: str, names: str) -> frozenset[str]:
     """Hosts that requests may name, without ports; empty for any.
 
     Args:
-        listen_host: where the port is bound. A port that other hosts reach has names that are not known here.
-        names: further ones, separated by commas. If given, only they and addresses are allowed.
+        listen_host: where the port is bound. The names of a port that other hosts can reach are not known here.
+        names: further host names, separated by commas. If given, only they and addresses are allowed.
     """
     named = [name.strip() for name in names.split(",") if name.strip()]
     if not named and not is_loopback(listen_host):
@@ -60,10 +60,10 @@ class Complaint(NamedTuple):
 
 
 class HostCheck:
-    """An ASGI application in front of another one; it stops requests that a foreign page could have sent.
+    """An ASGI application in front of another; it stops requests that a foreign page could have sent.
 
-    Those for other hosts are answered with 421, those of pages of other hosts with 403, and POSTs of anything but JSON
-    with 415. What has no `Host` and no `Origin` is let through there: no browser sends such a request.
+    Requests for other hosts get 421, those from pages of other hosts 403, POSTs of anything but JSON 415. A request
+    without `Host` or `Origin` passes the check of that header: no browser sends such a request.
 
     Args:
         allowed: result of `allowed_hosts`; empty: any `Host` and any `Origin`.
@@ -80,7 +80,7 @@ class HostCheck:
         self._remedy = remedy
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """As ASGI has it."""
+        """The ASGI interface."""
         complaint = self._complaint(scope) if scope["type"] == "http" else None
         await (self._app if complaint is None else self._refuse(complaint))(scope, receive, send)
 

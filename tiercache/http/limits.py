@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 MAX_CONNECTIONS = 128
 MAX_HEADER_BYTES = 16 << 10
 GRACE_S = 5.0
-"""What a connection has beyond the time for a request, to be told that this is over."""
+"""Extra seconds in which a connection is told that the time for its request is over."""
 
 
 def error_body(code: str, text: str) -> bytes:
@@ -31,15 +31,15 @@ class LimitedConnection(H11Protocol):
     _armed_s: float = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Arm the timer. One connection too many takes the place of one from which no request has come for longest."""
+        """Arm the timer. A connection above the limit replaces the one that has sent no request for longest."""
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
-            # Otherwise a client that opens so many and stays silent keeps out the probes that a pod lives by.
+            # Otherwise a client that opens so many and stays silent keeps out the liveness probes of a pod.
             silent = [one for one in self.connections if isinstance(one, LimitedConnection) and one._is_silent]
             if silent:
                 given_up = min(silent, key=lambda one: one._armed_s)
                 given_up.transport.abort()
-                # Its end is told later. Until then the next one too many must not choose it once more.
+                # Its end is reported later. Until then the next connection above the limit must not choose it again.
                 self.connections.discard(given_up)
             else:
                 self._refuse(503, "busy", f"{MAX_CONNECTIONS} connections are open: try again")
@@ -47,7 +47,7 @@ class LimitedConnection(H11Protocol):
 
     @property
     def _is_silent(self) -> bool:
-        """Whether no request has come since the last one was answered, or not the whole head of it."""
+        """Whether no request, or not its whole head, has come since the last one was answered."""
         return self._armed_s > 0 and (self.cycle is None or self.cycle.response_complete)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -57,7 +57,7 @@ class LimitedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """The next request has a time of its own; between two uvicorn waits for less than that."""
+        """Restart the timer for the next request; between two requests uvicorn waits for less than that."""
         self._arm()
         super().on_response_complete()
 
@@ -68,7 +68,7 @@ class LimitedConnection(H11Protocol):
         self._timer = self.loop.call_later(self.request_s + GRACE_S, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP request."""
+        """Answer input that is no HTTP request."""
         self._refuse(400, "bad_request", "this is no HTTP request, or its head is too long")
 
     def _refuse(self, status: int, code: str, text: str) -> None:

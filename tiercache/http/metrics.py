@@ -18,7 +18,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def metrics_text(tree: Tree) -> bytes:
-    """The text of `/metrics` for a tree of `Client.stats` with histograms; an empty one is a daemon that is silent."""
+    """The text of `/metrics` for a tree of `Client.stats` with histograms; an empty tree: the daemon is silent."""
     lines = []
     for family in FAMILIES:
         found = list(_samples(family, tree))
@@ -35,7 +35,7 @@ def _samples(family: Family, tree: Tree) -> Samples:
     try:
         return list(family.samples(tree)) if tree else []
     except KeyError:
-        return []  # a daemon of an earlier release, which does not have that yet
+        return []  # a daemon of an earlier release, without that figure
 
 
 def _numbers(family: Family, samples: Samples) -> Iterator[str]:

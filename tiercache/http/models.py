@@ -10,7 +10,7 @@ from tiercache.protocol.messages import ModelCard
 def models_by_namespace(cards: Iterable[ModelCard]) -> dict[str, list[str]]:
     """Names of models by the fingerprint of a namespace, in order, each once.
 
-    A model without a name is called by the start of its content id, one with a LoRA adapter `model+adapter`.
+    A model without a name is shown as the start of its content id, a model with a LoRA adapter as `model+adapter`.
     """
     found: dict[str, set[str]] = {}
     for card in cards:

@@ -22,7 +22,7 @@ HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """The page at `/` and `/dashboard`, its other files under `/static`. They are read once, here."""
+    """Routes of the page at `/` and `/dashboard`, and of its other files under `/static`. Reads all files once."""
     files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in _TYPES}
     paths = {"/": PAGE, "/dashboard": PAGE, **{f"/static/{name}": name for name in files if name != PAGE}}
     return [_route(path, files[name], _TYPES[Path(name).suffix]) for path, name in paths.items()]

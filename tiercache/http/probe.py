@@ -1,7 +1,7 @@
 """Probe of the data path: one block is stored, found, loaded and compared, as an engine would.
 
-In a namespace of its own that never goes to NVMe, and flushed afterwards. It has the smallest frame size in use, so
-that no memory is re-split for it.
+The block is in the probe's own namespace, which never goes to NVMe, and is flushed afterwards. It has the smallest
+frame size in use, so that no memory is re-split for it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import FRAME_ALIGNMENT_BYTES, NamespaceSpec
 
 AGAIN_S = 1.0
-"""An answer is good for so long, however many ask."""
+"""Seconds for which an answer is reused, for any number of callers."""
 LIMIT_S = 5.0
-"""No further copy begins after that; the requests have deadlines of their own."""
+"""Seconds after which no further copy begins; the requests have their own deadlines."""
 
 FULL = "no frame is free at the moment, so nothing was stored: a full cache serves what it has"
 
@@ -41,7 +41,7 @@ class Probe:
         self._specs: dict[int, NamespaceSpec] = {}
 
     def ask(self) -> tuple[str, str]:
-        """What is wrong, if anything, and remarks otherwise. Blocks for seconds at most."""
+        """What is wrong, if anything, and other remarks. Blocks for seconds at most."""
         with self._lock:
             if time.monotonic() >= self._due_s:
                 try:
@@ -54,7 +54,7 @@ class Probe:
     def _round_trip(self) -> tuple[str, str]:
         stats = self._client.stats()
         spec = self._spec(stats["arena"]["classes"])
-        # A disk that hangs, say: DRAM and the other disks serve.
+        # For example a hung disk: DRAM and the other disks still serve.
         remarks = [str(reason) for reason in stats["health"]["reasons"]]
         stored, loaded = np.array([0]), np.array([1])
         blocks = np.zeros((2, spec.block_bytes), np.uint8)

@@ -1,6 +1,6 @@
 """How each metric is read from a tree of `Client.stats(histograms=True)`.
 
-A reading yields `(values of the labels, value)`, and nothing where the daemon has no such figure.
+A reading yields `(values of the labels, value)`, and nothing if the daemon has no such figure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tiercache.daemon.observe.traffic import PROBE_ENGINE
 
 MAX_NAMESPACES = 32
-"""Those with the most blocks asked for and stored have metrics of their own."""
+"""Namespaces with their own metrics: those with the most blocks asked for and stored."""
 MAX_QUOTAS = 64
 OWN_CLIENTS = ("http", "tiercache-cli")
 """Names of the sessions of this process and of the commands."""
@@ -26,7 +26,7 @@ Samples = Iterable[tuple[tuple[str, ...], Any]]
 
 
 class Steps(NamedTuple):
-    """Buckets of a histogram: their upper ends as the daemon counts, and how many of its units are one of ours."""
+    """Buckets of a histogram: upper ends in the daemon's units, and how many of these make one exported unit."""
 
     ends: tuple[int, ...]
     divisor: int
@@ -44,7 +44,7 @@ def powers(first: int, last: int) -> Steps:
 
 
 def at(*path: str) -> Callable[[Tree], Samples]:
-    """One number of the tree, if it is there."""
+    """One number of the tree, if present."""
 
     def samples(tree: Tree) -> Samples:
         value: Any = tree
@@ -59,7 +59,7 @@ def at(*path: str) -> Callable[[Tree], Samples]:
 
 
 def hints(*names: str) -> Callable[[Tree], Samples]:
-    """These figures of the hints, by name without its unit; a daemon of an earlier release has none."""
+    """These figures of the hints, by name without the unit; a daemon of an earlier release has none."""
 
     def samples(tree: Tree) -> Samples:
         its = tree.get("hints", {})
@@ -84,7 +84,7 @@ def open_directories(tree: Tree) -> Samples:
 
 
 def histogram(name: str, *labels: str) -> Callable[[Tree], Samples]:
-    """The daemon's histograms of that name."""
+    """The daemon's histograms with that name."""
 
     def samples(tree: Tree) -> Samples:
         for one in tree.get("histograms", {}).get(name, ()):
@@ -102,7 +102,7 @@ def _directories(tree: Tree) -> list[Any]:
 
 
 def reasons(tree: Tree) -> Samples:
-    """Why the daemon is not well. Durations are left out: a reason that lasts is one series."""
+    """Why the daemon is unhealthy. Durations are left out, so that a lasting reason is one series."""
     reasons = (re.sub(r"\b\d+(\.\d+)? s\b", "N s", reason) for reason in tree["health"]["reasons"])
     for reason in list(dict.fromkeys(reasons))[:MAX_REASONS]:
         yield (reason[:MAX_REASON_CHARS],), 1
@@ -137,7 +137,7 @@ def evicted(tree: Tree) -> Samples:
 
 
 def queues(tree: Tree) -> Samples:
-    """By queue, and directory where it is a disk's."""
+    """By queue, and by directory for a disk's queue."""
     yield ("parked_requests", ""), tree["leases"]["parked_requests"]
     yield ("pending_blocks", ""), tree["leases"]["pending_blocks"]
     if nvme := _nvme(tree):
@@ -156,13 +156,13 @@ def skipped(tree: Tree) -> Samples:
 
 
 def failures(tree: Tree) -> Samples:
-    """By directory, with 0 from the start: a counter that is born at 1 never rises for Prometheus."""
+    """By directory, with 0 from the start: Prometheus sees no rise in a counter that begins at 1."""
     for its in _directories(tree):
         yield (its["path"],), sum(its["errors"].values())
 
 
 def engines(tree: Tree) -> Samples:
-    """Clients that are none of ours."""
+    """Clients other than this process and the commands."""
     yield (), sum(1 for one in tree["sessions"] if one["name"] not in OWN_CLIENTS)
 
 
@@ -174,7 +174,7 @@ def errors(tree: Tree) -> Samples:
 
 
 def namespaces_of(tree: Tree) -> list[Any]:
-    """Those that have metrics of their own: in use, and not that of health checks."""
+    """Namespaces with their own metrics: in use, and not that of health checks."""
     listed = [one for one in tree["namespaces"] if one["asked_blocks"] or one["blocks"] or one["below_blocks"]]
     listed = [one for one in listed if one["engine"] != PROBE_ENGINE]
     listed.sort(key=lambda one: (-one["asked_blocks"] - one["blocks"] - one["below_blocks"], one["id"]))
@@ -182,7 +182,7 @@ def namespaces_of(tree: Tree) -> list[Any]:
 
 
 def namespaces(values: Callable[[Any], Samples]) -> Callable[[Tree], Samples]:
-    """What `values` reads of one namespace, for those that have metrics of their own."""
+    """What `values` reads of one namespace, for each namespace with its own metrics."""
 
     def samples(tree: Tree) -> Samples:
         for one in namespaces_of(tree):
@@ -193,7 +193,7 @@ def namespaces(values: Callable[[Any], Samples]) -> Callable[[Tree], Samples]:
 
 
 def quotas(name: str) -> Callable[[Tree], Samples]:
-    """A number of each quota, by whose it is and tier."""
+    """A number of each quota, by its owner and tier."""
     return lambda tree: (((one["name"], one["tier"]), one[name]) for one in tree["quotas"][:MAX_QUOTAS])
 
 
@@ -204,17 +204,17 @@ def blocks_by_tier(one: Any) -> Samples:
 
 
 def bytes_by_tier(one: Any) -> Samples:
-    """Their bytes."""
+    """Bytes of one namespace by tier."""
     yield ("dram",), one["blocks"] * one["block_bytes"]
     yield ("nvme",), one["below_blocks"] * one["block_bytes"]
 
 
 def asked_blocks(one: Any) -> Samples:
-    """Blocks that were looked up."""
+    """Blocks looked up."""
     yield (), one["asked_blocks"]
 
 
 def hits_by_tier(one: Any) -> Samples:
-    """Those found, by tier."""
+    """Blocks found, by tier."""
     yield ("dram",), one["hit_blocks"]
     yield ("nvme",), one["hit_below_blocks"]

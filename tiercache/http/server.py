@@ -21,7 +21,7 @@ from tiercache.http.hosts import HostCheck, allowed_hosts, refusal
 from tiercache.http.limits import MAX_HEADER_BYTES, LimitedConnection
 
 REQUEST_TIMEOUT_S = 2.0
-"""Deadline of one request to the daemon: patient, since a slow daemon is no dead one."""
+"""Deadline of one request to the daemon: long, since a slow daemon is not dead."""
 KEEP_ALIVE_S = 5
 ACCEPTED_AT_ONCE = 8
 BACKLOG = 1024
@@ -37,13 +37,13 @@ class HttpSettings:
     """Settings of the process. Raises ConfigError.
 
     Attributes:
-        run_dir: of the daemon.
-        listen: host and port; port 0 is any that is free.
-        allow_remote: listen also where other hosts can connect.
-        hosts: further names that requests may be for, with commas between them; see `hosts.allowed_hosts`.
+        run_dir: the daemon's run directory.
+        listen: host and port; port 0 is any free port.
+        allow_remote: allow an address to which other hosts can connect.
+        hosts: further host names that requests may be for, separated by commas; see `hosts.allowed_hosts`.
         request_s: how long a request may take to come.
-        parent_fd: end when this pipe reads end of file.
-        listen_fd: a socket that is bound already.
+        parent_fd: the process ends when this pipe reads end of file.
+        listen_fd: a socket that is already bound.
     """
 
     run_dir: Path
@@ -66,7 +66,7 @@ class HttpSettings:
 def serve(settings: HttpSettings) -> int:
     """Serve until SIGTERM, SIGINT or the end of the parent. Raises ConfigError before it listens."""
     if settings.parent_fd is not None:
-        # Should our loop hang when the daemon is killed. The thread that started us lives as long as the daemon.
+        # In case this loop hangs when the daemon is killed. The thread that started us lives as long as the daemon.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with _bound(settings) as listener:
         client = Client(settings.run_dir, name="http", map_arena=False, request_timeout_s=REQUEST_TIMEOUT_S)
@@ -83,12 +83,12 @@ def _bound(settings: HttpSettings) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, but a flood of connections is let in a few at a time, so that those beyond the limit are gone before."""
+    """uvicorn that accepts a flood of connections a few at a time, so that those above the limit are closed first."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # asyncio takes in as many connections in one go as its backlog is long. The kernel's is to be longer, since
-        # who finds it full comes again after a second.
+        # asyncio accepts as many connections in one go as its backlog is long. The kernel's is longer, since a client
+        # that finds it full tries again after a second.
         for listener in sockets or []:
             listener.listen(BACKLOG)
 
@@ -112,10 +112,10 @@ async def _run(settings: HttpSettings, client: Client, listener: socket.socket) 
         asyncio.get_running_loop().remove_reader(parent_fd)
         stop()
 
-    # uvicorn raises the signals that it got once more when it has stopped: that must not kill this process.
+    # When uvicorn has stopped it raises the signals that it got once more: that must not kill this process.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop())
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there is nothing to read again here
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there is no configuration to reload
     if settings.parent_fd is not None:
         asyncio.get_running_loop().add_reader(settings.parent_fd, orphaned, settings.parent_fd)
     listening.listen(listener, BACKLOG, settings.listen)

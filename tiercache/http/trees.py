@@ -1,4 +1,4 @@
-"""The daemon's statistics, shared by all readers: its loop is for engines, not for the page that reloads fastest."""
+"""The daemon's statistics, shared by all readers: the daemon's loop is for engines, not for fast-reloading pages."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 EVERY_S = 0.1
-"""The daemon is asked no more often than this."""
+"""Least seconds between two requests to the daemon."""
 
 
 class Trees:
-    """One question at a time. Who asks while it is on its way shares the answer to the next one, which is newer.
+    """One request at a time. Callers that come while it is under way share the answer to the next one, which is newer.
 
-    An answer is never older than its request. Of one event loop.
+    An answer is never older than its request. For one event loop.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Trees:
         self._answer: Mapping[str, Any] | Exception = {}
 
     async def get(self) -> Mapping[str, Any]:
-        """The tree as it is at some time from now on. Raises what asking raises."""
+        """The tree as of some time after this call. Raises what the request to the daemon raises."""
         came_s = self._clock_s()
         async with self._lock:
             if self._asked_s < came_s:
@@ -39,7 +39,7 @@ class Trees:
                     self._asked_s = float("-inf")
                     raise
                 except Exception as error:  # noqa: BLE001 - given to each caller
-                    self._answer = error  # a daemon that hangs is not asked by each of them in turn
+                    self._answer = error  # so that callers do not ask a hung daemon one by one
             if isinstance(self._answer, Exception):
                 raise self._answer
             return self._answer

@@ -1,6 +1,6 @@
-"""Models and GPUs that `tiercache plan` knows by name, from their config.json and data sheets.
+"""The models and GPUs that `tiercache plan` knows by name, from config.json files and data sheets.
 
-Each model has the fields of its config.json on huggingface.co that decide sizes and work, nothing else.
+Each model has only those fields of its config.json on huggingface.co that determine sizes and work.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Gpu(NamedTuple):
-    """A GPU by its data sheet: memory, dense 16-bit arithmetic, and what its bus carries in practice."""
+    """A GPU according to its data sheet: memory, dense 16-bit arithmetic, and the practical bandwidth of its bus."""
 
     memory_bytes: int
     flops: float
@@ -83,7 +83,7 @@ GPUS: dict[str, Gpu] = {
 
 
 def find(name: str, known: Iterable[str]) -> str | None:
-    """The name as it is written here: case, `-`, `_`, the owner before a slash and endings like -Instruct are free."""
+    """The name as listed here; ignores case, `-`, `_`, the owner before a slash and endings like -Instruct."""
     wanted = _plain(name)
     plain = {_plain(one): one for one in known}
     if wanted in plain:
@@ -99,7 +99,7 @@ def _plain(name: str) -> str:
 
 
 def unknown(what: str, name: str, known: Iterable[str], remedy: str) -> ConfigError:
-    """The complaint about a name that is not here, with the nearest one that is."""
+    """The error message for an unknown name, with the nearest known one."""
     plain = {_plain(one): one for one in known}
     near = get_close_matches(_plain(name), plain, n=1, cutoff=0.5)
     hint = f"did you mean {plain[near[0]]}? Known are" if near else "known are"

@@ -27,7 +27,7 @@ _MXFP4_BYTES = 4.25 / 8  # 4 bits, and one byte of scale for 32 of them
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer keeps of a token, and what it computes for it. `window`: tokens that it looks back; 0: all."""
+    """What a layer keeps of a token and computes for it. `window`: tokens that it looks back; 0: all."""
 
     window: int
     parameters: int
@@ -38,7 +38,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """Shape of a decoder. Attention is of `kv_heads` x `head_dim`, or a latent of `latent` elements (MLA)."""
+    """Shape of a decoder. Attention has `kv_heads` x `head_dim`, or a latent of `latent` elements (MLA)."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -58,11 +58,11 @@ class Model:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Weights that a prompt's token meets: no embedding, no output head, only the experts that are chosen."""
+        """Weights used for a prompt's token: no embedding, no output head, only the chosen experts."""
         return sum(layer.active_parameters for layer in self.layers)
 
     def weights_bytes(self) -> int:
-        """What the weights take in memory. Raises ConfigError for a quantisation that is not known here."""
+        """Bytes of the weights in memory. Raises ConfigError for an unknown quantisation."""
         if self.quantization == "":
             return self.parameters * self.dtype_bytes
         if self.quantization == "fp8":
@@ -83,11 +83,11 @@ class Model:
         return flops
 
     def heads_per_gpu(self, tensor_parallel: int) -> int:
-        """KV heads of one GPU; with more GPUs than heads, each head is on several."""
+        """KV heads on each GPU; with more GPUs than heads, each head is on several GPUs."""
         return 1 if self.latent else max(1, -(-self.kv_heads // tensor_parallel))
 
     def layer_block_bytes(self, kv_dtype: str, block_size: int, heads: int) -> int:
-        """A block of one layer on one GPU. Raises ConfigError for a latent in a format that is for K and V."""
+        """Bytes of a block of one layer on one GPU. Raises ConfigError for a latent in a format for K and V."""
         if self.latent:
             if kv_dtype not in ("auto", "bf16"):
                 text = "its latent (MLA) is kept as it is: use --kv-cache-dtype auto"
@@ -99,7 +99,7 @@ class Model:
 
 
 def record_bytes(kv_dtype: str, slots: int, heads: int, channels: int) -> int:
-    """A block of one layer in fewer bits: codes, then scales, padded to 16 bytes."""
+    """Bytes of a quantised block of one layer: codes, then scales, padded to 16 bytes."""
     cells = heads * slots * channels
     if kv_dtype == "fp8":
         size = 2 * cells + 2 * (2 * heads)
@@ -117,7 +117,7 @@ def record_bytes(kv_dtype: str, slots: int, heads: int, channels: int) -> int:
 
 
 def load_model(name: str) -> Model:
-    """A model by the path of its folder or config.json, or by a name that is known here. Raises ConfigError."""
+    """A model by the path of its folder or config.json, or by a known name. Raises ConfigError."""
     path = Path(name).expanduser()
     if path.is_dir():
         path /= "config.json"
@@ -136,7 +136,7 @@ def load_model(name: str) -> Model:
 
 
 def read_config(name: str, config: dict[str, Any]) -> Model:
-    """The shape that a config.json describes, its `text_config` where it has one. Raises ConfigError."""
+    """The shape that a config.json, or its `text_config` if present, describes. Raises ConfigError."""
     fields = _Fields(name, {**config, **(config.get("text_config") or {})})
     heads, count = fields.number("num_attention_heads"), fields.number("num_hidden_layers")
     hidden = fields.number("hidden_size")
@@ -162,7 +162,7 @@ def read_config(name: str, config: dict[str, Any]) -> Model:
 
 
 class _Fields:
-    """A configuration that says which field is missing or is no number."""
+    """A configuration whose errors name the field that is missing or not a number."""
 
     def __init__(self, name: str, values: dict[str, Any]) -> None:
         self._name = name
@@ -193,7 +193,7 @@ def _dtype_bytes(fields: _Fields) -> int:
 
 
 def _windows(fields: _Fields, count: int) -> list[int]:
-    """How far back each layer looks, 0 for all: as `layer_types` says, or a pattern, or all alike."""
+    """How far back each layer looks, 0 for all: from `layer_types`, from a pattern, or the same for all layers."""
     window = fields.number("sliding_window", 0)
     kinds = fields.get("layer_types")
     if kinds is not None:
@@ -202,7 +202,7 @@ def _windows(fields: _Fields, count: int) -> list[int]:
         return [window if kind == "sliding_attention" else 0 for kind in kinds]
     if not window or fields.get("use_sliding_window") is False:
         return [0] * count
-    if pattern := fields.number("sliding_window_pattern", 0):  # every so many layers one looks at everything
+    if pattern := fields.number("sliding_window_pattern", 0):  # the last of every so many layers looks at everything
         return [0 if (number + 1) % pattern == 0 else window for number in range(count)]
     first = fields.number("max_window_layers", 0) if fields.get("use_sliding_window") else 0
     return [window if number >= first else 0 for number in range(count)]
@@ -229,7 +229,7 @@ def _latent_attention(fields: _Fields, hidden: int, heads: int, rank: int) -> tu
 
 
 def _feed_forward(fields: _Fields, number: int, hidden: int) -> tuple[int, int, int]:
-    """Weights of a layer behind its attention: all, those that one token meets, those of experts."""
+    """Weights of a layer after its attention: all, those used for a token, those of experts."""
     inner = fields.number("intermediate_size")
     experts = next((fields.number(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")
                     if fields.get(key)), 0)  # fmt: skip

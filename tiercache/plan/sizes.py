@@ -1,7 +1,7 @@
 """How much of a model's KV each tier holds, and when loading it is faster than computing it: the figures of `plan`.
 
-Work is `Model.prefill_flops` over the share of their data sheet that the GPUs reach; a load is its bytes over the
-slowest link on their way: each GPU's bus for its own part, host memory for all parts, the disks for what is stored.
+Work is `Model.prefill_flops` over the share of their data sheet that the GPUs reach. A load is its bytes over the
+slowest link on the way: each GPU's bus for its own part, host memory for all parts, the disks for stored bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tiercache.protocol.namespaces import FRAME_ALIGNMENT_BYTES
 
 @dataclass(frozen=True)
 class Plant:
-    """What the model is to run on. Bandwidths in bytes/s: the bus of each GPU, host memory and disks in all."""
+    """The hardware for the model. Bandwidths in bytes/s: the bus of each GPU, the total of host memory and disks."""
 
     gpu: Gpu
     gpus: int
@@ -42,27 +42,27 @@ class Form:
     gpus: int
 
     def layer_bytes(self) -> int:
-        """A block of one layer on one GPU."""
+        """Bytes of a block of one layer on one GPU."""
         return self.model.layer_block_bytes(self.dtype, self.block_size, self.model.heads_per_gpu(self.gpus))
 
     @property
     def gpu_block_bytes(self) -> int:
-        """A block of all layers on one GPU."""
+        """Bytes of a block of all layers on one GPU."""
         return self.layer_bytes() * len(self.model.layers)
 
     @property
     def stored_parts(self) -> int:
-        """How many GPUs store a part of each block: a latent is the same on all, and stored once."""
+        """Number of GPUs that store a part of each block: a latent is the same on all, and stored once."""
         return 1 if self.model.latent else self.gpus
 
     @property
     def tier_block_bytes(self) -> int:
-        """What a block takes in a tier: frames are whole pages, one for each GPU's part."""
+        """Bytes of a block in a tier: frames are whole pages, one for each GPU's part."""
         return round_up(self.gpu_block_bytes, FRAME_ALIGNMENT_BYTES) * self.stored_parts
 
     @property
     def token_bytes(self) -> float:
-        """KV of one token, all GPUs together, nothing twice."""
+        """Bytes of KV of one token, over all GPUs, each part counted once."""
         whole = Form(self.model, self.dtype, self.block_size, 1)
         return whole.gpu_block_bytes / self.block_size
 
@@ -72,13 +72,13 @@ class Form:
         return min(blocks, -(-window // self.block_size) + 1) if window else blocks
 
     def sequence_gpu_bytes(self, tokens: int) -> int:
-        """KV of a sequence on one GPU; of layers with a window, what is within it."""
+        """Bytes of KV of a sequence on one GPU; for layers with a window only the KV within it."""
         blocks = sum(self.sequence_blocks(tokens, layer.window) for layer in self.model.layers)
         return blocks * self.layer_bytes()
 
 
 def plan(model: Model, form: Form, plant: Plant, lengths: list[int], tokens_per_s: float) -> dict[str, Any]:
-    """All figures as a tree. Raises ConfigError where the model does not fit."""
+    """All figures as a tree. Raises ConfigError if the model does not fit."""
     pool_bytes = _pool_bytes(form, plant)
     blocks = pool_bytes // form.gpu_block_bytes
     return {
@@ -105,7 +105,7 @@ def plan(model: Model, form: Form, plant: Plant, lengths: list[int], tokens_per_
 
 
 def _pool_bytes(form: Form, plant: Plant) -> int:
-    """What is left for KV on each GPU, a block at least."""
+    """Bytes left for KV on each GPU, at least a block."""
 
     def left(gpus: int) -> int:
         usable = int(plant.gpu.memory_bytes * plant.utilization)
@@ -125,14 +125,14 @@ def _pool_bytes(form: Form, plant: Plant) -> int:
 
 
 def _formats(form: Form) -> list[dict[str, Any]]:
-    """Bytes of a token in each format, and how many times the tokens that is."""
+    """Bytes of a token in each format, and how many times as many tokens then fit."""
     raw = Form(form.model, "auto", form.block_size, 1).token_bytes
     found = []
     for dtype in KV_DTYPES if not form.model.latent else ("auto", "bf16"):
         try:
             token_bytes = Form(form.model, dtype, form.block_size, 1).token_bytes
         except ConfigError:
-            continue  # a format that heads of this size do not have
+            continue  # a format without heads of this size
         found.append({"dtype": dtype, "token_bytes": token_bytes, "times_the_tokens": raw / token_bytes})
     return found
 

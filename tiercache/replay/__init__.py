@@ -4,7 +4,7 @@
     simulation   Requests on the daemon's own cache, with a disk that keeps no bytes (disk)
     fast_cache   the same decisions for one chain namespace, from the daemon's index and policies alone
     played       a whole trace through one cache, and its hits
-    optimum      upper bound of all policies
+    optimum      the upper bound for all policies
     estimate     hits as FLOPs and seconds
     sweep, plot  over sizes
 """

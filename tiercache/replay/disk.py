@@ -21,7 +21,7 @@ Done = Callable[[bool], None]
 
 
 class PaperDirectory:
-    """Segments that are numbers only; the part of `nvme.directory.Directory` that a shelf uses."""
+    """Segments as bare numbers: the part of `nvme.directory.Directory` that a shelf uses."""
 
     cipher = None
     direct = True
@@ -52,12 +52,12 @@ class PaperQueue:
         return True
 
     def submit_many(self, ops: Sequence[AnyOp], priority: Priority) -> int:
-        """Take all of them."""
+        """Take several operations."""
         self._waiting.extend(ops)
         return len(ops)
 
     def cancel_queued(self, priority: Priority | None = None) -> int:
-        """Nothing waits long enough to be cancelled."""
+        """Nothing to do: no operation waits long enough to be cancelled."""
         return 0
 
     def oldest_age_s(self) -> float:
@@ -83,7 +83,7 @@ class PaperQueue:
 
 
 class PaperCatalog:
-    """Keeps no row; as `nvme.catalog.Catalog`. Rows are deleted at the next `deliver`: until then a slot is leaving."""
+    """An `nvme.catalog.Catalog` without rows. Deletions end at the next `deliver`: until then a slot is leaving."""
 
     full = False
     error = ""
@@ -94,7 +94,7 @@ class PaperCatalog:
 
     @property
     def pending(self) -> int:
-        """Deletions that wait."""
+        """Deletions that are still waiting."""
         return len(self._deleted)
 
     def deliver(self) -> bool:
@@ -105,41 +105,41 @@ class PaperCatalog:
         return bool(deleted)
 
     def insert(self, place: int, row: Row, done: Done | None = None) -> None:
-        """A row of a block that was written."""
+        """Add the row of a block that was written."""
         if done is not None:
             done(True)
 
     def delete(self, place: int, done: Done | None = None) -> None:
-        """A row of a block that has left."""
+        """Delete the row of a block that has left."""
         if done is not None:
             self._deleted.append(done)
 
     def add_namespace(self, number: int, fingerprint: str, spec: bytes, done: Done | None = None) -> None:
-        """A namespace is known."""
+        """Record a namespace."""
 
     def raise_epoch(self, namespace: int, epoch: int, done: Done | None = None) -> None:
-        """A flush of a namespace."""
+        """Flush a namespace."""
         if done is not None:
             done(True)
 
     def set_segment(self, segment: int, slot_bytes: int, done: Done | None = None) -> None:
-        """How a segment is divided."""
+        """Record how a segment is divided."""
 
     def add_tombstone(self, namespace: int, key: bytes, epoch: int, done: Done | None = None) -> None:
-        """A flush of one block and what follows it."""
+        """Flush a block and all that follow it."""
         if done is not None:
             done(True)
 
     def remove_tombstone(self, namespace: int, key: bytes, done: Done | None = None) -> None:
-        """The flush is over."""
+        """End the flush."""
 
     def forget_namespaces(self, keep: Collection[int]) -> None:
-        """Nothing was kept."""
+        """Nothing to load: no rows are kept."""
 
     def age_s(self) -> float:
         """It never hangs."""
         return 0.0
 
     def bytes_on_disk(self) -> int:
-        """No database."""
+        """Nothing to close: there is no database."""
         return 0

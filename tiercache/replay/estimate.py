@@ -1,7 +1,7 @@
 """The value of hits: prefill work saved, and the time to the first token.
 
     without a cache   compute(prompt)
-    with it           load(DRAM's part) + load(NVMe's part) + compute(the rest, on top of what was loaded)
+    with a cache      load(DRAM's part) + load(NVMe's part) + compute(the rest, on top of what was loaded)
 
 A request is alone on its GPU: no queue, no batch, and nothing overlaps. So the times compare caches; they are not those
 of a busy engine. The last token of a prompt is computed in any case. Work is counted as `tiercache plan` does.
@@ -32,7 +32,7 @@ class Costs:
 
 
 class Spread:
-    """Mean and percentiles of many times, the latter to 1%, in little memory."""
+    """Mean and percentiles of many times in little memory; percentiles are accurate to 1%."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -47,11 +47,11 @@ class Spread:
 
     @property
     def mean_s(self) -> float:
-        """The mean; 0 if there is none."""
+        """The mean; 0 if there are no times."""
         return self._sum_s / self._count if self._count else 0.0
 
     def percentile_s(self, share: float) -> float:
-        """The time that a share of them do not exceed; 0 where there is none."""
+        """The time that this share of the times do not exceed; 0 if there are no times."""
         left = share * self._count
         for bucket, count in sorted(self._counts.items()):
             left -= count
@@ -73,14 +73,14 @@ class Estimate:
         """Work of all prompts from scratch, and the part saved by hits."""
         self.saved_flops = 0.0
         self.without = Spread()
-        """Time to the first token with the engine's own pool alone."""
+        """Time to the first token with only the engine's own pool."""
         self.with_cache = Spread()
         self._pairs: Counter[int] = Counter()
         for layer in costs.model.layers:
             self._pairs[layer.window] += layer.attention_flops_per_token_pair
 
     def prefill_flops(self, tokens: int) -> float:
-        """As `Model.prefill_flops`, with layers of one window taken together."""
+        """As `Model.prefill_flops`, computed for all layers with the same window at once."""
         flops = 2.0 * self._costs.model.active_parameters * tokens
         for window, pair_flops in self._pairs.items():
             seen = min(window or tokens, tokens)

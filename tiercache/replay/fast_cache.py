@@ -1,9 +1,9 @@
 """Fast simulation: the daemon's decisions for prompts of one namespace, at a tenth of the work.
 
-It leaves out what a single client that waits for each answer never sees: leases, pending blocks, frames and slots as
-numbers, sizes other than one. It keeps everything that decides: the `Index` of each tier, its policy, the write budget;
-when room is made, and of what. A test plays random traces on this and on `Simulation` and compares every answer and
-what is resident afterwards.
+It leaves out what a single client that waits for each answer never sees: leases, pending blocks, numbers of frames and
+slots, more than one block size. It keeps everything that decides: each tier's `Index`, policy and write budget, and
+when and what it evicts. A test plays random traces on this and on `Simulation`, and compares every answer and the
+resident blocks afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tiercache.replay.simulation import Outcome, Sizes, Tallies
 
 WRITER = b"client"
 ALIKE = ("lru", "hazard")
-"""Policies that evict the same blocks whether they are asked for each block or for a run."""
+"""Policies that evict the same blocks when asked once per block and once per run of blocks."""
 
 
 class _Tier:
@@ -40,11 +40,11 @@ class _Tier:
         self.evicted = 0
 
     def length(self, keys: bytes, limit: int) -> int:
-        """The leading run that is here."""
+        """Length of the leading run that the tier has."""
         return self.index.prefix_length(self.table, keys, limit)
 
     def entry(self, keys: bytes, end: int) -> int:
-        """The last of the first `end` blocks; the root for 0, NO_ENTRY where it is not here."""
+        """The entry of the last of the first `end` blocks; the root for 0, NO_ENTRY if the tier lacks the block."""
         return self.table.get(keys[(end - 1) * KEY_BYTES : end * KEY_BYTES]) if end else self.table.root
 
     def read(self, keys: bytes, end: int) -> None:
@@ -56,7 +56,7 @@ class _Tier:
             self.index.unpin(entry)
 
     def make_room(self, count: int) -> int:
-        """See `Space._make_room`: evict until `count` are free, or there is no candidate left; how many are free."""
+        """See `Space._make_room`: evict until `count` are free or no candidate is left; returns how many are free."""
         free = self.capacity - self.table.blocks
         while free < count and (victim := self.policy.victim()) != NO_ENTRY:
             gone = self.index.evict_run(victim, count - free)
@@ -74,7 +74,7 @@ class Swift:
         self._written = self._promoted = self._refused = 0
 
     def declare(self, number: int, spec: NamespaceSpec) -> None:
-        """The namespace; there can be no other."""
+        """Add the namespace; there can be no other."""
         assert number == 1, "prompts of one namespace: others are for Simulation"
         sizes, self._block_bytes, self._spec_bytes = self._sizes, spec.frame_bytes, spec.block_bytes
         policies = Policies(sizes.policy, lambda: self.now_s)
@@ -91,7 +91,7 @@ class Swift:
         self._budget = WriteBudget(sizes.nvme_write_budget_bytes, lambda: self.now_s)
 
     def play(self, request: Request) -> Outcome:
-        """One prompt: a match, promotion of what NVMe has, and a store of the rest."""
+        """Play one prompt: a match, promotion of what NVMe has, and a store of the rest."""
         assert request.kind is Kind.ASK, "prompts only"
         self.now_s = max(self.now_s, request.time_s)
         self._tails.lapse()
@@ -108,7 +108,7 @@ class Swift:
         while here < blocks:
             count = min(MAX_RESERVE, blocks - here)
             if dram.entry(keys, here) == NO_ENTRY:
-                break  # room was made from what it stored last
+                break  # making room evicted the block it stored last
             stored = self._insert(keys, here, count, stored=True)
             self._write_behind(keys, here, here + stored, asked_again=False)
             self._keep_free()
@@ -122,7 +122,7 @@ class Swift:
     # --- DRAM ------------------------------------------------------------------------------------
 
     def _use(self, keys: bytes, found: int, total: int) -> None:
-        """A lease comes and goes: the last block of each tier is touched, and DRAM's is no candidate meanwhile."""
+        """Take and release a lease: touches the last block of each tier; DRAM's is no candidate meanwhile."""
         nvme, behind = self._nvme, found
         if not keys:
             return
@@ -142,7 +142,7 @@ class Swift:
             self._write_behind(keys, behind, min(found, behind + MATCHED_AT_ONCE), asked_again=True)
 
     def _insert(self, keys: bytes, first: int, count: int, stored: bool = False) -> int:
-        """Reserve and commit `count` blocks from `first` on; how many there was room for. `stored`: by the client."""
+        """Reserve and commit `count` blocks from `first` on; returns how many found room. `stored`: by the client."""
         index, table, tails = self._dram.index, self._dram.table, self._tails
         parent = self._dram.entry(keys, first)
         index.pin(parent)
@@ -179,12 +179,12 @@ class Swift:
     # --- NVMe ------------------------------------------------------------------------------------
 
     def _promote(self, keys: bytes, found: int, total: int) -> int:
-        """Promote blocks `found ..< total`; returns how many are in DRAM then. The last one that arrived is pinned."""
+        """Promote blocks `found ..< total`; returns how many are in DRAM then. Pins the last block that arrived."""
         dram, nvme = self._dram.index, self._nvme
         assert nvme is not None
         pinned = self._dram.entry(keys, found) if found else NO_ENTRY
         if found:
-            dram.touch(pinned)  # when the lease begins to grow; and its end, when it is complete
+            dram.touch(pinned)  # when the lease begins to grow; its end is touched when it is complete
             dram.pin(pinned)
         here = found
         while here < total:
@@ -210,7 +210,7 @@ class Swift:
         return here
 
     def _write_behind(self, keys: bytes, first: int, end: int, asked_again: bool) -> None:
-        """Write blocks `first ..< end`, in DRAM and parents first, unless they are there or may not be written."""
+        """Write blocks `first ..< end` from DRAM to NVMe, parents first, unless NVMe has them or may not take them."""
         nvme, size_bytes = self._nvme, self._block_bytes
         if nvme is None or first >= end:
             return
@@ -219,18 +219,18 @@ class Swift:
             first += 1
         parent = nvme.entry(keys, first)
         if first == end or parent == NO_ENTRY:
-            return  # all are there, or the block before them is not
+            return  # NVMe has all of them, or lacks the block before them
         at_once = not budget.bytes_per_day and self._sizes.policy in ALIKE
         if at_once and self._write_run(nvme, keys, first, end, parent):
             return
         for number in range(first, end):
             key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
             if parent == NO_ENTRY:
-                return  # the block before it is not there
+                return  # NVMe lacks the block before it
             entry = table.get(key)
             if entry == NO_ENTRY and budget.admits(size_bytes, asked_again) and self._admits(nvme, key):
                 if not self._take_slot(nvme, parent):
-                    return  # no more room than the blocks before it take
+                    return  # only the blocks before it found room
                 budget.charge(size_bytes)
                 entry = index.insert(table, key, parent, NO_FRAME)
                 self._is_below(keys, number, number + 1)
@@ -238,13 +238,13 @@ class Swift:
             parent = entry
 
     def _write_run(self, nvme: _Tier, keys: bytes, first: int, end: int, parent: int) -> bool:
-        """The same with one call for all of the blocks; False where there may be no room for all of them."""
+        """The same with one call for all of the blocks; False if there may not be room for all of them."""
         count, free = end - first, nvme.capacity - nvme.table.blocks
         ahead, others = max(0, self._ahead - free + 1), nvme.table.blocks - first
         more = max(0, self._ahead - free + count) - ahead
         if not free or ahead + more > others:
             return False
-        # The first block that wants a slot sees the state before, later ones what that has changed.
+        # The first block that wants a slot sees the state before, later blocks see the changes that the first made.
         self._evict(nvme, parent, ahead)
         entries = nvme.index.insert_run(nvme.table, _split(keys, first, end), parent, [NO_FRAME] * count)
         self._is_below(keys, first, end)
@@ -275,7 +275,7 @@ class Swift:
         return free * self._block_bytes < FREE_AHEAD_BYTES and free < self._ahead
 
     def _take_slot(self, nvme: _Tier, parent: int) -> bool:
-        """See `Slots.take`: room for one block and for those kept free ahead. False where there is none."""
+        """See `Slots.take`: make room for one block and for the blocks kept free ahead. False if there is none."""
         free = nvme.capacity - nvme.table.blocks
         if not free:
             self._make_room(nvme, parent, free)
@@ -300,7 +300,7 @@ class Swift:
             nvme.index.evict(keep)
             nvme.evicted += 1
 
-    # --- what is there ---------------------------------------------------------------------------
+    # --- resident blocks --------------------------------------------------------------------------
 
     def tallies(self) -> Tallies:
         """See `Simulation.tallies`."""

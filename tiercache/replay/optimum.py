@@ -1,9 +1,9 @@
-"""The offline optimum: the upper bound of all policies, which knows every request in advance.
+"""The offline optimum, which knows every request in advance: the upper bound for all policies.
 
-After each request keep, of the resident blocks and the request's own, the `capacity` blocks that are asked for soonest;
-blocks never asked for again are dropped at once. That is Belady's MIN with bypass. A block is asked for no later than
-any that follows it in a chain, and of equals the deeper one goes first: so what is kept is prefix-closed by itself, and
-hits are leading runs, as in the daemon.
+After each request it keeps, of the resident blocks and the request's own, the `capacity` blocks with the soonest next
+use, and drops blocks never used again at once. That is Belady's MIN with bypass. A block's next use is no later than
+that of any block after it in a chain, and of equals the deeper one goes first: so the kept blocks are always
+prefix-closed, and hits are leading runs, as in the daemon.
 
 It needs the whole trace: 16 bytes for each block access and some 200 for each different block.
 """
@@ -25,7 +25,7 @@ _SPARE_ENTRIES = 4096
 
 
 class Accesses:
-    """A trace as numbers: the blocks of each request, and when each of them is asked for next."""
+    """A trace as numbers: the blocks of each request, and the next use of each block."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         numbers: dict[bytes, int] = {}
@@ -60,11 +60,11 @@ class Accesses:
         return int(np.diff(np.asarray(self.ends, "i8"), prepend=0).max(initial=0))
 
     def _next_uses(self) -> npt.NDArray[np.int64]:
-        """For each access the number of the request that asks for the block next; `_NEVER` where none does."""
+        """For each access the number of the next request that asks for the block; `_NEVER` if none does."""
         ends = np.asarray(self.ends, "i8")
         request = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
         counted = np.frombuffer(self.counted, "u1").astype(bool)[request] if len(ends) else np.zeros(0, bool)
-        # A store is no use: the next use of it and of what is before it is the next match.
+        # A store is not a use: the next use of a stored block and of those before it is the next match.
         order = np.argsort(self.blocks, kind="stable")
         following = np.full(len(self.blocks), _NEVER, "i8")
         same = self.blocks[order[1:]] == self.blocks[order[:-1]]
@@ -75,9 +75,9 @@ class Accesses:
         return following
 
     def best_hits(self, capacity: int) -> int:
-        """How many blocks a cache of `capacity` blocks can hit at most. O(accesses * log)."""
+        """The most blocks that a cache of `capacity` blocks can hit. O(accesses * log)."""
         soonest: dict[int, int] = {}  # resident blocks and their next use
-        heap: list[tuple[int, int, int]] = []  # latest and deepest first; outdated notes are skipped
+        heap: list[tuple[int, int, int]] = []  # latest and deepest first; outdated entries are skipped
         depth, hits, start = self.depth, 0, 0
         for end, counted in zip(self.ends, self.counted, strict=True):
             chain = self.blocks[start:end].tolist()
@@ -108,7 +108,7 @@ def _skip_stores(
     order: npt.NDArray[np.int64], same: npt.NDArray[np.bool_], when: npt.NDArray[np.int64],
     following: npt.NDArray[np.int64],
 ) -> None:  # fmt: skip
-    """Where the next access of a block is a store, use the next match instead."""
+    """If the next access of a block is a store, use the next match instead."""
     use = _NEVER
     for place in range(len(order) - 2, -1, -1):
         if not same[place]:

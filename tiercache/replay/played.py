@@ -1,4 +1,4 @@
-"""Plays a whole trace on one cache: hits by tier, in blocks and in tokens, and what was written."""
+"""Plays a whole trace on one cache, and counts hits by tier, in blocks and tokens, and blocks written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Requests(Protocol):
 
 
 class Engine(Protocol):
-    """What requests are played on."""
+    """A cache on which requests are played."""
 
     def declare(self, number: int, spec: NamespaceSpec) -> None: ...
 
@@ -39,7 +39,7 @@ class Engine(Protocol):
 
 @dataclass
 class TierHits:
-    """What one tier had, beyond the tiers before it."""
+    """The hits of one tier, beyond those of the tiers before it."""
 
     blocks: int = 0
     tokens: int = 0
@@ -54,7 +54,7 @@ class Played:
     asked_tokens: int = 0
     tiers: dict[str, TierHits] = field(default_factory=dict)
     agreed: int = 0
-    """Matches with the same hits as the recorded daemon's, in each tier."""
+    """Matches with the same hits as the recorded daemon's in each tier."""
     recorded: int = 0
     """Matches whose recorded hits are known."""
     first_s: float = 0.0
@@ -63,12 +63,12 @@ class Played:
     tallies: Tallies = field(default_factory=Tallies)
 
     def rate(self, *tiers: str) -> float:
-        """Share of all tokens that these tiers had."""
+        """Share of all tokens that these tiers hit."""
         hit = sum(self.tiers[tier].tokens for tier in tiers if tier in self.tiers)
         return hit / self.asked_tokens if self.asked_tokens else 0.0
 
     def block_rate(self, *tiers: str) -> float:
-        """Share of all full blocks that these tiers had."""
+        """Share of all full blocks that these tiers hit."""
         hit = sum(self.tiers[tier].blocks for tier in tiers if tier in self.tiers)
         return hit / self.asked_blocks if self.asked_blocks else 0.0
 
@@ -78,14 +78,14 @@ class Played:
 
 
 class GpuPool:
-    """An engine's own pool in front: so many blocks, evicting the least recently used leaf."""
+    """An engine's own pool in front of the cache: a fixed number of blocks, evicting the least recently used leaf."""
 
     def __init__(self, blocks: int) -> None:
         self._most = blocks
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
     def ask(self, request: Request) -> int:
-        """How many blocks of a prompt it has, as a leading run; afterwards it has all that fit."""
+        """Length of a prompt's leading run in the pool; afterwards the pool has all of its blocks that fit."""
         keys = request.keys
         chain = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
         pool, run = self._blocks, 0
@@ -103,7 +103,7 @@ class GpuPool:
 
 
 def engine_for(sizes: Sizes, exact: bool, start_s: float) -> Engine:
-    """The daemon's cache itself, or the fast one for traces that are prompts of one namespace."""
+    """The daemon's cache itself, or the fast one for traces of prompts of one namespace."""
     return Simulation(sizes, {}, start_s) if exact else Swift(sizes, start_s)
 
 
@@ -112,9 +112,9 @@ def play(
     tell: Callable[[Played], None] = lambda played: None, engine: Engine | None = None,
     each: Callable[[Request, int, Outcome], None] | None = None, start_s: float | None = None,
 ) -> Played:  # fmt: skip
-    """Play all requests. `tell` is called now and then; `each` for every prompt, with what GPU, DRAM and NVMe had.
+    """Play all requests. Calls `tell` now and then, and `each` for every prompt, with the hits in GPU, DRAM and NVMe.
 
-    `start_s`: when the cache begins its life, on the trace's clock; with the first request if unknown.
+    `start_s`: when the cache starts, on the trace's clock; at the first request if unknown.
     """
     pool = GpuPool(gpu_blocks) if gpu_blocks else None
     played, known = Played(), 0

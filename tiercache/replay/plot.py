@@ -13,11 +13,11 @@ from tiercache.replay.sweep import Point, Swept
 SUFFIXES = (".png", ".svg")
 _DRAM, _ALL = "#1f77b4", "#d95f02"
 _MARKERS = "os^Dvx"
-"""One per policy."""
+"""One marker per policy."""
 
 
 def check_plot(path: Path) -> None:
-    """Raises ConfigError for a picture that could not be written in the end."""
+    """Raises ConfigError for a picture that could not be written at the end."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--plot {path}: the picture's name must end in .png or .svg")
     if not path.absolute().parent.is_dir():
@@ -38,7 +38,7 @@ def _pyplot() -> Any:
 
 
 def draw(path: Path, swept: Sequence[Swept]) -> None:
-    """One panel for each trace: share of tokens over blocks of DRAM. Raises ConfigError where it cannot be written."""
+    """Draw one panel per trace: share of tokens over blocks of DRAM. Raises ConfigError if it cannot be written."""
     pyplot = _pyplot()
     figure, panels = pyplot.subplots(1, len(swept), figsize=(6.4 * len(swept), 4.4), squeeze=False)
     for panel, one in zip(panels[0], swept, strict=True):

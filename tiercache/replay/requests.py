@@ -18,21 +18,21 @@ class Kind(Enum):
     """Kinds of requests to the cache."""
 
     ASK = "ask"
-    """A prompt: a match of all its blocks, then a store of those that DRAM does not have."""
+    """A prompt: a match of all its blocks, then a store of those that DRAM lacks."""
     LOOK = "look"
     """A match alone."""
     KEEP = "keep"
     """A store of the blocks from `first` on."""
     FETCH = "fetch"
-    """A prefetch: a match without a client that waits for it."""
+    """A prefetch: a match for which no client waits."""
     FORGET = "forget"
-    """A flush: of the last block of `keys` and what follows it, or without keys of the whole namespace."""
+    """A flush: of the last block of `keys` and all that follow it, or without keys of the whole namespace."""
     HINT = "hint"
     """A hint about the further use of the blocks from `first` on; see `Told`."""
 
 
 class Told(NamedTuple):
-    """A hint, as `messages.Hint` has it; 0 for what is not said."""
+    """A hint, as in `messages.Hint`; 0 for fields not given."""
 
     done: bool = False
     return_in_s: float = 0.0
@@ -43,13 +43,13 @@ class Told(NamedTuple):
 class Request(NamedTuple):
     """One line of a trace.
 
-    `keys`: packed, 16 bytes for each full block from the root on. `input_tokens` counts all of the prompt, with a
-    partial block at its end. `in_gpu`: blocks that the engine is known to have had itself. `namespaces`: numbers of
-    those that it is about, as in `Trace.specs`.
-    Of KEEP `first` is where the store begins, and `rooted` whether `keys` begin at the root, or where the trace knows
-    no more, at the block before the store. Of LOOK `had` is how many blocks the daemon that was recorded had in DRAM
-    and below, and `promote` whether what is below comes up. Of FORGET `tier` is where; empty for all tiers. Of HINT
-    `told` is what was said.
+    `keys`: packed, 16 bytes for each full block from the root on. `input_tokens` counts the whole prompt, with a
+    partial block at its end. `in_gpu`: blocks known to be in the engine's own pool. `namespaces`: numbers of the
+    namespaces concerned, as in `Trace.specs`.
+    KEEP: `first` is where the store begins; `rooted` says whether `keys` begin at the root or, if the trace knows no
+    more, at the block before the store. LOOK: `had` is how many blocks the recorded daemon had in DRAM and below;
+    `promote` says whether blocks below are promoted. FORGET: `tier` is the tier flushed, empty for all. HINT: `told`
+    is the hint.
     """
 
     time_s: float
@@ -69,15 +69,15 @@ class Request(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Full blocks."""
+        """Number of full blocks."""
         return len(self.keys) // KEY_BYTES
 
 
 def chain_keys(ids: Sequence[int]) -> bytes:
     """Packed keys of a chain of block ids: each stands for its id and all before it.
 
-    So a trace whose ids name blocks alone, and not what is before them, is a set of chains too. Raises OverflowError
-    for an id that does not fit 64 bits.
+    So a trace whose ids name single blocks, not their prefixes, also becomes a set of chains. Raises OverflowError for
+    an id that does not fit 64 bits.
     """
     digest, before, keys = xxhash.xxh3_128_digest, b"", []
     for number in ids:

@@ -3,8 +3,8 @@
     Request ─► Cache.match ─► (promotion) ─► Cache.reserve, commit ─► (write-behind) ─► Outcome
                  Space, Index, Policy          NvmeTier: Shelf, Slots, WriteBehind, Promotion on paper disks
 
-The arena is numbers without memory, the disk keeps no bytes, and the clock is the trace's. The daemon's background work
-is done between requests, to its end.
+The arena is numbers without memory, the disk keeps no bytes, and the clock is the trace's. All of the daemon's
+background work is done between requests.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tiercache.replay.requests import Kind, Request
 
 _POLICY = DaemonConfig().policy
 _LEASE_S = 1e9
-"""Leases of a replay end when they are released."""
+"""Lease time of a replay: leases end only when they are released."""
 _REGION_BYTES = 1 << (REGION_SHIFT - 2)
-"""Regions and segments are as large as their numbers allow, unless a size is asked for."""
+"""Regions and segments are as large as their numbers allow, unless a size is given."""
 
 
 class Outcome(NamedTuple):
-    """What one request found, in blocks: in DRAM as a leading run, and what NVMe had beyond that."""
+    """The blocks that one request found: the leading run in DRAM, and what NVMe had beyond it."""
 
     dram: int
     nvme: int
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the tiers are. 0 `nvme_bytes`: there is none.
+    """Sizes of the tiers. 0 `nvme_bytes`: no NVMe tier.
 
     `region_bytes`, `segment_bytes`: as the daemon's settings, where its rounding matters; 0 for one piece.
     """
@@ -59,12 +59,12 @@ class Sizes:
     nvme_write_budget_bytes: int = 0
     policy: str = _POLICY
     headroom_bytes: int = 0
-    """Of `dram_bytes`; see the daemon's setting."""
+    """Part of `dram_bytes`; see the daemon's setting."""
 
 
 @dataclass
 class Tallies:
-    """What was written and thrown out so far, in blocks; and blocks that DRAM had no room for."""
+    """Blocks written and evicted so far, and blocks for which DRAM had no room."""
 
     nvme_written: int = 0
     promoted: int = 0
@@ -75,7 +75,7 @@ class Tallies:
 
 
 class Simulation:
-    """One cache of the daemon's, driven request by request. Single-threaded; no I/O."""
+    """A cache of the daemon, driven request by request. Single-threaded; no I/O."""
 
     def __init__(self, sizes: Sizes, specs: Mapping[int, NamespaceSpec], start_s: float = 0.0) -> None:
         self.now_s = start_s
@@ -96,11 +96,11 @@ class Simulation:
         for number, spec in specs.items():
             self.declare(number, spec)
 
-    # --- the tier below --------------------------------------------------------------------------
+    # --- the NVMe tier ---------------------------------------------------------------------------
 
     def _tier(self) -> NvmeTier:
         config = DaemonConfig(nvme_write_budget_bytes=self._sizes.nvme_write_budget_bytes)
-        # Frames have no memory behind them: whatever region is asked for begins at address 0.
+        # Frames have no memory behind them: every region begins at address 0.
         regions = cast(dict[int, Region], _Anywhere())
         tier = NvmeTier(config, regions, landed=lambda: None)
         tier._budget = WriteBudget(config.nvme_write_budget_bytes, lambda: self.now_s)
@@ -120,7 +120,7 @@ class Simulation:
         shelf.recovered(True)
 
     def _settle(self) -> None:
-        """Do everything that the daemon would do in the background, to the end."""
+        """Do all of the daemon's background work."""
         queue = self._queue
         if queue is None:
             while self.cache.work():
@@ -139,7 +139,7 @@ class Simulation:
         self._namespaces[number] = self.cache.space.open_namespace(spec)
 
     def play(self, request: Request) -> Outcome:
-        """One request, and all that follows from it."""
+        """Play one request, and all that follows from it."""
         self.now_s = max(self.now_s, request.time_s)
         self.cache.expire()
         if self.cache.below.name and not self.cache.below.settled:
@@ -162,7 +162,7 @@ class Simulation:
             self._settle()
             return Outcome(fetched.dram, fetched.below)
         found, here = self._match(namespaces, request.keys, request.promote)
-        # What the recorded daemon had and this one has not, an engine would have computed, and stored.
+        # An engine would have computed, and stored, what the recorded daemon had and this one lacks.
         end = request.blocks if request.kind is Kind.ASK else sum(request.had)
         if here < end:
             for namespace in namespaces:
@@ -171,7 +171,7 @@ class Simulation:
         return found
 
     def _match(self, namespaces: list[Namespace], keys: bytes, promote: bool) -> tuple[Outcome, int]:
-        """What was found; and how much of it is here for an engine: in DRAM, once NVMe's part has come up."""
+        """What was found, and how much of it an engine can load: the blocks in DRAM after NVMe's part is promoted."""
         found = self.cache.match(self._owner, namespaces, keys, _LEASE_S if promote else 0.0, promote)
         outcome, here, lease = Outcome(found.dram, found.below), found.dram, found.lease
         if self._queue is not None:
@@ -182,7 +182,7 @@ class Simulation:
         return outcome, here if promote else outcome.dram + outcome.nvme
 
     def _keep(self, namespace: Namespace, request: Request) -> None:
-        """A store that was recorded; from the root on, where the block before it is not here."""
+        """Play a recorded store; from the root on if the cache lacks the block before it."""
         keys, first = request.keys, request.first
         before = keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else b""
         here = not before or namespace.table.windowed or namespace.table.get(before) != NO_ENTRY
@@ -214,10 +214,10 @@ class Simulation:
             below.end()
         self._settle()
 
-    # --- what is there ---------------------------------------------------------------------------
+    # --- resident blocks --------------------------------------------------------------------------
 
     def tallies(self) -> Tallies:
-        """What was written and thrown out so far."""
+        """Blocks written and evicted so far."""
         counters = self.cache.counters
         tallies = Tallies(dram_evicted=counters.evicted_blocks, refused=counters.refused_blocks)
         if self._nvme is not None and self._shelf is not None:
@@ -237,7 +237,7 @@ class Simulation:
         return here[0], here[1] if len(here) > 1 else set()
 
     def check_integrity(self) -> list[str]:
-        """Where the daemon's parts disagree; see `Cache.check_integrity`."""
+        """Findings where the daemon's parts disagree; see `Cache.check_integrity`."""
         return self.cache.check_integrity() + finish(self.cache.below.check())
 
 
@@ -250,6 +250,6 @@ class _Anywhere(dict[int, Any]):
 
 
 def _pieces(size_bytes: int, piece_bytes: int) -> list[int]:
-    """A size in pieces, the last one perhaps smaller."""
+    """A size split into pieces, the last perhaps smaller."""
     whole, rest = divmod(size_bytes, piece_bytes or _REGION_BYTES)
     return [piece_bytes or _REGION_BYTES] * whole + ([rest] if rest else [])

@@ -1,4 +1,4 @@
-"""Plays one trace on caches of several sizes and policies, with the figures of the offline optimum beside each."""
+"""Plays one trace on caches of several sizes and policies, and compares each with the offline optimum."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tiercache.replay.simulation import Outcome, Sizes
 
 AS_RECORDED = "as recorded"
 Tell = Callable[[str, float], None]
-"""Is told what is being done, and the share of it that is done."""
+"""Receives what is being done, and the share of it that is done."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Sizes as they were asked for, as text; empty `dram` and `policies`: those of the daemon that was recorded."""
+    """Requested sizes, as text; empty `dram` and `policies` stand for those of the recorded daemon."""
 
     dram: tuple[str, ...]
     nvme: str = "0"
@@ -36,7 +36,7 @@ class Wanted:
 
 @dataclass
 class Point:
-    """One size of cache and one policy. The optimum's hit rates are shares of all tokens, None where not asked for."""
+    """Result of one size and one policy. The optimum's hit rates are shares of all tokens, None if not requested."""
 
     label: str
     sizes: Sizes
@@ -64,7 +64,7 @@ class Point:
 
 @dataclass
 class Swept:
-    """A trace, and its result at each size. `unique_blocks` is None if they were not counted."""
+    """A trace and its result at each size. `unique_blocks` is None if they were not counted."""
 
     trace: Trace
     unique_blocks: int | None
@@ -72,7 +72,7 @@ class Swept:
 
 
 def sweep(trace: Trace, wanted: Wanted, costs: Costs, tell: Tell) -> Swept:
-    """Play the trace at every size with every policy. Raises ConfigError, and BadTrace for what is in the file."""
+    """Play the trace at every size with every policy. Raises ConfigError, and BadTrace for a bad trace file."""
     size_texts = (*wanted.dram, wanted.nvme, wanted.gpu_pool)
     recorded = trace.reader if isinstance(trace.reader, RecordedReader) else None
     if not wanted.dram and recorded is None:
@@ -81,7 +81,7 @@ def sweep(trace: Trace, wanted: Wanted, costs: Costs, tell: Tell) -> Swept:
     if wanted.optimum:
         accesses = Accesses(_told(trace, "first pass, for the optimum", tell))
         if len(trace.specs) > 1:
-            accesses = None  # blocks of several sizes: what is best is another, harder question
+            accesses = None  # blocks of several sizes: their optimum is another, harder problem
     unique = accesses.unique_blocks if accesses is not None else None
     if unique is None and any(text.endswith("%") for text in size_texts):
         unique = _count_unique(trace, tell)
@@ -151,7 +151,7 @@ def _not_a_size(flag: str, text: str) -> ConfigError:
 
 
 def _frame_bytes(flag: str, trace: Trace) -> int:
-    if not trace.specs:  # they are told by the lines themselves
+    if not trace.specs:  # the lines themselves define the namespaces
         next(iter(trace), None)
     if len({spec.frame_bytes for spec in trace.specs.values()}) != 1:
         raise ConfigError(f"{flag}: the trace has blocks of several sizes: say bytes, for example 64GiB")
@@ -202,7 +202,7 @@ def _count_unique(trace: Trace, tell: Tell) -> int:
 
 
 def _told(trace: Trace, what: str, tell: Tell) -> Sequence[Any]:
-    """The requests, with reports of how far they are."""
+    """The requests, with reports of progress."""
 
     def all_of() -> Any:
         for number, request in enumerate(trace):

@@ -1,4 +1,4 @@
-"""The bundled engine behind an HTTP interface like OpenAI's: `tiercache serve MODEL`.
+"""The bundled engine behind an OpenAI-compatible HTTP interface: `tiercache serve MODEL`.
 
 Needs the extras `engine` and `serve`.
 

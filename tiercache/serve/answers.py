@@ -1,4 +1,4 @@
-"""Answers: their pieces in the two forms of OpenAI's interface, whole or streamed."""
+"""Answers in the two forms of OpenAI's interface, whole or streamed in pieces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Usage:
     def note(self, item: StreamOutput) -> None:
         self.completion += 1
         if (result := item.output.result) is not None:
-            # The same for all sequences of a prompt, which was looked up once.
+            # The same for all sequences of a prompt: the prompt was looked up once.
             self.cached[item.prompt] = result.pool_hit_tokens + result.external_hit_tokens
 
     def body(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Piece:
-    """Some of the text of one choice, with what belongs to it."""
+    """A piece of the text of one choice, with its tokens, log-probabilities and finish reason."""
 
     index: int
     text: str = ""
@@ -72,7 +72,7 @@ class Piece:
 
     @property
     def empty(self) -> bool:
-        """Nothing that a client would see."""
+        """Whether the piece holds nothing that a client would see."""
         return not (self.text or self.logprobs or self.finish_reason)
 
 
@@ -92,14 +92,14 @@ class CompletionAnswer:
         return {**self._head, "object": self.whole_kind, "choices": choices, "usage": usage.body()}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """What comes before the first piece of a choice."""
+        """Events sent before the first piece of a choice."""
         return None
 
     def piece(self, piece: Piece) -> dict[str, Any]:
         return self._chunk([self._choice(piece, streamed=True)])
 
     def last(self, usage: Usage) -> dict[str, Any]:
-        """What comes behind the last piece, if asked for."""
+        """Events sent after the last piece, if asked for."""
         return {**self._chunk([]), "usage": usage.body()}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

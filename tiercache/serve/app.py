@@ -35,7 +35,7 @@ HUNG_UP = 499
 class Service:
     """What the routes work with.
 
-    `defaults` are those of `SamplingParams` for this model, and `hosts` those that requests may be for.
+    `defaults` are the values of `SamplingParams` for this model; `hosts` are the hosts that requests may be for.
     """
 
     engine: AsyncEngine
@@ -58,7 +58,7 @@ class _Accepted(NamedTuple):
     include_usage: bool
 
     def pieces(self) -> list[Piece]:
-        """An empty one for each choice."""
+        """One empty piece for each choice."""
         return [Piece(index) for index in range(self.stream.prompts * self.n)]
 
     def piece_of(self, item: StreamOutput) -> int:
@@ -86,7 +86,7 @@ class Routes:
         self._service = service
         self._texts = TokenTexts(service.prompts.tokenizer)
         self._bodies = Bodies(service.engine.max_model_len)
-        # One thread: a tokenizer is not for several, and the loop must not wait for a long text.
+        # One thread: a tokenizer is not thread-safe, and the loop must not wait for a long text.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     async def health(self, request: Request) -> Response:
@@ -125,7 +125,7 @@ class Routes:
             if asked.model is not None:
                 self._check_model(asked.model)
             try:
-                # One prompt at a time, so that those of others come between.
+                # One prompt at a time, so that other clients' prompts get their turn.
                 encoders = asked.encoders(service.prompts)
                 prompts = [await loop.run_in_executor(self._tokenizing, encode) for encode in encoders]
                 params = asked.params(service.defaults, service.engine.max_model_len - max(map(len, prompts)))
@@ -187,7 +187,7 @@ class Routes:
             raise ApiError(404, text, param="model", code="model_not_found")
 
     def authorise(self, request: Request) -> None:
-        """Raises ApiError for a request without the key, where there is one."""
+        """Raises ApiError for a request without the key, if a key is set."""
         key = self._service.api_key
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if key and not hmac.compare_digest(given.encode(), key.encode()):
@@ -208,7 +208,7 @@ def _refusal(complaint: Complaint) -> Response:
 
 
 def build_app(service: Service) -> ASGIApp:
-    """The ASGI application of a service. What pages of others can have a browser send never comes to its routes."""
+    """The ASGI application of a service. Requests that a foreign page makes a browser send never reach its routes."""
     routes = Routes(service)
 
     def guarded(endpoint: Endpoint) -> Endpoint:

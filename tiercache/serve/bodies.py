@@ -1,4 +1,4 @@
-"""Reads request bodies within limits: on each size, on its time, and on all that are held at one time."""
+"""Reads request bodies within limits: on the size and the time of each, and on the total held at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from tiercache.serve.failures import ApiError
 
 BODY_TIMEOUT_S = 60.0
-# A token is rarely more than this in JSON, be it an id or a text full of escapes.
+# A token rarely takes more bytes in JSON, as an id or as a text full of escapes.
 _TOKEN_BYTES = 32
 _LEAST_BYTES = 1 << 20
 _MOST_BYTES = 16 << 20
@@ -19,7 +19,7 @@ MAX_HELD_BYTES = 256 << 20
 
 
 class Bodies:
-    """Reads bodies. `max_model_len` bounds them: decoding JSON blocks the event loop, whatever its result."""
+    """Reads bodies. `max_model_len` bounds their size, since decoding JSON blocks the event loop."""
 
     def __init__(self, max_model_len: int) -> None:
         self._max_bytes = min(_LEAST_BYTES + max_model_len * _TOKEN_BYTES, _MOST_BYTES)
@@ -27,7 +27,7 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytearray]:
-        """The body, which counts as held within the `with`. Raises ApiError for one that cannot be had."""
+        """The body, which counts as held within the `with`. Raises ApiError if it is too large or too late."""
         body = bytearray()
         try:
             try:

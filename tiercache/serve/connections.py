@@ -8,11 +8,11 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SWEEP_S = 30
-"""A connection that stands still from one sweep to the next is closed."""
+"""Seconds between sweeps; a connection that has not moved from one sweep to the next is closed."""
 
 
 class Sweeper:
-    """Knows how connections stood at the last sweep."""
+    """Remembers the state of each connection at the last sweep."""
 
     def __init__(self) -> None:
         self._stood: dict[H11Protocol, tuple[object, int]] = {}
@@ -30,18 +30,18 @@ class Sweeper:
 
 
 def cut_unsent(connections: Iterable[object]) -> None:
-    """Close those whose request has not come in full."""
+    """Close the connections whose request is incomplete."""
     for connection in list(connections):
         if isinstance(connection, H11Protocol) and connection.conn.their_state is h11.SEND_BODY:
             connection.transport.abort()
 
 
 def _waits_for_client(connection: H11Protocol) -> bool:
-    """Whether it is for the client to read or to send a request; a body that does not come has its own deadline."""
+    """Whether the client has to act: read, or send a request. A body that does not come has its own deadline."""
     cycle = connection.cycle
     return cycle is None or bool(cycle.response_complete) or connection.flow.write_paused
 
 
 def _stand(connection: H11Protocol) -> tuple[object, int]:
-    """What changes when the client does something: its last request, and what of the answer it has not read."""
+    """What changes when the client acts: its last request, and the part of the answer it has not read."""
     return connection.cycle, connection.transport.get_write_buffer_size()

@@ -13,12 +13,12 @@ from tiercache.serve.encoding import json_response
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "10"}}
-# Characters of a message, which may quote what the client sent.
+# Limit in characters of a message, which may quote what the client sent.
 _MAX_TEXT = 400
 
 
 class ApiError(Exception):
-    """A request that fails. `param` is the field that is wrong, `code` a word for programs."""
+    """A failed request. `param` is the field that is wrong, `code` a word for programs."""
 
     def __init__(self, status: int, text: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(_clip(text))
@@ -27,7 +27,7 @@ class ApiError(Exception):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """As clients get it."""
+        """The error as clients get it."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
@@ -40,11 +40,11 @@ def _clip(text: str) -> str:
 
 
 def api_error(error: Exception, fields: Collection[str] = ()) -> ApiError:
-    """One of the engine's errors as the answer to a request with these `fields`; raises what is not."""
+    """An error of the engine as the answer to a request with these `fields`; raises any other error again."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ConfigError):
-        # They begin with the name of the setting, where there is one.
+        # Messages begin with the name of the setting, if it is about a setting.
         first = str(error).split(" ", 1)[0]
         return ApiError(400, str(error), param=first if first in fields else None)
     if isinstance(error, QueueFull):

@@ -1,4 +1,4 @@
-"""Prometheus metrics. Where vLLM has a metric of the same meaning it has its name, after `tiercache:`."""
+"""Prometheus metrics. A metric that vLLM has too carries vLLM's name, after `tiercache:`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class _EngineCollector(Collector):
 class Metrics:
     """Counters and histograms of the requests of one server, and its engine's `stats`.
 
-    Histograms have vLLM's buckets; those of tokens end where `max_model_len` is.
+    Histograms have vLLM's buckets; those of tokens end at `max_model_len`.
     """
 
     def __init__(self, model: str, max_model_len: int, stats: Callable[[], Stats]) -> None:
@@ -113,20 +113,20 @@ class Metrics:
         return histogram.labels(self._model)
 
     def text(self) -> bytes:
-        """Everything, as Prometheus reads it."""
+        """All metrics in Prometheus text format."""
         return generate_latest(self._registry)
 
     def note_accepted(self, params: SamplingParams) -> None:
-        """A request was taken in."""
+        """Count an accepted request."""
         self._n.observe(params.n)
         self._max_tokens.observe(params.max_tokens)
 
     def note_aborted(self, sequences: int) -> None:
-        """So many sequences were ended because their clients have gone."""
+        """Count sequences that were ended because their clients have gone."""
         self._ended["abort"].inc(sequences)
 
     def watch(self, stream: Stream) -> Callable[[StreamOutput], None]:
-        """What is to be called with every output of a stream when it comes."""
+        """A function to call with every output of a stream when it comes."""
         first_s: dict[tuple[int, int], float] = {}
         last_s: dict[tuple[int, int], float] = {}
 

@@ -16,19 +16,19 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.2
 _PING_S = 5.0
 _MOST_MISSED = 6
-"""So many pings in a row without an answer, a minute: it is killed. Counted, because we may have been stopped too."""
+"""Unanswered pings in a row (a minute) before the daemon is killed. Counted: this process may have been stopped too."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
-# A daemon that lived so long died of something else than its settings.
+# A daemon that lived so long did not die of its settings.
 _LONG_LIFE_S = 60.0
 _MAX_RESTARTS = 10
 
 
 class PrivateDaemon:
-    """A launched daemon, and a thread that starts it again. Requests never wait for it, hits come back with it.
+    """A launched daemon, and a thread that restarts it. Requests never wait for the daemon; hits return when it does.
 
-    One that runs and does not answer for a minute is killed. Pauses double from one short life to the next; after
-    ten of them the server goes on without a cache.
+    A daemon that does not answer for a minute is killed. Pauses double from one short life to the next; after
+    ten short lives the server continues without a cache.
     Takes what `tiercache.launch` takes, and raises what that raises.
     """
 
@@ -41,7 +41,7 @@ class PrivateDaemon:
 
     @property
     def address(self) -> str:
-        """What `tiercache.connect` takes; the same for all its lives."""
+        """The address for `tiercache.connect`; the same after each restart."""
         return self._daemon.address
 
     @property
@@ -84,7 +84,7 @@ class PrivateDaemon:
             logger.info("the private daemon is back")
 
     def close(self) -> None:
-        """End it; waits for its last writes. Idempotent."""
+        """End the daemon; waits for its last writes. Idempotent."""
         self._ending.set()
         self._daemon.close()
         self._thread.join()

@@ -25,7 +25,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 _IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
 }  # fmt: skip
-"""Fields that do not bear on the answer."""
+"""Fields that do not affect the answer."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"),
     "functions": ([],), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
@@ -34,7 +34,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
     "add_special_tokens": (True, False),
 }  # fmt: skip
-"""Fields of which only these values are served: they ask for nothing."""
+"""Fields served with these values only, which ask for nothing."""
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids",
@@ -43,7 +43,7 @@ _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 
 
 Encoder = Callable[[], list[int]]
-"""Gives the token ids of a prompt; takes its time. Raises ConfigError."""
+"""Gives the token ids of a prompt; may take long. Raises ConfigError."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -51,7 +51,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
 
 
 class Request(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What both interfaces have; None is the model's default. See `SamplingParams`."""
+    """Fields of both interfaces; None is the model's default. See `SamplingParams`."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -92,7 +92,7 @@ class CompletionRequest(Request, kw_only=True, frozen=True, forbid_unknown_field
     logprobs: int | None = None
 
     def encoders(self, prompts: Prompts) -> list[Encoder]:
-        """For each prompt what gives its token ids. Raises ApiError."""
+        """For each prompt a function that gives its token ids. Raises ApiError."""
         given = self.prompt
         if isinstance(given, list) and given and all(isinstance(item, int) for item in given):
             tokens = [item for item in given if isinstance(item, int)]
@@ -110,7 +110,7 @@ class CompletionRequest(Request, kw_only=True, frozen=True, forbid_unknown_field
         return found
 
     def params(self, defaults: Mapping[str, Any], room: int) -> SamplingParams:
-        """How to answer. Raises ConfigError."""
+        """The sampling parameters. Raises ConfigError."""
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         return self._params(defaults, max_tokens, self.logprobs)
 
@@ -125,21 +125,21 @@ class ChatRequest(Request, kw_only=True, frozen=True, forbid_unknown_fields=True
     chat_template_kwargs: dict[str, Any] = {}
 
     def encoders(self, prompts: Prompts) -> list[Encoder]:
-        """What gives the token ids of the conversation, the only prompt. Raises ApiError."""
+        """A function that gives the token ids of the conversation, the only prompt. Raises ApiError."""
         if not self.messages:
             raise ApiError(400, "messages is empty: give at least one", param="messages")
         messages = [_message(number, message) for number, message in enumerate(self.messages)]
         return [partial(prompts.of_chat, messages, self.chat_template_kwargs)]
 
     def params(self, defaults: Mapping[str, Any], room: int) -> SamplingParams:
-        """How to answer, with up to `room` tokens if the client does not say. Raises ApiError and ConfigError."""
+        """The sampling parameters, with up to `room` tokens unless the client says. Raises ApiError, ConfigError."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: set that to true", param="top_logprobs")
         if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
             text = f"top_logprobs is {self.top_logprobs}: must be 0 to {MAX_LOGPROBS}"
             raise ApiError(400, text, param="top_logprobs")
         wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        # Where there is no room at all, the check of the prompt says so.
+        # If there is no room at all, the check of the prompt reports it.
         max_tokens = max(1, room) if wanted is None else wanted
         return self._params(defaults, max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
 
@@ -155,7 +155,7 @@ def parse(body: bytes | bytearray, kind: type[_R]) -> _R:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(tree, dict):
         raise ApiError(400, "the body is JSON, and no object: send one in braces")
-    # null is what clients send for "not given".
+    # Clients send null for "not given".
     tree = {name: value for name, value in tree.items() if value is not None and name not in _IGNORED}
     for name, allowed in _NEUTRAL.items():
         if name in tree and tree.pop(name) not in allowed:
@@ -187,7 +187,7 @@ def check_size(prompts: int, params: SamplingParams) -> None:
 
 
 def _message(number: int, message: dict[str, Any]) -> Message:
-    """A message with its content as one text, which is what templates of text models take."""
+    """A message with its content as one text, as templates of text models take it."""
     place = f"messages[{number}]"
     if not isinstance(message.get("role"), str):
         raise ApiError(400, f"{place} has no role: give one", param="messages")
@@ -207,9 +207,9 @@ def _part(place: str, part: Any) -> str:
 
 
 def sampling_defaults(model_dir: str | Path) -> dict[str, Any]:
-    """What holds where a request does not say: what the model's authors recommend, else OpenAI's defaults.
+    """Values for fields that a request leaves out: what the model's authors recommend, else OpenAI's defaults.
 
-    Raises ConfigError for a generation_config.json that is not what it should be.
+    Raises ConfigError for an invalid generation_config.json.
     """
     defaults: dict[str, Any] = {"temperature": 1.0}
     path = Path(model_dir) / "generation_config.json"

@@ -35,7 +35,7 @@ from tiercache.serve.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
 _BACKLOG = 2048
-# How long answers may take to leave when the time for requests is over.
+# How long answers may take to be sent when the time for requests is over.
 _LAST_WORDS_S = 5
 _MAX_FILES = 65536
 _TICKS_PER_S = 10  # uvicorn's
@@ -48,7 +48,7 @@ def serve(settings: ServeSettings, engine_settings: EngineSettings) -> int:
     """
     _allow_many_files()
     with ExitStack() as resources:
-        # Taken before the model is loaded: that may take minutes, and the port may not be free.
+        # Bound before the model is loaded: loading may take minutes, and the port may not be free.
         listener = resources.enter_context(listening.bind(settings.host, settings.port, settings.where))
         tokenizer, template = load_tokenizer(settings.model), settings.read_chat_template()
         defaults = sampling_defaults(settings.model)
@@ -56,12 +56,12 @@ def serve(settings: ServeSettings, engine_settings: EngineSettings) -> int:
         engine.announce([settings.name, str(settings.model.resolve())])
         server = _Server(settings, engine, Prompts(tokenizer, template, engine.max_model_len), defaults)
         try:
-            # Only now: who comes while the model is loaded is to be refused and not to wait.
+            # Only now: clients that connect while the model is loading are to be refused and not to wait.
             listening.listen(listener, _BACKLOG, settings.where)
         except ConfigError:
             engine.close()
             raise
-        # What is loaded stays: going through it again and again would hold up every request for a moment.
+        # Loaded objects stay: garbage collection over them again and again would delay every request for a moment.
         gc.collect()
         gc.freeze()
         resources.callback(gc.unfreeze)
@@ -69,7 +69,7 @@ def serve(settings: ServeSettings, engine_settings: EngineSettings) -> int:
 
 
 def _allow_many_files() -> None:
-    """Each connection is a file, and the usual limit is 1024."""
+    """Raise the limit of open files: each connection is a file, and the usual limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -77,7 +77,7 @@ def _allow_many_files() -> None:
 
 
 def _cache(settings: ServeSettings, resources: ExitStack) -> Connect | None:
-    """Start a private daemon if one is wanted; what connects the engine to its cache."""
+    """Start a private daemon if one is wanted; returns what connects the engine to its cache."""
     if not settings.cache:
         return None
     if settings.daemon is not None:
@@ -90,7 +90,7 @@ def _cache(settings: ServeSettings, resources: ExitStack) -> Connect | None:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Closes connections that stand still; tells those who wait when the time is up, instead of cutting them off."""
+    """Closes stalled connections; when time is up, sends waiting clients an error instead of cutting them off."""
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, grace_s: float) -> None:
         super().__init__(config)
@@ -150,7 +150,7 @@ class _Server:
             timeout_graceful_shutdown=int(settings.grace_s) + _LAST_WORDS_S,
         )  # fmt: skip
         self._uvicorn = _Uvicorn(config, engine, settings.grace_s)
-        # uvicorn raises the signals that it got once more when it has stopped: that must not kill this process.
+        # When uvicorn has stopped it raises the signals that it got once more: that must not kill this process.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._stop())
         host, port = listener.getsockname()[:2]

@@ -1,4 +1,4 @@
-"""What a server can be told: one frozen object, checked when it is made. Loads neither torch nor uvicorn."""
+"""The settings of a server: one frozen object, checked when it is created. Loads neither torch nor uvicorn."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ServeSettings:
 
     @property
     def where(self) -> str:
-        """Where it listens, for people."""
+        """The address it listens on, for people."""
         return f"host {self.host}, port {self.port}"
 
     def read_chat_template(self) -> str | None:

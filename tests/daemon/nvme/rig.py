@@ -1,4 +1,4 @@
-"""A cache directory with a queue, frames in plain memory, and a disk that does as it is told."""
+"""A cache directory with a queue, frames in plain memory, and a disk that the test controls."""
 
 from __future__ import annotations
 

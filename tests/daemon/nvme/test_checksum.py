@@ -1,4 +1,4 @@
-"""The checksum tells whose bytes they are."""
+"""The checksum identifies the block to which bytes belong."""
 
 from __future__ import annotations
 

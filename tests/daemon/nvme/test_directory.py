@@ -1,4 +1,4 @@
-"""Whose directory it is, what is kept of it, and what a full or odd disk makes of it."""
+"""The owner of a directory, what is kept of it, and full or odd disks."""
 
 from __future__ import annotations
 

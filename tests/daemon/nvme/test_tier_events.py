@@ -1,4 +1,4 @@
-"""Who follows the events knows what is in which tier, whatever happens to blocks."""
+"""A subscriber to the events knows what is in which tier, whatever happens to blocks."""
 
 from __future__ import annotations
 

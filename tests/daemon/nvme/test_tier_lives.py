@@ -1,4 +1,4 @@
-"""The NVMe tier in this process: one life after the other, whatever ended the last."""
+"""The NVMe tier in this process: restarts, after any kind of end."""
 
 from __future__ import annotations
 

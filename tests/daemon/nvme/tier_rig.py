@@ -1,4 +1,4 @@
-"""A whole NVMe tier below a DRAM cache in this process: real files, disks that do as they are told."""
+"""A whole NVMe tier below a DRAM cache in this process: real files, disks that the test controls."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ from tiercache.replay.requests import Request, plain_spec
 
 BLOCK_TOKENS = 16
 MAX_CHATS = 1 << 20
-"""Chats whose first turn is remembered."""
+"""Most chats whose first turn is remembered."""
 
 
 class Line(msgspec.Struct):
-    """One line. Further fields are not looked at."""
+    """One line. Further fields are ignored."""
 
     chat_id: int
     timestamp: float

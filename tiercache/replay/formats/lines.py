@@ -13,7 +13,7 @@ from typing import IO
 from tiercache.errors import ConfigError
 
 MAX_LINE_BYTES = 64 << 20
-"""A line longer than this is no request."""
+"""Limit of a line; a longer one is no request."""
 _GZIP = b"\x1f\x8b"
 
 
@@ -22,11 +22,11 @@ class BadTrace(ConfigError):
 
 
 class CutOff(BadTrace):
-    """A compressed file ends early: its writer was stopped. Lines before that are good."""
+    """A compressed file ends early because its writer was stopped. The lines before the end are good."""
 
 
 class BadLine(Exception):
-    """What is wrong with one line; its reader does not know where it stands."""
+    """What is wrong with one line; the reader that raises it does not know the line's number."""
 
 
 class TraceLines:
@@ -35,11 +35,11 @@ class TraceLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.read_bytes = 0
-        """Of the file as it is on disk, in the iteration that began last."""
+        """Bytes of the file on disk that the latest iteration has read."""
 
     @property
     def size_bytes(self) -> int:
-        """Of the file on disk; 0 if unknown (a pipe)."""
+        """Size of the file on disk; 0 if unknown (a pipe)."""
         try:
             return self.path.stat().st_size
         except OSError:
@@ -68,7 +68,7 @@ class TraceLines:
 
 
 def _unpacked(file: IO[bytes]) -> IO[bytes]:
-    """The file's text, whatever it is called."""
+    """The file's text; its name does not matter."""
     head = file.read(2)
     file.seek(0)
     return io.BufferedReader(gzip.GzipFile(fileobj=file)) if head == _GZIP else file

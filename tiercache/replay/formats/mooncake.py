@@ -1,9 +1,9 @@
-"""Mooncake's traces: JSON lines with the ids of a prompt's blocks, each of which stands for all before it too.
+"""Mooncake's traces: JSON lines with the ids of a prompt's blocks; each id stands for a block and all before it.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ..., 2354]}
 
-`timestamp` is in ms. The last id may be that of a partial block: its tokens are asked for, and never stored nor hit.
-The format is that of kvcache-ai/Mooncake's traces, blocks of 512 tokens; others have used it with other sizes.
+`timestamp` is in ms. The last id may be that of a partial block: its tokens are asked for, but never stored or hit.
+The format is that of kvcache-ai/Mooncake's traces with blocks of 512 tokens; others use it with other sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ENOUGH = 0.9
 
 
 class Line(msgspec.Struct):
-    """One line. Further fields are not looked at."""
+    """One line. Further fields are ignored."""
 
     timestamp: float
     input_length: int
@@ -92,13 +92,13 @@ def check(time: float, input_tokens: int, output_tokens: int) -> None:
 
 
 def guess_block_tokens(sample: list[bytes]) -> int:
-    """The size of blocks for which the lengths of prompts and lists of ids agree. Raises BadLine where none does."""
+    """The block size for which the lengths of prompts and of id lists agree. Raises BadLine if there is none."""
     lengths = []
     for line in sample:
         try:
             row = msgspec.json.decode(line, type=Line)
         except msgspec.DecodeError:
-            continue  # said when its turn comes
+            continue  # reported when its turn comes
         if row.hash_ids and row.input_length > 0:
             lengths.append((row.input_length, len(row.hash_ids)))
     if not lengths:

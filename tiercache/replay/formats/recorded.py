@@ -4,7 +4,7 @@
     {"t":3,"o":"ns","number":1,"block_tokens":16,"block_bytes":4096}  a namespace, before the first line about it
     {"t":5,"o":"m","n":[1],"had":[4,2],"c":0,"b":0,"at":0,"k":"..."}  a match; daemon/MONITORING.md has the rest
 
-The order of the lines is that in which the daemon was asked.
+The lines are in the order in which requests reached the daemon.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KINDS = {"m": Kind.LOOK, "l": Kind.LOOK, "p": Kind.FETCH, "s": Kind.KEEP, "f": 
 
 
 class Header(msgspec.Struct):
-    """The first line: what the daemon was like."""
+    """The first line: policy and sizes of the daemon."""
 
     tiercache_trace: int
     policy: str = "lru"
@@ -45,7 +45,7 @@ class Header(msgspec.Struct):
 
 
 class Line(msgspec.Struct):
-    """Any other line. `o`: which kind. Of the rest, what that kind has."""
+    """Any other line. `o` is the kind; each kind uses some of the other fields."""
 
     t: int
     o: str
@@ -106,7 +106,7 @@ class RecordedReader:
     def __init__(self, header: Header) -> None:
         self.header = header
         self.lost_requests = 0
-        """That the daemon did not get to write down."""
+        """Requests that the daemon could not write down."""
         self.specs: dict[int, NamespaceSpec] = {}
         self._chains: dict[int, bytes] = {}
         self._decode = msgspec.json.Decoder(Line).decode
@@ -114,7 +114,7 @@ class RecordedReader:
 
     @property
     def sizes(self) -> Sizes:
-        """Those of the daemon that was recorded; of several directories all the segments together."""
+        """The sizes of the recorded daemon; of several directories all the segments together."""
         header, dirs = self.header, self.header.nvme_dirs
         cap_bytes = header.nvme_bytes // dirs if dirs else 0
         segment_bytes = fitted_segment_bytes(cap_bytes, header.nvme_segment_bytes) if dirs else 0
@@ -179,7 +179,7 @@ class RecordedReader:
         )  # fmt: skip
 
     def _chain(self, row: Line) -> bytes:
-        """The keys of a line: what it says of an earlier chain, and what is new."""
+        """The keys of a line: the part it takes from an earlier chain, and the new part."""
         before = self._chains.get(row.b, b"") if row.at else b""
         if row.at < 0 or len(before) < row.at * KEY_BYTES:
             raise BadLine(f"b and at name {row.at} blocks of chain {row.b}, which has {len(before) // KEY_BYTES}")
@@ -196,7 +196,7 @@ def _had(found: list[int]) -> tuple[int, int]:
 
 
 def _keys(text: str) -> bytes:
-    """Keys of what a line has of each: 12 bytes, base64. Raises BadLine."""
+    """Keys from the part of each that a line holds: 12 bytes, base64. Raises BadLine."""
     try:
         packed = b64decode(text, validate=True)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""One trace: its format, its namespaces, and its requests in the order of time."""
+"""One trace: its format, its namespaces, and its requests in time order."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tiercache.replay.formats.lines import BadLine, BadTrace, CutOff, TraceLines
 from tiercache.replay.requests import Request
 
 SORTED_REQUESTS = 1024
-"""Requests within which disorder of time is put right."""
+"""Window of requests that are sorted by time."""
 LOOKED_AT_LINES = 256
-"""Lines from which the format and the size of blocks are told."""
+"""Lines from which the format and the block size are determined."""
 
 
 class Reader(Protocol):
-    """Lines of one format, in turn, as requests."""
+    """Converts the lines of one format to requests, in turn."""
 
     in_order: bool
-    """Whether the order of its lines is that in which things happened, whatever their times say."""
+    """Whether its lines are in the order of events, even if their times say otherwise."""
 
     def read(self, line: bytes) -> Iterable[Request]:
-        """The requests that a line completes; often one, perhaps none. Raises BadLine."""
+        """The requests that a line completes; often a single one, perhaps none. Raises BadLine."""
 
     def end(self) -> Iterable[Request]:
-        """Those that waited for the end of the file."""
+        """The requests that waited for the end of the file."""
 
     @property
     def specs(self) -> dict[int, NamespaceSpec]:
@@ -38,17 +38,17 @@ class Reader(Protocol):
 
 
 class Format(Protocol):
-    """What one format is: told by its lines, read by a Reader."""
+    """One format: how to recognise its lines, and the Reader for them."""
 
     name: str
 
     def fits(self, line: bytes) -> bool:
-        """Whether this, the first line of a file, is of this format."""
+        """Whether the first line of a file is of this format."""
 
     def open(self, sample: list[bytes], block_tokens: int | None, block_bytes: Callable[[int], int]) -> Reader:
         """A reader for a file that begins with `sample`. Raises BadLine.
 
-        `block_bytes(block_tokens)`: what a block has, where the trace does not say.
+        `block_bytes(block_tokens)`: bytes of a block, if the trace does not say.
         """
 
 
@@ -62,9 +62,9 @@ class Trace:
         self.path = path
         self.lines = TraceLines(path)
         self.bad_lines = 0
-        """Left out, in the iteration that began last."""
+        """Lines left out in the latest iteration."""
         self.late_requests = 0
-        """Whose time lies before that of one that was played already; likewise."""
+        """Requests of the latest iteration with a time before that of one already played."""
         self.first_problem = ""
         self._skip_bad = skip_bad
         self._block_tokens = block_tokens
@@ -86,7 +86,7 @@ class Trace:
     def _tell(self, formats: list[Format]) -> Format:
         if len(formats) == 1:
             return formats[0]
-        # With `--skip-bad` the first line may be one of those that are left out.
+        # With `--skip-bad` the first line may be left out.
         for line in self._sample[: LOOKED_AT_LINES if self._skip_bad else 1]:
             for one in formats:
                 if one.fits(line):
@@ -107,7 +107,7 @@ class Trace:
         return self.reader.specs
 
     def __iter__(self) -> Iterator[Request]:
-        """All requests by time, as far as a window puts that right. Raises BadTrace."""
+        """All requests, sorted by time within a window. Raises BadTrace."""
         self.bad_lines = self.late_requests = 0
         self.reader = self._open()
         requests = self._requests()
@@ -122,7 +122,7 @@ class Trace:
         yield from self.reader.end()
 
     def _good_lines(self) -> Iterator[tuple[int, bytes]]:
-        """As far as a file that is cut off goes, if such things are to be left out."""
+        """The lines up to the end of a truncated file, if bad lines are to be left out."""
         try:
             yield from self.lines
         except CutOff as error:
@@ -165,6 +165,6 @@ def is_json(line: bytes) -> bool:
 
 
 def check_block_size(block_size: int | None) -> None:
-    """Raises ConfigError for a size that no block has."""
+    """Raises ConfigError for an impossible block size."""
     if block_size is not None and not 1 <= block_size <= 1 << 20:
         raise ConfigError(f"--block-size {block_size}: must be 1 to 1048576")

@@ -1,15 +1,15 @@
-"""KV events as vLLM and our daemon publish them, written down as JSON lines, one batch a line.
+"""KV events as vLLM and our daemon publish them, saved as JSON lines, one batch a line.
 
     [1763771234.5, [{"type": "BlockStored", "block_hashes": [11, 12], "parent_block_hash": null, "token_ids": [...],
                      "block_size": 16, "medium": "GPU"}, {"type": "BlockRemoved", "block_hashes": [7]}], 0]
 
-An event may also be an array that begins with its type, as older vLLMs have it, and a batch an object with `ts` and
+An event may also be an array that begins with its type, as in older vLLMs, and a batch an object with `ts` and
 `events`. Hashes are numbers or texts.
 
-Events tell with which blocks a pool was filled, and not which prompts found everything there. So a run of stored blocks
-is played as a prompt of all that is before it and the run, with what is before it as hits of the engine's own pool. A
-single block that goes on where a run ended is taken for one of generated tokens: it is stored and not asked for. Of
-several media (or groups) in one file the first one's events count.
+Events show which blocks filled a pool, but not which prompts found all of their blocks there. So a run of stored blocks
+is played as a prompt of the run and all blocks before it, and the blocks before it count as hits of the engine's own
+pool. A single block that continues where a run ended is taken for generated tokens: it is stored and not asked for. Of
+several media (or groups) in one file only the first one's events count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BITS = (1 << 64) - 1
 
 
 class Stored(msgspec.Struct):
-    """As much of a `BlockStored` as is looked at."""
+    """The fields of a `BlockStored` that are used."""
 
     block_hashes: list[int | str]
     block_size: int
@@ -63,7 +63,7 @@ class KvEvents:
 
 
 class KvEventsReader:
-    """See `Reader`. It remembers the parent of every block that it has seen."""
+    """See `Reader`. Remembers the parent of every block that it has seen."""
 
     in_order = True
 
@@ -145,7 +145,7 @@ def _batch(line: bytes) -> tuple[float, list[Any]]:
 
 
 def _stored(event: Any) -> Stored | None:
-    """What an event says of stored blocks; None for other events. Raises BadLine."""
+    """The stored blocks of an event; None for other events. Raises BadLine."""
     if isinstance(event, list) and event:
         kind, fields = event[0], dict(zip(_STORED, event[1:], strict=False))
     elif isinstance(event, dict):
