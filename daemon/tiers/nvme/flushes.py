@@ -160,14 +160,13 @@ class Flushes:
                 flush.waiting += 1
             kept = [*kept, *moved]
         self._last[path] = here
-        replaced = last is not None and last != here
-        if last is not None and replaced:
-            self._former[last] = [(namespaces, key, Flush()) for namespaces, key, _ in kept]
-            if len(self._former) > MAX_FORMER:
-                del self._former[next(iter(self._former))]
+        if last is not None and last != here:  # another disk is there: these flushes are not durable
             for _, _, flush in kept:
                 flush.noted(False)
             kept = [(namespaces, key, Flush()) for namespaces, key, _ in kept]
+            self._former[last] = list(kept)
+            if len(self._former) > MAX_FORMER:
+                del self._former[next(iter(self._former))]
         self._late[shelf] = _Late(deque([*self._former.pop(here, ()), *kept]))
         self._go_on(shelf)
 
@@ -209,7 +208,7 @@ class Flushes:
             self._under_way.popleft().answer(durable=False)
         for shelf in list(self._late):
             self._go_on(shelf)
-        return bool(self._late)
+        return any(not shelf.catalog.full for shelf in self._late)  # a full one is told more at a later tick
 
     def close(self) -> None:
         """Before the directories are closed: tell them the rest, for a second or two. Their rows are not loaded."""
