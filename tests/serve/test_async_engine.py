@@ -149,10 +149,13 @@ def test_nobody_waits_for_blocks_that_never_come(
         with monkeypatch.context() as patch:
             patch.setattr(engine._scheduler, "_has_room", lambda *_: False)
             waiting = asyncio.create_task(collect(served.submit([prompt(1)], SamplingParams())))
+            others = []
             while not waiting.done():  # though others come all the time
                 with contextlib.suppress(Stalled, QueueFull):
-                    served.submit([prompt(2)], SamplingParams())
+                    others.append(served.submit([prompt(2)], SamplingParams()))
                 await asyncio.sleep(0.01)
+            for stream in others:  # the last ones may have come after the earlier ones were withdrawn
+                stream.close()
             assert isinstance(error := waiting.exception(), Stalled)
             assert "has not advanced for" in str(error)
         while served.stall is not None:  # until those are withdrawn
