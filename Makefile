@@ -35,6 +35,7 @@ test: lint types unit
 
 lint: setup
 	$(BIN)/ruff check --quiet --output-format concise
+	$(BIN)/ruff format --quiet --check || { echo "make lint: run '$(BIN)/ruff format' first"; exit 1; }
 
 types: setup
 	$(BIN)/mypy

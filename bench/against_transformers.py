@@ -48,9 +48,13 @@ class Stock:
         inputs = torch.tensor(prompts)
         with torch.inference_mode():
             self._model.generate(
-                inputs, attention_mask=torch.ones_like(inputs), min_new_tokens=count, max_new_tokens=count,
-                do_sample=False, pad_token_id=0,
-            )  # fmt: skip
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                min_new_tokens=count,
+                max_new_tokens=count,
+                do_sample=False,
+                pad_token_id=0,
+            )
 
     def generate_batch(self, prompts: list[list[int]], count: int) -> None:
         context = len(prompts[0])

@@ -57,9 +57,7 @@ class Bench:
             return
         run()
         times: list[float] = []
-        while len(times) < ROUNDS[0] or (
-            len(times) < ROUNDS[1] and time.perf_counter() - begin < CASE_BUDGET_S
-        ):
+        while len(times) < ROUNDS[0] or (len(times) < ROUNDS[1] and time.perf_counter() - begin < CASE_BUDGET_S):
             start = time.perf_counter()
             run()
             times.append(time.perf_counter() - start)
@@ -137,11 +135,7 @@ def size_name(length: int) -> str:
 
 
 BUS_CASES = [
-    *(
-        BusCase(1, piece, "direct", batched)
-        for batched in (True, False)
-        for piece in (128 << 10, 2 << 20, 32 << 20)
-    ),
+    *(BusCase(1, piece, "direct", batched) for batched in (True, False) for piece in (128 << 10, 2 << 20, 32 << 20)),
     *(
         BusCase(1, piece, method)
         for piece in (4 << 10, 16 << 10, 28 << 10, 64 << 10)

@@ -117,9 +117,7 @@ def latencies(report: Report, daemon: Daemon) -> None:
                 milliseconds = [seconds * 1e3 for seconds in timed(400, partial(match, wanted), release)]
                 label = f"match {blocks} keys, " + {"": "all there", "_half": "half there", "_miss": "none there"}[kind]
                 median = statistics.median(milliseconds)
-                report.add(
-                    f"match_{blocks}{kind}_ms_p50", label, median, "ms", at_most=limit_ms, samples=milliseconds
-                )
+                report.add(f"match_{blocks}{kind}_ms_p50", label, median, "ms", at_most=limit_ms, samples=milliseconds)
         held = match(keys)
 
         def resolve() -> messages.AnyReply:

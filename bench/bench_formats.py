@@ -132,8 +132,12 @@ def main() -> None:
             report.add(f"top1_{name}_{kind}", f"{kind}: top-1 of {name}", 100 * found.top1, "%")
             report.add(f"bits_{name}_{kind}", f"{kind}: bits per byte, {name}", found.bits)
             single, single_s = run(model, rows[:4], name, size=args.block_size, chunk=1)
-            report.add(f"kl_decode_{name}_{kind}", f"{kind}: KL of {name}, a token at a time",
-                       losses(raw_single, single, rows[:4]).kl, "nats")  # fmt: skip
+            report.add(
+                f"kl_decode_{name}_{kind}",
+                f"{kind}: KL of {name}, a token at a time",
+                losses(raw_single, single, rows[:4]).kl,
+                "nats",
+            )
             if kind == "natural":
                 ratio = 2 * raw_bytes / shape.dtype.itemsize / shape.kv_layout(args.block_size, name).block_bytes
                 report.add(f"tokens_{name}", f"tokens in the memory of a 16-bit pool, {name}", ratio, "x")

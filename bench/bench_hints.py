@@ -142,9 +142,11 @@ def measure(trace: Known, percent: float, policy: str, mode: str) -> tuple[Playe
     blocks = max(1, round(trace.unique_blocks * percent / 100))
     headroom_bytes = trace.longest * BLOCK_BYTES
     sizes = Sizes(
-        blocks * BLOCK_BYTES + headroom_bytes, blocks * NVME_TIMES * BLOCK_BYTES, policy=policy,
+        blocks * BLOCK_BYTES + headroom_bytes,
+        blocks * NVME_TIMES * BLOCK_BYTES,
+        policy=policy,
         headroom_bytes=headroom_bytes,
-    )  # fmt: skip
+    )
     engine = (Predicting if mode == "predicted" else Simulation)(sizes, {}, trace.requests[0].time_s)
     if mode == "both, not ahead":
         engine.cache.ahead.say = lambda *arguments: None  # type: ignore[method-assign]
@@ -169,8 +171,10 @@ def main() -> None:
         sys.exit(f"no trace in TIERCACHE_TRACES has {options.only!r} in its name")
     for path in paths:
         trace = known(path, options.requests)
-        print(f"\n{trace.name}: {len(trace.requests)} prompts, {sum(map(bool, trace.returns_s))} of them gone on from;"
-              f" {trace.asked_blocks} blocks, {trace.unique_blocks} different ones")  # fmt: skip
+        print(
+            f"\n{trace.name}: {len(trace.requests)} prompts, {sum(map(bool, trace.returns_s))} of them gone on from;"
+            f" {trace.asked_blocks} blocks, {trace.unique_blocks} different ones"
+        )
         print(f"{'size':>5} {'policy':8} {'hints':16} {'DRAM %':>7} {'both %':>7} {'ahead %':>8} {'reads %':>8}")
         for percent in options.percent or [2.0]:
             for policy in options.policy or ["lru", "hazard"]:
@@ -179,9 +183,11 @@ def main() -> None:
                         continue
                     played, ahead = measure(trace, percent, policy, mode)
                     row = [
-                        100 * played.block_rate("dram"), 100 * played.block_rate("dram", "nvme"),
-                        100 * ahead / trace.asked_blocks, 100 * played.tallies.promoted / trace.asked_blocks,
-                    ]  # fmt: skip
+                        100 * played.block_rate("dram"),
+                        100 * played.block_rate("dram", "nvme"),
+                        100 * ahead / trace.asked_blocks,
+                        100 * played.tallies.promoted / trace.asked_blocks,
+                    ]
                     print(f"{percent:4g}% {policy:8} {mode:16} {row[0]:7.2f} {row[1]:7.2f} {row[2]:8.2f} {row[3]:8.2f}")
                     sys.stdout.flush()
                     for name, value in zip(("dram", "both", "ahead", "reads"), row, strict=True):

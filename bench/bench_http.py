@@ -180,8 +180,13 @@ def main() -> None:
                 before = cpu_s(daemon.pid), cpu_s(child)
                 took = port.times_ms(QUERIES, "/v1/affinity", query)
                 cpu = [(cpu_s(pid) - was) / QUERIES * 1e3 for pid, was in zip((daemon.pid, child), before, strict=True)]
-                report.add(f"query_{name}_ms", f"query of 8192 tokens, keys as {name}", statistics.median(took), "ms",
-                           samples=took)  # fmt: skip
+                report.add(
+                    f"query_{name}_ms",
+                    f"query of 8192 tokens, keys as {name}",
+                    statistics.median(took),
+                    "ms",
+                    samples=took,
+                )
                 report.add(f"query_{name}_http_cpu_ms", "  CPU of the HTTP process", cpu[1], "ms")
                 report.add(f"query_{name}_daemon_cpu_ms", "  CPU of the daemon, its sockets included", cpu[0], "ms")
             peek = client.stats()["latency"]["Peek"]

@@ -102,9 +102,12 @@ def make_daemon(where: Path, case: Case, name: str = "nvme", **settings: str) ->
     shutil.rmtree(where / name, ignore_errors=True)
     arena = (DATA_BYTES + 2 * COPY_BLOCKS * case.block_bytes) // MIB + 2
     daemon = Daemon(
-        f"{arena}MiB", nvme=str(where / name), nvme_size=f"{case.nvme_bytes // MIB}MiB", nvme_segment="512MiB",
+        f"{arena}MiB",
+        nvme=str(where / name),
+        nvme_size=f"{case.nvme_bytes // MIB}MiB",
+        nvme_segment="512MiB",
         **settings,
-    )  # fmt: skip
+    )
     with daemon.connect() as client:
         wait_populated(client)
         deadline = time.perf_counter() + DEADLINE_S

@@ -194,9 +194,7 @@ def report_overhead(report: Report, case: Case, turns: list[Turns]) -> None:
         order = (0, 1) if number % 2 else (1, 0)  # which daemon is first
         taken = {who: turns[who].take() for who in order}
         pairs.append((taken[0], taken[1]))
-    watched, plain = (
-        sum(pair[who][0] for pair in pairs) / sum(pair[who][1] for pair in pairs) for who in (0, 1)
-    )
+    watched, plain = (sum(pair[who][0] for pair in pairs) / sum(pair[who][1] for pair in pairs) for who in (0, 1))
     over = [(one[0] / one[1]) / (other[0] / other[1]) - 1 for one, other in pairs]
     label = f"daemon's CPU over a plain one, {case.name}"
     report.add(f"overhead_cpu_{case.name}", label, watched / plain - 1, at_most=0.02, samples=over)
@@ -275,9 +273,12 @@ def measure_top(report: Report, daemon: Daemon, url: str) -> None:
     master, terminal = pty.openpty()
     process = subprocess.Popen(
         python_command("tiercache.cli.main", "top", "--address", daemon.directory),
-        stdin=terminal, stdout=terminal, stderr=terminal, env={**os.environ, "TERM": "xterm-256color"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env={**os.environ, "TERM": "xterm-256color"},
         start_new_session=True,
-    )  # fmt: skip
+    )
     os.close(terminal)
     drawn = threading.Event()
     shown = bytearray()

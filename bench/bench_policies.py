@@ -153,29 +153,51 @@ def best_of(path: Path, percents: tuple[float, ...]) -> Best:
 
 
 def one_cell(
-    path: Path, percent: float, policy: str, best: Best, exact: bool, tight: bool, budget: float = 0.0,
+    path: Path,
+    percent: float,
+    policy: str,
+    best: Best,
+    exact: bool,
+    tight: bool,
+    budget: float = 0.0,
     divisor: float = 1.0,
-) -> Cell:  # fmt: skip
+) -> Cell:
     """One replay, with times divided by that. Runs in its own process."""
     blocks, min_dram, min_total = best.hits[percent]
     headroom_bytes = 0 if tight else best.longest * BLOCK_BYTES
     sizes = Sizes(
-        blocks * BLOCK_BYTES + headroom_bytes, blocks * NVME_TIMES * BLOCK_BYTES, policy=policy,
-        headroom_bytes=headroom_bytes, nvme_write_budget_bytes=best.budget_bytes_per_day(budget),
-    )  # fmt: skip
+        blocks * BLOCK_BYTES + headroom_bytes,
+        blocks * NVME_TIMES * BLOCK_BYTES,
+        policy=policy,
+        headroom_bytes=headroom_bytes,
+        nvme_write_budget_bytes=best.budget_bytes_per_day(budget),
+    )
     played = play(Faster(open_trace(path), divisor), sizes, exact=exact)
     asked = max(1, best.asked_blocks)
     return Cell(
-        name_of(path), percent, policy, blocks, played.block_rate("dram"), played.block_rate("dram", "nvme"),
-        min_dram / asked, min_total / asked, played.tallies.nvme_written / asked, asked / played.cpu_s,
+        name_of(path),
+        percent,
+        policy,
+        blocks,
+        played.block_rate("dram"),
+        played.block_rate("dram", "nvme"),
+        min_dram / asked,
+        min_total / asked,
+        played.tallies.nvme_written / asked,
+        asked / played.cpu_s,
         budget,
-    )  # fmt: skip
+    )
 
 
 def compare(
-    paths: list[Path], policies: list[str], percents: tuple[float, ...], budgets: list[float], jobs: int, exact: bool,
+    paths: list[Path],
+    policies: list[str],
+    percents: tuple[float, ...],
+    budgets: list[float],
+    jobs: int,
+    exact: bool,
     tight: bool,
-) -> list[Cell]:  # fmt: skip
+) -> list[Cell]:
     """All cells, printed trace by trace as they come."""
     cells: list[Cell] = []
     with ProcessPoolExecutor(jobs) as pool:
@@ -196,8 +218,10 @@ def compare(
 
 def print_trace(cells: list[Cell], best: Best) -> None:
     print(f"\n{cells[0].trace}: {best.asked_blocks} full blocks asked for, {best.unique_blocks} different ones")
-    print(f"{'size':>5} {'blocks':>7}  {'policy':12} {'DRAM %':>7} {'of MIN':>7} {'share':>6}"
-          f" {'both %':>7} {'of MIN':>7} {'share':>6} {'writes':>7} {'k/s':>6}")  # fmt: skip
+    print(
+        f"{'size':>5} {'blocks':>7}  {'policy':12} {'DRAM %':>7} {'of MIN':>7} {'share':>6}"
+        f" {'both %':>7} {'of MIN':>7} {'share':>6} {'writes':>7} {'k/s':>6}"
+    )
     for cell in cells:
         print(
             f"{cell.percent:4g}% {cell.dram_blocks:7d}  {cell.name:12}"
@@ -212,9 +236,7 @@ def add_means(report: Report, cells: list[Cell], policies: list[str]) -> None:
     for policy in policies:
         end = "" if len(policies) == 1 else f"_{policy}"
         its = [cell for cell in cells if cell.name == policy and cell.percent in MEAN_PERCENTS]
-        for key, shares in (
-            ("dram", [cell.share_dram for cell in its]), ("total", [cell.share_total for cell in its])
-        ):  # fmt: skip
+        for key, shares in (("dram", [cell.share_dram for cell in its]), ("total", [cell.share_total for cell in its])):
             if shares:
                 label = f"{policy}: share of MIN's hits, {'DRAM' if key == 'dram' else 'DRAM and NVMe'}"
                 report.add(f"mean_share_of_min_{key}{end}", label, statistics.fmean(shares), samples=shares)
@@ -248,7 +270,7 @@ def rates_of(cells: list[Cell], policy: str) -> Rates:
 
 def check_promises(
     paths: list[Path], cells: list[Cell], percents: tuple[float, ...], jobs: int, tight: bool
-) -> list[Promise]:  # fmt: skip
+) -> list[Promise]:
     """See `policy_promises`; those of cells that were not played are left out."""
     rows = on_small_workloads()
     at_pace = {1.0: rates_of(cells, DEFAULT)}
@@ -344,10 +366,20 @@ def measure_speed(report: Report, paths: list[Path], policies: list[str]) -> Non
                     played = play(listed, size)
                     rates.append(played.asked_blocks / played.cpu_s)
             key = f"{policy}_{name_of(path)}"
-            report.add(f"accesses_per_s_dram_{key}", f"{policy}, {name_of(path)}: DRAM alone",
-                       statistics.median(alone), "block accesses/s", samples=alone)  # fmt: skip
-            report.add(f"accesses_per_s_{key}", f"{policy}, {name_of(path)}: DRAM and NVMe",
-                       statistics.median(both), "block accesses/s", samples=both)  # fmt: skip
+            report.add(
+                f"accesses_per_s_dram_{key}",
+                f"{policy}, {name_of(path)}: DRAM alone",
+                statistics.median(alone),
+                "block accesses/s",
+                samples=alone,
+            )
+            report.add(
+                f"accesses_per_s_{key}",
+                f"{policy}, {name_of(path)}: DRAM and NVMe",
+                statistics.median(both),
+                "block accesses/s",
+                samples=both,
+            )
             report_calls(report, listed, sizes, policy, key)
     for policy in policies:
         measure_memory(report, policy)
@@ -373,8 +405,12 @@ def report_calls(report: Report, listed: Listed, sizes: Sizes, policy: str, key:
     # By medians: on a busy machine the sums are those of what came between.
     evicting = [(len(samples[name]), statistics.median(samples[name])) for name in EVICTING if samples[name]]
     evicting_ns = sum(calls * (took_ns - statistics.median(clock)) for calls, took_ns in evicting)
-    report.add(f"evicting_us_{key}", f"{policy}, {key.removeprefix(policy + '_')}: evicting, for each block",
-               evicting_ns / 1000 / max(1, engine.tallies().dram_evicted), "us")  # fmt: skip
+    report.add(
+        f"evicting_us_{key}",
+        f"{policy}, {key.removeprefix(policy + '_')}: evicting, for each block",
+        evicting_ns / 1000 / max(1, engine.tallies().dram_evicted),
+        "us",
+    )
     for name, its in sorted(samples.items()):
         if len(its) > 100:
             label = f"{policy}, {key.removeprefix(policy + '_')}: {name}()"
@@ -406,9 +442,11 @@ def measure_memory(report: Report, policy: str) -> None:
     here = (full - before) / MEMORY_BLOCKS
     report.add(f"bytes_per_block_{policy}", f"{policy}: per block that is here", here, "bytes")
     report.add(
-        f"bytes_per_ghost_{policy}", f"{policy}: more, per block of as many that have left",
-        max(0.0, (after - full) / MEMORY_BLOCKS), "bytes",
-    )  # fmt: skip
+        f"bytes_per_ghost_{policy}",
+        f"{policy}: more, per block of as many that have left",
+        max(0.0, (after - full) / MEMORY_BLOCKS),
+        "bytes",
+    )
 
 
 def main() -> None:

@@ -169,9 +169,7 @@ def main() -> None:
         shutil.rmtree(where, ignore_errors=True)
     firsts, fulls = [one.first_answer_s for one in starts], [one.full_index_s for one in starts]
     report.add("first_answer_s", "exec to first answer", statistics.median(firsts), "s", at_most=0.5, samples=firsts)
-    report.add(
-        "full_index_s", f"exec to all {rows} blocks", statistics.median(fulls), "s", at_most=2.0, samples=fulls
-    )
+    report.add("full_index_s", f"exec to all {rows} blocks", statistics.median(fulls), "s", at_most=2.0, samples=fulls)
     worst = max(one.worst_ping_ms for one in starts)
     pings = sum(one.pings for one in starts)
     report.add("worst_ping_ms", f"worst of {pings} pings meanwhile", worst, "ms", at_most=100)

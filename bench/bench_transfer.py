@@ -378,8 +378,12 @@ def report_remote(report: Report, local: Times, remote: Times) -> None:
     for step in ("load", "store"):
         shared_s = statistics.median(local[step])
         samples = [shared_s / seconds for seconds in remote[step]]
-        report.add(f"{step}_tcp_over_shared_2m", f"{step} by TCP over shared memory, 2 MiB", statistics.median(samples),
-                   samples=samples)  # fmt: skip
+        report.add(
+            f"{step}_tcp_over_shared_2m",
+            f"{step} by TCP over shared memory, 2 MiB",
+            statistics.median(samples),
+            samples=samples,
+        )
 
 
 def main() -> None:

@@ -93,9 +93,15 @@ class Rig:
 
     def _start(self) -> LaunchedDaemon:
         return self._stack.enter_context(
-            launch("1GiB", run_dir=self._where / "run", nvme=str(self._where / "nvme"), nvme_size="4GiB",
-                   nvme_segment=256 * MIB, grace=0)
-        )  # fmt: skip
+            launch(
+                "1GiB",
+                run_dir=self._where / "run",
+                nvme=str(self._where / "nvme"),
+                nvme_size="4GiB",
+                nvme_segment=256 * MIB,
+                grace=0,
+            )
+        )
 
     def round(self, prompt: list[int]) -> dict[str, Run]:
         """All runs of one prompt, by name. Raises RuntimeError when a run took its KV from the wrong place."""

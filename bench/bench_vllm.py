@@ -61,10 +61,19 @@ def build_model(folder: Path, dtype: str) -> None:
 
     torch.manual_seed(SEED)
     config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=128, max_position_embeddings=16384, tie_word_embeddings=True,
-        bos_token_id=1, eos_token_id=2, initializer_range=0.05,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=16384,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.05,
+    )
     transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).save_pretrained(folder)
 
 
@@ -73,10 +82,17 @@ class Candidate:
 
     def __init__(self, model: Path, dtype: str, transfer: dict[str, Any] | None, log: Path) -> None:
         options = {
-            "model": str(model), "skip_tokenizer_init": True, "dtype": dtype, "enforce_eager": True,
-            "max_model_len": 9216, "max_num_batched_tokens": 2048, "max_num_seqs": 8, "block_size": BLOCK,
-            "kv_cache_memory_bytes": POOL_TOKENS * TOKEN_NUMBERS * NUMBER_BYTES[dtype], "seed": 0,
-        }  # fmt: skip
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "dtype": dtype,
+            "enforce_eager": True,
+            "max_model_len": 9216,
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": 8,
+            "block_size": BLOCK,
+            "kv_cache_memory_bytes": POOL_TOKENS * TOKEN_NUMBERS * NUMBER_BYTES[dtype],
+            "seed": 0,
+        }
         if transfer is not None:
             options["kv_transfer_config"] = {"kv_role": "kv_both", **transfer}
         command = [sys.executable, str(Path(__file__).with_name("vllm_candidate.py")), json.dumps(options)]
@@ -134,9 +150,10 @@ def offloading(spec: str, **settings: Any) -> dict[str, Any]:
 def our_transfer(daemon: tiercache.LaunchedDaemon) -> dict[str, Any]:
     """Our connector, over a daemon."""
     return {
-        "kv_connector": "TierCacheConnector", "kv_connector_module_path": "tiercache.connectors.vllm_v1",
+        "kv_connector": "TierCacheConnector",
+        "kv_connector_module_path": "tiercache.connectors.vllm_v1",
         "kv_connector_extra_config": {"address": daemon.address, "request_timeout_s": PATIENCE_S},
-    }  # fmt: skip
+    }
 
 
 def connected(daemon: tiercache.LaunchedDaemon) -> tiercache.Client:
@@ -164,9 +181,11 @@ class Bench:
         settings = {"address": self.daemon.address, "request_timeout_s": PATIENCE_S}
         tier = {"type": "TierCacheTier", "module_path": "tiercache.connectors.vllm_tier", **settings}
         transfers: dict[str, dict[str, Any] | None] = {
-            "plain": None, "ours": our_transfer(self.daemon), "native": offloading("MemcpySpec"),
+            "plain": None,
+            "ours": our_transfer(self.daemon),
+            "native": offloading("MemcpySpec"),
             "tiered": offloading("MemcpyTieringSpec", secondary_tiers=[tier]),
-        }  # fmt: skip
+        }
         if not vllm_lmcache.absence():
             server = vllm_lmcache.LMCacheServer(CACHE_GIB, folder / "lmcache-server")
             stack.callback(server.close)

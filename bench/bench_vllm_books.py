@@ -131,20 +131,28 @@ def make_request(name: str) -> Any:
     """What the connector needs of vLLM's."""
     hashes = [f"{name} {number}".encode().ljust(32) for number in range(PROMPT_BLOCKS)]
     return SimpleNamespace(
-        request_id=name, num_prompt_tokens=PROMPT_BLOCKS * BLOCK, num_computed_tokens=0, num_preemptions=0,
-        mm_features=(), resumable=False,
-        block_hashes=hashes, lora_request=None, kv_transfer_params=None,
+        request_id=name,
+        num_prompt_tokens=PROMPT_BLOCKS * BLOCK,
+        num_computed_tokens=0,
+        num_preemptions=0,
+        mm_features=(),
+        resumable=False,
+        block_hashes=hashes,
+        lora_request=None,
+        kv_transfer_params=None,
         status=RequestStatus.FINISHED_STOPPED,
-    )  # fmt: skip
+    )
 
 
 def make_output(tokens: dict[str, int]) -> Any:
     """What vLLM's scheduler has decided."""
     cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set())
     return SimpleNamespace(
-        num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values()), scheduled_new_reqs=[],
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        scheduled_new_reqs=[],
         scheduled_cached_reqs=cached,
-    )  # fmt: skip
+    )
 
 
 def main() -> None:

@@ -58,9 +58,10 @@ class Bench:
         command = [sys.executable, "-c", SLOW, "--run-dir", str(self.run_dir), "--arena", "1GiB"]
         self.daemon = stack.enter_context(LaunchedDaemon(self.run_dir, False, folder / "daemon.log", command))
         ours = {
-            "kv_connector": "TierCacheConnector", "kv_connector_module_path": "tiercache.connectors.vllm_v1",
+            "kv_connector": "TierCacheConnector",
+            "kv_connector_module_path": "tiercache.connectors.vllm_v1",
             "kv_connector_extra_config": {"address": str(self.run_dir)},
-        }  # fmt: skip
+        }
         self.ours, self.plain = (
             Candidate(folder / "model", dtype, transfer, folder / f"engine {transfer is None}")
             for transfer in (ours, None)

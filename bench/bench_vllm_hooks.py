@@ -69,10 +69,20 @@ def add_decoding(report: Report, engines: dict[str, Candidate], rounds: int) -> 
             rate = decode(engines[name], number)
             rates[name] += [rate] if number >= 0 else []
     ratios = [a / b for a, b in zip(rates["ours"], rates["plain"], strict=True)]
-    report.add("steps_per_s", "decoding steps, with the connector", statistics.median(rates["ours"]), "/s",
-               samples=rates["ours"])  # fmt: skip
-    report.add("steps_over_no_connector", "the same, over those without", statistics.median(ratios),
-               at_least=0.99, samples=ratios)  # fmt: skip
+    report.add(
+        "steps_per_s",
+        "decoding steps, with the connector",
+        statistics.median(rates["ours"]),
+        "/s",
+        samples=rates["ours"],
+    )
+    report.add(
+        "steps_over_no_connector",
+        "the same, over those without",
+        statistics.median(ratios),
+        at_least=0.99,
+        samples=ratios,
+    )
 
 
 def main() -> None:
@@ -88,8 +98,10 @@ def main() -> None:
         build_model(folder / "model", args.dtype)
         daemon = stack.enter_context(tiercache.launch("1GiB"))
         client = stack.enter_context(connected(daemon))
-        engines = {name: Candidate(folder / "model", args.dtype, transfer, folder / name)
-                   for name, transfer in (("plain", None), ("ours", our_transfer(daemon)))}  # fmt: skip
+        engines = {
+            name: Candidate(folder / "model", args.dtype, transfer, folder / name)
+            for name, transfer in (("plain", None), ("ours", our_transfer(daemon)))
+        }
         for engine in engines.values():
             stack.callback(engine.close)
         add_decoding(report, engines, args.rounds)

@@ -83,18 +83,19 @@ def compare(report: Report, name: str, trace: list[Request]) -> float:
     sizes = [max(1, int(unique * share)) for share in SHARES]
     full = [lru_hits(trace, size) / asked for size in sizes]
     found = [estimate(trace, sizes, seed) for seed in range(SEEDS)]
-    errors = [
-        [abs(rate - true) * 100 for rate, true in zip(one.hit_rates, full, strict=True)] for one in found
-    ]
-    print(f"\n{name}: {len(trace):,} requests, {asked:,} blocks, {unique:,} different ones; "
-          f"rate 1/{1 / found[0].rate:.0f}, {found[0].samples:,} samples")  # fmt: skip
+    errors = [[abs(rate - true) * 100 for rate, true in zip(one.hit_rates, full, strict=True)] for one in found]
+    print(
+        f"\n{name}: {len(trace):,} requests, {asked:,} blocks, {unique:,} different ones; "
+        f"rate 1/{1 / found[0].rate:.0f}, {found[0].samples:,} samples"
+    )
     print(f"{'size':>6} {'simulated':>10} {'estimated':>10} {'worst error of ' + str(SEEDS):>18}")
     for at, share in enumerate(SHARES):
         worst = max(one[at] for one in errors)
         print(f"{share:6.0%} {full[at]:10.1%} {found[0].hit_rates[at]:10.1%} {worst:11.2f} points")
     worst_of = [max(one) for one in errors]
-    report.add(f"{name}_points", f"{name}: worst error of {SEEDS} samples", max(worst_of), "points",
-               at_most=AT_MOST_POINTS)  # fmt: skip
+    report.add(
+        f"{name}_points", f"{name}: worst error of {SEEDS} samples", max(worst_of), "points", at_most=AT_MOST_POINTS
+    )
     cpu = [one.cpu_us_per_request for one in found]
     report.add(f"{name}_cpu_us", "  CPU for a look-up and a store", statistics.median(cpu), "us", samples=cpu)
     return max(worst_of)
@@ -123,8 +124,19 @@ def cost_to_a_daemon(report: Report, key: str, blocks: int, block_bytes: int) ->
                 raise RuntimeError("a chain that was stored just now could not be loaded")
 
     with tiercache.launch("512MiB", what_if="yes") as on, tiercache.launch("512MiB", what_if="no") as off:
-        sides = [(daemon, tiercache.connect(daemon.address, namespace=spec, required=True,
-                  request_timeout_s=10.0, pool=tiercache.Pool.from_blocks(pool))) for daemon in (on, off)]  # fmt: skip
+        sides = [
+            (
+                daemon,
+                tiercache.connect(
+                    daemon.address,
+                    namespace=spec,
+                    required=True,
+                    request_timeout_s=10.0,
+                    pool=tiercache.Pool.from_blocks(pool),
+                ),
+            )
+            for daemon in (on, off)
+        ]
         took: list[list[float]] = [[], []]
         for turn in range(TURNS):
             for side in (0, 1) if turn % 2 else (1, 0):
@@ -150,9 +162,11 @@ def main() -> None:
     traces += [(Path(path.name.removesuffix(".gz")).stem, read_trace(path)) for path in trace_files()]
     worst = [compare(report, name, trace) for name, trace in traces]
     report.add("worst_points", "worst error of all", max(worst), "points", at_most=AT_MOST_POINTS)
-    report.note(f"at most {reuse.MAX_SAMPLES} samples, {reuse.MAX_SAMPLES_PER_REQUEST} of a request, "
-                f"{reuse_pace.MAX_SAMPLES_PER_S} a second in {reuse_pace.MAX_REQUESTS_PER_S} requests; "
-                f"window {WINDOW_S / 3600:.0f} h")  # fmt: skip
+    report.note(
+        f"at most {reuse.MAX_SAMPLES} samples, {reuse.MAX_SAMPLES_PER_REQUEST} of a request, "
+        f"{reuse_pace.MAX_SAMPLES_PER_S} a second in {reuse_pace.MAX_REQUESTS_PER_S} requests; "
+        f"window {WINDOW_S / 3600:.0f} h"
+    )
     if len(traces) == 1:
         report.note("TIERCACHE_TRACES names no traces: the made-up one only")
     report.finish()

@@ -170,11 +170,22 @@ class _Parts:
         from tiercache.daemon.tiers.nvme.shelf import Shelf
 
         for owner, name in (
-            (Cache, "expire"), (Cache, "session_lost"), (Cache, "process_gone"), (Events, "tick"),
-            (Promotion, "look_again"), (Promotion, "pump"), (Promotion, "take_landed"), (ReadRequests, "answer_parked"),
-            (Reads, "work"), (Router, "tick"), (Shelf, "work"), (Space, "keep_free"), (Space, "work"),
-            (WriteBehind, "pump"), (Writes, "work"),
-        ):  # fmt: skip
+            (Cache, "expire"),
+            (Cache, "session_lost"),
+            (Cache, "process_gone"),
+            (Events, "tick"),
+            (Promotion, "look_again"),
+            (Promotion, "pump"),
+            (Promotion, "take_landed"),
+            (ReadRequests, "answer_parked"),
+            (Reads, "work"),
+            (Router, "tick"),
+            (Shelf, "work"),
+            (Space, "keep_free"),
+            (Space, "work"),
+            (WriteBehind, "pump"),
+            (Writes, "work"),
+        ):
             self._time(owner, name, lambda self, name=f"{owner.__name__}.{name}": name)
         self._time(Slices, "work", lambda slices: _named(slices._under_way[0]) if slices._under_way else "")
 
@@ -230,9 +241,12 @@ class Pings:
 
     def __init__(self, address: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--pings", address], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, __file__, "--pings", address],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             text=True,
-        )  # fmt: skip
+        )
         self.take()
 
     def take(self) -> list[float]:

@@ -32,9 +32,12 @@ USERS = 40
 LONGEST = 200 * BLOCK
 PAUSE_S = 0.06
 SPEC = tiercache.NamespaceSpec(
-    engine="chats/1", layout="layer,2,slot,kv_head,head_dim", dtype="bfloat16", block_size=BLOCK,
+    engine="chats/1",
+    layout="layer,2,slot,kv_head,head_dim",
+    dtype="bfloat16",
+    block_size=BLOCK,
     block_bytes=BLOCK_BYTES,
-)  # fmt: skip
+)
 
 
 class Chats:
@@ -75,12 +78,18 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         tiercache.launch(
-            "128MiB", region="32MiB", run_dir="/tmp/tiercache-demo", nvme=Path(folder) / "nvme", nvme_size="1GiB",
-            nvme_segment="64MiB", http="127.0.0.1:0", log=Path(folder) / "log",
+            "128MiB",
+            region="32MiB",
+            run_dir="/tmp/tiercache-demo",
+            nvme=Path(folder) / "nvme",
+            nvme_size="1GiB",
+            nvme_segment="64MiB",
+            http="127.0.0.1:0",
+            log=Path(folder) / "log",
         ) as daemon,
         tiercache.connect(daemon.address, namespace=SPEC, pool=pool, required=True, name="engine") as connector,
         closing(Browser()) as browser,
-    ):  # fmt: skip
+    ):
         chats = Chats(connector)
         browser.resize(*SIZE)
         browser.open(url_in(Path(folder) / "log"))

@@ -78,11 +78,21 @@ def fio_gb_s(path: Path, size_bytes: int, block_bytes: int, direction: str) -> f
     if shutil.which("fio") is None:
         return None
     job = [
-        "fio", "--name=limit", f"--filename={path}", f"--size={size_bytes}", f"--bs={block_bytes}",
-        f"--rw={direction}", "--direct=1", "--ioengine=psync", "--thread", f"--numjobs={THREADS}",
-        f"--io_size={size_bytes // THREADS}", f"--offset_increment={size_bytes // THREADS}",
-        "--group_reporting", "--output-format=json",
-    ]  # fmt: skip
+        "fio",
+        "--name=limit",
+        f"--filename={path}",
+        f"--size={size_bytes}",
+        f"--bs={block_bytes}",
+        f"--rw={direction}",
+        "--direct=1",
+        "--ioengine=psync",
+        "--thread",
+        f"--numjobs={THREADS}",
+        f"--io_size={size_bytes // THREADS}",
+        f"--offset_increment={size_bytes // THREADS}",
+        "--group_reporting",
+        "--output-format=json",
+    ]
     result = subprocess.run(job, capture_output=True, text=True, timeout=120, check=True)
     return float(json.loads(result.stdout)["jobs"][0][direction]["bw_bytes"] / 1e9)
 

@@ -49,9 +49,15 @@ def run(command: list[str], limit_s: float) -> Outcome:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     try:
         done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=environment, timeout=limit_s, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-        )  # fmt: skip
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            timeout=limit_s,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
         status, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired as expired:
         printed = expired.stdout or b""
@@ -89,9 +95,13 @@ def commit() -> str:
     """The commit that is checked out, or `unknown` outside a repository."""
     try:
         done = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True,
-            timeout=10, check=False,
-        )  # fmt: skip
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return done.stdout.strip() or "unknown"

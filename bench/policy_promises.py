@@ -1,10 +1,10 @@
 """Promises of every eviction policy, or of the default one, checked on small workloads and on traces.
 
-    a  what was stored is found until a tenth of the arena's bytes has been stored after it, whatever the policy
-    b  dividing all times by 100 or 10,000 changes no hit rate by more than a point
-    c  the default policy is never more than a point behind `lru`, on traces and on small workloads
-    d  its mean share of the offline optimum's hits, at 1 to 5%, is at least 50% in DRAM and 68% in both tiers
-    e  it takes no more than 3 µs of CPU more than `lru` for a block that comes and goes
+a  what was stored is found until a tenth of the arena's bytes has been stored after it, whatever the policy
+b  dividing all times by 100 or 10,000 changes no hit rate by more than a point
+c  the default policy is never more than a point behind `lru`, on traces and on small workloads
+d  its mean share of the offline optimum's hits, at 1 to 5%, is at least 50% in DRAM and 68% in both tiers
+e  it takes no more than 3 µs of CPU more than `lru` for a block that comes and goes
 """
 
 from __future__ import annotations
@@ -108,8 +108,14 @@ def cold_start() -> Prompts:
 
 
 SMALL: tuple[Callable[[], Prompts], ...] = (
-    store_then_load, store_then_load_at_the_edge, loop, scan_beside_hot, zipf, bursts, cold_start,
-)  # fmt: skip
+    store_then_load,
+    store_then_load_at_the_edge,
+    loop,
+    scan_beside_hot,
+    zipf,
+    bursts,
+    cold_start,
+)
 
 
 def small_rates(make: Callable[[], Prompts], policy: str, divisor: float, nvme: bool) -> tuple[float, float]:

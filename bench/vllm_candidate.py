@@ -1,10 +1,10 @@
 """One vLLM engine of bench_vllm.py, in a process of its own: lines of JSON in, lines of JSON out.
 
-    {"op": "run", "prompts": [[...]], "tokens": 1} -> {"seconds": ..., "cpu_s": ..., "tokens": [[...]], "cached": [...]}
-    {"op": "forget"}      vLLM forgets its own prefix cache
-    {"op": "offloaded"}   vLLM forgets what it has offloaded itself
-    {"op": "hooks"}       of our hooks in the scheduler, by name: calls, and microseconds on the clock ("wall"), of
-                          their thread ("thread") and in the collector: p50, p99, max, sum. "nothing" does nothing
+{"op": "run", "prompts": [[...]], "tokens": 1} -> {"seconds": ..., "cpu_s": ..., "tokens": [[...]], "cached": [...]}
+{"op": "forget"}      vLLM forgets its own prefix cache
+{"op": "offloaded"}   vLLM forgets what it has offloaded itself
+{"op": "hooks"}       of our hooks in the scheduler, by name: calls, and microseconds on the clock ("wall"), of
+                      their thread ("thread") and in the collector: p50, p99, max, sum. "nothing" does nothing
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ from typing import Any, NamedTuple
 import vllm_lmcache
 
 os.environ.update(
-    HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_HOST_IP="127.0.0.1", VLLM_LOGGING_LEVEL="ERROR",
-    OMP_NUM_THREADS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0",
-)  # fmt: skip
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_HOST_IP="127.0.0.1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    OMP_NUM_THREADS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+)
 HOOKS = (
-    "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
-    "update_connector_output", "request_finished_all_groups",
-)  # fmt: skip
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+)
 NOTHING = "nothing"
 TIER_HOOKS = ("submit_store", "submit_load", "lookup", "get_finished_jobs", "on_schedule_end")
 

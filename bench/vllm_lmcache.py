@@ -57,9 +57,14 @@ class LMCacheServer:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
         options = {
-            "host": "127.0.0.1", "port": self.port, "l1-size-gb": gigabytes, "eviction-policy": "LRU",
-            "chunk-size": CHUNK_TOKENS, "supported-transfer-mode": "engine_driven", "shm-name": f"bench{os.getpid()}",
-        }  # fmt: skip
+            "host": "127.0.0.1",
+            "port": self.port,
+            "l1-size-gb": gigabytes,
+            "eviction-policy": "LRU",
+            "chunk-size": CHUNK_TOKENS,
+            "supported-transfer-mode": "engine_driven",
+            "shm-name": f"bench{os.getpid()}",
+        }
         command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", "--disable-observability"]
         command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
         settings = {"LMCACHE_TRACK_USAGE": "false", "OMP_NUM_THREADS": "1"}

@@ -79,9 +79,12 @@ class MemcpyTieringSpec(TieringOffloadingSpec):
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         if not self._worker:
             region = SharedOffloadRegion(
-                self._engine_id, self.num_chunks, self.config.parallel.rank, self.kv_bytes_per_chunk,
+                self._engine_id,
+                self.num_chunks,
+                self.config.parallel.rank,
+                self.kv_bytes_per_chunk,
                 self.cpu_page_size_per_worker,
-            )  # fmt: skip
+            )
             own = [cache.tensor for cache in kv_caches.tensors]
             self._worker = MemcpyWorker(own, [region.create_next_worker_view(tensor.shape[1]) for tensor in own])
         return self._worker

@@ -27,9 +27,13 @@ Act = Callable[[], Any]
 def spec(name: str, *, block_bytes: int = 4096, window: int = 0, tokens: int = 16) -> NamespaceSpec:
     """A namespace of the smallest blocks."""
     return NamespaceSpec(
-        engine=f"bench/{name}", layout="bytes", dtype="uint8", block_size=tokens, block_bytes=block_bytes,
+        engine=f"bench/{name}",
+        layout="bytes",
+        dtype="uint8",
+        block_size=tokens,
+        block_bytes=block_bytes,
         window_blocks=window,
-    )  # fmt: skip
+    )
 
 
 class Bench:

@@ -44,10 +44,19 @@ from tiercache.protocol.keys import KeyChain, name_blocks
 from tiercache.protocol.messages import ModelCard
 
 NOT_SERVED: dict[str, Any] = {
-    "num_beams": 1, "num_return_sequences": 1, "prompt_lookup_num_tokens": None, "assistant_early_exit": None,
-    "use_mtp": None, "penalty_alpha": None, "dola_layers": None, "constraints": None, "force_words_ids": None,
-    "cache_implementation": None, "output_attentions": None, "output_hidden_states": None,
-}  # fmt: skip
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "use_mtp": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "cache_implementation": None,
+    "output_attentions": None,
+    "output_hidden_states": None,
+}
 """Settings that reorder, draft, bring their own cache or show the prompt's states, and their off values."""
 NO_SETTINGS = {"generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer"}
 """Other arguments of generate that are no settings. Anything further is an input of the model."""

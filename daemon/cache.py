@@ -66,9 +66,13 @@ class Cache:
     """All state of the DRAM tier. Event loop only; never blocks."""
 
     def __init__(
-        self, clock_s: Callable[[], float], limits: CacheLimits | None = None, below: TierBelow | None = None,
-        events: Events | None = None, what_if: WhatIf | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        clock_s: Callable[[], float],
+        limits: CacheLimits | None = None,
+        below: TierBelow | None = None,
+        events: Events | None = None,
+        what_if: WhatIf | None = None,
+    ) -> None:
         limits = limits or CacheLimits()
         self.what_if = what_if
         self.below = below or NoTierBelow()
@@ -97,9 +101,14 @@ class Cache:
         self._more = False  # left over from kinds of work that had their turn in this round
 
     def match(
-        self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False,
+        self,
+        owner: Owner,
+        namespaces: Sequence[Namespace],
+        keys: bytes,
+        ttl_s: float,
+        promote: bool = False,
         extents: bool = False,
-    ) -> Found:  # fmt: skip
+    ) -> Found:
         """`Reads.match`, all of it at once, however long it takes."""
         return finish(self.match_in_slices(owner, namespaces, keys, ttl_s, promote, extents))
 
@@ -116,9 +125,14 @@ class Cache:
         return finish(self.prefetch_in_slices(owner, namespaces, keys))
 
     def match_in_slices(
-        self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False,
+        self,
+        owner: Owner,
+        namespaces: Sequence[Namespace],
+        keys: bytes,
+        ttl_s: float,
+        promote: bool = False,
         extents: bool = False,
-    ) -> Steps[Found]:  # fmt: skip
+    ) -> Steps[Found]:
         """See `Reads.match`."""
         found = yield from self.reads.match(owner, namespaces, keys, ttl_s, promote, extents)
         if self.what_if is not None:

@@ -41,16 +41,26 @@ def raise_limit() -> int:
 
 
 def needed(
-    sessions: int, *, regions: int, directories: int = 0, segments: int = 0, remote: bool = False,
+    sessions: int,
+    *,
+    regions: int,
+    directories: int = 0,
+    segments: int = 0,
+    remote: bool = False,
     event_sockets: int = 0,
-) -> int:  # fmt: skip
+) -> int:
     """The most descriptors that a daemon has open."""
     control_sockets = 1 + remote
     return (
-        _OWN + regions + directories * _PER_DIRECTORY + segments + MAX_GREETING + sessions * _PER_SESSION
+        _OWN
+        + regions
+        + directories * _PER_DIRECTORY
+        + segments
+        + MAX_GREETING
+        + sessions * _PER_SESSION
         + control_sockets * (sessions * CONNECTIONS_PER_SESSION + UNSEEN_EVENTS)
         + event_sockets * (MAX_SUBSCRIBERS + UNSEEN_EVENTS)
-    )  # fmt: skip
+    )
 
 
 def fit(config: DaemonConfig, limit: int, *, quiet: bool = False) -> DaemonConfig:
@@ -64,9 +74,13 @@ def fit(config: DaemonConfig, limit: int, *, quiet: bool = False) -> DaemonConfi
         segments = config.nvme_bytes // config.nvme_segment_bytes + directories if directories else 0
         event_sockets = bool(config.kv_events) + bool(config.kv_events_replay)
         return needed(
-            sessions, regions=len(config.region_sizes()), directories=directories, segments=segments,
-            remote=bool(config.listen), event_sockets=event_sockets,
-        )  # fmt: skip
+            sessions,
+            regions=len(config.region_sizes()),
+            directories=directories,
+            segments=segments,
+            remote=bool(config.listen),
+            event_sockets=event_sockets,
+        )
 
     wanted = takes(config.max_sessions)
     if wanted <= limit:
@@ -81,6 +95,9 @@ def fit(config: DaemonConfig, limit: int, *, quiet: bool = False) -> DaemonConfi
     log.log(
         logging.DEBUG if quiet else logging.WARNING,
         "max_sessions is %d instead of %d, since this process may open %d files: %s",
-        sessions, config.max_sessions, limit, remedy,
-    )  # fmt: skip
+        sessions,
+        config.max_sessions,
+        limit,
+        remedy,
+    )
     return dataclasses.replace(config, max_sessions=sessions)

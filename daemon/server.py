@@ -83,9 +83,15 @@ class Server:
         self.regions: dict[int, Region] = {}
         self.nvme = self._make_nvme() if config.nvme_dirs else None
         limits = CacheLimits(
-            config.policy, config.headroom_bytes, config.pin_share, dict(config.quota), dict(config.nvme_quota),
-            config.quarantine_per_client_bytes, FLOOR_SHARE, secrets.randbits(128),
-        )  # fmt: skip
+            config.policy,
+            config.headroom_bytes,
+            config.pin_share,
+            dict(config.quota),
+            dict(config.nvme_quota),
+            config.quarantine_per_client_bytes,
+            FLOOR_SHARE,
+            secrets.randbits(128),
+        )
         self.events = _make_events(config) if config.kv_events else None
         below_bytes = config.nvme_capacity_bytes
         what_if = WhatIf(self.clock, config.arena_bytes, below_bytes) if config.what_if else None
@@ -120,8 +126,11 @@ class Server:
             go_first()  # after ZeroMQ's threads were started: those started later do not inherit it
             log.info(
                 "tiercache %s serves %s: arena %s, pid %d",
-                __version__, self.config.run_dir, format_bytes(self.config.arena_bytes), os.getpid(),
-            )  # fmt: skip
+                __version__,
+                self.config.run_dir,
+                format_bytes(self.config.arena_bytes),
+                os.getpid(),
+            )
             if self.http is not None:
                 self.http.start()
             self._serving = True
@@ -156,23 +165,38 @@ class Server:
         def welcome(session: Session, protocol: int) -> Welcome:
             wants_events, control = self.events is not None, "" if session.tenant else endpoint
             return Welcome(
-                protocol, self.generation, session.token, control, __version__, config.arena_bytes, wants_events,
-                hints=True, connections=CONNECTIONS_PER_SESSION,
-            )  # fmt: skip
+                protocol,
+                self.generation,
+                session.token,
+                control,
+                __version__,
+                config.arena_bytes,
+                wants_events,
+                hints=True,
+                connections=CONNECTIONS_PER_SESSION,
+            )
 
         socket_path = session_socket_path(config.run_dir)
         group = find_group(config.group)
         self.gate = SessionGate(socket_path, welcome, self, config.max_sessions, self.cache.counters, group)
         desk = Desk(
-            self.cache, self.generation, self.gate.sessions, self.regions, lease_ttl_max_s=config.lease_ttl_max_s,
-            max_leases=config.max_leases_per_session, region_bytes=min(config.region_bytes, config.arena_bytes),
-        )  # fmt: skip
+            self.cache,
+            self.generation,
+            self.gate.sessions,
+            self.regions,
+            lease_ttl_max_s=config.lease_ttl_max_s,
+            max_leases=config.max_leases_per_session,
+            region_bytes=min(config.region_bytes, config.arena_bytes),
+        )
         desk.recorder, desk.settings = self.recorder, self.settings
         slow = SlowRequests(config.slow_request_s, self.cache.counters)
         self.service = Service(
-            desk, self.clock, end=lambda session: self._later(self.gate.end, session),
-            stats=lambda request: build_stats(self, request), slow=slow,
-        )  # fmt: skip
+            desk,
+            self.clock,
+            end=lambda session: self._later(self.gate.end, session),
+            stats=lambda request: build_stats(self, request),
+            slow=slow,
+        )
         connections = config.max_sessions * CONNECTIONS_PER_SESSION
         self.router = Router(endpoint, self.service.handle, self.gate.cut, desk.unsent, connections, group=group)
         self.remote = self._make_remote(welcome, desk.unsent, connections) if config.listen else None
@@ -180,22 +204,22 @@ class Server:
         self.service.soon = self._work_soon
         slow.queue_empty_ns = self._queue_empty_ns
         self.maker = RegionMaker(
-            config.arena_bytes, config.region_bytes, config.lock_memory,
+            config.arena_bytes,
+            config.region_bytes,
+            config.lock_memory,
             hand_over=lambda region, fd: self._from_thread(self._add_region, region, fd),
             give_up=lambda text: self._from_thread(self._fail, text),
-        )  # fmt: skip
+        )
         self.maker.start()
 
-    def _make_remote(
-        self, welcome: Callable[[Session, int], Welcome], unsent: Unsent, connections: int
-    ) -> RemoteGate:
+    def _make_remote(self, welcome: Callable[[Session, int], Welcome], unsent: Unsent, connections: int) -> RemoteGate:
         # Imported here: most daemons only serve their own host.
         from tiercache.daemon.requests.remote import RemoteGate
 
         counters = self.cache.counters
         return RemoteGate(
             self.config, self.gate, self.service.handle, welcome, counters, unsent, connections, self.generation
-        )  # fmt: skip
+        )
 
     def _reply(self, identity: bytes, answer: Answer) -> None:
         """Send a deferred answer the way that its request came."""

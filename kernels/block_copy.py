@@ -284,9 +284,7 @@ def _upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     return table.to(device, non_blocking=True)
 
 
-def gather_blocks_reference(
-    layers: Sequence[torch.Tensor], block_ids: BlockIds, block_axis: int = 0
-) -> torch.Tensor:
+def gather_blocks_reference(layers: Sequence[torch.Tensor], block_ids: BlockIds, block_axis: int = 0) -> torch.Tensor:
     """The twin of `gather_blocks` in plain torch: uint8 `[n, block_bytes]`.
 
     `layers` as for `PoolTable.from_layers`, each contiguous.

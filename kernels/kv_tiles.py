@@ -55,15 +55,24 @@ class TileFormat(NamedTuple):
             return cls(RAW.value, pool.shape[1], *pool.shape[3:])
         at = {name: field.offset for name, field in quantised.fields.items()}
         return cls(
-            _KINDS[quantised.name], pool.shape[1], quantised.block_size, quantised.kv_heads, quantised.head_dim,
-            record=quantised.record_bytes, value=at["value"],
+            _KINDS[quantised.name],
+            pool.shape[1],
+            quantised.block_size,
+            quantised.kv_heads,
+            quantised.head_dim,
+            record=quantised.record_bytes,
+            value=at["value"],
             key_scale=at.get("key_scale", at.get("key_step", 0)),
             value_scale=at.get("value_scale", at.get("value_step", 0)),
-            key_zero=at.get("key_zero", 0), value_zero=at.get("value_zero", 0),
-            key_base=at.get("key_base", 0), value_base=at.get("value_base", 0),
-            key_group=quantised.key_group, value_group=quantised.value_group,
-            key_factor=quantised.name.startswith("fp8"), value_factor=quantised.name != "int4",
-        )  # fmt: skip
+            key_zero=at.get("key_zero", 0),
+            value_zero=at.get("value_zero", 0),
+            key_base=at.get("key_base", 0),
+            value_base=at.get("value_base", 0),
+            key_group=quantised.key_group,
+            value_group=quantised.value_group,
+            key_factor=quantised.name.startswith("fp8"),
+            value_factor=quantised.name != "int4",
+        )
 
     @property
     def dims(self) -> int:
@@ -154,9 +163,7 @@ def load_factor(pool, block, slot, layer, head, there, PART: tl.constexpr, F: tl
 
 
 @triton.jit
-def _int4_tile(
-    record, row, slot, head, there, channel, wanted, PART: tl.constexpr, F: tl.constexpr
-):
+def _int4_tile(record, row, slot, head, there, channel, wanted, PART: tl.constexpr, F: tl.constexpr):
     DIMS: tl.constexpr = channel.shape[1]
     HALF: tl.constexpr = F.head_dim // 2
     byte = tl.arange(0, DIMS // 2)[None, :]

@@ -226,9 +226,18 @@ def write_tokens(pool: torch.Tensor, layer: int, slots: torch.Tensor, key: torch
     _check(key, value)
     of = TileFormat.of(pool)
     _write_tokens[(slots.numel(),)](
-        pool, slots, key, value, layer, *key.stride()[:2], *value.stride()[:2],
-        HEADS=triton.next_power_of_2(of.kv_heads), DIMS=triton.next_power_of_2(of.head_dim), F=of, num_warps=4,
-    )  # fmt: skip
+        pool,
+        slots,
+        key,
+        value,
+        layer,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        HEADS=triton.next_power_of_2(of.kv_heads),
+        DIMS=triton.next_power_of_2(of.head_dim),
+        F=of,
+        num_warps=4,
+    )
 
 
 def write_blocks(
@@ -254,10 +263,23 @@ def write_blocks(
     _check(key, value)
     of = kv.format
     _write_blocks[(items.shape[0], of.kv_heads)](
-        kv.pool, kv.tails, segments, tables, items, key, value, layer, *key.stride()[:2], *value.stride()[:2],
-        SLOTS=triton.next_power_of_2(of.block), DIMS=of.dims, F=of, T=kv.tail_format, num_warps=4,
+        kv.pool,
+        kv.tails,
+        segments,
+        tables,
+        items,
+        key,
+        value,
+        layer,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        SLOTS=triton.next_power_of_2(of.block),
+        DIMS=of.dims,
+        F=of,
+        T=kv.tail_format,
+        num_warps=4,
         enable_fp_fusion=False,  # a fused product would be rounded once, and the twin rounds twice
-    )  # fmt: skip
+    )
 
 
 def _check(key: torch.Tensor, value: torch.Tensor) -> None:

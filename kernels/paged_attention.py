@@ -129,9 +129,24 @@ def _attend(
         block = tl.load(table + token // F.block, mask=there, other=0).to(tl.int64)
         slot = token % F.block
         top, total, acc = _take(
-            q, pool, token, there, block, slot, layer, kv_head, channel, position, top, total, acc, scale,
-            SOFTCAP, WINDOW, F,
-        )  # fmt: skip
+            q,
+            pool,
+            token,
+            there,
+            block,
+            slot,
+            layer,
+            kv_head,
+            channel,
+            position,
+            top,
+            total,
+            acc,
+            scale,
+            SOFTCAP,
+            WINDOW,
+            F,
+        )
     if F.kind != RAW:
         # The raw tokens after the last full block: the first split takes them.
         tail = tl.load(segment + 4).to(tl.int64)
@@ -141,9 +156,24 @@ def _attend(
             slot = token - pooled
             block = tl.zeros([TAIL], tl.int64) + tail
             top, total, acc = _take(
-                q, tails, token, there, block, slot, layer, kv_head, channel, position, top, total, acc, scale,
-                SOFTCAP, WINDOW, T,
-            )  # fmt: skip
+                q,
+                tails,
+                token,
+                there,
+                block,
+                slot,
+                layer,
+                kv_head,
+                channel,
+                position,
+                top,
+                total,
+                acc,
+                scale,
+                SOFTCAP,
+                WINDOW,
+                T,
+            )
 
     kept = in_group & (position < tl.maximum(end, start + 1))
     HEADS: tl.constexpr = F.kv_heads * GROUP
@@ -323,9 +353,14 @@ def paged_attention(
     if heads % kv_heads or shape.rows < heads // kv_heads or kv.format.head_dim != head_dim:
         raise ValueError(f"{heads} heads of {head_dim} do not fit {kv_heads} KV heads of {kv.format.head_dim}")
     common = {
-        "WINDOW": window, "SINKS": sinks is not None, "GROUP": heads // kv_heads, "ROWS": shape.rows,
-        "TILE": shape.tile, "DIMS": kv.format.dims, "F": kv.format,
-    }  # fmt: skip
+        "WINDOW": window,
+        "SINKS": sinks is not None,
+        "GROUP": heads // kv_heads,
+        "ROWS": shape.rows,
+        "TILE": shape.tile,
+        "DIMS": kv.format.dims,
+        "F": kv.format,
+    }
     parts = stats = out
     if splits > 1:
         programs = tiles.shape[0] * kv_heads * splits
@@ -334,16 +369,43 @@ def paged_attention(
     grid = (kv_heads, tiles.shape[0], splits)
     sinks = out if sinks is None else sinks  # an unused argument must still be a tensor
     _attend[grid](
-        out, parts, stats, query, kv.pool, kv.tails, segments, tables, tiles, sinks, layer, query.stride(1),
-        query.stride(0), scale, SOFTCAP=softcap or 0.0, TAIL=max(16, triton.next_power_of_2(kv.format.block)),
-        SPLIT=splits > 1, UPCAST=not query.is_cuda, T=kv.tail_format, **common,
-        num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,
-    )  # fmt: skip
+        out,
+        parts,
+        stats,
+        query,
+        kv.pool,
+        kv.tails,
+        segments,
+        tables,
+        tiles,
+        sinks,
+        layer,
+        query.stride(1),
+        query.stride(0),
+        scale,
+        SOFTCAP=softcap or 0.0,
+        TAIL=max(16, triton.next_power_of_2(kv.format.block)),
+        SPLIT=splits > 1,
+        UPCAST=not query.is_cuda,
+        T=kv.tail_format,
+        **common,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        enable_fp_fusion=True,
+    )
     if splits > 1:
         _combine[grid[:2]](
-            out, parts, stats, segments, tiles, sinks, splits, **common,
-            num_warps=shape.warps, enable_fp_fusion=True,
-        )  # fmt: skip
+            out,
+            parts,
+            stats,
+            segments,
+            tiles,
+            sinks,
+            splits,
+            **common,
+            num_warps=shape.warps,
+            enable_fp_fusion=True,
+        )
 
 
 def paged_attention_reference(

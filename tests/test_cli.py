@@ -76,9 +76,7 @@ def test_no_command_prints_the_help(run: Run) -> None:
         (["config", "--config", "/nowhere.toml"], ["/nowhere.toml", "--config"]),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_status_2(
-    run: Run, arguments: list[str], words: list[str]
-) -> None:
+def test_a_wrong_command_line_is_one_line_and_status_2(run: Run, arguments: list[str], words: list[str]) -> None:
     status, out, err = run(*arguments)
     assert (status, out) == (2, "")
     assert_one_line(err, *words)
@@ -105,9 +103,7 @@ def test_flush_asks_a_terminal_or_wants_yes(run: Run, tmp_path: Path) -> None:
     assert_one_line(done.stderr, "--yes")
 
 
-def test_config_prints_a_file_that_reads_back(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_prints_a_file_that_reads_back(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.toml"
     path.write_text('arena = "1GiB"\n')
     monkeypatch.setenv("TIERCACHE_PIN_SHARE", "0.25")
@@ -204,7 +200,7 @@ TREE: dict[str, Any] = {
     "latency": {"match": {"count": 10, "p50_us": 12.0, "p99_us": 300.0}, "stats": {"count": 1, "p99_us": 5}},
     "namespaces": [],
     "sessions": [{"name": "engine\x1b[31m", "pid": 12}],
-}  # fmt: skip
+}
 
 
 def test_numbers_are_shown_by_their_unit() -> None:
@@ -233,9 +229,7 @@ def test_a_tree_becomes_sections() -> None:
     assert list(found)[:3] == ["daemon", "arena", "arena classes"]
     assert list(found)[3:] == ["tiers", "counters", "latency", "namespaces", "sessions"]
     assert ("loop.ticks", "1,234") in found["daemon"].rows
-    assert found["arena classes"] == Section(
-        "arena classes", ("frame_bytes", "used"), [("4.0 KiB", "2")]
-    )
+    assert found["arena classes"] == Section("arena classes", ("frame_bytes", "used"), [("4.0 KiB", "2")])
     assert found["latency"].columns == ("latency", "count", "p50_us", "p99_us")
     assert found["latency"].rows[1] == ("stats", "1", "-", "5 us")
     assert found["namespaces"].rows == [("none", "")]
@@ -285,8 +279,15 @@ def test_a_narrow_terminal_gets_the_columns_that_matter_most() -> None:
     assert stats.shown_columns(None) == list(range(len(stats._COLUMNS)))
     narrow = stats.shown_columns(80)
     assert [stats._COLUMNS[place] for place in narrow] == [
-        "time", "hit%", "asked/s", "hit/s", "stored/s", "evicted/s", "used", "match p99",
-    ]  # fmt: skip
+        "time",
+        "hit%",
+        "asked/s",
+        "hit/s",
+        "stored/s",
+        "evicted/s",
+        "used",
+        "match p99",
+    ]
     assert sum(stats._WIDTHS[place] + 1 for place in narrow) - 1 <= 80
 
 
@@ -410,7 +411,7 @@ def test_stats_in_a_pipe_and_as_json(run: Run, daemon: Path) -> None:
 
 def test_sections_of_stats(run: Run, daemon: Path) -> None:
     _, out, _ = run("stats", "arena", "summary", "--address", daemon)
-    assert re.findall("^# (.*)", out, re.MULTILINE) [:2] == ["summary", "arena"]
+    assert re.findall("^# (.*)", out, re.MULTILINE)[:2] == ["summary", "arena"]
     assert list(json.loads(run("stats", "arena", "--json", "--address", daemon)[1])) == ["arena"]
     status, out, err = run("stats", "arenas", "--address", daemon)
     assert (status, out) == (2, "")
@@ -427,8 +428,10 @@ def test_stats_on_a_terminal(daemon: Path) -> None:
 def test_watch_prints_a_line_per_interval_until_interrupted(daemon: Path) -> None:
     child = subprocess.Popen(
         [*COMMAND, "stats", "--watch", "0.02", "--address", str(daemon)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert child.stdout is not None
     lines = [child.stdout.readline().split() for _ in range(23)]
     child.send_signal(signal.SIGINT)
@@ -458,9 +461,7 @@ def test_flush(run: Run, daemon: Path) -> None:
     assert_one_line(err, "--namespace = 9f", "no such namespace")
 
 
-@pytest.mark.parametrize(
-    ("answer", "status", "words"), [("y\n", 0, "0 blocks flushed"), ("n\n", 2, "stopped")]
-)
+@pytest.mark.parametrize(("answer", "status", "words"), [("y\n", 0, "0 blocks flushed"), ("n\n", 2, "stopped")])
 def test_flush_on_a_terminal_asks_first(daemon: Path, answer: str, status: int, words: str) -> None:
     got, text = on_a_terminal(["flush", "--address", str(daemon)], answer)
     assert "Forget all blocks of every namespace in all tiers (0 blocks are held now)? [y/N]" in text

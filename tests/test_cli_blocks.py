@@ -71,8 +71,9 @@ def test_inspect_finds_a_block_in_every_tier(ask: Ask, daemon: tuple[str, tierca
     found = json.loads(ask("inspect", key(3), "--json")[1])
     assert (found["found"], found["depth"]) == (True, 4)
     assert [(one["tier"], one["checksum"], one["children"]) for one in found["places"]] == [
-        ("dram", "", 1), ("nvme", "xxh3", 1),
-    ]  # fmt: skip
+        ("dram", "", 1),
+        ("nvme", "xxh3", 1),
+    ]
     status, out, _ = ask("inspect", key(3))
     assert (status, "block 4 of its chain" in out, "# copies" in out) == (0, True, True)
     assert ask("inspect", "ff" * 16)[:2] == (1, f"block {'ff' * 16} is in no tier, of no namespace\n")

@@ -36,17 +36,20 @@ def put(folder: Path, files: dict[str, str]) -> None:
 def host(tmp_path: Path) -> Host:
     """A host on which all is well; tests spoil one thing each."""
     limits = "Max locked memory  unlimited  unlimited  bytes\nMax open files  1024  524288  files\n"
-    put(tmp_path, {
-        "proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n",
-        "proc/self/limits": limits,
-        "proc/self/status": "CapEff:\t0000000000000000\n",
-        "proc/self/cgroup": "0::/pod/me\n",
-        "sys/fs/cgroup/pod/me/memory.max": "max\n",
-        "sys/fs/cgroup/pod/memory.max": f"{8 * GIB}\n",
-        "sys/fs/cgroup/pod/me/cpu.max": "max 100000\n",
-        "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always [within_size] advise never",
-        "sys/devices/system/clocksource/clocksource0/current_clocksource": "tsc\n",
-    })  # fmt: skip
+    put(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n",
+            "proc/self/limits": limits,
+            "proc/self/status": "CapEff:\t0000000000000000\n",
+            "proc/self/cgroup": "0::/pod/me\n",
+            "sys/fs/cgroup/pod/me/memory.max": "max\n",
+            "sys/fs/cgroup/pod/memory.max": f"{8 * GIB}\n",
+            "sys/fs/cgroup/pod/me/cpu.max": "max 100000\n",
+            "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always [within_size] advise never",
+            "sys/devices/system/clocksource/clocksource0/current_clocksource": "tsc\n",
+        },
+    )
     return Host(tmp_path / "proc", tmp_path / "sys")
 
 
@@ -80,18 +83,33 @@ def test_a_distribution_of_the_same_files_is_named(host: Host, monkeypatch: pyte
         ({"proc/meminfo": "MemAvailable: 1024 kB\n"}, {}, "memory", "failure", "1.0 MiB available"),
         ({"proc/meminfo": "MemAvailable: 1024 kB\n"}, {"pid": 1}, "memory", "ok", "besides the arena"),
         ({"proc/self/limits": "Max locked memory  65536  65536  bytes\n"}, {}, "memlock", "warning", "64.0 KiB"),
-        ({"proc/self/limits": "Max locked memory  65536  65536  bytes\n"}, {"lock_memory": "require"}, "memlock",
-         "failure", "64.0 KiB"),
-        ({"proc/self/limits": "Max locked memory  65536  65536  bytes\n"}, {"lock_memory": "off"}, "memlock",
-         "not applicable", "lock_memory is off"),
-        ({"proc/self/limits": "Max locked memory  65536  65536  bytes\n", "proc/self/status": "CapEff: 4000\n"}, {},
-         "memlock", "ok", "no limit"),
+        (
+            {"proc/self/limits": "Max locked memory  65536  65536  bytes\n"},
+            {"lock_memory": "require"},
+            "memlock",
+            "failure",
+            "64.0 KiB",
+        ),
+        (
+            {"proc/self/limits": "Max locked memory  65536  65536  bytes\n"},
+            {"lock_memory": "off"},
+            "memlock",
+            "not applicable",
+            "lock_memory is off",
+        ),
+        (
+            {"proc/self/limits": "Max locked memory  65536  65536  bytes\n", "proc/self/status": "CapEff: 4000\n"},
+            {},
+            "memlock",
+            "ok",
+            "no limit",
+        ),
         ({"proc/self/limits": "Max open files  256  1024  files\n"}, {}, "descriptors", "warning", "1,024, the daemon"),
         ({"sys/fs/cgroup/pod/me/cpu.max": "50000 100000"}, {}, "processors", "warning", "a cgroup gives 0.5"),
         ({"sys/devices/system/clocksource/clocksource0/current_clocksource": "hpet"}, {}, "clock", "warning", "hpet"),
         ({"sys/kernel/mm/transparent_hugepage/shmem_enabled": "always [never]"}, {}, "huge pages", "ok", "4 KiB"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_well_has_a_figure_and_a_remedy(
     host: Host, tmp_path: Path, files: dict[str, str], needs: dict[str, Any], name: str, state: str, figure: str
 ) -> None:
@@ -103,13 +121,16 @@ def test_what_is_not_well_has_a_figure_and_a_remedy(
 
 
 def test_a_cgroup_of_the_first_kind_is_read_too(host: Host, tmp_path: Path) -> None:
-    put(tmp_path, {
-        "proc/self/cgroup": "4:memory:/box\n2:cpu,cpuacct:/box\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
-        "sys/fs/cgroup/memory/box/memory.limit_in_bytes": str(GIB),
-        "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "-1",
-        "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000",
-    })  # fmt: skip
+    put(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/box\n2:cpu,cpuacct:/box\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+            "sys/fs/cgroup/memory/box/memory.limit_in_bytes": str(GIB),
+            "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "-1",
+            "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000",
+        },
+    )
     assert doctor_host.memory_limit(host, NEEDS) == GIB
     assert look(host)["processors"].state is State.OK
 
@@ -139,8 +160,9 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch:
     assert list(folder.iterdir()) == []
     missing = doctor_disk.examine(replace(needs, nvme_bytes=1 << 60), (tmp_path / "new",), measure=False)
     assert [(one.name.rsplit(" ", 1)[-1], one.state.value) for one in missing] == [
-        ("room", "warning"), ("speed", "not applicable"),
-    ]  # fmt: skip
+        ("room", "warning"),
+        ("speed", "not applicable"),
+    ]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -219,8 +241,14 @@ def test_who_may_enter_the_run_dir(tmp_path: Path) -> None:
 
 
 def space(number: int, asked: int = 0, hit: int = 0, stored: int = 0, engine: str = "e") -> dict[str, Any]:
-    return {"id": number, "engine": engine, "asked_blocks": asked, "hit_blocks": hit, "stored_blocks": stored,
-            "blocks": stored}  # fmt: skip
+    return {
+        "id": number,
+        "engine": engine,
+        "asked_blocks": asked,
+        "hit_blocks": hit,
+        "stored_blocks": stored,
+        "blocks": stored,
+    }
 
 
 def spec(**changed: Any) -> tiercache.NamespaceSpec:

@@ -245,7 +245,7 @@ def test_a_frame_fits_whatever_there_is(width: int, height: int) -> None:
     spaces = [
         {"id": number, "fingerprint": "f" * 32, "engine": "e\x1b[2J" * 9, "rank": "tp 0/1", "blocks": number}
         for number in range(50)
-    ]  # fmt: skip
+    ]
     reasons = ["a disk\x1b[2J hangs " * 20] * 5
     for second in range(3):
         now = tree(1, 10 * second, 5 * second, namespaces=spaces, sessions=[{"name": "c", "pid": 1}] * 30)

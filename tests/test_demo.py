@@ -81,7 +81,6 @@ def test_sigterm_ends_the_demo_as_ctrl_c_does(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-
 def test_conversations_answer_the_same_with_tiers_and_find_what_the_pool_has_lost(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,8 +173,6 @@ def test_manifests_fit_the_schema_of_kubernetes(path: Path) -> None:
     validate(path.read_text())
 
 
-
-
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     analyze = needs("systemd-analyze")
     unit = tmp_path / "tiercache.service"

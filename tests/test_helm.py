@@ -55,25 +55,35 @@ def memory_bytes(values: dict[str, Any]) -> int:
         {"nvme": {"enabled": False}, "settings": {"lock_memory": "require"}},
         {"nvme": {"paths": ["/mnt/a", "/mnt/b"]}, "podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}},
         {"grafanaDashboard": {"enabled": True, "labels": {"team": "serving"}}},
-        {"extraEnv": [{"name": "A", "value": "b"}], "extraVolumes": [{"name": "v", "emptyDir": {}}],
-         "extraVolumeMounts": [{"name": "v", "mountPath": "/v"}]},
+        {
+            "extraEnv": [{"name": "A", "value": "b"}],
+            "extraVolumes": [{"name": "v", "emptyDir": {}}],
+            "extraVolumeMounts": [{"name": "v", "mountPath": "/v"}],
+        },
         {"podAnnotations": {"a": "b"}, "imagePullSecrets": [{"name": "s"}]},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_it_renders_to_what_kubernetes_takes(values: dict[str, Any]) -> None:
     assert config_of(values).arena_bytes == 32 * GIB
 
 
 def test_settings_come_out_as_they_were_meant() -> None:
     # As Helm reads YAML: `no` and `off` are false, and whole numbers are floats.
-    config = config_of({
-        "settings": {
-            "what_if": False, "lock_memory": False, "kv_events_allow_remote": "yes", "record_max": 5_000_000_000.0,
-            "pin_share": 0.25, "max_sessions": 512.0, "quota": {"team-a": "16GiB", "*": 1_000_000_000.0},
-            "nvme_quota": "team-a=1TiB",
-        },
-    })  # fmt: skip
+    config = config_of(
+        {
+            "settings": {
+                "what_if": False,
+                "lock_memory": False,
+                "kv_events_allow_remote": "yes",
+                "record_max": 5_000_000_000.0,
+                "pin_share": 0.25,
+                "max_sessions": 512.0,
+                "quota": {"team-a": "16GiB", "*": 1_000_000_000.0},
+                "nvme_quota": "team-a=1TiB",
+            },
+        }
+    )
     assert (config.what_if, config.lock_memory, config.kv_events_allow_remote) == (False, "off", True)
     assert (config.record_max_bytes, config.pin_share, config.max_sessions) == (5_000_000_000, 0.25, 512)
     assert dict(config.quota) == {"team-a": 16 * GIB, "*": 1_000_000_000}
@@ -149,8 +159,10 @@ def test_keys_are_handed_over_as_the_daemon_wants_them(tmp_path: Path) -> None:
     }
     spec, config = daemon_set(values), config_of(values)
     assert (config.listen, str(config.nvme_key), str(config.curve_keys)) == (
-        "tcp://0.0.0.0:7411", "/keys/nvme.key", "/keys/curve",
-    )  # fmt: skip
+        "tcp://0.0.0.0:7411",
+        "/keys/nvme.key",
+        "/keys/curve",
+    )
     [its] = spec["containers"]
     assert {"name": "tiercache-tcp", "containerPort": 7411, "hostPort": 7411} in its["ports"]
     mounts = {one["mountPath"]: one for one in its["volumeMounts"]}
@@ -179,11 +191,17 @@ def test_keys_are_handed_over_as_the_daemon_wants_them(tmp_path: Path) -> None:
 
 
 def test_labels_reach_what_is_to_be_found_by_them() -> None:
-    objects = validate(render(CHART, {
-        "podLabels": {"team": "serving"}, "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
-        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
-        "image": {"repository": "registry/tiercache", "digest": f"sha256:{'0' * 64}"},
-    }))  # fmt: skip
+    objects = validate(
+        render(
+            CHART,
+            {
+                "podLabels": {"team": "serving"},
+                "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+                "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+                "image": {"repository": "registry/tiercache", "digest": f"sha256:{'0' * 64}"},
+            },
+        )
+    )
     by_kind = {one["kind"]: one for one in objects}
     template = by_kind["DaemonSet"]["spec"]["template"]
     assert template["metadata"]["labels"]["team"] == "serving"
@@ -229,8 +247,10 @@ def test_a_sidecar_in_another_chart(tmp_path: Path) -> None:
     assert (keys["name"], sidecar["name"], sidecar["restartPolicy"]) == ("tiercache-keys", "tiercache", "Always")
     config = load_config(None, {one["name"]: one["value"] for one in sidecar["env"]})
     assert (config.arena_bytes, str(config.run_dir), str(config.nvme_key)) == (
-        8 * GIB, "/run/tiercache/daemon", "/keys/nvme.key",
-    )  # fmt: skip
+        8 * GIB,
+        "/run/tiercache/daemon",
+        "/keys/nvme.key",
+    )
     mounted = {one["name"] for its in (keys, sidecar) for one in its["volumeMounts"]}
     assert mounted <= {one["name"] for one in pod["spec"]["volumes"]}
 

@@ -72,8 +72,9 @@ MAY_IMPORT_HEAVY = {
     "tiercache.demo.vllm_worker": {"vllm"},  # of another, in its functions: the demo asks it whether there is a vLLM
 }
 MAY_IMPORT_HEAVY_LAZILY = {
-    "tiercache.cli": {"torch", "transformers"}, "tiercache.demo": {"torch", "transformers"},
-}  # fmt: skip
+    "tiercache.cli": {"torch", "transformers"},
+    "tiercache.demo": {"torch", "transformers"},
+}
 LAZY_IN_THE_DAEMON = {("tiercache.daemon.tiers.nvme.disk.codecs", "numpy")}
 """Only where a codec other than raw is in use."""
 ON_DEMAND = {f"tiercache.daemon.policies.{name}" for name in ("hazard", "predictor", "reusetimes", "sketch", "worths")}
@@ -219,7 +220,7 @@ def test_no_two_files_import_each_other_whichever_way_round() -> None:
         ("tiercache.daemon.index.index", "import tiercache.daemon.tiers.dram.space", "not below it"),
         ("tiercache.daemon.tiers.nvme.disk.queue", "import tiercache.daemon.tiers.nvme.moves.dirty", "not below it"),
     ],
-)  # fmt: skip
+)
 def test_wrong_imports_are_found(importer: str, source: str, words: str) -> None:
     known = {"tiercache.client", "tiercache.protocol.keys"}
     found = [text for edge in imports(importer, source, known) if (text := problem(edge))]

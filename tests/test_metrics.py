@@ -83,8 +83,13 @@ def test_the_snapshot_is_in_microseconds_and_seconds_and_of_now() -> None:
     assert latency.snapshot()["count"] == 9
     latency.observe(2_000_000)
     assert latency.snapshot() == {
-        "count": 10, "p50_us": 2000, "p90_us": 2000, "p99_us": 2000, "max_us": 2000, "sum_s": 0.02,
-    }  # fmt: skip
+        "count": 10,
+        "p50_us": 2000,
+        "p90_us": 2000,
+        "p99_us": 2000,
+        "max_us": 2000,
+        "sum_s": 0.02,
+    }
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:

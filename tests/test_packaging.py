@@ -31,10 +31,20 @@ OUTER = ("connectors", "daemon", "kernels")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORT_NAMES = {"pyzmq": "zmq", "prometheus-client": "prometheus_client"}
 OPTIONAL = (
-    "connectors/", "kernels/", "tiercache/engine/", "tiercache/copies/cuda", "tiercache/connector/direct/",
-    "tiercache/demo/", "tiercache/cli/demo", "tiercache/serve/", "tiercache/cli/serve", "tiercache/http/",
-    "tiercache/cli/affinity", "daemon/tiers/nvme/disk/cipher.py", "tiercache/replay/plot.py",
-)  # fmt: skip
+    "connectors/",
+    "kernels/",
+    "tiercache/engine/",
+    "tiercache/copies/cuda",
+    "tiercache/connector/direct/",
+    "tiercache/demo/",
+    "tiercache/cli/demo",
+    "tiercache/serve/",
+    "tiercache/cli/serve",
+    "tiercache/http/",
+    "tiercache/cli/affinity",
+    "daemon/tiers/nvme/disk/cipher.py",
+    "tiercache/replay/plot.py",
+)
 """Modules that need an extra; everything else works with the base install."""
 
 
@@ -79,9 +89,18 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel's content, as pip puts it there."""
     target = tmp_path_factory.mktemp("installed")
     run(
-        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target),
-        str(wheel), cwd=target,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(target),
+        str(wheel),
+        cwd=target,
+    )
     return target
 
 

@@ -49,12 +49,20 @@ def test_a_token_of_a_known_model(name: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("name", "billions", "active"),
     [
-        ("Llama-3.1-8B", 8.03, 7.0), ("Llama-3.1-70B", 70.6, 68.5), ("Qwen3-8B", 8.19, 6.95), ("Qwen3-32B", 32.8, 31.2),
-        ("Qwen3-30B-A3B", 30.5, 2.7), ("Mistral-7B-v0.1", 7.24, 7.0), ("Mixtral-8x7B", 46.7, 12.6),
-        ("Gemma3-27B", 27.0, 25.6), ("gpt-oss-20b", 20.9, 3.0), ("gpt-oss-120b", 117, 4.55), ("DeepSeek-V3", 671, 35.7),
+        ("Llama-3.1-8B", 8.03, 7.0),
+        ("Llama-3.1-70B", 70.6, 68.5),
+        ("Qwen3-8B", 8.19, 6.95),
+        ("Qwen3-32B", 32.8, 31.2),
+        ("Qwen3-30B-A3B", 30.5, 2.7),
+        ("Mistral-7B-v0.1", 7.24, 7.0),
+        ("Mixtral-8x7B", 46.7, 12.6),
+        ("Gemma3-27B", 27.0, 25.6),
+        ("gpt-oss-20b", 20.9, 3.0),
+        ("gpt-oss-120b", 117, 4.55),
+        ("DeepSeek-V3", 671, 35.7),
         ("Phi-3-mini", 3.82, 3.6),
     ],
-)  # fmt: skip
+)
 def test_parameters_are_those_that_the_model_cards_name(name: str, billions: float, active: float) -> None:
     model = load_model(name)
     assert model.parameters / 1e9 == pytest.approx(billions, rel=0.005)
@@ -108,8 +116,12 @@ def test_work_of_a_prompt() -> None:
 # --- configurations ------------------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
 
 
 @pytest.mark.parametrize(
@@ -169,9 +181,19 @@ def one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], *words: s
 
 def test_what_the_tiers_hold(capsys: pytest.CaptureFixture[str]) -> None:
     found = tree(
-        capsys, "Llama-3.1-8B", "--gpu", "80GiB", "--dram", "64GiB", "--nvme", "1TiB", "--tokens-per-s", "1000",
-        "--length", "4096",
-    )  # fmt: skip
+        capsys,
+        "Llama-3.1-8B",
+        "--gpu",
+        "80GiB",
+        "--dram",
+        "64GiB",
+        "--nvme",
+        "1TiB",
+        "--tokens-per-s",
+        "1000",
+        "--length",
+        "4096",
+    )
     assert found["kv"]["tier_block_bytes"] == 2 << 20
     weights = found["model"]["weights_bytes"]
     pool_bytes = int((80 << 30) * 0.9) - weights - (2 << 30)
@@ -192,9 +214,21 @@ def test_requests_per_second(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_load_or_compute(capsys: pytest.CaptureFixture[str]) -> None:
     [one] = tree(
-        capsys, "Llama-3.1-8B", "--tflops", "100", "--mfu", "0.5", "--bus", "10GB", "--dram-bandwidth", "5GB/s",
-        "--nvme-bandwidth", "1GB", "--length", "8192",
-    )["loads"]  # fmt: skip
+        capsys,
+        "Llama-3.1-8B",
+        "--tflops",
+        "100",
+        "--mfu",
+        "0.5",
+        "--bus",
+        "10GB",
+        "--dram-bandwidth",
+        "5GB/s",
+        "--nvme-bandwidth",
+        "1GB",
+        "--length",
+        "8192",
+    )["loads"]
     assert one["compute_s"] == pytest.approx(load_model("Llama-3.1-8B").prefill_flops(8192) / 50e12)
     assert (one["bytes"], one["dram_s"], one["nvme_s"]) == (1 << 30, (1 << 30) / 5e9, (1 << 30) / 1e9)
     assert one["break_even_bytes_per_s"] * one["compute_s"] == pytest.approx(1 << 30)

@@ -1,14 +1,14 @@
 """The parts of the vLLM connectors. vLLM loads `vllm_v1` and `vllm_tier`, one folder up.
 
-    scheduler process                        worker processes
-    scheduler ── orders ───────────────────► worker        loads and stores in the background
-      ├ stores   blocks to store               ├ pool      vLLM's KV tensors as pools of blocks
-      ├ costs    whether a load pays           ├ weights   whether the weights are still the same
-      ├ names    what blocks are called        │   └ built    what a rank has built around them
-      └ hints, events                          └ stats, log   what was moved
+scheduler process                        worker processes
+scheduler ── orders ───────────────────► worker        loads and stores in the background
+  ├ stores   blocks to store               ├ pool      vLLM's KV tensors as pools of blocks
+  ├ costs    whether a load pays           ├ weights   whether the weights are still the same
+  ├ names    what blocks are called        │   └ built    what a rank has built around them
+  └ hints, events                          └ stats, log   what was moved
 
-    hashes, cards   vLLM's own block hashes, for affinity queries       settings   what can be configured
-    apart           threads for work that may hang                      siblings   below MultiConnector
-    tier_form, tier_jobs, tier_lookups   for `vllm_tier`, below vLLM's own offloading: these import vLLM themselves
-    compat          everything else that is used of vLLM, and the versions that this was written for
+hashes, cards   vLLM's own block hashes, for affinity queries       settings   what can be configured
+apart           threads for work that may hang                      siblings   below MultiConnector
+tier_form, tier_jobs, tier_lookups   for `vllm_tier`, below vLLM's own offloading: these import vLLM themselves
+compat          everything else that is used of vLLM, and the versions that this was written for
 """

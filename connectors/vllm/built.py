@@ -26,9 +26,17 @@ ROTARY = "vllm.model_executor.layers.rotary_embedding"
 OTHER_CODE = ("torch.", "vllm.model_executor.layers.", "vllm.model_executor.custom_op.", "vllm.lora.")
 """Modules of these packages are not the model's own code."""
 RUNS = {
-    "compiled", "do_not_compile", "enable_eplb", "evaluate_guards", "first_compile", "layer_name",
-    "layerwise_nvtx_tracing_enabled", "prefix", "training", "was_aot_compile_fn_loaded_from_disk",
-}  # fmt: skip
+    "compiled",
+    "do_not_compile",
+    "enable_eplb",
+    "evaluate_guards",
+    "first_compile",
+    "layer_name",
+    "layerwise_nvtx_tracing_enabled",
+    "prefix",
+    "training",
+    "was_aot_compile_fn_loaded_from_disk",
+}
 """Attributes that say how a model is run, and nothing of what it computes."""
 SWITCHES = (bool, float, str)
 NUMBERS = (*SWITCHES, int, torch.dtype)

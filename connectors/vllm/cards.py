@@ -51,7 +51,14 @@ class Cards:
             while len(self._cards) >= MAX_CARDS:
                 del self._cards[next(iter(self._cards))]
             self._cards[adapter, adapter_path] = ModelCard(
-                self._names, content, self._namespaces, block_size, self._hashing, self._hash_size, self._seed,
-                adapter, adapter_path,
-            )  # fmt: skip
+                self._names,
+                content,
+                self._namespaces,
+                block_size,
+                self._hashing,
+                self._hash_size,
+                self._seed,
+                adapter,
+                adapter_path,
+            )
             self._connector.announce(list(self._cards.values()))

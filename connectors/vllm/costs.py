@@ -125,7 +125,10 @@ class Costs:
             load_ms, compute_ms = (price.of(blocks) or 0.0) * 1e3, (self._block_s or 0.0) * blocks * 1e3
             logger.info(
                 "%d blocks from %s take %.3g ms, and to compute them %.3g: for now such hits are computed",
-                blocks, tier, load_ms, compute_ms,
-            )  # fmt: skip
+                blocks,
+                tier,
+                load_ms,
+                compute_ms,
+            )
         self.declined_blocks += whole - best
         return best

@@ -54,9 +54,13 @@ def hash_seed(algorithm: str, environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def block_hashes(
-    algorithm: str, seed: bytes, tokens: Sequence[int], size: int, adapter: tuple[str, str] | None = None,
+    algorithm: str,
+    seed: bytes,
+    tokens: Sequence[int],
+    size: int,
+    adapter: tuple[str, str] | None = None,
     cache_salt: str = "",
-) -> list[bytes]:  # fmt: skip
+) -> list[bytes]:
     """The hashes of all full blocks of `size` tokens.
 
     `adapter` is the name and path of a LoRA adapter, `cache_salt` that of the request.

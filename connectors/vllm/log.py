@@ -42,9 +42,15 @@ def introduce(connector: Connector, ranks: int) -> bool:
     logger.info(
         "connected to the cache at %s (daemon %s, pid %s): %s, of which %s hold blocks; "
         "%d tokens and %s of each of %d rank(s) in a block",
-        connector.client.address, daemon["version"], daemon["pid"], ", ".join(sizes), format_bytes(stored),
-        spec.block_size, format_bytes(spec.block_bytes), ranks,
-    )  # fmt: skip
+        connector.client.address,
+        daemon["version"],
+        daemon["pid"],
+        ", ".join(sizes),
+        format_bytes(stored),
+        spec.block_size,
+        format_bytes(spec.block_bytes),
+        ranks,
+    )
     return True
 
 
@@ -79,9 +85,15 @@ class RequestLog:
             self._left_out = self._left_out_tokens = 0
         logger.info(
             "%s: %s of %s prompt tokens from the cache (DRAM %s, NVMe %s) in %s, %s from vLLM's own%s",
-            request_id, f"{tokens:,}", f"{of_tokens:,}", f"{tokens - disk_tokens:,}", f"{disk_tokens:,}",
-            format_duration(seconds), f"{local_tokens:,}", others,
-        )  # fmt: skip
+            request_id,
+            f"{tokens:,}",
+            f"{of_tokens:,}",
+            f"{tokens - disk_tokens:,}",
+            f"{disk_tokens:,}",
+            format_duration(seconds),
+            f"{local_tokens:,}",
+            others,
+        )
 
     def failed(self, request_ids: set[str]) -> None:
         """Part of what these requests were to load did not arrive: it is computed."""

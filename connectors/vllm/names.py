@@ -26,18 +26,30 @@ from tiercache.protocol.messages import KEY_BYTES
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 HASHES = ("sha256", "sha256_cbor")
 OPTIONS = (
-    "quantization_config", "model_impl", "model_class_overrides", "code_revision", "disable_sliding_window",
-    "generation_config", "override_generation_config",
-)  # fmt: skip
+    "quantization_config",
+    "model_impl",
+    "model_class_overrides",
+    "code_revision",
+    "disable_sliding_window",
+    "generation_config",
+    "override_generation_config",
+)
 """Fields of vLLM's model_config that affect the model besides weights and config."""
 MEDIA_OPTIONS = ("mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "video_pruning_rate")
 """Fields of its multimodal_config that affect how images are computed. The KV that results has no other name."""
 ENVIRONMENT = (
-    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_CPU_INT4_W4A8", "VLLM_MARLIN_INPUT_DTYPE",
-    "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_HUMMING_USE_F16_ACCUM",
-    "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_DEEPEPLL_NVFP4_DISPATCH", "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
-    "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_MLA_DISABLE",
-)  # fmt: skip
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_MLA_DISABLE",
+)
 """Variables by which vLLM computes in other types or takes other experts, whatever the model says."""
 
 logger = logging.getLogger("tiercache.connectors.vllm")

@@ -98,9 +98,14 @@ def _joined(segments: list[Segment]) -> list[Segment]:
 
 
 def _namespace(
-    vllm_config: Any, number: int, group: Any, block_size: int, block_bytes: int, forms: list[str],
+    vllm_config: Any,
+    number: int,
+    group: Any,
+    block_size: int,
+    block_bytes: int,
+    forms: list[str],
     built: str,
-) -> NamespaceSpec:  # fmt: skip
+) -> NamespaceSpec:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     spec = next(iter(layer_specs(group).values()))
     tp_rank, tp_size = parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size

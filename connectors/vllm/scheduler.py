@@ -299,9 +299,13 @@ class Scheduler:
         runs = runs_of(blocks.blocks, state.local, end)
         self._leased.discard(request.request_id)
         self._loads[request.request_id] = _Load(
-            match, self._first_key(state), *_tiers(match, state.local, end), state.local, request.num_prompt_tokens,
+            match,
+            self._first_key(state),
+            *_tiers(match, state.local, end),
+            state.local,
+            request.num_prompt_tokens,
             {block for run in runs for block in run.block_ids},
-        )  # fmt: skip
+        )
         self._orders.loads.append(Load(request.request_id, state.lookup.ticket, runs))
 
     def hit_sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
@@ -325,9 +329,13 @@ class Scheduler:
                 if not failed:
                     size, blocks = self._block_size, ended.in_dram + ended.below
                     self._log.served(
-                        request_id, blocks * size, ended.prompt_tokens, ended.local * size, ended.below * size,
+                        request_id,
+                        blocks * size,
+                        ended.prompt_tokens,
+                        ended.local * size,
+                        ended.below * size,
                         ended.seconds,
-                    )  # fmt: skip
+                    )
             if failed:
                 self.stores.begin_again(request_id)
         if failed:

@@ -18,10 +18,24 @@ from tiercache.connectors.weights.sample import elements, plain_tensors
 
 _OF_TORCH = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl"})
 _IGNORED = _OF_TORCH | {
-    "_is_hf_initialized", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
-    "_require_grads_hooks", "name_or_path", "loss_type", "_loss_function", "forward", "hf_device_map",
-    "warnings_issued", "config", "generation_config", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan",
-}  # fmt: skip
+    "_is_hf_initialized",
+    "gradient_checkpointing",
+    "_gradient_checkpointing_func",
+    "_require_grads_hook",
+    "_require_grads_hooks",
+    "name_or_path",
+    "loss_type",
+    "_loss_function",
+    "forward",
+    "hf_device_map",
+    "warnings_issued",
+    "config",
+    "generation_config",
+    "_tp_plan",
+    "_ep_plan",
+    "_pp_plan",
+    "_fsdp_plan",
+}
 """What PyTorch keeps in a module, what has no effect, and what is checked elsewhere."""
 _PLAIN = frozenset({bool, int, float, str, bytes, complex, type(None)})
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)

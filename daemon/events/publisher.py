@@ -58,9 +58,7 @@ class Publisher:
         buffer_steps: batches kept for resending, within MAX_BUFFER_BYTES.
     """
 
-    def __init__(
-        self, endpoint: str, replay: str, topic: str, buffer_steps: int, max_unsent: int = MAX_UNSENT
-    ) -> None:
+    def __init__(self, endpoint: str, replay: str, topic: str, buffer_steps: int, max_unsent: int = MAX_UNSENT) -> None:
         self.batches = 0
         self.replays = 0
         self.buffer_bytes = 0

@@ -39,9 +39,13 @@ class RegionMaker(threading.Thread):
     """
 
     def __init__(
-        self, arena_bytes: int, region_bytes: int, lock_memory: str,
-        hand_over: Callable[[Region, int], None], give_up: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self,
+        arena_bytes: int,
+        region_bytes: int,
+        lock_memory: str,
+        hand_over: Callable[[Region, int], None],
+        give_up: Callable[[str], None],
+    ) -> None:
         super().__init__(name="regions", daemon=True)
         self._sizes = region_sizes(arena_bytes, region_bytes)
         self._lock_memory = lock_memory

@@ -31,9 +31,19 @@ EXPIRE_AT_ONCE = 64
 """Marks that have come due looked at in one go of the loop, and blocks evicted for that."""
 _LIMIT_S = 1.0
 _PASSED_ON = (
-    "inserted", "inserted_run", "inserted_many", "touched", "replaced", "evicted", "follows", "add", "remove", "victim",
-    "worth", "coldest_stamp",
-)  # fmt: skip
+    "inserted",
+    "inserted_run",
+    "inserted_many",
+    "touched",
+    "replaced",
+    "evicted",
+    "follows",
+    "add",
+    "remove",
+    "victim",
+    "worth",
+    "coldest_stamp",
+)
 _FIRST = (Group.EXPIRED, Group.DONE, Group.LOW)
 _KEPT = (Group.BACK, Group.HIGH)
 

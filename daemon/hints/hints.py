@@ -49,9 +49,12 @@ def said_at(now_s: float, done: bool, return_in_s: float, ttl_s: float, priority
     """A hint given now; 0 for a time that is not said."""
     late_s = now_s + (1.0 + LATE_SHARE) * return_in_s + LATE_S
     return Said(
-        done, now_s + return_in_s if return_in_s else 0.0, late_s if return_in_s else 0.0,
-        now_s + ttl_s if ttl_s else math.inf, priority,
-    )  # fmt: skip
+        done,
+        now_s + return_in_s if return_in_s else 0.0,
+        late_s if return_in_s else 0.0,
+        now_s + ttl_s if ttl_s else math.inf,
+        priority,
+    )
 
 
 class Hints:
@@ -88,9 +91,14 @@ class Hints:
             self.counts[name] += bool(said_so)
 
     def say(
-        self, places: Iterable[tuple[Index, Table]], keys: bytes, first: int, said: Said, window_blocks: int = 0,
+        self,
+        places: Iterable[tuple[Index, Table]],
+        keys: bytes,
+        first: int,
+        said: Said,
+        window_blocks: int = 0,
         namespaces: int = 1,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Apply a hint to the blocks from `first` on of a namespace's chain, in each tier; returns how many are here.
 
         `places`: where the chain may be. `namespaces`: how many namespaces the hint is about.

@@ -30,9 +30,18 @@ class Region:
     """
 
     __slots__ = (
-        "accounts", "counts", "draining", "entries", "frames", "fresh", "owned", "region_id", "returned", "seen",
+        "accounts",
+        "counts",
+        "draining",
+        "entries",
+        "frames",
+        "fresh",
+        "owned",
+        "region_id",
+        "returned",
+        "seen",
         "size_bytes",
-    )  # fmt: skip
+    )
 
     def __init__(self, region_id: int, size_bytes: int) -> None:
         self.region_id = region_id

@@ -233,7 +233,7 @@ class Index:
 
     def insert_run(
         self, table: Table, keys: Sequence[bytes], parent: int, frames: Sequence[int], pins: int = 0
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Publish a run of blocks, each below the one before it, the first below `parent`; the last one gets `pins`.
 
         As repeated `insert`, but the policy is told once, and only the last block is announced as a candidate. Returns
@@ -269,9 +269,14 @@ class Index:
         return entries
 
     def insert_many(
-        self, table: Table, keys: Sequence[bytes], parents: Sequence[bytes], frames: Sequence[int], root_key: bytes,
+        self,
+        table: Table,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        frames: Sequence[int],
+        root_key: bytes,
         admit: Callable[[int, int, int], bool] | None = None,
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Publish blocks one after another, each below the one whose key is its parent; much faster than `insert`.
 
         Returns for each its entry, NO_ENTRY when its parent is not here, or REFUSED when the key is here already or

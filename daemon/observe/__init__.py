@@ -1,8 +1,8 @@
 """Observation of the daemon's own work. Nothing here changes what it holds.
 
-    histograms             the histograms of `tiercache stats`; requests/stats answers with them and all other figures
-    traffic, hot_prefixes  look-ups and hits; the prefixes most asked for
-    reuse*                 the hit rate that caches of other sizes would have
-    recorder               records requests in a file for `tiercache replay`
-    http_process           the HTTP process beside the daemon
+histograms             the histograms of `tiercache stats`; requests/stats answers with them and all other figures
+traffic, hot_prefixes  look-ups and hits; the prefixes most asked for
+reuse*                 the hit rate that caches of other sizes would have
+recorder               records requests in a file for `tiercache replay`
+http_process           the HTTP process beside the daemon
 """

@@ -45,9 +45,15 @@ class HttpProcess:
         # Held as long as we live, so that no other process takes the port while a child is restarted.
         self._socket = _bound(config.http)
         self._command = python_command(
-            "tiercache.http", str(config.run_dir), "--listen", config.http,
-            "--log-level", config.log_level, "--log-format", config.log_format,
-        )  # fmt: skip
+            "tiercache.http",
+            str(config.run_dir),
+            "--listen",
+            config.http,
+            "--log-level",
+            config.log_level,
+            "--log-format",
+            config.log_format,
+        )
         self._command += ["--listen-fd", str(self._socket.fileno())]
         if config.http_allow_remote:
             self._command.append("--allow-remote")
@@ -93,9 +99,11 @@ class HttpProcess:
                     return "was not wanted any more", False
                 # A session of its own: Control-C at a terminal is for the daemon, which ends the child.
                 self._child = subprocess.Popen(
-                    [*self._command, "--parent-fd", str(its)], stdin=subprocess.DEVNULL,
-                    pass_fds=[its, self._socket.fileno()], start_new_session=True,
-                )  # fmt: skip
+                    [*self._command, "--parent-fd", str(its)],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[its, self._socket.fileno()],
+                    start_new_session=True,
+                )
             try:
                 return f"ended with status {self._child.wait(STEADY_S)}", False
             except subprocess.TimeoutExpired:

@@ -92,9 +92,12 @@ class Recorder:
     def hinted(self, namespaces: Sequence[Namespace], hint: Hint) -> None:
         """A hint of a client."""
         fields = {
-            "first": hint.first, "done": hint.done, "return_ms": hint.return_in_ms, "ttl_ms": hint.ttl_ms,
+            "first": hint.first,
+            "done": hint.done,
+            "return_ms": hint.return_in_ms,
+            "ttl_ms": hint.ttl_ms,
             "priority": hint.priority,
-        }  # fmt: skip
+        }
         self._put("h", namespaces, hint.keys, b"", {name: value for name, value in fields.items() if value})
 
     def forgot(self, namespaces: Sequence[Namespace], key: bytes, tier: str) -> None:
@@ -118,9 +121,12 @@ class Recorder:
         """For `stats`: what was recorded, and what was lost."""
         writer = self._thread
         return {
-            "path": str(self.path), "requests": writer.requests, "bytes": writer.size_bytes,
-            "lost_requests": self.lost, "ended": writer.ended,
-        }  # fmt: skip
+            "path": str(self.path),
+            "requests": writer.requests,
+            "bytes": writer.size_bytes,
+            "lost_requests": self.lost,
+            "ended": writer.ended,
+        }
 
     def close(self) -> None:
         """Write what is queued. Blocks, CLOSE_S at most."""
@@ -277,9 +283,14 @@ def _header(config: DaemonConfig, start_s: float) -> dict[str, Any]:
 def _declaration(time_ms: int, namespace: Namespace) -> dict[str, Any]:
     spec = namespace.spec
     return {
-        "t": time_ms, "o": "ns", "number": namespace.number, "block_tokens": spec.block_size,
-        "block_bytes": spec.block_bytes, "window_blocks": spec.window_blocks, "dram_only": spec.dram_only,
-    }  # fmt: skip
+        "t": time_ms,
+        "o": "ns",
+        "number": namespace.number,
+        "block_tokens": spec.block_size,
+        "block_bytes": spec.block_bytes,
+        "window_blocks": spec.window_blocks,
+        "dram_only": spec.dram_only,
+    }
 
 
 class _Chains:

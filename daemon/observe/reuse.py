@@ -207,9 +207,14 @@ class WhatIf:
             self._move_tail(namespaces[0], parent, keys)
 
     def _look_up(
-        self, at_s: float, namespaces: Sequence[Namespace], keys: bytes, positions: list[int], dram_blocks: int,
+        self,
+        at_s: float,
+        namespaces: Sequence[Namespace],
+        keys: bytes,
+        positions: list[int],
+        dram_blocks: int,
         below_blocks: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         asked, found = len(keys) // KEY_BYTES, dram_blocks + below_blocks
         window = _window(namespaces)
         certain = len(positions) if window else _place(positions, found)
@@ -230,10 +235,7 @@ class WhatIf:
             return
         above = self._tails.take(parent[NAME_START:] + tag) if parent else None
         chain = names if above is None else above.chain + names
-        if (
-            above is None or above.looked_up or now_s - above.used_s >= TOGETHER_S
-            or 2 * len(chain) >= 3 * above.used
-        ):  # fmt: skip
+        if above is None or above.looked_up or now_s - above.used_s >= TOGETHER_S or 2 * len(chain) >= 3 * above.used:
             above = Tail(now_s, False, len(chain), chain)
             names = chain
         self._tails.put(keys[NAME_START - KEY_BYTES :] + tag, above._replace(chain=chain))
@@ -261,9 +263,13 @@ class WhatIf:
         return tag
 
     def _needed(
-        self, namespaces: Sequence[Namespace], looked: list[Looked], positions: Sequence[int], dram_blocks: int,
+        self,
+        namespaces: Sequence[Namespace],
+        looked: list[Looked],
+        positions: Sequence[int],
+        dram_blocks: int,
         found: int,
-    ) -> list[float]:  # fmt: skip
+    ) -> list[float]:
         """For each block the size of cache that has it in all namespaces."""
         window = _window(namespaces)
         columns = [

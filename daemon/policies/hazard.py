@@ -20,7 +20,7 @@ from tiercache.daemon.policies.worths import (
     age_buckets,
     chain_class,
     shared_class,
-)  # fmt: skip
+)
 
 RANK_SHARE = 32
 """Cells are ranked anew when this share of them has been emptied."""

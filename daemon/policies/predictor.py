@@ -33,7 +33,7 @@ from tiercache.daemon.policies.worths import (
     estimate,
     shared_class,
     worths_before,
-)  # fmt: skip
+)
 from tiercache.protocol.messages import KEY_BYTES
 
 MAX_SAMPLES = 16_384

@@ -72,9 +72,15 @@ class ReuseTimes(Predictor):
 
 
 def _fitted(
-    reused: Floats, after: Floats, ages: Floats, by: npt.NDArray[np.int64], lean_share: Floats, lean_rate: Floats,
-    shares: Floats, rates: Floats,
-) -> tuple[Floats, Floats]:  # fmt: skip
+    reused: Floats,
+    after: Floats,
+    ages: Floats,
+    by: npt.NDArray[np.int64],
+    lean_share: Floats,
+    lean_rate: Floats,
+    shares: Floats,
+    rates: Floats,
+) -> tuple[Floats, Floats]:
     """Shares and rates of each category, starting from the last ones, which are near; they lean on the given ones.
 
     `reused`, `after`: how many blocks were used again, and the sum of their reuse times. `ages`, `by`: age and category

@@ -21,9 +21,20 @@ class Turnover:
     """One for all tiers of a daemon. Event loop only; O(1)."""
 
     __slots__ = (
-        "_at", "_came_bytes", "_clock_s", "_from", "_per_s", "_room_bytes", "_since", "_since_s", "_whole",
-        "room_bytes", "stored_bytes", "storing", "turned",
-    )  # fmt: skip
+        "_at",
+        "_came_bytes",
+        "_clock_s",
+        "_from",
+        "_per_s",
+        "_room_bytes",
+        "_since",
+        "_since_s",
+        "_whole",
+        "room_bytes",
+        "stored_bytes",
+        "storing",
+        "turned",
+    )
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s

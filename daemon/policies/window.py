@@ -42,7 +42,7 @@ class Window:
 
     def __init__(
         self, index: Index, inner: Policy, turnover: Turnover, learner: Learner | None = None, below: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         columns = self._columns = index.columns
         self.inner = inner
         self._index = index

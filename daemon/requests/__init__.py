@@ -1,10 +1,10 @@
 """Request handling: from bytes on a socket to an answer.
 
-    sessions (unix socket), remote (TCP)     who the client is
-        ↓
-    router ──► service ──► reads, writes, admin     one method for each request
-      └ unsent      └ slow       └ context: what they all need
-    stats: the tree that `tiercache stats` shows. tiercache/http/families.py makes metrics of it.
-    A new request: a struct in tiercache/protocol/messages, a method in one of the three, its row in ../PROTOCOL.md.
-    unsent: bounds the replies that a peer has not read yet; slow: logs requests that took long
+sessions (unix socket), remote (TCP)     who the client is
+    ↓
+router ──► service ──► reads, writes, admin     one method for each request
+  └ unsent      └ slow       └ context: what they all need
+stats: the tree that `tiercache stats` shows. tiercache/http/families.py makes metrics of it.
+A new request: a struct in tiercache/protocol/messages, a method in one of the three, its row in ../PROTOCOL.md.
+unsent: bounds the replies that a peer has not read yet; slow: logs requests that took long
 """

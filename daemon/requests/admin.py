@@ -93,9 +93,12 @@ class AdminRequests:
         if request.done and request.return_in_ms:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, "done and return_in_ms: say one of them")
         said = said_at(
-            self._cache.clock_s(), request.done, min(request.return_in_ms, m.MAX_HINT_MS) / 1000,
-            min(request.ttl_ms, m.MAX_HINT_MS) / 1000, m.Priority(request.priority) if request.priority else None,
-        )  # fmt: skip
+            self._cache.clock_s(),
+            request.done,
+            min(request.return_in_ms, m.MAX_HINT_MS) / 1000,
+            min(request.ttl_ms, m.MAX_HINT_MS) / 1000,
+            m.Priority(request.priority) if request.priority else None,
+        )
         blocks = yield from self._cache.hint_in_slices(namespaces, request.keys, request.first, said)
         if self._desk.recorder is not None:
             self._desk.recorder.hinted(namespaces, request)

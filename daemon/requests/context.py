@@ -52,9 +52,15 @@ class Desk:
     """
 
     def __init__(
-        self, cache: Cache, generation: int, sessions: dict[bytes, Session], regions: Mapping[int, Region],
-        lease_ttl_max_s: float, max_leases: int, region_bytes: int,
-    ) -> None:  # fmt: skip
+        self,
+        cache: Cache,
+        generation: int,
+        sessions: dict[bytes, Session],
+        regions: Mapping[int, Region],
+        lease_ttl_max_s: float,
+        max_leases: int,
+        region_bytes: int,
+    ) -> None:
         self.cache = cache
         self.generation = generation
         self.sessions = sessions

@@ -134,9 +134,16 @@ class RemoteGate:
     """The TCP side of a daemon. Event loop only, except for the authenticator. Raises ConfigError."""
 
     def __init__(
-        self, config: DaemonConfig, gate: SessionGate, handle: Handler, welcome: Callable[[Session, int], Welcome],
-        counters: Counters, unsent: Unsent, connections: int, generation: int,
-    ) -> None:  # fmt: skip
+        self,
+        config: DaemonConfig,
+        gate: SessionGate,
+        handle: Handler,
+        welcome: Callable[[Session, int], Welcome],
+        counters: Counters,
+        unsent: Unsent,
+        connections: int,
+        generation: int,
+    ) -> None:
         assert config.curve_keys is not None
         self._gate = gate
         self._handle = handle
@@ -151,9 +158,13 @@ class RemoteGate:
         keys = load_server(config.curve_keys)
         try:
             self.router = Router(
-                config.listen, self._serve, gate.cut, unsent, connections,
+                config.listen,
+                self._serve,
+                gate.cut,
+                unsent,
+                connections,
                 lambda socket: self._guard(socket, keys.secure),
-            )  # fmt: skip
+            )
         except ConfigError:
             self._authenticator.stop()
             raise

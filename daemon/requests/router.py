@@ -73,9 +73,15 @@ class Router:
     """
 
     def __init__(
-        self, endpoint: str, handle: Handler, cut: Callable[[Session, str], None], unsent: Unsent, max_connections: int,
-        prepare: Callable[[zmq.Socket[bytes]], None] | None = None, group: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        endpoint: str,
+        handle: Handler,
+        cut: Callable[[Session, str], None],
+        unsent: Unsent,
+        max_connections: int,
+        prepare: Callable[[zmq.Socket[bytes]], None] | None = None,
+        group: int | None = None,
+    ) -> None:
         self.peer = ""
         self.empty_ns = time.perf_counter_ns()  # when the queue was last seen empty
         self._asks_who = prepare is not None

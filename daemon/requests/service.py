@@ -41,10 +41,31 @@ MAX_REGISTER_BYTES = 2 * MAX_SPEC_BYTES
 MAX_SLICED = 16
 """Requests of one session that may be under way in slices: each keeps its keys, up to 1 MiB."""
 
-FOR_TENANTS = frozenset((
-    m.Ping, m.RegisterNamespace, m.Match, m.Peek, m.Resolve, m.Hold, m.Release, m.Renew, m.Reserve, m.Commit, m.Abort,
-    m.Read, m.Write, m.Pin, m.Unpin, m.Prefetch, m.Hint, m.Flush, m.Report, m.Models, m.Bye,
-))  # fmt: skip
+FOR_TENANTS = frozenset(
+    (
+        m.Ping,
+        m.RegisterNamespace,
+        m.Match,
+        m.Peek,
+        m.Resolve,
+        m.Hold,
+        m.Release,
+        m.Renew,
+        m.Reserve,
+        m.Commit,
+        m.Abort,
+        m.Read,
+        m.Write,
+        m.Pin,
+        m.Unpin,
+        m.Prefetch,
+        m.Hint,
+        m.Flush,
+        m.Report,
+        m.Models,
+        m.Bye,
+    )
+)
 """Requests allowed from other hosts. The others would tell one tenant about others, or are only useful on this host."""
 
 TO_THE_END = frozenset((m.Flush,))
@@ -76,9 +97,13 @@ class Service:
     """
 
     def __init__(
-        self, desk: Desk, clock: LeaseClock, end: Callable[[Session], None],
-        stats: Callable[[m.Stats], Steps[dict[str, Any]]], slow: SlowRequests,
-    ) -> None:  # fmt: skip
+        self,
+        desk: Desk,
+        clock: LeaseClock,
+        end: Callable[[Session], None],
+        stats: Callable[[m.Stats], Steps[dict[str, Any]]],
+        slow: SlowRequests,
+    ) -> None:
         self.latency: dict[str, LatencyHistogram] = {}
         self.desk = desk
         self._cache = desk.cache
@@ -219,7 +244,7 @@ class Service:
 
     def _go_on(
         self, identity: bytes, session: Session, request: m.Request, steps: Steps[m.Reply | None]
-    ) -> Steps[None]:  # fmt: skip
+    ) -> Steps[None]:
         """Run the further slices of a request and answer it; stops when the session ends or its client no longer waits.
 
         `TO_THE_END` requests are finished in any case.

@@ -133,9 +133,14 @@ class SessionGate:
     """The listening socket and all its sessions. Event loop only; sockets never block."""
 
     def __init__(
-        self, path: Path, welcome: Callable[[Session, int], Welcome], ends: Ends, max_sessions: int,
-        counters: Counters, group: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        path: Path,
+        welcome: Callable[[Session, int], Welcome],
+        ends: Ends,
+        max_sessions: int,
+        counters: Counters,
+        group: int | None = None,
+    ) -> None:
         self.sessions: dict[bytes, Session] = {}
         self._welcome = welcome
         self._ends = ends

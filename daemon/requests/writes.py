@@ -67,9 +67,7 @@ class WriteRequests:
         frames, states = m.pack_frames(got.frames), bytes(got.states)
         return m.Reserved(request.request_id, self._generation, got.lease_id, states, frames, got.parent_missing)
 
-    def _named(
-        self, owner: Owner, request: m.Reserve | m.ReserveExtents, namespace: Namespace
-    ) -> Named | None:
+    def _named(self, owner: Owner, request: m.Reserve | m.ReserveExtents, namespace: Namespace) -> Named | None:
         """What events will say of a store's blocks; None without events, or if it is too much to keep."""
         run, block_size = request.events, namespace.spec.block_size
         if run is None or self._cache.events is None:

@@ -112,34 +112,28 @@ def test_a_missed_deadline_is_down_and_good_pings_are_up(daemon: FakeDaemon, cli
     assert len(daemon.hellos) == 1  # a daemon that was only slow keeps its session
 
 
-def test_a_late_grant_of_a_read_lease_is_given_back(
-    daemon: FakeDaemon, connector: tiercache.Connector
-) -> None:
+def test_a_late_grant_of_a_read_lease_is_given_back(daemon: FakeDaemon, connector: tiercache.Connector) -> None:
     assert connector.store(KEYS, [0, 1, 2]).stored == 3
     daemon.hold_back(m.Match)
     assert connector.match(KEYS).blocks == 0
     assert not connector.available
-    (_, held), = daemon.held
+    ((_, held),) = daemon.held
     lease = msgspec.msgpack.decode(held)[5]
     daemon.let_go()
     wait_until(lambda: any(r.lease == lease for r in daemon.seen(m.Release)))  # type: ignore[attr-defined]
 
 
-def test_a_late_grant_of_a_write_lease_is_given_back(
-    daemon: FakeDaemon, connector: tiercache.Connector
-) -> None:
+def test_a_late_grant_of_a_write_lease_is_given_back(daemon: FakeDaemon, connector: tiercache.Connector) -> None:
     daemon.hold_back(m.Reserve)
     assert connector.store(KEYS, [0, 1, 2]) == (0, 0, 3, False)
-    (_, held), = daemon.held
+    ((_, held),) = daemon.held
     lease = msgspec.msgpack.decode(held)[3]
     daemon.let_go()
     wait_until(lambda: any((r.lease, r.finished) == (lease, True) for r in daemon.seen(m.Abort)))  # type: ignore[attr-defined]
     wait_until(lambda: connector.available)
 
 
-def test_without_the_last_word_of_release_a_load_is_a_miss(
-    daemon: FakeDaemon, connector: tiercache.Connector
-) -> None:
+def test_without_the_last_word_of_release_a_load_is_a_miss(daemon: FakeDaemon, connector: tiercache.Connector) -> None:
     connector.store(KEYS, [0, 1, 2])
     daemon.rules[m.Release] = lambda request, reply: []
     assert connector.load(connector.match(KEYS), [3, 4, 5]) == 0
@@ -208,9 +202,7 @@ def test_a_region_that_comes_late_is_waited_for(run_dir: Path) -> None:
     with FakeDaemon(run_dir) as daemon:
         daemon.announce_regions = False
         pool = tiercache.Pool.from_blocks(np.ones((8, BLOCK), np.uint8))
-        with tiercache.connect(
-            run_dir, namespace=SPEC, pool=pool, required=True, request_timeout_s=5
-        ) as connector:
+        with tiercache.connect(run_dir, namespace=SPEC, pool=pool, required=True, request_timeout_s=5) as connector:
             transfer = connector.store_async(KEYS, [0, 1, 2])
             wait_until(lambda: daemon.seen(m.Reserve))
             daemon.send_regions()
@@ -378,9 +370,7 @@ def test_a_daemon_that_refuses_our_blocks_is_said_once(run_dir: Path, caplog: py
         assert caplog.records == []
 
 
-def test_a_forked_child_says_so_and_leaves_the_parent_alone(
-    daemon: FakeDaemon, connector: tiercache.Connector
-) -> None:
+def test_a_forked_child_says_so_and_leaves_the_parent_alone(daemon: FakeDaemon, connector: tiercache.Connector) -> None:
     connector.store(KEYS, [0, 1, 2])
     pid = os.fork()
     if pid == 0:
@@ -417,9 +407,7 @@ def test_a_slow_daemon_does_not_come_up_by_halves(daemon: FakeDaemon, client: ti
     wait_until(lambda: client.alive)
 
 
-def test_while_down_a_held_match_costs_no_further_deadline(
-    daemon: FakeDaemon, connector: tiercache.Connector
-) -> None:
+def test_while_down_a_held_match_costs_no_further_deadline(daemon: FakeDaemon, connector: tiercache.Connector) -> None:
     connector.store(KEYS, [0, 1, 2])
     match = connector.match(KEYS)
     for kind in (m.Ping, m.Match):

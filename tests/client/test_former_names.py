@@ -41,8 +41,12 @@ def test_a_former_name_is_the_same_module_and_says_where_that_is() -> None:
 @pytest.mark.parametrize(
     ("folder", "name"),
     [
-        ("client", "Client"), ("connector", "Connector"), ("config", "DaemonConfig"), ("daemon.index", "Index"),
-        ("daemon.hints", "Hints"), ("daemon.events", "Events"),
+        ("client", "Client"),
+        ("connector", "Connector"),
+        ("config", "DaemonConfig"),
+        ("daemon.index", "Index"),
+        ("daemon.hints", "Hints"),
+        ("daemon.events", "Events"),
     ],
 )
 def test_folders_with_the_name_of_a_former_module_have_what_it_had(folder: str, name: str) -> None:

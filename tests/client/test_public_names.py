@@ -10,11 +10,34 @@ import pytest
 import tiercache
 
 NAMES = [
-    "ArenaError", "Client", "ConfigError", "Connector", "DaemonUnavailable", "DeadlineExceeded", "Hint",
-    "KeyChain", "LaunchedDaemon", "LayoutError", "Match", "ModelCard", "ModelRefused", "NamespaceSpec", "Pool",
-    "Priority", "ProtocolError", "RequestRefused", "StoreResult", "TierCacheError", "Transfer", "VersionError",
-    "__version__", "connect", "fingerprint_files", "launch", "root_key",
-]  # fmt: skip
+    "ArenaError",
+    "Client",
+    "ConfigError",
+    "Connector",
+    "DaemonUnavailable",
+    "DeadlineExceeded",
+    "Hint",
+    "KeyChain",
+    "LaunchedDaemon",
+    "LayoutError",
+    "Match",
+    "ModelCard",
+    "ModelRefused",
+    "NamespaceSpec",
+    "Pool",
+    "Priority",
+    "ProtocolError",
+    "RequestRefused",
+    "StoreResult",
+    "TierCacheError",
+    "Transfer",
+    "VersionError",
+    "__version__",
+    "connect",
+    "fingerprint_files",
+    "launch",
+    "root_key",
+]
 
 
 def test_the_public_names_are_these() -> None:

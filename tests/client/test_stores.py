@@ -104,9 +104,7 @@ def test_a_store_that_gets_some_frames_asks_for_as_many_again(daemon: FakeDaemon
     assert asked == [(0, 4), (3, 3), (6, 3), (9, 3)]
 
 
-def test_a_store_that_is_refused_while_it_commits_goes_on_with_half_of_that(
-    daemon: FakeDaemon, connector: Any
-) -> None:
+def test_a_store_that_is_refused_while_it_commits_goes_on_with_half_of_that(daemon: FakeDaemon, connector: Any) -> None:
     """What is being committed may have been all that one client may have at a time."""
     asked = grants(daemon, [F, F, F, F], [N], *[[F, F]] * 4)
     assert store(connector) == (12, 0, 0, False)
@@ -114,9 +112,7 @@ def test_a_store_that_is_refused_while_it_commits_goes_on_with_half_of_that(
 
 
 @pytest.mark.parametrize("before", [0, 1], ids=["nothing", "present"])
-def test_a_store_that_is_refused_with_nothing_under_way_ends(
-    daemon: FakeDaemon, connector: Any, before: int
-) -> None:
+def test_a_store_that_is_refused_with_nothing_under_way_ends(daemon: FakeDaemon, connector: Any, before: int) -> None:
     """To ask again would change nothing."""
     asked = grants(daemon, *[[H, H, H, H]] * before, [N])
     assert store(connector) == (0, 4 * before, BLOCKS - 4 * before, False)

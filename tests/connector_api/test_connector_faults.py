@@ -203,9 +203,7 @@ def test_a_forked_child_connects_anew_and_the_parent_goes_on(
     if pid == 0:
         try:
             assert connector.match(chain).blocks == 0
-            with tiercache.connect(
-                own_daemon.address, namespace=spec(), pool=connector.pool, required=True
-            ) as own:
+            with tiercache.connect(own_daemon.address, namespace=spec(), pool=connector.pool, required=True) as own:
                 assert own.load(own.match(chain), range(10, 14)) == 4
                 assert bytes_of(own, list(range(10, 14))) == bytes_of(own, list(range(4)))
             os._exit(7)

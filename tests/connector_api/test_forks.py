@@ -132,9 +132,19 @@ def test_a_child_gets_misses_and_reasons_whatever_lock_was_held(
     for name in ("flush", "ping", "held session"):
         assert forks.FORKED in seen.pop(name), name
     assert seen == {
-        "available": False, "match": 0, "adopt": 0, "load": 0, "load_async": 0, "store": [0, 0, 4, False],
-        "store_async": [0, 0, 4, False], "prefetch": 0, "hint": 0, "pin": 0, "unavailable": 3, "close": [None, None],
-    }  # fmt: skip
+        "available": False,
+        "match": 0,
+        "adopt": 0,
+        "load": 0,
+        "load_async": 0,
+        "store": [0, 0, 4, False],
+        "store_async": [0, 0, 4, False],
+        "prefetch": 0,
+        "hint": 0,
+        "pin": 0,
+        "unavailable": 3,
+        "close": [None, None],
+    }
     assert loaded == [4, 2], "a connection of the child's own serves it"
     # And the parent has not noticed: the same session, the same leases.
     assert connector.client.session() is session
@@ -249,7 +259,7 @@ EXCEPT = {
     "connectors/transformers_cache.py: _lock",  # taken only while the connector is available
     "tiercache/connector/direct/backend.py: _lock",  # of a backend for tests
     "tiercache/connector/direct/backend.py: _resume",
-}  # fmt: skip
+}
 
 
 def test_every_lock_is_renewed_in_a_child() -> None:

@@ -49,8 +49,12 @@ def test_a_store_in_the_background_says_it_too(open_connector: Open) -> None:
     assert transfer.result().stored == 4
     now = said(connector)
     assert {name: now[name] - before[name] for name in ("hints", "done", "returning", "ttl", "priority")} == {
-        "hints": 1, "done": 1, "returning": 0, "ttl": 0, "priority": 1,
-    }  # fmt: skip
+        "hints": 1,
+        "done": 1,
+        "returning": 0,
+        "ttl": 0,
+        "priority": 1,
+    }
     assert found(connector, chain) == 4, "until room is wanted"
 
 

@@ -248,9 +248,12 @@ def test_ctrl_c_at_any_reply_of_a_store_leaves_no_lease(
 @pytest.mark.parametrize("error", [MemoryError, SystemExit, ValueError])
 @pytest.mark.parametrize("in_main_thread", [True, False])
 def test_an_exception_in_a_copy_ends_the_lease_and_is_raised(
-    open_connector: Open, watcher: tiercache.Connector, monkeypatch: pytest.MonkeyPatch, error: type[BaseException],
+    open_connector: Open,
+    watcher: tiercache.Connector,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
     in_main_thread: bool,
-) -> None:  # fmt: skip
+) -> None:
     connector = open_connector()
     chain = keys(f"raises {error.__name__} {in_main_thread}", 8)
 

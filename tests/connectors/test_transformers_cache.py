@@ -24,19 +24,31 @@ from tiercache.errors import ConfigError, DaemonUnavailable, ModelRefused
 pytestmark = pytest.mark.engine
 Open = Callable[..., PrefixCache]
 MLA = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8,
-}  # fmt: skip
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
 SERVED: list[tuple[str, dict[str, Any]]] = [
     ("LlamaConfig", {}),
     ("Qwen3Config", {}),
     ("MistralConfig", {"sliding_window": 24}),
-    ("Gemma3TextConfig", {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2,
-                          "num_hidden_layers": 4}),
+    (
+        "Gemma3TextConfig",
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+    ),
     ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}),
     ("DeepseekV3Config", MLA),
-]  # fmt: skip
+]
 
 
 def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
@@ -330,8 +342,14 @@ def test_a_daemon_that_dies_is_a_miss_and_its_successor_a_hit() -> None:
 
 
 def test_long_rope_is_served_up_to_the_trained_length(open_cache: Open) -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "factor": 4.0,
-            "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}  # fmt: skip
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 64,
+        "factor": 4.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+    }
     model = tiny_model("LlamaConfig", rope_parameters=rope)
     cache = open_cache(model)
     for tokens, restored in ((40, 32), (60, 48), (100, 0), (60, 48)):
@@ -347,12 +365,18 @@ def test_long_rope_is_served_up_to_the_trained_length(open_cache: Open) -> None:
     ("config_class", "options", "words"),
     [
         ("MambaConfig", {"state_size": 8}, "only K and V per layer"),
-        ("LlamaConfig", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-         "rope_type is dynamic"),
-        ("Qwen3NextConfig", {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
-         "only K and V per layer"),
+        (
+            "LlamaConfig",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type is dynamic",
+        ),
+        (
+            "Qwen3NextConfig",
+            {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+            "only K and V per layer",
+        ),
     ],
-)  # fmt: skip
+)
 def test_models_with_other_state_are_refused(
     open_cache: Open, config_class: str, options: dict[str, Any], words: str
 ) -> None:

@@ -393,7 +393,7 @@ def test_what_was_changed_before_the_cache_was_made_is_part_of_the_name(open_cac
         "hook",
         "forward",
     ],
-)  # fmt: skip
+)
 def test_what_else_decides_the_result_is_part_of_the_name(open_cache: Open, switch: Callable[[Any], Any]) -> None:
     model = tiny_model("LlamaConfig")
     model.model.layers[1].mlp.scaling = {"default": 1.0}  # what PEFT puts into its layers

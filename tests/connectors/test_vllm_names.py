@@ -29,14 +29,20 @@ def folder(tmp_path: Path) -> Path:
 def names_of(folder: Path, wait_s: float = LONG_S, more: dict[str, Any] | None = None, **options: Any) -> Names:
     """`options` are of vLLM's model_config."""
     fields: dict[str, Any] = {
-        "model": str(folder), "revision": None, "dtype": "float32", "quantization": None,
-        "hf_config": config_of(folder), **options,
-    }  # fmt: skip
+        "model": str(folder),
+        "revision": None,
+        "dtype": "float32",
+        "quantization": None,
+        "hf_config": config_of(folder),
+        **options,
+    }
     model = SimpleNamespace(**fields)
     config = SimpleNamespace(
-        model_config=model, load_config=SimpleNamespace(load_format="auto"), speculative_config=None,
+        model_config=model,
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
-    )  # fmt: skip
+    )
     return Names(config, "", "", wait_s=wait_s, **(more or {}))
 
 

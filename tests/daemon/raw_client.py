@@ -305,9 +305,13 @@ class Client:
 def new_spec(block_bytes: int = 8192, **changed: Any) -> dict[str, Any]:
     """A spec that no other test has."""
     return {
-        "engine": "raw/1", "layout": f"test {next(_numbers)} of {os.getpid()}", "dtype": "uint8",
-        "block_size": 4, "block_bytes": block_bytes, **changed,
-    }  # fmt: skip
+        "engine": "raw/1",
+        "layout": f"test {next(_numbers)} of {os.getpid()}",
+        "dtype": "uint8",
+        "block_size": 4,
+        "block_bytes": block_bytes,
+        **changed,
+    }
 
 
 def content_id(model: str, epoch: int = 0, extra: Sequence[tuple[str, str]] = ()) -> bytes:

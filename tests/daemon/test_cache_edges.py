@@ -20,9 +20,12 @@ class Harness:
     """A cache of `regions` regions of 8 small frames, a clock that is a field, an owner."""
 
     def __init__(
-        self, regions: int = 1, region_bytes: int = 8 * FRAME_BYTES, pin_share: float = 0.5,
+        self,
+        regions: int = 1,
+        region_bytes: int = 8 * FRAME_BYTES,
+        pin_share: float = 0.5,
         quota: Mapping[str, int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.now_s = 0.0
         self.cache = Cache(lambda: self.now_s, CacheLimits(pin_share=pin_share, quota=quota or {}))
         for region_id in range(regions):
@@ -31,10 +34,15 @@ class Harness:
 
     def space(self, rank: int = 0, tenant: str = "", **changed: int) -> Namespace:
         spec = NamespaceSpec(
-            engine="t", layout="l", dtype="u8", block_size=1, tp_rank=rank, tp_size=8,
+            engine="t",
+            layout="l",
+            dtype="u8",
+            block_size=1,
+            tp_rank=rank,
+            tp_size=8,
             extra={"tenant": tenant} if tenant else {},
             **{"block_bytes": FRAME_BYTES, **changed},  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
         return self.cache.space.open_namespace(spec)
 
     def store(self, namespace: Namespace, keys: bytes, parent: bytes = b"") -> None:
@@ -148,8 +156,6 @@ def test_a_lease_on_a_window_names_no_frame_that_it_does_not_hold() -> None:
     assert got.states.count(BlockState.FRAME) == 6
     assert h.cache.reads.release(h.owner, lease.lease_id)
     h.check()
-
-
 
 
 def test_a_region_with_blocks_on_their_way_in_is_not_drained() -> None:

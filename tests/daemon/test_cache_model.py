@@ -42,9 +42,15 @@ class Harness:
 
     def space(self, block_bytes: int = 4096, window_blocks: int = 0, rank: int = 0) -> Namespace:
         spec = NamespaceSpec(
-            engine="t", layout="l", dtype="u8", block_size=1, block_bytes=block_bytes,
-            window_blocks=window_blocks, tp_rank=rank, tp_size=4,
-        )  # fmt: skip
+            engine="t",
+            layout="l",
+            dtype="u8",
+            block_size=1,
+            block_bytes=block_bytes,
+            window_blocks=window_blocks,
+            tp_rank=rank,
+            tp_size=4,
+        )
         return self.cache.space.open_namespace(spec)
 
     def store(self, namespace: Namespace, keys: bytes, parent: bytes = b"") -> list[BlockState]:

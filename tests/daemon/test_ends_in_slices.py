@@ -73,9 +73,7 @@ def test_the_exit_of_a_process_waits_for_what_its_session_has_left() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_nothing_is_published_in_a_region_that_is_emptied_in_slices(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_nothing_is_published_in_a_region_that_is_emptied_in_slices(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Clients commit, abort and go on storing between two slices."""
     monkeypatch.setattr(writes, "LOOKED_AT_ONCE", 3)
     h, dice = Harness(regions=3, region_bytes=40 * FRAME_BYTES), random.Random(seed)

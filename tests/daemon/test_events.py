@@ -103,10 +103,17 @@ def store(
 
 def stored(hashes: Sequence[Any], parent: Any = None) -> dict[str, Any]:
     return {
-        "type": "BlockStored", "block_hashes": list(hashes), "parent_block_hash": parent,
-        "token_ids": [place for place in range(len(hashes)) for _ in range(4)], "block_size": 4, "lora_id": 7,
-        "medium": "CPU", "lora_name": "adapter", "group_idx": 0, "kv_cache_spec_kind": "full_attention",
-    }  # fmt: skip
+        "type": "BlockStored",
+        "block_hashes": list(hashes),
+        "parent_block_hash": parent,
+        "token_ids": [place for place in range(len(hashes)) for _ in range(4)],
+        "block_size": 4,
+        "lora_id": 7,
+        "medium": "CPU",
+        "lora_name": "adapter",
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }
 
 
 @contextmanager
@@ -118,9 +125,7 @@ def connected(folder: Path) -> Iterator[Client]:
 
 
 @contextmanager
-def following(
-    folder: Path, *more: str, topic: str = "", arena: str = "8MiB"
-) -> Iterator[tuple[Client, Subscriber]]:
+def following(folder: Path, *more: str, topic: str = "", arena: str = "8MiB") -> Iterator[tuple[Client, Subscriber]]:
     """A daemon with events, a client of it and a subscriber."""
     running = daemon(folder / "run", *flags(folder, *more, arena=arena))
     with running, connected(folder) as client, subscriber(folder, topic) as sub:
@@ -337,8 +342,12 @@ def test_an_address_that_is_taken_is_said_in_a_line_and_left_alone(tmp_path: Pat
             command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", tmp_path / "run", "--arena", "2MiB"]
             done = subprocess.run(
                 [*command, "--kv-events", f"ipc://{tmp_path}/{path}"],
-                cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-            )  # fmt: skip
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
             assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
             assert f"kv_events = ipc://{tmp_path}/{path}: {reason}" in done.stderr
         with socket.socket(socket.AF_UNIX) as mine:

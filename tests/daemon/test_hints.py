@@ -256,7 +256,6 @@ def test_who_asks_for_the_middle_of_a_chain_takes_back_that_it_is_done_as_far(h:
     assert mark is None or mark.group is Group.PLAIN, "asked for since: as any other"
 
 
-
 # --- priority --------------------------------------------------------------------------------------
 
 
@@ -402,13 +401,15 @@ def test_without_hints_the_policy_is_asked_itself() -> None:
 
 # --- whatever is said ------------------------------------------------------------------------------
 
-SAID = st.fixed_dictionaries({
-    "done": st.booleans(),
-    "return_in_s": st.sampled_from([0.0, 0.001, 1.0, 5.0, 6e5]),
-    "ttl_s": st.sampled_from([0.0, 0.0, 0.001, 3.0, 6e5]),
-    "priority": st.sampled_from([None, *Priority]),
-    "first": st.integers(0, 4),
-})  # fmt: skip
+SAID = st.fixed_dictionaries(
+    {
+        "done": st.booleans(),
+        "return_in_s": st.sampled_from([0.0, 0.001, 1.0, 5.0, 6e5]),
+        "ttl_s": st.sampled_from([0.0, 0.0, 0.001, 3.0, 6e5]),
+        "priority": st.sampled_from([None, *Priority]),
+        "first": st.integers(0, 4),
+    }
+)
 STEP = st.tuples(st.integers(0, 9), st.lists(st.integers(0, 2), min_size=1, max_size=5), SAID, st.integers(0, 2**30))
 
 

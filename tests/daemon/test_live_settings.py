@@ -160,8 +160,10 @@ def test_quotas_change_under_those_who_have_one() -> None:
     fingerprint = "5d1e0b3a" + "0" * 24
     quotas = Quotas({"a": 5, "ns:5d1e0b3a": 3})
     assert [quotas.enter(1, "a", "x"), quotas.enter(2, "b", "x"), quotas.enter(3, "a", fingerprint)] == [
-        "a", NOBODY, "ns:5d1e0b3a"
-    ]  # fmt: skip
+        "a",
+        NOBODY,
+        "ns:5d1e0b3a",
+    ]
     quotas.change({"b": 7, "*": 9})
     assert [quotas.limit_bytes(name) for name in ("a", "b", NOBODY, "ns:5d1e0b3a")] == [9, 7, None, None]
     assert quotas.account_of("b", "x") == "b", "for namespaces to come"

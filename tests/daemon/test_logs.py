@@ -84,8 +84,12 @@ def test_lines_come_out_in_order_and_with_their_fields() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", first["time"]), "RFC 3339, in UTC"
     assert abs((written - datetime.now(timezone.utc)).total_seconds()) < 60
     assert first | {"time": ""} == {
-        "time": "", "level": "INFO", "message": "3 blocks of engine", "event": "stored", "blocks": 3,
-    }  # fmt: skip
+        "time": "",
+        "level": "INFO",
+        "message": "3 blocks of engine",
+        "event": "stored",
+        "blocks": 3,
+    }
     assert (second["message"], second["traceback"].splitlines()[-1]) == ("it failed", "ValueError: a bug")
 
 
@@ -222,9 +226,10 @@ def test_each_change_of_health_is_one_line(caplog: pytest.LogCaptureFixture) -> 
         health.look([], 5.0)
         health.look([], 6.0)
     assert caplog.messages == [
-        "health: degraded: /kv: an operation has been under way for 11 s", "health: degraded: no memory",
+        "health: degraded: /kv: an operation has been under way for 11 s",
+        "health: degraded: no memory",
         "health: ok again, after 4 s",
-    ]  # fmt: skip
+    ]
     assert caplog.records[0].fields["event"] == "health"  # type: ignore[attr-defined]
 
 
@@ -247,9 +252,14 @@ def test_slow_requests_say_what_took_the_time(caplog: pytest.LogCaptureFixture) 
         "slow request: Match of 3 keys for engine took 150.0 ms for blocks on their way up",
     ]
     assert caplog.records[0].fields == {  # type: ignore[attr-defined]
-        "event": "slow_request", "request": "Match", "client": "engine", "pid": 7, "keys": 3,
-        "work_ms": 20.0, "queue_ms": 90.0,
-    }  # fmt: skip
+        "event": "slow_request",
+        "request": "Match",
+        "client": "engine",
+        "pid": 7,
+        "keys": 3,
+        "work_ms": 20.0,
+        "queue_ms": 90.0,
+    }
     assert counters.requests_slow == 2
     off = SlowRequests(0, counters)
     off.queue_empty_ns = lambda: 0
@@ -284,9 +294,7 @@ def make_noise(client: Client, times: int) -> None:
 
 
 @pytest.mark.parametrize("full", [fill, None])
-def test_a_daemon_serves_and_stops_when_nobody_reads_its_log(
-    full: Callable[[int], int] | None, tmp_path: Path
-) -> None:
+def test_a_daemon_serves_and_stops_when_nobody_reads_its_log(full: Callable[[int], int] | None, tmp_path: Path) -> None:
     with pipe() as (reader, writer):
         if full is not None:
             full(writer)

@@ -160,9 +160,14 @@ def test_quotas_as_they_are_written() -> None:
     assert config.quota == (("team-a", 16 << 20), ("*", 1 << 20))
     assert load_config(flags={"nvme_quota": "ns:5d1e0b3a=1GiB"}, env={}).nvme_quota == (("ns:5d1e0b3a", 1 << 30),)
     wrong = {
-        "team-a": "is no list", "=1MiB": "is no list", "a=1MiB,a=2MiB": "twice", "a=x": "a=x",
-        "ns:5d1e=1MiB": "first 8", "ns:5D1E0B3A=1MiB": "first 8", "team a=1MiB": "team a",
-    }  # fmt: skip
+        "team-a": "is no list",
+        "=1MiB": "is no list",
+        "a=1MiB,a=2MiB": "twice",
+        "a=x": "a=x",
+        "ns:5d1e=1MiB": "first 8",
+        "ns:5D1E0B3A=1MiB": "first 8",
+        "team a=1MiB": "team a",
+    }
     for text, problem in wrong.items():
         with pytest.raises(ConfigError, match=problem):
             load_config(flags={"quota": text}, env={})

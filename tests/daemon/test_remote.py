@@ -37,9 +37,15 @@ class Site:
         config: Any = SimpleNamespace(curve_keys=directory, listen="tcp://127.0.0.1:*", max_sessions=max_sessions)
         self.counters = Counters()
         self.gate = RemoteGate(
-            config, self._sessions(), self._handle, lambda session, protocol: SimpleNamespace(welcome=1),  # type: ignore[arg-type, return-value]
-            self.counters, Unsent(), 10, 1,
-        )  # fmt: skip
+            config,
+            self._sessions(),
+            self._handle,
+            lambda session, protocol: SimpleNamespace(welcome=1),  # type: ignore[arg-type, return-value]
+            self.counters,
+            Unsent(),
+            10,
+            1,
+        )
 
     def _sessions(self) -> SimpleNamespace:
         return SimpleNamespace(

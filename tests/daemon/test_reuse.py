@@ -226,8 +226,9 @@ def test_a_window_needs_its_last_blocks() -> None:
 
 def test_health_probes_are_no_traffic() -> None:
     h = Harness()
-    probe = h.places.open_namespace(NamespaceSpec(engine="tiercache/probe", layout="l", dtype="u8", block_size=1,
-                                                  block_bytes=BLOCK))  # fmt: skip
+    probe = h.places.open_namespace(
+        NamespaceSpec(engine="tiercache/probe", layout="l", dtype="u8", block_size=1, block_bytes=BLOCK)
+    )
     h.store(keys_of(1, 2), space=probe)
     h.ask(keys_of(1, 2), dram=2, spaces=[probe])
     assert (h.what_if.stats()["accessed_blocks"], len(h.what_if.stack)) == (0, 0)

@@ -94,12 +94,23 @@ def test_a_queue_that_never_runs_empty_does_not_keep_leases_alive() -> None:
     drained = False
     counters = SimpleNamespace(requests=0, loop_stalls=0)
     fake: Any = SimpleNamespace(
-        _stopping=SimpleNamespace(is_set=lambda: False), clock=SimpleNamespace(observe=lambda slept_s: 0.0, stalls=0),
-        cache=SimpleNamespace(counters=counters, expire=expire), loop=SimpleNamespace(call_later=nothing),
-        service=SimpleNamespace(reads=SimpleNamespace(parked=[], answer_parked=nothing)), events=None, remote=None,
-        router=SimpleNamespace(tick=nothing), _drain=lambda limit: drained, _undrained_ticks=0, _requests_seen=0,
-        _idle_from_s=0.0, _idle_tick_s=0.05, _health_log=SimpleNamespace(next_s=math.inf), _working=True, _tick=nothing,
-    )  # fmt: skip
+        _stopping=SimpleNamespace(is_set=lambda: False),
+        clock=SimpleNamespace(observe=lambda slept_s: 0.0, stalls=0),
+        cache=SimpleNamespace(counters=counters, expire=expire),
+        loop=SimpleNamespace(call_later=nothing),
+        service=SimpleNamespace(reads=SimpleNamespace(parked=[], answer_parked=nothing)),
+        events=None,
+        remote=None,
+        router=SimpleNamespace(tick=nothing),
+        _drain=lambda limit: drained,
+        _undrained_ticks=0,
+        _requests_seen=0,
+        _idle_from_s=0.0,
+        _idle_tick_s=0.05,
+        _health_log=SimpleNamespace(next_s=math.inf),
+        _working=True,
+        _tick=nothing,
+    )
     for _ in range(2 * _MAX_UNDRAINED_TICKS):
         Server._tick(fake)
     assert expired == 2
@@ -118,9 +129,13 @@ def test_work_goes_on_after_a_part_of_it_has_failed() -> None:
         return False
 
     fake: Any = SimpleNamespace(
-        _working=True, _serving=True, cache=SimpleNamespace(work=lambda: True), _later=later.append, _work=None,
+        _working=True,
+        _serving=True,
+        cache=SimpleNamespace(work=lambda: True),
+        _later=later.append,
+        _work=None,
         service=SimpleNamespace(reads=SimpleNamespace(answer_parked=answer_parked)),
-    )  # fmt: skip
+    )
     with pytest.raises(IndexError):
         Server._work(fake)
     assert not fake._working, "the next tick tries again"

@@ -121,8 +121,10 @@ def test_the_documented_limits_and_tags_are_those_of_the_code() -> None:
 
 def test_nothing_listens_to_other_users(run_dir: Path, client: Client) -> None:
     assert [(run_dir / name).stat().st_mode & 0o777 for name in ("", "session.sock", "control.sock")] == [
-        0o700, 0o600, 0o600,
-    ]  # fmt: skip
+        0o700,
+        0o600,
+        0o600,
+    ]
     assert client.control == f"ipc://{run_dir}/control.sock"
 
 
@@ -143,8 +145,15 @@ def test_stats_have_the_documented_shape(client: Client, run_dir: Path) -> None:
     mine = next(session for session in stats["sessions"] if session["registration"] == "mlock")
     assert mine.pop("connected_s") >= 0
     assert mine == {
-        "name": "raw", "pid": os.getpid(), "tenant": "", "mapped": True, "registration": "mlock", "protocol": 1,
-        "read_leases": 0, "write_leases": 0, "counters": {"loads": 3},
-    }  # fmt: skip
+        "name": "raw",
+        "pid": os.getpid(),
+        "tenant": "",
+        "mapped": True,
+        "registration": "mlock",
+        "protocol": 1,
+        "read_leases": 0,
+        "write_leases": 0,
+        "counters": {"loads": 3},
+    }
     assert next(space for space in stats["namespaces"] if space["id"] == number)["blocks"] == 1
     assert stats["latency"]["Commit"]["count"] > 0

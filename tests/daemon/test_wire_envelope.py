@@ -25,10 +25,18 @@ def test_unknown_tags_and_wrong_types_are_answered(client: Client) -> None:
     assert client.refusal("teleport", 1, 2) == "malformed"
     number, keys = client.namespace(), new_chain(1)
     wrong: list[list[Any]] = [
-        ["match", "1", keys], ["match", [number], "text"], ["match", [number], 7], ["match", [number], keys, "1"],
-        ["release", 1.5], ["release", None], ["abort", 1, 1], ["register_namespace", []],
-        ["register_namespace", {"engine": "x"}], ["report", "none", {"a": "b"}], ["match"],
-    ]  # fmt: skip
+        ["match", "1", keys],
+        ["match", [number], "text"],
+        ["match", [number], 7],
+        ["match", [number], keys, "1"],
+        ["release", 1.5],
+        ["release", None],
+        ["abort", 1, 1],
+        ["register_namespace", []],
+        ["register_namespace", {"engine": "x"}],
+        ["report", "none", {"a": "b"}],
+        ["match"],
+    ]
     for request in wrong:
         assert client.refusal(*request) == "malformed", request
 
@@ -90,10 +98,15 @@ def test_counts_over_a_limit_are_refused(client: Client) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"block_bytes": 0}, {"block_bytes": (256 << 20) + 1}, {"block_bytes": (2 << 20) + 1}, {"block_size": 0},
-        {"window_blocks": -1}, {"tp_rank": 1}, {"extra": {"note": "x" * 9000}},
+        {"block_bytes": 0},
+        {"block_bytes": (256 << 20) + 1},
+        {"block_bytes": (2 << 20) + 1},
+        {"block_size": 0},
+        {"window_blocks": -1},
+        {"tp_rank": 1},
+        {"extra": {"note": "x" * 9000}},
     ],
-)  # fmt: skip
+)
 def test_specs_that_cannot_be_served_are_refused(client: Client, wrong: dict[str, Any]) -> None:
     assert client.refusal("register_namespace", {**new_spec(), **wrong}) == "bad_value"
 
@@ -175,12 +188,16 @@ def test_hello_needs_the_pidfd_of_its_sender(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     "packet",
     [
-        b"\xc1", b"\x90", b"\x91" * 50_000, msgpack.packb("hello"),
-        msgpack.packb(["hello", 1, 1, b"short", "x", 0, True]), msgpack.packb(["hello", 1, 1, bytes(16), "x"]),
+        b"\xc1",
+        b"\x90",
+        b"\x91" * 50_000,
+        msgpack.packb("hello"),
+        msgpack.packb(["hello", 1, 1, b"short", "x", 0, True]),
+        msgpack.packb(["hello", 1, 1, bytes(16), "x"]),
         msgpack.packb(["welcome", 1, 1, bytes(16), "x", 0, True]),
         msgpack.packb(["hello", 1, 1, bytes(16), "x" * 5000, 0, True]),
     ],
-)  # fmt: skip
+)
 def test_a_packet_that_is_no_hello_is_refused(run_dir: Path, packet: bytes) -> None:
     session = SessionSocket(run_dir)
     answer, _ = session.hello(packet)

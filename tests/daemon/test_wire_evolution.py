@@ -20,10 +20,14 @@ def test_specs_that_differ_in_unknown_fields_are_different_namespaces(client: Cl
     """To forget such a field would hand the blocks of one form to those who asked for another."""
     plain = new_spec(4096, engine="evolution")
     later = [
-        {**plain, "sink_tokens": 4}, {**plain, "sink_tokens": 5}, {**plain, "sink_tokens": "4"},
-        {**plain, "sink_tokens": b"4"}, {**plain, "sink_tokens": None}, {**plain, "sinks": {"b": 1, "a": [2, 3]}},
+        {**plain, "sink_tokens": 4},
+        {**plain, "sink_tokens": 5},
+        {**plain, "sink_tokens": "4"},
+        {**plain, "sink_tokens": b"4"},
+        {**plain, "sink_tokens": None},
+        {**plain, "sinks": {"b": 1, "a": [2, 3]}},
         {**plain, "sink_tokens": 4, "other": 1},
-    ]  # fmt: skip
+    ]
     numbers = [_number(client, spec) for spec in (plain, *later)]
     assert len(set(numbers)) == len(numbers)
     assert [_number(client, spec) for spec in (plain, *later)] == numbers

@@ -39,10 +39,16 @@ def test_a_hint_takes_effect(client: Client) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        [-1], [-(2**63)], [0, False, -1], [0, False, 0, -5], [0, False, 0, 0, -1], [0, False, 0, 0, 4],
-        [0, False, 0, 0, 2**62], [0, True, 10],
+        [-1],
+        [-(2**63)],
+        [0, False, -1],
+        [0, False, 0, -5],
+        [0, False, 0, 0, -1],
+        [0, False, 0, 0, 4],
+        [0, False, 0, 0, 2**62],
+        [0, True, 10],
     ],
-)  # fmt: skip
+)
 def test_values_out_of_range_are_refused(client: Client, fields: list[Any]) -> None:
     number, keys = stored(client, 1)
     assert client.refusal("hint", [number], keys, *fields) == "bad_value"
@@ -52,10 +58,16 @@ def test_values_out_of_range_are_refused(client: Client, fields: list[Any]) -> N
 @pytest.mark.parametrize(
     "fields",
     [
-        [1.5], [None], [0, 1], [0, False, float("nan")], [0, False, float("inf")], [0, False, 0, "1"],
-        [0, False, 0, 0, None], [2**64 - 1 + 0.0],
+        [1.5],
+        [None],
+        [0, 1],
+        [0, False, float("nan")],
+        [0, False, float("inf")],
+        [0, False, 0, "1"],
+        [0, False, 0, 0, None],
+        [2**64 - 1 + 0.0],
     ],
-)  # fmt: skip
+)
 def test_values_of_other_types_are_malformed(client: Client, fields: list[Any]) -> None:
     number, keys = stored(client, 1)
     assert client.refusal("hint", [number], keys, *fields) == "malformed"

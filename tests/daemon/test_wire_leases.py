@@ -97,9 +97,11 @@ sys.stdin.read()
 def test_frames_of_a_closed_session_wait_for_the_end_of_its_process(client: Client, run_dir: Path) -> None:
     before = quarantined_bytes(client)
     writer = subprocess.Popen(
-        [sys.executable, "-c", _WRITER, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-c", _WRITER, str(run_dir)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "daemon")},
-    )  # fmt: skip
+    )
     assert writer.stdout is not None
     try:
         assert writer.stdout.readline() == b"closed\n"

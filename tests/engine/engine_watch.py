@@ -53,8 +53,10 @@ def generated(folder: Path, prompt: list[int], count: int) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     model.generation_config.eos_token_id = None
     out = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=count,
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=count,
         do_sample=False,
-    )  # fmt: skip
+    )
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens

@@ -167,9 +167,14 @@ class MemoryCache:
         return self._begin(copy, 0, seconds)
 
     def store_async(
-        self, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None,
+        self,
+        keys: bytes,
+        block_ids: Sequence[int],
+        *,
+        first: int = 0,
+        events: EventRun | None = None,
         hint: Hint | None = None,
-    ) -> MemoryTransfer:  # fmt: skip
+    ) -> MemoryTransfer:
         self._root._check()
         chain = [keys[start : start + 16] for start in range(0, len(keys), 16)]
         assert len(chain) >= first + len(block_ids)

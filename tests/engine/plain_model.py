@@ -117,11 +117,16 @@ def plain_engine(
     shape = ModelShape(len(layers), 1, 1, torch.float32, VOCABULARY, max_context, layers, frozenset())
     namespaces = [
         NamespaceSpec(
-            engine="plain/1", layout="bytes", dtype="float32", block_size=size, group=f"{group.layers}",
-            block_bytes=shape.kv_layout(size, layers=len(group.layers)).block_bytes, window_blocks=group.window.blocks,
+            engine="plain/1",
+            layout="bytes",
+            dtype="float32",
+            block_size=size,
+            group=f"{group.layers}",
+            block_bytes=shape.kv_layout(size, layers=len(group.layers)).block_bytes,
+            window_blocks=group.window.blocks,
         )
         for group in shape.groups(chosen).groups
-    ]  # fmt: skip
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiercache.engine.engine.read_shape", lambda *_: shape)
         patch.setattr("tiercache.engine.engine.identify_model", lambda *_: (namespaces, content_id("plain")))

@@ -20,7 +20,7 @@ PROMPT = prompt_of(120)
 def test_the_engine_is_known_by_its_folder(llama: Path) -> None:
     settings = EngineSettings(
         block_size=8, chunk_size=32, pool_blocks=64, salt="s3cret", tier_dtype="int8", exact=False
-    )  # fmt: skip
+    )
     with (
         tiercache.launch(arena="64MiB") as daemon,
         tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=5.0) as client,

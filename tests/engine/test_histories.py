@@ -16,9 +16,17 @@ pytestmark = pytest.mark.engine
 # Prompts with common beginnings: a system prompt, two conversations on it, and a stranger.
 ROOTS = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9, 9, 9], [11, 12, 13])
 ACTIONS = {
-    "add": 5, "step": 12, "abort": 1, "hold": 1, "finish": 2, "spoil": 1, "refuse": 0.2, "lose": 0.3, "work": 2,
+    "add": 5,
+    "step": 12,
+    "abort": 1,
+    "hold": 1,
+    "finish": 2,
+    "spoil": 1,
+    "refuse": 0.2,
+    "lose": 0.3,
+    "work": 2,
     "evict": 0.5,
-}  # fmt: skip
+}
 MAX_STEPS = 2000
 
 
@@ -98,9 +106,16 @@ class History:
     windows=st.sampled_from(((), (), (0, 1), (0, 4), (7, 0), (3, 0, 3, 3), (4, 4, 0, 4, 0))),
 )
 def test_any_history_gives_the_right_tokens_and_everything_back(
-    seed: int, exact: bool, write: str, caching: bool, chunked: bool, spare_blocks: int, always_load: bool,
-    sees: tuple[int, int], windows: tuple[int, ...],
-) -> None:  # fmt: skip
+    seed: int,
+    exact: bool,
+    write: str,
+    caching: bool,
+    chunked: bool,
+    spare_blocks: int,
+    always_load: bool,
+    sees: tuple[int, int],
+    windows: tuple[int, ...],
+) -> None:
     cache = MemoryCache()
     sees = (0, 0) if windows else sees
     # What the longest request needs alone, in as many groups of layers as there are, and little more.

@@ -156,9 +156,16 @@ class Bench:
         table = SimpleNamespace(window=window, ids=list(range(10, 10 + blocks)))
         table.held_runs = lambda first, end: [(first, table.ids[first:end])]
         return SimpleNamespace(
-            chain=Chain(), tables=[table], windowed=windowed, has_sinks=False, stored_blocks=0, store_retried=False,
-            rank=SimpleNamespace(priority=0), usable_hit_blocks=lambda end: end, keyed_full_blocks=lambda: blocks,
-        )  # fmt: skip
+            chain=Chain(),
+            tables=[table],
+            windowed=windowed,
+            has_sinks=False,
+            stored_blocks=0,
+            store_retried=False,
+            rank=SimpleNamespace(priority=0),
+            usable_hit_blocks=lambda end: end,
+            keyed_full_blocks=lambda: blocks,
+        )
 
     def order(self, blocks: int = 4, load_s: float = 0.0) -> LoadOrder:
         hit = CacheHit(found(blocks), blocks)

@@ -89,9 +89,15 @@ def test_what_a_tight_pool_forgets_and_finds_again_changes_no_token(
 
     def settings(pool_blocks: int, write: str = "through") -> EngineSettings:
         return EngineSettings(
-            kv_cache_dtype=kv_cache_dtype, block_size=8, chunk_size=32, pool_blocks=pool_blocks, max_num_seqs=4,
-            write=write, clean_blocks=2, load_timeout_s=0.001,
-        )  # fmt: skip
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=8,
+            chunk_size=32,
+            pool_blocks=pool_blocks,
+            max_num_seqs=4,
+            write=write,
+            clean_blocks=2,
+            load_timeout_s=0.001,
+        )
 
     jobs = jobs_of(random.Random(seed))
     with Engine(llama, settings(pool_blocks=100)) as roomy:

@@ -13,9 +13,14 @@ LINE_BYTES = 64
 def spec_of(block_bytes: int = 4096, rank: int = 0) -> NamespaceSpec:
     """A namespace: equal keys of another rank or size are other bytes."""
     return NamespaceSpec(
-        engine="faults/1", layout="bytes", dtype="uint8", block_size=16, block_bytes=block_bytes,
-        tp_rank=rank, tp_size=8,
-    )  # fmt: skip
+        engine="faults/1",
+        layout="bytes",
+        dtype="uint8",
+        block_size=16,
+        block_bytes=block_bytes,
+        tp_rank=rank,
+        tp_size=8,
+    )
 
 
 def chain(seed: object, blocks: int, after: bytes = b"") -> bytes:

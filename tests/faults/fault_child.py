@@ -123,9 +123,14 @@ class EngineChild:
     """Orders for a connector with a pool."""
 
     def __init__(
-        self, run_dir: str, block_bytes: int = 4096, rank: int = 0, blocks: int = 64, spare_files: int = 0,
+        self,
+        run_dir: str,
+        block_bytes: int = 4096,
+        rank: int = 0,
+        blocks: int = 64,
+        spare_files: int = 0,
         **settings: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if spare_files:
             limit = len(os.listdir("/proc/self/fd")) + spare_files
             _, self.most_files = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -64,8 +64,10 @@ class FrozenDisk:
         script = 'fsfreeze -f "$1" || exit 1; echo frozen; timeout 60 cat; fsfreeze -u "$1"'
         self._freezer = subprocess.Popen(
             ["sh", "-c", script, "sh", str(self.path)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
         assert self._freezer.stdout is not None
         assert self._freezer.stdout.readline() == b"frozen\n"
 

@@ -92,9 +92,9 @@ def bad_headers(session: bytes, generation: int, bomb: Path) -> dict[str, bytes]
         "unknown and deeper than the stack": unknown + DEEP,
         "a tag that is no text": b"\x92\xa4\xff\xff\xff\xff\x07",
         "unknown with bytes that are no text": unknown + b"\xa2\xff\xff",
-        "a spec that is no text": pack(
-            ["register_namespace", 7, *start, {"engine": "EE", "layout": "l"}]
-        ).replace(b"EE", b"\xff\xfe"),
+        "a spec that is no text": pack(["register_namespace", 7, *start, {"engine": "EE", "layout": "l"}]).replace(
+            b"EE", b"\xff\xfe"
+        ),
         "counters that are no text": pack(["report", 7, *start, "none", {"EE": 1}]).replace(b"EE", b"\xff\xfe"),
         "a map that cannot be a key": unknown + b"\x81\x81\x01\x02\x03",
         "a time that never was": unknown + b"\xd7\xff" + b"\xff" * 8,
@@ -104,7 +104,7 @@ def bad_headers(session: bytes, generation: int, bomb: Path) -> dict[str, bytes]
         "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         "two mebibytes of nothing": bytes(2 << 20),
         "two million empty arrays": unknown + b"\xdd\x00\x1f\x00\x00" + b"\x90" * 0x1F0000,
-    }  # fmt: skip
+    }
 
 
 def random_headers(dice: random.Random, count: int, like: Sequence[bytes]) -> list[bytes]:

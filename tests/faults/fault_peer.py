@@ -55,9 +55,13 @@ def open_session_socket(run_dir: str, timeout_s: float = DEADLINE_S) -> socket.s
 def hello(instance: bytes, name: str = "peer", map_arena: bool = True, **changes: Any) -> bytes:
     """An encoded hello; `changes` replace fields."""
     fields: dict[str, Any] = {
-        "protocol_min": m.OLDEST_PROTOCOL, "protocol_max": m.PROTOCOL, "instance": instance, "name": name,
-        "clock_us": time.monotonic_ns() // 1000, "map_arena": map_arena,
-    }  # fmt: skip
+        "protocol_min": m.OLDEST_PROTOCOL,
+        "protocol_max": m.PROTOCOL,
+        "instance": instance,
+        "name": name,
+        "clock_us": time.monotonic_ns() // 1000,
+        "map_arena": map_arena,
+    }
     return msgspec.msgpack.encode(m.Hello(**{**fields, **changes}))
 
 
@@ -65,9 +69,14 @@ class Peer:
     """One session with a daemon. Replies are matched by request id; others wait in `strays`."""
 
     def __init__(
-        self, run_dir: str, *, name: str = "peer", instance: bytes | None = None, map_arena: bool = True,
+        self,
+        run_dir: str,
+        *,
+        name: str = "peer",
+        instance: bytes | None = None,
+        map_arena: bool = True,
         receive_hwm: int = 100_000,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.instance = instance or os.urandom(m.INSTANCE_BYTES)
         self.regions: dict[int, Region] = {}
         self.strays: list[tuple[m.AnyReply, list[bytes]]] = []
@@ -92,9 +101,15 @@ class Peer:
     # --- asking ----------------------------------------------------------------------------------
 
     def post(
-        self, kind: type[m.Request], *, payload: bytes | None = None, deadline_s: float = DEADLINE_S,
-        generation: int | None = None, session: bytes | None = None, **fields: Any,
-    ) -> int:  # fmt: skip
+        self,
+        kind: type[m.Request],
+        *,
+        payload: bytes | None = None,
+        deadline_s: float = DEADLINE_S,
+        generation: int | None = None,
+        session: bytes | None = None,
+        **fields: Any,
+    ) -> int:
         """Send a request and do not wait; its id."""
         request_id = next(_ids)
         deadline_us = time.monotonic_ns() // 1000 + int(deadline_s * 1e6)
@@ -201,9 +216,7 @@ class Peer:
 
     def match(self, spec: NamespaceSpec, keys: bytes, *, ttl_ms: int = 0, resolve: int = 0) -> Any:
         """The longest run."""
-        return self.ask(
-            m.Match, namespaces=[self.register(spec)], keys=keys, ttl_ms=ttl_ms, resolve=resolve
-        )
+        return self.ask(m.Match, namespaces=[self.register(spec)], keys=keys, ttl_ms=ttl_ms, resolve=resolve)
 
     def length(self, spec: NamespaceSpec, keys: bytes) -> int:
         """Blocks of the longest run, without a lease."""

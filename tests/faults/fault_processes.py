@@ -84,8 +84,12 @@ class Daemon:
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, "--parent-fd", str(its)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[its], preexec_fn=self._preexec,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[its],
+                preexec_fn=self._preexec,
+            )
         os.close(its)
         if self._pipe >= 0:
             os.close(self._pipe)
@@ -170,9 +174,11 @@ class Child:
     def __init__(self, kind: str, run_dir: str, **settings: Any) -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(_HERE / "fault_child.py"), kind, run_dir, json.dumps(settings)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
         self._read = b""
         self.pid = self._process.pid
 

@@ -42,9 +42,15 @@ class Site:
         for name in ("team-a", "team-b"):
             make_client(self.keys, name, folder / f"{name}.toml")
         self.flags = (
-            "--arena", "16MiB", "--region", "4MiB",
-            "--listen", f"tcp://127.0.0.1:{port}", "--curve-keys", str(self.keys),
-        )  # fmt: skip
+            "--arena",
+            "16MiB",
+            "--region",
+            "4MiB",
+            "--listen",
+            f"tcp://127.0.0.1:{port}",
+            "--curve-keys",
+            str(self.keys),
+        )
         self._folder = folder
 
     def file(self, name: str) -> Path:

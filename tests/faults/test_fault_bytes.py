@@ -120,9 +120,7 @@ def test_40_payload_under_way_outlives_its_frame(daemon: Daemon, connect: Callab
         (index, reader.post(m.Read, lease=lease, namespace=number, index=index, offset=0, length=1 << 20))
         for index in range(15)
     ]
-    wait_until(
-        lambda: writer.stats()["counters"]["payload_bytes_read"] == 15 << 20, "all reads are under way"
-    )
+    wait_until(lambda: writer.stats()["counters"]["payload_bytes_read"] == 15 << 20, "all reads are under way")
     writer.ask(m.Flush, tier="all", namespaces=[], key=b"")
     given = []
     for turn in range(3):  # new owners of every frame that is free
@@ -224,9 +222,7 @@ def test_44_a_parent_that_is_given_up_takes_its_child_along(
     healthy(daemon)
 
 
-def test_44_a_child_whose_parent_was_flushed_while_it_was_written(
-    daemon: Daemon, connect: Callable[..., Peer]
-) -> None:
+def test_44_a_child_whose_parent_was_flushed_while_it_was_written(daemon: Daemon, connect: Callable[..., Peer]) -> None:
     """The keys are a chain, and still the pending child is not below the new parent: nobody is to blame."""
     spec, keys = spec_of(), chain("flushed parent", 3)
     first, second = connect(daemon), connect(daemon)
@@ -272,9 +268,16 @@ def test_44_permuted_keys_are_never_answered_with_other_blocks(
     engine, keys = engine_of(daemon, spec_of()), chain("order", 16)
     engine.store(keys)
     lists = [
-        [0, 2, 1, 3], [3, 2, 1, 0], [1, 1, 1, 1], [0, 0, 1, 2], [*range(1, 16)], [0, *range(2, 16)], [5],
-        [0, 1, 2, 9, 4], [*range(15, -1, -1)],
-    ]  # fmt: skip
+        [0, 2, 1, 3],
+        [3, 2, 1, 0],
+        [1, 1, 1, 1],
+        [0, 0, 1, 2],
+        [*range(1, 16)],
+        [0, *range(2, 16)],
+        [5],
+        [0, 1, 2, 9, 4],
+        [*range(15, -1, -1)],
+    ]
     for order in lists:
         wrong = b"".join(key_at(keys, number) for number in order)
         leading = next((n for n, number in enumerate(order) if n != number), len(order))

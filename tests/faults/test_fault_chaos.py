@@ -42,9 +42,7 @@ def churn(
     The third one does not map the arena, the fourth has blocks of another size.
     """
     forms: list[dict[str, object]] = [{}, {}, {"map_arena": False}, {"block_bytes": 16 << 10}]
-    children = [
-        start_child("engine", daemon, **{**SETTINGS, "required": False, **form}) for form in forms[:clients]
-    ]
+    children = [start_child("engine", daemon, **{**SETTINGS, "required": False, **form}) for form in forms[:clients]]
     for number, child in enumerate(children):
         child.tell("churn", seed=1000 * seed + number, seconds=seconds, chains=5, longest=24, flush=True)
     return children, lambda: [child.hear(seconds + 30) for child in children]

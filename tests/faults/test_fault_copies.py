@@ -98,9 +98,7 @@ def test_36_a_load_past_its_deadline_is_done_when_its_copy_is(
 ) -> None:
     engine, gate = gated
     keys = stored(daemon, connect, "deadline")
-    transfer = engine.connector.load_async(
-        engine.connector.match(keys), list(range(BLOCKS)), timeout_s=0.05
-    )
+    transfer = engine.connector.load_async(engine.connector.match(keys), list(range(BLOCKS)), timeout_s=0.05)
     assert gate.half_way.wait(5)
     with pytest.raises(DeadlineExceeded):
         transfer.result(0.2)

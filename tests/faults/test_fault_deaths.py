@@ -138,9 +138,7 @@ def test_30_an_idle_client_is_not_forgotten(daemon: Daemon, engine_of: Callable[
     comes_back(engine, keys)
 
 
-def test_30_a_client_outlives_a_daemon_of_another_shape(
-    daemon: Daemon, engine_of: Callable[..., Engine]
-) -> None:
+def test_30_a_client_outlives_a_daemon_of_another_shape(daemon: Daemon, engine_of: Callable[..., Engine]) -> None:
     """Other regions, another arena: nothing of the old life is taken for the new one."""
     engine, other, keys = engine_of(daemon, SPEC), engine_of(daemon, spec_of(8192, rank=1)), chain("shape", 20)
     engine.store(keys)
@@ -175,9 +173,7 @@ def test_46_the_memory_goes_though_a_match_is_held(daemon: Daemon, start_child: 
     assert child.do("load_held", seed="x") == 0
 
 
-def test_46_a_daemon_that_is_always_a_little_late_does_not_flap(
-    relay: Relay, engine_of: Callable[..., Engine]
-) -> None:
+def test_46_a_daemon_that_is_always_a_little_late_does_not_flap(relay: Relay, engine_of: Callable[..., Engine]) -> None:
     """Every answer takes one deadline and a half: one of them is paid, and then the cache is away, steadily."""
     engine = engine_of(relay.run_dir, SPEC, request_timeout_s=0.2)
     keys = chain("late", 4)

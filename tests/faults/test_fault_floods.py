@@ -217,9 +217,7 @@ def test_41_a_reader_that_is_only_late_gets_every_reply(hardened: Daemon, connec
     """Below the limit nothing is dropped: each of the requests is answered, in order."""
     peer = connect(hardened)
     posted = [peer.post(m.Ping, deadline_s=60) for _ in range(1000)]
-    wait_until(
-        lambda: hardened.stats()["latency"]["Ping"]["count"] >= 1000, "all of them have been worked through"
-    )
+    wait_until(lambda: hardened.stats()["latency"]["Ping"]["count"] >= 1000, "all of them have been worked through")
     assert [peer.receive()[0].request_id for _ in posted] == posted
 
 

@@ -280,9 +280,7 @@ def test_54_the_end_of_a_daemon_whose_disk_hangs(start_disks: Callable[..., Disk
 
 
 @pytest.mark.parametrize("only_database", [False, True], ids=["all", "database"])
-def test_54_a_disk_that_hangs_at_the_start(
-    start_disks: Callable[..., Disks], gate: Gate, only_database: bool
-) -> None:
+def test_54_a_disk_that_hangs_at_the_start(start_disks: Callable[..., Disks], gate: Gate, only_database: bool) -> None:
     disks = start_disks(only_database=only_database, tier__PATIENCE_S=0.5)
     hung, well = disks.paths
     disks.fill()

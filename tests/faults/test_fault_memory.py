@@ -293,9 +293,7 @@ GARBAGE: dict[str, Callable[[bytes], list[bytes]]] = {
     "another type": lambda good: [_as(good, m.StatsReply, stats={})],
     "more blocks than asked": lambda good: [_as(good, m.Matched, dram_blocks=10**6, below_blocks=0, lease=5)],
     "fewer than none": lambda good: [_as(good, m.Matched, dram_blocks=-4, below_blocks=-1, lease=5)],
-    "frames of no length": lambda good: [
-        _as(good, m.Matched, dram_blocks=4, below_blocks=0, lease=5, frames=[b"123"])
-    ],
+    "frames of no length": lambda good: [_as(good, m.Matched, dram_blocks=4, below_blocks=0, lease=5, frames=[b"123"])],
     "frames of no region": lambda good: [
         _as(good, m.Matched, dram_blocks=4, below_blocks=0, lease=5, frames=[b"\xff" * 32])
     ],

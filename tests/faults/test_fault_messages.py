@@ -63,10 +63,20 @@ def test_22_noise(hardened: Daemon, bystander: Peer, connect: Callable[..., Peer
     like = [
         msgspec.msgpack.encode(request)
         for request in (
-            m.Ping(*start), m.Match(*start, [1], key, 100, 1), m.Resolve(*start, 5, 1, 0, 1), m.Release(*start, 7),
-            m.Renew(*start, [1, 2], 100), m.Reserve(*start, 1, b"", key, 50), m.Commit(*start, 3, b"\0" * 8),
-            m.Abort(*start, 3, True), m.Read(*start, 3, 1, 0, 0, 9), m.Pin(*start, [1], key, 50), m.Hold(*start, 9),
-            m.Report(*start, "none", {"a": 1}), m.RegisterNamespace(*start, spec_of()), m.Flush(*start, "x", [1], key),
+            m.Ping(*start),
+            m.Match(*start, [1], key, 100, 1),
+            m.Resolve(*start, 5, 1, 0, 1),
+            m.Release(*start, 7),
+            m.Renew(*start, [1, 2], 100),
+            m.Reserve(*start, 1, b"", key, 50),
+            m.Commit(*start, 3, b"\0" * 8),
+            m.Abort(*start, 3, True),
+            m.Read(*start, 3, 1, 0, 0, 9),
+            m.Pin(*start, [1], key, 50),
+            m.Hold(*start, 9),
+            m.Report(*start, "none", {"a": 1}),
+            m.RegisterNamespace(*start, spec_of()),
+            m.Flush(*start, "x", [1], key),
         )
     ]
     for header in random_headers(dice, 2000, like):
@@ -126,10 +136,17 @@ def test_22_values_out_of_range_are_refused(
 def test_22_specs_that_cannot_be(hardened: Daemon, bystander: Peer, connect: Callable[..., Peer]) -> None:
     peer = connect(hardened)
     bad = [
-        {"block_bytes": 0}, {"block_bytes": -4096}, {"block_bytes": 1 << 40}, {"block_bytes": 8 << 20},
-        {"block_size": 0}, {"tp_rank": 3, "tp_size": 2}, {"tp_rank": -1}, {"window_blocks": -1},
-        {"engine": "e" * 100_000}, {"extra": {str(n): "x" for n in range(5000)}},
-    ]  # fmt: skip
+        {"block_bytes": 0},
+        {"block_bytes": -4096},
+        {"block_bytes": 1 << 40},
+        {"block_bytes": 8 << 20},
+        {"block_size": 0},
+        {"tp_rank": 3, "tp_size": 2},
+        {"tp_rank": -1},
+        {"window_blocks": -1},
+        {"engine": "e" * 100_000},
+        {"extra": {str(n): "x" for n in range(5000)}},
+    ]
     for change in bad:
         spec = msgspec.structs.replace(spec_of(), **change)
         reply = peer.ask(m.RegisterNamespace, spec=spec)
@@ -144,9 +161,15 @@ def test_22_nothing_outside_a_block_is_read_or_written(
     keys = chain("edges", 2)
     reserved = peer.reserve(spec, keys)
     for index, offset, length in [
-        (0, 8190, 10), (0, -1, 10), (0, 0, 0), (0, 1 << 50, 10), (2, 0, 10), (-1, 0, 10), (1 << 40, 0, 1),
+        (0, 8190, 10),
+        (0, -1, 10),
+        (0, 0, 0),
+        (0, 1 << 50, 10),
+        (2, 0, 10),
+        (-1, 0, 10),
+        (1 << 40, 0, 1),
         (0, 0, 8193),
-    ]:  # fmt: skip
+    ]:
         reply, _ = peer.answer_to(
             peer.post(m.Write, payload=bytes(length), lease=reserved.lease, index=index, offset=offset)
         )
@@ -157,14 +180,19 @@ def test_22_nothing_outside_a_block_is_read_or_written(
     assert peer.commit(reserved.lease, [0, 1, 1, 7, 1 << 31]) == [0, 0, 0, 2, 2]
     lease, number = peer.match(spec, keys, ttl_ms=9000).lease, peer.register(spec)
     for index, offset, length in [
-        (0, 4999, 2), (0, -1, 2), (0, 0, 0), (0, 0, -1), (2, 0, 1), (-1, 0, 1), (1 << 50, 0, 1), (0, 1 << 50, 1),
+        (0, 4999, 2),
+        (0, -1, 2),
+        (0, 0, 0),
+        (0, 0, -1),
+        (2, 0, 1),
+        (-1, 0, 1),
+        (1 << 50, 0, 1),
+        (0, 1 << 50, 1),
         (0, 0, 1 << 30),
-    ]:  # fmt: skip
+    ]:
         reply = peer.ask(m.Read, lease=lease, namespace=number, index=index, offset=offset, length=length)
         assert isinstance(reply, m.Error), (index, offset, length)
-    reply, parts = peer.answer_to(
-        peer.post(m.Read, lease=lease, namespace=number, index=1, offset=4990, length=10)
-    )
+    reply, parts = peer.answer_to(peer.post(m.Read, lease=lease, namespace=number, index=1, offset=4990, length=10))
     assert parts == [b"w" * 10]
 
 

@@ -207,12 +207,17 @@ def test_garbage_truncated_and_replayed_handshakes(site: Site, remote: Daemon, c
     before = _stats(remote)["counters"]
     rng = np.random.default_rng(5)
     for data in (
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", rng.bytes(5000), b"", b"\xff" + bytes(8) + b"\x7f",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        rng.bytes(5000),
+        b"",
+        b"\xff" + bytes(8) + b"\x7f",
         *(sent[:length] for length in (1, 10, 12, 40, 64, 100, 200, 264, 300, 500)),
         sent,  # all that a good client sent, once more
-        sent[:64] + rng.bytes(200), sent[:264] + rng.bytes(300), sent.replace(b"CURVE", b"PLAIN"),
+        sent[:64] + rng.bytes(200),
+        sent[:264] + rng.bytes(300),
+        sent.replace(b"CURVE", b"PLAIN"),
         sent.replace(b"CURVE" + bytes(3), b"NULL" + bytes(4)),
-    ):  # fmt: skip
+    ):
         knock(site.port, data)
     after = _stats(remote)["counters"]
     assert after["sessions_opened"] - before["sessions_opened"] == 1  # that of _stats

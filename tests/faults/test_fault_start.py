@@ -45,9 +45,7 @@ def directory() -> Iterator[Path]:
 def refused(*flags: str, **environment: str) -> str:
     """The one line with which a daemon refuses to start, having ended with status 2."""
     command = [sys.executable, "-m", "tiercache.daemon", *flags]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=30, env={**os.environ, **environment}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env={**os.environ, **environment})
     assert done.returncode == 2, done
     assert done.stdout == ""
     lines = done.stderr.splitlines()

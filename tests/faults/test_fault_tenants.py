@@ -85,10 +85,18 @@ def test_what_tells_of_others_is_refused(
     other = tenant("team-b")
     number, key = other.namespace(4096), os.urandom(16)
     fields: dict[type, tuple[Any, ...]] = {
-        m.Stats: (), m.Check: (), m.Inspect: ([], key), m.Pins: (), m.Specs: ([number],), m.Extents: (1, number, 0, 1),
-        m.BadExtent: (1, number, 0), m.ReserveExtents: (number, b"", key, 1000), m.CommitExtents: (1, b""),
-        m.Settings: (), m.ChangeSetting: ("quota", "team-b=1TiB"),
-    }  # fmt: skip
+        m.Stats: (),
+        m.Check: (),
+        m.Inspect: ([], key),
+        m.Pins: (),
+        m.Specs: ([number],),
+        m.Extents: (1, number, 0, 1),
+        m.BadExtent: (1, number, 0),
+        m.ReserveExtents: (number, b"", key, 1000),
+        m.CommitExtents: (1, b""),
+        m.Settings: (),
+        m.ChangeSetting: ("quota", "team-b=1TiB"),
+    }
     # What is new is refused until it is said that tenants may ask it.
     assert fields.keys() == set(get_args(m.AnyRequest)) - FOR_TENANTS
     for kind, its in fields.items():

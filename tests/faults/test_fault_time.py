@@ -24,9 +24,7 @@ def asleep(daemon: Daemon, seconds: float) -> None:
     daemon.go_on()
 
 
-def test_45_leases_do_not_expire_while_the_daemon_stands_still(
-    daemon: Daemon, connect: Callable[..., Peer]
-) -> None:
+def test_45_leases_do_not_expire_while_the_daemon_stands_still(daemon: Daemon, connect: Callable[..., Peer]) -> None:
     peer, other, keys = connect(daemon), connect(daemon), chain("still", 4)
     peer.store(SPEC, keys)
     read = peer.match(SPEC, keys, ttl_ms=500).lease
@@ -64,9 +62,7 @@ def test_45_requests_whose_callers_have_gone_are_not_worked_through(
     peer.store(SPEC, keys)
     number = peer.register(SPEC)
     daemon.stop()
-    gone = [
-        peer.post(m.Match, namespaces=[number], keys=keys, ttl_ms=30_000, deadline_s=0.05) for _ in range(50)
-    ]
+    gone = [peer.post(m.Match, namespaces=[number], keys=keys, ttl_ms=30_000, deadline_s=0.05) for _ in range(50)]
     gone.append(peer.post(m.Flush, tier="all", namespaces=[], key=b"", deadline_s=0.05))
     live = peer.post(m.Match, namespaces=[number], keys=keys, deadline_s=60)
     end_s = time.monotonic() + 0.3
@@ -82,9 +78,7 @@ def test_45_requests_whose_callers_have_gone_are_not_worked_through(
     assert stats["counters"]["requests_expired"] == 51
 
 
-def test_45_an_engine_keeps_its_match_through_a_standstill(
-    daemon: Daemon, engine_of: Callable[..., Engine]
-) -> None:
+def test_45_an_engine_keeps_its_match_through_a_standstill(daemon: Daemon, engine_of: Callable[..., Engine]) -> None:
     """The client is down for a while and its renewals are lost; the lease is there when it is back."""
     engine, keys = engine_of(daemon, SPEC), chain("kept", 6)
     engine.store(keys)

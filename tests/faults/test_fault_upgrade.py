@@ -44,8 +44,10 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("earlier")
     archive = subprocess.run(
         ["git", "-C", str(ROOT), "archive", EARLIER, "tiercache", "daemon", "connectors", "kernels"],
-        capture_output=True, check=False, timeout=30,
-    )  # fmt: skip
+        capture_output=True,
+        check=False,
+        timeout=30,
+    )
     if archive.returncode:
         pytest.skip(f"no history with {EARLIER} here: {archive.stderr.decode().strip()}")
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True, timeout=30)
@@ -59,9 +61,12 @@ def daemon(code: str, run_dir: Path, nvme: Path) -> Iterator[None]:
     its, ours = os.pipe2(os.O_CLOEXEC)  # it ends when we do
     process = subprocess.Popen(
         [sys.executable, "-m", "tiercache.daemon", *flags, "--parent-fd", str(its)],
-        env={**os.environ, "PYTHONPATH": code}, cwd=code, pass_fds=[its],
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": code},
+        cwd=code,
+        pass_fds=[its],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     os.close(its)
     try:
         deadline_s = time.monotonic() + 60
@@ -81,8 +86,13 @@ def daemon(code: str, run_dir: Path, nvme: Path) -> Iterator[None]:
 def run_client(code: str, run_dir: Path, *words: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", CLIENT, str(run_dir), *words],
-        env={**os.environ, "PYTHONPATH": code}, cwd=code, capture_output=True, text=True, timeout=30, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": code},
+        cwd=code,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -47,9 +47,7 @@ def press(peer: Peer, expect: int) -> tuple[bytes, set[int]]:
 
 def all_back(peer: Peer) -> None:
     """Within the deadline all 16 frames can be had again."""
-    wait_until(
-        lambda: len(peer.store(SPEC, chain(f"back {next(_fresh)}", FRAMES))) == FRAMES, "all frames are back"
-    )
+    wait_until(lambda: len(peer.store(SPEC, chain(f"back {next(_fresh)}", FRAMES))) == FRAMES, "all frames are back")
     stats = peer.stats()
     assert stats["arena"]["quarantined_bytes"] == 0
     assert stats["leases"]["quarantined"] == 0
@@ -95,9 +93,7 @@ def test_9_a_dropped_connection_is_no_end_of_writing(
     all_back(other)
 
 
-def test_9_a_commit_after_the_lease_expired_publishes_nothing(
-    small: Daemon, connect: Callable[..., Peer]
-) -> None:
+def test_9_a_commit_after_the_lease_expired_publishes_nothing(small: Daemon, connect: Callable[..., Peer]) -> None:
     writer, other = connect(small), connect(small)
     keys = chain("late", TAKEN)
     reserved = writer.reserve(SPEC, keys, ttl_ms=50)
@@ -218,9 +214,7 @@ def test_39_killed_while_stopped(
     all_back(other)
 
 
-def test_39_a_peer_cannot_lend_another_process_for_its_own(
-    small: Daemon, start_child: Callable[..., Child]
-) -> None:
+def test_39_a_peer_cannot_lend_another_process_for_its_own(small: Daemon, start_child: Callable[..., Child]) -> None:
     """A pidfd of somebody else would end the quarantine too early, or never."""
     child = start_child("peer", small, **SETTINGS)
     answer = greet(small.run_dir, pid=child.pid)

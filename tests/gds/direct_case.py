@@ -20,10 +20,15 @@ class DirectCluster(Cluster):
     """A cluster whose connector has a `HostBackend`, if `direct`, and if `stores` for those too; faults as for that."""
 
     def __init__(
-        self, root: Path, fault: Callable[[int], Fault | None] = lambda number: None,
-        write_fault: Callable[[int], Fault | None] = lambda number: None, *, direct: bool = True,
-        stores: bool = False, **settings: Any,
-    ) -> None:  # fmt: skip
+        self,
+        root: Path,
+        fault: Callable[[int], Fault | None] = lambda number: None,
+        write_fault: Callable[[int], Fault | None] = lambda number: None,
+        *,
+        direct: bool = True,
+        stores: bool = False,
+        **settings: Any,
+    ) -> None:
         self.is_direct = direct
         self.stores = stores
         self.backend = HostBackend(fault, write_fault)

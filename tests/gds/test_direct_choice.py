@@ -29,9 +29,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.stop()
 
 
-def decided(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, probe: GdsProbe, stores: bool = False
-) -> DirectPath:
+def decided(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, probe: GdsProbe, stores: bool = False) -> DirectPath:
     """What `auto` comes to for a pool on a GPU (in name) after such a probe."""
     monkeypatch.setattr(direct, "probe_gds", lambda directory: probe)
     monkeypatch.setattr(direct, "KvikioBackend", lambda probe, device: HostBackend())
@@ -225,9 +223,12 @@ def test_what_makes_no_sense_is_refused(cluster: Cluster) -> None:
     number = cluster.connector.client.session().namespace_id(cluster.spec)
     good = {"lease": matched.lease, "namespace": number, "first": 0, "count": 5}
     wrong = (
-        ({"count": 0}, "bad_value"), ({"count": 513}, "bad_value"), ({"first": -1}, "bad_value"),
-        ({"lease": 7}, "unknown_lease"), ({"namespace": 99}, "unknown_namespace"),
-    )  # fmt: skip
+        ({"count": 0}, "bad_value"),
+        ({"count": 513}, "bad_value"),
+        ({"first": -1}, "bad_value"),
+        ({"lease": 7}, "unknown_lease"),
+        ({"namespace": 99}, "unknown_namespace"),
+    )
     for changes, code in wrong:
         with pytest.raises(RequestRefused) as refused:
             call(messages.Extents, **{**good, **changes})

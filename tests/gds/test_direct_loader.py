@@ -87,9 +87,11 @@ def test_a_read_has_a_largest_size(tmp_path: Path) -> None:
     assert MOVE_BYTES % BLOCK == 0
     disk = Disk(tmp_path)
     runs = disk.loader._runs(
-        1, [str(tmp_path)], [disk.extent(0, offset=number * BLOCK) for number in range(2000)],
+        1,
+        [str(tmp_path)],
+        [disk.extent(0, offset=number * BLOCK) for number in range(2000)],
         np.arange(2000, dtype=np.int64) * BLOCK,
-    )  # fmt: skip
+    )
     assert max(run.length for run in runs) == MOVE_BYTES
     assert sum(run.blocks for run in runs) == 2000
     disk.loader.close()
@@ -98,10 +100,14 @@ def test_a_read_has_a_largest_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kind": CHECKSUM_XXH3}, {"codec": 1}, {"length": BLOCK - 4096}, {"stored_length": BLOCK + 4096},
-        {"offset": 2 * BLOCK + 512}, {"directory": 1},
+        {"kind": CHECKSUM_XXH3},
+        {"codec": 1},
+        {"length": BLOCK - 4096},
+        {"stored_length": BLOCK + 4096},
+        {"offset": 2 * BLOCK + 512},
+        {"directory": 1},
     ],
-)  # fmt: skip
+)
 def test_an_extent_that_is_not_as_promised_ends_the_run(disk: Disk, changes: dict[str, int]) -> None:
     extents = [disk.extent(0), disk.extent(1), disk.extent(2, **changes), disk.extent(3)]
     disk.pool[:] = 0

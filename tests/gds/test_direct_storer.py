@@ -70,8 +70,10 @@ def test_kvikio_writes_into_a_file_as_it_is(tmp_path: Path, monkeypatch: pytest.
     settings = tmp_path / "cufile.json"
     settings.write_text('{"properties": {"allow_compat_mode": false}}')
     for name, value in {
-        "CUFILE_ENV_PATH_JSON": str(settings), "FAKE_KVIKIO": "gds=ok", "KVIKIO_COMPAT_MODE": "OFF",
-    }.items():  # fmt: skip
+        "CUFILE_ENV_PATH_JSON": str(settings),
+        "FAKE_KVIKIO": "gds=ok",
+        "KVIKIO_COMPAT_MODE": "OFF",
+    }.items():
         monkeypatch.setenv(name, value)
     backend = KvikioBackend.__new__(KvikioBackend)
     spec = spec_from_file_location("kvikio_stand_in", FAKES / "kvikio.py")
@@ -113,8 +115,10 @@ def test_neighbours_on_disk_and_in_the_pool_are_one_write(disk: Disk) -> None:
     assert np.array_equal(disk.on_disk()[numbers], disk.pool[ids])
     assert disk.untouched(numbers)
     assert disk.storer.counters == {
-        "direct_stored_blocks": 7, "direct_stored_bytes": 7 * BLOCK, "direct_store_failures": 0,
-    }  # fmt: skip
+        "direct_stored_blocks": 7,
+        "direct_stored_bytes": 7 * BLOCK,
+        "direct_store_failures": 0,
+    }
 
 
 @pytest.mark.parametrize("changes", [{"length": BLOCK - 4096}, {"offset": 2 * BLOCK + 512}, {"directory": 1}])

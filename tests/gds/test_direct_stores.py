@@ -437,8 +437,9 @@ def test_blocks_given_away_at_any_moment_are_never_wrong(make: Make, moment: str
         session = cluster.connector.client.session()
         post = session.post
         session.post = lambda request, *rest, **fields: (  # type: ignore[method-assign]
-            give_away() if request is CommitExtents else None, post(request, *rest, **fields)
-        )[1]  # fmt: skip
+            give_away() if request is CommitExtents else None,
+            post(request, *rest, **fields),
+        )[1]
     else:
         backend.lane_sums = (before if moment == "unsummed" else after)(backend.lane_sums)  # type: ignore[method-assign]
     transfers.append(cluster.connector.store_async(chain, BACKWARDS))

@@ -251,9 +251,13 @@ def test_a_parent_that_is_lost_takes_the_run_along(cluster: Cluster, writer: Wri
 def test_what_makes_no_sense_is_refused(cluster: Cluster, writer: Writer) -> None:
     good: dict[str, Any] = {"namespace": writer.number, "parent": b"", "keys": chain_of("a", 4), "ttl_ms": 1000}
     wrong = (
-        ({"keys": b""}, "bad_value"), ({"keys": b"x" * 17}, "bad_value"), ({"keys": bytes(16 * 513)}, "too_large"),
-        ({"parent": b"short"}, "bad_value"), ({"ttl_ms": 0}, "bad_value"), ({"namespace": 99}, "unknown_namespace"),
-    )  # fmt: skip
+        ({"keys": b""}, "bad_value"),
+        ({"keys": b"x" * 17}, "bad_value"),
+        ({"keys": bytes(16 * 513)}, "too_large"),
+        ({"parent": b"short"}, "bad_value"),
+        ({"ttl_ms": 0}, "bad_value"),
+        ({"namespace": 99}, "unknown_namespace"),
+    )
     for changes, code in wrong:
         with pytest.raises(RequestRefused) as refused:
             writer.client.call(messages.ReserveExtents, **{**good, **changes})

@@ -167,18 +167,19 @@ def test_it_compiles_for_gpus_and_reads_16_bytes_at_a_time(capability: int) -> N
 
     constants = checksum.kernel_constants()
     signature = {
-        **dict.fromkeys(("addresses", "keys", "partial"), "*i64"), "vectors": "i32", "stripes": "i32",
+        **dict.fromkeys(("addresses", "keys", "partial"), "*i64"),
+        "vectors": "i32",
+        "stripes": "i32",
         **dict.fromkeys(constants, "constexpr"),
-    }  # fmt: skip
+    }
     places = list(signature)
     source = ASTSource(
-        checksum._sum_stripes, signature,
+        checksum._sum_stripes,
+        signature,
         constexprs={(places.index(name),): value for name, value in constants.items()},
         attrs={(places.index("keys"),): [["tt.divisibility", 16]]},
-    )  # fmt: skip
-    kernel = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": checksum.NUM_WARPS}
     )
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": checksum.NUM_WARPS})
     threads = checksum.NUM_WARPS * 32
     loads = re.findall(r"ld\.global\.(\w+(?:\.\w+)?)", kernel.asm["ptx"])
     assert loads.count("v4.b32") == STRIPE_BYTES // 16 // threads

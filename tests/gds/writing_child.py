@@ -32,9 +32,14 @@ def main(run_dir: str, name: str, blocks: int) -> None:
         engine="test/1", layout="bytes", dtype="uint8", block_size=1, block_bytes=BLOCK_BYTES
     )
     connector = tiercache.connect(
-        run_dir, namespace=spec, pool=tiercache.Pool.from_blocks(pool), required=True, request_timeout_s=5.0,
-        gds=backend, gds_store=True,
-    )  # fmt: skip
+        run_dir,
+        namespace=spec,
+        pool=tiercache.Pool.from_blocks(pool),
+        required=True,
+        request_timeout_s=5.0,
+        gds=backend,
+        gds_store=True,
+    )
     transfer = connector.store_async(chain, range(blocks)[::-1])
     wait_for("all other writes are done", lambda: backend.hanging == 1 and backend.writes == blocks)
     print("it hangs", flush=True)

@@ -28,8 +28,14 @@ LONG = ((8191, 8192), (3000, 3001), (0, 1), (511, 512))
 CHUNKS = ((0, 700), (2048, 2560), (5000, 5001), (96, 129))
 LARGE = [
     case._replace(
-        name=f"{case.name}, {name}", format=name, heads=32, kv_heads=8, head_dim=128, block=16,
-        dtype=torch.bfloat16, shape=None,
+        name=f"{case.name}, {name}",
+        format=name,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        block=16,
+        dtype=torch.bfloat16,
+        shape=None,
     )
     for name in ("raw", *FORMATS)
     for case in (
@@ -38,7 +44,7 @@ LARGE = [
         AttentionCase("chunks", CHUNKS),
         AttentionCase("chunks, split, all options", CHUNKS, window=300, softcap=30.0, sinks=True, splits=4),
     )
-]  # fmt: skip
+]
 SHAPES = [
     AttentionCase("head_dim 256", CHUNKS, head_dim=256, heads=8, block=16, dtype=torch.bfloat16, shape=None),
     AttentionCase("head_dim 96", CHUNKS, head_dim=96, heads=8, kv_heads=8, block=16, dtype=torch.float16, shape=None),

@@ -36,9 +36,7 @@ def daemon() -> Iterator[tiercache.LaunchedDaemon]:
 
 @pytest.mark.parametrize("map_arena", [True, False])
 @pytest.mark.parametrize("form", POOLS)
-def test_blocks_go_from_pool_to_pool(
-    form: str, map_arena: bool, device: str, daemon: tiercache.LaunchedDaemon
-) -> None:
+def test_blocks_go_from_pool_to_pool(form: str, map_arena: bool, device: str, daemon: tiercache.LaunchedDaemon) -> None:
     check_store_and_load(daemon.address, form, device, map_arena=map_arena)
     await_that(lambda: not len(process_memory.registered.starts))
 
@@ -49,9 +47,7 @@ def keep_busy(device: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_store_carries_what_kernels_before_it_write(
-    form: str, device: str, daemon: tiercache.LaunchedDaemon
-) -> None:
+def test_a_store_carries_what_kernels_before_it_write(form: str, device: str, daemon: tiercache.LaunchedDaemon) -> None:
     client = Client(daemon.address, form, device)
     with client.connector as connector:
         client.await_registration()
@@ -70,9 +66,7 @@ def test_a_store_carries_what_kernels_before_it_write(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_load_comes_after_the_kernels_before_it(
-    form: str, device: str, daemon: tiercache.LaunchedDaemon
-) -> None:
+def test_a_load_comes_after_the_kernels_before_it(form: str, device: str, daemon: tiercache.LaunchedDaemon) -> None:
     """What still runs may read the blocks' old content, or write it."""
     client = Client(daemon.address, form, device)
     with client.connector as connector:

@@ -40,9 +40,7 @@ def arenas() -> Iterator[list[Arena]]:
 
 @pytest.mark.parametrize("method", [None, *Method], ids=str)
 @pytest.mark.parametrize("pool", POOLS)
-def test_blocks_go_out_and_come_back(
-    pool: str, method: Method | None, device: str, arenas: list[Arena]
-) -> None:
+def test_blocks_go_out_and_come_back(pool: str, method: Method | None, device: str, arenas: list[Arena]) -> None:
     arenas.append(check_out_and_back(pool, method, device))
 
 
@@ -243,9 +241,7 @@ def test_many_small_copies_in_flight_all_arrive(device: str, arenas: list[Arena]
     block_bytes = sum(length for _, _, length in segments)
     arena = Arena(24 * 8, block_bytes)
     arenas.append(arena)
-    copier = CudaCopier(
-        device, segments, 24, method=Method.STAGED, staging_bytes=2 * block_bytes, memory=arena.memory
-    )
+    copier = CudaCopier(device, segments, 24, method=Method.STAGED, staging_bytes=2 * block_bytes, memory=arena.memory)
     shuffle = random.Random(9)
     expected = gather_blocks_reference(layers, range(24), axis).cpu().numpy()
     orders = [shuffle.sample(range(24), 24) for _ in range(8)]

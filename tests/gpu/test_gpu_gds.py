@@ -105,9 +105,14 @@ class GpuCluster(Cluster):
     def connect_gpu(self, *, gds_store: bool) -> tiercache.Connector:
         """One more connector to the pool on the GPU."""
         return tiercache.connect(
-            self.daemon.address, namespace=self.spec, pool=tiercache.Pool.from_blocks(self.gpu_pool), required=True,
-            request_timeout_s=5.0, gds=self.backend, gds_store=gds_store,
-        )  # fmt: skip
+            self.daemon.address,
+            namespace=self.spec,
+            pool=tiercache.Pool.from_blocks(self.gpu_pool),
+            required=True,
+            request_timeout_s=5.0,
+            gds=self.backend,
+            gds_store=gds_store,
+        )
 
     def stop(self) -> None:
         self.gpu.close()

@@ -17,10 +17,19 @@ from typing import Any
 START_S = 60.0
 COMMAND_S = 60.0
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
-    "--disable-extensions", "--force-color-profile=srgb",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--disable-extensions",
+    "--force-color-profile=srgb",
+)
 
 _WORDS = r"document.body.innerText.replace(/\u202f/g, ' ')"
 

@@ -189,7 +189,7 @@ def test_what_two_engines_announce_is_listed_once(client: tiercache.Client, open
         ({"hashing": "vllm/sha256"}, "bad_value", "must be at least 1 token"),
         ({"names": ["x" * 33_000]}, "too_large", "more than 32768 bytes"),
     ],
-)  # fmt: skip
+)
 def test_a_card_that_nobody_could_use_is_refused(
     client: tiercache.Client, wrong: dict[str, Any], code: str, words: str
 ) -> None:
@@ -223,11 +223,20 @@ def test_chains_under_vllm_hashes(client: tiercache.Client, opened: Connect, alg
 @pytest.mark.parametrize(
     ("value", "encoded"),
     [
-        (0, "00"), (23, "17"), (24, "1818"), (255, "18ff"), (256, "190100"), (65_535, "19ffff"),
-        (1_000_000, "1a000f4240"), (1_000_000_000_000, "1b000000e8d4a51000"), ("IETF", "6449455446"),
-        (bytes([1, 2, 3, 4]), "4401020304"), ((), "80"), ((1, (2, 3), None), "83018202 03f6"),
+        (0, "00"),
+        (23, "17"),
+        (24, "1818"),
+        (255, "18ff"),
+        (256, "190100"),
+        (65_535, "19ffff"),
+        (1_000_000, "1a000f4240"),
+        (1_000_000_000_000, "1b000000e8d4a51000"),
+        ("IETF", "6449455446"),
+        (bytes([1, 2, 3, 4]), "4401020304"),
+        ((), "80"),
+        ((1, (2, 3), None), "83018202 03f6"),
     ],
-)  # fmt: skip
+)
 def test_canonical_cbor(value: Any, encoded: str) -> None:
     """Examples of RFC 8949, appendix A."""
     assert ENCODINGS["sha256_cbor"](value) == bytes.fromhex(encoded)
@@ -263,7 +272,7 @@ def test_the_command_asks_a_daemon_or_a_port(client: tiercache.Client, opened: C
         (["--address", "http://127.0.0.1:1", "--salt", "", "--tokens", "/dev/null"], 1, "does not answer"),
         (["--address", "/nowhere", "--salt", "", "--tokens", "/dev/null"], 1, "no daemon at /nowhere"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_command_is_one_line(
     arguments: list[str], status: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,9 +114,14 @@ def test_charts_and_tables_have_what_happened(browser: Browser, url: str, client
         assert re.fullmatch(r"Hit rate: last DRAM 80\u202f%, NVMe 0\u202f%", hit)
     origins = {url.split("/v1")[0] for url in browser.urls()}
     assert {one.removeprefix(url).split("?")[0] for one in origins if one.startswith("http")} == {
-        "/", "/static/dashboard.css", "/static/dashboard.js", "/static/chart.js", "/static/format.js",
-        "/static/icon.svg", "",
-    }  # fmt: skip
+        "/",
+        "/static/dashboard.css",
+        "/static/dashboard.js",
+        "/static/chart.js",
+        "/static/format.js",
+        "/static/icon.svg",
+        "",
+    }
 
 
 def test_before_anything_happened_it_says_so(browser: Browser, told: tuple[str, Told]) -> None:
@@ -125,9 +130,14 @@ def test_before_anything_happened_it_says_so(browser: Browser, told: tuple[str, 
     browser.wait(LIVE, "it is connected")
     text = browser.words()
     for words in (
-        "Nothing has been looked up", "No disk has been used", "Not enough data yet", "No prefix has been hit yet",
-        "No engine has stored anything yet", "not configured", "Connect an engine",
-    ):  # fmt: skip
+        "Nothing has been looked up",
+        "No disk has been used",
+        "Not enough data yet",
+        "No prefix has been hit yet",
+        "No engine has stored anything yet",
+        "not configured",
+        "Connect an engine",
+    ):
         assert words in text
     assert story.tree is not None
     run_dir = story.tree["daemon"]["run_dir"]
@@ -162,9 +172,13 @@ def test_prefixes_stand_below_each_other_and_sizes_on_a_curve(browser: Browser, 
     ]
     curve = [{"capacity_bytes": size << 30, "hit_rate": rate} for size, rate in ((1, 0.2), (4, 0.5), (16, 0.75))]
     story.tree["what_if"] = {
-        "sample_rate": 0.01, "sampled_blocks": 1000, "accessed_blocks": 100_000, "window_s": 3600.0, "hit_rate": 0.5,
+        "sample_rate": 0.01,
+        "sampled_blocks": 1000,
+        "accessed_blocks": 100_000,
+        "window_s": 3600.0,
+        "hit_rate": 0.5,
         "curve": curve,
-    }  # fmt: skip
+    }
     story.tree["tiers"]["dram"]["capacity_bytes"] = 4 << 30
     browser.open(url)
     browser.wait(LIVE, "it is connected")
@@ -245,8 +259,12 @@ def test_light_and_dark_can_both_be_read(browser: Browser, told: tuple[str, Told
         browser.wait(LIVE, "it is connected")
         colors = browser.run(COLORS)
         pages.append(luminance(colors["page"]))
-        for text, back in ((colors["ink"], colors["card"]), (colors["soft"], colors["card"]),
-                           (colors["soft"], colors["page"]), tuple(colors["pill"])):  # fmt: skip
+        for text, back in (
+            (colors["ink"], colors["card"]),
+            (colors["soft"], colors["card"]),
+            (colors["soft"], colors["page"]),
+            tuple(colors["pill"]),
+        ):
             assert contrast(text, back) >= 4.5, (scheme, text, back)
         for line in colors["lines"]:
             assert contrast(line, colors["card"]) >= 3.0, (scheme, line)
@@ -268,10 +286,18 @@ def test_many_prefixes_do_not_lengthen_the_page(browser: Browser, told: tuple[st
     url, story = told
     assert story.tree is not None
     story.tree["hot_prefixes"] = [
-        {"namespace": "f" * 32, "name": f"{number:08x}", "parent": number - 1 if number else None, "blocks": 4,
-         "tokens": 64, "bytes": 1 << 20, "dram_blocks": 3, "hits": 100.0 - number}
+        {
+            "namespace": "f" * 32,
+            "name": f"{number:08x}",
+            "parent": number - 1 if number else None,
+            "blocks": 4,
+            "tokens": 64,
+            "bytes": 1 << 20,
+            "dram_blocks": 3,
+            "hits": 100.0 - number,
+        }
         for number in range(32)
-    ]  # fmt: skip
+    ]
     browser.open(url)
     browser.wait_for_text("0000001f")
     bottom = "document.querySelector('footer').getBoundingClientRect().bottom + window.scrollY"

@@ -47,8 +47,7 @@ POST = b"POST /v1/affinity HTTP/1.1\r\nContent-Type: application/json\r\n" + HOS
         (b"GET /static/../limits.py HTTP/1.1\r\n" + HOST + b"\r\n", (b"404",)),
         (b"GET /static/%2e%2e/limits.py HTTP/1.1\r\n" + HOST + b"\r\n", (b"404",)),
         (b"GET /static//etc/passwd HTTP/1.1\r\n" + HOST + b"\r\n", (b"404",)),
-        (POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-         (b"400", b"")),
+        (POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", (b"400", b"")),
         (POST + b"Content-Length: -5\r\n\r\n", (b"400", b"")),
         (POST + b"Content-Length: 99999999999999999999\r\n\r\n", (b"400", b"")),
         (POST + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n", (b"400", b"")),
@@ -57,11 +56,24 @@ POST = b"POST /v1/affinity HTTP/1.1\r\nContent-Type: application/json\r\n" + HOS
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (b"400", b"505", b"404", b"")),
     ],
     ids=[
-        "a huge header", "a header a thousand times", "a huge path", "two hosts", "another host", "an absolute path",
-        "up the tree", "up the tree, encoded", "an absolute file", "two lengths", "a negative length", "a huge length",
-        "a huge chunk", "TLS", "zeros", "HTTP/2",
+        "a huge header",
+        "a header a thousand times",
+        "a huge path",
+        "two hosts",
+        "another host",
+        "an absolute path",
+        "up the tree",
+        "up the tree, encoded",
+        "an absolute file",
+        "two lengths",
+        "a negative length",
+        "a huge length",
+        "a huge chunk",
+        "TLS",
+        "zeros",
+        "HTTP/2",
     ],
-)  # fmt: skip
+)
 def test_the_request_is_refused_and_the_next_one_answered(url: str, data: bytes, status: tuple[bytes, ...]) -> None:
     said = answer_to(url, data)
     assert (said.split(b" ", 2)[1] if said else b"") in status, said[:200]

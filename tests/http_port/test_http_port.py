@@ -168,7 +168,7 @@ def test_a_question_that_failed_is_no_answer_to_the_next() -> None:
         ({"model": "m", "tokens": "text", "salt": ""}, "Expected `array`"),
         ({"model": "m", "tokens": [1], "salt": "", "prompt": "x"}, "unknown field `prompt`"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_query_is_told_what_is_wrong(url: str, fields: dict[str, Any], words: str) -> None:
     answer = affinity(url, **fields)
     assert (answer.status, answer.code) == (400, "bad_query")
@@ -264,7 +264,7 @@ def test_too_many_connections(url: str, connected: Callable[[str], socket.socket
         (["--request-timeout", "0s"], "must be more than 0"),
         (["--request-timeout", "soon"], "request_timeout: 'soon' is not understood"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_served_is_one_line(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,9 +57,16 @@ class Query:
         self._port = port
         path, _, query = path.partition("?")
         self._scope = {
-            "type": "http", "method": method, "path": path, "raw_path": path.encode(), "root_path": "",
-            "query_string": query.encode(), "headers": [], "scheme": "http", "http_version": "1.1",
-        }  # fmt: skip
+            "type": "http",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": query.encode(),
+            "headers": [],
+            "scheme": "http",
+            "http_version": "1.1",
+        }
         self.body = asyncio.Event()
         self.asked = asyncio.Event()
 

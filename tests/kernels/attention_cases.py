@@ -142,8 +142,10 @@ def batch_of(case: AttentionCase, device: str) -> Batch:
             if block == start // case.block:
                 tails[number + 1, LAYER, :, : start - first] = tokens[:, : start - first]
         behind = whole * case.block
-        place = [table[token // case.block] * case.block if block_format is None else (number + 1) * case.block
-                 for token in range(start, end)]  # fmt: skip
+        place = [
+            table[token // case.block] * case.block if block_format is None else (number + 1) * case.block
+            for token in range(start, end)
+        ]
         slots += [
             at + token % case.block if token >= behind else -1
             for at, token in zip(place, range(start, end), strict=True)
@@ -162,9 +164,7 @@ def batch_of(case: AttentionCase, device: str) -> Batch:
 def write(batch: Batch) -> None:
     """K and V of the new tokens, as the engine has them written."""
     if len(batch.items):
-        kv_write.write_blocks(
-            batch.kv, LAYER, batch.segments, batch.tables, batch.items, batch.key, batch.value
-        )  # fmt: skip
+        kv_write.write_blocks(batch.kv, LAYER, batch.segments, batch.tables, batch.items, batch.key, batch.value)
     kv_write.write_tokens(batch.kv.tails, LAYER, batch.slots, batch.key, batch.value)
 
 
@@ -186,12 +186,23 @@ def check_attention(case: AttentionCase, device: str) -> None:
     tiles = torch.tensor(tile_shapes.tiles_of(lengths, shape.rows // group), dtype=torch.int32, device=device)
     out = torch.full((count, case.heads, case.head_dim), float("nan"), dtype=case.dtype, device=device)
     options: dict[str, Any] = {
-        "scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap, "sinks": sinks,
-    }  # fmt: skip
+        "scale": case.head_dim**-0.5,
+        "window": case.window,
+        "softcap": case.softcap,
+        "sinks": sinks,
+    }
     attention.paged_attention(
-        query, batch.kv, batch.segments, batch.tables, tiles, out,
-        layer=LAYER, shape=shape, splits=case.splits, **options,
-    )  # fmt: skip
+        query,
+        batch.kv,
+        batch.segments,
+        batch.tables,
+        tiles,
+        out,
+        layer=LAYER,
+        shape=shape,
+        splits=case.splits,
+        **options,
+    )
     starts = [start for start, _ in case.segments]
     expected = attention.paged_attention_reference(query, *batch.read, starts, **options)
     worst = (out.float() - expected).abs().max().item()
@@ -208,9 +219,17 @@ def check_padding(device: str) -> None:
     for splits in (1, 3):
         out = torch.full((5, 4, 16), 7.0, device=device)
         attention.paged_attention(
-            query, batch.kv, batch.segments, batch.tables, tiles, out,
-            layer=LAYER, scale=0.25, shape=tile_shapes.TileShape(16, 16, 4, 2), splits=splits,
-        )  # fmt: skip
+            query,
+            batch.kv,
+            batch.segments,
+            batch.tables,
+            tiles,
+            out,
+            layer=LAYER,
+            scale=0.25,
+            shape=tile_shapes.TileShape(16, 16, 4, 2),
+            splits=splits,
+        )
         assert out[1].eq(0).all()
         assert out[4].eq(7).all()
         assert out[[0, 2, 3]].ne(7).all()

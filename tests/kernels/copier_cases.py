@@ -22,9 +22,7 @@ WAIT_S = 30.0
 class Arena:
     """Frames in shared memory, registered in chunks unless told not to."""
 
-    def __init__(
-        self, count: int, frame_bytes: int, chunk_bytes: int = 1 << 20, registered: bool = True
-    ) -> None:
+    def __init__(self, count: int, frame_bytes: int, chunk_bytes: int = 1 << 20, registered: bool = True) -> None:
         self.frame_bytes = -(-frame_bytes // 4096) * 4096
         self.map = mmap.mmap(-1, count * self.frame_bytes)
         self.bytes = np.frombuffer(self.map, dtype=np.uint8).reshape(count, self.frame_bytes)

@@ -33,12 +33,11 @@ def _each(cases: Sequence[AttentionCase]) -> list[ParameterSet]:
     """Of the formats, and of what is alike, one case in every run; the others, which take half a minute, are slow."""
     seldom = {"float16", "softcap", "sinks", "window of one", "prefill, split", "window", "decode", "grouped heads"}
     seldom |= {f"{name}, {what}" for name in FORMATS for what in ("grouped heads", "odd sizes")} - {
-        "int4, odd sizes", "int8, grouped heads",
-    }  # fmt: skip
+        "int4, odd sizes",
+        "int8, grouped heads",
+    }
     assert seldom <= {case.name for case in cases}
-    return [
-        pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in seldom else ()) for case in cases
-    ]
+    return [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in seldom else ()) for case in cases]
 
 
 @pytest.mark.parametrize("case", _each(CASES))

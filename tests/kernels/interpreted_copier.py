@@ -70,10 +70,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     monkeypatch.setattr(host_memory, "driver", lambda: made.registrar)
     monkeypatch.setattr(cuda, "require_cuda", lambda: driver)
     for name, value in {
-        "Stream": Stream, "Event": Event, "current_stream": Stream, "synchronize": lambda device: None,
-        "device": contextlib.nullcontext, "stream": contextlib.nullcontext,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": Stream,
+        "synchronize": lambda device: None,
+        "device": contextlib.nullcontext,
+        "stream": contextlib.nullcontext,
         "is_current_stream_capturing": lambda: made.capturing,
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     return made
@@ -107,9 +111,7 @@ def test_a_copy_that_fails_part_of_the_way_says_so(method: Method, library: Fake
         check_out_and_back("block-first, odd", method, "cpu")
 
 
-def test_kernels_that_do_not_compile_are_done_without(
-    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_that_do_not_compile_are_done_without(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiercache.kernels import block_copy
 
     def broken(*arguments: object, **options: object) -> None:
@@ -120,9 +122,7 @@ def test_kernels_that_do_not_compile_are_done_without(
     assert library.copies > 0
 
 
-def test_a_copy_in_cuda_trouble_fails_and_raises_nothing(
-    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_in_cuda_trouble_fails_and_raises_nothing(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = torch.zeros(4, 64, dtype=torch.uint8)
     copier = CudaCopier("cpu", [(pool.data_ptr(), 64, 64)], 4, method=Method.DIRECT)
 
@@ -191,9 +191,7 @@ def test_an_exception_waits_for_the_copies_before_it(
     assert copier._copier.idle()
 
 
-def test_a_pool_of_a_lost_copy_is_kept(
-    stepping: tuple[GpuCopier, Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_of_a_lost_copy_is_kept(stepping: tuple[GpuCopier, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     copier, ids, addresses = stepping
     interrupted(copier, monkeypatch)
     kept: list[Pool] = []

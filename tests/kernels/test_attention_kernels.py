@@ -103,15 +103,27 @@ def compiled_attention(
     shape = choose(GROUP, form, torch.float32 if dtype == "fp32" else torch.bfloat16)
     floats = f"*{dtype}"
     types = {
-        **dict.fromkeys(("out", "query", "tails", "sinks"), floats), "pool": floats if name == "raw" else "*u8",
-        **dict.fromkeys(("parts", "stats"), "*fp32"), **dict.fromkeys(("segments", "tables", "tiles"), "*i32"),
-        **dict.fromkeys(("layer", "token_stride", "head_stride"), "i32"), "scale": "fp32",
-    }  # fmt: skip
+        **dict.fromkeys(("out", "query", "tails", "sinks"), floats),
+        "pool": floats if name == "raw" else "*u8",
+        **dict.fromkeys(("parts", "stats"), "*fp32"),
+        **dict.fromkeys(("segments", "tables", "tiles"), "*i32"),
+        **dict.fromkeys(("layer", "token_stride", "head_stride"), "i32"),
+        "scale": "fp32",
+    }
     constants = {
-        "SOFTCAP": 30.0 if options else 0.0, "WINDOW": 1000 if options else 0, "SINKS": options, "GROUP": GROUP,
-        "ROWS": shape.rows, "TILE": shape.tile, "TAIL": 16, "DIMS": form.dims, "SPLIT": decode, "UPCAST": False,
-        "F": form, "T": tail_form,
-    }  # fmt: skip
+        "SOFTCAP": 30.0 if options else 0.0,
+        "WINDOW": 1000 if options else 0,
+        "SINKS": options,
+        "GROUP": GROUP,
+        "ROWS": shape.rows,
+        "TILE": shape.tile,
+        "TAIL": 16,
+        "DIMS": form.dims,
+        "SPLIT": decode,
+        "UPCAST": False,
+        "F": form,
+        "T": tail_form,
+    }
     options_of = {"num_warps": shape.warps, "num_stages": shape.stages}
     return compiled(attention._attend, capability, types, constants, **options_of)
 
@@ -153,10 +165,18 @@ def test_raw_decode_reads_k_and_v_in_no_other_way(capability: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "head_dim", "dtype", "options"),
-    [("raw", 128, "bf16", True), ("raw", 256, "bf16", True), ("raw", 96, "bf16", False), ("raw", 64, "fp32", False),
-     ("raw", 128, "fp32", False), ("int8", 256, "bf16", False), ("int4", 256, "bf16", False),
-     ("int4", 96, "bf16", False), ("fp8_e5m2", 64, "bf16", True)],
-)  # fmt: skip
+    [
+        ("raw", 128, "bf16", True),
+        ("raw", 256, "bf16", True),
+        ("raw", 96, "bf16", False),
+        ("raw", 64, "fp32", False),
+        ("raw", 128, "fp32", False),
+        ("int8", 256, "bf16", False),
+        ("int4", 256, "bf16", False),
+        ("int4", 96, "bf16", False),
+        ("fp8_e5m2", 64, "bf16", True),
+    ],
+)
 def test_other_shapes_do_not_spill_either(name: str, head_dim: int, dtype: str, options: bool, tmp_path: Path) -> None:
     for decode in (True, False):
         kernel = compiled_attention(90, name, decode=decode, head_dim=head_dim, dtype=dtype, options=options)
@@ -168,12 +188,20 @@ def test_other_shapes_do_not_spill_either(name: str, head_dim: int, dtype: str, 
 def test_the_parts_of_a_split_are_put_together_in_vectors(capability: int, tmp_path: Path) -> None:
     form, _ = formats("raw", 128)
     types = {
-        **dict.fromkeys(("out", "sinks"), "*bf16"), **dict.fromkeys(("parts", "stats"), "*fp32"),
-        **dict.fromkeys(("segments", "tiles"), "*i32"), "splits": "i32",
-    }  # fmt: skip
+        **dict.fromkeys(("out", "sinks"), "*bf16"),
+        **dict.fromkeys(("parts", "stats"), "*fp32"),
+        **dict.fromkeys(("segments", "tiles"), "*i32"),
+        "splits": "i32",
+    }
     constants = {
-        "WINDOW": 0, "SINKS": False, "GROUP": GROUP, "ROWS": 16, "TILE": 64, "DIMS": 128, "F": form,
-    }  # fmt: skip
+        "WINDOW": 0,
+        "SINKS": False,
+        "GROUP": GROUP,
+        "ROWS": 16,
+        "TILE": 64,
+        "DIMS": 128,
+        "F": form,
+    }
     kernel = compiled(attention._combine, capability, types, constants, num_warps=4)
     assert len(re.findall(r"ld\.global\.(?:v4\.b32|v2\.b64)", kernel.asm["ptx"])) >= 16 * 128 * 4 // 16 // 128
     assert stack_bytes(kernel, tmp_path / "cubin") == 0

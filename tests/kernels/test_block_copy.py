@@ -33,8 +33,13 @@ def test_every_case_in_the_interpreter(file: str, tests: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     ran = subprocess.run(
         [*command, str(HERE / file)],
-        env=environment, cwd=HERE.parents[1], capture_output=True, text=True, timeout=580, check=False,
-    )  # fmt: skip
+        env=environment,
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     passed = re.search(r"(\d+) passed", ran.stdout)
     assert passed is not None

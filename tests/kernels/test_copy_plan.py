@@ -59,9 +59,7 @@ def test_no_blocks_are_no_runs() -> None:
 
 
 @given(st.permutations(range(8)), st.permutations(range(8)), st.integers(0, 8), st.integers(1, 5))
-def test_merged_runs_copy_the_same_bytes(
-    sources: list[int], targets: list[int], count: int, length: int
-) -> None:
+def test_merged_runs_copy_the_same_bytes(sources: list[int], targets: list[int], count: int, length: int) -> None:
     rng = np.random.default_rng(0)
     source = rng.integers(0, 256, 8 * length, dtype=np.uint8)
     target, expected = np.zeros_like(source), np.zeros_like(source)

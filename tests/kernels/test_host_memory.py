@@ -59,9 +59,7 @@ def test_a_region_is_registered_whole_or_not_at_all(fake: FakeDriver, fail_at: i
 
 
 @pytest.mark.parametrize(("address", "length"), [(5000, 0), (1000, 100)])
-def test_nothing_and_what_is_registered_cannot_be_registered(
-    fake: FakeDriver, address: int, length: int
-) -> None:
+def test_nothing_and_what_is_registered_cannot_be_registered(fake: FakeDriver, address: int, length: int) -> None:
     memory = HostMemory()
     memory.register(1000, 100)
     with pytest.raises(ArenaError, match="registered already"):

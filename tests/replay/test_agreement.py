@@ -157,9 +157,15 @@ def work(connector: tiercache.Connector, clock: Clock) -> tuple[list[bytes], dic
 def test_a_replay_of_a_recorded_run_agrees_block_for_block(policy: str, tmp_path: Path) -> None:
     file, clock = tmp_path / "run.jsonl.gz", Clock(tmp_path / "clock")
     settings = {
-        "arena": "4MiB", "region": "2MiB", "nvme": tmp_path / "nvme", "nvme_size": "16MiB", "nvme_segment": "2MiB",
-        "record": file, "policy": policy, "grace": "0s",
-    }  # fmt: skip
+        "arena": "4MiB",
+        "region": "2MiB",
+        "nvme": tmp_path / "nvme",
+        "nvme_size": "16MiB",
+        "nvme_segment": "2MiB",
+        "record": file,
+        "policy": policy,
+        "grace": "0s",
+    }
     with (
         tempfile.TemporaryDirectory(prefix="tiercache-") as run_dir,
         daemon(run_dir, tmp_path / "clock", **settings),

@@ -178,9 +178,16 @@ def test_figures() -> None:
     play.ask(3)
     stats = play.simulation.cache.space.policies.hints.stats()
     assert stats == {
-        "hints": 2, "done": 0, "returning": 1, "ttl": 0, "priority": 1, "expired_blocks": 0, "marks": 4,
-        "awaited_blocks": 4, "high_blocks": 4,
-    }  # fmt: skip
+        "hints": 2,
+        "done": 0,
+        "returning": 1,
+        "ttl": 0,
+        "priority": 1,
+        "expired_blocks": 0,
+        "marks": 4,
+        "awaited_blocks": 4,
+        "high_blocks": 4,
+    }
 
 
 # --- recordings ------------------------------------------------------------------------------------

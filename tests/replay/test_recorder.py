@@ -84,9 +84,14 @@ def test_what_was_asked_is_read_again(one: Recording) -> None:
     assert len(set(names.values())) == len(names)
     assert not set(names) & set(names.values())
     assert [(one.kind, one.first, one.namespaces) for one in found] == [
-        (Kind.LOOK, 0, (1,)), (Kind.KEEP, 4, (1,)), (Kind.LOOK, 0, (1, 2)), (Kind.FETCH, 0, (1,)),
-        (Kind.KEEP, 0, (2,)), (Kind.FORGET, 0, (1, 2)), (Kind.FORGET, 0, (1,)),
-    ]  # fmt: skip
+        (Kind.LOOK, 0, (1,)),
+        (Kind.KEEP, 4, (1,)),
+        (Kind.LOOK, 0, (1, 2)),
+        (Kind.FETCH, 0, (1,)),
+        (Kind.KEEP, 0, (2,)),
+        (Kind.FORGET, 0, (1, 2)),
+        (Kind.FORGET, 0, (1,)),
+    ]
     assert [request.time_s for request in found] == [100.0] + [101.5] * 6
     assert (found[0].had, found[0].promote, found[2].promote) == ((3, 1), True, False)
     assert (found[5].tier, found[6].tier) == ("", "dram")
@@ -192,9 +197,7 @@ def test_a_recording_ends_at_its_size(tmp_path: Path) -> None:
     assert one.recorder.stats()["lost_requests"] == 0
 
 
-def test_a_disk_that_fails_ends_the_recording_and_nothing_else(
-    one: Recording, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_ends_the_recording_and_nothing_else(one: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(line: Any) -> None:
         raise OSError(28, "No space left on device")
 

@@ -78,8 +78,11 @@ def test_policies_are_compared_in_one_run(capsys: pytest.CaptureFixture[str], tm
     arguments = ["--dram", "2%,5%", "--nvme", "5x"]
     both = points(capsys, short, *arguments, "--policy", "lru, s3fifo,lru")
     assert [(point["dram"], point["policy"]) for point in both] == [
-        ("2%", "lru"), ("2%", "s3fifo"), ("5%", "lru"), ("5%", "s3fifo"),
-    ]  # fmt: skip
+        ("2%", "lru"),
+        ("2%", "s3fifo"),
+        ("5%", "lru"),
+        ("5%", "s3fifo"),
+    ]
     alone = points(capsys, short, *arguments, "--policy", "lru")
     for name in ("hit_rates", "tallies", "optimum"):
         assert [point[name] for point in both[0::2]] == [point[name] for point in alone]

@@ -50,9 +50,16 @@ def sizes(dram: int, nvme: int, policy: str = "lru", budget_bytes: int = 0) -> S
 
 @pytest.mark.parametrize(
     ("policy", "dram", "nvme"),
-    [("lru", 8, 0), ("lru", 30, 0), ("lru", 8, 40), ("hazard", 8, 40), ("lru", 50, 20), ("hazard", 50, 20),
-     *((policy, 30, 60) for policy in POLICIES)],
-)  # fmt: skip
+    [
+        ("lru", 8, 0),
+        ("lru", 30, 0),
+        ("lru", 8, 40),
+        ("hazard", 8, 40),
+        ("lru", 50, 20),
+        ("hazard", 50, 20),
+        *((policy, 30, 60) for policy in POLICIES),
+    ],
+)
 def test_swift_decides_as_the_daemon(policy: str, dram: int, nvme: int) -> None:
     for seed in range(2):
         swift, exact = Swift(sizes(dram, nvme, policy)), Simulation(sizes(dram, nvme, policy), {1: SPEC})
@@ -232,8 +239,10 @@ def test_hits_are_counted_by_tier_in_blocks_and_tokens() -> None:
     played = play(prompts, sizes(3, 20), gpu_blocks=2, exact=True)
     assert (played.requests, played.asked_blocks, played.asked_tokens) == (5, 15, 15 * TOKENS + 5)
     assert {name: (tier.blocks, tier.tokens) for name, tier in played.tiers.items()} == {
-        "gpu": (4, 4 * TOKENS), "dram": (2, 2 * TOKENS), "nvme": (3, 3 * TOKENS),
-    }  # fmt: skip
+        "gpu": (4, 4 * TOKENS),
+        "dram": (2, 2 * TOKENS),
+        "nvme": (3, 3 * TOKENS),
+    }
     assert played.rate("gpu", "dram", "nvme") == pytest.approx(9 * TOKENS / (15 * TOKENS + 5))
 
 

@@ -118,7 +118,9 @@ def test_a_bad_first_line_is_left_out_too(write: Write) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "is empty"), (b"\n \n", "is empty"), (gzip.compress(b"", mtime=0), "is empty"),
+        (b"", "is empty"),
+        (b"\n \n", "is empty"),
+        (gzip.compress(b"", mtime=0), "is empty"),
         (b'{"a": 1}\n', "no format that is known"),
     ],
 )
@@ -168,8 +170,16 @@ def test_the_sample_is_read_whole() -> None:
 
 
 def test_a_bailian_trace(write: Write) -> None:
-    first = {"chat_id": 55, "parent_chat_id": -1, "timestamp": 1.25, "input_length": 40, "output_length": 3,
-             "type": "text", "turn": 1, "hash_ids": [7, 8, 9]}  # fmt: skip
+    first = {
+        "chat_id": 55,
+        "parent_chat_id": -1,
+        "timestamp": 1.25,
+        "input_length": 40,
+        "output_length": 3,
+        "type": "text",
+        "turn": 1,
+        "hash_ids": [7, 8, 9],
+    }
     second = {**first, "chat_id": 159, "parent_chat_id": 55, "timestamp": 61.114, "turn": 2}
     third = {**first, "chat_id": 200, "parent_chat_id": 159, "timestamp": 70.0, "turn": 3}
     found = trace(write(first, second, third))
@@ -187,8 +197,16 @@ def test_a_bailian_trace(write: Write) -> None:
 
 def stored(hashes: list[Any], parent: Any = None, **more: Any) -> dict[str, Any]:
     tokens = list(range(16 * len(hashes)))
-    return {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent, "token_ids": tokens,
-            "block_size": 16, "lora_id": None, "medium": "GPU", **more}  # fmt: skip
+    return {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": parent,
+        "token_ids": tokens,
+        "block_size": 16,
+        "lora_id": None,
+        "medium": "GPU",
+        **more,
+    }
 
 
 def test_kv_events(write: Write) -> None:
@@ -204,8 +222,11 @@ def test_kv_events(write: Write) -> None:
     requests = list(found)
     assert [request.keys for request in requests] == list(map(chain_keys, chains))
     assert [(one.time_s, one.kind, one.first, one.in_gpu) for one in requests] == [
-        (0.0, Kind.ASK, 0, 0), (1.5, Kind.KEEP, 3, 0), (3.0, Kind.ASK, 0, 2), (4.0, Kind.ASK, 0, 0),
-    ]  # fmt: skip
+        (0.0, Kind.ASK, 0, 0),
+        (1.5, Kind.KEEP, 3, 0),
+        (3.0, Kind.ASK, 0, 2),
+        (4.0, Kind.ASK, 0, 0),
+    ]
     assert found.specs[1].block_size == 16
 
 

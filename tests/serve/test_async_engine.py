@@ -27,9 +27,7 @@ def engine(model_dir: Path) -> Iterator[Engine]:
         yield engine
 
 
-def run(
-    engine: Engine, model_dir: Path, use: Callable[[AsyncEngine], Awaitable[None]], **limits: Any
-) -> list[str]:
+def run(engine: Engine, model_dir: Path, use: Callable[[AsyncEngine], Awaitable[None]], **limits: Any) -> list[str]:
     """Let `use` work with an AsyncEngine in a loop of its own, close it; what `on_death` was called for."""
     deaths: list[str] = []
 

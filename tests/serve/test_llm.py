@@ -156,9 +156,7 @@ def test_a_second_process_finds_what_the_first_computed(model_dir: Path) -> None
     assert cold.outputs == warm.outputs
 
 
-def test_the_bar_is_for_terminals(
-    llm: LLM, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bar_is_for_terminals(llm: LLM, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     llm.generate(PROMPT, params(max_tokens=4))
     assert capfd.readouterr().err == ""
     monkeypatch.setenv("TERM", "xterm")

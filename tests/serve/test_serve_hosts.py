@@ -24,9 +24,12 @@ class _NoEngine:
 
 def _service(hosts: frozenset[str] | None = None) -> Service:
     parts: dict[str, Any] = {
-        "engine": _NoEngine(), "prompts": SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0})),
-        "model": "m", "metrics": SimpleNamespace(text=lambda: b""), "defaults": {},
-    }  # fmt: skip
+        "engine": _NoEngine(),
+        "prompts": SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0})),
+        "model": "m",
+        "metrics": SimpleNamespace(text=lambda: b""),
+        "defaults": {},
+    }
     return Service(**parts, **({} if hosts is None else {"hosts": hosts}))
 
 
@@ -42,9 +45,16 @@ def _ask(service: Service, method: str, path: str, **headers: str) -> tuple[int,
 
     encoded = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {
-        "type": "http", "method": method, "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
-        "headers": encoded, "scheme": "http", "http_version": "1.1",
-    }  # fmt: skip
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": encoded,
+        "scheme": "http",
+        "http_version": "1.1",
+    }
     asyncio.run(cast("Any", build_app(service))(scope, receive, send))
     return sent[0]["status"], sent[1]["body"]
 

@@ -59,11 +59,14 @@ def test_health_says_what_is_wrong_with_the_engine(trouble: str) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "code", "retry"),
     [
-        (QueueFull("x"), 429, "queue_full", "1"), (NobodyReads("x"), 408, "nobody_reads", None),
-        (EngineDied("x"), 503, "engine_died", "10"), (Stalled("x"), 503, "engine_stalled", "10"),
-        (Stopping("x"), 503, "stopping", "10"), (ConfigError("n is 0: at least 1"), 400, None, None),
+        (QueueFull("x"), 429, "queue_full", "1"),
+        (NobodyReads("x"), 408, "nobody_reads", None),
+        (EngineDied("x"), 503, "engine_died", "10"),
+        (Stalled("x"), 503, "engine_stalled", "10"),
+        (Stopping("x"), 503, "stopping", "10"),
+        (ConfigError("n is 0: at least 1"), 400, None, None),
     ],
-)  # fmt: skip
+)
 def test_each_failure_says_whether_to_come_again(error: Exception, status: int, code: str, retry: str) -> None:
     made = api_error(error, ("n",))
     assert (made.status, made.code, made.response().headers.get("retry-after")) == (status, code, retry)

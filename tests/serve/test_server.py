@@ -221,9 +221,7 @@ def test_models_health_and_metrics(server: ServerProcess, client: OpenAI) -> Non
         ("stream_options", {"include_usage": True}, "stream_options needs stream"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(
-    server: ServerProcess, field: str, value: Any, words: str
-) -> None:
+def test_what_cannot_be_served_is_refused_by_name(server: ServerProcess, field: str, value: Any, words: str) -> None:
     body = {"prompt": "x", field: value}
     status, error = post(server, json.dumps(body).encode())
     assert (status, error["type"]) == (400, "invalid_request_error"), error

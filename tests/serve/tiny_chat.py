@@ -52,10 +52,18 @@ def write_model(folder: Path) -> Path:
     """Write the model; greedy answers are long, and differ with the prompt."""
     torch.manual_seed(5)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=MAX_CONTEXT, initializer_range=0.3,
-        bos_token_id=None, eos_token_id=END,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=MAX_CONTEXT,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=END,
+    )
     model = LlamaForCausalLM(config)
     tokenizer = byte_tokenizer()
     printable = {token for token in range(256) if " " <= tokenizer.decode([token]) <= "~"}

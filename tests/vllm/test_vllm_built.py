@@ -18,9 +18,12 @@ from tiercache.connectors.vllm.weights import models_of, unwrapped
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 16,
+    "long_factor": [4.0] * 16,
     "original_max_position_embeddings": 512,
-}  # fmt: skip
+}
 
 
 class Attention(torch.nn.Module):
@@ -67,13 +70,16 @@ def test_tables_of_positions_are_told_apart(model: str) -> None:
     default = {"rope_type": "default", "rope_theta": 10000.0}
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 512}
     kinds: list[tuple[dict[str, Any], int]] = [
-        (default, 2048), ({**default, "rope_theta": 20000.0}, 2048),
+        (default, 2048),
+        ({**default, "rope_theta": 20000.0}, 2048),
         ({"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, 2048),
         ({"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, 2048),
-        ({**yarn, "factor": 2.0}, 2048), ({**yarn, "factor": 4.0}, 2048),
+        ({**yarn, "factor": 2.0}, 2048),
+        ({**yarn, "factor": 4.0}, 2048),
         ({**yarn, "factor": 4.0, "attention_factor": 0.5}, 2048),
-        (LONGROPE, 2048), (LONGROPE, 512),
-    ]  # fmt: skip
+        (LONGROPE, 2048),
+        (LONGROPE, 512),
+    ]
     described = [describe_built([Model(rotary(*kind, model))]) for kind in kinds]
     assert len(set(described)) == len(kinds)
     assert describe_built([Model(rotary(LONGROPE, 1024, model))]) == described[-2], "the factors are the same"
@@ -122,9 +128,12 @@ def test_engines_with_other_factors_of_longrope_do_not_meet(
 ) -> None:
     """vLLM takes the long factors where requests may be longer than the model was trained for, for short ones too."""
     folder = save_model(
-        tmp_path / "phi", "Phi3Config", rope_parameters=LONGROPE, original_max_position_embeddings=512,
+        tmp_path / "phi",
+        "Phi3Config",
+        rope_parameters=LONGROPE,
+        original_max_position_embeddings=512,
         partial_rotary_factor=1.0,
-    )  # fmt: skip
+    )
     ids, before = prompt(400, "phi"), stored_blocks(daemon)
     full = len(ids) // BLOCK * BLOCK
     long, short = (start(str(daemon.address), model=folder, max_model_len=length) for length in (2048, 512))

@@ -169,7 +169,7 @@ def test_a_tenant_has_blocks_of_its_own_and_a_quota(
         ({"address": "/nowhere/at/all"}, {}, "the cache at /nowhere/at/all is unavailable"),
         ({}, {"patch": "import vllm; vllm.__version__ = '0.33.0'"}, "serves vllm>=0.32,<0.33, and this is 0.33.0"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_served_is_said_in_a_line(
     start: Start, plain: Engine, settings: dict[str, str], options: dict[str, str], words: str
 ) -> None:

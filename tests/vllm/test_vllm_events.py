@@ -167,10 +167,19 @@ def test_what_is_below_the_gpu_has_vllms_names(start: Callable[..., Engine], tmp
     """What the daemon says of a block is what vLLM has said of it, but for the medium."""
     ours, theirs = f"ipc://{tmp_path}/ours", f"ipc://{tmp_path}/theirs"
     (tmp_path / "disk").mkdir()
-    with launch(
-        "64MiB", region="16MiB", kv_events=f"{ours}-pub", kv_events_replay=ours,
-        nvme=str(tmp_path / "disk"), nvme_size="256MiB", nvme_segment="16MiB",
-    ) as daemon, replays(ours) as below, replays(theirs) as above:  # fmt: skip
+    with (
+        launch(
+            "64MiB",
+            region="16MiB",
+            kv_events=f"{ours}-pub",
+            kv_events_replay=ours,
+            nvme=str(tmp_path / "disk"),
+            nvme_size="256MiB",
+            nvme_segment="16MiB",
+        ) as daemon,
+        replays(ours) as below,
+        replays(theirs) as above,
+    ):
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"{theirs}-pub"}
         engine = start(daemon.address, kv_events_config={**events, "replay_endpoint": theirs})
         long = prompt(1000, "events")
@@ -197,9 +206,11 @@ def test_what_is_below_the_gpu_has_vllms_names(start: Callable[..., Engine], tmp
 
 def test_chunks_of_vllms_own_offloading_have_its_names(start: Callable[..., Engine], tmp_path: Path) -> None:
     ours, theirs = f"ipc://{tmp_path}/ours", f"ipc://{tmp_path}/theirs"
-    with launch(
-        "64MiB", region="16MiB", kv_events=f"{ours}-pub", kv_events_replay=ours
-    ) as daemon, replays(ours) as below, replays(theirs) as above:  # fmt: skip
+    with (
+        launch("64MiB", region="16MiB", kv_events=f"{ours}-pub", kv_events_replay=ours) as daemon,
+        replays(ours) as below,
+        replays(theirs) as above,
+    ):
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"{theirs}-pub"}
         config = offloading_config({"address": str(daemon.address), "request_timeout_s": 5.0})
         engine = start(kv_transfer_config=config, kv_events_config={**events, "replay_endpoint": theirs})
@@ -219,9 +230,11 @@ def test_blocks_have_the_names_of_vllms_own_events(kind: str, per_block: int) ->
     places = [PlaceholderRange(offset=offset, length=20) for offset in (3, 40, 75)]
     images = [MultiModalFeatureSpec(None, "image", f"image {place.offset}", place) for place in places]
     options = {
-        "text": {}, "salted": {"cache_salt": "secret"}, "adapter": {"lora_request": LoRARequest("tuned", 7, "/path")},
+        "text": {},
+        "salted": {"cache_salt": "secret"},
+        "adapter": {"lora_request": LoRARequest("tuned", 7, "/path")},
         "images": {"mm_features": images},
-    }[kind]  # fmt: skip
+    }[kind]
     hasher = kv_cache_utils.get_request_block_hasher(hash_size, sha256)
     request = Request("one", prompt(100), SamplingParams(), None, block_hasher=hasher, **options)
     pool = BlockPool(10, True, hash_size, enable_kv_cache_events=True)
@@ -231,10 +244,21 @@ def test_blocks_have_the_names_of_vllms_own_events(kind: str, per_block: int) ->
         pool.cache_full_blocks(request, blocks, first, end, size, kv_cache_group_id=0)
         run = name_blocks(request, first, end, per_block, size)
         run = of_group(run, Group(0, "full_attention", None), 0, end - first)
-        named.append(BlockStored(
-            run.hashes, run.parent, unpack_indices(run.tokens).tolist(), size, run.lora_id, "GPU", run.lora_name,
-            run.extra_keys, run.group, run.kind, run.window,
-        ))  # fmt: skip
+        named.append(
+            BlockStored(
+                run.hashes,
+                run.parent,
+                unpack_indices(run.tokens).tolist(),
+                size,
+                run.lora_id,
+                "GPU",
+                run.lora_name,
+                run.extra_keys,
+                run.group,
+                run.kind,
+                run.window,
+            )
+        )
     vllms = pool.take_events()
     assert len(vllms) == 2
     assert stored(named, "GPU").keys() == stored(vllms, "GPU").keys()

@@ -91,8 +91,9 @@ def test_mla_is_stored_once_for_all_ranks() -> None:
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=2, pipeline_parallel_size=2),
             cache_config=SimpleNamespace(kv_cache_layout="LBNHC", cache_dtype="auto"),
-            device_config=SimpleNamespace(device_type="cuda"), model_config=SimpleNamespace(use_mla=use_mla),
-        )  # fmt: skip
+            device_config=SimpleNamespace(device_type="cuda"),
+            model_config=SimpleNamespace(use_mla=use_mla),
+        )
         assert vllm_pool.replicated(config, group) is use_mla
         return vllm_pool._namespace(config, 0, group, 16, 4096, ["form"], "built")
 

@@ -94,10 +94,17 @@ class Rig:
     def add(self, name: str, blocks: int, adapter: Any = None, media: Sequence[Any] = ()) -> Any:
         """A request of so many blocks, all of which begin alike."""
         request = SimpleNamespace(
-            request_id=name, num_prompt_tokens=blocks * SIZE + 1, num_computed_tokens=0, num_preemptions=0,
-            block_hashes=[bytes([block]) * 32 for block in range(blocks)], lora_request=adapter,
-            kv_transfer_params=None, mm_features=media, resumable=False, status=RequestStatus.FINISHED_STOPPED,
-        )  # fmt: skip
+            request_id=name,
+            num_prompt_tokens=blocks * SIZE + 1,
+            num_computed_tokens=0,
+            num_preemptions=0,
+            block_hashes=[bytes([block]) * 32 for block in range(blocks)],
+            lora_request=adapter,
+            kv_transfer_params=None,
+            mm_features=media,
+            resumable=False,
+            status=RequestStatus.FINISHED_STOPPED,
+        )
         self.tables[name] = [SimpleNamespace(block_id=block, is_null=False) for block in range(blocks)]
         self.scheduler.add(request)
         return request
@@ -119,9 +126,11 @@ class Rig:
             for each in new
         ]
         output = SimpleNamespace(
-            num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values()), scheduled_new_reqs=started,
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
+            scheduled_new_reqs=started,
             scheduled_cached_reqs=cached,
-        )  # fmt: skip
+        )
         orders = self.scheduler.step(output)
         self.scheduler.check_integrity()
         return orders

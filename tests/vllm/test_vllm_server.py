@@ -29,10 +29,17 @@ def server(model: str, address: str, log: Path) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     flags = {
-        "model": model, "host": "127.0.0.1", "port": port, "dtype": "float32", "max-model-len": 2048,
-        "block-size": BLOCK, "max-num-batched-tokens": 512, "kv-cache-memory-bytes": ENGINE["kv_cache_memory_bytes"],
-        "kv-transfer-config": json.dumps(transfer_config(address)), "served-model-name": "tiny",
-    }  # fmt: skip
+        "model": model,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": "float32",
+        "max-model-len": 2048,
+        "block-size": BLOCK,
+        "max-num-batched-tokens": 512,
+        "kv-cache-memory-bytes": ENGINE["kv_cache_memory_bytes"],
+        "kv-transfer-config": json.dumps(transfer_config(address)),
+        "served-model-name": "tiny",
+    }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1", "OMP_NUM_THREADS": "1"}

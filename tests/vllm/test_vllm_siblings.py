@@ -32,13 +32,17 @@ def multi_config(address: str, when: str, folder: Path, first: bool) -> dict[str
     """Ours and a sibling, `first` or last."""
     ours = transfer_config(address, request_timeout_s=PATIENCE_S)
     sibling = {
-        "kv_connector": "Sibling", "kv_connector_module_path": "vllm_sibling", "kv_role": "kv_both",
+        "kv_connector": "Sibling",
+        "kv_connector_module_path": "vllm_sibling",
+        "kv_role": "kv_both",
         "kv_connector_extra_config": {"when": when, "folder": str(folder)},
-    }  # fmt: skip
+    }
     return {
-        "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": [sibling, ours] if first else [ours, sibling]},
-    }  # fmt: skip
+    }
 
 
 def test_blocks_that_a_sibling_fills_are_not_stored_as_what_they_were(
@@ -54,8 +58,9 @@ def test_blocks_that_a_sibling_fills_are_not_stored_as_what_they_were(
             folder.mkdir()
             engine = start(
                 kv_transfer_config=multi_config(str(daemon.address), when, folder, first),
-                max_model_len=640, kv_cache_memory_bytes=24 * 64 << 10,
-            )  # fmt: skip
+                max_model_len=640,
+                kv_cache_memory_bytes=24 * 64 << 10,
+            )
             engine.offloads = False
             if right is not None:
                 assert engine.generate([ids]) == (right, [full]), "the very first request finds what there is"
@@ -77,9 +82,10 @@ def test_blocks_that_a_sibling_fills_are_not_stored_as_what_they_were(
 def parent(policy: str = "recompute", sibling: str = "NixlConnector") -> Any:
     connectors = [{"kv_connector": sibling}, {"kv_connector": "TierCacheConnector"}]
     config = SimpleNamespace(
-        kv_connector="MultiConnector", kv_load_failure_policy=policy,
+        kv_connector="MultiConnector",
+        kv_load_failure_policy=policy,
         kv_connector_extra_config={"connectors": connectors},
-    )  # fmt: skip
+    )
     return SimpleNamespace(_kv_transfer_config=config)
 
 

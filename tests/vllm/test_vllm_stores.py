@@ -55,9 +55,11 @@ class Engine:
         """
         orders = Orders()
         cached = SimpleNamespace(
-            req_ids=list(new), num_computed_tokens=[0] * len(new), resumed_req_ids=set(),
+            req_ids=list(new),
+            num_computed_tokens=[0] * len(new),
+            resumed_req_ids=set(),
             new_block_ids=[(blocks,) for blocks in new.values()],
-        )  # fmt: skip
+        )
         started = [
             SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=(ids,))
             for name, (computed, ids) in (starts or {}).items()

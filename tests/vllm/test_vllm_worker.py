@@ -35,9 +35,13 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Worker
     (tmp_path / "disk").mkdir()
     with launch("16MiB", region="8MiB", run_dir=tmp_path / "run", **disk) as daemon:
         connector = tiercache.connect(
-            daemon.address, namespace=SPEC, pool=tiercache.Pool.from_blocks(pool), required=True,
-            gds=backend if request.param else "off", gds_store=request.param,
-        )  # fmt: skip
+            daemon.address,
+            namespace=SPEC,
+            pool=tiercache.Pool.from_blocks(pool),
+            required=True,
+            gds=backend if request.param else "off",
+            gds_store=request.param,
+        )
         worker = Worker([connector], [True])
         wait_until(lambda: connector.client.stats()["tiers"]["nvme"]["directories"][0]["state"] == "ok")
         yield worker, pool, backend

@@ -42,9 +42,11 @@ class Parent:
 def output(metadata: Any) -> Any:
     cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[])
     return SimpleNamespace(
-        scheduled_cached_reqs=cached, new_block_ids_to_zero=[7], kv_cache_block_copies=None,
+        scheduled_cached_reqs=cached,
+        new_block_ids_to_zero=[7],
+        kv_cache_block_copies=None,
         kv_connector_metadata=metadata,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("beside", [False, True])

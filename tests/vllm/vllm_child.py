@@ -21,10 +21,15 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(
-    HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_HOST_IP="127.0.0.1", VLLM_LOGGING_LEVEL="WARNING",
-    OMP_NUM_THREADS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_HOST_IP="127.0.0.1",
+    VLLM_LOGGING_LEVEL="WARNING",
+    OMP_NUM_THREADS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # functions go to the processes of ranks
-)  # fmt: skip
+)
 
 
 def ours(connector: Any) -> Any:

@@ -22,16 +22,31 @@ BLOCK = 32
 PATIENCE_S = 100.0
 """How long a test waits for what must come: a busy machine is not a defect."""
 ENGINE: dict[str, Any] = {
-    "skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 2048,
-    "max_num_batched_tokens": 512, "max_num_seqs": 16, "block_size": BLOCK, "kv_cache_memory_bytes": 64 << 20,
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": 16,
+    "block_size": BLOCK,
+    "kv_cache_memory_bytes": 64 << 20,
     "seed": 0,
-}  # fmt: skip
+}
 COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
     # Large, so that the logits of a random model differ and greedy text does not repeat one token.
-    "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 def save_model(folder: Path, config_class: str = "Qwen3Config", seed: int = 0, **options: Any) -> str:

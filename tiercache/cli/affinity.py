@@ -19,9 +19,16 @@ TIMEOUT_S = 10.0
 
 
 def ask(
-    target: str | None, *, model: str, text: str | None, tokens: str | None, salt: str | None, lora: str,
-    cache_salt: str, as_json: bool,
-) -> int:  # fmt: skip
+    target: str | None,
+    *,
+    model: str,
+    text: str | None,
+    tokens: str | None,
+    salt: str | None,
+    lora: str,
+    cache_salt: str,
+    as_json: bool,
+) -> int:
     """Query the daemon of a run directory, or an HTTP port, and print the answer. Exit status 1: nothing is stored."""
     if (text is None) == (tokens is None):
         raise ConfigError("give either --text or --tokens")
@@ -114,11 +121,16 @@ def _sections(answer: dict[str, Any]) -> list[Section]:
     )
     rows: list[tuple[str, ...]] = [
         (
-            chain["names"][0] if chain["names"] else "", chain["adapter"] or "-", chain["hashing"],
-            f"{chain['block_size']}", space["fingerprint"][:8], f"{space['dram']:,}", f"{space['nvme']:,}",
+            chain["names"][0] if chain["names"] else "",
+            chain["adapter"] or "-",
+            chain["hashing"],
+            f"{chain['block_size']}",
+            space["fingerprint"][:8],
+            f"{space['dram']:,}",
+            f"{space['nvme']:,}",
         )
         for chain in answer["chains"]
         for space in chain["namespaces"]
-    ]  # fmt: skip
+    ]
     columns = ("model", "adapter", "hashing", "block", "namespace", "DRAM", "NVMe")
     return [summary, Section("by namespace", columns, rows)]

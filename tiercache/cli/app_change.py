@@ -9,13 +9,16 @@ import typer
 from tiercache.cli.command_line import CHANGE, Address, Json, app, ending
 
 
-@app.command(rich_help_panel=CHANGE, epilog=ending("""\
+@app.command(
+    rich_help_panel=CHANGE,
+    epilog=ending("""\
   tiercache flush                     forget everything, after asking
   tiercache flush --yes --namespace 9f3a
                                       forget the blocks of one namespace (see `tiercache stats`)
   tiercache flush --yes --prefix 00112233445566778899aabbccddeeff
                                       forget one block and all that follow it
-"""))
+"""),
+)
 def flush(
     tier: Annotated[str, typer.Option("--tier", metavar="all|dram", help="Where to forget them.")] = "all",
     namespace: Annotated[
@@ -35,12 +38,18 @@ def flush(
     return command.flush(address, tier=tier, namespace=namespace, prefix=prefix, yes=yes, as_json=as_json)
 
 
-@app.command(rich_help_panel=CHANGE, epilog=ending("""\
+@app.command(
+    rich_help_panel=CHANGE,
+    epilog=ending(
+        """\
   tiercache pin 00112233445566778899aabbccddeeff --ttl 1d
                                       keep a system prompt for a day, by the key of its last block
   tiercache pin --model ./Qwen3-0.6B --salt '' "$(cat system-prompt.txt)"
                                       what is stored of a prompt
-""", "0 all of it is kept, 1 not all or no daemon answers, 2 a wrong command line, or the block is nowhere"))
+""",
+        "0 all of it is kept, 1 not all or no daemon answers, 2 a wrong command line, or the block is nowhere",
+    ),
+)
 def pin(
     what: Annotated[
         str, typer.Argument(metavar="KEY|TEXT", help="Key of the prefix's last block, 32 hex digits; or a prompt.")
@@ -52,9 +61,7 @@ def pin(
         str | None,
         typer.Option("--salt", metavar="SALT", envvar="TIERCACHE_SALT", help="The tenant's secret; '' for none."),
     ] = None,
-    ttl: Annotated[
-        str, typer.Option("--ttl", metavar="DURATION", help="How long, at most 7d (default: 1h).")
-    ] = "1h",
+    ttl: Annotated[str, typer.Option("--ttl", metavar="DURATION", help="How long, at most 7d (default: 1h).")] = "1h",
     namespace: Annotated[
         str | None, typer.Option("--namespace", metavar="ID", help="One namespace (default: all that have the block).")
     ] = None,
@@ -67,15 +74,19 @@ def pin(
     """
     from tiercache.cli import pin as command
 
-    return command.pin(
-        address, what=what, model=model, salt=salt, namespace=namespace, ttl=ttl, as_json=as_json
-    )  # fmt: skip
+    return command.pin(address, what=what, model=model, salt=salt, namespace=namespace, ttl=ttl, as_json=as_json)
 
 
-@app.command(rich_help_panel=CHANGE, epilog=ending("""\
+@app.command(
+    rich_help_panel=CHANGE,
+    epilog=ending(
+        """\
   tiercache unpin 00112233445566778899aabbccddeeff
   tiercache unpin --all
-""", "0 pins were ended, 1 there was none or no daemon answers, 2 a wrong command line"))
+""",
+        "0 pins were ended, 1 there was none or no daemon answers, 2 a wrong command line",
+    ),
+)
 def unpin(
     key: Annotated[
         str | None, typer.Argument(metavar="[KEY]", help="That of `tiercache ls --pins`, 32 hex digits.")
@@ -90,11 +101,18 @@ def unpin(
     return command.unpin(address, key=key, everything=everything, as_json=as_json)
 
 
-@app.command("set", rich_help_panel=CHANGE, epilog=ending("""\
+@app.command(
+    "set",
+    rich_help_panel=CHANGE,
+    epilog=ending(
+        """\
   tiercache set log_level=debug       until the daemon reloads its settings or is restarted
   tiercache set quota='team-a=16GiB,*=1GiB'
   tiercache config --running          shows what was set by hand
-""", "0 it was changed, 1 no daemon answers, 2 a wrong setting or value"))
+""",
+        "0 it was changed, 1 no daemon answers, 2 a wrong setting or value",
+    ),
+)
 def set_(
     assignment: Annotated[str, typer.Argument(metavar="KEY=VALUE", help="log_level, quota or nvme_quota.")],
     as_json: Json = False,

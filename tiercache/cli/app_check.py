@@ -10,7 +10,10 @@ import typer
 from tiercache.cli.command_line import LOOK, Address, Json, app, ending
 
 
-@app.command(rich_help_panel=LOOK, epilog=ending("""\
+@app.command(
+    rich_help_panel=LOOK,
+    epilog=ending(
+        """\
   tiercache check                     the running daemon, or the configured directories
   tiercache check --nvme /mnt/nvme0/kv --full --rate 1GiB
                                       a directory that no daemon uses, every block
@@ -18,7 +21,10 @@ from tiercache.cli.command_line import LOOK, Address, Json, app, ending
                                       also delete what is wrong there
   tiercache check --address /run/tiercache --sample 0
                                       the books of a running daemon only
-""", "0 no fault, 1 one was found (repaired or not), 2 it could not be checked"))
+""",
+        "0 no fault, 1 one was found (repaired or not), 2 it could not be checked",
+    ),
+)
 def check(
     nvme: Annotated[
         list[str] | None,
@@ -48,20 +54,33 @@ def check(
 
     return command.check(
         command.Options(
-            nvme=tuple(nvme or ()), repair=repair, full=full, sample=sample, rate=rate, force=force,
-            config=path, as_json=as_json, address=address,
+            nvme=tuple(nvme or ()),
+            repair=repair,
+            full=full,
+            sample=sample,
+            rate=rate,
+            force=force,
+            config=path,
+            as_json=as_json,
+            address=address,
         )
-    )  # fmt: skip
+    )
 
 
-@app.command(rich_help_panel=LOOK, epilog=ending("""\
+@app.command(
+    rich_help_panel=LOOK,
+    epilog=ending(
+        """\
   tiercache doctor                    the host, the disks, the daemon, the hit rate
   tiercache doctor --quick --json | jq '.findings[] | select(.state != "ok")'
   tiercache doctor --dir /mnt/nvme0/kv
                                       a disk before it is given to a daemon
   tiercache doctor --gds /mnt/nvme0/tiercache
                                       also whether GPUDirect works there, and is faster
-""", "0 nothing fails (there may be warnings), 1 something fails, 2 a wrong command line or setting"))
+""",
+        "0 nothing fails (there may be warnings), 1 something fails, 2 a wrong command line or setting",
+    ),
+)
 def doctor(
     gds: Annotated[
         Path | None,
@@ -89,4 +108,4 @@ def doctor(
         command.Options(
             gds=gds, directories=tuple(directories or ()), quick=quick, config=path, address=address, as_json=as_json
         )
-    )  # fmt: skip
+    )

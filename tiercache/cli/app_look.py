@@ -9,12 +9,15 @@ import typer
 from tiercache.cli.command_line import LOOK, Address, Json, app, ending
 
 
-@app.command(rich_help_panel=LOOK, epilog=ending("""\
+@app.command(
+    rich_help_panel=LOOK,
+    epilog=ending("""\
   tiercache stats                     everything, as tables
   tiercache stats tiers namespaces    these sections alone
   tiercache stats --watch 5           one line every 5 seconds, with what changed
   tiercache stats --json | jq .arena.used_bytes
-"""))
+"""),
+)
 def stats(
     what: Annotated[
         list[str] | None,
@@ -36,11 +39,17 @@ def stats(
     return command.show(address, wanted=wanted, as_json=as_json)
 
 
-@app.command(rich_help_panel=LOOK, epilog=ending("""\
+@app.command(
+    rich_help_panel=LOOK,
+    epilog=ending(
+        """\
   tiercache top                       live, until q
   tiercache top --interval 5 --sort idle
   tiercache top --once | head -20     one frame, for a pipe
-""", "0 left with q, 1 no daemon answered at the start, 2 no terminal or a wrong command line"))
+""",
+        "0 left with q, 1 no daemon answered at the start, 2 no terminal or a wrong command line",
+    ),
+)
 def top(
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600, help="Between two looks (default: 1).")
@@ -60,11 +69,14 @@ def top(
     return command.run(address, interval_s=interval, once=once, sort=sort)
 
 
-@app.command(rich_help_panel=LOOK, epilog=ending("""\
+@app.command(
+    rich_help_panel=LOOK,
+    epilog=ending("""\
   tiercache ls                        whose blocks are here, and of what use they are
   tiercache ls --pins                 which prefixes are kept, and until when
   tiercache ls --json | jq '.[].fingerprint'
-"""))
+"""),
+)
 def ls(
     pins: Annotated[bool, typer.Option("--pins", help="List the pins instead.")] = False,
     as_json: Json = False,
@@ -76,12 +88,18 @@ def ls(
     return (command.pins if pins else command.namespaces)(address, as_json=as_json)
 
 
-@app.command(rich_help_panel=LOOK, epilog=ending("""\
+@app.command(
+    rich_help_panel=LOOK,
+    epilog=ending(
+        """\
   tiercache inspect 00112233445566778899aabbccddeeff
                                       where that block is, and what keeps it there
   tiercache inspect --model ./Qwen3-0.6B --salt '' "$(cat prompt.txt)"
                                       how many tokens of a prompt are stored, by tier
-""", "0 it is stored, 1 it is not or no daemon answers, 2 a wrong command line"))
+""",
+        "0 it is stored, 1 it is not or no daemon answers, 2 a wrong command line",
+    ),
+)
 def inspect(
     what: Annotated[str, typer.Argument(metavar="KEY|TEXT", help="A block's key, 32 hex digits; or a prompt.")],
     model: Annotated[
@@ -111,11 +129,17 @@ def inspect(
     return prompt.ask(address, model=model, text=what, tokens=None, salt=salt, lora="", cache_salt="", as_json=as_json)
 
 
-@app.command(rich_help_panel=LOOK, epilog=ending("""\
+@app.command(
+    rich_help_panel=LOOK,
+    epilog=ending(
+        """\
   tiercache affinity --model ./Qwen3-0.6B --text "$(cat prompt.txt)" --salt ''
                                       of the daemon that runs here
   tiercache affinity --address http://10.0.0.7:8181 --model Qwen3-8B --tokens ids.json --salt s3
-""", "0 something is stored, 1 nothing is or no daemon answers, 2 a wrong command line"))
+""",
+        "0 something is stored, 1 nothing is or no daemon answers, 2 a wrong command line",
+    ),
+)
 def affinity(
     model: Annotated[
         str, typer.Option("--model", metavar="NAME|DIR", help="The model, as the engine calls it, or its folder.")
@@ -138,7 +162,8 @@ def affinity(
     address: Annotated[
         str | None,
         typer.Option(
-            "--address", metavar="RUN_DIR|URL",
+            "--address",
+            metavar="RUN_DIR|URL",
             help="The daemon's run directory or its HTTP port; for a tenant on another host tcp://HOST:PORT?key=FILE.",
         ),
     ] = None,
@@ -151,10 +176,16 @@ def affinity(
     )
 
 
-@app.command(rich_help_panel=LOOK, epilog=ending("""\
+@app.command(
+    rich_help_panel=LOOK,
+    epilog=ending(
+        """\
   tiercache ping                      exit status 0 when the daemon answers
   tiercache ping --count 1000         with percentiles of the round trip
-""", "0 it answers, 1 there is no daemon, 2 a wrong command line, 3 there is one and it does not answer"))
+""",
+        "0 it answers, 1 there is no daemon, 2 a wrong command line, 3 there is one and it does not answer",
+    ),
+)
 def ping(
     count: Annotated[int, typer.Option("--count", metavar="N", min=1, max=1_000_000, help="How often.")] = 1,
     as_json: Json = False,

@@ -10,13 +10,19 @@ from tiercache.cli.command_line import MEASURE, Json, app, ending
 from tiercache.cli.machine import Bus, DramBandwidth, KvDtype, Mfu, NvmeBandwidth, Tflops
 
 
-@app.command(rich_help_panel=MEASURE, epilog=ending("""\
+@app.command(
+    rich_help_panel=MEASURE,
+    epilog=ending(
+        """\
   tiercache plan Llama-3.1-8B --gpu H100 --dram 256GiB --nvme 4TiB
   tiercache plan ./my-model --gpu 80GiB --tflops 989 --tensor-parallel-size 4
                                       a config.json or its folder; nothing is loaded
   tiercache plan Qwen3-32B --gpu H200 --kv-cache-dtype int8 --length 16384 --requests-per-s 3
   tiercache plan Mistral-7B-v0.1 --json | jq .loads
-""", "0 done, 2 a wrong command line, an unknown model, or one that does not fit"))
+""",
+        "0 done, 2 a wrong command line, an unknown model, or one that does not fit",
+    ),
+)
 def plan(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A model's folder or config.json, or a name such as Llama-3.1-8B.")
@@ -62,9 +68,24 @@ def plan(
 
     return command.run(
         command.Options(
-            model=model, gpu=gpu, utilization=utilization, gpus=gpus, overhead=overhead, weights=weights,
-            kv_dtype=kv_dtype, block_size=block_size, lengths=tuple(lengths or ()), dram=dram, nvme=nvme,
-            tokens_per_s=tokens_per_s, requests_per_s=requests_per_s, tflops=tflops, mfu=mfu, bus=bus,
-            dram_bandwidth=dram_bandwidth, nvme_bandwidth=nvme_bandwidth, as_json=as_json,
+            model=model,
+            gpu=gpu,
+            utilization=utilization,
+            gpus=gpus,
+            overhead=overhead,
+            weights=weights,
+            kv_dtype=kv_dtype,
+            block_size=block_size,
+            lengths=tuple(lengths or ()),
+            dram=dram,
+            nvme=nvme,
+            tokens_per_s=tokens_per_s,
+            requests_per_s=requests_per_s,
+            tflops=tflops,
+            mfu=mfu,
+            bus=bus,
+            dram_bandwidth=dram_bandwidth,
+            nvme_bandwidth=nvme_bandwidth,
+            as_json=as_json,
         )
-    )  # fmt: skip
+    )

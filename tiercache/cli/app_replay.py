@@ -11,7 +11,10 @@ from tiercache.cli.command_line import MEASURE, Json, app, ending
 from tiercache.cli.machine import Bus, DramBandwidth, KvDtype, Mfu, NvmeBandwidth, Tflops
 
 
-@app.command(rich_help_panel=MEASURE, epilog=ending("""\
+@app.command(
+    rich_help_panel=MEASURE,
+    epilog=ending(
+        """\
   tiercache replay conversation_trace.jsonl --dram 5% --nvme 5x
   tiercache replay trace.jsonl.gz --dram 1%,2%,5%,10%,20% --nvme 5x --plot sizes.svg
                                       a sweep, as a table and a picture
@@ -22,7 +25,10 @@ from tiercache.cli.machine import Bus, DramBandwidth, KvDtype, Mfu, NvmeBandwidt
   tiercache replay qwen_traceB_blksz_16.jsonl --dram 200000 --model Qwen3-32B --gpu-pool 50000
   tiercache replay kv_events.jsonl --dram 5%
                                       batches of KV events, one a line
-""", "0 done, 2 a wrong command line or a trace that cannot be read"))
+""",
+        "0 done, 2 a wrong command line or a trace that cannot be read",
+    ),
+)
 def replay(
     traces: Annotated[
         list[Path], typer.Argument(metavar="TRACE...", help="JSON lines, packed (gzip) or not; each is played alone.")
@@ -34,7 +40,8 @@ def replay(
     dram: Annotated[
         str | None,
         typer.Option(
-            "--dram", metavar="SIZE[,..]",
+            "--dram",
+            metavar="SIZE[,..]",
             help="Blocks (20000), bytes (64GiB) or a share of the trace's different blocks (5%), or several of them "
             "for a sweep (default: that of the daemon that was recorded).",
         ),
@@ -48,7 +55,8 @@ def replay(
     policy: Annotated[
         str | None,
         typer.Option(
-            "--policy", metavar="NAME[,..]",
+            "--policy",
+            metavar="NAME[,..]",
             help="As the daemon's setting, or several to compare (default: the recorded one, or the daemon's).",
         ),
     ] = None,
@@ -101,9 +109,27 @@ def replay(
 
     return command.run(
         command.Options(
-            traces=traces, format=form, dram=dram, nvme=nvme, gpu_pool=gpu_pool, policy=policy,
-            write_budget=write_budget, model=model, kv_dtype=kv_dtype, block_size=block_size, block_bytes=block_bytes,
-            gpu=gpu, tflops=tflops, mfu=mfu, bus=bus, dram_bandwidth=dram_bandwidth, nvme_bandwidth=nvme_bandwidth,
-            optimum=optimum, exact=exact, skip_bad=skip_bad, plot=plot, as_json=as_json,
+            traces=traces,
+            format=form,
+            dram=dram,
+            nvme=nvme,
+            gpu_pool=gpu_pool,
+            policy=policy,
+            write_budget=write_budget,
+            model=model,
+            kv_dtype=kv_dtype,
+            block_size=block_size,
+            block_bytes=block_bytes,
+            gpu=gpu,
+            tflops=tflops,
+            mfu=mfu,
+            bus=bus,
+            dram_bandwidth=dram_bandwidth,
+            nvme_bandwidth=nvme_bandwidth,
+            optimum=optimum,
+            exact=exact,
+            skip_bad=skip_bad,
+            plot=plot,
+            as_json=as_json,
         )
-    )  # fmt: skip
+    )

@@ -20,12 +20,15 @@ def daemon(context: typer.Context) -> int:
     return command(context.args) or EXIT_OK
 
 
-@app.command(rich_help_panel=RUN, epilog=ending("""\
+@app.command(
+    rich_help_panel=RUN,
+    epilog=ending("""\
   tiercache config > tiercache.toml   a file to start from: every setting, explained
   TIERCACHE_ARENA=16GiB tiercache config
                                       says where each value that was chosen came from
   tiercache config --running          what a daemon runs with, and what a restart would change
-"""))
+"""),
+)
 def config(
     path: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="TOML file (default: $TIERCACHE_CONFIG).")
@@ -45,9 +48,15 @@ def config(
     return command.show(path, as_json=as_json)
 
 
-@app.command(rich_help_panel=RUN, epilog=ending("""\
+@app.command(
+    rich_help_panel=RUN,
+    epilog=ending(
+        """\
   tiercache version
-""", "0 always"))
+""",
+        "0 always",
+    ),
+)
 def version(as_json: Json = False) -> int:
     """Print the versions of tiercache and of what it runs on."""
     from tiercache.cli import config as command
@@ -55,13 +64,16 @@ def version(as_json: Json = False) -> int:
     return command.version(as_json=as_json)
 
 
-@app.command(rich_help_panel=RUN, epilog=ending("""\
+@app.command(
+    rich_help_panel=RUN,
+    epilog=ending("""\
   tiercache keygen /etc/tiercache/keys
                                       the daemon's own keys, if it has none
   tiercache keygen /etc/tiercache/keys team-a
                                       let team-a in, and write its key to team-a.toml
   tiercache ping --address 'tcp://10.0.0.5:7411?key=team-a.toml'
-"""))
+"""),
+)
 def keygen(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The daemon's --curve-keys.")],
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="A client to let in: its tenant.")] = None,
@@ -73,11 +85,14 @@ def keygen(
     return command(directory, name, out)
 
 
-@app.command(rich_help_panel=RUN, epilog=ending("""\
+@app.command(
+    rich_help_panel=RUN,
+    epilog=ending("""\
   tiercache completion bash > /etc/bash_completion.d/tiercache
   tiercache completion zsh >> ~/.zshrc
   tiercache completion fish > ~/.config/fish/completions/tiercache.fish
-"""))
+"""),
+)
 def completion(
     context: typer.Context,
     shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="The shell to complete commands in.")],

@@ -69,9 +69,7 @@ class DiskFigures(NamedTuple):
     read_bytes_per_s: float
 
 
-def run(
-    *, files: list[Path], block_bytes: str, dtype: str, directory: Path | None, as_json: bool
-) -> int:
+def run(*, files: list[Path], block_bytes: str, dtype: str, directory: Path | None, as_json: bool) -> int:
     """Measure and print. Takes some seconds of one core, and of the disk if a `directory` is given.
 
     Raises ConfigError for files, sizes or directories that cannot be used.
@@ -174,9 +172,12 @@ def _measure(name: str, element: int, blocks: list[bytes]) -> CodecFigures:
     decode_s = _seconds(decode_all) if encoded else 0.0
     decoded_bytes = sum(length for _, length in encoded)
     return CodecFigures(
-        codec=name, ratio=whole / moved, encoded_share=len(encoded) / len(blocks),
-        encode_bytes_per_s=plain / encode_s, decode_bytes_per_s=decoded_bytes / decode_s if decode_s else 0.0,
-    )  # fmt: skip
+        codec=name,
+        ratio=whole / moved,
+        encoded_share=len(encoded) / len(blocks),
+        encode_bytes_per_s=plain / encode_s,
+        decode_bytes_per_s=decoded_bytes / decode_s if decode_s else 0.0,
+    )
 
 
 def _on_disk(stored: bytes) -> int:
@@ -275,9 +276,13 @@ def _cores(disk_bytes_per_s: float, pays_below: float) -> str:
 
 
 def _sections(
-    blocks: list[bytes], source: str, dtype: str, figures: list[CodecFigures], missing: dict[str, str],
+    blocks: list[bytes],
+    source: str,
+    dtype: str,
+    figures: list[CodecFigures],
+    missing: dict[str, str],
     disk: DiskFigures | None,
-) -> list[Section]:  # fmt: skip
+) -> list[Section]:
     rows: list[tuple[str, ...]] = [
         ("blocks", f"{len(blocks)} of {format_bytes(len(blocks[0]))}, {dtype}"),
         ("from", source),
@@ -293,9 +298,14 @@ def _sections(
     table = []
     for one in figures:
         cells = [
-            one.codec, f"{one.ratio:.3f}", f"{one.encoded_share:.0%}", _gb(one.encode_bytes_per_s),
-            _gb(one.decode_bytes_per_s), _gb(one.write_pays_below), _gb(one.read_pays_below),
-        ]  # fmt: skip
+            one.codec,
+            f"{one.ratio:.3f}",
+            f"{one.encoded_share:.0%}",
+            _gb(one.encode_bytes_per_s),
+            _gb(one.decode_bytes_per_s),
+            _gb(one.write_pays_below),
+            _gb(one.read_pays_below),
+        ]
         if disk is not None:
             cells.append(_cores(disk.write_bytes_per_s, one.write_pays_below))
             cells.append(_cores(disk.read_bytes_per_s, one.read_pays_below))
@@ -313,9 +323,13 @@ def _sections(
 
 
 def _tree(
-    blocks: list[bytes], source: str, dtype: str, figures: list[CodecFigures], missing: dict[str, str],
+    blocks: list[bytes],
+    source: str,
+    dtype: str,
+    figures: list[CodecFigures],
+    missing: dict[str, str],
     disk: DiskFigures | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     return {
         "command": " ".join(["tiercache", *sys.argv[1:]]),
         "cpu": _cpu(),

@@ -162,10 +162,15 @@ def _check_daemon(options: Options, where: str, rate: int) -> int:
     if not isinstance(reply, CheckReply):
         raise ProtocolError(f"a check was answered with {type(reply).__name__}")
     if options.as_json:
-        print_json({
-            "ok": not reply.findings, "address": where, "findings": reply.findings, "blocks": reply.blocks,
-            "scanned_blocks": reply.scanned_blocks,
-        })  # fmt: skip
+        print_json(
+            {
+                "ok": not reply.findings,
+                "address": where,
+                "findings": reply.findings,
+                "blocks": reply.blocks,
+                "scanned_blocks": reply.scanned_blocks,
+            }
+        )
     else:
         count = len(reply.findings)
         verdict = "clean" if not count else "1 finding" if count == 1 else f"{count} findings"

@@ -52,7 +52,6 @@ app = typer.Typer(
 )
 
 
-
 def _show_version(wanted: bool) -> None:
     if wanted:
         from tiercache.cli import config

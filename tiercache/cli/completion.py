@@ -141,7 +141,7 @@ _tiercache() {{
         words="{top} --help"
     else
         case "$command" in
-            {groups or 'nothing'}) [ "$COMP_CWORD" -gt 2 ] && command="$command ${{COMP_WORDS[2]}}" ;;
+            {groups or "nothing"}) [ "$COMP_CWORD" -gt 2 ] && command="$command ${{COMP_WORDS[2]}}" ;;
         esac
         case "$command:$prev" in
 {cases}

@@ -39,10 +39,14 @@ def show_running(address: str | None, *, as_json: bool) -> int:
         answer = client.session().call(Settings, SettingList)
     if as_json:
         settings = {
-            one.key: {"value": one.value.strip('"'), "source": one.source, "live": one.live,
-                      "next_start": one.next_start and one.next_start.strip('"')}
+            one.key: {
+                "value": one.value.strip('"'),
+                "source": one.source,
+                "live": one.live,
+                "next_start": one.next_start and one.next_start.strip('"'),
+            }
             for one in answer.settings
-        }  # fmt: skip
+        }
         print_json({"settings": settings, "problem": answer.problem})
         return EXIT_OK
     for one in answer.settings:

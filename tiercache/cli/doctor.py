@@ -88,9 +88,13 @@ def _needs(config: DaemonConfig, tree: Tree) -> Needs:
     arena_bytes = int(at(tree, "arena.bytes")) or config.arena_bytes
     regions = -(-arena_bytes // config.region_bytes)
     fds = needed(
-        config.max_sessions, regions=regions, directories=len(directories), segments=segments,
-        remote=bool(config.listen), event_sockets=bool(config.kv_events) + bool(config.kv_events_replay),
-    )  # fmt: skip
+        config.max_sessions,
+        regions=regions,
+        directories=len(directories),
+        segments=segments,
+        remote=bool(config.listen),
+        event_sockets=bool(config.kv_events) + bool(config.kv_events_replay),
+    )
     pid = int(at(tree, "daemon.pid"))
     return Needs(arena_bytes, config.lock_memory, fds, directories, nvme_bytes, pid)
 

@@ -22,8 +22,17 @@ def examine(run_dir: Path, tree: Tree, problem: str) -> list[Finding]:
     checks = (partial(_running, run_dir, tree, problem), partial(_permissions, run_dir))
     if not tree:
         return collect(TOPIC, checks)
-    return collect(TOPIC, (*checks, partial(_health, tree), partial(_versions, tree), partial(_clients, tree),
-                           partial(_loop, tree), partial(_log, tree)))  # fmt: skip
+    return collect(
+        TOPIC,
+        (
+            *checks,
+            partial(_health, tree),
+            partial(_versions, tree),
+            partial(_clients, tree),
+            partial(_loop, tree),
+            partial(_log, tree),
+        ),
+    )
 
 
 def _running(run_dir: Path, tree: Tree, problem: str) -> Iterator[Finding]:

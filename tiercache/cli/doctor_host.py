@@ -32,10 +32,16 @@ _GOOD_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_
 def examine(host: Host, needs: Needs) -> list[Finding]:
     """All findings about the host."""
     checks = (
-        _kernel, _libraries, partial(_memory, host, needs), partial(_memlock, host, needs), _memfd,
-        partial(_huge_pages, host), partial(_descriptors, host, needs), partial(_processors, host, needs),
+        _kernel,
+        _libraries,
+        partial(_memory, host, needs),
+        partial(_memlock, host, needs),
+        _memfd,
+        partial(_huge_pages, host),
+        partial(_descriptors, host, needs),
+        partial(_processors, host, needs),
         partial(_clock, host),
-    )  # fmt: skip
+    )
     return collect(TOPIC, checks)
 
 

@@ -34,14 +34,21 @@ def block(address: str | None, key: bytes, *, namespace: str | None, as_json: bo
     spaces = {one["id"]: one for one in tree.get("namespaces", [])}
     places = [
         {
-            "namespace": view.namespace, "fingerprint": spaces.get(view.namespace, {}).get("fingerprint", ""),
+            "namespace": view.namespace,
+            "fingerprint": spaces.get(view.namespace, {}).get("fingerprint", ""),
             "engine": spaces.get(view.namespace, {}).get("engine", ""),
             "rank": spaces.get(view.namespace, {}).get("rank", ""),
-            "tier": view.tier, "place": view.place, "stored_bytes": view.stored_bytes, "idle_s": view.idle_s,
-            "children": view.children, "pins": view.pins, "codec": view.codec, "checksum": view.checksum,
+            "tier": view.tier,
+            "place": view.place,
+            "stored_bytes": view.stored_bytes,
+            "idle_s": view.idle_s,
+            "children": view.children,
+            "pins": view.pins,
+            "codec": view.codec,
+            "checksum": view.checksum,
         }
         for view in reply.blocks
-    ]  # fmt: skip
+    ]
     found = {"key": key.hex(), "found": bool(places), "depth": reply.depth, "places": places}
     if as_json:
         print_json(with_human(found))
@@ -50,10 +57,12 @@ def block(address: str | None, key: bytes, *, namespace: str | None, as_json: bo
         print(f"block {key.hex()} is in no tier, {whose}")
     else:
         where = f"block {reply.depth} of its chain" if reply.depth else "of a window, which has no chain"
-        print_sections([
-            Section("block", ("", ""), [("key", key.hex()), ("place", where)]),
-            Section("copies", COLUMNS, list(map(_row, places))),
-        ])  # fmt: skip
+        print_sections(
+            [
+                Section("block", ("", ""), [("key", key.hex()), ("place", where)]),
+                Section("copies", COLUMNS, list(map(_row, places))),
+            ]
+        )
     return EXIT_OK if places else EXIT_UNWELL
 
 
@@ -61,6 +70,15 @@ def _row(one: dict[str, Any]) -> tuple[str, ...]:
     used = "-" if one["idle_s"] is None else f"{format_duration(one['idle_s'])} ago"
     kept = "nobody" if not one["pins"] else f"{one['pins']} leases or pins"
     return (
-        str(one["namespace"]), str(one["engine"]), str(one["rank"]), one["tier"], format_bytes(one["stored_bytes"]),
-        used, str(one["children"]), kept, one["codec"] or "-", one["checksum"] or "-", one["place"] or "-",
-    )  # fmt: skip
+        str(one["namespace"]),
+        str(one["engine"]),
+        str(one["rank"]),
+        one["tier"],
+        format_bytes(one["stored_bytes"]),
+        used,
+        str(one["children"]),
+        kept,
+        one["codec"] or "-",
+        one["checksum"] or "-",
+        one["place"] or "-",
+    )

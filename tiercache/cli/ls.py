@@ -14,8 +14,19 @@ if TYPE_CHECKING:
     from tiercache.client.client import Client
 
 COLUMNS = (
-    "id", "fingerprint", "tenant", "engine", "model", "rank", "block", "DRAM", "NVMe", "hit%", "last used", "pinned",
-)  # fmt: skip
+    "id",
+    "fingerprint",
+    "tenant",
+    "engine",
+    "model",
+    "rank",
+    "block",
+    "DRAM",
+    "NVMe",
+    "hit%",
+    "last used",
+    "pinned",
+)
 
 
 def namespaces(address: str | None, *, as_json: bool) -> int:
@@ -42,12 +53,19 @@ def _row(one: dict[str, Any]) -> tuple[str, ...]:
     size = int(one.get("block_bytes", 0))
     idle_s = one.get("idle_s")
     return (
-        str(one["id"]), str(one["fingerprint"])[:12], _clean(one.get("tenant") or "-"), _clean(one["engine"]),
-        _clean(", ".join(one["models"]) or "-"), _clean(one["rank"]), f"{one['block_size']} tok {format_bytes(size)}",
-        _held(one.get("blocks", 0), size), _held(one.get("below_blocks", 0), size),
+        str(one["id"]),
+        str(one["fingerprint"])[:12],
+        _clean(one.get("tenant") or "-"),
+        _clean(one["engine"]),
+        _clean(", ".join(one["models"]) or "-"),
+        _clean(one["rank"]),
+        f"{one['block_size']} tok {format_bytes(size)}",
+        _held(one.get("blocks", 0), size),
+        _held(one.get("below_blocks", 0), size),
         f"{found / asked:.0%}" if asked else "-",
-        "not yet" if idle_s is None else f"{format_duration(idle_s)} ago", f"{one.get('pinned_blocks', 0):,}",
-    )  # fmt: skip
+        "not yet" if idle_s is None else f"{format_duration(idle_s)} ago",
+        f"{one.get('pinned_blocks', 0):,}",
+    )
 
 
 def _held(blocks: int, block_bytes: int) -> str:
@@ -69,11 +87,14 @@ def pins(address: str | None, *, as_json: bool) -> int:
     limit = f"{format_bytes(kept)} of {format_bytes(listed['limit_bytes'])} that pins may keep (--pin-share)"
     rows = [
         (
-            one["key"], ", ".join(map(str, one["namespaces"])), f"{one['blocks']:,}", format_bytes(one["bytes"]),
+            one["key"],
+            ", ".join(map(str, one["namespaces"])),
+            f"{one['blocks']:,}",
+            format_bytes(one["bytes"]),
             format_duration(one["left_s"]),
         )
         for one in listed["pins"]
-    ]  # fmt: skip
+    ]
     sections = [Section("pins", ("", ""), [("count", f"{listed['count']:,}"), ("memory", limit)])]
     if rows:
         sections.append(Section("by key", ("last key", "namespaces", "blocks", "bytes", "ends in"), list(rows)))
@@ -91,9 +112,12 @@ def pins_of(client: Client) -> dict[str, Any]:
         "limit_bytes": reply.limit_bytes,
         "pins": [
             {
-                "key": pin.key.hex(), "namespaces": pin.namespaces, "blocks": pin.blocks, "bytes": pin.held_bytes,
+                "key": pin.key.hex(),
+                "namespaces": pin.namespaces,
+                "blocks": pin.blocks,
+                "bytes": pin.held_bytes,
                 "left_s": round(pin.left_ms / 1000, 1),
             }
             for pin in reply.pins
         ],
-    }  # fmt: skip
+    }

@@ -13,9 +13,7 @@ from tiercache.plan.known import GPUS, Gpu, find, unknown
 DEFAULT_TFLOPS = 312.0
 DEFAULT_BUS = "25GB"
 
-KvDtype = Annotated[
-    str, typer.Option("--kv-cache-dtype", metavar="auto|bf16|fp8|int8|int4", help="Form of the KV.")
-]
+KvDtype = Annotated[str, typer.Option("--kv-cache-dtype", metavar="auto|bf16|fp8|int8|int4", help="Form of the KV.")]
 Tflops = Annotated[
     float | None,
     typer.Option("--tflops", metavar="N", help="A GPU's dense 16-bit arithmetic (default: the GPU's, or 312)."),

@@ -36,9 +36,15 @@ class _Prefix(NamedTuple):
 
 
 def pin(
-    address: str | None, *, what: str, model: str | None, salt: str | None, namespace: str | None, ttl: str,
+    address: str | None,
+    *,
+    what: str,
+    model: str | None,
+    salt: str | None,
+    namespace: str | None,
+    ttl: str,
     as_json: bool,
-) -> int:  # fmt: skip
+) -> int:
     """Pin a prefix in DRAM, and promote blocks that are only on disks. Exit status 1: not all of it could be kept.
 
     Raises ConfigError for a key that is not stored, or a prompt of which nothing is stored.
@@ -54,10 +60,16 @@ def pin(
         limit = pins_of(client)["limit_bytes"]
     whole = reply == prefix.blocks
     if as_json:
-        print_json({
-            "key": prefix.keys[-KEY_BYTES:].hex(), "namespaces": prefix.namespaces, "pinned_blocks": reply,
-            "blocks": prefix.blocks, "ttl_s": ttl_s, "limit_bytes": limit,
-        })  # fmt: skip
+        print_json(
+            {
+                "key": prefix.keys[-KEY_BYTES:].hex(),
+                "namespaces": prefix.namespaces,
+                "pinned_blocks": reply,
+                "blocks": prefix.blocks,
+                "ttl_s": ttl_s,
+                "limit_bytes": limit,
+            }
+        )
         return EXIT_OK if whole else EXIT_UNWELL
     print(f"{reply:,} of {prefix.blocks:,} blocks pinned for {format_duration(ttl_s)}")
     if not whole and loaded < prefix.blocks:

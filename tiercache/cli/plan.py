@@ -88,12 +88,17 @@ def _plant(options: Options, model: Model) -> Plant:
     check_mfu(options.mfu)
     weights = model.weights_bytes() if options.weights is None else as_bytes("--weights", options.weights)
     return Plant(
-        gpu=gpu, gpus=options.gpus, utilization=options.utilization,
-        overhead_bytes=as_bytes("--overhead", options.overhead), weights_bytes=weights, mfu=options.mfu,
-        dram_bytes=as_bytes("--dram", options.dram), nvme_bytes=as_bytes("--nvme", options.nvme),
+        gpu=gpu,
+        gpus=options.gpus,
+        utilization=options.utilization,
+        overhead_bytes=as_bytes("--overhead", options.overhead),
+        weights_bytes=weights,
+        mfu=options.mfu,
+        dram_bytes=as_bytes("--dram", options.dram),
+        nvme_bytes=as_bytes("--nvme", options.nvme),
         dram_bytes_per_s=as_bytes("--dram-bandwidth", options.dram_bandwidth, least=1),
         nvme_bytes_per_s=as_bytes("--nvme-bandwidth", options.nvme_bandwidth, least=1),
-    )  # fmt: skip
+    )
 
 
 # --- output --------------------------------------------------------------------------------------
@@ -111,29 +116,43 @@ def _sections(tree: dict[str, Any], options: Options) -> list[Section]:
     rows: list[tuple[str, ...]] = [
         ("model", f"{model['name']}: {parameters}, {model['layers']} layers, {attention}"),
         ("KV of a token", f"{_exact(kv['token_bytes'])} in {kv['dtype']}, all layers"),
-        ("a block", f"{kv['block_size']} tokens: {format_bytes(kv['gpu_block_bytes'])} on each GPU, "
-                    f"{format_bytes(kv['tier_block_bytes'])} in a tier"),
-        ("KV pool", f"{format_bytes(gpu['pool_bytes'])} on each of {gpu['gpus']} GPU(s) beside weights of "
-                    f"{format_bytes(model['weights_bytes'] / gpu['gpus'])}: {gpu['pool_blocks']:,} blocks, "
-                    f"{gpu['pool_tokens']:,} tokens"),
-    ]  # fmt: skip
+        (
+            "a block",
+            f"{kv['block_size']} tokens: {format_bytes(kv['gpu_block_bytes'])} on each GPU, "
+            f"{format_bytes(kv['tier_block_bytes'])} in a tier",
+        ),
+        (
+            "KV pool",
+            f"{format_bytes(gpu['pool_bytes'])} on each of {gpu['gpus']} GPU(s) beside weights of "
+            f"{format_bytes(model['weights_bytes'] / gpu['gpus'])}: {gpu['pool_blocks']:,} blocks, "
+            f"{gpu['pool_tokens']:,} tokens",
+        ),
+    ]
     formats: list[tuple[str, ...]] = [
         (one["dtype"], _exact(one["token_bytes"]), f"{one['times_the_tokens']:.2f}x") for one in kv["formats"]
     ]
     tiers = [
-        (_NAMES[one["tier"]], f"{one['blocks']:,}", f"{one['tokens']:,}",
-         *(["-"] if one["holds_s"] is None else [_long(one["holds_s"])]))
+        (
+            _NAMES[one["tier"]],
+            f"{one['blocks']:,}",
+            f"{one['tokens']:,}",
+            *(["-"] if one["holds_s"] is None else [_long(one["holds_s"])]),
+        )
         for one in tree["tiers"]
-    ]  # fmt: skip
+    ]
     sequences = [
         (f"{one['tokens']:,}", format_bytes(one["bytes"]), *(f"{one[place]:,}" for place in _places(tree)))
         for one in tree["sequences"]
     ]
     loads = [
-        (f"{one['tokens']:,}", format_duration(one["compute_s"]), *(_load_cell(one, tier) for tier in _below(tree)),
-         f"{one['break_even_bytes_per_s'] / 1e9:.2f} GB/s")
+        (
+            f"{one['tokens']:,}",
+            format_duration(one["compute_s"]),
+            *(_load_cell(one, tier) for tier in _below(tree)),
+            f"{one['break_even_bytes_per_s'] / 1e9:.2f} GB/s",
+        )
         for one in tree["loads"]
-    ]  # fmt: skip
+    ]
     names = [_NAMES[one["tier"]] for one in tree["tiers"]]
     return [
         Section("plan", ("", ""), rows),
@@ -180,4 +199,3 @@ def _sentences(tree: dict[str, Any]) -> list[str]:
             "Sequences are counted as engines hold them that free what has left a window; tiers keep all blocks."
         )
     return lines
-

@@ -65,10 +65,14 @@ def run(options: Options) -> int:
     form = Form(load_model(options.model), options.kv_dtype, 1, 1)
     costs = _costs(options, form)
     wanted = Wanted(
-        dram=_parts(options.dram), nvme=options.nvme, gpu_pool=options.gpu_pool, policies=_parts(options.policy),
+        dram=_parts(options.dram),
+        nvme=options.nvme,
+        gpu_pool=options.gpu_pool,
+        policies=_parts(options.policy),
         write_budget_bytes=as_bytes("--write-budget", options.write_budget),
-        exact=options.exact, optimum=options.optimum,
-    )  # fmt: skip
+        exact=options.exact,
+        optimum=options.optimum,
+    )
     progress = Progress()
     swept = []
     for path in options.traces:
@@ -172,10 +176,13 @@ def _warn(trace: Trace) -> None:
 def _tree(swept: Swept) -> dict[str, Any]:
     trace = swept.trace
     return {
-        "trace": str(trace.path), "format": trace.format.name, "unique_blocks": swept.unique_blocks,
-        "bad_lines": trace.bad_lines, "late_requests": trace.late_requests,
+        "trace": str(trace.path),
+        "format": trace.format.name,
+        "unique_blocks": swept.unique_blocks,
+        "bad_lines": trace.bad_lines,
+        "late_requests": trace.late_requests,
         "points": [point.as_tree() for point in swept.points],
-    }  # fmt: skip
+    }
 
 
 def _print(swept: list[Swept], options: Options, costs: Costs) -> None:
@@ -209,11 +216,18 @@ def _sections(swept: Swept) -> list[Section]:
         ("prompt tokens", f"{first.asked_tokens:,}"),
         ("full blocks", f"{first.asked_blocks:,}"),
         ("time span", format_duration(first.last_s - first.first_s)),
-        ("TTFT without it", ", ".join(
-            f"{name} {format_duration(value)}" for name, value in
-            (("mean", without.mean_s), ("p50", without.percentile_s(0.5)), ("p90", without.percentile_s(0.9)))
-        )),
-    ]  # fmt: skip
+        (
+            "TTFT without it",
+            ", ".join(
+                f"{name} {format_duration(value)}"
+                for name, value in (
+                    ("mean", without.mean_s),
+                    ("p50", without.percentile_s(0.5)),
+                    ("p90", without.percentile_s(0.9)),
+                )
+            ),
+        ),
+    ]
     if swept.unique_blocks is not None:
         facts.insert(3, ("different blocks", f"{swept.unique_blocks:,}"))
     if first.recorded and swept.points[0].label == AS_RECORDED:

@@ -121,10 +121,16 @@ def _branch(title: str, branch: Any) -> list[Section]:
 
 def _labelled(title: str, branch: dict[str, dict[str, Any]]) -> list[Section]:
     """A table with a row for each label, followed by the tables within the rows."""
-    inner = [(f"{title} {label} {name}", value) for label, row in branch.items() for name, value in row.items()
-             if _is_table(value)]  # fmt: skip
-    rows = {str(label): {name: value for name, value in row.items() if not _is_table(value)}
-            for label, row in branch.items()}  # fmt: skip
+    inner = [
+        (f"{title} {label} {name}", value)
+        for label, row in branch.items()
+        for name, value in row.items()
+        if _is_table(value)
+    ]
+    rows = {
+        str(label): {name: value for name, value in row.items() if not _is_table(value)}
+        for label, row in branch.items()
+    }
     found = [_table(title, list(rows.items()), first=title)]
     for name, value in inner:
         found += _branch(name, value)

@@ -61,9 +61,13 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     for name, kind, metavar, text in (
         ("host", str, "ADDRESS", "address to listen on"),
         ("port", int, "N", "port to listen on; 0 is any that is free"),
-        ("allowed_hosts", str, "HOST,...",
-         "further names that requests and web pages may be of, such as a proxy's. Without any, an address of this host "
-         "is only asked as localhost, 127.0.0.1, [::1] or itself"),
+        (
+            "allowed_hosts",
+            str,
+            "HOST,...",
+            "further names that requests and web pages may be of, such as a proxy's. Without any, an address of this "
+            "host is only asked as localhost, 127.0.0.1, [::1] or itself",
+        ),
         ("served_model_name", str, "NAME", "what clients call the model (default: the folder's name)"),
         ("api_key", str, "KEY", f"what clients must send as a bearer token (or ${API_KEY_VARIABLE})"),
         ("chat_template", Path, "FILE", "Jinja template that stands in for the model's own"),
@@ -72,18 +76,28 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         default = f" (default: {fields[name]})" if fields[name] not in ("", None) else ""
         group.add_argument(_flag(name), type=kind, metavar=metavar, default=fields[name], help=text + default)
     group.add_argument(
-        "--grace", dest="grace_s", type=float, metavar="SECONDS", default=fields["grace_s"],
+        "--grace",
+        dest="grace_s",
+        type=float,
+        metavar="SECONDS",
+        default=fields["grace_s"],
         help=f"on SIGTERM, how long running requests may take (default: {fields['grace_s']:g})",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--stall-timeout", dest="stall_timeout_s", type=float, metavar="SECONDS", default=fields["stall_timeout_s"],
+        "--stall-timeout",
+        dest="stall_timeout_s",
+        type=float,
+        metavar="SECONDS",
+        default=fields["stall_timeout_s"],
         help="when the engine has not advanced for so long, its requests fail and /health says so "
         f"(default: {fields['stall_timeout_s']:g})",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info",
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
         help="least important lines that are logged, to stderr (default: info)",
-    )  # fmt: skip
+    )
 
 
 def _add_cache_flags(group: argparse._ArgumentGroup) -> None:
@@ -134,9 +148,7 @@ def _attributes(settings: type) -> dict[str, str]:
 def main(arguments: Sequence[str]) -> int:
     """Serve as the command line says; returns the exit status. Raises the errors of `tiercache.errors`."""
     values = vars(make_parser().parse_args(list(arguments)))
-    logging.basicConfig(
-        level=values.pop("log_level").upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=values.pop("log_level").upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     names = {field.name for field in dataclasses.fields(EngineSettings)}
     engine_settings = EngineSettings(**{name: value for name, value in values.items() if name in names})
     own = {name: value for name, value in values.items() if name not in names}

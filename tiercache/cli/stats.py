@@ -65,9 +65,9 @@ def show(address: str | None, *, wanted: Sequence[str] = (), as_json: bool) -> i
     found = [summary(tree)] if SUMMARY in wanted or not wanted else []
     if _WHAT_IF in wanted or not wanted:
         found += table(tree) or ([Section("what if", ("", ""), [("what if", sentence(tree))])] if wanted else [])
-    found += sections({
-        name: branch for name, branch in tree.items() if name != _WHAT_IF and (name in wanted or not wanted)
-    })  # fmt: skip
+    found += sections(
+        {name: branch for name, branch in tree.items() if name != _WHAT_IF and (name in wanted or not wanted)}
+    )
     print_sections(found)
     return EXIT_OK
 
@@ -211,4 +211,3 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     rates = [f"{value:,.0f}" for name, value in row.items() if name.endswith("_per_s")]
     state = [human(name, row[name]) for name in ("blocks", "used_bytes", "sessions", "match_p99_us")]
     return (clock, hit_rate, *rates, *state)
-

@@ -134,7 +134,7 @@ class _Top:
     def run(self) -> int:
         live = Live(
             console=self._console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-        )  # fmt: skip
+        )
         next_s = time.monotonic()
         try:
             with live:

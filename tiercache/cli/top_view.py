@@ -92,10 +92,12 @@ def _health(history: History) -> list[Text]:
 
 def _help() -> list[Text]:
     said = [
-        Text(""), *(Text(f"  {key}   {what}") for key, what in KEYS), Text(""),
+        Text(""),
+        *(Text(f"  {key}   {what}") for key, what in KEYS),
+        Text(""),
         Text("Rates are of the last interval. in: stored by clients, or written to disks; out: named or sent to"),
         Text("clients, or read from disks. Hit rates are by tokens. Hot prefixes: hits are weighted by age."),
-    ]  # fmt: skip
+    ]
     return [*said, Text("Any key goes back.", style=DIM)]
 
 
@@ -184,9 +186,10 @@ def _counts(history: History) -> list[Text]:
         f"evicted per second: dram {speed('counters.evicted_blocks')}{below}; "
         f"match p99 {'-' if p99 is None else format_duration(p99 / 1e6)}; "
         f"slow requests {_short(at(tree, 'counters.requests_slow'))}",
-        "leases: " + ", ".join(f"{name} {value}" for name, value in leases.items())
+        "leases: "
+        + ", ".join(f"{name} {value}" for name, value in leases.items())
         + f"; pins {int(at(tree, 'pins.count'))}, {format_bytes(at(tree, 'pins.bytes'))}",
-    ]  # fmt: skip
+    ]
     if nvme:
         waiting = sum(int(one.get("queued", 0)) for one in nvme.get("directories", []))
         rows.append(
@@ -222,12 +225,18 @@ def _namespaces(history: History, settings: Settings) -> list[Text]:
         asked, found = at(row, "asked_blocks"), at(row, "hit_blocks") + at(row, "hit_below_blocks")
         idle = row.get("idle_s")
         speed = rates.get(row["id"])
-        table.append((
-            f"{row['id']} {str(row.get('fingerprint', ''))[:8]}", _clean(str(row.get("engine", "")))[:18],
-            str(row.get("rank", ""))[:14], f"{int(at(row, 'blocks')):,}", f"{int(at(row, 'below_blocks')):,}",
-            "-" if speed is None else f"{speed:,.0f}", f"{found / asked:.0%}" if asked else "-",
-            "-" if idle is None else format_duration(idle),
-        ))  # fmt: skip
+        table.append(
+            (
+                f"{row['id']} {str(row.get('fingerprint', ''))[:8]}",
+                _clean(str(row.get("engine", "")))[:18],
+                str(row.get("rank", ""))[:14],
+                f"{int(at(row, 'blocks')):,}",
+                f"{int(at(row, 'below_blocks')):,}",
+                "-" if speed is None else f"{speed:,.0f}",
+                f"{found / asked:.0%}" if asked else "-",
+                "-" if idle is None else format_duration(idle),
+            )
+        )
     marked = table[0][0] if settings.sort == "asked" else f"{table[0][0]} (by {settings.sort})"
     return _table([(marked, *table[0][1:]), *table[1:]], left=3)
 
@@ -239,10 +248,16 @@ def _quotas(history: History) -> list[Text]:
     table: list[Row] = [("QUOTA", "TIER", "USED", "OF", "FULL", "NO ROOM/S")]
     for row, speed in zip(rows, speeds, strict=True):
         used, limit = at(row, "used_bytes"), at(row, "limit_bytes")
-        table.append((
-            str(row.get("name", "")), str(row.get("tier", "")), format_bytes(used), format_bytes(limit),
-            f"{used / limit:.0%}" if limit else "-", "-" if speed is None else _short(speed["refused_blocks"]),
-        ))  # fmt: skip
+        table.append(
+            (
+                str(row.get("name", "")),
+                str(row.get("tier", "")),
+                format_bytes(used),
+                format_bytes(limit),
+                f"{used / limit:.0%}" if limit else "-",
+                "-" if speed is None else _short(speed["refused_blocks"]),
+            )
+        )
     return _table([table[0], *sorted(table[1:])], left=2)
 
 
@@ -251,11 +266,15 @@ def _hot(history: History) -> list[Text]:
     table: list[Row] = [("HOT PREFIX", "NAMESPACE", "BLOCKS", "TOKENS", "IN DRAM", "HITS")]
     table += [
         (
-            str(row.get("name", ""))[:16], str(row.get("namespace", ""))[:8], f"{row.get('blocks', 0):,}",
-            f"{row.get('tokens', 0):,}", f"{row.get('dram_blocks', 0):,}", f"{row.get('hits', 0):,.0f}",
+            str(row.get("name", ""))[:16],
+            str(row.get("namespace", ""))[:8],
+            f"{row.get('blocks', 0):,}",
+            f"{row.get('tokens', 0):,}",
+            f"{row.get('dram_blocks', 0):,}",
+            f"{row.get('hits', 0):,.0f}",
         )
         for row in history.last.tree.get("hot_prefixes", [])
-    ]  # fmt: skip
+    ]
     return _table(table, left=2)
 
 

@@ -166,9 +166,7 @@ class Pending(Generic[R]):
 
     __slots__ = ("channel", "deadline_ns", "expect", "request_id", "timeout_s")
 
-    def __init__(
-        self, channel: Channel, request_id: int, deadline_ns: int, timeout_s: float, expect: type[R]
-    ) -> None:
+    def __init__(self, channel: Channel, request_id: int, deadline_ns: int, timeout_s: float, expect: type[R]) -> None:
         self.channel = channel
         self.request_id = request_id
         self.deadline_ns = deadline_ns
@@ -218,9 +216,7 @@ class Channels:
         self._why_closed = "the session with the daemon is over"
         forks.watch(self, "_changed")
 
-    def call(
-        self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
-    ) -> R:
+    def call(self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any) -> R:
         """Send one request and wait for its reply.
 
         Raises DeadlineExceeded without one in time, RequestRefused for an `Error`, ProtocolError

@@ -227,9 +227,7 @@ class Client:
         """The daemon's statistics; `daemon/MONITORING.md` explains them, and what each argument adds."""
         return self.session().call(Stats, StatsReply, histograms=histograms, hot_prefixes=hot_prefixes).stats
 
-    def flush(
-        self, *, tier: str = "all", namespaces: Sequence[NamespaceSpec] = (), key: bytes = b""
-    ) -> int:
+    def flush(self, *, tier: str = "all", namespaces: Sequence[NamespaceSpec] = (), key: bytes = b"") -> int:
         """Drop blocks of `namespaces` (none named: all): `key` with what follows it, or everything.
 
         Returns how many blocks were dropped.
@@ -532,6 +530,7 @@ def _is_absence(error: Exception) -> bool:
 _complaints: dict[tuple[str, str], object] = {}
 """What has been logged in this process per address, until a client comes up there."""
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
 
 def close_all_clients() -> None:
     """Close every client of this process, as at its exit."""

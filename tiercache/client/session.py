@@ -206,9 +206,7 @@ class Session:
             if message is None or isinstance(message, Refused):
                 return False
 
-    def call(
-        self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
-    ) -> R:
+    def call(self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any) -> R:
         """One request and its reply. Raises as `Channels.call`, and reports trouble to `on_trouble`."""
         return uninterrupted(lambda: self.wait(self.post(request_type, expect, timeout_s, **fields)))
 

@@ -283,7 +283,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings (default: $TIERCACHE_CONFIG)")
     group = parser.add_argument_group(
         "settings",
-        "Each may also stand in the file (arena = \"16GiB\") or in the environment (TIERCACHE_ARENA=16GiB). "
+        'Each may also stand in the file (arena = "16GiB") or in the environment (TIERCACHE_ARENA=16GiB). '
         "Flags win over the environment, and the environment over the file.",
     )
     defaults = DaemonConfig(run_dir=default_run_dir())
@@ -299,9 +299,7 @@ def flags_from_args(args: argparse.Namespace) -> dict[str, str]:
     return {key: getattr(args, key) for key in SETTINGS if getattr(args, key, None) is not None}
 
 
-def render_toml(
-    config: DaemonConfig, comments: bool = True, sources: Mapping[str, str] | None = None
-) -> str:
+def render_toml(config: DaemonConfig, comments: bool = True, sources: Mapping[str, str] | None = None) -> str:
     """The settings as TOML, which `load_config` reads back to an equal object.
 
     With `comments` each setting is explained, and those at their default are commented out: the

@@ -78,6 +78,7 @@ def duration(low_s: float, high_s: float) -> Kind:
 
 def count(low: int, high: int) -> Kind:
     """Whole numbers."""
+
     def parse(value: object) -> int:
         try:
             return int(str(value))
@@ -103,8 +104,15 @@ def choice(*choices: str) -> Kind:
 
 
 _SWITCH_WORDS = {
-    "yes": True, "true": True, "on": True, "1": True, "no": False, "false": False, "off": False, "0": False,
-}  # fmt: skip
+    "yes": True,
+    "true": True,
+    "on": True,
+    "1": True,
+    "no": False,
+    "false": False,
+    "off": False,
+    "0": False,
+}
 
 
 def _parse_switch(value: object) -> bool:
@@ -275,19 +283,21 @@ HOSTS = Kind("HOST,...", str, hosts_problem, _toml_string)
 TOPIC = Kind("TEXT", str, lambda value: None if len(value) <= 256 else "is longer than 256 letters", _toml_string)
 DIRECTORY = Kind("DIR", parse_directory, lambda value: None, _toml_string)
 OPTIONAL_DIRECTORY = Kind(
-    "DIR", lambda value: parse_directory(value) if value else None, lambda value: None,
+    "DIR",
+    lambda value: parse_directory(value) if value else None,
+    lambda value: None,
     lambda value: _toml_string("" if value is None else value),
-)  # fmt: skip
+)
 OPTIONAL_FILE = OPTIONAL_DIRECTORY._replace(metavar="FILE")
 GROUP = Kind("NAME", lambda value: str(value), lambda value: None, _toml_string)
 QUOTA = Kind(
-    "WHO=SIZE[,..]", _parse_quota, lambda value: None,
+    "WHO=SIZE[,..]",
+    _parse_quota,
+    lambda value: None,
     lambda value: _toml_string(",".join(f"{tenant}={_plain_bytes(size)}" for tenant, size in value)),
-)  # fmt: skip
-LISTEN = Kind("ENDPOINT", str, lambda value: _listen_problem(value) if value else None, _toml_string)
-DIRECTORIES = Kind(
-    "DIR[:SIZE][,..]", _parse_directories, _check_directories, _render_directories
 )
+LISTEN = Kind("ENDPOINT", str, lambda value: _listen_problem(value) if value else None, _toml_string)
+DIRECTORIES = Kind("DIR[:SIZE][,..]", _parse_directories, _check_directories, _render_directories)
 BUDGET = size(lambda value: None if value >= 0 else "must be 0 (no limit) or more")
 ARENA = size(within(HUGE_PAGE_BYTES, 64 << 40, toml_bytes))
 QUARANTINE = size(lambda value: None if value >= 0 else "must be 0 or more")
@@ -301,10 +311,17 @@ GRACE = duration(0, 3600)
 TTL = duration(0.1, 600)
 SLOW = duration(0, 60)
 SHARE = Kind(
-    "SHARE", _parse_share, within(0, 1), lambda value: repr(float(value)),
+    "SHARE",
+    _parse_share,
+    within(0, 1),
+    lambda value: repr(float(value)),
     {"type": ["number", "string"], "minimum": 0, "maximum": 1, "pattern": r"^[01](\.[0-9]*)?$|^\.[0-9]+$"},
-)  # fmt: skip
+)
 SWITCH = Kind(
-    "yes|no", _parse_switch, lambda value: None if isinstance(value, bool) else "must be yes or no",
-    lambda value: "true" if value else "false", {"enum": [True, False, "yes", "no", "true", "false"]}, takes_bool=True,
-)  # fmt: skip
+    "yes|no",
+    _parse_switch,
+    lambda value: None if isinstance(value, bool) else "must be yes or no",
+    lambda value: "true" if value else "false",
+    {"enum": [True, False, "yes", "no", "true", "false"]},
+    takes_bool=True,
+)

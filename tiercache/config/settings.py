@@ -36,30 +36,40 @@ from tiercache.config.setting_kinds import (
 
 _TABLE = (
     Setting(
-        "run_dir", "run_dir", DIRECTORY,
+        "run_dir",
+        "run_dir",
+        DIRECTORY,
         "Directory of the daemon's sockets. Its path is the daemon's address; clients that are given no address look "
         "in the same default place.",
     ),
     Setting(
-        "arena", "arena_bytes", ARENA,
+        "arena",
+        "arena_bytes",
+        ARENA,
         "Memory for KV blocks in DRAM, page-locked and shared with the engines that map it. Taken when the daemon "
         "starts, in whole 2MiB pages; it does not grow. Refused where "
         "the host or its cgroup has not so much and a sixteenth (8GiB at most) besides.",
     ),
     Setting(
-        "region", "region_bytes", size(check_region),
+        "region",
+        "region_bytes",
+        size(check_region),
         "Size of the pieces that the arena is made of. Memory is populated, registered with CUDA and divided among "
         "block sizes by the piece. A multiple of 2MiB; the daemon raises it so that "
         f"{MAX_REGIONS} pieces are enough, and keeps it within the arena.",
     ),
     Setting(
-        "lock_memory", "lock_memory", choice("auto", "off", "require"),
+        "lock_memory",
+        "lock_memory",
+        choice("auto", "off", "require"),
         "Lock the arena in memory, so that it is never swapped. auto: try, and show in `tiercache stats` how much is "
         "locked if the limit (ulimit -l) is too low. require: do not start unless all of it can be locked. off: do "
         "not try.",
     ),
     Setting(
-        "policy", "policy", choice("lru", "hazard", "arc", "s3fifo", "wtinylfu", "workload-aware"),
+        "policy",
+        "policy",
+        choice("lru", "hazard", "arc", "s3fifo", "wtinylfu", "workload-aware"),
         "Which blocks go first when a tier is full. lru: the end of the prefix that was used longest ago. "
         "hazard: what is least likely to be used soon for the room that it takes, learnt from what is asked for. "
         "arc: of those used once or those used again, in shares that adapt. "
@@ -68,38 +78,52 @@ _TABLE = (
         "workload-aware: what is least likely to be used again while it would last, by kind of request.",
     ),
     Setting(
-        "headroom", "headroom_bytes", QUARANTINE,
+        "headroom",
+        "headroom_bytes",
+        QUARANTINE,
         "Memory that is kept free in the arena by evicting blocks ahead of need. Stores and loads then find room at "
         "once. 0: blocks are evicted when room is needed.",
     ),
     Setting(
-        "max_sessions", "max_sessions", count(1, 4096),
+        "max_sessions",
+        "max_sessions",
+        count(1, 4096),
         "Maximum number of clients connected at the same time. Another one is refused, with the reason.",
     ),
     Setting(
-        "max_leases_per_session", "max_leases_per_session", count(1, 1 << 20),
+        "max_leases_per_session",
+        "max_leases_per_session",
+        count(1, 1 << 20),
         "Maximum number of loads and stores that one client may have under way at the same time.",
     ),
     Setting(
-        "lease_ttl_max", "lease_ttl_max_s", TTL,
+        "lease_ttl_max",
+        "lease_ttl_max_s",
+        TTL,
         "Longest time a load or store may take without a sign of life from the client. It bounds how long a client "
         "that hangs can hold up memory.",
     ),
     Setting(
-        "quarantine_per_client", "quarantine_per_client_bytes", QUARANTINE,
+        "quarantine_per_client",
+        "quarantine_per_client_bytes",
+        QUARANTINE,
         "Frames of one client's unfinished stores that wait for proof that nobody writes to them any more; as much "
         "again of places on NVMe that it writes itself. "
         "Beyond it the client's stores are refused; its loads go on. 0: a quarter of the arena, at least 64MiB. Never "
         "more than half of the arena for a client (a process, or a tenant of other hosts), and three quarters for all.",
     ),
     Setting(
-        "group", "group", GROUP,
+        "group",
+        "group",
+        GROUP,
         "Group, by name or number, whose members may connect in addition to the daemon's own user. The run directory "
         "then has mode 0750 and its sockets 0660 instead of 0700 and 0600. Members can read and write the whole "
         "arena. Empty: the daemon's user alone.",
     ),
     Setting(
-        "quota", "quota", QUOTA,
+        "quota",
+        "quota",
+        QUOTA,
         "Maximum memory for each tenant in the arena, such as team-a=16GiB,team-b=4GiB,*=1GiB; * stands for "
         "every other tenant. A tenant at its limit evicts its own blocks and never those of others. A client on this "
         "host names its tenant itself, a client on another host by its key; clients without a tenant have no limit. "
@@ -107,143 +131,198 @@ _TABLE = (
         "not count for its tenant. Empty: no quotas.",
     ),
     Setting(
-        "listen", "listen", LISTEN,
+        "listen",
+        "listen",
+        LISTEN,
         "TCP address at which clients on other hosts may connect, such as tcp://0.0.0.0:7411. Connections are "
         "encrypted and need a key from curve_keys; each client sees the blocks of its own tenant only. Empty: clients "
         "on this host only.",
     ),
     Setting(
-        "curve_keys", "curve_keys", OPTIONAL_DIRECTORY,
+        "curve_keys",
+        "curve_keys",
+        OPTIONAL_DIRECTORY,
         "Directory with the daemon's own key and the keys of clients that may connect to the listen address. Make it "
         "with `tiercache keygen DIR`.",
     ),
     Setting(
-        "pin_share", "pin_share", SHARE,
+        "pin_share",
+        "pin_share",
+        SHARE,
         "Largest part of the arena, 0 to 1, that `tiercache pin` may keep from eviction. A pin beyond it keeps fewer "
         "blocks.",
     ),
     Setting(
-        "nvme", "nvme_dirs", DIRECTORIES,
+        "nvme",
+        "nvme_dirs",
+        DIRECTORIES,
         "Directories on local disks for the tier below DRAM, one for each disk; none: no such tier. Blocks "
         "there survive a restart. Each belongs to one daemon. A size may follow, for example "
         "/mnt/nvme0/kv:2TiB,/mnt/nvme1/kv:1TiB; without one a directory has an equal part of nvme_size. While one "
         "cannot be used the daemon goes on without it, and tries again.",
     ),
     Setting(
-        "nvme_size", "nvme_bytes", size(within(MIN_NVME_BYTES, MAX_NVME_BYTES, toml_bytes)),
+        "nvme_size",
+        "nvme_bytes",
+        size(within(MIN_NVME_BYTES, MAX_NVME_BYTES, toml_bytes)),
         "What all nvme directories without a size of their own may take together, their databases included.",
     ),
     Setting(
-        "nvme_shrink", "nvme_shrink", SWITCH,
+        "nvme_shrink",
+        "nvme_shrink",
+        SWITCH,
         "Whether an nvme directory whose part has become smaller loses the blocks beyond it when the daemon starts. "
         "Otherwise they are kept, and the log says how many there are.",
     ),
     Setting(
-        "nvme_require_mount", "nvme_require_mount", SWITCH,
+        "nvme_require_mount",
+        "nvme_require_mount",
+        SWITCH,
         "Use an nvme directory only on another file system than that of /, so that / does not fill up while a disk is "
         "not mounted. A mount point that /etc/fstab names is waited for in any case.",
     ),
     Setting(
-        "nvme_segment", "nvme_segment_bytes", size(check_region),
+        "nvme_segment",
+        "nvme_segment_bytes",
+        size(check_region),
         "Size of the files that an nvme directory is filled with. Directories that exist already keep the size of "
         "their files.",
     ),
     Setting(
-        "nvme_codec", "nvme_codec", choice("raw", "lz4", "zstd"),
+        "nvme_codec",
+        "nvme_codec",
+        choice("raw", "lz4", "zstd"),
         "Lossless compression of blocks on NVMe. raw: none. lz4, zstd: compressed, which saves disk bandwidth and "
         "wear for CPU time, but no disk space, because every block keeps a slot of full size. Try `tiercache bench "
         "codec` first. Blocks written with another codec stay readable. zstd needs the extra zstd.",
     ),
     Setting(
-        "nvme_key", "nvme_key", OPTIONAL_FILE,
+        "nvme_key",
+        "nvme_key",
+        OPTIONAL_FILE,
         "File with the key that encrypts blocks on NVMe (AES-256-GCM): 64 hex digits, readable by its owner only. "
         "Costs about half a millisecond of CPU time for 2MiB. Blocks written without a key or with another one cannot "
         "be used any more. Rules out GPUDirect. Needs the extra encryption. Empty: blocks are not encrypted.",
     ),
     Setting(
-        "nvme_write_budget", "nvme_write_budget_bytes", BUDGET,
+        "nvme_write_budget",
+        "nvme_write_budget_bytes",
+        BUDGET,
         "Maximum bytes written to all nvme directories in a day, to spare SSDs. When it runs short, only "
         "blocks that were asked for twice are written. 0: no limit.",
     ),
     Setting(
-        "nvme_quota", "nvme_quota", QUOTA,
+        "nvme_quota",
+        "nvme_quota",
+        QUOTA,
         "Maximum bytes for each tenant or namespace in all nvme directories together, written as in quota. A "
         "tenant at its limit evicts its own blocks there; what does not fit is not written. Empty: no quotas.",
     ),
     Setting(
-        "grace", "grace_s", GRACE,
+        "grace",
+        "grace_s",
+        GRACE,
         "After SIGTERM, how long the daemon may go on writing blocks that are only in DRAM to NVMe before it ends.",
     ),
     Setting(
-        "what_if", "what_if", SWITCH,
+        "what_if",
+        "what_if",
+        SWITCH,
         "Estimate the hit rate that the cache would have with more or less memory; `tiercache stats` shows it. Takes "
         "about 2.5MB of memory and 1ms of CPU time a second.",
     ),
     Setting(
-        "record", "record", OPTIONAL_FILE,
+        "record",
+        "record",
+        OPTIONAL_FILE,
         "File to record lookups and stores in, for `tiercache replay`; compressed if the name ends in .gz. It holds "
         "times and hashes that cannot be traced back to prompts: no tokens, names or tenants. An earlier file is kept "
         "as FILE.1. Empty: nothing is recorded.",
     ),
     Setting(
-        "record_max", "record_max_bytes", size(within(1 << 20, 1 << 50, toml_bytes)),
+        "record_max",
+        "record_max_bytes",
+        size(within(1 << 20, 1 << 50, toml_bytes)),
         "Size of the recording at which it ends.",
     ),
     Setting(
-        "kv_events", "kv_events", ENDPOINT,
+        "kv_events",
+        "kv_events",
+        ENDPOINT,
         "Address at which to publish which blocks enter and leave DRAM and NVMe, in vLLM's format over ZeroMQ PUB, "
         "for routers that are aware of prefixes: tcp://127.0.0.1:5557, or ipc:// and a path. Events contain token "
         "ids, so whoever can connect can read prompts. Empty: no events.",
     ),
     Setting(
-        "kv_events_replay", "kv_events_replay", ENDPOINT,
+        "kv_events_replay",
+        "kv_events_replay",
+        ENDPOINT,
         "Address of a ZeroMQ ROUTER socket at which subscribers ask for events that they missed. Empty: none.",
     ),
-    Setting("kv_events_topic", "kv_events_topic", TOPIC,
+    Setting(
+        "kv_events_topic",
+        "kv_events_topic",
+        TOPIC,
         "Topic that KV events are published under; use what the subscribers expect.",
     ),
     Setting(
-        "kv_events_buffer", "kv_events_buffer", count(1, 1_000_000),
+        "kv_events_buffer",
+        "kv_events_buffer",
+        count(1, 1_000_000),
         "Maximum number of batches of KV events kept for subscribers that missed some; at most 64MiB of them.",
     ),
     Setting(
-        "kv_events_allow_remote", "kv_events_allow_remote", SWITCH,
+        "kv_events_allow_remote",
+        "kv_events_allow_remote",
+        SWITCH,
         "yes: kv_events may be an address that other hosts can reach, such as tcp://*:5557. There is no password and "
         "no encryption: whoever reaches it reads the tokens of all prompts.",
     ),
     Setting(
-        "http", "http", HTTP,
+        "http",
+        "http",
+        HTTP,
         "Address at which to serve health checks, metrics, statistics, the dashboard and the affinity query over "
         "HTTP, such as 127.0.0.1:8181. A process of its own does it and ends with the daemon. Needs the extra http. "
         "Empty: no HTTP.",
     ),
     Setting(
-        "http_allow_remote", "http_allow_remote", SWITCH,
+        "http_allow_remote",
+        "http_allow_remote",
+        SWITCH,
         "yes: http may be an address that other hosts can reach. There is no password: they can read statistics "
         "(names of models and clients, but no tokens and no KV), and ask how much is stored of prompts whose salt "
         "they know.",
     ),
     Setting(
-        "http_hosts", "http_hosts", HOSTS,
+        "http_hosts",
+        "http_hosts",
+        HOSTS,
         "Further host names, separated by commas, that HTTP requests may be addressed to, such as that of a proxy. "
         "Without any, an address of this host answers only to localhost, 127.0.0.1, [::1] and itself, so that no web "
         "page can read it through a browser.",
     ),
     Setting(
-        "log_level", "log_level", choice("debug", "info", "warning", "error"),
+        "log_level",
+        "log_level",
+        choice("debug", "info", "warning", "error"),
         "Least severe messages that are logged, to stderr.",
     ),
     Setting(
-        "log_format", "log_format", choice("auto", "text", "json"),
+        "log_format",
+        "log_format",
+        choice("auto", "text", "json"),
         "How log messages are written. text: one line for people. json: one JSON object a line, with the time in RFC "
         "3339. auto: text, and under systemd without the time and with the journal's levels.",
     ),
     Setting(
-        "slow_request", "slow_request_s", SLOW,
+        "slow_request",
+        "slow_request_s",
+        SLOW,
         "Log each request that takes the daemon longer than this, with its time in the queue and at work. Clients "
         "give up after 500ms unless told otherwise. 0: none.",
     ),
-)  # fmt: skip
+)
 
 SETTINGS: dict[str, Setting] = {setting.key: setting for setting in _TABLE}
 """Key -> how the field of `DaemonConfig` behind it is written, and what it is for."""

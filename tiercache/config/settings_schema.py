@@ -1,7 +1,7 @@
 """The settings as JSON Schema, made from their table: for editors of the TOML file, and for the Helm chart.
 
-    python -m tiercache.config.settings_schema                        print the schema of a settings file
-    python -m tiercache.config.settings_schema values.schema.json     write the settings into the chart's schema
+python -m tiercache.config.settings_schema                        print the schema of a settings file
+python -m tiercache.config.settings_schema values.schema.json     write the settings into the chart's schema
 """
 
 from __future__ import annotations
@@ -15,10 +15,18 @@ from typing import Any
 from tiercache.config.settings import SETTINGS
 
 OF_THE_CHART = {
-    "run_dir": "runDir", "arena": "arena", "grace": "grace", "nvme": "nvme.paths", "nvme_size": "nvme.size",
-    "nvme_key": "nvme.keySecret", "group": "socketGroup", "listen": "listen.port",
-    "curve_keys": "listen.serverKeySecret", "http": "http.port", "http_allow_remote": "http.enabled",
-}  # fmt: skip
+    "run_dir": "runDir",
+    "arena": "arena",
+    "grace": "grace",
+    "nvme": "nvme.paths",
+    "nvme_size": "nvme.size",
+    "nvme_key": "nvme.keySecret",
+    "group": "socketGroup",
+    "listen": "listen.port",
+    "curve_keys": "listen.serverKeySecret",
+    "http": "http.port",
+    "http_allow_remote": "http.enabled",
+}
 """Settings that have their own values in the chart, because volumes, secrets, ports or limits go with them."""
 
 
@@ -42,10 +50,11 @@ def chart_settings() -> dict[str, Any]:
     return {
         "type": "object",
         "description": "Settings of the daemon by their keys. Not here, since the chart has values for them: "
-        + ", ".join(f"{key} ({value})" for key, value in OF_THE_CHART.items()) + ".",
+        + ", ".join(f"{key} ({value})" for key, value in OF_THE_CHART.items())
+        + ".",
         "additionalProperties": False,
         "properties": properties,
-    }  # fmt: skip
+    }
 
 
 def written_into(text: str) -> str:

@@ -170,9 +170,7 @@ def connect(
         request_timeout_s=request_timeout_s,
     )
     try:
-        connector = Connector(
-            client, namespace, pool, load_timeout_s=load_timeout_s, gds=gds, gds_store=gds_store
-        )
+        connector = Connector(client, namespace, pool, load_timeout_s=load_timeout_s, gds=gds, gds_store=gds_store)
         client.expect(namespace)
         client.start(connect_timeout_s, required=required, warn=warn)
     except BaseException:
@@ -311,9 +309,7 @@ class Connector:
     # --- loading ---------------------------------------------------------------------------------
 
     @whole
-    def load(
-        self, match: Match, block_ids: BlockIds, *, first: int = 0, timeout_s: float | None = None
-    ) -> int:
+    def load(self, match: Match, block_ids: BlockIds, *, first: int = 0, timeout_s: float | None = None) -> int:
         """Copy blocks `first..` of a match into the pool blocks `block_ids`, and end the match.
 
         Returns how many leading blocks of `block_ids` are good; the others hold anything. Begins no further copy after
@@ -331,9 +327,7 @@ class Connector:
         prepared = self._prepare_load(match, block_ids, first, timeout_s)
         if not self._client.alive:
             return Transfer.finished(self._skip_load(match))
-        transfer = Transfer(
-            lambda: self._perform_load(*prepared), lambda: self._skip_load(match), 0, prepared[3]
-        )
+        transfer = Transfer(lambda: self._perform_load(*prepared), lambda: self._skip_load(match), 0, prepared[3])
         if not self._loads.submit(transfer):
             return Transfer.finished(self._skip_load(match))
         return transfer
@@ -379,9 +373,14 @@ class Connector:
 
     @whole
     def store(
-        self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None,
+        self,
+        keys: bytes,
+        block_ids: BlockIds,
+        *,
+        first: int = 0,
+        events: EventRun | None = None,
         hint: Hint | None = None,
-    ) -> StoreResult:  # fmt: skip
+    ) -> StoreResult:
         """Keep the pool blocks `block_ids` as blocks `first..` of the chain `keys`.
 
         Args:
@@ -395,9 +394,15 @@ class Connector:
         return self._perform_store(*self._prepare_store(keys, block_ids, first, events), hint)
 
     def store_async(
-        self, keys: bytes, block_ids: BlockIds, *, first: int = 0, events: EventRun | None = None,
-        hint: Hint | None = None, proof: Callable[[], bool] | None = None,
-    ) -> Transfer[StoreResult]:  # fmt: skip
+        self,
+        keys: bytes,
+        block_ids: BlockIds,
+        *,
+        first: int = 0,
+        events: EventRun | None = None,
+        hint: Hint | None = None,
+        proof: Callable[[], bool] | None = None,
+    ) -> Transfer[StoreResult]:
         """As `store`, in the background. On a GPU it follows the work that the calling thread has queued so far.
 
         The blocks must not change before the transfer is done. A full queue drops the store. `proof` is called in the
@@ -431,9 +436,15 @@ class Connector:
         return bytes(keys), ids, first, limit, self._mark(), events
 
     def _perform_store(
-        self, keys: bytes, ids: Addresses, first: int, limit: Limit, after: Any, events: EventRun | None,
+        self,
+        keys: bytes,
+        ids: Addresses,
+        first: int,
+        limit: Limit,
+        after: Any,
+        events: EventRun | None,
         hint: Hint | None,
-    ) -> StoreResult:  # fmt: skip
+    ) -> StoreResult:
         admitted = self._admitted(len(ids))
         result = StoreResult()
         try:

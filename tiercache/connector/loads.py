@@ -1,8 +1,8 @@
 """Loads: match under a read lease, copy, then the daemon confirms that the copies are good.
 
-    match ──► lease on blocks 0 ..< n, frames of the first 64 in the same reply
-    copy      in windows of 512: resolve the frames that are missing, copy
-    release ─► good: the lease was never revoked while we copied. Anything else is a miss.
+match ──► lease on blocks 0 ..< n, frames of the first 64 in the same reply
+copy      in windows of 512: resolve the frames that are missing, copy
+release ─► good: the lease was never revoked while we copied. Anything else is a miss.
 """
 
 from __future__ import annotations
@@ -128,9 +128,15 @@ def match_blocks(
     # The first blocks of a windowed namespace are usually gone: their frames are asked for when loading.
     resolve = min(count, RESOLVE_WITH_MATCH) if with_frames and not any(s.window_blocks for s in specs) else 0
     reply = session.call(
-        MatchRequest, Matched, namespaces=numbers, keys=keys, ttl_ms=READ_TTL_MS, resolve=resolve, promote=True,
+        MatchRequest,
+        Matched,
+        namespaces=numbers,
+        keys=keys,
+        ttl_ms=READ_TTL_MS,
+        resolve=resolve,
+        promote=True,
         extents=extents,
-    )  # fmt: skip
+    )
     blocks = reply.dram_blocks + reply.below_blocks
     if blocks == 0 or reply.lease == NO_LEASE:
         if reply.lease != NO_LEASE:
@@ -205,9 +211,17 @@ def load_blocks(
 
 
 def _copy_all(
-    session: Session, lease: int, mover: Mover, spec: NamespaceSpec, match: Match, block_ids: Addresses, first: int,
-    limit: Limit, after: Any, direct: DirectLoader | None,
-) -> int:  # fmt: skip
+    session: Session,
+    lease: int,
+    mover: Mover,
+    spec: NamespaceSpec,
+    match: Match,
+    block_ids: Addresses,
+    first: int,
+    limit: Limit,
+    after: Any,
+    direct: DirectLoader | None,
+) -> int:
     """How many leading blocks arrived, by any way."""
     copied, number = 0, session.namespace_id(spec)
     if direct is not None and match.direct_keys:
@@ -244,9 +258,7 @@ def _copy(
             named = len(frames) // FRAME_BYTES
             begin, window = first + done + named, min(count - done - named, MAX_RESOLVE)
             if window and more:
-                coming = session.post(
-                    Resolve, Frames, lease=lease, namespace=number, first=begin, count=window
-                )
+                coming = session.post(Resolve, Frames, lease=lease, namespace=number, first=begin, count=window)
             if named:
                 ids = block_ids[done : done + named]
                 moved = mover.fetch(session, lease, number, first + done, frames, ids, limit, after)

@@ -94,9 +94,7 @@ def split_runs(runs: Runs, boundaries: Addresses, host_is_source: bool) -> Runs:
     return Runs(runs.sources[parent] + shift, runs.targets[parent] + shift, end - start)
 
 
-def block_pieces(
-    segments: Segments, block_ids: Addresses, frames: Addresses
-) -> tuple[Addresses, Addresses, Addresses]:
+def block_pieces(segments: Segments, block_ids: Addresses, frames: Addresses) -> tuple[Addresses, Addresses, Addresses]:
     """Pool address, frame address and length of every piece of every block, segment by segment."""
     bases, strides, lengths = np.array(segments, dtype=np.int64).T
     offsets = np.cumsum(lengths) - lengths

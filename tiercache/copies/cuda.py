@@ -197,9 +197,7 @@ class CudaCopier:
                 error = f"the copy was not submitted: {problem}"
             return lane.mark(error)
 
-    def _plan(
-        self, frames: Addresses, ids: Addresses, kernels: bool, load: bool
-    ) -> tuple[Method, Runs | None]:
+    def _plan(self, frames: Addresses, ids: Addresses, kernels: bool, load: bool) -> tuple[Method, Runs | None]:
         """The method for these blocks, and the runs if it is DIRECT."""
         count = len(self.segments)
         method = self._method if kernels else Method.DIRECT

@@ -66,9 +66,11 @@ class Driver:
         self._capture_mode = self._function(library.cuThreadExchangeStreamCaptureMode, pointer)
         # Since CUDA 12.8. The plain name keeps the first signature, with a place for the failed index.
         batch = getattr(library, "cuMemcpyBatchAsync", None)
-        self._batch = None if batch is None else self._function(
-            batch, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
-        )  # fmt: skip
+        self._batch = (
+            None
+            if batch is None
+            else self._function(batch, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+        )
         self._contexts: dict[int, ctypes.c_void_p] = {}
 
     @staticmethod
@@ -164,9 +166,16 @@ class Driver:
             part = [np.ascontiguousarray(column[start : start + MAX_BATCH]) for column in runs.columns()]
             source, target, length = (column.ctypes.data for column in part)
             code = self._batch(
-                target, source, length, len(part[0]), ctypes.byref(attributes), ctypes.byref(first), 1,
-                ctypes.byref(failed), stream,
-            )  # fmt: skip
+                target,
+                source,
+                length,
+                len(part[0]),
+                ctypes.byref(attributes),
+                ctypes.byref(first),
+                1,
+                ctypes.byref(failed),
+                stream,
+            )
             if code:
                 return f"{self.error_name(code)} in a batch of {len(part[0])} copies (copy {failed.value})"
         return ""

@@ -134,9 +134,13 @@ class ServerProcess(Child):
     def chat(self, messages: list[dict[str, str]]) -> Answer:
         """One streamed answer, greedy and of `ANSWER_TOKENS`. Blocks."""
         body = {
-            "messages": messages, "temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "stream": True,
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": ANSWER_TOKENS,
+            "ignore_eos": True,
+            "stream": True,
             "stream_options": {"include_usage": True},
-        }  # fmt: skip
+        }
         began_s, ttft_s, text, usage = time.perf_counter(), 0.0, "", None
         with self._request("POST", "/v1/chat/completions", body) as response:
             for line in response:

@@ -1,9 +1,9 @@
 """One long prompt, six times.
 
-    engine A   cold, then from its own pool
-    engine B   a new process: from DRAM; with the daemon killed (-9): computed;
-               with the daemon back: from NVMe, which survived; then from DRAM again;
-               all without restarting the engine
+engine A   cold, then from its own pool
+engine B   a new process: from DRAM; with the daemon killed (-9): computed;
+           with the daemon back: from NVMe, which survived; then from DRAM again;
+           all without restarting the engine
 """
 
 from __future__ import annotations
@@ -129,9 +129,10 @@ class LongPrompt:
     def _wait_for_disk(self, daemon: LaunchedDaemon) -> None:
         """Wait until the daemon has written all its blocks to NVMe: a killed daemon keeps only these."""
         deadline_s = time.monotonic() + BACK_TIMEOUT_S
-        with self._console.status("waiting for the blocks to be on NVMe"), Client.connect(
-            daemon.address, name="demo", map_arena=False
-        ) as client:
+        with (
+            self._console.status("waiting for the blocks to be on NVMe"),
+            Client.connect(daemon.address, name="demo", map_arena=False) as client,
+        ):
             while time.monotonic() < deadline_s:
                 tiers = client.stats()["tiers"]
                 if tiers["nvme"]["blocks"] >= tiers["dram"]["blocks"]:

@@ -45,14 +45,24 @@ class Worker:
         # vLLM would compute a float32 model in 16 bits, where a hit may give other tokens than a miss.
         dtype = str(getattr(transformers.AutoConfig.from_pretrained(model), "dtype", None) or "auto")
         self._llm = LLM(
-            model, dtype=dtype.removeprefix("torch."), skip_tokenizer_init=True, enforce_eager=True, seed=0,
-            block_size=BLOCK_SIZE, kv_cache_memory_bytes=pool_bytes, max_model_len=-1,
-            max_num_batched_tokens=STEP_TOKENS, disable_log_stats=False, use_tqdm_on_load=False,
+            model,
+            dtype=dtype.removeprefix("torch."),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            seed=0,
+            block_size=BLOCK_SIZE,
+            kv_cache_memory_bytes=pool_bytes,
+            max_model_len=-1,
+            max_num_batched_tokens=STEP_TOKENS,
+            disable_log_stats=False,
+            use_tqdm_on_load=False,
             kv_transfer_config={
-                "kv_connector": "TierCacheConnector", "kv_connector_module_path": "tiercache.connectors.vllm_v1",
-                "kv_role": "kv_both", "kv_connector_extra_config": {"address": address},
+                "kv_connector": "TierCacheConnector",
+                "kv_connector_module_path": "tiercache.connectors.vllm_v1",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"address": address},
             },
-        )  # fmt: skip
+        )
         # A whole step, so that no step of the prompt is the first of its size.
         room = self._llm.llm_engine.model_config.max_model_len - NEW_TOKENS
         self._warm_up = [number % 200 for number in range(min(STEP_TOKENS, room))]

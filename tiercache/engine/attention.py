@@ -123,9 +123,7 @@ def paged_attention(
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     batch.plain &= softcap is None and sinks is None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = batch.work.attend(
-        layer, query[0], key[0], value[0], scale=scale, window=window, softcap=softcap, sinks=sinks
-    )
+    out = batch.work.attend(layer, query[0], key[0], value[0], scale=scale, window=window, softcap=softcap, sinks=sinks)
     return out[None], None
 
 

@@ -68,9 +68,14 @@ class GroupLike(Protocol):
         self, match: Any, block_ids: Sequence[int], *, first: int = 0, timeout_s: float | None = None
     ) -> TransferLike: ...
     def store_async(
-        self, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None,
+        self,
+        keys: bytes,
+        block_ids: Sequence[int],
+        *,
+        first: int = 0,
+        events: EventRun | None = None,
         hint: Hint | None = None,
-    ) -> TransferLike: ...  # fmt: skip
+    ) -> TransferLike: ...
     def close(self) -> None: ...
 
 
@@ -105,9 +110,15 @@ class GroupsLike(Protocol):
     def prefetch(self, keys: bytes) -> int: ...
     def load_async(self, match: Any, keys: bytes, parts: Sequence[Part], *, timeout_s: float) -> TransferLike: ...
     def store_async(
-        self, group: int, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None,
+        self,
+        group: int,
+        keys: bytes,
+        block_ids: Sequence[int],
+        *,
+        first: int = 0,
+        events: EventRun | None = None,
         hint: Hint | None = None,
-    ) -> TransferLike: ...  # fmt: skip
+    ) -> TransferLike: ...
 
 
 class Part(NamedTuple):

@@ -20,9 +20,13 @@ Connect = Callable[[NamespaceSpec, torch.Tensor], CacheLike]
 
 
 def connect_to(
-    address: str | Path | None = None, *, name: str = "engine", required: bool = False, gds: str = "off",
+    address: str | Path | None = None,
+    *,
+    name: str = "engine",
+    required: bool = False,
+    gds: str = "off",
     gds_store: bool = False,
-) -> Connect:  # fmt: skip
+) -> Connect:
     """Connects an engine to the daemon at `address` (by default the daemon's default address).
 
     With `required`, the engine raises DaemonUnavailable when no daemon answers; else it starts without

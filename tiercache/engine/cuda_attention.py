@@ -185,9 +185,20 @@ class Tables:
         group = heads // self._kv.format.kv_heads
         for tiles, shape, splits in self._launches_for(group, query.dtype):
             paged_attention(
-                query, self._kv, self._segments, self._tables, tiles, out, layer=layer, shape=shape, splits=splits,
-                scale=scale, window=window, softcap=softcap, sinks=sinks,
-            )  # fmt: skip
+                query,
+                self._kv,
+                self._segments,
+                self._tables,
+                tiles,
+                out,
+                layer=layer,
+                shape=shape,
+                splits=splits,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+            )
         return out
 
     def attend_in_every_way(

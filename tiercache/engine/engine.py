@@ -105,9 +105,12 @@ class Engine:
         tail_bytes = layout.tail_bytes(settings.max_num_seqs * len(groups.groups))
         num_blocks = count_pool_blocks(settings, layout.block_bytes, self.device, tail_bytes)
         self.max_model_len = fit_model_len(
-            settings, self.shape.max_context, layout.block_bytes, num_blocks,
+            settings,
+            self.shape.max_context,
+            layout.block_bytes,
+            num_blocks,
             lambda tokens: groups.most_blocks(tokens, settings),
-        )  # fmt: skip
+        )
         return num_blocks
 
     def _connect(self, connect: Connect) -> GroupedCache:

@@ -118,9 +118,15 @@ class GroupedCache:
         return None
 
     def store_async(
-        self, group: int, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None,
+        self,
+        group: int,
+        keys: bytes,
+        block_ids: Sequence[int],
+        *,
+        first: int = 0,
+        events: EventRun | None = None,
         hint: Hint | None = None,
-    ) -> TransferLike:  # fmt: skip
+    ) -> TransferLike:
         if events is not None and len(self._caches) > 1:
             # The same keys name the blocks of every group; listeners tell the groups apart by this.
             blocks, size = self._namespaces[group].window_blocks, self._namespaces[group].block_size

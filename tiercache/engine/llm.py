@@ -1,8 +1,8 @@
 """A model for use in a program: texts or conversations in, texts out.
 
-    with LLM("path/to/model") as llm:
-        [answer] = llm.chat([{"role": "user", "content": "Why is the sky blue?"}])
-        print(answer.outputs[0].text)
+with LLM("path/to/model") as llm:
+    [answer] = llm.chat([{"role": "user", "content": "Why is the sky blue?"}])
+    print(answer.outputs[0].text)
 """
 
 from __future__ import annotations
@@ -116,8 +116,7 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations = cast("Sequence[Sequence[Message]]", messages if several else [messages])
         generations = [
-            Generation(None, self._prompts.of_chat(conversation, template_values), [])
-            for conversation in conversations
+            Generation(None, self._prompts.of_chat(conversation, template_values), []) for conversation in conversations
         ]
         return self._serve(generations, params, progress, stall_timeout_s)
 
@@ -185,6 +184,10 @@ def _note(generation: Generation, output: TextOutput) -> bool:
 def _progress_bar(wanted: bool) -> Progress:
     console = Console(file=sys.stderr)
     return Progress(
-        BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[tokens]} tokens"),
-        console=console, disable=not (wanted and console.is_terminal),
-    )  # fmt: skip
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        console=console,
+        disable=not (wanted and console.is_terminal),
+    )

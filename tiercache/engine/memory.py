@@ -16,9 +16,7 @@ _MIB = 1 << 20
 CPU_POOL_BYTES = 1 << 30
 
 
-def count_pool_blocks(
-    settings: EngineSettings, block_bytes: int, device: torch.device, tail_bytes: int = 0
-) -> int:
+def count_pool_blocks(settings: EngineSettings, block_bytes: int, device: torch.device, tail_bytes: int = 0) -> int:
     """Number of blocks of the KV pool. Call it after the weights are loaded, since they take their memory first.
 
     `tail_bytes`, for tokens outside of blocks, are taken off the pool's memory; they come on top of `pool_blocks`.

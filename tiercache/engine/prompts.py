@@ -102,4 +102,3 @@ class Prompts:
         # The cut may change the last tokens, and adds a few at most.
         tokens = self.tokenizer(text[:beginning], add_special_tokens=False)["input_ids"]
         return len(tokens) > self._max_tokens + _CUT_TOKENS
-

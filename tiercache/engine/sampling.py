@@ -129,9 +129,7 @@ class Sampler:
         self.generated = 0
         self._random = random.Random(params.seed)
         self.counts: Counter[int] = Counter()
-        self.penalised = bool(
-            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-        )
+        self.penalised = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
         if params.repetition_penalty != 1:
             self.counts.update(dict.fromkeys(prompt, 0))
 
@@ -156,9 +154,7 @@ class Sampler:
             self.counts[token] += 1
 
 
-def choose(
-    logits: torch.Tensor, samplers: SequenceOf[Sampler], end_tokens: Collection[int] = ()
-) -> list[Choice]:
+def choose(logits: torch.Tensor, samplers: SequenceOf[Sampler], end_tokens: Collection[int] = ()) -> list[Choice]:
     """The next token of each row of `logits` `[rows, vocabulary]`, which stays unchanged. Waits for the device.
 
     `end_tokens` are the model's own.
@@ -171,9 +167,7 @@ def choose(
     return [Choice(token, logprobs.get(row)) for row, token in enumerate(chosen)]
 
 
-def _choose_tokens(
-    logits: torch.Tensor, samplers: SequenceOf[Sampler], end_tokens: Collection[int]
-) -> list[int]:
+def _choose_tokens(logits: torch.Tensor, samplers: SequenceOf[Sampler], end_tokens: Collection[int]) -> list[int]:
     special = [row for row, sampler in enumerate(samplers) if not sampler.plain]
     best = logits.argmax(dim=-1)
     if special:
@@ -217,9 +211,7 @@ def _changes(samplers: SequenceOf[Sampler], end_tokens: Collection[int]) -> tupl
     return scale, add
 
 
-def _logprobs(
-    logits: torch.Tensor, samplers: SequenceOf[Sampler], chosen: list[int]
-) -> dict[int, TokenLogprobs]:
+def _logprobs(logits: torch.Tensor, samplers: SequenceOf[Sampler], chosen: list[int]) -> dict[int, TokenLogprobs]:
     """Log-probabilities by row, for rows that requested them."""
     rows = [row for row, sampler in enumerate(samplers) if sampler.params.logprobs is not None]
     if not rows:

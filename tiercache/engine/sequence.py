@@ -129,9 +129,15 @@ class Sequence:
         assert self.computed == len(self.tokens) == self.prompt_count, "forks begin at the end of the prompt"
         rank, prompt = self.rank, list(self.tokens)
         other = Sequence(
-            rank.request_id, prompt, self.params, self._root, self._settings, priority=rank.priority, index=index,
+            rank.request_id,
+            prompt,
+            self.params,
+            self._root,
+            self._settings,
+            priority=rank.priority,
+            index=index,
             windows=[table.window for table in self.tables],
-        )  # fmt: skip
+        )
         other.state, other.entered = self.state, True
         other.arrived_s = self.arrived_s
         other.pool_hit_tokens, other.external_hit_tokens = self.pool_hit_tokens, self.external_hit_tokens

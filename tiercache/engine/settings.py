@@ -108,9 +108,7 @@ class EngineSettings:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: must be one of {', '.join(allowed)}")
         self._check_sizes()
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization}: must be above 0 and at most 1"
-            )
+            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}: must be above 0 and at most 1")
         if self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}: this engine runs on one device; set it to 1"
@@ -125,9 +123,7 @@ class EngineSettings:
 
     def _check_sizes(self) -> None:
         if self.chunk_size % self.block_size:
-            raise ConfigError(
-                f"chunk_size is {self.chunk_size}: must be a multiple of block_size {self.block_size}"
-            )
+            raise ConfigError(f"chunk_size is {self.chunk_size}: must be a multiple of block_size {self.block_size}")
         try:
             parse_bytes(self.kv_cache_memory)
         except ValueError as error:

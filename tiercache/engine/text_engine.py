@@ -57,9 +57,7 @@ class TextEngine:
         """See `Engine.add_request`."""
         tokens = list(prompt)
         request_id = self.engine.add_request(tokens, params, priority)
-        self._texts[request_id] = {
-            index: _SequenceText(self._tokenizer, tokens, params) for index in range(params.n)
-        }
+        self._texts[request_id] = {index: _SequenceText(self._tokenizer, tokens, params) for index in range(params.n)}
         return request_id
 
     def step(self) -> list[TextOutput]:

@@ -122,9 +122,14 @@ class StagedStore(_Staged):
     """See the module. Blocks are encoded in order, so that no piece comes before its parents."""
 
     def __init__(
-        self, cache: StagedCache, keys: bytes, block_ids: Sequence[int], first: int, events: EventRun | None = None,
+        self,
+        cache: StagedCache,
+        keys: bytes,
+        block_ids: Sequence[int],
+        first: int,
+        events: EventRun | None = None,
         hint: Hint | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(cache, block_ids, first)
         self._keys = keys
         self._events = events
@@ -260,9 +265,14 @@ class StagedCache:
         return StagedLoad(self, match, block_ids, first, timeout_s)
 
     def store_async(
-        self, keys: bytes, block_ids: Sequence[int], *, first: int = 0, events: EventRun | None = None,
+        self,
+        keys: bytes,
+        block_ids: Sequence[int],
+        *,
+        first: int = 0,
+        events: EventRun | None = None,
         hint: Hint | None = None,
-    ) -> StagedStore:  # fmt: skip
+    ) -> StagedStore:
         return StagedStore(self, keys, block_ids, first, events, hint)
 
     def close(self) -> None:
@@ -300,4 +310,3 @@ class StagedCache:
     def check_integrity(self) -> None:
         """Check that every place is free, with no transfer under way. Raises AssertionError."""
         assert sorted(self._free) == list(range(len(self._stage))), "the stage has lost a place"
-

@@ -20,63 +20,55 @@ _MOVED = {
         "tiercache.client": "channel launch=launcher leases mapping session",
         "tiercache.config": "setting_kinds settings settings_schema",
         "tiercache.connector": "jobs loading=loads moves=mover storing=stores",
-        "tiercache.connector.direct":
-            "direct=loads direct_store=stores gds gds_backend=backend gds_moves=transfers "
-            "gds_probe=probe gds_stage=probe_stage",
+        "tiercache.connector.direct": "direct=loads direct_store=stores gds gds_backend=backend gds_moves=transfers "
+        "gds_probe=probe gds_stage=probe_stage",
         "tiercache.copies": "arena copy_plan cuda cuda_driver cuda_lane host_memory memcpy transfer=pool",
         "tiercache.ground": "arguments extras forks isolated listening metrics=histograms uninterrupted units",
         "tiercache.protocol": "checksum=checksums curve hints keys layout=namespaces messages wire",
     },
     "tiercache.cli": {
-        "tiercache.demo":
-            "demo_chat=chat demo_child=child demo_model=model demo_prompt=prompt "
-            "demo_vllm=vllm_worker demo_worker=worker",
+        "tiercache.demo": "demo_chat=chat demo_child=child demo_model=model demo_prompt=prompt "
+        "demo_vllm=vllm_worker demo_worker=worker",
         "tiercache.plan": "plan_known=known plan_model=model plan_sizes=sizes",
     },
     "tiercache.connectors": {
         "tiercache.connectors.transformers": "transformers_model=model transformers_watch=watch",
-        "tiercache.connectors.vllm":
-            "vllm_apart=apart vllm_built=built vllm_cards=cards vllm_compat=compat vllm_costs=costs "
-            "vllm_events=events vllm_hashes=hashes vllm_hints=hints vllm_log=log vllm_names=names "
-            "vllm_orders=orders vllm_pool=pool vllm_scheduler=scheduler vllm_settings=settings "
-            "vllm_siblings=siblings vllm_stats=stats vllm_stores=stores vllm_tier_form=tier_form "
-            "vllm_tier_jobs=tier_jobs vllm_tier_lookups=tier_lookups vllm_weights=weights "
-            "vllm_worker=worker",
+        "tiercache.connectors.vllm": "vllm_apart=apart vllm_built=built vllm_cards=cards vllm_compat=compat "
+        "vllm_costs=costs vllm_events=events vllm_hashes=hashes vllm_hints=hints vllm_log=log vllm_names=names "
+        "vllm_orders=orders vllm_pool=pool vllm_scheduler=scheduler vllm_settings=settings "
+        "vllm_siblings=siblings vllm_stats=stats vllm_stores=stores vllm_tier_form=tier_form "
+        "vllm_tier_jobs=tier_jobs vllm_tier_lookups=tier_lookups vllm_weights=weights "
+        "vllm_worker=worker",
         "tiercache.connectors.weights": "module_facts weight_sample=sample",
     },
     "tiercache.daemon": {
         "tiercache.daemon": "ahead=prefetch inspect=inspection",
         "tiercache.daemon.events": "publisher",
-        "tiercache.daemon.ground":
-            "changes=health_log clock connections counters logs memory own_process "
-            "priority=niceness regions rundir=run_directory slices",
+        "tiercache.daemon.ground": "changes=health_log clock connections counters logs memory own_process "
+        "priority=niceness regions rundir=run_directory slices",
         "tiercache.daemon.hints": "hinted=hinted_policy marks=chain_hints",
         "tiercache.daemon.index": "ages allocator frame_check index_check=check policy tails=chain_ends walks",
-        "tiercache.daemon.observe":
-            "histograms hotpaths=hot_prefixes http_process recorder reuse reuse_curve reuse_pace "
-            "reuse_stack reuse_tails traffic",
-        "tiercache.daemon.requests":
-            "admin_requests=admin desk=context read_requests=reads remote router service sessions "
-            "slow stats unsent write_requests=writes",
+        "tiercache.daemon.observe": "histograms hotpaths=hot_prefixes http_process recorder reuse reuse_curve "
+        "reuse_pace reuse_stack reuse_tails traffic",
+        "tiercache.daemon.requests": "admin_requests=admin desk=context read_requests=reads remote router service "
+        "sessions slow stats unsent write_requests=writes",
         "tiercache.daemon.tiers": "below=lower_tier nvme quotas",
-        "tiercache.daemon.tiers.dram":
-            "books=check cuts=match_ends growth=growing leases reads shares=region_shares space "
-            "unfinished writes",
+        "tiercache.daemon.tiers.dram": "books=check cuts=match_ends growth=growing leases reads shares=region_shares "
+        "space unfinished writes",
     },
     "tiercache.daemon.nvme": {
         "tiercache.daemon.tiers.nvme": "viewing=inspection",
         "tiercache.daemon.tiers.nvme.catalog": "catalog catalog_check database moved=closing rows",
         "tiercache.daemon.tiers.nvme.check": "checking=directory_check scanning=scan",
         "tiercache.daemon.tiers.nvme.direct": "extents grants",
-        "tiercache.daemon.tiers.nvme.disk":
-            "aside blockio=block_io cipher codecs directory disk health io=queue lock mounts "
-            "segment_files superblock troubles",
+        "tiercache.daemon.tiers.nvme.disk": "aside blockio=block_io cipher codecs directory disk health io=queue lock "
+        "mounts segment_files superblock troubles",
         "tiercache.daemon.tiers.nvme.moves": "budget dirty offers promotion writebehind",
     },
     "tiercache.replay": {
         "tiercache.replay": "swift=fast_cache",
     },
-}  # fmt: skip
+}
 """By the folder that they were in: where they are, and their names, `former=present` where that changed."""
 
 

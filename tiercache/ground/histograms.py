@@ -28,8 +28,10 @@ def _decade(start: int) -> Iterable[int]:
 
 
 NANOSECONDS = (
-    *range(10, 101, 10), *(end for power in range(2, 13) for end in _decade(10**power)), NO_END,
-)  # fmt: skip
+    *range(10, 101, 10),
+    *(end for power in range(2, 13) for end in _decade(10**power)),
+    NO_END,
+)
 """Durations: steps of 10 ns up to 100, then an eighth at most, up to 10^13 ns (2.8 hours)."""
 POWERS_OF_TWO = (*(1 << power for power in range(41)), NO_END)
 """Sizes in bytes, lengths in tokens."""
@@ -56,8 +58,17 @@ class Histogram:
     """
 
     __slots__ = (
-        "__weakref__", "_buckets", "_count", "_counts", "_ends", "_fresh", "_lock", "_max", "_sorted_count", "_sum",
-    )  # fmt: skip
+        "__weakref__",
+        "_buckets",
+        "_count",
+        "_counts",
+        "_ends",
+        "_fresh",
+        "_lock",
+        "_max",
+        "_sorted_count",
+        "_sum",
+    )
 
     def __init__(self, ends: Sequence[int]) -> None:
         self._ends = ends

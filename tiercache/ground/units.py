@@ -1,9 +1,9 @@
 """Sizes and durations as people write them, and back.
 
-    >>> parse_bytes("16GiB"), parse_duration_s("250ms")
-    (17179869184, 0.25)
-    >>> format_bytes(17179869184)
-    '16.0 GiB'
+>>> parse_bytes("16GiB"), parse_duration_s("250ms")
+(17179869184, 0.25)
+>>> format_bytes(17179869184)
+'16.0 GiB'
 """
 
 from __future__ import annotations
@@ -11,12 +11,21 @@ from __future__ import annotations
 import re
 
 _BYTES = {
-    "": 1, "b": 1,
-    "k": 1 << 10, "kib": 1 << 10, "kb": 10**3,
-    "m": 1 << 20, "mib": 1 << 20, "mb": 10**6,
-    "g": 1 << 30, "gib": 1 << 30, "gb": 10**9,
-    "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
-}  # fmt: skip
+    "": 1,
+    "b": 1,
+    "k": 1 << 10,
+    "kib": 1 << 10,
+    "kb": 10**3,
+    "m": 1 << 20,
+    "mib": 1 << 20,
+    "mb": 10**6,
+    "g": 1 << 30,
+    "gib": 1 << 30,
+    "gb": 10**9,
+    "t": 1 << 40,
+    "tib": 1 << 40,
+    "tb": 10**12,
+}
 _SECONDS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 BYTES_PATTERN = r"^ *[0-9]+(\.[0-9]+)? *([kKmMgGtT]([iI]?[bB])?|[bB])? *$"

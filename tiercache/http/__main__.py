@@ -38,14 +38,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--listen", default="127.0.0.1:8181", metavar="HOST:PORT", help="default: %(default)s")
     parser.add_argument(
-        "--allow-remote", action="store_true",
+        "--allow-remote",
+        action="store_true",
         help="listen where other hosts can connect. There is no password: they can read the statistics (names of "
         "models and clients, no tokens, no KV) and ask how much is stored of prompts whose salt they know",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--hosts", default="", metavar="HOST,...", help="further names that requests may be for, such as a proxy's. "
+        "--hosts",
+        default="",
+        metavar="HOST,...",
+        help="further names that requests may be for, such as a proxy's. "
         "Without any, an address of this host is only asked as localhost, 127.0.0.1, [::1] or itself",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--request-timeout", default="30s", metavar="DURATION", help="for a request to come (default: %(default)s)"
     )
@@ -71,9 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             raise ConfigError(f"request_timeout: {error}") from None
         settings = HttpSettings(
-            run_dir=args.run_dir or default_run_dir(), listen=args.listen, allow_remote=args.allow_remote,
-            hosts=args.hosts, request_s=request_s, parent_fd=args.parent_fd, listen_fd=args.listen_fd,
-        )  # fmt: skip
+            run_dir=args.run_dir or default_run_dir(),
+            listen=args.listen,
+            allow_remote=args.allow_remote,
+            hosts=args.hosts,
+            request_s=request_s,
+            parent_fd=args.parent_fd,
+            listen_fd=args.listen_fd,
+        )
         return serve(settings)
     except TierCacheError as error:
         print(f"tiercache http: {error}", file=sys.stderr)

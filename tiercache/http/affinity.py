@@ -85,9 +85,12 @@ class Affinity:
         chains = [_chain(listed, card, query) for card in cards]
         best = max(chains, key=lambda chain: int(chain["matched"]))
         return {
-            "model": query.model, "tokens": len(query.tokens), "matched": best["matched"],
-            "matched_tokens": best["matched_tokens"], "chains": chains,
-        }  # fmt: skip
+            "model": query.model,
+            "tokens": len(query.tokens),
+            "matched": best["matched"],
+            "matched_tokens": best["matched_tokens"],
+            "chains": chains,
+        }
 
     def _listed(self, at_most_s: float) -> _List:
         """The models, from a list at most `at_most_s` old. Numbers of namespaces are valid in one session only."""

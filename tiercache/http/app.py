@@ -164,9 +164,12 @@ def build_app(client: Client, request_s: float) -> Starlette:
             *page_routes(),
         ],
         exception_handlers={
-            HttpError: _on_error, HTTPException: _on_http_error, ClientDisconnect: _on_hang_up, Exception: _on_defect,
+            HttpError: _on_error,
+            HTTPException: _on_http_error,
+            ClientDisconnect: _on_hang_up,
+            Exception: _on_defect,
         },
-    )  # fmt: skip
+    )
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

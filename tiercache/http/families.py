@@ -83,13 +83,15 @@ COUNTERS = {
 _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("uptime_seconds", "Seconds since the daemon started.", ("daemon", "uptime_s")),
     (
-        "resident_bytes", "Physical memory of the daemon in bytes, without the arena.",
+        "resident_bytes",
+        "Physical memory of the daemon in bytes, without the arena.",
         ("daemon", "rss_besides_arena_bytes"),
     ),
     ("arena_bytes", "Configured size of the arena, the memory for blocks in DRAM, in bytes.", ("arena", "bytes")),
     ("arena_populated_bytes", "Bytes of the arena that have physical memory by now.", ("arena", "populated_bytes")),
     (
-        "arena_locked_bytes", "Bytes of the arena that are locked in memory and cannot be swapped.",
+        "arena_locked_bytes",
+        "Bytes of the arena that are locked in memory and cannot be swapped.",
         ("arena", "locked_bytes"),
     ),
     ("arena_used_bytes", "Bytes of the arena in use by blocks and stores under way.", ("arena", "used_bytes")),
@@ -119,11 +121,12 @@ _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("tiers", "nvme", "write_amplification"),
     ),
     (
-        "nvme_promotion_in_flight_bytes", "Bytes being read from NVMe into DRAM now.",
+        "nvme_promotion_in_flight_bytes",
+        "Bytes being read from NVMe into DRAM now.",
         ("tiers", "nvme", "promotion_in_flight_bytes"),
     ),
     ("nvme_write_in_flight_bytes", "Bytes being written to NVMe now.", ("tiers", "nvme", "write_in_flight_bytes")),
-)  # fmt: skip
+)
 
 _TIER_COUNTERS = {
     "written_blocks": "Blocks written from DRAM to this tier.",
@@ -138,261 +141,402 @@ _TIER_COUNTERS = {
 
 _STATE = (
     Family(
-        "gauge", "up", (), "1 if the daemon answers, 0 if only its HTTP process does; then there are no other metrics.",
+        "gauge",
+        "up",
+        (),
+        "1 if the daemon answers, 0 if only its HTTP process does; then there are no other metrics.",
         lambda tree: (),
     ),
     Family(
-        "gauge", "build_info", ("version",), "Always 1; the label has the daemon's version.",
+        "gauge",
+        "build_info",
+        ("version",),
+        "Always 1; the label has the daemon's version.",
         lambda tree: [((tree["daemon"]["version"],), 1)],
     ),
     Family(
-        "gauge", "healthy", (), "1 if nothing is wrong, 0 if health_problems and health_reason_info say what is.",
+        "gauge",
+        "healthy",
+        (),
+        "1 if nothing is wrong, 0 if health_problems and health_reason_info say what is.",
         lambda tree: [((), int(tree["health"]["state"] == "ok"))],
     ),
     Family(
-        "gauge", "health_problems", ("part",), "Problems that each part of the daemon has now; 0 if it is well.",
+        "gauge",
+        "health_problems",
+        ("part",),
+        "Problems that each part of the daemon has now; 0 if it is well.",
         lambda tree: (((part,), count) for part, count in tree["health"]["parts"].items()),
     ),
     Family(
-        "gauge", "health_reason_info", ("reason",),
-        f"Always 1 for each problem that there is now, in words (the first {read.MAX_REASONS}).", read.reasons,
+        "gauge",
+        "health_reason_info",
+        ("reason",),
+        f"Always 1 for each problem that there is now, in words (the first {read.MAX_REASONS}).",
+        read.reasons,
     ),
     *(Family("gauge", name, (), text, read.at(*path)) for name, text, path in _GAUGES),
     Family(
-        "gauge", "sessions", (), "Clients connected now, with the daemon's HTTP process and the commands (up to 256).",
+        "gauge",
+        "sessions",
+        (),
+        "Clients connected now, with the daemon's HTTP process and the commands (up to 256).",
         lambda tree: [((), len(tree["sessions"]))],
     ),
     Family(
-        "gauge", "engines", (), "Clients connected now, without the daemon's HTTP process and the commands.",
+        "gauge",
+        "engines",
+        (),
+        "Clients connected now, without the daemon's HTTP process and the commands.",
         read.engines,
     ),
-)  # fmt: skip
+)
 _TRAFFIC = (
     Family(
-        "histogram", "request_seconds", ("request",),
+        "histogram",
+        "request_seconds",
+        ("request",),
         "Time the daemon took for a request, in seconds, from decoding it to its encoded reply.",
-        read.histogram("request_ns", "request"), read.seconds(10_000, 10 * read.NS),
+        read.histogram("request_ns", "request"),
+        read.seconds(10_000, 10 * read.NS),
     ),
     Family(
-        "histogram", "match_asked_tokens", (), "Tokens that one lookup asked for.",
-        read.histogram("asked_tokens"), read.powers(4, 20),
+        "histogram",
+        "match_asked_tokens",
+        (),
+        "Tokens that one lookup asked for.",
+        read.histogram("asked_tokens"),
+        read.powers(4, 20),
     ),
     Family(
-        "histogram", "match_hit_tokens", (), "Tokens that one lookup found, in all tiers together.",
-        read.histogram("hit_tokens"), read.powers(4, 20),
+        "histogram",
+        "match_hit_tokens",
+        (),
+        "Tokens that one lookup found, in all tiers together.",
+        read.histogram("hit_tokens"),
+        read.powers(4, 20),
     ),
     Family(
-        "counter", "asked_tokens_total", (), "Tokens of prompts that engines looked up, without prefetches.",
+        "counter",
+        "asked_tokens_total",
+        (),
+        "Tokens of prompts that engines looked up, without prefetches.",
         read.at("traffic", "asked_tokens"),
     ),
     Family(
-        "counter", "hit_tokens_total", ("tier",),
+        "counter",
+        "hit_tokens_total",
+        ("tier",),
         "Tokens of prompts that were found, by tier; divided by asked_tokens_total it is the hit rate.",
         read.hit_tokens,
     ),
     Family(
-        "counter", "hit_blocks_total", ("tier",), "Blocks that were looked up and found, by tier.", read.hit_blocks,
+        "counter",
+        "hit_blocks_total",
+        ("tier",),
+        "Blocks that were looked up and found, by tier.",
+        read.hit_blocks,
     ),
     Family(
-        "counter", "moved_bytes_total", ("tier", "direction"),
+        "counter",
+        "moved_bytes_total",
+        ("tier", "direction"),
         "Bytes of blocks moved into a tier (in) and out of it (out). Out of DRAM: bytes named to clients that copy "
         "them.",
         read.moved,
     ),
     Family(
-        "gauge", "leases", ("kind",),
+        "gauge",
+        "leases",
+        ("kind",),
         "Loads (read) and stores (write) under way, and stores in quarantine (quarantined).",
         lambda tree: (((kind,), tree["leases"][kind]) for kind in ("read", "write", "quarantined")),
     ),
     Family(
-        "histogram", "lease_seconds", ("kind",),
+        "histogram",
+        "lease_seconds",
+        ("kind",),
         "How long a load (read) or store (write) had been under way when it ended, in seconds.",
-        read.histogram("lease_ns", "kind"), read.seconds(100_000, 1000 * read.NS),
+        read.histogram("lease_ns", "kind"),
+        read.seconds(100_000, 1000 * read.NS),
     ),
     Family(
-        "gauge", "queue_depth", ("queue", "directory"),
+        "gauge",
+        "queue_depth",
+        ("queue", "directory"),
         "What waits now: requests for blocks that come up from NVMe (parked_requests), blocks being stored "
         "(pending_blocks), blocks to be written to NVMe (write_behind), and for each disk operations that wait "
         "(disk_...) and run (disk_running).",
         read.queues,
     ),
-)  # fmt: skip
+)
 _TIERS = (
     Family("gauge", "tier_blocks", ("tier",), "Blocks that a tier holds now.", read.each_tier("blocks")),
     Family("gauge", "tier_bytes", ("tier",), "Bytes of the blocks that a tier holds now.", read.each_tier("bytes")),
     Family(
-        "gauge", "tier_capacity_bytes", ("tier",), "Bytes of blocks that a tier can hold.",
+        "gauge",
+        "tier_capacity_bytes",
+        ("tier",),
+        "Bytes of blocks that a tier can hold.",
         read.each_tier("capacity_bytes"),
     ),
     Family(
-        "counter", "tier_evicted_blocks_total", ("tier",),
+        "counter",
+        "tier_evicted_blocks_total",
+        ("tier",),
         "Blocks evicted from a tier to make room for others.",
-        read.evicted
+        read.evicted,
     ),
     *(
         Family("counter", f"tier_{name}_total", ("tier",), text, read.each_tier(name))
         for name, text in _TIER_COUNTERS.items()
     ),
     Family(
-        "counter", "tier_skipped_blocks_total", ("reason",), "Blocks that were not written to NVMe, by reason.",
+        "counter",
+        "tier_skipped_blocks_total",
+        ("reason",),
+        "Blocks that were not written to NVMe, by reason.",
         read.skipped,
     ),
-)  # fmt: skip
+)
 _DISKS = (
     Family(
-        "histogram", "promotion_seconds", ("directory", "urgency"),
+        "histogram",
+        "promotion_seconds",
+        ("directory", "urgency"),
         "Time to bring a block from NVMe into DRAM, in seconds: waiting, reading, checksum; urgency is load if a "
         "client waits, else prefetch.",
-        read.histogram("promotion_ns", "directory", "urgency"), read.seconds(10_000, 10 * read.NS),
+        read.histogram("promotion_ns", "directory", "urgency"),
+        read.seconds(10_000, 10 * read.NS),
     ),
     Family(
-        "histogram", "demotion_seconds", ("directory",),
+        "histogram",
+        "demotion_seconds",
+        ("directory",),
         "Time to write a block from DRAM to NVMe, in seconds: waiting and writing.",
-        read.histogram("demotion_ns", "directory"), read.seconds(10_000, 10 * read.NS),
+        read.histogram("demotion_ns", "directory"),
+        read.seconds(10_000, 10 * read.NS),
     ),
     Family(
-        "histogram", "disk_call_seconds", ("directory", "call"),
+        "histogram",
+        "disk_call_seconds",
+        ("directory", "call"),
         "Time of one system call that reads or writes adjoining blocks, in seconds.",
-        read.histogram("disk_call_ns", "directory", "call"), read.seconds(10_000, 10 * read.NS),
+        read.histogram("disk_call_ns", "directory", "call"),
+        read.seconds(10_000, 10 * read.NS),
     ),
     Family(
-        "histogram", "disk_call_bytes", ("directory", "call"),
+        "histogram",
+        "disk_call_bytes",
+        ("directory", "call"),
         "Bytes moved by one system call that reads or writes adjoining blocks.",
-        read.histogram("disk_call_bytes", "directory", "call"), read.powers(12, 24),
+        read.histogram("disk_call_bytes", "directory", "call"),
+        read.powers(12, 24),
     ),
     Family(
-        "gauge", "disk_oldest_seconds", ("directory",),
+        "gauge",
+        "disk_oldest_seconds",
+        ("directory",),
         "Age of the oldest operation that a disk has not finished, in seconds; it grows while the disk hangs.",
         read.each_directory("oldest_age_s"),
     ),
     Family(
-        "gauge", "disk_open", ("directory",),
+        "gauge",
+        "disk_open",
+        ("directory",),
         "1 if the daemon uses a directory, 0 while it goes on without it and tries to open it again.",
         read.open_directories,
     ),
     Family(
-        "counter", "disk_open_failures_total", ("directory",), "Attempts to open a directory that failed.",
+        "counter",
+        "disk_open_failures_total",
+        ("directory",),
+        "Attempts to open a directory that failed.",
         read.each_directory("open_failures"),
     ),
     Family(
-        "counter", "disk_other_key_blocks_total", ("directory",),
+        "counter",
+        "disk_other_key_blocks_total",
+        ("directory",),
         "Blocks read that were stored under another nvme_key, and were dropped; no fault of the disk.",
         read.each_directory("other_key_blocks"),
     ),
     Family(
-        "counter", "disk_write_failures_total", ("directory",),
-        "Writes of blocks, and new segments, that a disk failed.", read.each_directory("write_failures"),
+        "counter",
+        "disk_write_failures_total",
+        ("directory",),
+        "Writes of blocks, and new segments, that a disk failed.",
+        read.each_directory("write_failures"),
     ),
     Family(
-        "counter", "disk_checksum_failures_total", ("directory",),
+        "counter",
+        "disk_checksum_failures_total",
+        ("directory",),
         "Blocks read from a directory whose bytes are not those that were written; they were dropped.",
         read.each_directory("checksum_failures"),
     ),
     Family(
-        "counter", "disk_failures_total", ("directory",),
+        "counter",
+        "disk_failures_total",
+        ("directory",),
         "Reads and writes of blocks that a disk failed, for any reason.",
         read.failures,
     ),
     Family(
-        "counter", "disk_errors_total", ("directory", "errno"),
+        "counter",
+        "disk_errors_total",
+        ("directory", "errno"),
         "Reads and writes of blocks that a disk failed, by errno; 5, 28 and 30 are listed from the start.",
         read.errors,
     ),
-)  # fmt: skip
+)
 _NAMESPACES = (
     Family(
-        "gauge", "namespaces", (), "Namespaces (model, layout and rank) that clients have registered (up to 1024).",
+        "gauge",
+        "namespaces",
+        (),
+        "Namespaces (model, layout and rank) that clients have registered (up to 1024).",
         lambda tree: [((), len(tree["namespaces"]))],
     ),
     Family(
-        "gauge", "namespace_blocks", (*_NAMESPACE, "tier"),
+        "gauge",
+        "namespace_blocks",
+        (*_NAMESPACE, "tier"),
         f"Blocks of a namespace in a tier now, for the {read.MAX_NAMESPACES} namespaces with most blocks and lookups.",
         read.namespaces(read.blocks_by_tier),
     ),
     Family(
-        "gauge", "namespace_bytes", (*_NAMESPACE, "tier"), "Bytes of the blocks of a namespace in a tier now.",
+        "gauge",
+        "namespace_bytes",
+        (*_NAMESPACE, "tier"),
+        "Bytes of the blocks of a namespace in a tier now.",
         read.namespaces(read.bytes_by_tier),
     ),
     Family(
-        "counter", "namespace_asked_blocks_total", _NAMESPACE, "Blocks of a namespace that were looked up.",
+        "counter",
+        "namespace_asked_blocks_total",
+        _NAMESPACE,
+        "Blocks of a namespace that were looked up.",
         read.namespaces(read.asked_blocks),
     ),
     Family(
-        "counter", "namespace_hit_blocks_total", (*_NAMESPACE, "tier"),
-        "Blocks of a namespace that were looked up and found in a tier.", read.namespaces(read.hits_by_tier),
+        "counter",
+        "namespace_hit_blocks_total",
+        (*_NAMESPACE, "tier"),
+        "Blocks of a namespace that were looked up and found in a tier.",
+        read.namespaces(read.hits_by_tier),
     ),
     Family(
-        "gauge", "quota_bytes", _QUOTA,
+        "gauge",
+        "quota_bytes",
+        _QUOTA,
         f"Bytes that a tenant or namespace with a quota may have in a tier (the first {read.MAX_QUOTAS} quotas).",
         read.quotas("limit_bytes"),
     ),
     Family(
-        "gauge", "quota_used_bytes", _QUOTA, "Bytes that a tenant or namespace with a quota has in a tier now.",
+        "gauge",
+        "quota_used_bytes",
+        _QUOTA,
+        "Bytes that a tenant or namespace with a quota has in a tier now.",
         read.quotas("used_bytes"),
     ),
     Family(
-        "counter", "quota_refused_blocks_total", _QUOTA,
+        "counter",
+        "quota_refused_blocks_total",
+        _QUOTA,
         "Blocks that were not stored because their quota was used up and none of its own blocks could be evicted.",
         read.quotas("refused_blocks"),
     ),
-)  # fmt: skip
+)
 
 _HINTS = (
     Family(
-        "counter", "hints_total", ("said",),
+        "counter",
+        "hints_total",
+        ("said",),
         "Hints from clients: the session is over (done), comes back (returning), expires (ttl), or has a priority.",
         read.hints("done", "returning", "ttl", "priority"),
     ),
     Family(
-        "counter", "hint_expired_blocks_total", (), "Blocks evicted because the time that a hint gave them was over.",
+        "counter",
+        "hint_expired_blocks_total",
+        (),
+        "Blocks evicted because the time that a hint gave them was over.",
         read.at("hints", "expired_blocks"),
     ),
     Family(
-        "counter", "hint_ahead_blocks_total", (),
+        "counter",
+        "hint_ahead_blocks_total",
+        (),
         "Blocks brought from NVMe to DRAM shortly before a hint said they would be needed.",
         read.at("hints", "ahead_blocks"),
     ),
     Family(
-        "gauge", "hint_kept_blocks", ("why",),
+        "gauge",
+        "hint_kept_blocks",
+        ("why",),
         "Blocks kept now because a hint says that the client comes back (awaited), or that they matter more (high).",
         read.hints("awaited_blocks", "high_blocks"),
     ),
-)  # fmt: skip
+)
 
 _PROCESS = (
     Family(
-        "counter", "process_cpu_seconds_total", (),
+        "counter",
+        "process_cpu_seconds_total",
+        (),
         "Processor time that the daemon has used, user and system, in seconds.",
         read.at("daemon", "cpu_s"),
     ),
     Family(
-        "gauge", "process_start_time_seconds", (), "When the daemon started, in seconds since 1970 (UTC).",
+        "gauge",
+        "process_start_time_seconds",
+        (),
+        "When the daemon started, in seconds since 1970 (UTC).",
         read.at("daemon", "started_unix_s"),
     ),
     Family(
-        "gauge", "process_resident_memory_bytes", (), "Physical memory of the daemon in bytes, the arena included.",
+        "gauge",
+        "process_resident_memory_bytes",
+        (),
+        "Physical memory of the daemon in bytes, the arena included.",
         read.at("daemon", "rss_bytes"),
     ),
     Family(
-        "gauge", "process_virtual_memory_bytes", (), "Address space of the daemon in bytes.", read.at("daemon",
-        "vm_bytes"),
+        "gauge",
+        "process_virtual_memory_bytes",
+        (),
+        "Address space of the daemon in bytes.",
+        read.at("daemon", "vm_bytes"),
     ),
     Family(
-        "gauge", "process_open_fds", (), "File descriptors that the daemon has open.", read.at("daemon",
-        "open_fds"),
+        "gauge",
+        "process_open_fds",
+        (),
+        "File descriptors that the daemon has open.",
+        read.at("daemon", "open_fds"),
     ),
     Family(
-        "gauge", "process_max_fds", (), "File descriptors that the daemon may have open.", read.at("daemon",
-        "max_fds"),
+        "gauge",
+        "process_max_fds",
+        (),
+        "File descriptors that the daemon may have open.",
+        read.at("daemon", "max_fds"),
     ),
-)  # fmt: skip
+)
 """Metrics of the daemon's process, under the names that every dashboard looks for. The daemon reports them: this
 process may be in another PID namespace, where prometheus_client's collector would read another process."""
 
 FAMILIES: tuple[Family, ...] = (
-    *_STATE, *_TRAFFIC, *_TIERS, *_DISKS, *_NAMESPACES, *_HINTS, *_PROCESS,
+    *_STATE,
+    *_TRAFFIC,
+    *_TIERS,
+    *_DISKS,
+    *_NAMESPACES,
+    *_HINTS,
+    *_PROCESS,
     *(Family("counter", f"{name}_total", (), text, read.at("counters", name)) for name, text in COUNTERS.items()),
-)  # fmt: skip
+)
 
 
 def table() -> str:

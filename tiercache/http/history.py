@@ -123,11 +123,30 @@ def _figures(step: _Step) -> dict[str, Value]:
 
 
 COLUMNS = (
-    "asked_tokens", "requests", "hit_dram", "hit_nvme", "dram_in_bytes", "dram_out_bytes", "nvme_in_bytes",
-    "nvme_out_bytes", "match_p50_s", "match_p99_s", "reserve_p99_s", "disk_read_p50_s", "disk_read_p99_s",
-    "disk_write_p99_s", "dram_bytes", "dram_capacity_bytes", "nvme_bytes", "nvme_capacity_bytes", "dram_evicted",
-    "nvme_evicted", "queue_write", "queue_disk", "queue_requests",
-)  # fmt: skip
+    "asked_tokens",
+    "requests",
+    "hit_dram",
+    "hit_nvme",
+    "dram_in_bytes",
+    "dram_out_bytes",
+    "nvme_in_bytes",
+    "nvme_out_bytes",
+    "match_p50_s",
+    "match_p99_s",
+    "reserve_p99_s",
+    "disk_read_p50_s",
+    "disk_read_p99_s",
+    "disk_write_p99_s",
+    "dram_bytes",
+    "dram_capacity_bytes",
+    "nvme_bytes",
+    "nvme_capacity_bytes",
+    "dram_evicted",
+    "nvme_evicted",
+    "queue_write",
+    "queue_disk",
+    "queue_requests",
+)
 
 
 class Sample(msgspec.Struct, array_like=True, frozen=True):
@@ -145,9 +164,7 @@ class Recorder:
         unix_s: the time of day; `clock_s`: monotonic seconds.
     """
 
-    def __init__(
-        self, unix_s: Callable[[], float] = time.time, clock_s: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, unix_s: Callable[[], float] = time.time, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._unix_s = unix_s
         self._clock_s = clock_s
         self._lock = threading.Lock()
@@ -194,18 +211,20 @@ class Recorder:
         """As JSON: the samples after number `after` since this process started, and the daemon's last statistics."""
         with self._lock:
             known = after if life == self._life else 0
-            return msgspec.json.encode({
-                "life": self._life,
-                "now_unix_s": round(self._unix_s(), 1),
-                "interval_s": WATCHED_S,
-                "keep_s": KEEP_S,
-                "reachable": self._problem is None,
-                "problem": self._problem,
-                "problem_since_unix_s": round(self._problem_since_s, 1),
-                "columns": COLUMNS,
-                "samples": [sample for sample in self._samples if sample.number > known],
-                "stats": self._shown,
-            })  # fmt: skip
+            return msgspec.json.encode(
+                {
+                    "life": self._life,
+                    "now_unix_s": round(self._unix_s(), 1),
+                    "interval_s": WATCHED_S,
+                    "keep_s": KEEP_S,
+                    "reachable": self._problem is None,
+                    "problem": self._problem,
+                    "problem_since_unix_s": round(self._problem_since_s, 1),
+                    "columns": COLUMNS,
+                    "samples": [sample for sample in self._samples if sample.number > known],
+                    "stats": self._shown,
+                }
+            )
 
 
 def _rounded(value: Value) -> Value:

@@ -71,9 +71,7 @@ class HostCheck:
         remedy: how to allow further names.
     """
 
-    def __init__(
-        self, app: Any, allowed: frozenset[str], refuse: Callable[[Complaint], Response], remedy: str
-    ) -> None:
+    def __init__(self, app: Any, allowed: frozenset[str], refuse: Callable[[Complaint], Response], remedy: str) -> None:
         self._app = app
         self._allowed = allowed
         self._refuse = refuse

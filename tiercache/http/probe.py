@@ -76,7 +76,11 @@ class Probe:
         size = min((one["frame_bytes"] for one in classes if one["frames"]), default=FRAME_ALIGNMENT_BYTES)
         if size not in self._specs:
             self._specs[size] = NamespaceSpec(
-                engine=PROBE_ENGINE, layout="bytes", dtype="uint8", block_size=1, block_bytes=size,
+                engine=PROBE_ENGINE,
+                layout="bytes",
+                dtype="uint8",
+                block_size=1,
+                block_bytes=size,
                 extra={"tiers": "dram"},
-            )  # fmt: skip
+            )
         return self._specs[size]

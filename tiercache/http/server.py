@@ -98,11 +98,19 @@ async def _run(settings: HttpSettings, client: Client, listener: socket.socket) 
     allowed = allowed_hosts(split_http(settings.listen)[0], settings.hosts)
     app = build_app(client, settings.request_s)
     config = uvicorn.Config(
-        HostCheck(app, allowed, refusal, _REMEDY), http=connection, ws="none", lifespan="off", log_config=None,
-        log_level="error", access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=LAST_WORDS_S, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        HostCheck(app, allowed, refusal, _REMEDY),
+        http=connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=LAST_WORDS_S,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         backlog=ACCEPTED_AT_ONCE,
-    )  # fmt: skip
+    )
     server = _Server(config)
 
     def stop() -> None:

@@ -14,19 +14,34 @@ from tiercache.errors import ConfigError
 
 def _config(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocabulary: int, **more: Any) -> Any:
     return {
-        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "intermediate_size": inner, "vocab_size": vocabulary,
-        "torch_dtype": "bfloat16", **more,
-    }  # fmt: skip
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        "vocab_size": vocabulary,
+        "torch_dtype": "bfloat16",
+        **more,
+    }
 
 
 def _gpt_oss(layers: int, experts: int) -> Any:
     kinds = ["sliding_attention", "full_attention"] * (layers // 2)
     return _config(
-        2880, layers, 64, 8, 2880, 201088, head_dim=64, num_local_experts=experts, num_experts_per_tok=4,
-        sliding_window=128, layer_types=kinds, max_position_embeddings=131072,
+        2880,
+        layers,
+        64,
+        8,
+        2880,
+        201088,
+        head_dim=64,
+        num_local_experts=experts,
+        num_experts_per_tok=4,
+        sliding_window=128,
+        layer_types=kinds,
+        max_position_embeddings=131072,
         quantization_config={"quant_method": "mxfp4"},
-    )  # fmt: skip
+    )
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -35,29 +50,59 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-8B": _config(4096, 36, 32, 8, 12288, 151936, head_dim=128, max_position_embeddings=40960),
     "Qwen3-32B": _config(5120, 64, 64, 8, 25600, 151936, head_dim=128, max_position_embeddings=40960),
     "Qwen3-30B-A3B": _config(
-        2048, 48, 32, 4, 6144, 151936, head_dim=128, num_experts=128, num_experts_per_tok=8,
-        moe_intermediate_size=768, max_position_embeddings=40960,
+        2048,
+        48,
+        32,
+        4,
+        6144,
+        151936,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        max_position_embeddings=40960,
     ),
-    "Mistral-7B-v0.1": _config(
-        4096, 32, 32, 8, 14336, 32000, sliding_window=4096, max_position_embeddings=32768
-    ),
+    "Mistral-7B-v0.1": _config(4096, 32, 32, 8, 14336, 32000, sliding_window=4096, max_position_embeddings=32768),
     "Mixtral-8x7B": _config(
         4096, 32, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=32768
     ),
     "Gemma3-27B": _config(
-        5376, 62, 32, 16, 21504, 262208, head_dim=128, sliding_window=1024, sliding_window_pattern=6,
-        tie_word_embeddings=True, max_position_embeddings=131072,
+        5376,
+        62,
+        32,
+        16,
+        21504,
+        262208,
+        head_dim=128,
+        sliding_window=1024,
+        sliding_window_pattern=6,
+        tie_word_embeddings=True,
+        max_position_embeddings=131072,
     ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "DeepSeek-V3": _config(
-        7168, 61, 128, 128, 18432, 129280, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
-        qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8,
-        moe_intermediate_size=2048, first_k_dense_replace=3, max_position_embeddings=163840,
+        7168,
+        61,
+        128,
+        128,
+        18432,
+        129280,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2048,
+        first_k_dense_replace=3,
+        max_position_embeddings=163840,
         quantization_config={"quant_method": "fp8"},
     ),
     "Phi-3-mini": _config(3072, 32, 32, 32, 8192, 32064, sliding_window=2047, max_position_embeddings=4096),
-}  # fmt: skip
+}
 
 
 class Gpu(NamedTuple):

@@ -153,12 +153,18 @@ def read_config(name: str, config: dict[str, Any]) -> Model:
     quantization = (fields.get("quantization_config") or {}).get("quant_method") or ""
     return Model(
         name=name,
-        layers=tuple(_layer(fields, number, windows[number], (hidden, heads, kv_heads, head_dim))
-                     for number in range(count)),
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, latent=latent, dtype_bytes=_dtype_bytes(fields),
+        layers=tuple(
+            _layer(fields, number, windows[number], (hidden, heads, kv_heads, head_dim)) for number in range(count)
+        ),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        latent=latent,
+        dtype_bytes=_dtype_bytes(fields),
         embedding_parameters=embedding if tied else 2 * embedding,
-        max_tokens=fields.number("max_position_embeddings", 0), quantization=str(quantization),
-    )  # fmt: skip
+        max_tokens=fields.number("max_position_embeddings", 0),
+        quantization=str(quantization),
+    )
 
 
 class _Fields:
@@ -231,8 +237,9 @@ def _latent_attention(fields: _Fields, hidden: int, heads: int, rank: int) -> tu
 def _feed_forward(fields: _Fields, number: int, hidden: int) -> tuple[int, int, int]:
     """Weights of a layer after its attention: all, those used for a token, those of experts."""
     inner = fields.number("intermediate_size")
-    experts = next((fields.number(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")
-                    if fields.get(key)), 0)  # fmt: skip
+    experts = next(
+        (fields.number(key) for key in ("num_experts", "num_local_experts", "n_routed_experts") if fields.get(key)), 0
+    )
     if not experts or number < fields.number("first_k_dense_replace", 0) or number in fields.get("mlp_only_layers", ()):
         return 3 * hidden * inner, 3 * hidden * inner, 0
     one = 3 * hidden * fields.number("moe_intermediate_size", inner)

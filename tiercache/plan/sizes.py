@@ -83,25 +83,37 @@ def plan(model: Model, form: Form, plant: Plant, lengths: list[int], tokens_per_
     blocks = pool_bytes // form.gpu_block_bytes
     return {
         "model": {
-            "name": model.name, "parameters": model.parameters, "active_parameters": model.active_parameters,
-            "layers": len(model.layers), "windowed_layers": sum(layer.window > 0 for layer in model.layers),
-            "window_tokens": max(layer.window for layer in model.layers), "kv_heads": model.kv_heads,
-            "head_dim": model.head_dim, "latent": model.latent, "max_tokens": model.max_tokens,
+            "name": model.name,
+            "parameters": model.parameters,
+            "active_parameters": model.active_parameters,
+            "layers": len(model.layers),
+            "windowed_layers": sum(layer.window > 0 for layer in model.layers),
+            "window_tokens": max(layer.window for layer in model.layers),
+            "kv_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "latent": model.latent,
+            "max_tokens": model.max_tokens,
             "weights_bytes": plant.weights_bytes,
         },
         "kv": {
-            "dtype": form.dtype, "block_size": form.block_size, "token_bytes": form.token_bytes,
-            "gpu_block_bytes": form.gpu_block_bytes, "tier_block_bytes": form.tier_block_bytes,
+            "dtype": form.dtype,
+            "block_size": form.block_size,
+            "token_bytes": form.token_bytes,
+            "gpu_block_bytes": form.gpu_block_bytes,
+            "tier_block_bytes": form.tier_block_bytes,
             "formats": _formats(form),
         },
         "gpu": {
-            "gpus": plant.gpus, "memory_bytes": plant.gpu.memory_bytes, "pool_bytes": pool_bytes,
-            "pool_blocks": blocks, "pool_tokens": blocks * form.block_size,
+            "gpus": plant.gpus,
+            "memory_bytes": plant.gpu.memory_bytes,
+            "pool_bytes": pool_bytes,
+            "pool_blocks": blocks,
+            "pool_tokens": blocks * form.block_size,
         },
         "sequences": [_sequence(form, plant, pool_bytes, tokens) for tokens in lengths],
         "tiers": _tiers(form, plant, blocks, tokens_per_s),
         "loads": [_load(form, plant, tokens) for tokens in lengths],
-    }  # fmt: skip
+    }
 
 
 def _pool_bytes(form: Form, plant: Plant) -> int:

@@ -51,9 +51,11 @@ class Hint:
     def fields(self) -> dict[str, Any]:
         """The fields of the request `Hint`."""
         return {
-            "done": self.done, "return_in_ms": _ms(self.return_in_s), "ttl_ms": _ms(self.ttl_s),
+            "done": self.done,
+            "return_in_ms": _ms(self.return_in_s),
+            "ttl_ms": _ms(self.ttl_s),
             "priority": int(self.priority or 0),
-        }  # fmt: skip
+        }
 
 
 def _ms(seconds: float | None) -> int:

@@ -74,8 +74,9 @@ class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         try:
             unknown = {
                 UNKNOWN_FIELD + name: msgspec.msgpack.encode(value, order="sorted").hex()
-                for name, value in fields.items() if name not in known
-            }  # fmt: skip
+                for name, value in fields.items()
+                if name not in known
+            }
         except TypeError:  # such keys have no order, and two senders might send them in different ones
             raise msgspec.ValidationError("a spec has a key that is no text: fields have names") from None
         return msgspec.structs.replace(spec, extra={**spec.extra, **unknown}) if unknown else spec

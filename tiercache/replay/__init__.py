@@ -1,10 +1,10 @@
 """Replays request traces on caches of any size: the hit rates of tiers, policies and sizes.
 
-    formats      a trace's lines as Requests (requests), streamed
-    simulation   Requests on the daemon's own cache, with a disk that keeps no bytes (disk)
-    fast_cache   the same decisions for one chain namespace, from the daemon's index and policies alone
-    played       a whole trace through one cache, and its hits
-    optimum      the upper bound for all policies
-    estimate     hits as FLOPs and seconds
-    sweep, plot  over sizes
+formats      a trace's lines as Requests (requests), streamed
+simulation   Requests on the daemon's own cache, with a disk that keeps no bytes (disk)
+fast_cache   the same decisions for one chain namespace, from the daemon's index and policies alone
+played       a whole trace through one cache, and its hits
+optimum      the upper bound for all policies
+estimate     hits as FLOPs and seconds
+sweep, plot  over sizes
 """

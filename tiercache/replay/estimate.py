@@ -87,9 +87,7 @@ class Estimate:
             flops += pair_flops * (seen * (seen + 1) / 2 + (tokens - seen) * seen)
         return flops
 
-    def add(
-        self, request: Request, block_tokens: int, token_bytes: float, in_gpu: int, outcome: Outcome
-    ) -> None:
+    def add(self, request: Request, block_tokens: int, token_bytes: float, in_gpu: int, outcome: Outcome) -> None:
         """Add one prompt, the size of its KV, and the blocks that GPU, DRAM and NVMe had as leading runs."""
         tokens, costs = max(1, request.input_tokens), self._costs
         gpu = min(in_gpu * block_tokens, tokens - 1)
@@ -107,7 +105,9 @@ class Estimate:
     def as_tree(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "prefill_flops": self.flops, "saved_flops": self.saved_flops,
+            "prefill_flops": self.flops,
+            "saved_flops": self.saved_flops,
             "saved_share": self.saved_flops / self.flops if self.flops else 0.0,
-            "ttft_without": self.without.as_tree(), "ttft_with": self.with_cache.as_tree(),
-        }  # fmt: skip
+            "ttft_without": self.without.as_tree(),
+            "ttft_with": self.with_cache.as_tree(),
+        }

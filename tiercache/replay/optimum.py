@@ -105,9 +105,11 @@ class Accesses:
 
 
 def _skip_stores(
-    order: npt.NDArray[np.int64], same: npt.NDArray[np.bool_], when: npt.NDArray[np.int64],
+    order: npt.NDArray[np.int64],
+    same: npt.NDArray[np.bool_],
+    when: npt.NDArray[np.int64],
     following: npt.NDArray[np.int64],
-) -> None:  # fmt: skip
+) -> None:
     """If the next access of a block is a store, use the next match instead."""
     use = _NEVER
     for place in range(len(order) - 2, -1, -1):

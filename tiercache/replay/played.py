@@ -108,10 +108,15 @@ def engine_for(sizes: Sizes, exact: bool, start_s: float) -> Engine:
 
 
 def play(
-    requests: Requests, sizes: Sizes, gpu_blocks: int = 0, exact: bool = False,
-    tell: Callable[[Played], None] = lambda played: None, engine: Engine | None = None,
-    each: Callable[[Request, int, Outcome], None] | None = None, start_s: float | None = None,
-) -> Played:  # fmt: skip
+    requests: Requests,
+    sizes: Sizes,
+    gpu_blocks: int = 0,
+    exact: bool = False,
+    tell: Callable[[Played], None] = lambda played: None,
+    engine: Engine | None = None,
+    each: Callable[[Request, int, Outcome], None] | None = None,
+    start_s: float | None = None,
+) -> Played:
     """Play all requests. Calls `tell` now and then, and `each` for every prompt, with the hits in GPU, DRAM and NVMe.
 
     `start_s`: when the cache starts, on the trace's clock; at the first request if unknown.

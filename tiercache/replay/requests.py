@@ -90,4 +90,4 @@ def plain_spec(block_tokens: int, block_bytes: int) -> NamespaceSpec:
     """The namespace of a trace that names none."""
     return NamespaceSpec(
         engine="trace", layout="block", dtype="uint8", block_size=block_tokens, block_bytes=block_bytes
-    )  # fmt: skip
+    )

@@ -115,7 +115,7 @@ class Simulation:
         state = CatalogState(True, [], {}, [], 1)
         shelf = self._shelf = Shelf(
             cast(Any, directory), cast(Any, self._catalog), cast(Any, self._queue), state, self.cache.space
-        )  # fmt: skip
+        )
         tier._shelves.append(shelf)
         shelf.recovered(True)
 

@@ -52,14 +52,19 @@ class Point:
         """For JSON."""
         played = self.played
         return {
-            "dram": self.label, "policy": self.sizes.policy, "dram_bytes": self.sizes.dram_bytes,
-            "nvme_bytes": self.sizes.nvme_bytes, "gpu_blocks": self.gpu_blocks, "dram_blocks": self.dram_blocks,
+            "dram": self.label,
+            "policy": self.sizes.policy,
+            "dram_bytes": self.sizes.dram_bytes,
+            "nvme_bytes": self.sizes.nvme_bytes,
+            "gpu_blocks": self.gpu_blocks,
+            "dram_blocks": self.dram_blocks,
             "nvme_blocks": self.nvme_blocks,
             "hit_rates": {**{name: played.rate(name) for name in played.tiers}, "all": played.rate(*played.tiers)},
             "optimum": {"dram": self.best_dram, "all": self.best_all},
             "nvme_written_bytes": played.tallies.nvme_written_bytes,
-            **self.estimate.as_tree(), **played.as_tree(),
-        }  # fmt: skip
+            **self.estimate.as_tree(),
+            **played.as_tree(),
+        }
 
 
 @dataclass
@@ -158,9 +163,7 @@ def _frame_bytes(flag: str, trace: Trace) -> int:
     return next(iter(trace.specs.values())).frame_bytes
 
 
-def _point(
-    trace: Trace, wanted: Wanted, costs: Costs, label: str, sizes: Sizes, gpu_blocks: int, tell: Tell
-) -> Point:
+def _point(trace: Trace, wanted: Wanted, costs: Costs, label: str, sizes: Sizes, gpu_blocks: int, tell: Tell) -> Point:
     estimate = Estimate(costs)
     swift = trace.format.name in ("mooncake", "bailian") and not wanted.exact
 
@@ -173,10 +176,14 @@ def _point(
         estimate.add(request, specs[0].block_size, token_bytes, in_gpu, outcome)
 
     played = play(
-        trace, sizes, gpu_blocks, exact=not swift, tell=told,
+        trace,
+        sizes,
+        gpu_blocks,
+        exact=not swift,
+        tell=told,
         start_s=trace.reader.header.clock_s if isinstance(trace.reader, RecordedReader) else None,
         each=added,
-    )  # fmt: skip
+    )
     frames = {spec.frame_bytes for spec in trace.specs.values()}
     frame_bytes = frames.pop() if len(frames) == 1 else 0
     blocks = [size // frame_bytes if frame_bytes else 0 for size in (sizes.dram_bytes, sizes.nvme_bytes)]

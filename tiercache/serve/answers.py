@@ -107,9 +107,7 @@ class CompletionAnswer:
 
     def _choice(self, piece: Piece, *, streamed: bool) -> dict[str, Any]:
         logprobs = self._logprobs(piece) if piece.logprobs else None
-        return {
-            "index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason
-        }  # fmt: skip
+        return {"index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         offset = self._offsets.get(piece.index, 0)

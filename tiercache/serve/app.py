@@ -107,9 +107,12 @@ class Routes:
     def _model_card(self) -> dict[str, Any]:
         service = self._service
         return {
-            "id": service.model, "object": "model", "created": service.created_s, "owned_by": "tiercache",
+            "id": service.model,
+            "object": "model",
+            "created": service.created_s,
+            "owned_by": "tiercache",
             "max_model_len": service.engine.max_model_len,
-        }  # fmt: skip
+        }
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, await self._accept(request, CompletionRequest), CompletionAnswer)

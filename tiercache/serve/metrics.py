@@ -30,21 +30,79 @@ _COUNTERS = {
     "prefix_cache_queries": ("prefix_cache_queries", "Tokens of prompts that were looked up in the KV pool."),
     "prefix_cache_hits": ("prefix_cache_hits", "Those that were found there."),
     "external_prefix_cache_queries": (
-        "external_prefix_cache_queries", "Tokens of prompts that were looked up in the daemon's tiers."
+        "external_prefix_cache_queries",
+        "Tokens of prompts that were looked up in the daemon's tiers.",
     ),
     "external_prefix_cache_hits": ("external_prefix_cache_hits", "Those that were loaded from there."),
-}  # fmt: skip
+}
 _TO_FIRST_TOKEN_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-    160.0, 640.0, 2560.0,
-)  # fmt: skip
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+    2560.0,
+)
 _TO_NEXT_TOKEN_S = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-)  # fmt: skip
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
 _WHOLE_S = (
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
-    1920.0, 7680.0,
-)  # fmt: skip
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+    7680.0,
+)
 _TOKENS = tuple(float(step * 10**power) for power in range(7) for step in (1, 2, 5))
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _END_REASONS = ("stop", "length", "abort")
@@ -103,9 +161,11 @@ class Metrics:
         self._max_tokens = histogram("request_params_max_tokens", "Tokens that an answer might have had.", tokens)
         self._n = histogram("request_params_n", "Answers asked for to a prompt.", _CHOICES)
         ended = Counter(
-            f"{PREFIX}request_success", "Answers that have ended.", ["model_name", "finished_reason"],
+            f"{PREFIX}request_success",
+            "Answers that have ended.",
+            ["model_name", "finished_reason"],
             registry=self._registry,
-        )  # fmt: skip
+        )
         self._ended = {reason: ended.labels(model, reason) for reason in _END_REASONS}
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

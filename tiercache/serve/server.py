@@ -1,7 +1,7 @@
 """The server's process: a cache, a model, a socket; and its shutdown.
 
-    SIGTERM: no new connections ─► running requests finish; after `grace_s` they fail ─► the engine gives its blocks
-    to the cache ─► a private daemon writes them to NVMe, if it has any ─► exit status 0
+SIGTERM: no new connections ─► running requests finish; after `grace_s` they fail ─► the engine gives its blocks
+to the cache ─► a private daemon writes them to NVMe, if it has any ─► exit status 0
 """
 
 from __future__ import annotations
@@ -118,9 +118,7 @@ class _Uvicorn(uvicorn.Server):
 class _Server:
     """uvicorn around the engine."""
 
-    def __init__(
-        self, settings: ServeSettings, engine: Engine, prompts: Prompts, defaults: dict[str, object]
-    ) -> None:
+    def __init__(self, settings: ServeSettings, engine: Engine, prompts: Prompts, defaults: dict[str, object]) -> None:
         self._settings = settings
         self._engine = engine
         self._prompts = prompts
@@ -131,9 +129,11 @@ class _Server:
         settings = self._settings
         text_engine = TextEngine(self._engine, self._prompts.tokenizer)
         engine = AsyncEngine(
-            text_engine, max_waiting=settings.max_queued_requests, stall_timeout_s=settings.stall_timeout_s,
+            text_engine,
+            max_waiting=settings.max_queued_requests,
+            stall_timeout_s=settings.stall_timeout_s,
             on_death=self._stop,
-        )  # fmt: skip
+        )
         service = Service(
             engine=engine,
             prompts=self._prompts,
@@ -145,10 +145,17 @@ class _Server:
             hosts=allowed_hosts(settings.host, settings.allowed_hosts),
         )
         config = uvicorn.Config(
-            build_app(service), http="h11", ws="none", lifespan="off", log_config=None, log_level="warning",
-            access_log=False, server_header=False, backlog=_BACKLOG,
+            build_app(service),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
             timeout_graceful_shutdown=int(settings.grace_s) + _LAST_WORDS_S,
-        )  # fmt: skip
+        )
         self._uvicorn = _Uvicorn(config, engine, settings.grace_s)
         # When uvicorn has stopped it raises the signals that it got once more: that must not kill this process.
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -34,9 +34,11 @@ def _holdings(space: Space, reads: Reads, writes: Writes) -> Sequence[Holding]:
     """The holders of pins on entries of the index."""
     index = space.index
     single = [
-        *space.tails, *reads.loose_pins(), *index.unlinking_entries(),
+        *space.tails,
+        *reads.loose_pins(),
+        *index.unlinking_entries(),
         *(table.root for table in index.tables.values()),
-    ]  # fmt: skip
+    ]
     return [
         (list(reads.leases.values()), ReadLease.pinned),
         (list(writes.pending.values()), _pinned_by),

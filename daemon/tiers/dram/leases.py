@@ -37,8 +37,16 @@ class Owner:
     """
 
     __slots__ = (
-        "grants", "instance", "internal", "mapped", "party", "quarantined", "quarantined_grants", "reads", "writes",
-    )  # fmt: skip
+        "grants",
+        "instance",
+        "internal",
+        "mapped",
+        "party",
+        "quarantined",
+        "quarantined_grants",
+        "reads",
+        "writes",
+    )
 
     def __init__(self, instance: bytes, internal: bool = False, mapped: bool = True, party: str = "") -> None:
         self.instance = instance
@@ -88,14 +96,34 @@ class ReadLease:
     """
 
     __slots__ = (
-        "blocks", "deadline_s", "held", "holders", "keys", "lease_id", "namespaces", "over", "pin_name",
-        "pin_regions", "pins", "rises", "runs", "started_s", "target", "whole_at",
-    )  # fmt: skip
+        "blocks",
+        "deadline_s",
+        "held",
+        "holders",
+        "keys",
+        "lease_id",
+        "namespaces",
+        "over",
+        "pin_name",
+        "pin_regions",
+        "pins",
+        "rises",
+        "runs",
+        "started_s",
+        "target",
+        "whole_at",
+    )
 
     def __init__(
-        self, lease_id: int, namespaces: list[Namespace], keys: bytes, blocks: int, pins: list[int],
-        started_s: float, ttl_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        lease_id: int,
+        namespaces: list[Namespace],
+        keys: bytes,
+        blocks: int,
+        pins: list[int],
+        started_s: float,
+        ttl_s: float,
+    ) -> None:
         self.lease_id = lease_id
         self.namespaces = namespaces
         self.keys = keys
@@ -145,9 +173,18 @@ class PendingBlock:
     """
 
     __slots__ = (
-        "among", "children", "frame", "key", "lease", "parent_block", "parent_entry", "phase", "place", "table",
+        "among",
+        "children",
+        "frame",
+        "key",
+        "lease",
+        "parent_block",
+        "parent_entry",
+        "phase",
+        "place",
+        "table",
         "written",
-    )  # fmt: skip
+    )
 
     def __init__(
         self, table: Table, key: bytes, frame: int, lease: WriteLease, place: int, among: dict[PendingBlock, None]
@@ -175,9 +212,18 @@ class WriteLease:
     """
 
     __slots__ = (
-        "blocks", "chain", "deadline_s", "frame_bytes", "frames", "lease_id", "named", "over", "owner", "started_s",
+        "blocks",
+        "chain",
+        "deadline_s",
+        "frame_bytes",
+        "frames",
+        "lease_id",
+        "named",
+        "over",
+        "owner",
+        "started_s",
         "writing",
-    )  # fmt: skip
+    )
 
     def __init__(self, lease_id: int, owner: Owner, started_s: float, ttl_s: float, frame_bytes: int) -> None:
         self.lease_id = lease_id

@@ -1,12 +1,12 @@
 """Where a match may end: after the longest leading run that all requested namespaces have.
 
-    chain    blocks 0 ..< cut. DRAM and the tier below are each prefix-closed, so the longer one counts
-    window   blocks cut - w ..< cut; each may be in DRAM or in the tier below
+chain    blocks 0 ..< cut. DRAM and the tier below are each prefix-closed, so the longer one counts
+window   blocks cut - w ..< cut; each may be in DRAM or in the tier below
 
-    block         0  1  2  3  4  5  6      D: in DRAM, N: below
-    chain         D  D  D  N  N  N  .      DRAM alone: at 3 and before; with what is below: at 6 and before
-    window of 2   .  .  N  D  D  N  D      DRAM alone: at 5; with what is below: at 4, 5, 6 and 7
-                                           both of them: nothing in DRAM alone, at 6 with what is below
+block         0  1  2  3  4  5  6      D: in DRAM, N: below
+chain         D  D  D  N  N  N  .      DRAM alone: at 3 and before; with what is below: at 6 and before
+window of 2   .  .  N  D  D  N  D      DRAM alone: at 5; with what is below: at 4, 5, 6 and 7
+                                       both of them: nothing in DRAM alone, at 6 with what is below
 """
 
 from __future__ import annotations

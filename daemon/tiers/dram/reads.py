@@ -79,9 +79,14 @@ class Reads:
         self._unpinning: list[int] = []  # entries of which one pin each is to be undone
 
     def match(
-        self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, promote: bool = False,
+        self,
+        owner: Owner,
+        namespaces: Sequence[Namespace],
+        keys: bytes,
+        ttl_s: float,
+        promote: bool = False,
         extents: bool = False,
-    ) -> Steps[Found]:  # fmt: skip
+    ) -> Steps[Found]:
         """The longest run; with `ttl_s` > 0 also a lease on it, which `promote` lets grow.
 
         With `extents` the lease keeps blocks in the tier below where they are, if it can; see `bring_up`.
@@ -224,9 +229,13 @@ class Reads:
         return 0, []
 
     def _hold(
-        self, namespaces: Sequence[Namespace], keys: bytes, blocks: int,
-        use: Callable[[list[int], bool], None] = lambda entries, first: None, pin: bool = True,
-    ) -> Steps[list[int] | None]:  # fmt: skip
+        self,
+        namespaces: Sequence[Namespace],
+        keys: bytes,
+        blocks: int,
+        use: Callable[[list[int], bool], None] = lambda entries, first: None,
+        pin: bool = True,
+    ) -> Steps[list[int] | None]:
         """Pin the entries that hold a run: each block of a window, the deepest of a chain.
 
         None where one is not here (any more). `use` is called with a slice of them at a time, and whether it is the

@@ -89,9 +89,13 @@ class Space:
     """The namespaces and frames of the DRAM tier. Event loop only; never blocks."""
 
     def __init__(
-        self, policies: Policies, counters: Counters, quotas: Quotas | None = None, headroom_bytes: int = 0,
+        self,
+        policies: Policies,
+        counters: Counters,
+        quotas: Quotas | None = None,
+        headroom_bytes: int = 0,
         quotas_below: Quotas | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.allocator = Allocator()
         self.index = Index(self.allocator.give_back)
         self.counters = counters

@@ -64,9 +64,13 @@ class Writes:
     """All write leases, pending blocks and quarantined frames. Event loop only."""
 
     def __init__(
-        self, space: Space, published: Callable[[Namespace, bytes, bytes], None], clock_s: Callable[[], float],
-        unfinished: Unfinished, events: Events | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        space: Space,
+        published: Callable[[Namespace, bytes, bytes], None],
+        clock_s: Callable[[], float],
+        unfinished: Unfinished,
+        events: Events | None = None,
+    ) -> None:
         self.leases: dict[int, WriteLease] = {}
         self.quarantined: dict[int, WriteLease] = {}
         self.waiting: dict[int, WriteLease] = {}
@@ -136,9 +140,14 @@ class Writes:
         return states, entry
 
     def _reserve_rest(
-        self, lease: WriteLease, namespace: Namespace, keys: bytes, states: list[BlockState],
-        entry: int, block: PendingBlock | None,
-    ) -> None:  # fmt: skip
+        self,
+        lease: WriteLease,
+        namespace: Namespace,
+        keys: bytes,
+        states: list[BlockState],
+        entry: int,
+        block: PendingBlock | None,
+    ) -> None:
         """Continue from the deepest present ancestor, `entry` or `block`, until there is no room or no chain."""
         table, number_of_keys = namespace.table, len(keys) // KEY_BYTES
         windowed, get, pending = table.windowed, table.get, self.pending

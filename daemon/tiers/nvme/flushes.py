@@ -35,9 +35,11 @@ class Flush:
     """One flush; `done(blocks, durable)` is called once."""
 
     def __init__(
-        self, done: Callable[[int, bool], None] = lambda blocks, durable: None,
-        forget: Callable[[Sequence[Namespace]], None] = lambda namespaces: None, end: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self,
+        done: Callable[[int, bool], None] = lambda blocks, durable: None,
+        forget: Callable[[Sequence[Namespace]], None] = lambda namespaces: None,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
         self.forget = forget
         """See `FlushBelow`."""
         self.end = end
@@ -91,9 +93,14 @@ class Flushes:
         self._late: dict[Shelf, _Late] = {}  # earlier flushes that open directories have yet to be told
 
     def begin(
-        self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], shelves: Sequence[Shelf],
-        closed: Callable[[], Sequence[tuple[Path, bool]]], named: bool = False,
-    ) -> Flush:  # fmt: skip
+        self,
+        namespaces: Sequence[Namespace],
+        key: bytes,
+        done: Callable[[int, bool], None],
+        shelves: Sequence[Shelf],
+        closed: Callable[[], Sequence[tuple[Path, bool]]],
+        named: bool = False,
+    ) -> Flush:
         """A flush of all these: `shelves` drop what they are told, part by part; `closed` directories as they open.
 
         `closed()`: paths, and whether that may last. Then the flush is not durable, and does not wait for them. A

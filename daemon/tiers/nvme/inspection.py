@@ -25,10 +25,16 @@ def places(shelves: Sequence[Shelf], namespace: Namespace, key: bytes) -> list[B
             index, kind = shelf.index, _CHECKSUMS.get(stored.kind, str(stored.kind))
             found.append(
                 BlockView(
-                    namespace.number, "nvme", str(shelf.directory.path), stored.stored_length,
-                    index.children[stored.entry], index.pins[stored.entry], codec_name(stored.codec) + sealed, kind,
+                    namespace.number,
+                    "nvme",
+                    str(shelf.directory.path),
+                    stored.stored_length,
+                    index.children[stored.entry],
+                    index.pins[stored.entry],
+                    codec_name(stored.codec) + sealed,
+                    kind,
                 )
-            )  # fmt: skip
+            )
     return found
 
 

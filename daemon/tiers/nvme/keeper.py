@@ -50,8 +50,12 @@ class Keeper:
     """
 
     def __init__(
-        self, plan: Plan, disk: DiskIO, opened: Callable[[OpenDirectory], Shelf], gone: Callable[[Shelf], None],
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        disk: DiskIO,
+        opened: Callable[[OpenDirectory], Shelf],
+        gone: Callable[[Shelf], None],
+    ) -> None:
         self.plan = plan
         self.path: Path = plan.path
         self.shelf: Shelf | None = None
@@ -211,9 +215,20 @@ async def _tell_gone(shelf: Shelf) -> None:
 def _figures_of_none() -> dict[str, Any]:
     """The figures of a directory that is not open: the same names as those of a `Shelf`."""
     zeros = (
-        "blocks", "used_bytes", "segments", "kept_bytes", "database_bytes", "database_queue", "loaded_rows",
-        "orphan_rows", "other_key_rows", "lost_slots", "in_flight", "in_flight_bytes", "queued",
-    )  # fmt: skip
+        "blocks",
+        "used_bytes",
+        "segments",
+        "kept_bytes",
+        "database_bytes",
+        "database_queue",
+        "loaded_rows",
+        "orphan_rows",
+        "other_key_rows",
+        "lost_slots",
+        "in_flight",
+        "in_flight_bytes",
+        "queued",
+    )
     return {
         **dict.fromkeys((*zeros, *_COUNTERS), 0),
         "direct": False,

@@ -59,18 +59,14 @@ class Plan(NamedTuple):
     require_mount: bool = False
 
 
-def open_directory(
-    plan: Plan, disk: DiskIO, post: Callable[..., object], before: Home | None = None
-) -> OpenDirectory:
+def open_directory(plan: Plan, disk: DiskIO, post: Callable[..., object], before: Home | None = None) -> OpenDirectory:
     """Open a directory; `before`: where it was earlier in this life. Blocks as the disk does.
 
     Raises ConfigError for what waiting cannot mend, and DirectoryUnavailable for what may pass.
     """
     cap_bytes = plan.cap_bytes
     fitted = fitted_segment_bytes(cap_bytes, plan.segment_bytes)
-    directory = Directory(
-        plan.path, cap_bytes, fitted, cap_bytes // DB_RESERVE_SHARE, disk, plan.require_mount, before
-    )
+    directory = Directory(plan.path, cap_bytes, fitted, cap_bytes // DB_RESERVE_SHARE, disk, plan.require_mount, before)
     directory.cipher = plan.cipher
     directory.open()
     catalog = None
@@ -122,15 +118,20 @@ def _keep_to_cap(directory: Directory, catalog: Catalog, state: CatalogState, ma
         log.warning(
             "nvme directory %s: its part of nvme_size is %s now, and %s more are in use, with %s blocks: they are "
             "kept. To delete them: --nvme-shrink yes. To give it a size of its own: --nvme %s:SIZE",
-            directory.path, format_bytes(directory.cap_bytes), format_bytes(directory.kept_bytes),
-            _blocks_in(directory.path, used), directory.path,
-        )  # fmt: skip
+            directory.path,
+            format_bytes(directory.cap_bytes),
+            format_bytes(directory.kept_bytes),
+            _blocks_in(directory.path, used),
+            directory.path,
+        )
         chosen = chosen[: len(chosen) - len(used)]
     for segment in chosen:
         log.warning(
             "nvme directory %s: segment %d is removed, its part of nvme_size is %s now",
-            directory.path, segment, format_bytes(directory.cap_bytes),
-        )  # fmt: skip
+            directory.path,
+            segment,
+            format_bytes(directory.cap_bytes),
+        )
         directory.remove_segment(segment)
 
 

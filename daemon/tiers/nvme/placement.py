@@ -41,9 +41,7 @@ class Placement:
         working = [shelf for shelf in self.shelves if shelf.works] or self.shelves
         return max(working, key=lambda shelf: xxh3_64_intdigest(first_key, shelf.directory_seed))
 
-    def window(
-        self, namespace: Namespace, key: bytes, before: bytes, going: Callable[[bytes], Shelf | None]
-    ) -> Shelf:  # fmt: skip
+    def window(self, namespace: Namespace, key: bytes, before: bytes, going: Callable[[bytes], Shelf | None]) -> Shelf:
         """Where a new block of a window goes; `before` is the key of the one before it, or empty.
 
         `going`: where a block of that key, of this namespace or one near it, is being written.

@@ -51,9 +51,14 @@ class Loaded(Protocol):
         """The size of a namespace's slots."""
 
     def enter_many(
-        self, table: Table, keys: Sequence[bytes], parents: Sequence[bytes], slots: Sequence[int],
-        admit: Callable[[int, int, int], bool] | None, stored: Sequence[Sequence[int]],
-    ) -> list[int]:  # fmt: skip
+        self,
+        table: Table,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        slots: Sequence[int],
+        admit: Callable[[int, int, int], bool] | None,
+        stored: Sequence[Sequence[int]],
+    ) -> list[int]:
         """Make rows visible; for each its entry, as `Index.insert_many` returns them."""
 
     def recovered(self, complete: bool) -> None:
@@ -219,13 +224,16 @@ class Recovery:
         self.over = True
         log.info(
             "%s: %d blocks are back, %d without a parent were dropped",
-            self._shelf.directory.path, self.loaded_rows, self.orphan_rows,
-        )  # fmt: skip
+            self._shelf.directory.path,
+            self.loaded_rows,
+            self.orphan_rows,
+        )
         if self.other_key_rows:
             log.warning(
                 "%s: %d blocks that were stored under another nvme_key, or without one, are dropped",
-                self._shelf.directory.path, self.other_key_rows,
-            )  # fmt: skip
+                self._shelf.directory.path,
+                self.other_key_rows,
+            )
         self._shelf.recovered(complete=not self.rows.error)
         return False
 

@@ -56,9 +56,14 @@ class Shelf:
     """Event loop only; never blocks. `soon()` asks for a `work` before the next tick."""
 
     def __init__(
-        self, directory: Directory, catalog: Catalog, queue: DiskQueue, state: CatalogState, space: Space,
+        self,
+        directory: Directory,
+        catalog: Catalog,
+        queue: DiskQueue,
+        state: CatalogState,
+        space: Space,
         soon: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.directory = directory
         self.catalog = catalog
         self.queue = queue
@@ -184,11 +189,17 @@ class Shelf:
         self._kind[entry] = written.kind
         self._sequence += 1
         row = Row(
-            key=key, parent=parent or ROOT_KEY, namespace=self.registry.number(namespace),
-            epoch=self.registry.epochs[namespace.number], length=namespace.spec.block_bytes,
-            stored_length=written.stored_length, codec=written.codec, kind=written.kind, checksum=written.checksum,
+            key=key,
+            parent=parent or ROOT_KEY,
+            namespace=self.registry.number(namespace),
+            epoch=self.registry.epochs[namespace.number],
+            length=namespace.spec.block_bytes,
+            stored_length=written.stored_length,
+            codec=written.codec,
+            kind=written.kind,
+            checksum=written.checksum,
             sequence=self._sequence,
-        )  # fmt: skip
+        )
         self._insert_row(namespace, slot, row)
         if self._events is not None:
             self._events.arrived(self._events.storage, namespace.number, key, said)
@@ -201,9 +212,14 @@ class Shelf:
         self.catalog.insert(place_of(slot), row, inserted)
 
     def enter_many(
-        self, table: Table, keys: Sequence[bytes], parents: Sequence[bytes], slots: Sequence[int],
-        admit: Callable[[int, int, int], bool] | None, stored: Sequence[Sequence[int]],
-    ) -> list[int]:  # fmt: skip
+        self,
+        table: Table,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        slots: Sequence[int],
+        admit: Callable[[int, int, int], bool] | None,
+        stored: Sequence[Sequence[int]],
+    ) -> list[int]:
         """Make rows that are already recorded visible; see `Index.insert_many`.
 
         `stored`: their checksums, stored lengths, codecs and kinds.
@@ -227,8 +243,9 @@ class Shelf:
         """The disk returned other bytes than were written: drop the block and what follows it."""
         log.error(
             "nvme directory %s: block %s fails its checksum and is dropped: see dmesg and smartctl",
-            self.directory.path, key.hex(),
-        )  # fmt: skip
+            self.directory.path,
+            key.hex(),
+        )
         self.drop(namespace, key)
 
     def drop(self, namespace: Namespace, key: bytes) -> None:

@@ -67,9 +67,16 @@ class Slots:
     """
 
     def __init__(
-        self, directory: Directory, catalog: Catalog, queue: DiskQueue, state: CatalogState, space: Space,
-        index: Index, row_gone: Callable[[int], None], soon: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        directory: Directory,
+        catalog: Catalog,
+        queue: DiskQueue,
+        state: CatalogState,
+        space: Space,
+        index: Index,
+        row_gone: Callable[[int], None],
+        soon: Callable[[], None],
+    ) -> None:
         self.allocator = Allocator()
         self.health = WriteHealth(str(directory.path))
         self.evicted_blocks = 0

@@ -66,9 +66,13 @@ class NvmeTier:
     name = "nvme"
 
     def __init__(
-        self, config: DaemonConfig, regions: dict[int, Region], landed: Callable[[], None],
-        disk_of: Callable[[Path], DiskIO] = lambda path: DiskIO(), soon: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self,
+        config: DaemonConfig,
+        regions: dict[int, Region],
+        landed: Callable[[], None],
+        disk_of: Callable[[Path], DiskIO] = lambda path: DiskIO(),
+        soon: Callable[[], None] = lambda: None,
+    ) -> None:
         self._config = config
         self._disk_of = disk_of
         self._regions = regions
@@ -93,25 +97,41 @@ class NvmeTier:
         self.fairness = Fairness(cache.space, self._shelves)
         self._flushes = Flushes(cache.all_namespaces)
         self._writes = WriteBehind(
-            self._placement, cache.space, self._regions, self._budget, self.fairness, self._config.nvme_codec,
-            self._soon, cache.events, sealed=self._cipher is not None,
-        )  # fmt: skip
+            self._placement,
+            cache.space,
+            self._regions,
+            self._budget,
+            self.fairness,
+            self._config.nvme_codec,
+            self._soon,
+            cache.events,
+            sealed=self._cipher is not None,
+        )
         self._offers = Offers(
             self._writes, self._placement, cache.space.policies.hints, lambda: self._may_write, self._soon
-        )  # fmt: skip
+        )
         self._promotion = Promotion(cache, self._regions, self._placement)
         self._extents = Extents(self._placement.with_chain)
         self.grants = Grants(
-            self._placement, self._budget, self.fairness, lambda: self._may_write, cache.counters, cache.clock_s,
+            self._placement,
+            self._budget,
+            self.fairness,
+            lambda: self._may_write,
+            cache.counters,
+            cache.clock_s,
             self._config.quarantine_per_client_bytes,
-        )  # fmt: skip
+        )
 
     def _keeper(self, path: Path, cap_bytes: int) -> Keeper:
         config = self._config
         plan = Plan(
-            path, cap_bytes, config.nvme_segment_bytes, self._cipher, config.nvme_shrink,
+            path,
+            cap_bytes,
+            config.nvme_segment_bytes,
+            self._cipher,
+            config.nvme_shrink,
             config.nvme_require_mount,
-        )  # fmt: skip
+        )
         return Keeper(plan, self._disk_of(path), self._opened, self._gone)
 
     async def open(self, patience_s: float | None = None) -> None:

@@ -22,10 +22,17 @@ WAIT_S = 20.0
 def row(number: int, **changes: Any) -> Row:
     """A row that is like no other."""
     fields = {
-        "key": number.to_bytes(16, "big"), "parent": bytes(16), "namespace": 1, "epoch": 1, "length": 4096,
-        "stored_length": 4096, "codec": 0, "kind": 0, "checksum": number * 0x9E3779B97F4A7C15 % 2**64,
+        "key": number.to_bytes(16, "big"),
+        "parent": bytes(16),
+        "namespace": 1,
+        "epoch": 1,
+        "length": 4096,
+        "stored_length": 4096,
+        "codec": 0,
+        "kind": 0,
+        "checksum": number * 0x9E3779B97F4A7C15 % 2**64,
         "sequence": number,
-    }  # fmt: skip
+    }
     return Row(**{**fields, **changes})
 
 

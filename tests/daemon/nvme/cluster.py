@@ -62,9 +62,14 @@ class Cluster:
     """One daemon with nvme directories, restartable, and one connector."""
 
     def __init__(
-        self, root: Path, arena: str = "64MiB", directories: int = 1, dtype: str = "uint8",
-        content_of: Callable[[bytes], np.ndarray[Any, Any]] = content, **settings: str,
-    ) -> None:  # fmt: skip
+        self,
+        root: Path,
+        arena: str = "64MiB",
+        directories: int = 1,
+        dtype: str = "uint8",
+        content_of: Callable[[bytes], np.ndarray[Any, Any]] = content,
+        **settings: str,
+    ) -> None:
         self.run_dir = root / "run"
         self.directories = [root / f"nvme{number}" for number in range(directories)]
         self.settings = {"nvme_size": "256MiB", "nvme_segment": "16MiB", "region": "2MiB", **settings}
@@ -81,9 +86,13 @@ class Cluster:
         nvme = ",".join(map(str, self.directories))
         self.daemon = tiercache.launch(self.arena, run_dir=self.run_dir, nvme=nvme, **self.settings)
         self.connector = tiercache.connect(
-            self.daemon.address, namespace=self.spec, pool=tiercache.Pool.from_blocks(self.pool), required=True,
-            request_timeout_s=5.0, connect_timeout_s=60.0,
-        )  # fmt: skip
+            self.daemon.address,
+            namespace=self.spec,
+            pool=tiercache.Pool.from_blocks(self.pool),
+            required=True,
+            request_timeout_s=5.0,
+            connect_timeout_s=60.0,
+        )
         states = {"loading", "ok"}
         wait_for("directories are open", lambda: all(one["state"] in states for one in self.nvme()["directories"]))
         wait_for("all memory is there", self.has_memory)

@@ -147,18 +147,29 @@ class Rig:
         """Frame `number`, filled with `data`, to slot `number` under key `number`."""
         self.fill(number, data)
         return WriteOp(
-            slot=self.slot(number), address=self.address + number * self.frame_bytes, length=len(data),
-            key=key(number), fingerprint=FINGERPRINT, codec=codec, done=self.finished.append,
-        )  # fmt: skip
+            slot=self.slot(number),
+            address=self.address + number * self.frame_bytes,
+            length=len(data),
+            key=key(number),
+            fingerprint=FINGERPRINT,
+            codec=codec,
+            done=self.finished.append,
+        )
 
     def read_op(self, written: WriteOp, frame: int, **changes: object) -> ReadOp:
         """What the row of a finished write asks for, into another frame."""
         fields: dict[str, object] = {
-            "slot": written.slot, "address": self.address + frame * self.frame_bytes, "length": written.length,
-            "key": written.key, "fingerprint": written.fingerprint, "codec": written.codec,
-            "stored_length": written.stored_length, "checksum": written.checksum, "kind": written.kind,
+            "slot": written.slot,
+            "address": self.address + frame * self.frame_bytes,
+            "length": written.length,
+            "key": written.key,
+            "fingerprint": written.fingerprint,
+            "codec": written.codec,
+            "stored_length": written.stored_length,
+            "checksum": written.checksum,
+            "kind": written.kind,
             "done": self.finished.append,
-        }  # fmt: skip
+        }
         return ReadOp(**{**fields, **changes})  # type: ignore[arg-type]
 
     def until(self, condition: Callable[[], bool]) -> None:

@@ -55,8 +55,12 @@ def test_a_flush_is_on_the_disk_before_it_is_acknowledged(tmp_path: Path) -> Non
         pytest.skip("needs strace")
     done = subprocess.run(
         ["strace", "-f", "-e", "trace=write,fsync,fdatasync", sys.executable, "-c", FLUSHES, str(tmp_path)],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     if "ptrace" in done.stderr and done.returncode != 0:
         pytest.skip("may not trace system calls here")
     assert done.returncode == 0, done.stderr

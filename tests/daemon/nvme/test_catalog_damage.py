@@ -238,9 +238,10 @@ def leaves(path: Path) -> list[int]:
     """Page numbers of the leaves of the table of rows: interior and other pages have another first byte."""
     whole = path.read_bytes()
     return [
-        at for at in range(4096, len(whole), 4096)
+        at
+        for at in range(4096, len(whole), 4096)
         if whole[at] == 13 and int.from_bytes(whole[at + 3 : at + 5], "big") > 20
-    ]  # fmt: skip
+    ]
 
 
 def test_a_torn_page_hides_its_own_rows_only(bench: Bench) -> None:

@@ -47,9 +47,7 @@ def flip_bit(cluster: Cluster, number: int) -> None:
 
 
 def ask(cluster: Cluster, sample: int, bytes_per_s: int = 0, force: bool = False) -> CheckReply:
-    reply = cluster.connector.client.call(
-        Check, timeout_s=30.0, sample=sample, bytes_per_s=bytes_per_s, force=force
-    )  # fmt: skip
+    reply = cluster.connector.client.call(Check, timeout_s=30.0, sample=sample, bytes_per_s=bytes_per_s, force=force)
     assert isinstance(reply, CheckReply)
     return reply
 
@@ -221,9 +219,12 @@ def test_command_without_a_daemon(
     ],
 )
 def test_a_wrong_command_line_is_one_line(
-    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("TIERCACHE_RUN_DIR", str(tmp_path))
     assert main(["check", *arguments]) == 2
     err = capsys.readouterr().err

@@ -276,9 +276,7 @@ DAMAGES = {
     "behind the segment": Damage(
         lambda path: move_row(path, 6, place_of(1, (2 << 20) // 4096)), "ends behind the segment", 6 + 3
     ),
-    "between two slots": Damage(
-        lambda path: move_row(path, 7, at(path, 6)[0] + 1), "so it overlaps others", 7 + 3
-    ),
+    "between two slots": Damage(lambda path: move_row(path, 7, at(path, 6)[0] + 1), "so it overlaps others", 7 + 3),
     "negative place": Damage(lambda path: move_row(path, 6, -5), "there is no segment -1", 6 + 3),
     "slot size": Damage(resize_slots, "need slots of 65536 bytes, these have 131072", 0),
     "senseless slot size": Damage(senseless_slots, "slots of 5000 bytes", 0),

@@ -155,9 +155,20 @@ def test_blocks_whose_library_is_gone_are_misses(tmp_path: Path, monkeypatch: py
 
 def test_a_missing_library_is_one_line(tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "tiercache.daemon", "--run-dir", str(tmp_path / "run"), "--arena", "4MiB",
-        "--nvme", str(tmp_path / "nvme"), "--nvme-codec", "zstd", "--log-level", "error",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "tiercache.daemon",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--arena",
+        "4MiB",
+        "--nvme",
+        str(tmp_path / "nvme"),
+        "--nvme-codec",
+        "zstd",
+        "--log-level",
+        "error",
+    ]
     environment = {**os.environ, "PYTHONPATH": without(tmp_path, "zstandard", "compression")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2

@@ -101,11 +101,18 @@ def test_lengths_that_do_not_add_up_are_refused(name: str) -> None:
     assert good is not None
     first, second = struct.unpack_from("<II", good)
     bad: list[tuple[bytes, int]] = [
-        (b"", 20_000), (good[:7], 20_000), (good[:-1], 20_000), (good + b"\0", 20_000), (good, 19_998),
-        (good, 20_001), (good, 40_000), (struct.pack("<II", first + 1, second - 1) + good[8:], 20_000),
-        (struct.pack("<II", 0xFFFFFFFF, second) + good[8:], 20_000), (struct.pack("<II", 0, 0), 20_000),
+        (b"", 20_000),
+        (good[:7], 20_000),
+        (good[:-1], 20_000),
+        (good + b"\0", 20_000),
+        (good, 19_998),
+        (good, 20_001),
+        (good, 40_000),
+        (struct.pack("<II", first + 1, second - 1) + good[8:], 20_000),
+        (struct.pack("<II", 0xFFFFFFFF, second) + good[8:], 20_000),
+        (struct.pack("<II", 0, 0), 20_000),
         (struct.pack("<II", 10_001, 0) + bytes(10_001), 20_000),
-    ]  # fmt: skip
+    ]
     for stored, length in bad:
         with pytest.raises(CodecError):
             decoded(codec, stored, length)

@@ -265,8 +265,12 @@ def test_segments_of_the_wrong_size_are_dropped(path: Path, caplog: pytest.LogCa
     directory = opened(path)
     assert directory.segments == [1]
     assert sorted(file.name for file in segments.iterdir()) == [
-        "00000000.seg", "00000001.seg", "1.seg", "99999999.seg", "notes.txt",
-    ]  # fmt: skip
+        "00000000.seg",
+        "00000001.seg",
+        "1.seg",
+        "99999999.seg",
+        "notes.txt",
+    ]
     assert "00000007.seg has 1044480 bytes, not 1048576: dropped" in caplog.text
     directory.close()
 
@@ -362,10 +366,12 @@ def test_segments_come_and_go(path: Path) -> None:
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(fd)
     for call, number in [
-        (lambda: directory.fd(2), errno.ENOENT), (lambda: directory.remove_segment(2), errno.ENOENT),
-        (lambda: directory.create_segment(1), errno.EEXIST), (lambda: directory.create_segment(0), errno.EINVAL),
+        (lambda: directory.fd(2), errno.ENOENT),
+        (lambda: directory.remove_segment(2), errno.ENOENT),
+        (lambda: directory.create_segment(1), errno.EEXIST),
+        (lambda: directory.create_segment(0), errno.EINVAL),
         (lambda: directory.create_segment(32768), errno.EINVAL),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(OSError) as caught:
             call()
         assert caught.value.errno == number

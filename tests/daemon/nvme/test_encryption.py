@@ -88,9 +88,11 @@ def test_a_flipped_bit_is_a_miss_even_where_the_checksum_is_made_right(tmp_path:
     cipher.open(stored, owner, out)
     assert out == plain
     others = [
-        whose(b"l" * 16, "fingerprint", 8192, codecs.SEALED), whose(b"k" * 16, "other", 8192, codecs.SEALED),
-        whose(b"k" * 16, "fingerprint", 8191, codecs.SEALED), whose(b"k" * 16, "fingerprint", 8192, codecs.SEALED | 1),
-    ]  # fmt: skip
+        whose(b"l" * 16, "fingerprint", 8192, codecs.SEALED),
+        whose(b"k" * 16, "other", 8192, codecs.SEALED),
+        whose(b"k" * 16, "fingerprint", 8191, codecs.SEALED),
+        whose(b"k" * 16, "fingerprint", 8192, codecs.SEALED | 1),
+    ]
     for other in others:
         with pytest.raises(CipherError):
             cipher.open(stored, other, out)

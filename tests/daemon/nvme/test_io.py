@@ -60,9 +60,13 @@ def test_what_is_written_is_read(tmp_path: Path, length: int, direct: bool) -> N
 def test_every_claim_of_a_row_is_proved(rig: Rig) -> None:
     (written,) = rig.store([0], 5000)
     wrong: list[dict[str, object]] = [
-        {"key": key(1)}, {"fingerprint": "cd" * 16}, {"length": 4999, "stored_length": 4999},
-        {"checksum": written.checksum ^ 1}, {"slot": rig.slot(1)}, {"kind": 2},
-    ]  # fmt: skip
+        {"key": key(1)},
+        {"fingerprint": "cd" * 16},
+        {"length": 4999, "stored_length": 4999},
+        {"checksum": written.checksum ^ 1},
+        {"slot": rig.slot(1)},
+        {"kind": 2},
+    ]
     for changes in wrong:
         assert rig.run([rig.read_op(written, 5, **changes)]) == [CORRUPT], changes
     assert rig.queue.checksum_failures == len(wrong)
@@ -86,11 +90,15 @@ def test_a_flipped_bit_is_found_wherever_it_is(rig: Rig) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"stored_length": 8192}, {"stored_length": 0}, {"codec": 0x21, "stored_length": 40 << 10},
-        {"codec": 0x21, "stored_length": 0}, {"codec": 9, "stored_length": 100},
-        {"codec": 0x21, "stored_length": 1 << 40}, {"codec": -1},
+        {"stored_length": 8192},
+        {"stored_length": 0},
+        {"codec": 0x21, "stored_length": 40 << 10},
+        {"codec": 0x21, "stored_length": 0},
+        {"codec": 9, "stored_length": 100},
+        {"codec": 0x21, "stored_length": 1 << 40},
+        {"codec": -1},
     ],
-)  # fmt: skip
+)
 def test_a_row_that_cannot_be_true_writes_nowhere(rig: Rig, changes: dict[str, object]) -> None:
     (written,) = rig.store([0], 4096)
     rig.memory[:] = b"\x55" * len(rig.memory)
@@ -231,8 +239,11 @@ def test_adjoining_slots_share_a_call(one_worker: Rig) -> None:
     rig.until(lambda: len(rig.finished) == len(writes) + 1)
     assert held.outcome is OK
     assert [(views, offset // rig.frame_bytes) for _, views, offset in rig.disk.calls] == [
-        (16, 0), (4, 16), (1, 22), (1, 21),
-    ]  # fmt: skip
+        (16, 0),
+        (4, 16),
+        (1, 22),
+        (1, 21),
+    ]
     assert (rig.queue.writes, rig.queue.write_calls) == (23, 5)
     held = hold(rig)
     reads = [rig.read_op(op, 30 + place) for place, op in enumerate(writes)]

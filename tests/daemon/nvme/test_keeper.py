@@ -181,13 +181,27 @@ def _link(path: Path) -> None:
 
 
 KINDS: dict[str, Callable[[Path], Any]] = {
-    "missing": _missing, "folder": Path.mkdir, "link": _link, "pipe": os.mkfifo, "empty": Path.touch,
-}  # fmt: skip
+    "missing": _missing,
+    "folder": Path.mkdir,
+    "link": _link,
+    "pipe": os.mkfifo,
+    "empty": Path.touch,
+}
 FILES = (
-    "lock", "superblock", "superblock.new", "segments", "segments/00000001.seg", "index.db", "index.db-wal",
-    "index.db-shm", "index.db.suspect", "index.db.damaged-20200101T000000Z", "damaged-20200101T000000Z", "spare",
+    "lock",
+    "superblock",
+    "superblock.new",
+    "segments",
+    "segments/00000001.seg",
+    "index.db",
+    "index.db-wal",
+    "index.db-shm",
+    "index.db.suspect",
+    "index.db.damaged-20200101T000000Z",
+    "damaged-20200101T000000Z",
+    "spare",
     "probe",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -498,9 +512,7 @@ def hot_catalog(folder: Path) -> Catalog:
     return catalog
 
 
-def test_the_log_of_a_new_disk_outlives_the_database_of_the_old_one(
-    mount: Callable[[str], Path]
-) -> None:
+def test_the_log_of_a_new_disk_outlives_the_database_of_the_old_one(mount: Callable[[str], Path]) -> None:
     """Two file systems that were made alike have the same inode numbers, which is all that SQLite compares."""
     place = mount("8m")
     old = hot_catalog(place / "kv")

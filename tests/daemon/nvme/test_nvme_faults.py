@@ -247,9 +247,12 @@ class Customer(threading.Thread):
         self.failure: BaseException | None = None
         self.pool = np.zeros((64, BLOCK_BYTES), np.uint8)
         self.connector = tiercache.connect(
-            cluster.daemon.address, namespace=cluster.spec, pool=tiercache.Pool.from_blocks(self.pool),
-            request_timeout_s=2.0, load_timeout_s=5.0,
-        )  # fmt: skip
+            cluster.daemon.address,
+            namespace=cluster.spec,
+            pool=tiercache.Pool.from_blocks(self.pool),
+            request_timeout_s=2.0,
+            load_timeout_s=5.0,
+        )
 
     def run(self) -> None:
         try:

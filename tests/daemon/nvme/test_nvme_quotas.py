@@ -37,9 +37,13 @@ class Tenant:
         self.cluster, self.name = cluster, name
         self.pool = np.zeros((128, BLOCK_BYTES), np.uint8)
         self.connector = tiercache.connect(
-            cluster.daemon.address, namespace=spec or cluster.spec, pool=tiercache.Pool.from_blocks(self.pool),
-            required=True, request_timeout_s=5.0, tenant=name,
-        )  # fmt: skip
+            cluster.daemon.address,
+            namespace=spec or cluster.spec,
+            pool=tiercache.Pool.from_blocks(self.pool),
+            required=True,
+            request_timeout_s=5.0,
+            tenant=name,
+        )
 
     def store(self, chain: bytes) -> None:
         """Store a chain and wait until what can be written is."""

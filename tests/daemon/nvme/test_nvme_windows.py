@@ -21,8 +21,12 @@ def slices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """All of it also with the smallest slices that there can be."""
     if request.param == "in slices":
         for module, name in (
-            (growth, "PINS"), (reads, "PINS"), (promotion, "PINS"), (promotion, "GROW_NS"), (offers, "LOOKED_AT_ONCE"),
-        ):  # fmt: skip
+            (growth, "PINS"),
+            (reads, "PINS"),
+            (promotion, "PINS"),
+            (promotion, "GROW_NS"),
+            (offers, "LOOKED_AT_ONCE"),
+        ):
             monkeypatch.setattr(module, name, 1)
 
 
@@ -299,12 +303,19 @@ def test_a_namespace_for_dram_only_stays_there(tmp_path: Path) -> None:
         rig = await TierRig(tmp_path).open()
         spec = rig.namespace(window_blocks=1).spec
         spaces = [
-            rig.cache.space.open_namespace(type(spec)(
-                engine="t", layout="l", dtype="uint8", block_size=1, block_bytes=BLOCK_BYTES,
-                window_blocks=window, extra={"tiers": "dram"},
-            ))
+            rig.cache.space.open_namespace(
+                type(spec)(
+                    engine="t",
+                    layout="l",
+                    dtype="uint8",
+                    block_size=1,
+                    block_bytes=BLOCK_BYTES,
+                    window_blocks=window,
+                    extra={"tiers": "dram"},
+                )
+            )
             for window in (0, 1)
-        ]  # fmt: skip
+        ]
         for space in spaces:
             rig.store(space, keys_of("a", 5))
             assert await rig.load(space, keys_of("a", 5)) == 5
@@ -456,9 +467,7 @@ def test_a_window_waits_for_the_rows_that_tell_where_it_is(tmp_path: Path) -> No
     play(scenario)
 
 
-def test_windows_are_placed_without_a_look_at_every_namespace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_are_placed_without_a_look_at_every_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be thousands: to look at all of them for each block held up everybody for a fifth of a second."""
     looked = 0
 

@@ -61,10 +61,14 @@ def test_what_is_no_record_is_no_row(record: bytes) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"key": b"k" * 17}, {"parent": b""}, {"namespace": -1}, {"epoch": 2**32}, {"codec": 256},
+        {"key": b"k" * 17},
+        {"parent": b""},
+        {"namespace": -1},
+        {"epoch": 2**32},
+        {"codec": 256},
         {"checksum": 2**64},
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises((struct.error, AssertionError)):
         pack_row(9, ROW._replace(**change))

@@ -22,14 +22,23 @@ class Layers:
 
     def __init__(self, cluster: Cluster, instance: bytes, group: str, window_blocks: int) -> None:
         self.spec = tiercache.NamespaceSpec(
-            engine="test/1", layout="bytes", dtype="uint8", block_size=1, block_bytes=BLOCK_BYTES, group=group,
+            engine="test/1",
+            layout="bytes",
+            dtype="uint8",
+            block_size=1,
+            block_bytes=BLOCK_BYTES,
+            group=group,
             window_blocks=window_blocks,
-        )  # fmt: skip
+        )
         self.pool = np.zeros((64, BLOCK_BYTES), np.uint8)
         self.connector = tiercache.connect(
-            cluster.daemon.address, namespace=self.spec, pool=tiercache.Pool.from_blocks(self.pool), required=True,
-            request_timeout_s=5.0, instance=instance,
-        )  # fmt: skip
+            cluster.daemon.address,
+            namespace=self.spec,
+            pool=tiercache.Pool.from_blocks(self.pool),
+            required=True,
+            request_timeout_s=5.0,
+            instance=instance,
+        )
 
     def right(self, key: bytes) -> np.ndarray[Any, Any]:
         return content(key + self.spec.group.encode())

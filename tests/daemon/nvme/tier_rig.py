@@ -89,9 +89,12 @@ class TierRig:
         self.dirs = dirs or [root / f"nvme{number}" for number in range(disks)]
         self.disks = {path: ObedientDisk() for path in self.dirs}
         config = DaemonConfig(
-            run_dir=root / "run", nvme_dirs=tuple(map(NvmeDirectory, self.dirs)), nvme_bytes=nvme_bytes,
-            nvme_segment_bytes=segment_bytes, **settings,
-        )  # fmt: skip
+            run_dir=root / "run",
+            nvme_dirs=tuple(map(NvmeDirectory, self.dirs)),
+            nvme_bytes=nvme_bytes,
+            nvme_segment_bytes=segment_bytes,
+            **settings,
+        )
         self.regions: dict[int, Region] = {}
         self.tier = NvmeTier(config, self.regions, lambda: None, lambda path: self.disks[path])
         self.cache = Cache(time.monotonic, CacheLimits(quarantine_bytes=1 << 30), self.tier, events)
@@ -176,10 +179,16 @@ class TierRig:
     def namespace(self, block_bytes: int = BLOCK_BYTES, rank: int = 0, window_blocks: int = 0) -> Namespace:
         return self.cache.space.open_namespace(
             NamespaceSpec(
-                engine="t", layout="l", dtype="uint8", block_size=1, block_bytes=block_bytes, tp_rank=rank, tp_size=8,
+                engine="t",
+                layout="l",
+                dtype="uint8",
+                block_size=1,
+                block_bytes=block_bytes,
+                tp_rank=rank,
+                tp_size=8,
                 window_blocks=window_blocks,
             )
-        )  # fmt: skip
+        )
 
     def view(self, frame: int, length: int) -> memoryview:
         return self.regions[frame >> REGION_SHIFT].view(frame & OFFSET_MASK, length)

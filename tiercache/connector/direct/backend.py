@@ -166,9 +166,10 @@ class HostBackend:
     name = "host"
 
     def __init__(
-        self, fault: Callable[[int], Fault | None] = lambda number: None,
+        self,
+        fault: Callable[[int], Fault | None] = lambda number: None,
         write_fault: Callable[[int], Fault | None] = lambda number: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.reads = 0
         self.writes = 0
         self.hanging = 0

@@ -47,9 +47,15 @@ class DirectLoader(DirectMoves):
         }
 
     def load(
-        self, generation: int, directories: Sequence[str], extents: Sequence[Extent], seeds: Sequence[int],
-        block_ids: Addresses, limit: Limit, after: Any = None,
-    ) -> DirectResult:  # fmt: skip
+        self,
+        generation: int,
+        directories: Sequence[str],
+        extents: Sequence[Extent],
+        seeds: Sequence[int],
+        block_ids: Addresses,
+        limit: Limit,
+        after: Any = None,
+    ) -> DirectResult:
         """Read `extents` into `block_ids` and compare their checksums, with the `block_seed` of each.
 
         When it returns no read is in progress. Blocks; begins no read after `limit`. Raises CopyLost for a read that
@@ -110,9 +116,15 @@ class DirectStorer(DirectMoves):
         }
 
     def store(
-        self, generation: int, directory: str, places: Sequence[Extent], seeds: Sequence[int],
-        block_ids: Addresses, limit: Limit, after: Any = None,
-    ) -> list[int]:  # fmt: skip
+        self,
+        generation: int,
+        directory: str,
+        places: Sequence[Extent],
+        seeds: Sequence[int],
+        block_ids: Addresses,
+        limit: Limit,
+        after: Any = None,
+    ) -> list[int]:
         """Write `block_ids` to `places`; returns checksums, seeded by `block_seed`, of the leading ones written.
 
         When it returns no write is in progress. Blocks; begins no write after `limit`. Raises CopyLost for a write that

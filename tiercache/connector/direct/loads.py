@@ -1,9 +1,9 @@
 """Decides whether a connector reads and writes NVMe blocks directly, and implements the direct loads.
 
-    gds="auto"    wait for the daemon ─► probe its directories ─► worth it? ─► loader, else none
-                                                              └► and asked for? ─► storer, else none
-    a load        blocks in DRAM by frames, then extents ─► loader ─► the rest by frames after all
-    a store       see `tiercache.connector.direct.stores`
+gds="auto"    wait for the daemon ─► probe its directories ─► worth it? ─► loader, else none
+                                                          └► and asked for? ─► storer, else none
+a load        blocks in DRAM by frames, then extents ─► loader ─► the rest by frames after all
+a store       see `tiercache.connector.direct.stores`
 """
 
 from __future__ import annotations
@@ -184,9 +184,17 @@ class DirectPath:
 
 
 def load_direct(
-    session: Session, lease: int, number: int, fingerprint: str, keys: bytes, loader: DirectLoader,
-    block_ids: Addresses, first: int, limit: Limit, after: Any = None,
-) -> int:  # fmt: skip
+    session: Session,
+    lease: int,
+    number: int,
+    fingerprint: str,
+    keys: bytes,
+    loader: DirectLoader,
+    block_ids: Addresses,
+    first: int,
+    limit: Limit,
+    after: Any = None,
+) -> int:
     """Read blocks `first..` of a lease from their extents into `block_ids`; returns how many leading ones came.
 
     Args:

@@ -142,9 +142,14 @@ def _run_stage(directory: str, mode: Mode, timeout_s: float) -> dict[str, Any]:
             environment |= kvikio_environment(mode, scratch)
         command = python_command("tiercache.connector.direct.probe_stage", mode.value, directory)
         process = subprocess.Popen(
-            command, cwd=scratch, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+            command,
+            cwd=scratch,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
         try:
             output, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -166,8 +171,12 @@ class DeviceBytes:
 
     def __init__(self, address: int, length: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (length,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3,
-        }  # fmt: skip
+            "shape": (length,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 def kvikio_environment(mode: Mode, scratch: str) -> dict[str, str]:

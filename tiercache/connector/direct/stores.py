@@ -88,9 +88,16 @@ def store_past_dram(
 
 
 def _store(
-    client: Client, storer: DirectStorer, spec: NamespaceSpec, keys: bytes, block_ids: Addresses, first: int,
-    limit: Limit, after: Any, events: EventRun | None,
-) -> PastDram:  # fmt: skip
+    client: Client,
+    storer: DirectStorer,
+    spec: NamespaceSpec,
+    keys: bytes,
+    block_ids: Addresses,
+    first: int,
+    limit: Limit,
+    after: Any,
+    events: EventRun | None,
+) -> PastDram:
     session = client.session()
     store = _Store(client, session, storer, spec, keys, limit, after)
     events = wanted_events(session, spec, events)
@@ -118,9 +125,15 @@ class _Store:
     """One store, window after window."""
 
     def __init__(
-        self, client: Client, session: Session, storer: DirectStorer, spec: NamespaceSpec, keys: bytes,
-        limit: Limit, after: Any,
-    ) -> None:  # fmt: skip
+        self,
+        client: Client,
+        session: Session,
+        storer: DirectStorer,
+        spec: NamespaceSpec,
+        keys: bytes,
+        limit: Limit,
+        after: Any,
+    ) -> None:
         self._client = client
         self._session = session
         self._storer = storer
@@ -135,10 +148,12 @@ class _Store:
         """Reserve places for the blocks from `first` on; asks again where there will be some soon. None: refused."""
         begin, until_s = first * KEY_BYTES, time.monotonic() + PATIENCE_S
         ask: dict[str, Any] = {
-            "namespace": self._number, "parent": self._keys[max(0, begin - KEY_BYTES) : begin],
-            "keys": self._keys[begin : begin + count * KEY_BYTES], "ttl_ms": WRITE_TTL_MS,
+            "namespace": self._number,
+            "parent": self._keys[max(0, begin - KEY_BYTES) : begin],
+            "keys": self._keys[begin : begin + count * KEY_BYTES],
+            "ttl_ms": WRITE_TTL_MS,
             "events": events,
-        }  # fmt: skip
+        }
         while True:
             try:
                 reserved = self._session.call(ReserveExtents, ReservedExtents, **ask)

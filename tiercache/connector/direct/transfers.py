@@ -67,9 +67,14 @@ class DirectMoves:
     """
 
     def __init__(
-        self, pool: Pool, backend: Backend, writing: bool, *, threads: int = MOVE_THREADS,
+        self,
+        pool: Pool,
+        backend: Backend,
+        writing: bool,
+        *,
+        threads: int = MOVE_THREADS,
         give_up_s: float = COPY_GIVE_UP_S,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert not direct_problem(pool)
         self.pool = pool
         self.backend = backend
@@ -112,9 +117,12 @@ class DirectMoves:
             file = self._file(generation, directories[extent.directory], extent.segment)
             last = runs[-1] if runs else None
             if (
-                last is not None and last.file is file and last.length + extent.length <= MOVE_BYTES
-                and last.offset + last.length == extent.offset and last.address + last.length == address
-            ):  # fmt: skip
+                last is not None
+                and last.file is file
+                and last.length + extent.length <= MOVE_BYTES
+                and last.offset + last.length == extent.offset
+                and last.address + last.length == address
+            ):
                 runs[-1] = last._replace(length=last.length + extent.length, blocks=last.blocks + 1)
             else:
                 runs.append(Run(file, extent.offset, address, extent.length, 1))

@@ -144,16 +144,66 @@ from tiercache.protocol.messages.requests import (
 )
 
 AnyRequest = (
-    Ping | RegisterNamespace | Match | Resolve | Hold | Release | Renew | Reserve | Commit | Abort
-    | Read | Write | Pin | Unpin | Prefetch | Flush | Report | Stats | Check | Bye | Extents | BadExtent
-    | ReserveExtents | CommitExtents | Peek | Models | Inspect | Pins | Specs | Hint | Settings | ChangeSetting
-)  # fmt: skip
+    Ping
+    | RegisterNamespace
+    | Match
+    | Resolve
+    | Hold
+    | Release
+    | Renew
+    | Reserve
+    | Commit
+    | Abort
+    | Read
+    | Write
+    | Pin
+    | Unpin
+    | Prefetch
+    | Flush
+    | Report
+    | Stats
+    | Check
+    | Bye
+    | Extents
+    | BadExtent
+    | ReserveExtents
+    | CommitExtents
+    | Peek
+    | Models
+    | Inspect
+    | Pins
+    | Specs
+    | Hint
+    | Settings
+    | ChangeSetting
+)
 
 AnyReply = (
-    Done | Error | Namespace | Matched | Frames | Released | Renewed | Reserved | Committed
-    | Payload | Pinned | Flushed | StatsReply | CheckReply | ExtentList | ReservedExtents
-    | Peeked | ModelList | Inspected | PinList | SpecList | Hinted | SettingList | Changed
-)  # fmt: skip
+    Done
+    | Error
+    | Namespace
+    | Matched
+    | Frames
+    | Released
+    | Renewed
+    | Reserved
+    | Committed
+    | Payload
+    | Pinned
+    | Flushed
+    | StatsReply
+    | CheckReply
+    | ExtentList
+    | ReservedExtents
+    | Peeked
+    | ModelList
+    | Inspected
+    | PinList
+    | SpecList
+    | Hinted
+    | SettingList
+    | Changed
+)
 
 __all__ = [
     "CHAIN_HASHING",
@@ -263,4 +313,4 @@ __all__ = [
     "unpack_extents",
     "unpack_frames",
     "unpack_indices",
-]  # fmt: skip
+]

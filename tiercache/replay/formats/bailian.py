@@ -44,9 +44,7 @@ class Bailian:
         """See `Format`."""
         return {"chat_id", "timestamp", "hash_ids", "input_length"} <= fields_of(line)
 
-    def open(
-        self, sample: list[bytes], block_tokens: int | None, block_bytes: Callable[[int], int]
-    ) -> BailianReader:
+    def open(self, sample: list[bytes], block_tokens: int | None, block_bytes: Callable[[int], int]) -> BailianReader:
         """See `Format`."""
         return BailianReader(block_tokens or BLOCK_TOKENS, block_bytes)
 

@@ -42,9 +42,7 @@ class Mooncake:
         found = fields_of(line)
         return {"timestamp", "hash_ids", "input_length"} <= found and "chat_id" not in found
 
-    def open(
-        self, sample: list[bytes], block_tokens: int | None, block_bytes: Callable[[int], int]
-    ) -> MooncakeReader:
+    def open(self, sample: list[bytes], block_tokens: int | None, block_bytes: Callable[[int], int]) -> MooncakeReader:
         """See `Format`."""
         return MooncakeReader(block_tokens or guess_block_tokens(sample), block_bytes)
 

@@ -80,9 +80,7 @@ class Recorded:
         """See `Format`."""
         return "tiercache_trace" in fields_of(line)
 
-    def open(
-        self, sample: list[bytes], block_tokens: int | None, block_bytes: Callable[[int], int]
-    ) -> RecordedReader:
+    def open(self, sample: list[bytes], block_tokens: int | None, block_bytes: Callable[[int], int]) -> RecordedReader:
         """See `Format`."""
         return RecordedReader(header_of(sample))
 
@@ -120,9 +118,14 @@ class RecordedReader:
         segment_bytes = fitted_segment_bytes(cap_bytes, header.nvme_segment_bytes) if dirs else 0
         segments = segments_within(cap_bytes, segment_bytes, cap_bytes // DB_RESERVE_SHARE) if dirs else 0
         return Sizes(
-            header.arena_bytes, segments * segment_bytes * dirs, header.region_bytes, segment_bytes,
-            header.nvme_write_budget_bytes, header.policy, header.headroom_bytes,
-        )  # fmt: skip
+            header.arena_bytes,
+            segments * segment_bytes * dirs,
+            header.region_bytes,
+            segment_bytes,
+            header.nvme_write_budget_bytes,
+            header.policy,
+            header.headroom_bytes,
+        )
 
     def read(self, line: bytes) -> Iterable[Request]:
         """See `Reader`."""
@@ -173,10 +176,18 @@ class RecordedReader:
             raise BadLine(f"is no hint: {told}")
         tokens = blocks * self.specs[row.n[0]].block_size
         return Request(
-            self.header.clock_s + row.t / 1000, keys, tokens, kind=kind, first=first, had=_had(row.had),
-            namespaces=tuple(row.n), promote=row.o != "l", rooted=rooted, tier="" if row.tier == "all" else row.tier,
+            self.header.clock_s + row.t / 1000,
+            keys,
+            tokens,
+            kind=kind,
+            first=first,
+            had=_had(row.had),
+            namespaces=tuple(row.n),
+            promote=row.o != "l",
+            rooted=rooted,
+            tier="" if row.tier == "all" else row.tier,
             told=told,
-        )  # fmt: skip
+        )
 
     def _chain(self, row: Line) -> bytes:
         """The keys of a line: the part it takes from an earlier chain, and the new part."""

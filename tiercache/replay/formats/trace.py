@@ -56,9 +56,13 @@ class Trace:
     """A file of requests. Each iteration reads it anew; memory holds a window of it."""
 
     def __init__(
-        self, path: Path, formats: Iterable[Format], block_bytes: Callable[[int], int],
-        block_tokens: int | None = None, skip_bad: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        path: Path,
+        formats: Iterable[Format],
+        block_bytes: Callable[[int], int],
+        block_tokens: int | None = None,
+        skip_bad: bool = False,
+    ) -> None:
         self.path = path
         self.lines = TraceLines(path)
         self.bad_lines = 0

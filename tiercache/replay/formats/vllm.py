@@ -55,9 +55,7 @@ class KvEvents:
             return False
         return isinstance(batch, list) and len(batch) in (2, 3) and isinstance(batch[1], list)
 
-    def open(
-        self, sample: list[bytes], block_tokens: int | None, block_bytes: Callable[[int], int]
-    ) -> KvEventsReader:
+    def open(self, sample: list[bytes], block_tokens: int | None, block_bytes: Callable[[int], int]) -> KvEventsReader:
         """See `Format`."""
         return KvEventsReader(block_bytes)
 

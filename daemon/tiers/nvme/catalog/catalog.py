@@ -113,9 +113,7 @@ class Catalog:
     and no other process may open the database meanwhile (`connect_to_write`).
     """
 
-    def __init__(
-        self, directory: Path, directory_id: bytes, post: Callable[..., object], alone: bool = False
-    ) -> None:
+    def __init__(self, directory: Path, directory_id: bytes, post: Callable[..., object], alone: bool = False) -> None:
         self.error = ""
         self.commits = 0
         self.failures = 0
@@ -202,9 +200,7 @@ class Catalog:
     def set_segment(self, segment: int, slot_bytes: int, done: Done | None = None) -> None:
         """The segment is divided into slots of this size. Rows of another size must be dropped before."""
         values = (segment, slot_bytes, row_checksum(segment, slot_bytes))
-        self._keep(
-            ("segment", segment), ("INSERT OR REPLACE INTO segments VALUES(?, ?, ?)", values), done=done
-        )
+        self._keep(("segment", segment), ("INSERT OR REPLACE INTO segments VALUES(?, ?, ?)", values), done=done)
 
     def set_key(self, key_id: bytes, since: int) -> None:
         """Encrypted rows from this sequence number on use that key, those before another one."""
@@ -230,8 +226,9 @@ class Catalog:
         self._keep(
             ("tombstone", namespace, key),
             ("INSERT OR REPLACE INTO tombstones VALUES(?, ?, ?, ?)", values),
-            durable=True, done=done,
-        )  # fmt: skip
+            durable=True,
+            done=done,
+        )
 
     def remove_tombstone(self, namespace: int, key: bytes, done: Done | None = None) -> None:
         """No row is left that the flush concerns.
@@ -248,8 +245,9 @@ class Catalog:
             self._namespaces.remove(number)
             own = (number,)
             burial = (
-                ("DELETE FROM tombstones WHERE namespace = ?", own), ("DELETE FROM namespaces WHERE number = ?", own)
-            )  # fmt: skip
+                ("DELETE FROM tombstones WHERE namespace = ?", own),
+                ("DELETE FROM namespaces WHERE number = ?", own),
+            )
             self._changes.put(_Burial(burial, None))
 
     def load(self, on_ready: Callable[[], None], batch_rows: int = 512) -> Loading:
@@ -261,9 +259,14 @@ class Catalog:
         """
         assert self._loading is None, "rows are loaded once"
         self._loading = Loading(
-            self._path, self._last_place, batch_rows, lambda: self._call(on_ready), self._scrub, self._suspect,
+            self._path,
+            self._last_place,
+            batch_rows,
+            lambda: self._call(on_ready),
+            self._scrub,
+            self._suspect,
             self._alone,
-        )  # fmt: skip
+        )
         return self._loading
 
     @property

@@ -111,9 +111,7 @@ class CatalogState(NamedTuple):
 # --- opening ----------------------------------------------------------------------------------------
 
 
-def open_database(
-    path: Path, directory_id: bytes, alone: bool = False
-) -> tuple[sqlite3.Connection, CatalogState, int]:
+def open_database(path: Path, directory_id: bytes, alone: bool = False) -> tuple[sqlite3.Connection, CatalogState, int]:
     """The database as it is, or an empty one in its place; and the largest place of a row in it (-1: none).
 
     `alone`: it needs no room on the disk (see `connect_to_write`).

@@ -183,10 +183,15 @@ class Loading:
     """
 
     def __init__(
-        self, path: Path, last_place: int, batch_rows: int,
-        on_ready: Callable[[], None], on_damage: Callable[[int, bytes], None],
-        on_malformed: Callable[[Exception], None], alone: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        path: Path,
+        last_place: int,
+        batch_rows: int,
+        on_ready: Callable[[], None],
+        on_damage: Callable[[int, bytes], None],
+        on_malformed: Callable[[Exception], None],
+        alone: bool = False,
+    ) -> None:
         self.rows = 0
         self.damaged = 0
         self.error = ""

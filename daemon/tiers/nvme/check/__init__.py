@@ -1,5 +1,5 @@
 """Checks that search for damage.
 
-    directory_check   a directory without its daemon: compares the index with the disk
-    scan              reads blocks only to verify their checksums, while the daemon serves
+directory_check   a directory without its daemon: compares the index with the disk
+scan              reads blocks only to verify their checksums, while the daemon serves
 """

@@ -75,9 +75,12 @@ class Report:
 
 
 def check_directory(
-    path: Path, sample: int = DEFAULT_SAMPLE, rate: int = DEFAULT_RATE, repair: bool = False,
+    path: Path,
+    sample: int = DEFAULT_SAMPLE,
+    rate: int = DEFAULT_RATE,
+    repair: bool = False,
     progress: Progress = lambda what, done, total: None,
-) -> Report:  # fmt: skip
+) -> Report:
     """Check one directory that no daemon uses; it is locked meanwhile.
 
     Args:
@@ -191,9 +194,7 @@ class _Check:
                 f"nvme directory {self.path} was made by a newer tiercache ({error}): check it with that one"
             ) from None
         if found is None:
-            self._kinds.add(
-                "superblock", f"superblock: {why}; the next daemon puts the content aside and starts empty"
-            )
+            self._kinds.add("superblock", f"superblock: {why}; the next daemon puts the content aside and starts empty")
             return False
         self._geometry = found
         return True

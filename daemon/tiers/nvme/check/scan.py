@@ -41,9 +41,14 @@ class Scan:
     """
 
     def __init__(
-        self, shelves: Sequence[Shelf], namespaces: Mapping[int, Namespace], sample: int, bytes_per_s: int,
-        wanted: Callable[[], bool], done: Done,
-    ) -> None:  # fmt: skip
+        self,
+        shelves: Sequence[Shelf],
+        namespaces: Mapping[int, Namespace],
+        sample: int,
+        bytes_per_s: int,
+        wanted: Callable[[], bool],
+        done: Done,
+    ) -> None:
         self.over = False
         self._namespaces = namespaces
         self._left = math.inf if sample == ALL else sample
@@ -106,11 +111,17 @@ class Scan:
         spec = namespace.spec
         area = self._area(spec.frame_bytes)
         op = ReadOp(
-            done=lambda op: self._done(shelf, namespace, stored, area, op), slot=stored.slot,
-            address=ctypes.addressof(ctypes.c_char.from_buffer(area)), length=spec.block_bytes, key=key,
-            fingerprint=namespace.fingerprint, stored_length=stored.stored_length, checksum=stored.checksum,
-            codec=stored.codec, kind=stored.kind,
-        )  # fmt: skip
+            done=lambda op: self._done(shelf, namespace, stored, area, op),
+            slot=stored.slot,
+            address=ctypes.addressof(ctypes.c_char.from_buffer(area)),
+            length=spec.block_bytes,
+            key=key,
+            fingerprint=namespace.fingerprint,
+            stored_length=stored.stored_length,
+            checksum=stored.checksum,
+            codec=stored.codec,
+            kind=stored.kind,
+        )
         # As for a promotion: the entry keeps its slot, and the slot belongs to the kernel until the read ends.
         index.pin(entry)
         shelf.allocator.hold(stored.slot)

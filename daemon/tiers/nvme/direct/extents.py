@@ -79,11 +79,17 @@ class Extents:
         shelf.index.pin(stored.entry)
         shelf.allocator.hold(stored.slot)
         op = ReadOp(
-            done=lambda op: self._judged(shelf, namespace, stored, op), slot=stored.slot,
-            address=ctypes.addressof(ctypes.c_char.from_buffer(area)), length=namespace.spec.block_bytes, key=key,
-            fingerprint=namespace.fingerprint, stored_length=stored.stored_length, checksum=stored.checksum,
-            codec=stored.codec, kind=stored.kind,
-        )  # fmt: skip
+            done=lambda op: self._judged(shelf, namespace, stored, op),
+            slot=stored.slot,
+            address=ctypes.addressof(ctypes.c_char.from_buffer(area)),
+            length=namespace.spec.block_bytes,
+            key=key,
+            fingerprint=namespace.fingerprint,
+            stored_length=stored.stored_length,
+            checksum=stored.checksum,
+            codec=stored.codec,
+            kind=stored.kind,
+        )
         if not shelf.queue.submit(op, Priority.PREFETCH):
             op.outcome = Outcome.CANCELLED
             op.done(op)
@@ -148,10 +154,16 @@ class Held:
                 break
             named.append(
                 Extent(
-                    stored.slot >> REGION_SHIFT, 0, stored.kind, stored.codec, stored.slot & OFFSET_MASK,
-                    namespace.spec.block_bytes, stored.stored_length, stored.checksum,
+                    stored.slot >> REGION_SHIFT,
+                    0,
+                    stored.kind,
+                    stored.codec,
+                    stored.slot & OFFSET_MASK,
+                    namespace.spec.block_bytes,
+                    stored.stored_length,
+                    stored.checksum,
                 )
-            )  # fmt: skip
+            )
         return ([str(self._shelf.directory.path)] if named else []), named
 
     def _name(self, namespace: Namespace, number: int) -> Stored | None:

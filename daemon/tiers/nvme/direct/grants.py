@@ -53,14 +53,34 @@ class Grant:
     """
 
     __slots__ = (
-        "deadline_s", "epoch", "first", "keys", "lease_id", "named", "namespace", "over", "owner", "parent", "pin",
-        "shelf", "slots",
-    )  # fmt: skip
+        "deadline_s",
+        "epoch",
+        "first",
+        "keys",
+        "lease_id",
+        "named",
+        "namespace",
+        "over",
+        "owner",
+        "parent",
+        "pin",
+        "shelf",
+        "slots",
+    )
 
     def __init__(
-        self, owner: Owner, deadline_s: float, shelf: Shelf, namespace: Namespace, parent: bytes, pin: int,
-        keys: list[bytes], slots: list[int], named: Named | None, first: int,
-    ) -> None:  # fmt: skip
+        self,
+        owner: Owner,
+        deadline_s: float,
+        shelf: Shelf,
+        namespace: Namespace,
+        parent: bytes,
+        pin: int,
+        keys: list[bytes],
+        slots: list[int],
+        named: Named | None,
+        first: int,
+    ) -> None:
         self.lease_id = new_lease_id()
         self.owner = owner
         self.deadline_s = deadline_s
@@ -95,9 +115,15 @@ class Grants:
     """
 
     def __init__(
-        self, placement: Placement, budget: WriteBudget, fairness: Fairness, may_write: Callable[[], bool],
-        counters: Counters, clock_s: Callable[[], float], limit_bytes: int,
-    ) -> None:  # fmt: skip
+        self,
+        placement: Placement,
+        budget: WriteBudget,
+        fairness: Fairness,
+        may_write: Callable[[], bool],
+        counters: Counters,
+        clock_s: Callable[[], float],
+        limit_bytes: int,
+    ) -> None:
         self.leases: dict[int, Grant] = {}
         self.quarantined: dict[int, Grant] = {}
         self.stored_blocks = 0

@@ -143,9 +143,7 @@ def adjoins(before: AnyOp, after: AnyOp) -> bool:
     """Whether two operations can share a system call: same direction, raw, adjoining slots."""
     if isinstance(before, TaskOp) or isinstance(after, TaskOp) or type(before) is not type(after):
         return False
-    return (
-        before.codec == codecs.RAW == after.codec and before.slot + before.moved_bytes == after.slot
-    )
+    return before.codec == codecs.RAW == after.codec and before.slot + before.moved_bytes == after.slot
 
 
 class BlockMover:

@@ -78,9 +78,15 @@ class Directory:
     """
 
     def __init__(
-        self, path: Path, cap_bytes: int, segment_bytes: int, db_reserve_bytes: int = 0, disk: DiskIO | None = None,
-        require_mount: bool = False, before: Home | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        path: Path,
+        cap_bytes: int,
+        segment_bytes: int,
+        db_reserve_bytes: int = 0,
+        disk: DiskIO | None = None,
+        require_mount: bool = False,
+        before: Home | None = None,
+    ) -> None:
         if segment_bytes <= 0 or segment_bytes % PAGE_BYTES:
             raise ConfigError(f"a segment of {segment_bytes} bytes: must be a multiple of {PAGE_BYTES}, e.g. 1GiB")
         self.path = path
@@ -262,8 +268,10 @@ class Directory:
         if found.segment_bytes != self.segment_bytes:
             log.warning(
                 "nvme directory %s has segments of %s and keeps them; the setting says %s (empty it to change that)",
-                self.path, format_bytes(found.segment_bytes), format_bytes(self.segment_bytes),
-            )  # fmt: skip
+                self.path,
+                format_bytes(found.segment_bytes),
+                format_bytes(self.segment_bytes),
+            )
             self.segment_bytes = found.segment_bytes
 
     def _tell_new(self) -> None:
@@ -277,8 +285,11 @@ class Directory:
         if ours:
             log.error(
                 "nvme directory %s: superblock not usable (%s); its content is now in %s until the room is needed, "
-                "and the directory starts empty", self.path, why, put_aside(self._here, ours),
-            )  # fmt: skip
+                "and the directory starts empty",
+                self.path,
+                why,
+                put_aside(self._here, ours),
+            )
 
     def _make_segments_folder(self) -> None:
         path = self._here / "segments"
@@ -292,9 +303,10 @@ class Directory:
     def _name_foreign_files(self) -> None:
         known = {"lock", "probe", "spare", "lost+found"}
         foreign = sorted(
-            path.name for path in self._here.iterdir()
+            path.name
+            for path in self._here.iterdir()
             if path.name not in known and not _is_data(path.name) and not is_aside(path.name)
-        )  # fmt: skip
+        )
         if foreign:
             more = f" and {len(foreign) - _MAX_NAMED} more" if len(foreign) > _MAX_NAMED else ""
             names = ", ".join(foreign[:_MAX_NAMED])
@@ -316,15 +328,19 @@ class Directory:
             if not stat.S_ISREG(_mode_of(path)):
                 log.error(
                     "nvme directory %s: segments/%s is no plain file: left alone, and its blocks are lost; remove it",
-                    self.path, path.name,
-                )  # fmt: skip
+                    self.path,
+                    path.name,
+                )
                 continue
             size_bytes = path.lstat().st_size
             if size_bytes != self.segment_bytes:
                 log.error(
                     "nvme directory %s: segment %s has %d bytes, not %d: dropped",
-                    self.path, path.name, size_bytes, self.segment_bytes,
-                )  # fmt: skip
+                    self.path,
+                    path.name,
+                    size_bytes,
+                    self.segment_bytes,
+                )
                 self._drop(path)
                 continue
             self._fds[number] = self.disk.open(path, self._flags())

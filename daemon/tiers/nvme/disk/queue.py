@@ -37,9 +37,18 @@ DELIVER_NS = 1_000_000
 """Completions handled in one go of the loop: so many, or for so long plus the one in progress."""
 LATENCIES = ("load", "prefetch", "write", "read_call", "write_call")
 COUNTERS = (
-    "reads", "read_bytes", "read_calls", "writes", "written_bytes", "write_calls", "checksum_failures",
-    "other_key_blocks", "cancelled", "abandoned", "refused",
-)  # fmt: skip
+    "reads",
+    "read_bytes",
+    "read_calls",
+    "writes",
+    "written_bytes",
+    "write_calls",
+    "checksum_failures",
+    "other_key_blocks",
+    "cancelled",
+    "abandoned",
+    "refused",
+)
 """Counters, by name in the stats."""
 _IDLE_LOOK_S = 60.0
 

@@ -32,9 +32,13 @@ class Offers:
     """Event loop only. `may_write()`: whether directories can be written to."""
 
     def __init__(
-        self, writes: WriteBehind, placement: Placement, hints: Hints, may_write: Callable[[], bool],
+        self,
+        writes: WriteBehind,
+        placement: Placement,
+        hints: Hints,
+        may_write: Callable[[], bool],
         soon: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._writes = writes
         self._placement = placement
         self._hints = hints

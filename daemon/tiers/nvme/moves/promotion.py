@@ -44,8 +44,18 @@ class _Job:
     """Blocks `numbers` of one namespace, which a lease wants from one directory; those before `next` were requested."""
 
     __slots__ = (
-        "asking", "lease", "namespace", "next", "numbers", "over", "priority", "reading", "run", "shelf", "writing",
-    )  # fmt: skip
+        "asking",
+        "lease",
+        "namespace",
+        "next",
+        "numbers",
+        "over",
+        "priority",
+        "reading",
+        "run",
+        "shelf",
+        "writing",
+    )
 
     def __init__(self, lease: ReadLease, run: Run, shelf: Shelf, numbers: Sequence[int]) -> None:
         self.lease = lease
@@ -240,11 +250,17 @@ class Promotion:
         self._read_bytes[shelf] = self._read_bytes.get(shelf, 0) + job.namespace.size_class.frame_bytes
         region = self._regions[frame >> REGION_SHIFT]
         return ReadOp(
-            done=lambda op: self._done(read, op), slot=stored.slot,
-            address=region.address + (frame & OFFSET_MASK), length=spec.block_bytes, key=key,
-            fingerprint=job.namespace.fingerprint, stored_length=stored.stored_length,
-            checksum=stored.checksum, codec=stored.codec, kind=stored.kind,
-        )  # fmt: skip
+            done=lambda op: self._done(read, op),
+            slot=stored.slot,
+            address=region.address + (frame & OFFSET_MASK),
+            length=spec.block_bytes,
+            key=key,
+            fingerprint=job.namespace.fingerprint,
+            stored_length=stored.stored_length,
+            checksum=stored.checksum,
+            codec=stored.codec,
+            kind=stored.kind,
+        )
 
     def _done(self, read: _Read, op: ReadOp) -> None:
         job = read.job

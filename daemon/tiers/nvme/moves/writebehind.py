@@ -49,6 +49,7 @@ AT_ONCE = 64
 Name = tuple[int, bytes]
 """Namespace number and key."""
 
+
 class Wanted(NamedTuple):
     """A block to be written. `before`: of a windowed one the key of the block before it, if known."""
 
@@ -75,10 +76,17 @@ class WriteBehind:
     """Event loop only; never blocks."""
 
     def __init__(
-        self, placement: Placement, space: Space, regions: dict[int, Region], budget: WriteBudget, fairness: Fairness,
-        codec: str = "raw", soon: Callable[[], None] = lambda: None, events: Events | None = None,
+        self,
+        placement: Placement,
+        space: Space,
+        regions: dict[int, Region],
+        budget: WriteBudget,
+        fairness: Fairness,
+        codec: str = "raw",
+        soon: Callable[[], None] = lambda: None,
+        events: Events | None = None,
         sealed: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.pump_ns = math.inf
         """`pump` stops after so much of this thread's CPU time, when the block in progress is done."""
         self.budget = budget
@@ -307,10 +315,15 @@ class WriteBehind:
         codec, kind = self._form(namespace)
         self._space.allocator.hold(write.frame)
         op = WriteOp(
-            done=lambda op: self._done(write, op), slot=write.slot,
-            address=region.address + (write.frame & OFFSET_MASK), length=namespace.spec.block_bytes,
-            key=write.key, fingerprint=namespace.fingerprint, codec=codec, kind=kind,
-        )  # fmt: skip
+            done=lambda op: self._done(write, op),
+            slot=write.slot,
+            address=region.address + (write.frame & OFFSET_MASK),
+            length=namespace.spec.block_bytes,
+            key=write.key,
+            fingerprint=namespace.fingerprint,
+            codec=codec,
+            kind=kind,
+        )
         self._keep_parent(write)
         self._flying[namespace.number, write.key] = write
         self._fairness.took(write.shelf, namespace)
