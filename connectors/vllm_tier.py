@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from tiercache.connector.connector import Connector
-from tiercache.connector.jobs import Background, Transfer
+from tiercache.connector.jobs import JobQueue, Transfer
 from tiercache.connector.stores import StoreResult
 from tiercache.connectors.vllm.compat import check_version, resolve_kv_cache_block_sizes
 from tiercache.connectors.vllm.events import event_groups, name_blocks, of_group
@@ -77,7 +77,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._jobs: dict[int, LoadJob | StoreJob] = {}
         self._results: list[JobResult] = []  # of jobs that never began
         self._orphans: deque[Orphan] = deque(maxlen=MAX_ORPHANS)
-        self._background = Background("tiercache-jobs")
+        self._background = JobQueue("tiercache-jobs")
         join_vllm()
         try:
             self._begin(Settings.read(settings))

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from tiercache.connector.connector import Connector
-from tiercache.connector.jobs import Background
+from tiercache.connector.jobs import JobQueue
 from tiercache.connector.loads import Match
 from tiercache.connectors.vllm.apart import Apart
 from tiercache.connectors.vllm.compat import CacheHitSource, block_tables, ended_by_output, local_cache
@@ -126,7 +126,7 @@ class Scheduler:
         self._media_ids = media_ids
         self._per_block = per_block
         self._block_size = connector.namespace.block_size
-        self._background = Background("tiercache-lookup")
+        self._background = JobQueue("tiercache-lookup")
         self._adapters = Apart("tiercache-adapter")
         self._slow = False  # whether the last lookup was; set by their thread
         self._began_s: float | None = None  # start of the lookup in progress; set by their thread

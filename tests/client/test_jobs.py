@@ -1,4 +1,4 @@
-"""Transfers in the background that fail in every way."""
+"""Work in the background that fails in every way: transfers, and small tasks."""
 
 from __future__ import annotations
 
@@ -129,3 +129,53 @@ def test_a_queue_that_gets_no_thread_refuses_and_tries_again(no_threads: pytest.
     assert queue.submit(later)
     assert later.result() == 1
     queue.close()
+
+
+def test_all_is_done_in_order_though_some_of_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+    background, done = JobQueue("test"), list[int]()
+    background.later(lambda: done.append(1))
+    background.later(lambda: 1 / 0)
+    background.later(lambda: done.append(2))
+    assert done == []
+    assert background.finish(30)
+    assert done == [1, 2]
+    assert "nobody foresaw" in caplog.text
+    background.close()
+
+
+def test_finish_waits_no_longer_than_it_is_told() -> None:
+    background, gate = JobQueue("test"), threading.Event()
+    background.later(lambda: gate.wait(30))
+    assert not background.finish(0.01)
+    gate.set()
+    assert background.finish(30)
+    background.later(gate.clear)
+    background.close()
+    assert not gate.is_set()
+    assert background.finish(30)
+    background.later(gate.set)
+    assert not background.finish(30), "nobody is there to do it"
+
+
+def test_tasks_that_get_no_thread_wait_for_one(no_threads: pytest.MonkeyPatch) -> None:
+    background, done = JobQueue("test"), list[int]()
+    background.later(lambda: done.append(1))
+    background.begin()
+    assert not background.finish(0.01)
+    no_threads.undo()
+    background.begin_with(lambda: done.append(2))
+    assert background.finish(30)
+    assert done == [1, 2]
+    background.close()
+
+
+def test_closing_does_the_tasks_that_wait_and_drops_later_ones() -> None:
+    background, gate, done = JobQueue("test", 1), threading.Event(), list[int]()
+    background.begin_with(lambda: gate.wait(30))
+    background.later(lambda: done.append(1))
+    threading.Timer(0.02, gate.set).start()
+    background.close()
+    background.begin_with(lambda: done.append(2))
+    assert background.finish(30)
+    assert done == [1]
+    assert not background.submit(make(lambda: 3))

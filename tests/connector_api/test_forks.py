@@ -18,7 +18,7 @@ import pytest
 from connector_helpers import BLOCK_BYTES, keys, spec, wait_until
 
 import tiercache
-from tiercache.connector.jobs import Background, JobQueue, Transfer
+from tiercache.connector.jobs import JobQueue, Transfer
 from tiercache.copies.pool import Limit
 from tiercache.errors import DaemonUnavailable, TierCacheError
 from tiercache.ground import forks
@@ -179,7 +179,7 @@ def test_what_was_under_way_is_over_in_the_child_and_goes_on_in_the_parent() -> 
 
 
 def test_work_in_the_background_is_dropped_in_the_child() -> None:
-    background, done = Background("test"), []
+    background, done = JobQueue("test"), []
 
     def look() -> list[object]:
         background.later(lambda: done.append("child"))

@@ -1,4 +1,4 @@
-"""Background work: transfers and their queue, and small tasks that the caller must not wait for."""
+"""Work in the background: transfers, and the queue that performs them and small tasks, in one thread."""
 
 from __future__ import annotations
 
@@ -104,34 +104,99 @@ class Transfer(Generic[T]):
         self._done.set()
 
 
-class JobQueue:
-    """One thread that runs transfers in order; the queue is bounded."""
+class _Task:
+    """Work without a result: done even when its queue is closed meanwhile, and dropped in a forked child."""
 
-    def __init__(self, name: str, capacity: int) -> None:
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+
+    def perform(self) -> None:
+        try:
+            self._work()
+        except Exception:
+            # The engine must go on after any error.
+            logger.exception("work in the background failed in a way that nobody foresaw")
+
+    def cancel(self) -> None:
+        """It is small."""
+
+    def forget_in_child(self) -> None:
+        """Nobody waits for it."""
+
+
+class JobQueue:
+    """One thread that performs jobs in order: transfers, of which the queue takes so many, and small tasks.
+
+    Most of a task's cost is to wake the thread, so tasks are collected by `later`, and `begin` wakes it once for all of
+    them. An engine's scheduler can so hand over work within some microseconds. The thread starts with the first job.
+
+    Args:
+        name: of the thread.
+        capacity: how many jobs may wait when a transfer is submitted; 0 for a queue of tasks.
+    """
+
+    def __init__(self, name: str, capacity: int = 0) -> None:
         self._name = name
         self._capacity = capacity
-        self._jobs: deque[Transfer[Any]] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # a signal handler may submit while this thread has it
+        self._jobs: deque[Transfer[Any] | _Task] = deque()
+        self._performing: Transfer[Any] | _Task | None = None
+        self._collected: list[_Task] = []
+        self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._performing: Transfer[Any] | None = None
         self._closed = False
-        forks.watch(self, "_changed")
+        forks.watch(self, "_lock")
 
     def submit(self, transfer: Transfer[Any]) -> bool:
         """Queue a transfer. False when the queue is full or closed, or has no thread and gets none."""
-        # Uninterrupted: a signal handler that submits meanwhile would start a second thread. And not under the lock: a
-        # handler that closes the queue waits for the thread, which needs the lock.
-        if self._thread is None and not uninterrupted(self._start):
+        if not self._has_thread():
             return False
-        with self._changed:
+        with self._lock:
             if self._closed or len(self._jobs) >= self._capacity:
                 return False
             self._jobs.append(transfer)
-            self._changed.notify()
+        self._wakeups.put(None)
         return True
 
+    def later(self, work: Callable[[], object]) -> None:
+        """Collect a task, to be done after the next `begin`. For one thread, which also calls `begin` and `finish`."""
+        self._collected.append(_Task(work))
+
+    def begin(self) -> None:
+        """Start the collected tasks. A closed queue drops them."""
+        if self._collected:
+            collected, self._collected = self._collected, []
+            self._hand_over(collected)
+
+    def begin_with(self, work: Callable[[], object]) -> None:
+        """Have a task done soon. For any thread."""
+        self._hand_over([_Task(work)])
+
+    def _hand_over(self, tasks: list[_Task]) -> None:
+        if self._closed:
+            return
+        self._jobs.extend(tasks)
+        if self._has_thread():  # else they wait for later ones, which may get one
+            self._wakeups.put(None)
+
+    def finish(self, timeout_s: float) -> bool:
+        """Wait until all tasks are done, for `timeout_s` at most; returns whether they are."""
+        if self._closed:
+            return not self._collected and not self._jobs and self._performing is None
+        done = threading.Event()
+        self.later(done.set)
+        self.begin()
+        return done.wait(timeout_s)
+
+    def _has_thread(self) -> bool:
+        # Uninterrupted: a signal handler that submits meanwhile would start a second thread. And not under the lock: a
+        # handler that closes the queue waits for the thread, which needs the lock.
+        return self._thread is not None or uninterrupted(self._start)
+
     def _start(self) -> bool:
-        with self._changed:
+        with self._lock:
             if self._thread is None and not self._closed:
                 thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 try:
@@ -142,94 +207,36 @@ class JobQueue:
         return True
 
     def __len__(self) -> int:
-        """Transfers that have not begun."""
+        """Jobs that have not begun."""
         return len(self._jobs)
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._jobs:
-                    if self._closed:
-                        return
-                    self._changed.wait(1.0)
-                transfer = self._performing = self._jobs.popleft()
-            transfer.perform()
-            self._performing = None
+        while not self._closed or self._jobs:
+            self._wakeups.get()
+            while self._jobs:
+                # Noted before it leaves the queue: a child that is forked in between must know of it.
+                self._performing = self._jobs[0]
+                self._jobs.popleft().perform()
+                self._performing = None
 
     def close(self) -> None:
-        """Cancel what is queued, and wait for what has begun, for at most 5 s."""
-        with self._changed:
+        """Cancel the transfers that wait, and finish the rest: tasks, and what has begun. Blocks for at most 5 s."""
+        self.begin()
+        with self._lock:
             self._closed = True
-            for transfer in self._jobs:
-                transfer.cancel()
-            self._changed.notify_all()
+            for job in tuple(self._jobs):  # its thread takes from it meanwhile
+                job.cancel()
+        self._wakeups.put(None)
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child, where its thread does not exist: all submitted transfers are over."""
+        """After a fork, in the child, where its thread does not exist: all jobs are over."""
         self._closed = True
-        for transfer in (*self._jobs, *filter(None, [self._performing])):
-            transfer.forget_in_child()
+        if self._performing is not None:
+            self._performing.forget_in_child()
+        for job in self._jobs:
+            job.forget_in_child()
         self._jobs.clear()
-
-
-class Background:
-    """One thread that runs small tasks in order, for one other thread.
-
-    Most of a task's cost is to wake this thread, so it is woken once for many. An engine's scheduler can so hand over
-    work within some microseconds.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._batch: list[Callable[[], object]] = []
-        self._batches: queue.SimpleQueue[list[Callable[[], object]]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-        self._over = False
-        forks.watch(self)
-
-    def later(self, work: Callable[[], object]) -> None:
-        """Queue work to be done after the next `begin`."""
-        self._batch.append(work)
-
-    def begin(self) -> None:
-        """Start the queued work. After a fork there is no thread for it, and it is dropped."""
-        if self._over:
-            self._batch.clear()
-        if self._batch:
-            batch, self._batch = self._batch, []
-            self._batches.put(batch)
-
-    def begin_with(self, work: Callable[[], object]) -> None:
-        """Have it done soon. For any thread."""
-        self._batches.put([work])
-
-    def finish(self, timeout_s: float) -> bool:
-        """Wait until all queued work is done, for `timeout_s` at most; returns whether it is."""
-        if not self._thread.is_alive():  # closed
-            return not self._batch
-        done = threading.Event()
-        self.later(done.set)
-        self.begin()
-        return done.wait(timeout_s)
-
-    def _run(self) -> None:
-        while batch := self._batches.get():
-            for work in batch:
-                try:
-                    work()
-                except Exception:
-                    # The engine must go on after any error.
-                    logger.exception("work in the background failed in a way that nobody foresaw")
-
-    def close(self) -> None:
-        """Finish the remaining work, for at most 5 s."""
-        self.begin()
-        self._batches.put([])
-        self._thread.join(CLOSE_TIMEOUT_S)
-
-    def forget_in_child(self) -> None:
-        """After a fork, in the child, where its thread does not exist."""
-        self._over = True
-        self._batches = queue.SimpleQueue()
+        self._collected.clear()
+        self._wakeups = queue.SimpleQueue()
