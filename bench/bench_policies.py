@@ -1,4 +1,4 @@
-"""How much of the best possible each eviction policy of the daemon's gets, and what it costs.
+"""How much of the best possible each eviction policy gets, and what it costs: the daemon's, and those in `policies/`.
 
     TIERCACHE_TRACES=traces .venv/bin/python bench/bench_policies.py               # every policy
     .venv/bin/python bench/bench_policies.py --policy lru --jobs 2 --only claude   # one, on traces of that name
@@ -37,17 +37,17 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from common import ROOT, SEED, Report
+from policies import ALL
 from policy_promises import DEFAULT, DIVISORS, Promise, Rates, of_cost, of_means, on_small_workloads, on_traces
 from traces import trace_files
 
-from tiercache.daemon.policies import POLICIES
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.fast_cache import Swift
 from tiercache.replay.formats.mooncake import Mooncake
 from tiercache.replay.formats.trace import Trace
 from tiercache.replay.optimum import Accesses
-from tiercache.replay.played import play
+from tiercache.replay.played import Played, Requests, engine_for, play
 from tiercache.replay.requests import Request
 from tiercache.replay.simulation import Sizes
 
@@ -136,6 +136,12 @@ class Faster:
         return (request._replace(time_s=request.time_s / self._divisor) for request in self._trace)
 
 
+def replay(requests: Requests, sizes: Sizes, exact: bool = False) -> Played:
+    """`play`, with any of the policies compared."""
+    start_s = next(iter(requests)).time_s
+    return play(requests, sizes, engine=engine_for(sizes, exact, start_s, ALL))
+
+
 def name_of(path: Path) -> str:
     return path.name.removesuffix(".gz").removesuffix(".jsonl")
 
@@ -172,7 +178,7 @@ def one_cell(
         headroom_bytes=headroom_bytes,
         nvme_write_budget_bytes=best.budget_bytes_per_day(budget),
     )
-    played = play(Faster(open_trace(path), divisor), sizes, exact=exact)
+    played = replay(Faster(open_trace(path), divisor), sizes, exact=exact)
     asked = max(1, best.asked_blocks)
     return Cell(
         name_of(path),
@@ -297,7 +303,7 @@ def cost_us(listed: Listed) -> float:
     took_s, moved = {}, 1
     for policy in (DEFAULT, "lru"):
         size = Sizes(sizes_of(listed, policy).dram_bytes, policy=policy)
-        plays = [play(listed, size) for _ in range(PASSES)]
+        plays = [replay(listed, size) for _ in range(PASSES)]
         took_s[policy] = min(played.cpu_s for played in plays)
         moved = max(1, plays[0].tallies.dram_evicted)
     return 1e6 * (took_s[DEFAULT] - took_s["lru"]) / moved
@@ -363,7 +369,7 @@ def measure_speed(report: Report, paths: list[Path], policies: list[str]) -> Non
             both, alone = [], []
             for _ in range(PASSES):
                 for rates, size in ((both, sizes), (alone, Sizes(sizes.dram_bytes, policy=policy))):
-                    played = play(listed, size)
+                    played = replay(listed, size)
                     rates.append(played.asked_blocks / played.cpu_s)
             key = f"{policy}_{name_of(path)}"
             report.add(
@@ -392,7 +398,7 @@ def report_calls(report: Report, listed: Listed, sizes: Sizes, policy: str, key:
     clock, all calls for that at their medians, since most blocks go in runs and cost a `follows` only.
     """
     samples: dict[str, array[int]] = defaultdict(lambda: array("q"))
-    engine = Swift(Sizes(sizes.dram_bytes, policy=policy))
+    engine = Swift(Sizes(sizes.dram_bytes, policy=policy), policies=ALL)
     engine.declare(1, listed.specs[1])
     engine._dram.policy = engine._dram.table.policy = Timed(engine._dram.policy, samples)
     for request in listed:
@@ -428,7 +434,7 @@ def measure_memory(report: Report, policy: str) -> None:
         return Request(number / 1000, number.to_bytes(KEY_BYTES, "little"), 512)
 
     tracemalloc.start()
-    engine = Swift(Sizes(MEMORY_BLOCKS * BLOCK_BYTES, policy=policy))
+    engine = Swift(Sizes(MEMORY_BLOCKS * BLOCK_BYTES, policy=policy), policies=ALL)
     trace = open_trace(SAMPLE)
     engine.declare(1, trace.specs[1])
     before = tracemalloc.get_traced_memory()[0]
@@ -451,7 +457,7 @@ def measure_memory(report: Report, policy: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", action="append", choices=sorted(POLICIES), help="default: all")
+    parser.add_argument("--policy", action="append", choices=sorted(ALL), help="default: all")
     parser.add_argument("--only", default="", help="traces whose name contains this")
     parser.add_argument("--percent", type=float, action="append", help="sizes of DRAM, default: 1 2 5 10 20")
     parser.add_argument("--budget", type=float, action="append", help="writes to NVMe for each block asked for, too")
@@ -464,7 +470,7 @@ def main() -> None:
     paths = [path for path in trace_files() or [SAMPLE] if options.only in path.name]
     if not paths:
         sys.exit(f"no trace in TIERCACHE_TRACES has {options.only!r} in its name")
-    policies = options.policy or list(POLICIES)
+    policies = options.policy or list(ALL)
     report = PolicyReport("policies")
     report.cells, report.promises = [], []
     if options.speed:

@@ -13,7 +13,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tiercache.daemon.policies import POLICIES
+from policies import ALL
+
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.replay.fast_cache import Swift
 from tiercache.replay.requests import Request, chain_keys, plain_spec
@@ -120,7 +121,7 @@ SMALL: tuple[Callable[[], Prompts], ...] = (
 
 def small_rates(make: Callable[[], Prompts], policy: str, divisor: float, nvme: bool) -> tuple[float, float]:
     """Shares of the blocks asked for that were in DRAM, and in both tiers. Prompts are a second apart, divided."""
-    engine = Swift(Sizes(ROOM * BLOCK_BYTES, 5 * ROOM * BLOCK_BYTES * nvme, policy=policy))
+    engine = Swift(Sizes(ROOM * BLOCK_BYTES, 5 * ROOM * BLOCK_BYTES * nvme, policy=policy), policies=ALL)
     engine.declare(1, plain_spec(16, BLOCK_BYTES))
     asked = dram = both = 0
     for number, ids in enumerate(make()):
@@ -133,7 +134,7 @@ def small_rates(make: Callable[[], Prompts], policy: str, divisor: float, nvme: 
 
 def lost_too_soon(policy: str, divisor: float) -> int:
     """Blocks that were not found although less than a tenth had been stored after them, beside a hot set."""
-    engine = Swift(Sizes(ROOM * BLOCK_BYTES, policy=policy))
+    engine = Swift(Sizes(ROOM * BLOCK_BYTES, policy=policy), policies=ALL)
     engine.declare(1, plain_spec(16, BLOCK_BYTES))
     latest = ROOM // 10 // PROMPT
     lost = 0
@@ -151,7 +152,7 @@ def lost_too_soon(policy: str, divisor: float) -> int:
 
 def on_small_workloads() -> list[Promise]:
     """Promises a, b and c where no trace is needed."""
-    lost = max(lost_too_soon(policy, divisor) for policy in POLICIES for divisor in DIVISORS)
+    lost = max(lost_too_soon(policy, divisor) for policy in ALL for divisor in DIVISORS)
     rows = [Promise("a", "blocks of a tenth of the arena that were not found, any policy", lost, 0)]
     for make in SMALL:
         changed = behind = 0.0

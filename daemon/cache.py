@@ -25,7 +25,7 @@ from tiercache.daemon.index.ages import Ages
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.observe.reuse import WhatIf
 from tiercache.daemon.observe.traffic import Traffic
-from tiercache.daemon.policies import Policies
+from tiercache.daemon.policies import POLICIES, Maker, Policies
 from tiercache.daemon.prefetch import Ahead
 from tiercache.daemon.tiers.dram.check import check_dram
 from tiercache.daemon.tiers.dram.leases import Owner, Reservation
@@ -51,7 +51,7 @@ _HINTED_AT_ONCE = 32
 class CacheLimits:
     """Limits of the cache beside the size of its arena; for the last two see `Unfinished`."""
 
-    policy: str = "lru"
+    policy: Maker = POLICIES["lru"]
     headroom_bytes: int = 0
     pin_share: float = 0.5
     quota: Mapping[str, int] = field(default_factory=dict)

@@ -136,7 +136,7 @@ def test_memory_may_be_said() -> None:
         ({"unknown": 1}, "unknown"),
         ({"arenaMemoryLimit": "32Gi"}, "32Gi is too little for an arena of 32GiB"),
         ({"settings": {"polcy": "lru"}}, "polcy"),
-        ({"settings": {"policy": "best"}}, "workload-aware"),
+        ({"settings": {"policy": "arc"}}, "hazard"),
         ({"settings": {"arena": "1GiB"}}, "arena"),
         ({"settings": {"what_if": "maybe"}}, "what_if"),
         ({"settings": {"max_sessions": 0}}, "max_sessions"),

@@ -77,10 +77,8 @@ MAY_IMPORT_HEAVY_LAZILY = {
 }
 LAZY_IN_THE_DAEMON = {("tiercache.daemon.tiers.nvme.disk.codecs", "numpy")}
 """Only where a codec other than raw is in use."""
-ON_DEMAND = {f"tiercache.daemon.policies.{name}" for name in ("hazard", "predictor", "reusetimes", "sketch", "worths")}
+ON_DEMAND = {f"tiercache.daemon.policies.{name}" for name in ("hazard", "predictor", "worths")}
 """Loaded only by a daemon whose `policy` needs them: these may use numpy, and nothing loads them at its top."""
-NEEDS_ON_DEMAND = {f"tiercache.daemon.policies.{name}" for name in ("workload_aware", "wtinylfu")}
-"""The policies that do so."""
 NOT_IN_THE_DAEMON = {*HEAVY, "numpy", "typer", "rich", "tiercache.protocol.keys"}
 """The daemon is small enough for a sidecar: numpy alone would be a third of its memory."""
 
@@ -165,7 +163,7 @@ def problem(found: Import) -> str | None:
         return None
     if found.importer in ON_DEMAND and package == "numpy":
         return None
-    if found.module in ON_DEMAND and found.importer not in {*ON_DEMAND, *NEEDS_ON_DEMAND} and not found.lazy:
+    if found.module in ON_DEMAND and found.importer not in ON_DEMAND and not found.lazy:
         return f"{found.module} is loaded on demand only"
     if importer == "tiercache.daemon" and {package, found.module} & NOT_IN_THE_DAEMON:
         return f"{found.module} is not for the daemon"
@@ -243,8 +241,7 @@ def test_importing_tiercache_is_light() -> None:
 
 
 def test_the_daemon_is_light() -> None:
-    on_demand = {*ON_DEMAND, *NEEDS_ON_DEMAND}
-    names = [name for name in modules() if unit(name) == "tiercache.daemon" and name not in on_demand]
+    names = [name for name in modules() if unit(name) == "tiercache.daemon" and name not in ON_DEMAND]
     assert loaded_by(*names) & NOT_IN_THE_DAEMON == set()
 
 

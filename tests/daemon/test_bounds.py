@@ -16,6 +16,7 @@ from test_cache_edges import FRAME_BYTES, Harness, chain
 
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.index.index import Index
+from tiercache.daemon.policies import POLICIES
 from tiercache.daemon.policies.window import Window
 from tiercache.daemon.requests import router, service
 from tiercache.daemon.requests.unsent import Unsent
@@ -197,7 +198,7 @@ def test_large_blocks_do_not_push_all_small_ones_out_of_the_window_at_once(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     monkeypatch.setattr("tiercache.daemon.policies.window.LET_OUT", 16)
-    cache = Cache(lambda: 0.0, CacheLimits(policy=policy))
+    cache = Cache(lambda: 0.0, CacheLimits(policy=POLICIES[policy]))
     for region_id in range(2):
         cache.space.allocator.add_region(region_id, BLOCKS * FRAME_BYTES)
     h = Harness()

@@ -35,7 +35,7 @@ class Harness:
 
     def __init__(self, frames: int = 8, regions: int = 1, policy: str = "lru") -> None:
         self.clock = Clock()
-        self.cache = Cache(self.clock, CacheLimits(policy, quarantine_bytes=1 << 30))
+        self.cache = Cache(self.clock, CacheLimits(POLICIES[policy], quarantine_bytes=1 << 30))
         for region in range(regions):
             self.cache.space.allocator.add_region(region, frames * 4096)
         self.owner = Owner(b"a" * 16)

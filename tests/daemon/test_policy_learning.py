@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_policy_rules import STILL, key
 
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
@@ -12,12 +11,16 @@ from tiercache.daemon.policies import hazard, predictor
 from tiercache.daemon.policies.hazard import LeastWorth
 from tiercache.daemon.policies.lru import LeafLRU
 from tiercache.daemon.policies.predictor import Context, Predictor
-from tiercache.daemon.policies.reusetimes import ReuseTimes
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.daemon.policies.window import Window, is_below
-from tiercache.daemon.policies.workload_aware import LIFETIME_EVICTIONS, LIFETIME_MOST, WorkloadAware
+from tiercache.protocol.messages import KEY_BYTES
 
 CONTEXT = Context(0, 0, 1)
+STILL = Turnover(lambda: 0.0)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(KEY_BYTES, "little")
 
 
 def turns(turnover: Turnover, times: float) -> None:
@@ -78,6 +81,39 @@ def test_what_is_in_the_tier_below_leaves_the_window_at_once() -> None:
     is_below(index, child)
     assert not window._inside[child]
     assert window.inner.victim() == child
+
+
+def test_in_the_tier_below_a_block_is_as_new_as_its_own_write() -> None:
+    for below in (False, True):
+        turnover = Turnover(lambda: 0.0)
+        turnover.room_bytes = lambda: 1000
+        index = Index(lambda frame: None)
+        window = Window(index, LeafLRU(index.columns), turnover, below=below)
+        table = index.add_table(1, window, windowed=False)
+        turnover.comes(100, stored=True)
+        parent = index.insert(table, key(1), table.root, 1)
+        turnover.came()
+        turnover.stored_bytes += 700  # others
+        child = index.insert(table, key(2), parent, 2)  # brought up, or written behind
+        assert window._stored[child] == (800 if below else 100)
+
+
+def test_the_window_gives_what_it_has_where_nothing_else_may_go() -> None:
+    turnover = Turnover(lambda: 0.0)
+    turnover.room_bytes = lambda: 1000
+    index = Index(lambda frame: None)
+    window = Window(index, LeafLRU(index.columns), turnover)
+    table = index.add_table(1, window, windowed=False)
+    entries = []
+    for number in range(3):
+        turnover.comes(10, stored=True)
+        entries.append(index.insert(table, key(number), table.root, number))
+        turnover.came()
+    for entry in entries:
+        assert window._inside[entry]
+        assert window.victim() == entry
+        index.evict(entry)
+    assert window.victim() == NO_ENTRY
 
 
 # --- hazard --------------------------------------------------------------------------------------
@@ -175,30 +211,3 @@ def test_places_of_the_sample_are_used_again() -> None:
         learner._begin(key(number), 0, CONTEXT, b"")
         learner._let_go(key(number))
     assert (len(learner._samples), len(learner._classes)) == (0, 1)
-
-
-# --- workload-aware ------------------------------------------------------------------------------
-
-
-def test_lifetimes_are_measured_over_so_many_evictions() -> None:
-    index, turnover = Index(lambda frame: None), Turnover(lambda: 0.0)
-    turnover.room_bytes = lambda: 1000
-    policy = WorkloadAware(index, ReuseTimes(turnover))
-    policy._live = 2 * LIFETIME_EVICTIONS
-    turns(turnover, 0.5)
-    for _ in range(LIFETIME_EVICTIONS):
-        assert policy.lifetime == LIFETIME_MOST
-        policy._gone()
-    assert policy.lifetime == pytest.approx(0.5)
-    assert policy._evictions == 0
-
-
-def test_what_the_daemon_moves_was_not_used() -> None:
-    index, turnover = Index(lambda frame: None), Turnover(lambda: 0.0)
-    turnover.room_bytes = lambda: 1000
-    policy = WorkloadAware(index, ReuseTimes(turnover))
-    table = index.add_table(1, policy, windowed=False)
-    entry = index.insert(table, key(1), table.root, 1)
-    turns(turnover, 3.0)
-    index.touch(entry)
-    assert policy._used_at[entry] == 0.0

@@ -76,12 +76,12 @@ def test_more_cache_has_more_hits_and_the_optimum_has_most(capsys: pytest.Captur
 
 def test_policies_are_compared_in_one_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, short: Path) -> None:
     arguments = ["--dram", "2%,5%", "--nvme", "5x"]
-    both = points(capsys, short, *arguments, "--policy", "lru, s3fifo,lru")
+    both = points(capsys, short, *arguments, "--policy", "lru, hazard,lru")
     assert [(point["dram"], point["policy"]) for point in both] == [
         ("2%", "lru"),
-        ("2%", "s3fifo"),
+        ("2%", "hazard"),
         ("5%", "lru"),
-        ("5%", "s3fifo"),
+        ("5%", "hazard"),
     ]
     alone = points(capsys, short, *arguments, "--policy", "lru")
     for name in ("hit_rates", "tallies", "optimum"):
@@ -89,10 +89,10 @@ def test_policies_are_compared_in_one_run(capsys: pytest.CaptureFixture[str], tm
     assert both[1]["optimum"] == both[0]["optimum"] != both[2]["optimum"]
     pytest.importorskip("matplotlib")
     picture = tmp_path / "policies.svg"
-    status, out, _ = run(capsys, short, *arguments, "--policy", "lru,s3fifo", "--plot", picture)
+    status, out, _ = run(capsys, short, *arguments, "--policy", "lru,hazard", "--plot", picture)
     rows = [line.split()[4] for line in out.splitlines() if line.startswith(("2%", "5%"))]
-    assert (status, rows) == (0, ["lru", "s3fifo"] * 2)
-    assert "policy lru and s3fifo" in out
+    assert (status, rows) == (0, ["lru", "hazard"] * 2)
+    assert "policy lru and hazard" in out
 
 
 def test_plan_and_replay_reckon_with_the_same_machine(capsys: pytest.CaptureFixture[str], short: Path) -> None:
@@ -151,7 +151,8 @@ def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
         (["--dram", "much"], "--dram much: is no size"),
         (["--dram", "5%", "--nvme", "ax"], "--nvme ax: is no size"),
         (["--dram", "0"], "must be at least one block"),
-        (["--dram", "5%", "--policy", "best"], "--policy best: must be one of lru"),
+        (["--dram", "5%", "--policy", "best"], "--policy best: must be one of: lru, hazard"),
+        (["--dram", "5%", "--policy", "arc"], "--policy arc: is no longer offered: write hazard (the default) or lru"),
         (["--dram", "5%", "--format", "csv"], "--format csv: must be auto"),
         (["--dram", "5%", "--model", "Llama-9"], "Llama-9"),
         (["--dram", "5%", "--plot", "sizes.gif"], "must end in .png or .svg"),
@@ -171,6 +172,19 @@ def test_what_is_wrong_is_said_in_one_line(
     assert (status, out) == (2, "")
     assert words in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_recording_with_a_policy_of_an_earlier_release_is_replayed_with_another(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "old.jsonl"
+    path.write_text(json.dumps({"tiercache_trace": 1, "policy": "arc", "arena_bytes": 1 << 30}) + "\n")
+    status, out, err = run(capsys, path)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f"{path}: recorded with policy arc" in err
+    assert "--policy hazard" in err
+    (point,) = points(capsys, path, "--policy", "hazard")  # it has no requests
+    assert (point["policy"], point["requests"]) == ("hazard", 0)
 
 
 def test_bad_lines_are_told_or_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 
-from tiercache.daemon.policies import POLICIES
+from tiercache.daemon.policies import POLICIES, Maker
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay import fast_cache as swift_module
 from tiercache.replay import played as played_module
@@ -57,12 +57,18 @@ def sizes(dram: int, nvme: int, policy: str = "lru", budget_bytes: int = 0) -> S
         ("hazard", 8, 40),
         ("lru", 50, 20),
         ("hazard", 50, 20),
-        *((policy, 30, 60) for policy in POLICIES),
+        ("lru", 30, 60),
+        ("hazard", 30, 60),
     ],
 )
 def test_swift_decides_as_the_daemon(policy: str, dram: int, nvme: int) -> None:
+    decides_as_the_daemon(policy, dram, nvme, POLICIES)
+
+
+def decides_as_the_daemon(policy: str, dram: int, nvme: int, policies: Mapping[str, Maker]) -> None:
+    its = sizes(dram, nvme, policy)
     for seed in range(2):
-        swift, exact = Swift(sizes(dram, nvme, policy)), Simulation(sizes(dram, nvme, policy), {1: SPEC})
+        swift, exact = Swift(its, policies=policies), Simulation(its, {1: SPEC}, policies=policies)
         swift.declare(1, SPEC)
         for request in conversations(seed):
             assert swift.play(request) == exact.play(request), f"seed {seed}, request at {request.time_s}"
@@ -91,15 +97,19 @@ def test_prompts_of_several_stores_are_kept_alike(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_swift_spends_a_write_budget_as_the_daemon(policy: str) -> None:
+    spends_a_write_budget_as_the_daemon(policy, POLICIES)
+
+
+def spends_a_write_budget_as_the_daemon(policy: str, policies: Mapping[str, Maker]) -> None:
     day_bytes = 40 * 12 * BLOCK_BYTES  # 40 blocks in two hours
     limited = sizes(20, 60, policy, day_bytes)
-    swift, exact = Swift(limited), Simulation(limited, {1: SPEC})
+    swift, exact = Swift(limited, policies=policies), Simulation(limited, {1: SPEC}, policies=policies)
     swift.declare(1, SPEC)
     for request in conversations(3):
         assert swift.play(request._replace(time_s=300 * request.time_s)) == exact.play(
             request._replace(time_s=300 * request.time_s)
         )
-    unlimited = Swift(sizes(20, 60, policy))
+    unlimited = Swift(sizes(20, 60, policy), policies=policies)
     unlimited.declare(1, SPEC)
     for request in conversations(3):
         unlimited.play(request)

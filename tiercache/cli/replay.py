@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tiercache.cli.exits import EXIT_OK
 from tiercache.cli.machine import as_bytes, check_mfu, find_gpu
 from tiercache.cli.report import Section, print_json, print_sections, with_human
-from tiercache.daemon.policies import POLICIES
+from tiercache.config.settings import SETTINGS
 from tiercache.errors import ConfigError
 from tiercache.ground.units import format_bytes, format_duration
 from tiercache.plan.model import load_model
@@ -102,8 +102,8 @@ def _check(options: Options) -> None:
         text = f"names a GPU or its memory (80GiB): an engine's own pool is --gpu-pool {options.gpu}"
         raise ConfigError(f"--gpu {options.gpu}: {text}")
     for policy in _parts(options.policy):
-        if policy not in POLICIES:
-            raise ConfigError(f"--policy {policy}: must be one of {', '.join(POLICIES)}")
+        if problem := SETTINGS["policy"].kind.check(policy):
+            raise ConfigError(f"--policy {policy}: {problem}")
 
 
 def _parts(text: str | None) -> tuple[str, ...]:

@@ -34,6 +34,11 @@ from tiercache.config.setting_kinds import (
     within,
 )
 
+_POLICIES_GONE = dict.fromkeys(
+    ("arc", "s3fifo", "wtinylfu", "workload-aware"),
+    "is no longer offered: write hazard (the default) or lru; bench/policies keeps it for comparison",
+)
+
 _TABLE = (
     Setting(
         "run_dir",
@@ -69,13 +74,9 @@ _TABLE = (
     Setting(
         "policy",
         "policy",
-        choice("lru", "hazard", "arc", "s3fifo", "wtinylfu", "workload-aware"),
+        choice("lru", "hazard", gone=_POLICIES_GONE),
         "Which blocks go first when a tier is full. lru: the end of the prefix that was used longest ago. "
-        "hazard: what is least likely to be used soon for the room that it takes, learnt from what is asked for. "
-        "arc: of those used once or those used again, in shares that adapt. "
-        "s3fifo: in the order in which they came, but those used meanwhile stay. "
-        "wtinylfu: what was asked for less often than what comes. "
-        "workload-aware: what is least likely to be used again while it would last, by kind of request.",
+        "hazard: what is least likely to be used soon for the room that it takes, learnt from what is asked for.",
     ),
     Setting(
         "headroom",

@@ -8,11 +8,13 @@ resident blocks afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.chain_ends import Prompts, Tails
 from tiercache.daemon.index.index import LIVE, Index, Table
 from tiercache.daemon.index.policy import NO_ENTRY, Policy
-from tiercache.daemon.policies import Policies
+from tiercache.daemon.policies import POLICIES, Maker, Policies
 from tiercache.daemon.policies.window import is_below
 from tiercache.daemon.tiers.dram.space import SLICE
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
@@ -25,8 +27,6 @@ from tiercache.replay.requests import Kind, Request
 from tiercache.replay.simulation import Outcome, Sizes, Tallies
 
 WRITER = b"client"
-ALIKE = ("lru", "hazard")
-"""Policies that evict the same blocks when asked once per block and once per run of blocks."""
 
 
 class _Tier:
@@ -68,8 +68,9 @@ class _Tier:
 class Swift:
     """One cache for the prompts of one namespace. Single-threaded; no I/O."""
 
-    def __init__(self, sizes: Sizes, start_s: float = 0.0) -> None:
+    def __init__(self, sizes: Sizes, start_s: float = 0.0, policies: Mapping[str, Maker] = POLICIES) -> None:
         self._sizes = sizes
+        self._maker = policies[sizes.policy]
         self.now_s = start_s
         self._written = self._promoted = self._refused = 0
 
@@ -77,7 +78,8 @@ class Swift:
         """Add the namespace; there can be no other."""
         assert number == 1, "prompts of one namespace: others are for Simulation"
         sizes, self._block_bytes, self._spec_bytes = self._sizes, spec.frame_bytes, spec.block_bytes
-        policies = Policies(sizes.policy, lambda: self.now_s)
+        policies = Policies(self._maker, lambda: self.now_s)
+        self._alike_in_runs = policies.alike_in_runs
         self._predictor, self._turnover = policies.predictor, policies.turnover
         self._dram = _Tier(policies, sizes.dram_bytes // spec.frame_bytes)
         self._prompts = Prompts()
@@ -220,7 +222,7 @@ class Swift:
         parent = nvme.entry(keys, first)
         if first == end or parent == NO_ENTRY:
             return  # NVMe has all of them, or lacks the block before them
-        at_once = not budget.bytes_per_day and self._sizes.policy in ALIKE
+        at_once = not budget.bytes_per_day and self._alike_in_runs
         if at_once and self._write_run(nvme, keys, first, end, parent):
             return
         for number in range(first, end):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from tiercache.daemon.policies import POLICIES, Maker
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.fast_cache import Swift
@@ -102,9 +103,9 @@ class GpuPool:
         return run
 
 
-def engine_for(sizes: Sizes, exact: bool, start_s: float) -> Engine:
+def engine_for(sizes: Sizes, exact: bool, start_s: float, policies: Mapping[str, Maker] = POLICIES) -> Engine:
     """The daemon's cache itself, or the fast one for traces of prompts of one namespace."""
-    return Simulation(sizes, {}, start_s) if exact else Swift(sizes, start_s)
+    return Simulation(sizes, {}, start_s, policies) if exact else Swift(sizes, start_s, policies)
 
 
 def play(

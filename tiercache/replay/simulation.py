@@ -20,6 +20,7 @@ from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.hints.hints import said_at
 from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.policies import POLICIES, Maker
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.catalog.database import CatalogState
@@ -77,7 +78,13 @@ class Tallies:
 class Simulation:
     """A cache of the daemon, driven request by request. Single-threaded; no I/O."""
 
-    def __init__(self, sizes: Sizes, specs: Mapping[int, NamespaceSpec], start_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        specs: Mapping[int, NamespaceSpec],
+        start_s: float = 0.0,
+        policies: Mapping[str, Maker] = POLICIES,
+    ) -> None:
         self.now_s = start_s
         self._sizes = sizes
         self._owner = Owner(b"replay".ljust(INSTANCE_BYTES, b"\0"))
@@ -85,7 +92,7 @@ class Simulation:
         self._catalog = PaperCatalog()
         self._shelf: Shelf | None = None
         tier = self._tier() if sizes.nvme_bytes else None
-        limits = CacheLimits(sizes.policy, sizes.headroom_bytes, quarantine_bytes=sizes.dram_bytes)
+        limits = CacheLimits(policies[sizes.policy], sizes.headroom_bytes, quarantine_bytes=sizes.dram_bytes)
         self.cache = Cache(lambda: self.now_s, limits, tier)
         for number, size_bytes in enumerate(_pieces(sizes.dram_bytes, sizes.region_bytes), 1):
             self.cache.space.allocator.add_region(number, size_bytes)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tiercache.config.settings import SETTINGS
 from tiercache.errors import ConfigError
 from tiercache.ground.units import parse_bytes
 from tiercache.replay.estimate import Costs, Estimate
@@ -85,8 +86,8 @@ def sweep(trace: Trace, wanted: Wanted, costs: Costs, tell: Tell) -> Swept:
     accesses = None
     if wanted.optimum:
         accesses = Accesses(_told(trace, "first pass, for the optimum", tell))
-        if len(trace.specs) > 1:
-            accesses = None  # blocks of several sizes: their optimum is another, harder problem
+        if len(trace.specs) != 1:
+            accesses = None  # no blocks at all; or of several sizes, whose optimum is another, harder problem
     unique = accesses.unique_blocks if accesses is not None else None
     if unique is None and any(text.endswith("%") for text in size_texts):
         unique = _count_unique(trace, tell)
@@ -118,6 +119,9 @@ def _all_sizes(trace: Trace, wanted: Wanted, unique: int | None) -> list[tuple[s
     if not found:
         assert isinstance(trace.reader, RecordedReader)
         sizes = trace.reader.sizes
+        if not wanted.policies and SETTINGS["policy"].kind.check(sizes.policy):
+            text = f"policy {sizes.policy}, which this release does not have: choose one, for example --policy hazard"
+            raise ConfigError(f"{trace.path}: recorded with {text}")
         found = [(AS_RECORDED, replace(sizes, nvme_write_budget_bytes=budget or sizes.nvme_write_budget_bytes), 0)]
         found = [(label, its, gpu_blocks) for label, its, _ in found]
     return [

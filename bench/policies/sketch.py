@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.daemon.policies.requests import Requests
+from policies.requests import Requests
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.protocol.messages import KEY_BYTES
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from policies.ghosts import Ghosts
+from policies.queues import Queues
+from policies.requests import Requests
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.policies.ghosts import Ghosts
-from tiercache.daemon.policies.queues import Queues
-from tiercache.daemon.policies.requests import Requests
 
 ONCE, AGAIN = 0, 1
 """The queues, T1 and T2 of the paper: blocks used once since they came, and blocks used again or returned."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from policies.queues import Queues
+from policies.sketch import Sketch
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.policies.queues import Queues
-from tiercache.daemon.policies.sketch import Sketch
 
 WINDOW, PROBATION, PROTECTED = 0, 1, 2
 WINDOW_SHARE = 0.01

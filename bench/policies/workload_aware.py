@@ -12,10 +12,10 @@ import math
 from array import array
 from collections.abc import Sequence
 
+from policies.reusetimes import CATEGORIES, ReuseTimes, category
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies.lru import LeafLRU
-from tiercache.daemon.policies.reusetimes import CATEGORIES, ReuseTimes, category
 
 LIFETIME_EVICTIONS = 256
 """The expected lifetime is estimated anew after so many evictions."""

@@ -1,23 +1,23 @@
-"""The rules of each policy one by one, on an index of a few blocks."""
+"""The rules of each of the policies compared one by one, on an index of a few blocks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from policies import ghosts as ghosts_module
+from policies.arc import AGAIN, ARC, ONCE
+from policies.ghosts import _SLACK, Ghosts
+from policies.queues import Queues
+from policies.requests import Requests
+from policies.reusetimes import ReuseTimes
+from policies.s3fifo import MAIN, S3FIFO, SMALL
+from policies.sketch import Sketch
+from policies.workload_aware import LIFETIME_EVICTIONS, LIFETIME_MOST, WorkloadAware
+from policies.wtinylfu import PROBATION, PROTECTED, PROTECTED_SHARE, WINDOW, WTinyLFU
 
 from tiercache.daemon.index.index import Index, Table
-from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.policies import ghosts as ghosts_module
-from tiercache.daemon.policies.arc import AGAIN, ARC, ONCE
-from tiercache.daemon.policies.ghosts import _SLACK, Ghosts
-from tiercache.daemon.policies.queues import Queues
-from tiercache.daemon.policies.requests import Requests
-from tiercache.daemon.policies.s3fifo import MAIN, S3FIFO, SMALL
-from tiercache.daemon.policies.sketch import Sketch
 from tiercache.daemon.policies.turnover import Turnover
-from tiercache.daemon.policies.window import Window
-from tiercache.daemon.policies.wtinylfu import PROBATION, PROTECTED, PROTECTED_SHARE, WINDOW, WTinyLFU
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.replay.requests import chain_keys
 
@@ -267,37 +267,28 @@ def test_the_capacity_falls_slowly_where_there_is_room_for_fewer() -> None:
     assert 97 < small.queues.capacity < 99, "of a cache that is filled and emptied it is the room"
 
 
-# --- the window ----------------------------------------------------------------------------------
+# --- workload-aware ------------------------------------------------------------------------------
 
 
-def test_in_the_tier_below_a_block_is_as_new_as_its_own_write() -> None:
-    for below in (False, True):
-        turnover = Turnover(lambda: 0.0)
-        turnover.room_bytes = lambda: 1000
-        index = Index(lambda frame: None)
-        window = Window(index, ARC(index, Requests(turnover)), turnover, below=below)
-        table = index.add_table(1, window, windowed=False)
-        turnover.comes(100, stored=True)
-        parent = index.insert(table, key(1), table.root, 1)
-        turnover.came()
-        turnover.stored_bytes += 700  # others
-        child = index.insert(table, key(2), parent, 2)  # brought up, or written behind
-        assert window._stored[child] == (800 if below else 100)
-
-
-def test_the_window_gives_what_it_has_where_nothing_else_may_go() -> None:
-    turnover = Turnover(lambda: 0.0)
+def test_lifetimes_are_measured_over_so_many_evictions() -> None:
+    index, turnover = Index(lambda frame: None), Turnover(lambda: 0.0)
     turnover.room_bytes = lambda: 1000
-    index = Index(lambda frame: None)
-    window = Window(index, ARC(index, Requests(turnover)), turnover)
-    table = index.add_table(1, window, windowed=False)
-    entries = []
-    for number in range(3):
-        turnover.comes(10, stored=True)
-        entries.append(index.insert(table, key(number), table.root, number))
-        turnover.came()
-    for entry in entries:
-        assert window._inside[entry]
-        assert window.victim() == entry
-        index.evict(entry)
-    assert window.victim() == NO_ENTRY
+    policy = WorkloadAware(index, ReuseTimes(turnover))
+    policy._live = 2 * LIFETIME_EVICTIONS
+    turnover.comes(500, stored=False)
+    for _ in range(LIFETIME_EVICTIONS):
+        assert policy.lifetime == LIFETIME_MOST
+        policy._gone()
+    assert policy.lifetime == pytest.approx(0.5)
+    assert policy._evictions == 0
+
+
+def test_what_the_daemon_moves_was_not_used() -> None:
+    index, turnover = Index(lambda frame: None), Turnover(lambda: 0.0)
+    turnover.room_bytes = lambda: 1000
+    policy = WorkloadAware(index, ReuseTimes(turnover))
+    table = index.add_table(1, policy, windowed=False)
+    entry = index.insert(table, key(1), table.root, 1)
+    turnover.comes(3000, stored=False)
+    index.touch(entry)
+    assert policy._used_at[entry] == 0.0
