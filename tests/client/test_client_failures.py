@@ -20,7 +20,7 @@ import tiercache
 from tiercache.client.channel import LATE_CHANNEL_S
 from tiercache.client.client import BACK_OFF_FIRST_S, BACK_OFF_LAST_S
 from tiercache.client.session import Session
-from tiercache.connector.stores import abort_lease
+from tiercache.connector.write_lease import abort_lease
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, RequestRefused
 from tiercache.protocol import messages as m
 from tiercache.protocol.wire import receive_packet, send_packet

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tiercache.connector.blocks import Blocks, LeasedBlocks, NewBlocks
 from tiercache.connector.direct import stores as direct_store
 from tiercache.connector.direct.loads import load_direct
-from tiercache.connector.direct.stores import _Store
+from tiercache.connector.direct.stores import _DirectStore
 from tiercache.copies.pool import CopyLost, Limit
 from tiercache.errors import ProtocolError, RequestRefused
 from tiercache.protocol.messages import NO_LEASE, Abort, BadExtent, CommitState, Extent, pack_extents
@@ -24,6 +25,7 @@ class Session:
     """Answers what the test says, in order, and remembers what it was asked."""
 
     generation = 1
+    welcome = SimpleNamespace(kv_events=False)
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
@@ -55,8 +57,8 @@ def extents(first: int, count: int) -> SimpleNamespace:
 def load(session: Session, good: int, bad: bool = False) -> int:
     loader: Any = SimpleNamespace(off=False, pool=SimpleNamespace(block_bytes=4096))
     loader.load = lambda *_: SimpleNamespace(good=good, bad=bad)
-    ids = np.arange(4, dtype=np.int64)
-    return load_direct(session, 7, 1, "print", KEYS, loader, ids, 3, Limit())  # type: ignore[arg-type]
+    leased = LeasedBlocks(session, 7, 1)  # type: ignore[arg-type]
+    return load_direct(leased, loader, "print", KEYS, Blocks(np.arange(4), 3, Limit()))
 
 
 def test_a_direct_load_takes_no_other_extents_than_it_has_asked_for() -> None:
@@ -89,13 +91,14 @@ class Writer:
             return list(sums)
 
         storer = SimpleNamespace(store=write, pool=SimpleNamespace(block_bytes=4096), note=lambda text: None)
-        spec = SimpleNamespace(fingerprint=lambda: "print")
-        client = SimpleNamespace(leases=leases)
-        self.store = _Store(client, session, storer, spec, KEYS, self.limit, None)  # type: ignore[arg-type]
+        spec = SimpleNamespace(fingerprint=lambda: "print", block_size=4)
+        client = SimpleNamespace(leases=leases, session=lambda: session)
+        self.blocks = NewBlocks(np.arange(4), 0, self.limit, None, KEYS)
+        self.store = _DirectStore(client, storer, spec, self.blocks)  # type: ignore[arg-type]
 
     def write(self, places: int = 4) -> tuple[int, int, int]:
         granted: Any = SimpleNamespace(lease=7, directory="/d", extents=pack_extents([PLACE] * places))
-        return self.store.write(granted, np.arange(4, dtype=np.int64), 0)
+        return self.store.write(granted, self.blocks)
 
     @property
     def aborted(self) -> list[bool]:
@@ -161,11 +164,11 @@ def test_a_place_that_comes_soon_is_asked_for_again_but_not_for_ever(monkeypatch
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(time, "sleep", lambda s: now_s.__setitem__(0, now_s[0] + direct_store.PATIENCE_S))
     writer = Writer(Session(reserved(0, soon=True), reserved(1, lease=7)))
-    assert writer.store.reserve(0, 4, None) == reserved(1, lease=7)
+    assert writer.store.reserve(writer.blocks) == reserved(1, lease=7)
     writer = Writer(Session(*[reserved(0, soon=True)] * 9))
-    assert writer.store.reserve(0, 4, None) == reserved(0, soon=True)
+    assert writer.store.reserve(writer.blocks) == reserved(0, soon=True)
     assert 1 < len(writer.session.asked) < 5
     writer = Writer(Session(reserved(5, lease=7)))
     with pytest.raises(ProtocolError, match="more blocks than it was asked about"):
-        writer.store.reserve(0, 4, None)
+        writer.store.reserve(writer.blocks)
     assert writer.aborted == [True]

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from cluster import wait_for
 
+from tiercache.connector.blocks import Blocks
 from tiercache.connector.direct.backend import Fault, HostBackend
 from tiercache.connector.direct.gds import DirectLoader, DirectResult
-from tiercache.connector.direct.transfers import MAX_OPEN_FILES, MOVE_BYTES, Run, _Batch, direct_problem
+from tiercache.connector.direct.transfers import MAX_OPEN_FILES, MOVE_BYTES, Move, _Batch, direct_problem
 from tiercache.copies.pool import Limit, Pool
 from tiercache.ground.uninterrupted import uninterrupted
 from tiercache.protocol.checksums import CHECKSUM_LANES, CHECKSUM_XXH3, block_checksum
@@ -59,7 +60,7 @@ class Disk:
         """Each block's seed is its number on the disk."""
         seeds = [extent.offset // BLOCK for extent in extents]
         where = [str(self.root)]
-        return self.loader.load(life, where, extents, seeds, np.array(ids, np.int64), limit or Limit())
+        return self.loader.load(life, where, extents, seeds, Blocks(np.array(ids, np.int64), 0, limit or Limit()))
 
 
 @pytest.fixture(params=[True, False], ids=["aligned", "unaligned"])
@@ -86,14 +87,14 @@ def test_what_adjoins_on_one_side_only_is_read_apart(disk: Disk) -> None:
 def test_a_read_has_a_largest_size(tmp_path: Path) -> None:
     assert MOVE_BYTES % BLOCK == 0
     disk = Disk(tmp_path)
-    runs = disk.loader._runs(
+    moves = disk.loader._moves(
         1,
         [str(tmp_path)],
         [disk.extent(0, offset=number * BLOCK) for number in range(2000)],
         np.arange(2000, dtype=np.int64) * BLOCK,
     )
-    assert max(run.length for run in runs) == MOVE_BYTES
-    assert sum(run.blocks for run in runs) == 2000
+    assert max(move.length for move in moves) == MOVE_BYTES
+    assert sum(move.blocks for move in moves) == 2000
     disk.loader.close()
 
 
@@ -196,7 +197,7 @@ def test_a_handler_of_a_signal_may_close_what_waits_for_the_engine(
 def test_no_handler_of_a_signal_runs_while_reads_are_shared_out(on_signal: list[Callable[[], None]]) -> None:
     seen: list[int] = []
     on_signal.append(lambda: seen.append(1))
-    batch = _Batch([Run(None, 0, 0, BLOCK, 1)], lambda *_: BLOCK, Limit(-math.inf))
+    batch = _Batch([Move(None, 0, 0, BLOCK, 1)], lambda *_: BLOCK, Limit(-math.inf))
 
     def work() -> list[int]:
         signal.raise_signal(signal.SIGUSR1)
@@ -254,7 +255,7 @@ def test_the_engines_work_on_the_blocks_comes_first(disk: Disk) -> None:
     disk.backend.is_ready = is_ready  # type: ignore[method-assign]
     where = [str(disk.root)]
     ids = np.array([0], np.int64)
-    assert disk.loader.load(1, where, [disk.extent(0)], [0], ids, Limit(), "event").good == 1
+    assert disk.loader.load(1, where, [disk.extent(0)], [0], Blocks(ids, 0, Limit(), "event")).good == 1
     assert asked == ["event"] * 4
 
 

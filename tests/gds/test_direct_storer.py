@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from cluster import wait_for
 
+from tiercache.connector.blocks import Blocks
 from tiercache.connector.direct.backend import DirectFailed, Fault, HostBackend, KvikioBackend
 from tiercache.connector.direct.gds import DirectStorer
 from tiercache.copies.pool import Limit, Pool
@@ -49,7 +50,7 @@ class Disk:
 
     def store(self, places: list[Extent], ids: list[int], limit: Limit | None = None) -> list[int]:
         """Each block's seed is its number in the pool."""
-        return self.storer.store(1, str(self.root), places, ids, np.array(ids, np.int64), limit or Limit())
+        return self.storer.store(1, str(self.root), places, ids, Blocks(np.array(ids, np.int64), 0, limit or Limit()))
 
     def sum(self, number: int) -> int:
         return block_checksum(self.pool[number].data, number, CHECKSUM_LANES)
@@ -172,6 +173,6 @@ def test_the_engines_work_on_the_blocks_comes_first(disk: Disk) -> None:
 
     disk.backend.is_ready = is_ready  # type: ignore[method-assign]
     ids = np.array([0], np.int64)
-    assert disk.storer.store(1, str(disk.root), [place(5)], [0], ids, Limit(), "event") == [disk.sum(0)]
+    assert disk.storer.store(1, str(disk.root), [place(5)], [0], Blocks(ids, 0, Limit(), "event")) == [disk.sum(0)]
     assert asked == ["event"] * 4
     assert (disk.on_disk()[5] == 4).all()

@@ -432,7 +432,7 @@ def test_blocks_given_away_at_any_moment_are_never_wrong(make: Make, moment: str
     if moment == "unready":
         backend.is_ready = before(backend.is_ready)  # type: ignore[method-assign]
     elif moment == "unwritten":
-        storer._move = before(storer._move)
+        storer._call = before(storer._call)
     elif moment == "committing":
         session = cluster.connector.client.session()
         post = session.post

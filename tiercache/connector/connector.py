@@ -47,14 +47,14 @@ from typing import Any
 
 from tiercache.client.client import REQUEST_TIMEOUT_S, Client
 from tiercache.config.daemon_config import default_address
+from tiercache.connector.blocks import Blocks, NewBlocks
 from tiercache.connector.direct.backend import Backend
 from tiercache.connector.direct.loads import DirectPath
-from tiercache.connector.direct.stores import PastDram, store_past_dram
 from tiercache.connector.jobs import JobQueue, Transfer
 from tiercache.connector.loads import Match, adopt_match, end_match, load_blocks, match_blocks
 from tiercache.connector.mover import Mover
 from tiercache.connector.stores import StoreResult, store_blocks
-from tiercache.copies.pool import Addresses, BlockIds, CopyLost, Limit, Pool, make_copier
+from tiercache.copies.pool import BlockIds, CopyLost, Limit, Pool, make_copier
 from tiercache.errors import (
     CallInterrupted,
     ConfigError,
@@ -315,7 +315,7 @@ class Connector:
         Returns how many leading blocks of `block_ids` are good; the others hold anything. Begins no further copy after
         `timeout_s`. Blocks until the copies have ended, through Ctrl-C too.
         """
-        return self._perform_load(*self._prepare_load(match, block_ids, first, timeout_s))
+        return self._perform_load(match, self._blocks_to_load(block_ids, first, timeout_s))
 
     def load_async(
         self, match: Match | bytes, block_ids: BlockIds, *, first: int = 0, timeout_s: float | None = None
@@ -324,36 +324,34 @@ class Connector:
 
         The match may be a ticket, which is then adopted in the background too.
         """
-        prepared = self._prepare_load(match, block_ids, first, timeout_s)
-        if not self._client.alive:
-            return Transfer.finished(self._skip_load(match))
-        transfer = Transfer(lambda: self._perform_load(*prepared), lambda: self._skip_load(match), 0, prepared[3])
-        if not self._loads.submit(transfer):
-            return Transfer.finished(self._skip_load(match))
-        return transfer
+        blocks = self._blocks_to_load(block_ids, first, timeout_s)
+        if self._client.alive:
+            transfer = Transfer(
+                lambda: self._perform_load(match, blocks), lambda: self._skip_load(match), 0, blocks.limit
+            )
+            if self._loads.submit(transfer):
+                return transfer
+        return Transfer.finished(self._skip_load(match))
 
-    def _prepare_load(
-        self, match: Match | bytes, block_ids: BlockIds, first: int, timeout_s: float | None
-    ) -> tuple[Match | bytes, Addresses, int, Limit, Any]:
+    def _blocks_to_load(self, block_ids: BlockIds, first: int, timeout_s: float | None) -> Blocks:
         ids = self._own_pool().check_ids(block_ids, writing=True)
         if first < 0:
             raise ValueError(f"first is {first}: must be 0 or more")
         limit = Limit(time.monotonic() + (self._load_timeout_s if timeout_s is None else timeout_s))
-        return match, ids, first, limit, self._mark()
+        return Blocks(ids, first, limit, self._mark())
 
-    def _perform_load(self, match: Match | bytes, ids: Addresses, first: int, limit: Limit, after: Any) -> int:
+    def _perform_load(self, match: Match | bytes, blocks: Blocks) -> int:
         match = self.adopt(match) if isinstance(match, bytes) else match
         try:
-            mover = self._own_mover()
-            past = self.direct.loader
-            good = load_blocks(self._client, mover, self.namespace, match, ids, first, limit, after, past)
+            mover, loader = self._own_mover(), self.direct.loader
+            good = load_blocks(self._client, mover, self.namespace, match, blocks, loader)
         except CopyLost:
             raise
         except TierCacheError as error:
             self._fail("load", error)
             self._count(loads=1, loads_short=1)
             return 0
-        short = int(good < min(len(ids), match.blocks - first))
+        short = int(good < min(len(blocks), match.blocks - blocks.first))
         size = good * self.namespace.block_bytes
         self._succeed("load", loads=1, loads_short=short, loaded_blocks=good, loaded_bytes=size)
         return good
@@ -391,7 +389,7 @@ class Connector:
 
         Blocks until the copies have ended, through Ctrl-C too.
         """
-        return self._perform_store(*self._prepare_store(keys, block_ids, first, events), hint)
+        return self._perform_store(self._blocks_to_store(keys, block_ids, first, events), hint)
 
     def store_async(
         self,
@@ -408,21 +406,19 @@ class Connector:
         The blocks must not change before the transfer is done. A full queue drops the store. `proof` is called in the
         background once blocks are copied, perhaps several times: when it is False they are not committed.
         """
-        prepared = self._prepare_store(keys, block_ids, first, events)
-        prepared[3].proof = proof
-        count = len(prepared[1])
-        dropped = StoreResult(dropped=count)
+        blocks = self._blocks_to_store(keys, block_ids, first, events)
+        blocks.limit.proof = proof
+        count = len(blocks)
         if self._client.alive:
+            dropped = StoreResult(dropped=count)
             transfer = Transfer(
-                lambda: self._perform_store(*prepared, hint), lambda: self._skip_store(count), dropped, prepared[3]
+                lambda: self._perform_store(blocks, hint), lambda: self._skip_store(count), dropped, blocks.limit
             )
             if self._stores.submit(transfer):
                 return transfer
         return Transfer.finished(self._skip_store(count))
 
-    def _prepare_store(
-        self, keys: bytes, block_ids: BlockIds, first: int, events: EventRun | None
-    ) -> tuple[bytes, Addresses, int, Limit, Any, EventRun | None]:
+    def _blocks_to_store(self, keys: bytes, block_ids: BlockIds, first: int, events: EventRun | None) -> NewBlocks:
         _check_keys(keys)
         ids = self._own_pool().check_ids(block_ids)
         if first < 0 or (first + len(ids)) * KEY_BYTES > len(keys):
@@ -433,55 +429,30 @@ class Connector:
         if events is not None and len(events.hashes) != len(ids):
             raise ValueError(f"events name {len(events.hashes)} blocks, and {len(ids)} are stored")
         limit = Limit(time.monotonic() + STORE_TIMEOUT_S)
-        return bytes(keys), ids, first, limit, self._mark(), events
+        return NewBlocks(ids, first, limit, self._mark(), bytes(keys), events)
 
-    def _perform_store(
-        self,
-        keys: bytes,
-        ids: Addresses,
-        first: int,
-        limit: Limit,
-        after: Any,
-        events: EventRun | None,
-        hint: Hint | None,
-    ) -> StoreResult:
-        admitted = self._admitted(len(ids))
+    def _perform_store(self, blocks: NewBlocks, hint: Hint | None) -> StoreResult:
+        admitted = self._admitted(len(blocks))
         result = StoreResult()
         try:
             if admitted and self._is_up("stores"):
-                result = self._store(keys, ids[:admitted], first, limit, after, events)
+                mover, storer = self._own_mover(), self.direct.storer
+                result = store_blocks(self._client, mover, self.namespace, blocks.part(0, admitted), storer)
                 self._succeed("store", stores=1)
         except CopyLost:
             raise
         except TierCacheError as error:
             self._fail("store", error)
-        result = result._replace(dropped=len(ids) - result.stored - result.present)
+        kept = result.stored + result.present
+        result = result._replace(dropped=len(blocks) - kept)
         self._count(
             stored_blocks=result.stored,
             stored_bytes=result.stored * self.namespace.block_bytes,
             dropped_blocks=result.dropped,
         )
-        kept = result.stored + result.present
         if hint is not None and kept:
-            self.hint(keys[: (first + kept) * KEY_BYTES], hint, first=first)
+            self.hint(blocks.keys[: (blocks.first + kept) * KEY_BYTES], hint, first=blocks.first)
         return result
-
-    def _store(
-        self, keys: bytes, ids: Addresses, first: int, limit: Limit, after: Any, events: EventRun | None
-    ) -> StoreResult:
-        """Bypass DRAM as far as that is wanted and works, and store the rest into DRAM. Raises TierCacheError."""
-        past, storer = PastDram(), self.direct.storer
-        if storer is not None:
-            past = store_past_dram(self._client, storer, self.namespace, keys, ids, first, limit, after, events)
-        done = past.stored + past.present
-        rest = StoreResult(dropped=len(ids) - done)
-        if rest.dropped and not past.refused:
-            ids, first, events = ids[done:], first + done, events and events.part(done, len(ids) - done)
-            mover = self._own_mover()
-            rest = store_blocks(self._client, mover, self.namespace, keys, ids, first, limit, after, events)
-        return StoreResult(
-            past.stored + rest.stored, past.present + rest.present, rest.dropped, rest.parent_missing and not done
-        )
 
     def _skip_store(self, count: int) -> StoreResult:
         self._count(dropped_blocks=count)

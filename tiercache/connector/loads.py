@@ -8,17 +8,16 @@ release ─► good: the lease was never revoked while we copied. Anything else 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from tiercache.client.channel import Pending
 from tiercache.client.client import Client
 from tiercache.client.session import Session
+from tiercache.connector.blocks import Blocks, LeasedBlocks
 from tiercache.connector.direct.gds import DirectLoader
 from tiercache.connector.direct.loads import load_direct
 from tiercache.connector.mover import Mover
-from tiercache.copies.pool import Addresses, Limit
 from tiercache.errors import CallInterrupted, DaemonUnavailable, ProtocolError, RequestRefused, TierCacheError
 from tiercache.protocol.messages import (
     KEY_BYTES,
@@ -65,7 +64,7 @@ class Match:
         self.below_blocks = below_blocks
         self._session = session
         self._lease = lease
-        self._frames = frames or {}  # namespace id -> frames of the first blocks, packed
+        self._frames = frames or {}  # by namespace id: frames of the first blocks, packed
         self._keys = keys  # of the whole run, if the lease keeps its end on NVMe
         self._turns = [1]  # taking it means ending the lease; taking is atomic
 
@@ -88,9 +87,9 @@ class Match:
         """The keys of the run, when blocks below DRAM stay there for us to read; else empty."""
         return self._keys
 
-    def frames(self, namespace: int, first: int, count: int) -> bytes:
+    def frames(self, namespace_id: int, first: int, count: int) -> bytes:
         """The frames of blocks `first ..< first + count` as far as they came with the match, packed."""
-        return self._frames.get(namespace, b"")[first * FRAME_BYTES : (first + count) * FRAME_BYTES]
+        return self._frames.get(namespace_id, b"")[first * FRAME_BYTES : (first + count) * FRAME_BYTES]
 
     def take(self) -> tuple[Session, int] | None:
         """Session and lease, for the first caller, who must end it; None for later ones, and for a miss."""
@@ -122,7 +121,7 @@ def match_blocks(
     With `extents` blocks on NVMe stay there, if the daemon agrees, for `load_blocks` to read.
     """
     session = client.session()
-    numbers = [session.namespace_id(spec) for spec in specs]
+    namespace_ids = [session.namespace_id(spec) for spec in specs]
     keys = keys[: MAX_KEYS * KEY_BYTES]
     count = len(keys) // KEY_BYTES
     # The first blocks of a windowed namespace are usually gone: their frames are asked for when loading.
@@ -130,7 +129,7 @@ def match_blocks(
     reply = session.call(
         MatchRequest,
         Matched,
-        namespaces=numbers,
+        namespaces=namespace_ids,
         keys=keys,
         ttl_ms=READ_TTL_MS,
         resolve=resolve,
@@ -142,9 +141,9 @@ def match_blocks(
         if reply.lease != NO_LEASE:
             session.give_back(Release, lease=reply.lease)
         return Match()
-    if blocks > count or len(reply.frames) not in (0, len(numbers)):
+    if blocks > count or len(reply.frames) not in (0, len(namespace_ids)):
         raise ProtocolError(f"{blocks} blocks were matched of {count} keys")
-    frames = dict(zip(numbers, reply.frames, strict=False))
+    frames = dict(zip(namespace_ids, reply.frames, strict=False))
     held = keys[: blocks * KEY_BYTES] if reply.extents else b""
     match = Match(session, reply.lease, blocks, reply.below_blocks, frames, held)
     client.leases.keep(session, reply.lease, READ_TTL_MS, match, writing=False)
@@ -185,83 +184,64 @@ def load_blocks(
     mover: Mover,
     spec: NamespaceSpec,
     match: Match,
-    block_ids: Addresses,
-    first: int,
-    limit: Limit,
-    after: Any = None,
-    direct: DirectLoader | None = None,
+    blocks: Blocks,
+    loader: DirectLoader | None = None,
 ) -> int:
-    """Blocks `first..` of a match into `block_ids`; returns how many leading ones are good.
+    """Copy blocks of a match into the pool's; returns how many leading ones are good.
 
-    What the match keeps on NVMe is read there by `direct`; the rest comes through DRAM. Ends the lease. When it returns
+    What the match keeps on NVMe is read there by `loader`; the rest comes through DRAM. Ends the lease. When it returns
     or raises, no copy is in progress (except for CopyLost).
     """
     taken = match.take()
     if taken is None:
         return 0
     session, lease = taken
-    with client.leases.operation(limit):
+    matched = blocks.part(0, max(0, match.blocks - blocks.first))
+    with client.leases.operation(blocks.limit):
         copied = 0
         try:
-            copied = _copy_all(session, lease, mover, spec, match, block_ids, first, limit, after, direct)
+            leased = LeasedBlocks(session, lease, session.namespace_id(spec))
+            if loader is None or not match.direct_keys:
+                copied = _copy(leased, mover, match, matched)
+            else:
+                copied = _copy_past_dram(leased, mover, match, matched, loader, spec)
         finally:
             # This confirmation alone makes the bytes good: requested after the last of them has arrived.
             good = _release(client, session, lease)
     return copied if good else 0
 
 
-def _copy_all(
-    session: Session,
-    lease: int,
-    mover: Mover,
-    spec: NamespaceSpec,
-    match: Match,
-    block_ids: Addresses,
-    first: int,
-    limit: Limit,
-    after: Any,
-    direct: DirectLoader | None,
+def _copy_past_dram(
+    leased: LeasedBlocks, mover: Mover, match: Match, blocks: Blocks, loader: DirectLoader, spec: NamespaceSpec
 ) -> int:
-    """How many leading blocks arrived, by any way."""
-    copied, number = 0, session.namespace_id(spec)
-    if direct is not None and match.direct_keys:
-        in_dram = max(0, match.blocks - match.below_blocks - first)
-        copied = _copy(session, lease, number, mover, match, block_ids[:in_dram], first, limit, after)
-        if copied == in_dram:
-            ids = block_ids[copied : match.blocks - first]
-            whose = number, spec.fingerprint(), match.direct_keys
-            copied += load_direct(session, lease, *whose, direct, ids, first + copied, limit, after)
-    return copied + _copy(session, lease, number, mover, match, block_ids[copied:], first + copied, limit, after)
+    """As `_copy`, but what is below DRAM is read directly; what cannot be comes through DRAM after all."""
+    in_dram = max(0, match.blocks - match.below_blocks - blocks.first)
+    copied = _copy(leased, mover, match, blocks.part(0, in_dram))
+    if copied == in_dram:
+        below = blocks.part(copied, len(blocks))
+        copied += load_direct(leased, loader, spec.fingerprint(), match.direct_keys, below)
+    return copied + _copy(leased, mover, match, blocks.part(copied, len(blocks)))
 
 
-def _copy(
-    session: Session,
-    lease: int,
-    number: int,
-    mover: Mover,
-    match: Match,
-    block_ids: Addresses,
-    first: int,
-    limit: Limit,
-    after: Any,
-) -> int:
+def _copy(leased: LeasedBlocks, mover: Mover, match: Match, blocks: Blocks) -> int:
     """Window after window; the frames of the next one are requested while one is copied.
 
-    An answer without frames says whether to ask again: blocks may be in promotion from a tier below.
+    Returns how many leading blocks arrived. An answer without frames says whether to ask again: blocks may be in
+    promotion from a tier below.
     """
-    count = min(len(block_ids), match.blocks - first)
-    frames = match.frames(number, first, count)
+    session, lease, namespace_id = leased
+    first, count = blocks.first, len(blocks)
+    frames = match.frames(namespace_id, first, count)
     coming: Pending[Frames] | None = None
     done, more = 0, True
     try:
-        while done < count and not limit.reached():
+        while done < count and not blocks.limit.reached():
             named = len(frames) // FRAME_BYTES
             begin, window = first + done + named, min(count - done - named, MAX_RESOLVE)
             if window and more:
-                coming = session.post(Resolve, Frames, lease=lease, namespace=number, first=begin, count=window)
+                coming = session.post(Resolve, Frames, lease=lease, namespace=namespace_id, first=begin, count=window)
             if named:
-                ids = block_ids[done : done + named]
-                moved = mover.fetch(session, lease, number, first + done, frames, ids, limit, after)
+                moved = mover.fetch(leased, frames, blocks.part(done, done + named))
                 done += moved
                 if moved < named:
                     break

@@ -7,14 +7,15 @@ them in flight, through a staging buffer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tiercache.client.channel import Order
 from tiercache.client.session import Session
-from tiercache.copies.pool import Addresses, Copier, CopyLost, Limit
+from tiercache.connector.blocks import Blocks, LeasedBlocks
+from tiercache.connector.write_lease import WriteLease
+from tiercache.copies.pool import Addresses, Copier, CopyLost
 from tiercache.errors import DaemonUnavailable, ProtocolError
 from tiercache.protocol.messages import MAX_PAYLOAD_BYTES, Done, Payload, Read, Reply, Write
 
@@ -34,44 +35,26 @@ class Mover:
         self._block_bytes = block_bytes
         self._staged_blocks = max(1, STAGING_BYTES // block_bytes)
 
-    def fetch(
-        self,
-        session: Session,
-        lease: int,
-        namespace: int,
-        first: int,
-        frames: bytes,
-        block_ids: Addresses,
-        limit: Limit,
-        after: Any = None,
-    ) -> int:
-        """Copy leased blocks `first..`, with these packed `frames`, into `block_ids`.
+    def fetch(self, leased: LeasedBlocks, frames: bytes, blocks: Blocks) -> int:
+        """Copy leased blocks, with these packed `frames`, into the pool's.
 
         Returns how many leading blocks are complete; all copies are over. Raises TierCacheError.
         """
-        if session.arena is None:
-            return self._read(session, lease, namespace, first, block_ids, limit, after)
-        with _Held(session, frames, self._block_bytes) as addresses:
-            return self.copier.copy_in(addresses, block_ids, limit, after)
+        if leased.session.arena is None:
+            return self._read(leased, blocks)
+        with _Held(leased.session, frames, self._block_bytes) as addresses:
+            return self.copier.copy_in(addresses, blocks.ids, blocks.limit, blocks.after)
 
-    def put(
-        self,
-        session: Session,
-        lease: int,
-        indices: Sequence[int],
-        frames: bytes,
-        block_ids: Addresses,
-        limit: Limit,
-        after: Any = None,
-    ) -> int:
-        """Copy `block_ids` into the reserved blocks `indices` of a write lease, with these `frames`.
+    def put(self, lease: WriteLease, indices: Sequence[int], frames: bytes, window: Blocks) -> int:
+        """Copy the blocks of `window` with these `indices` into their reserved `frames`.
 
         Returns how many leading blocks are complete; all copies are over. Raises TierCacheError.
         """
-        if session.arena is None:
-            return self._write(session, lease, indices, block_ids, limit, after)
-        with _Held(session, frames, self._block_bytes) as addresses:
-            return self.copier.copy_out(block_ids, addresses, limit, after)
+        ids = window.ids if len(indices) == len(window) else window.ids[indices]
+        if lease.session.arena is None:
+            return self._write(lease, indices, ids, window)
+        with _Held(lease.session, frames, self._block_bytes) as addresses:
+            return self.copier.copy_out(ids, addresses, window.limit, window.after)
 
     # --- payload frames ---------------------------------------------------------------------------
 
@@ -80,26 +63,17 @@ class Mover:
         whole = self._block_bytes
         return [(at, min(MAX_PAYLOAD_BYTES, whole - at)) for at in range(0, whole, MAX_PAYLOAD_BYTES)]
 
-    def _read(
-        self,
-        session: Session,
-        lease: int,
-        namespace: int,
-        first: int,
-        block_ids: Addresses,
-        limit: Limit,
-        after: Any,
-    ) -> int:
+    def _read(self, leased: LeasedBlocks, blocks: Blocks) -> int:
         size, pieces = self._block_bytes, self._pieces()
         done = 0
-        while done < len(block_ids) and not limit.reached():
-            part = block_ids[done : done + self._staged_blocks]
+        while done < len(blocks) and not blocks.limit.reached():
+            part = blocks.part(done, done + self._staged_blocks)
             staging, view, addresses = _staging(len(part), size)
             orders: list[Order] = []
-            for index in range(len(part)):
+            for index in range(part.first, part.first + len(part)):
                 for offset, length in pieces:
-                    place = {"index": first + done + index, "offset": offset, "length": length}
-                    orders.append((Read, {"lease": lease, "namespace": namespace, **place}, None))
+                    place = {"index": index, "offset": offset, "length": length}
+                    orders.append((Read, {"lease": leased.lease, "namespace": leased.namespace_id, **place}, None))
 
             def take(place: int, reply: Payload, data: bytes | None, view: memoryview = view) -> None:
                 block, piece = divmod(place, len(pieces))
@@ -108,38 +82,30 @@ class Mover:
                     raise ProtocolError(f"a payload of {length} bytes was due and another came")
                 view[block * size + offset : block * size + offset + length] = data
 
-            session.pipeline(orders, Payload, take)
-            copied = self.copier.copy_in(addresses, part, limit, after)
+            leased.session.pipeline(orders, Payload, take)
+            copied = self.copier.copy_in(addresses, part.ids, part.limit, part.after)
             del staging
             done += copied
             if copied < len(part):
                 break
         return done
 
-    def _write(
-        self,
-        session: Session,
-        lease: int,
-        indices: Sequence[int],
-        block_ids: Addresses,
-        limit: Limit,
-        after: Any,
-    ) -> int:
+    def _write(self, lease: WriteLease, indices: Sequence[int], ids: Addresses, window: Blocks) -> int:
         size, pieces = self._block_bytes, self._pieces()
         done = 0
-        while done < len(block_ids) and not limit.reached():
-            part = block_ids[done : done + self._staged_blocks]
+        while done < len(ids) and not window.limit.reached():
+            part = ids[done : done + self._staged_blocks]
             staging, view, addresses = _staging(len(part), size)
-            copied = self.copier.copy_out(part, addresses, limit, after)
+            copied = self.copier.copy_out(part, addresses, window.limit, window.after)
 
             def orders(view: memoryview = view, done: int = done, copied: int = copied) -> Iterator[Order]:
                 for block in range(copied):
                     for offset, length in pieces:
                         start = block * size + offset
-                        place = {"lease": lease, "index": indices[done + block], "offset": offset}
+                        place = {"lease": lease.number, "index": indices[done + block], "offset": offset}
                         yield Write, place, view[start : start + length]
 
-            session.pipeline(orders(), Done, _ignore)
+            lease.session.pipeline(orders(), Done, _ignore)
             del staging
             done += copied
             if copied < len(part):

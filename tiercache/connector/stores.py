@@ -1,4 +1,4 @@
-"""Stores: reserve frames under a write lease, copy, commit.
+"""Stores: first past DRAM, where that is wanted and works; the rest into DRAM: reserve frames, copy, commit.
 
     reserve ─► per key: have it / pending / a frame for you / none free; frames as a leading run
     copy       the blocks that got a frame
@@ -7,50 +7,41 @@
     window 0   reserve  copy...........  commit
     window 1            reserve          copy...........  commit
 
-Reserved blocks that were not committed are aborted; with `finished` only when no copy of ours can still write to the
-frames, because the daemon then gives them to others.
+Reserved blocks that were not committed are given up: see `tiercache.connector.write_lease`.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tiercache.client.channel import Pending
 from tiercache.client.client import Client
-from tiercache.client.session import Session
+from tiercache.connector.blocks import WINDOW_BLOCKS, WINDOW_BYTES, NewBlocks
+from tiercache.connector.direct.gds import DirectStorer
+from tiercache.connector.direct.stores import PastDram, store_past_dram
 from tiercache.connector.mover import Mover
-from tiercache.copies.pool import Addresses, CopyLost, Limit
+from tiercache.connector.write_lease import WRITE_TTL_MS, WriteLease
 from tiercache.errors import ProtocolError, TierCacheError
 from tiercache.protocol.messages import (
-    KEY_BYTES,
-    MAX_PAYLOAD_BYTES,
     NO_LEASE,
-    Abort,
     BlockState,
     Commit,
     CommitState,
     Committed,
-    Done,
-    EventRun,
     Reserve,
     Reserved,
     pack_indices,
 )
 from tiercache.protocol.namespaces import NamespaceSpec
 
-WRITE_TTL_MS = 10_000
-WINDOW_BLOCKS = 128
-WINDOW_BYTES = 128 << 20
-"""The largest window: blocks that wait for their copy are of no use yet."""
 EDGE_BYTES = 8 << 20
 """The size of the first and the last window, because no copy hides the first reserve and the last commit.
 
 The last one also keeps the daemon awake: it has just been told of the window before.
 """
 FRAME_BYTES = 8
-TOKEN_ID_BYTES = 4
 
 
 class StoreResult(NamedTuple):
@@ -69,33 +60,23 @@ class StoreResult(NamedTuple):
 
 
 def store_blocks(
-    client: Client,
-    mover: Mover,
-    spec: NamespaceSpec,
-    keys: bytes,
-    block_ids: Addresses,
-    first: int,
-    limit: Limit,
-    after: Any = None,
-    events: EventRun | None = None,
+    client: Client, mover: Mover, spec: NamespaceSpec, blocks: NewBlocks, storer: DirectStorer | None = None
 ) -> StoreResult:
-    """Store `block_ids` as the blocks `first..` of the chain `keys`. Raises TierCacheError.
+    """Store `blocks`: with a `storer` as many as possible straight to NVMe, the rest into DRAM. Raises TierCacheError.
 
-    `events` is what KV events say of these blocks, for a daemon that publishes them. When it returns or raises, no copy
-    is in progress (except for CopyLost).
+    When it returns or raises, no copy is in progress (except for CopyLost).
     """
-    session = client.session()
-    sizes = window_sizes(len(block_ids), spec.block_bytes)
-    events = wanted_events(session, spec, events)
-    with client.leases.operation(limit):
-        number = session.namespace_id(spec)
-        return _Store(client, session, mover, number, keys, block_ids, first, sizes, events).run(limit, after)
-
-
-def wanted_events(session: Session, spec: NamespaceSpec, events: EventRun | None) -> EventRun | None:
-    """`events`, if the daemon publishes them and the tokens of a window fit into a request."""
-    fits = WINDOW_BLOCKS * spec.block_size * TOKEN_ID_BYTES <= MAX_PAYLOAD_BYTES
-    return events if session.welcome.kv_events and fits else None
+    past = PastDram() if storer is None else store_past_dram(client, storer, spec, blocks)
+    done = past.stored + past.present
+    if done == len(blocks) or past.refused:
+        return StoreResult(past.stored, past.present, len(blocks) - done)
+    with client.leases.operation(blocks.limit):
+        rest = _DramStore(client, mover, spec, blocks.part(done, len(blocks))).run()
+    return rest._replace(
+        stored=past.stored + rest.stored,
+        present=past.present + rest.present,
+        parent_missing=rest.parent_missing and not done,
+    )
 
 
 def window_sizes(count: int, block_bytes: int) -> list[int]:
@@ -112,75 +93,58 @@ def window_sizes(count: int, block_bytes: int) -> list[int]:
     return [edge, *[most] * whole, *([rest] if rest else []), edge]
 
 
-class _Store:
+class _DramStore:
     """One store, in windows: while one is copied, the next is reserved and the last one committed."""
 
-    def __init__(
-        self,
-        client: Client,
-        session: Session,
-        mover: Mover,
-        number: int,
-        keys: bytes,
-        block_ids: Addresses,
-        first: int,
-        sizes: list[int],
-        events: EventRun | None,
-    ) -> None:
-        self._client = client
-        self._session = session
+    def __init__(self, client: Client, mover: Mover, spec: NamespaceSpec, blocks: NewBlocks) -> None:
+        self._leases = client.leases
+        self._session = session = client.session()
         self._mover = mover
-        self._number = number
-        self._keys = keys
-        self._block_ids = block_ids
-        self._first = first
-        self._events = events
-        self._sizes: Iterator[int] = iter(sizes)
-        self._asked = 0  # blocks of the reserve in progress
+        self._namespace_id = session.namespace_id(spec)
+        self._blocks = blocks.for_daemon(session, spec)
+        self._sizes: Iterator[int] = iter(window_sizes(len(blocks), spec.block_bytes))
+        self._reserving: _Reserve | None = None
         self._filled = 0  # frames of the last window that had any
-        self._reserving: Pending[Reserved] | None = None
-        self._granted = NO_LEASE  # until it is committed in full or given up
-        self._finished = True  # no copy of ours can still write to its frames
+        self._lease = WriteLease(self._leases, session, NO_LEASE)  # of the window that is copied
         self._committing: _Commit | None = None
         self._stored = 0
         self._present = 0
 
-    def run(self, limit: Limit, after: Any) -> StoreResult:
+    def run(self) -> StoreResult:
         """Run all windows, until the end, the limit, or no room."""
-        count = len(self._block_ids)
         done = 0
         try:
             self._reserve(done)
-            while self._reserving is not None and not limit.reached():
-                pending, self._reserving = self._reserving, None
+            while self._reserving is not None and not self._blocks.limit.reached():
+                (pending, window), self._reserving = self._reserving, None
                 reserved = self._session.wait(pending)
-                self._granted = reserved.lease
+                self._lease = WriteLease(self._leases, self._session, reserved.lease)
                 if reserved.parent_missing:
                     missing = done == 0
                     self._finish_commit()
                     return self._result(missing)
-                ids = self._block_ids[done : done + self._asked]
                 cut = reserved.states.find(BlockState.NONE)
-                done += len(ids) if cut < 0 else cut
+                done += len(window) if cut < 0 else cut
                 if cut < 0:
                     self._reserve(done)
-                self._fill(reserved, ids, limit, after)
+                self._fill(reserved, window)
                 self._present += reserved.states.count(BlockState.HAVE)
                 self._present += reserved.states.count(BlockState.PENDING)
                 if cut >= 0:
                     self._go_on_after(done, reserved.states[:cut].count(BlockState.FRAME))
             self._finish_commit()
         finally:
-            self._session.abandon(self._reserving)
+            if self._reserving is not None:
+                self._session.abandon(self._reserving.pending)
             if self._committing is not None:
                 self._session.abandon(self._committing.pending)
-                abort_lease(self._session, self._committing.lease, finished=True)
-            self._give_up_granted()
-        assert self._stored + self._present <= count
+                self._committing.lease.give_up()
+            self._lease.give_up()
+        assert self._stored + self._present <= len(self._blocks)
         return self._result()
 
     def _result(self, parent_missing: bool = False) -> StoreResult:
-        dropped = len(self._block_ids) - self._stored - self._present
+        dropped = len(self._blocks) - self._stored - self._present
         return StoreResult(self._stored, self._present, dropped, parent_missing)
 
     def _go_on_after(self, done: int, granted: int) -> None:
@@ -197,53 +161,32 @@ class _Store:
             self._reserve(done)
 
     def _reserve(self, done: int) -> None:
-        count = self._asked = min(next(self._sizes, 0), len(self._block_ids) - done)
-        if count:
-            begin = (self._first + done) * KEY_BYTES
-            self._reserving = self._session.post(
-                Reserve,
-                Reserved,
-                namespace=self._number,
-                parent=self._keys[max(0, begin - KEY_BYTES) : begin],
-                keys=self._keys[begin : begin + count * KEY_BYTES],
-                ttl_ms=WRITE_TTL_MS,
-                events=self._events and self._events.part(done, count),
-            )
+        window = self._blocks.part(done, done + next(self._sizes, 0))
+        if window:
+            fields = window.reserve_fields(self._namespace_id, WRITE_TTL_MS)
+            self._reserving = _Reserve(self._session.post(Reserve, Reserved, **fields), window)
 
-    def _fill(self, reserved: Reserved, block_ids: Addresses, limit: Limit, after: Any) -> None:
+    def _fill(self, reserved: Reserved, window: NewBlocks) -> None:
         """Copy what was reserved and send its commit."""
         indices = [index for index, state in enumerate(reserved.states) if state == BlockState.FRAME]
-        session, lease = self._session, reserved.lease
-        if len(reserved.states) != len(block_ids) or len(reserved.frames) != len(indices) * FRAME_BYTES:
+        if len(reserved.states) != len(window) or len(reserved.frames) != len(indices) * FRAME_BYTES:
             raise ProtocolError("the daemon reserved other blocks than were asked for")
-        if lease == NO_LEASE or not indices:
+        lease = self._lease
+        if lease.number == NO_LEASE or not indices:
             return
         self._filled = len(indices)
-        writing = Writing()
-        self._client.leases.keep(session, lease, WRITE_TTL_MS, writing, writing=True)
-        try:
-            ids = block_ids if len(indices) == len(block_ids) else block_ids[indices]
-            copied = self._mover.put(session, lease, indices, reserved.frames, ids, limit, after)
+        with lease:
+            copied = self._mover.put(lease, indices, reserved.frames, window)
             self._finish_commit()
-            if limit.void:  # read after the copies: those that `void` came too late for had ended before it
+            if window.limit.void:  # read after the copies: those that `void` came too late for had ended before it
                 copied = 0
             if copied:
-                blocks = pack_indices(indices[:copied])
-                self._committing = _Commit(lease, copied, session.post(Commit, Committed, lease=lease, blocks=blocks))
-            if copied == len(indices):
-                self._granted = NO_LEASE  # it ends with the commit
-            else:
+                names = pack_indices(indices[:copied])
+                pending = self._session.post(Commit, Committed, lease=lease.number, blocks=names)
+                self._committing = _Commit(lease, copied, copied == len(indices), pending)
+            if copied < len(indices):
                 self._finish_commit()
-                self._give_up_granted()
-        except CopyLost:
-            self._finished = False
-            raise
-        finally:
-            self._client.leases.let_go(lease)
-
-    def _give_up_granted(self) -> None:
-        lease, self._granted = self._granted, NO_LEASE
-        abort_lease(self._session, lease, finished=self._finished)
+                lease.give_up()
 
     def _finish_commit(self) -> None:
         """Take the answer to the commit in progress, if there is one."""
@@ -254,30 +197,27 @@ class _Store:
             states = self._session.wait(commit.pending).states
         except TierCacheError:
             # Whether it was done is unknown; it is idempotent, and the rest is given up.
-            abort_lease(self._session, commit.lease, finished=True)
+            commit.lease.give_up()
             raise
+        if commit.whole:
+            commit.lease.committed()
         if len(states) != commit.blocks:
             raise ProtocolError(f"{commit.blocks} blocks were committed and {len(states)} answered")
         self._stored += states.count(CommitState.VISIBLE) + states.count(CommitState.HELD)
 
 
+class _Reserve(NamedTuple):
+    """A reserve in progress."""
+
+    pending: Pending[Reserved]
+    window: NewBlocks
+
+
 class _Commit(NamedTuple):
-    lease: int
+    """A commit in progress."""
+
+    lease: WriteLease
     blocks: int
+    whole: bool
+    """These are all that the lease has."""
     pending: Pending[Committed]
-
-
-class Writing:
-    """Exists while a write lease is in use; dropping it stops the renewals."""
-
-
-def abort_lease(session: Session, lease: int, *, finished: bool) -> None:
-    """Give up what is not committed, now or once the daemon answers; `finished`: no copy of ours is in progress."""
-    if lease == NO_LEASE:
-        return
-    try:
-        session.call(Abort, Done, lease=lease, finished=finished)
-    except TierCacheError:
-        # For a lease that is over the reply is `done`. So the daemon has not received it: without it the frames would
-        # stay ours for as long as this process lives.
-        session.give_back(Abort, lease=lease, finished=finished)

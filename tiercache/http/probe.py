@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 from tiercache.client.client import Client
+from tiercache.connector.blocks import Blocks, NewBlocks
 from tiercache.connector.loads import load_blocks, match_blocks
 from tiercache.connector.mover import Mover
 from tiercache.connector.stores import store_blocks
@@ -56,20 +57,19 @@ class Probe:
         spec = self._spec(stats["arena"]["classes"])
         # For example a hung disk: DRAM and the other disks still serve.
         remarks = [str(reason) for reason in stats["health"]["reasons"]]
-        stored, loaded = np.array([0]), np.array([1])
-        blocks = np.zeros((2, spec.block_bytes), np.uint8)
-        blocks[0] = np.resize(np.frombuffer(os.urandom(FRAME_ALIGNMENT_BYTES), np.uint8), spec.block_bytes)
-        mover = Mover(make_copier(Pool.from_blocks(blocks)), spec.block_bytes)
+        pool = np.zeros((2, spec.block_bytes), np.uint8)
+        pool[0] = np.resize(np.frombuffer(os.urandom(FRAME_ALIGNMENT_BYTES), np.uint8), spec.block_bytes)
+        mover = Mover(make_copier(Pool.from_blocks(pool)), spec.block_bytes)
         key, limit = os.urandom(KEY_BYTES), Limit(time.monotonic() + LIMIT_S)
         try:
-            if not store_blocks(self._client, mover, spec, key, stored, 0, limit).stored:
+            if not store_blocks(self._client, mover, spec, NewBlocks(np.array([0]), 0, limit, keys=key)).stored:
                 return "", "; ".join([FULL, *remarks])
             match = match_blocks(self._client, key, (spec,), with_frames=True)
-            if load_blocks(self._client, mover, spec, match, loaded, 0, limit) != 1:
+            if load_blocks(self._client, mover, spec, match, Blocks(np.array([1]), 0, limit)) != 1:
                 return "a block that was just stored could not be loaded", ""
         finally:
             self._client.flush(tier="dram", namespaces=[spec], key=key)
-        same = bool((blocks[0] == blocks[1]).all())
+        same = bool((pool[0] == pool[1]).all())
         return ("", "; ".join(remarks)) if same else ("a block came back with other bytes than were stored", "")
 
     def _spec(self, classes: list[dict[str, int]]) -> NamespaceSpec:

@@ -10,13 +10,14 @@ makes the run shorter: the rest goes through DRAM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from tiercache.connector.blocks import Blocks
 from tiercache.connector.direct.backend import PAGE_BYTES, RAW, Backend, DirectFailed
 from tiercache.connector.direct.transfers import MOVE_THREADS, DirectMoves
-from tiercache.copies.pool import COPY_GIVE_UP_S, Addresses, Limit, Pool
-from tiercache.protocol.checksums import CHECKSUM_LANES, finish_lanes
-from tiercache.protocol.messages import Extent
+from tiercache.copies.pool import COPY_GIVE_UP_S, Addresses, Pool
+from tiercache.protocol.checksums import CHECKSUM_LANES, block_seed, finish_lanes
+from tiercache.protocol.messages import KEY_BYTES, Extent
 
 
 class DirectResult(NamedTuple):
@@ -52,27 +53,25 @@ class DirectLoader(DirectMoves):
         directories: Sequence[str],
         extents: Sequence[Extent],
         seeds: Sequence[int],
-        block_ids: Addresses,
-        limit: Limit,
-        after: Any = None,
+        blocks: Blocks,
     ) -> DirectResult:
-        """Read `extents` into `block_ids` and compare their checksums, with the `block_seed` of each.
+        """Read `extents` into `blocks` and compare their checksums, with the `block_seed` of each.
 
-        When it returns no read is in progress. Blocks; begins no read after `limit`. Raises CopyLost for a read that
+        When it returns no read is in progress. Blocks; begins no read after the limit. Raises CopyLost for a read that
         does not end, and nothing else.
         """
-        addresses = self._addresses(block_ids)
+        addresses = self._addresses(blocks.ids)
         usable = 0
         while usable < len(extents) and self._is_usable(extents[usable], len(directories)):
             usable += 1
-        if not usable or not self._wait_ready(after, limit):
+        if not usable or not self._wait_ready(blocks.after, blocks.limit):
             return DirectResult(0)
         with self._lock:
             if self.off:
                 return DirectResult(0)
             try:
-                runs = self._runs(generation, directories, extents[:usable], addresses[:usable])
-                came, problem = self._perform(runs, limit)
+                moves = self._moves(generation, directories, extents[:usable], addresses[:usable])
+                came, problem = self._perform(moves, blocks.limit)
                 result = self._verify(extents[:came], seeds, addresses[:came])
                 problem = "wrong bytes" if result.bad else problem
             except DirectFailed as error:
@@ -121,25 +120,24 @@ class DirectStorer(DirectMoves):
         directory: str,
         places: Sequence[Extent],
         seeds: Sequence[int],
-        block_ids: Addresses,
-        limit: Limit,
-        after: Any = None,
+        blocks: Blocks,
     ) -> list[int]:
-        """Write `block_ids` to `places`; returns checksums, seeded by `block_seed`, of the leading ones written.
+        """Write `blocks` to `places`; returns checksums, seeded by `block_seed`, of the leading ones written.
 
-        When it returns no write is in progress. Blocks; begins no write after `limit`. Raises CopyLost for a write that
-        does not end, and nothing else.
+        When it returns no write is in progress. Blocks; begins no write after the limit. Raises CopyLost for a write
+        that does not end, and nothing else.
         """
-        addresses = self._addresses(block_ids)
+        addresses = self._addresses(blocks.ids)
         if not all(is_place(place, 1, self.pool.block_bytes) for place in places):
             return []
-        if not self._wait_ready(after, limit):
+        if not self._wait_ready(blocks.after, blocks.limit):
             return []
         with self._lock:
             if self.off:
                 return []
             try:
-                went, problem = self._perform(self._runs(generation, [directory], places, addresses), limit)
+                moves = self._moves(generation, [directory], places, addresses)
+                went, problem = self._perform(moves, blocks.limit)
                 sums = self.backend.lane_sums(addresses[:went], self.pool.block_bytes) if went else []
             except DirectFailed as error:
                 sums, problem = [], str(error)
@@ -151,3 +149,9 @@ class DirectStorer(DirectMoves):
 def is_place(extent: Extent, directories: int, length: int) -> bool:
     """Whether an extent is one block at a place that direct I/O can reach: this check alone guards where bytes go."""
     return extent.length == length and extent.directory < directories and extent.offset % PAGE_BYTES == 0
+
+
+def block_seeds(keys: bytes, fingerprint: str, block_bytes: int) -> list[int]:
+    """The `block_seed` of each block with these packed keys, as direct loads and stores have them on NVMe."""
+    each = range(0, len(keys), KEY_BYTES)
+    return [block_seed(keys[at : at + KEY_BYTES], fingerprint, block_bytes, RAW, CHECKSUM_LANES) for at in each]

@@ -14,15 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 from tiercache.client.client import Client
-from tiercache.client.session import Session
-from tiercache.connector.direct.backend import RAW, Backend, KvikioBackend
-from tiercache.connector.direct.gds import DirectLoader, DirectStorer
+from tiercache.connector.blocks import Blocks, LeasedBlocks
+from tiercache.connector.direct.backend import Backend, KvikioBackend
+from tiercache.connector.direct.gds import DirectLoader, DirectStorer, block_seeds
 from tiercache.connector.direct.probe import GdsProbe, Mode, probe_gds
 from tiercache.connector.direct.transfers import direct_problem
-from tiercache.copies.pool import Addresses, Limit, Pool
+from tiercache.copies.pool import Pool
 from tiercache.errors import ConfigError, ProtocolError, RequestRefused, TierCacheError
 from tiercache.ground import forks
-from tiercache.protocol.checksums import CHECKSUM_LANES, block_seed
 from tiercache.protocol.messages import KEY_BYTES, MAX_RESOLVE, BadExtent, Done, ExtentList, Extents, unpack_extents
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -183,30 +182,20 @@ class DirectPath:
                 one.close()
 
 
-def load_direct(
-    session: Session,
-    lease: int,
-    number: int,
-    fingerprint: str,
-    keys: bytes,
-    loader: DirectLoader,
-    block_ids: Addresses,
-    first: int,
-    limit: Limit,
-    after: Any = None,
-) -> int:
-    """Read blocks `first..` of a lease from their extents into `block_ids`; returns how many leading ones came.
+def load_direct(leased: LeasedBlocks, loader: DirectLoader, fingerprint: str, keys: bytes, blocks: Blocks) -> int:
+    """Read leased blocks from their extents into the pool's; returns how many leading ones came.
 
     Args:
-        number, fingerprint: the namespace's.
+        fingerprint: the namespace's.
         keys: of the whole run, from the root: the blocks are verified against them.
 
     Raises TierCacheError; no read is in progress then, except for CopyLost.
     """
+    session, lease, namespace_id = leased
     done = 0
-    while done < len(block_ids) and not limit.reached() and not loader.off:
-        begin, window = first + done, min(len(block_ids) - done, MAX_RESOLVE)
-        ask = {"lease": lease, "namespace": number, "first": begin, "count": window}
+    while done < len(blocks) and not blocks.limit.reached() and not loader.off:
+        window = blocks.part(done, done + MAX_RESOLVE)
+        ask = {"lease": lease, "namespace": namespace_id, "first": window.first, "count": len(window)}
         try:
             reply = session.call(Extents, ExtentList, **ask)
         except RequestRefused:
@@ -215,17 +204,15 @@ def load_direct(
             extents = unpack_extents(reply.extents)
         except ValueError as error:
             raise ProtocolError(str(error)) from error
-        if reply.first != begin or len(extents) > window:
+        if reply.first != window.first or len(extents) > len(window):
             raise ProtocolError("the daemon named other extents than were asked for")
-        seeds = []
-        for place in range(begin, begin + len(extents)):
-            key = keys[place * KEY_BYTES : (place + 1) * KEY_BYTES]
-            seeds.append(block_seed(key, fingerprint, loader.pool.block_bytes, RAW, CHECKSUM_LANES))
-        part = block_ids[done : done + len(extents)]
-        result = loader.load(session.generation, reply.directories, extents, seeds, part, limit, after)
+        named = window.part(0, len(extents))
+        own_keys = keys[window.first * KEY_BYTES : (window.first + len(extents)) * KEY_BYTES]
+        seeds = block_seeds(own_keys, fingerprint, loader.pool.block_bytes)
+        result = loader.load(session.generation, reply.directories, extents, seeds, named)
         done += result.good
         if result.bad:
-            session.call(BadExtent, Done, lease=lease, namespace=number, index=first + done)
-        if result.good < window:
+            session.call(BadExtent, Done, lease=lease, namespace=namespace_id, index=blocks.first + done)
+        if result.good < len(window):
             break
     return done

@@ -11,23 +11,21 @@ When the lease ends, the daemon is told whether a write of ours may still be in 
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 from tiercache.client.client import Client
 from tiercache.client.session import Session
-from tiercache.connector.direct.backend import RAW
-from tiercache.connector.direct.gds import DirectStorer
-from tiercache.connector.stores import WINDOW_BLOCKS, WINDOW_BYTES, WRITE_TTL_MS, Writing, abort_lease, wanted_events
-from tiercache.copies.pool import Addresses, CopyLost, Limit
+from tiercache.connector.blocks import WINDOW_BLOCKS, WINDOW_BYTES, NewBlocks
+from tiercache.connector.direct.gds import DirectStorer, block_seeds
+from tiercache.connector.write_lease import WRITE_TTL_MS, WriteLease
+from tiercache.copies.pool import Limit
 from tiercache.errors import ProtocolError, RequestRefused
-from tiercache.protocol.checksums import CHECKSUM_LANES, block_seed
 from tiercache.protocol.messages import (
-    KEY_BYTES,
     NO_LEASE,
     CommitExtents,
     CommitState,
     Committed,
-    EventRun,
     Extent,
     ReservedExtents,
     ReserveExtents,
@@ -68,143 +66,97 @@ class _WhileUp(Limit):
         return self._limit.passed() or self._session.fileno() < 0
 
 
-def store_past_dram(
-    client: Client,
-    storer: DirectStorer,
-    spec: NamespaceSpec,
-    keys: bytes,
-    block_ids: Addresses,
-    first: int,
-    limit: Limit,
-    after: Any = None,
-    events: EventRun | None = None,
-) -> PastDram:
-    """Write `block_ids` to NVMe as the blocks `first..` of the chain `keys`, as far as that works.
+def store_past_dram(client: Client, storer: DirectStorer, spec: NamespaceSpec, blocks: NewBlocks) -> PastDram:
+    """Write blocks to NVMe, as far as that works.
 
     When it returns or raises, no write is in progress (except for CopyLost). Raises TierCacheError.
     """
-    with client.leases.operation(limit):
-        return _store(client, storer, spec, keys, block_ids, first, limit, after, events)
+    with client.leases.operation(blocks.limit):
+        return _DirectStore(client, storer, spec, blocks).run()
 
 
-def _store(
-    client: Client,
-    storer: DirectStorer,
-    spec: NamespaceSpec,
-    keys: bytes,
-    block_ids: Addresses,
-    first: int,
-    limit: Limit,
-    after: Any,
-    events: EventRun | None,
-) -> PastDram:
-    session = client.session()
-    store = _Store(client, session, storer, spec, keys, limit, after)
-    events = wanted_events(session, spec, events)
-    most = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // spec.block_bytes))
-    done = stored = 0
-    refused = False
-    while done < len(block_ids) and not storer.off and not limit.reached():
-        window = block_ids[done : done + most]
-        reserved = store.reserve(first + done, len(window), events and events.part(done, len(window)))
-        if reserved is None or (not reserved.present and reserved.lease == NO_LEASE):
-            break
-        done += reserved.present
-        if reserved.lease == NO_LEASE:
-            continue
-        granted, written, visible = store.write(reserved, window[reserved.present :], first + done)
-        stored += visible
-        done += visible
-        if visible < granted:
-            refused = visible < written
-            break
-    return PastDram(stored, done - stored, refused)
-
-
-class _Store:
+class _DirectStore:
     """One store, window after window."""
 
-    def __init__(
-        self,
-        client: Client,
-        session: Session,
-        storer: DirectStorer,
-        spec: NamespaceSpec,
-        keys: bytes,
-        limit: Limit,
-        after: Any,
-    ) -> None:
-        self._client = client
-        self._session = session
+    def __init__(self, client: Client, storer: DirectStorer, spec: NamespaceSpec, blocks: NewBlocks) -> None:
+        self._leases = client.leases
+        self._session = session = client.session()
         self._storer = storer
-        self._number = session.namespace_id(spec)
+        self._namespace_id = session.namespace_id(spec)
         self._fingerprint = spec.fingerprint()
-        self._keys = keys
-        self._limit = limit
-        self._while_up = _WhileUp(limit, session)
-        self._after = after
+        self._blocks = blocks.for_daemon(session, spec)
+        self._while_up = _WhileUp(blocks.limit, session)
 
-    def reserve(self, first: int, count: int, events: EventRun | None) -> ReservedExtents | None:
-        """Reserve places for the blocks from `first` on; asks again where there will be some soon. None: refused."""
-        begin, until_s = first * KEY_BYTES, time.monotonic() + PATIENCE_S
-        ask: dict[str, Any] = {
-            "namespace": self._number,
-            "parent": self._keys[max(0, begin - KEY_BYTES) : begin],
-            "keys": self._keys[begin : begin + count * KEY_BYTES],
-            "ttl_ms": WRITE_TTL_MS,
-            "events": events,
-        }
+    def run(self) -> PastDram:
+        """Run all windows, until the end, the limit, or blocks that cannot go this way."""
+        blocks = self._blocks
+        most = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // self._storer.pool.block_bytes))
+        done = stored = 0
+        refused = False
+        while done < len(blocks) and not self._storer.off and not blocks.limit.reached():
+            window = blocks.part(done, done + most)
+            reserved = self.reserve(window)
+            if reserved is None or (not reserved.present and reserved.lease == NO_LEASE):
+                break
+            done += reserved.present
+            if reserved.lease == NO_LEASE:
+                continue
+            granted, written, visible = self.write(reserved, window.part(reserved.present, most))
+            stored += visible
+            done += visible
+            if visible < granted:
+                refused = visible < written
+                break
+        return PastDram(stored, done - stored, refused)
+
+    def reserve(self, window: NewBlocks) -> ReservedExtents | None:
+        """Reserve places for a window; asks again where there will be some soon. None: refused."""
+        until_s = time.monotonic() + PATIENCE_S
+        fields = window.reserve_fields(self._namespace_id, WRITE_TTL_MS)
         while True:
             try:
-                reserved = self._session.call(ReserveExtents, ReservedExtents, **ask)
+                reserved = self._session.call(ReserveExtents, ReservedExtents, **fields)
             except RequestRefused as error:
                 self._storer.note(str(error))  # the daemon is older, or has too many leases of ours
                 return None
-            if not 0 <= reserved.present <= count:
-                abort_lease(self._session, reserved.lease, finished=True)
+            if not 0 <= reserved.present <= len(window):
+                self._lease(reserved).give_up()
                 raise ProtocolError("the daemon has more blocks than it was asked about")
             waits = reserved.soon and not reserved.present and reserved.lease == NO_LEASE
             if not waits or self._while_up.reached() or time.monotonic() > until_s:
                 return reserved
             time.sleep(ASK_AGAIN_S)
 
-    def write(self, reserved: ReservedExtents, block_ids: Addresses, first: int) -> tuple[int, int, int]:
+    def _lease(self, reserved: ReservedExtents) -> WriteLease:
+        return WriteLease(self._leases, self._session, reserved.lease)
+
+    def write(self, reserved: ReservedExtents, window: NewBlocks) -> tuple[int, int, int]:
         """Write the granted blocks and commit them; returns how many were granted, written, and visible."""
-        session, lease = self._session, reserved.lease
-        writing = Writing()
-        over, finished = False, True
+        session, lease = self._session, self._lease(reserved)
         try:
-            self._client.leases.keep(session, lease, WRITE_TTL_MS, writing, writing=True)
-            places = self._places(reserved, len(block_ids))
-            seeds = [self._seed(first + number) for number in range(len(places))]
-            ids, where = block_ids[: len(places)], reserved.directory
-            sums = self._storer.store(session.generation, where, places, seeds, ids, self._while_up, self._after)
-            # `void` is read after the sums: if it came too late for this, the summed blocks had not changed.
-            if not sums or self._limit.void:
-                return len(places), 0, 0
-            states = session.call(CommitExtents, Committed, lease=lease, checksums=pack_checksums(sums)).states
-            over = True
-        except CopyLost:
-            finished = False
-            raise
+            with lease:
+                places = _places(reserved, len(window))
+                granted = replace(window.part(0, len(places)), limit=self._while_up)
+                seeds = block_seeds(granted.own_keys, self._fingerprint, self._storer.pool.block_bytes)
+                sums = self._storer.store(session.generation, reserved.directory, places, seeds, granted)
+                # `void` is read after the sums: if it came too late for this, the summed blocks had not changed.
+                if not sums or window.limit.void:
+                    return len(places), 0, 0
+                checksums = pack_checksums(sums)
+                states = session.call(CommitExtents, Committed, lease=lease.number, checksums=checksums).states
+                lease.committed()
         finally:
-            self._client.leases.let_go(lease)
-            if not over:
-                abort_lease(session, lease, finished=finished)
+            lease.give_up()
         if len(states) != len(sums):
             raise ProtocolError(f"{len(sums)} blocks were committed and {len(states)} answered")
         return len(places), len(sums), len(states) - len(states.lstrip(bytes([CommitState.VISIBLE])))
 
-    @staticmethod
-    def _places(reserved: ReservedExtents, most: int) -> list[Extent]:
-        try:
-            places = unpack_extents(reserved.extents)
-        except ValueError as error:
-            raise ProtocolError(str(error)) from error
-        if not 0 < len(places) <= most:
-            raise ProtocolError(f"the daemon granted {len(places)} places where {most} were asked for")
-        return places
 
-    def _seed(self, number: int) -> int:
-        key = self._keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
-        return block_seed(key, self._fingerprint, self._storer.pool.block_bytes, RAW, CHECKSUM_LANES)
+def _places(reserved: ReservedExtents, most: int) -> list[Extent]:
+    try:
+        places = unpack_extents(reserved.extents)
+    except ValueError as error:
+        raise ProtocolError(str(error)) from error
+    if not 0 < len(places) <= most:
+        raise ProtocolError(f"the daemon granted {len(places)} places where {most} were asked for")
+    return places

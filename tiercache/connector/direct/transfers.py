@@ -1,6 +1,6 @@
 """Moves between segment files and a pool's blocks: the common part of direct loads and stores.
 
-    extents ─► runs (neighbours on disk and in the pool) ─► reads or writes, several in flight
+    extents ─► moves (neighbours on disk and in the pool are one) ─► reads or writes, several in flight
 
 Loads and stores each have their own: one that stops working does not affect the other. After a few failures in a row,
 or a move that hangs, this way is not used again in this process.
@@ -41,8 +41,8 @@ def direct_problem(pool: Pool) -> str:
     return "" if pool.writable else "this pool is read-only"
 
 
-class Run(NamedTuple):
-    """Blocks that are one read or write."""
+class Move(NamedTuple):
+    """One read or write: of one block, or of several neighbours."""
 
     file: Any
     offset: int
@@ -80,7 +80,7 @@ class DirectMoves:
         self.backend = backend
         self.off = ""
         self.failures = 0
-        self._move = backend.write if writing else backend.read
+        self._call = backend.write if writing else backend.read
         self._verb = "write" if writing else "read"
         self._writing = writing
         self._give_up_s = give_up_s
@@ -109,13 +109,13 @@ class DirectMoves:
             time.sleep(_POLL_S)
         return False
 
-    def _runs(
+    def _moves(
         self, generation: int, directories: Sequence[str], extents: Sequence[Extent], addresses: Addresses
-    ) -> list[Run]:
-        runs: list[Run] = []
+    ) -> list[Move]:
+        moves: list[Move] = []
         for extent, address in zip(extents, addresses.tolist(), strict=True):
             file = self._file(generation, directories[extent.directory], extent.segment)
-            last = runs[-1] if runs else None
+            last = moves[-1] if moves else None
             if (
                 last is not None
                 and last.file is file
@@ -123,11 +123,11 @@ class DirectMoves:
                 and last.offset + last.length == extent.offset
                 and last.address + last.length == address
             ):
-                runs[-1] = last._replace(length=last.length + extent.length, blocks=last.blocks + 1)
+                moves[-1] = last._replace(length=last.length + extent.length, blocks=last.blocks + 1)
             else:
-                runs.append(Run(file, extent.offset, address, extent.length, 1))
-        self._close_files(max(MAX_OPEN_FILES, len({run.file for run in runs})))  # these are the newest
-        return runs
+                moves.append(Move(file, extent.offset, address, extent.length, 1))
+        self._close_files(max(MAX_OPEN_FILES, len({move.file for move in moves})))  # these are the newest
+        return moves
 
     def _file(self, generation: int, directory: str, segment: int) -> Any:
         """A segment's open file. Files of another life of the daemon may have been replaced."""
@@ -143,27 +143,28 @@ class DirectMoves:
         while len(self._files) > keep:
             self.backend.close(self._files.popitem(last=False)[1])
 
-    def _perform(self, runs: list[Run], limit: Limit) -> tuple[int, str]:
-        """Move runs until the limit or a failure; returns the leading blocks that are complete, and the failure.
+    def _perform(self, moves: list[Move], limit: Limit) -> tuple[int, str]:
+        """Make `moves` until the limit or a failure; returns the leading blocks that are complete, and the failure.
 
         When it returns nothing is in progress. Raises CopyLost for a move that does not end.
         """
         if not self._started:
             self._start()
-        batch = _Batch(runs, self._move, limit)
-        for _ in range(min(self._threads, len(runs))):
+        batch = _Batch(moves, self._call, limit)
+        for _ in range(min(self._threads, len(moves))):
             self._batches.put(batch)
         if not batch.wait(self._give_up_s):
             self.off = f"a {self._verb} by {self.backend.name} did not end within {self._give_up_s:g} s"
             _lost.append(self)
             logger.error("direct %ss are off: %s", self._verb, self.off)
             raise CopyLost(self.off)
-        return sum(run.blocks for run in runs[: batch.leading()]), batch.problem
+        return sum(move.blocks for move in moves[: batch.leading()]), batch.problem
 
     def _start(self) -> None:
         """Start the threads; raises DirectFailed where the process gets none."""
-        for number in range(self._threads):
-            thread = threading.Thread(target=self._work, name=f"tiercache-direct-{self._verb}-{number}", daemon=True)
+        for thread_index in range(self._threads):
+            name = f"tiercache-direct-{self._verb}-{thread_index}"
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
@@ -213,43 +214,43 @@ _lost: list[DirectMoves] = []
 class _Batch:
     """The moves of one load or store, distributed to the threads in order."""
 
-    def __init__(self, runs: list[Run], move: Callable[[Any, int, int, int], int], limit: Limit) -> None:
+    def __init__(self, moves: list[Move], call: Callable[[Any, int, int, int], int], limit: Limit) -> None:
         self.problem = ""
-        self._runs = runs
-        self._move = move
+        self._moves = moves
+        self._call = call
         self._limit = limit
         self._changed = threading.Condition()
         self._next = 0
-        self._complete = [False] * len(runs)
-        self._since_s: dict[int, float] = {}  # moves in progress, by run
+        self._complete = [False] * len(moves)
+        self._since_s: dict[int, float] = {}  # of the moves in progress, by index
 
     def work(self) -> None:
-        """Move runs until none is left. In a thread of the owner."""
-        while (number := self._take()) is not None:
-            run = self._runs[number]
+        """Make moves until none is left. In a thread of the owner."""
+        while (index := self._take()) is not None:
+            move = self._moves[index]
             problem = ""
             try:
-                count = self._move(run.file, run.offset, run.address, run.length)
-                if count != run.length:
-                    problem = f"{count} bytes were moved of {run.length}"
+                count = self._call(move.file, move.offset, move.address, move.length)
+                if count != move.length:
+                    problem = f"{count} bytes were moved of {move.length}"
             except DirectFailed as error:
                 problem = str(error)
             except Exception as error:
                 logger.exception("a direct read or write failed in a way that nobody foresaw")
                 problem = repr(error)
             with self._changed:
-                del self._since_s[number]
-                self._complete[number] = not problem
+                del self._since_s[index]
+                self._complete[index] = not problem
                 self.problem = self.problem or problem
                 self._changed.notify_all()
 
     def _take(self) -> int | None:
         with self._changed:
-            if self._next == len(self._runs) or self.problem or self._limit.passed():
+            if self._next == len(self._moves) or self.problem or self._limit.passed():
                 return None
-            number, self._next = self._next, self._next + 1
-            self._since_s[number] = time.monotonic()
-            return number
+            index, self._next = self._next, self._next + 1
+            self._since_s[index] = time.monotonic()
+            return index
 
     def wait(self, give_up_s: float) -> bool:
         """Wait until no move is in progress and none will begin; False when one hangs."""
@@ -257,18 +258,18 @@ class _Batch:
             while self._since_s or not self._is_over():
                 oldest_s = min(self._since_s.values(), default=time.monotonic())
                 if time.monotonic() - oldest_s > give_up_s:
-                    self.problem = self.problem or "it hangs"  # the others take no further run
+                    self.problem = self.problem or "it hangs"  # the others take no further move
                     return False
                 self._changed.wait(min(1.0, give_up_s / 4))
         return True
 
     def _is_over(self) -> bool:
-        """Whether no run will be taken any more; decided once, so that none is taken afterwards."""
-        if self._next < len(self._runs) and not self.problem and not self._limit.passed():
+        """Whether no move will be taken any more; decided once, so that none is taken afterwards."""
+        if self._next < len(self._moves) and not self.problem and not self._limit.passed():
             return False
-        self._next = len(self._runs)
+        self._next = len(self._moves)
         return True
 
     def leading(self) -> int:
-        """Leading runs that are complete."""
+        """Leading moves that are complete."""
         return self._complete.index(False) if False in self._complete else len(self._complete)
