@@ -262,7 +262,7 @@ class NvmeTier:
     @property
     def kinds(self) -> Sequence[Callable[[], bool]]:
         """See `TierBelow`."""
-        return self._see_to_shelves, self._look_again, self._read, self._offer, self._write, self._land
+        return self._see_to_shelves, self._look_again, self._read, self._offer, self._settle, self._write, self._land
 
     def work(self) -> bool:
         """Unlinking, loading, writing and reading, a slice of each; True while there is more at once."""
@@ -287,6 +287,9 @@ class NvmeTier:
 
     def _offer(self) -> bool:
         return self._may_write and self._offers.work()
+
+    def _settle(self) -> bool:
+        return self._writes.settle()
 
     def _write(self) -> bool:
         return self._may_write and self._writes.pump()
@@ -338,6 +341,8 @@ class NvmeTier:
         stopped = [shelf.queue.stop(end_s) for shelf in shelves]
         for shelf in leaving:
             shelf.queue.stop(end_s)
+        while self._writes.settle():
+            pass  # what was written in time is kept
         await asyncio.gather(*(in_thread("catalog end", partial(one.catalog.close, CLOSE_S)) for one in shelves))
         for shelf, all_done in zip(shelves, stopped, strict=True):
             if all_done:  # else the kernel still has I/O on these files

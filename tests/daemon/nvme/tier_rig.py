@@ -172,6 +172,8 @@ class TierRig:
                 own = {*shelf.index.unlinking_entries(), *(table.root for table in shelf.index.tables.values())}
                 pinned = {entry for entry, pins in enumerate(shelf.index.pins) if pins and shelf.index.state[entry]}
                 own |= set(shelf.slots.tails)
+                writes = self.tier._writes  # those complete and not visible yet hold their parents
+                own |= {entry for name, entry in writes._held.items() if writes._flying[name].shelf is shelf}
                 assert pinned <= own, "an entry is pinned for ever"
 
     # --- blocks ----------------------------------------------------------------------------------

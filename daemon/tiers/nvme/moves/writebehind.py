@@ -45,6 +45,9 @@ MAX_IN_FLIGHT = 1024
 """Writes in progress on one shelf, and their bytes."""
 AT_ONCE = 64
 """Blocks considered before the loop serves others."""
+SETTLED_AT_ONCE = 64
+SETTLE_NS = 1_000_000
+"""Written blocks made visible in one go: so many, or for so long plus the one in progress."""
 
 Name = tuple[int, bytes]
 """Namespace number and key."""
@@ -114,7 +117,8 @@ class WriteBehind:
         self._in_lane: dict[Name, Shelf] = {}
         self._loads: dict[Shelf, tuple[int, int]] = {}  # writes in progress, and their bytes
         self._flying: dict[Name, _Write] = {}
-        self._parked: dict[Name, list[tuple[_Write, Stored]]] = {}
+        self._parked: dict[Name, list[tuple[_Write, Stored]]] = {}  # complete, by the parent that is not
+        self._complete: deque[tuple[_Write, Stored]] = deque()  # those whose parent has come or was lost
         self._held: dict[Name, int] = {}  # the entry there that a write in progress holds: its parent
         self._below: dict[Name, dict[Name, None]] = {}  # writes whose parent is being written itself
         self._taken: dict[Shelf, list[WriteOp]] = {}
@@ -403,42 +407,51 @@ class WriteBehind:
         else:
             self._settle(write, stored)
 
-    def _settle(self, first: _Write, stored: Stored) -> None:
-        """A write is complete and its parent visible: make it visible, and then those that waited for it."""
-        ready = [(first, stored)]
-        while ready:
-            write, stored = ready.pop()
-            shelf, name = write.shelf, (write.namespace.number, write.key)
-            flushed = write.epoch != shelf.epoch(write.namespace)
-            table = shelf.table(write.namespace)
-            parent = table.get(write.parent) if write.parent else table.root
-            here = shelf.has(write.namespace, write.key)
-            if flushed or here or shelf.retired or parent == NO_ENTRY or not shelf.index.attached(parent):
-                self._lose(write)
-                continue
-            shelf.add(write.namespace, write.key, write.parent, write.slot, stored, write.said)
-            if (entry := write.namespace.table.get(write.key)) != NO_ENTRY:
-                is_below(self._space.index, entry)
-            self.written_blocks += 1
-            self.written_bytes += stored.stored_length
-            for below in self._below.pop(name, ()):
-                other = self._flying.get(below)
-                # It may have failed and be rewritten below another block: keys that clients make up are no chains.
-                if other is not None and other.parent == write.key and other.shelf is shelf:
-                    self._hold(shelf, below, table.get(write.key))
-            self._let_go(shelf, name)
-            ready.extend(self._parked.pop(name, ()))
+    def settle(self) -> bool:
+        """Make a slice of complete blocks visible; True while there is more."""
+        until_ns = time.perf_counter_ns() + SETTLE_NS
+        for _ in range(min(SETTLED_AT_ONCE, len(self._complete))):
+            self._settle(*self._complete.popleft())
+            if time.perf_counter_ns() >= until_ns:
+                break
+        return bool(self._complete)
 
-    def _lose(self, first: _Write, failed: bool = False) -> None:
-        """A write has failed, and with it those that wait for it; `failed` on the disk."""
-        doomed = [first]
-        while doomed:
-            write = doomed.pop()
-            name = write.namespace.number, write.key
-            self._below.pop(name, None)
-            self._let_go(write.shelf, name)
-            if failed and write is first:
-                write.shelf.slots.put_aside(write.slot)
-            else:
-                write.shelf.allocator.give_back(write.slot)
-            doomed.extend(waiting for waiting, _ in self._parked.pop(name, ()))
+    def _settle(self, write: _Write, stored: Stored) -> None:
+        """A write is complete, and not parked: make the block visible if its parent is."""
+        shelf, name = write.shelf, (write.namespace.number, write.key)
+        flushed = write.epoch != shelf.epoch(write.namespace)
+        table = shelf.table(write.namespace)
+        parent = table.get(write.parent) if write.parent else table.root
+        here = shelf.has(write.namespace, write.key)
+        if flushed or here or shelf.retired or parent == NO_ENTRY or not shelf.index.attached(parent):
+            self._lose(write)
+            return
+        shelf.add(write.namespace, write.key, write.parent, write.slot, stored, write.said)
+        if (entry := write.namespace.table.get(write.key)) != NO_ENTRY:
+            is_below(self._space.index, entry)
+        self.written_blocks += 1
+        self.written_bytes += stored.stored_length
+        for below in self._below.pop(name, ()):
+            other = self._flying.get(below)
+            # It may have failed and be rewritten below another block: keys that clients make up are no chains.
+            if other is not None and other.parent == write.key and other.shelf is shelf:
+                self._hold(shelf, below, table.get(write.key))
+        self._let_go(shelf, name)
+        self._settle_later(name)
+
+    def _settle_later(self, parent: Name) -> None:
+        """Leave those that waited for a block to `settle`: where the first of a chain comes last, that is all of it."""
+        self._complete.extend(self._parked.pop(parent, ()))
+        if self._complete:
+            self._soon()
+
+    def _lose(self, write: _Write, failed: bool = False) -> None:
+        """A write has failed, perhaps on the disk (`failed`). Those that wait for it will not find their parent."""
+        name = write.namespace.number, write.key
+        self._below.pop(name, None)
+        self._let_go(write.shelf, name)
+        if failed:
+            write.shelf.slots.put_aside(write.slot)
+        else:
+            write.shelf.allocator.give_back(write.slot)
+        self._settle_later(name)

@@ -1,0 +1,143 @@
+"""A chain whose first block is written last: what waited for it becomes visible in slices, and right in between."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from tier_rig import TierRig, keys_of, play
+
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme.disk.queue import DELIVER_BATCH, MAX_RUN_OPS
+from tiercache.daemon.tiers.nvme.moves.writebehind import SETTLED_AT_ONCE
+
+BLOCKS = 400
+CHAIN = keys_of("late", BLOCKS)
+
+
+class Late:
+    """A tier in which all of a chain is written but its first run of blocks, which the disk has yet to write."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.fails = False
+        self.go = threading.Event()
+        self._offset = -1  # of the first write
+        self._lock = threading.Lock()
+
+    def hook(self, name: str, size: int) -> int | None:
+        offset = self.disk.call.offset if name == "pwritev" else -1
+        with self._lock:
+            if offset >= 0 and self._offset < 0:
+                self._offset = offset
+        if offset >= 0 and offset == self._offset:
+            assert self.go.wait(60.0)
+            if self.fails:
+                raise OSError(errno.EIO, "a bad disk")
+        return None
+
+    async def open(self) -> tuple[TierRig, Namespace]:
+        rig = await TierRig(self.root).open()
+        self.disk = rig.disks[rig.dirs[0]]
+        self.disk.hook = self.hook
+        space = rig.namespace(block_bytes=4096)
+        rig.store(space, CHAIN)
+        writes = rig.tier._writes
+        await rig.until(lambda: sum(map(len, writes._parked.values())) >= BLOCKS - MAX_RUN_OPS)
+        assert not rig.shelves[0].table(space).blocks
+        return rig, space
+
+    async def written(self, rig: TierRig, space: Namespace) -> int:
+        """Let the disk write them, and the loop hear of it; how many blocks became visible in one go, at most."""
+        table, most = rig.shelves[0].table(space), 0
+        self.go.set()
+        while rig.shelves[0].queue.in_flight:
+            before = table.blocks
+            await asyncio.sleep(0)
+            most = max(most, table.blocks - before)
+        assert 0 < table.blocks < BLOCKS
+        rig.check()
+        return most
+
+
+def late(scenario: Callable[[Late], Awaitable[None]], root: Path) -> None:
+    async def run() -> None:
+        one = Late(root)
+        try:
+            await scenario(one)
+        finally:
+            one.go.set()
+
+    play(run)
+
+
+def test_what_waited_for_the_first_block_becomes_visible_in_slices(tmp_path: Path) -> None:
+    async def scenario(one: Late) -> None:
+        rig, space = await one.open()
+        assert await one.written(rig, space) <= DELIVER_BATCH
+        table = rig.shelves[0].table(space)
+        while table.blocks < BLOCKS:
+            before, more = table.blocks, rig.tier.work()
+            assert more or table.blocks == BLOCKS
+            assert table.blocks - before <= SETTLED_AT_ONCE
+            rig.check()
+        await rig.settled()
+        rig.forget_dram()
+        assert await rig.load(space, CHAIN) == BLOCKS
+        rig.check()
+        await rig.close()
+
+    late(scenario, tmp_path)
+
+
+def test_what_is_written_when_the_daemon_stops_is_kept(tmp_path: Path) -> None:
+    async def scenario(one: Late) -> None:
+        rig, space = await one.open()
+        await one.written(rig, space)
+        await rig.close()
+        rig = await TierRig(tmp_path).open()
+        assert await rig.load(rig.namespace(block_bytes=4096), CHAIN) == BLOCKS
+        rig.check()
+        await rig.close()
+
+    late(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("key", [b"", CHAIN[:16]])
+def test_what_is_flushed_between_two_slices_stays_away(tmp_path: Path, key: bytes) -> None:
+    async def scenario(one: Late) -> None:
+        rig, space = await one.open()
+        await one.written(rig, space)
+        assert await rig.flush(key)
+        await rig.settled()
+        assert not rig.shelves[0].table(space).blocks
+        rig.check()
+        await rig.close()
+        rig = await TierRig(tmp_path).open()
+        assert await rig.load(rig.namespace(block_bytes=4096), CHAIN) == 0
+        await rig.close()
+
+    late(scenario, tmp_path)
+
+
+def test_what_waited_for_a_block_that_failed_is_lost_in_slices(tmp_path: Path) -> None:
+    async def scenario(one: Late) -> None:
+        rig, space = await one.open()
+        writes, one.fails = rig.tier._writes, True
+        one.go.set()
+        while rig.shelves[0].queue.in_flight:
+            before = len(writes._flying)
+            await asyncio.sleep(0)
+            assert before - len(writes._flying) <= DELIVER_BATCH
+        while not writes.idle:
+            before, _ = len(writes._flying), rig.tier.work()
+            assert before - len(writes._flying) <= SETTLED_AT_ONCE
+            rig.check()
+        assert not rig.shelves[0].table(space).blocks
+        await rig.close()
+
+    late(scenario, tmp_path)
