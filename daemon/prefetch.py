@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tiercache.daemon.ground.slices import Slices, Steps
-from tiercache.daemon.hints.hinted_policy import HintedPolicy
 from tiercache.daemon.hints.hints import Said
+from tiercache.daemon.hints.switched_policy import SwitchedPolicy
 from tiercache.daemon.tiers.dram.reads import Reads
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.protocol.messages import KEY_BYTES
@@ -105,4 +105,4 @@ class Ahead:
         """How many blocks of each namespace would stay in DRAM until they are asked for, not be evicted for others."""
         coming = sum(lease.target - lease.blocks for lease in self._reads.growing.values() if not lease.holders)
         policies = (namespace.table.policy for namespace in plan.namespaces)
-        return min(one.room_for(plan.late_s) for one in policies if isinstance(one, HintedPolicy)) - coming
+        return min(one.hinted.room_for(plan.late_s) for one in policies if isinstance(one, SwitchedPolicy)) - coming

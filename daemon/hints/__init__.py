@@ -2,7 +2,8 @@
 
     a hint ──► hints: which chains in which tier ──► chain_hints: what is known of an end ──► hinted_policy
 
-`hinted_policy` wraps the policy of a tier: hints take precedence over the policy.
+`hinted_policy` wraps the policy of a tier: hints take precedence over the policy. Until the first hint
+`switched_policy` leaves it out.
 """
 
 from typing import TYPE_CHECKING

@@ -30,20 +30,6 @@ KEPT_SHARE = 0.25
 EXPIRE_AT_ONCE = 64
 """Marks that have come due looked at in one go of the loop, and blocks evicted for that."""
 _LIMIT_S = 1.0
-_PASSED_ON = (
-    "inserted",
-    "inserted_run",
-    "inserted_many",
-    "touched",
-    "replaced",
-    "evicted",
-    "follows",
-    "add",
-    "remove",
-    "victim",
-    "worth",
-    "coldest_stamp",
-)
 _FIRST = (Group.EXPIRED, Group.DONE, Group.LOW)
 _KEPT = (Group.BACK, Group.HIGH)
 
@@ -60,18 +46,19 @@ class Teller(Protocol):
 
 
 class HintedPolicy:
-    """See `Policy`, and the module. Until the first mark every call goes straight to the inner policy.
+    """See `Policy`, and the module.
 
-    `in_hits`: the policy's worths are in hits a second.
+    `in_hits`: the policy's worths are in hits a second. `known_as`: the policy that its tables have.
     """
 
-    def __init__(self, index: Index, inner: Policy, teller: Teller, in_hits: bool) -> None:
+    def __init__(self, index: Index, inner: Policy, teller: Teller, in_hits: bool, known_as: Policy) -> None:
         self.inner = inner
         self.index = index
         self._columns = index.columns
         self._clock_s = teller.clock_s
         self._in_hits = in_hits
         self._teller = teller
+        self._known_as = known_as
         self._marks: dict[int, Mark] = {}
         self._first: dict[Group, dict[int, None]] = {group: {} for group in _FIRST}
         self._kept: dict[Group, dict[int, None]] = {group: {} for group in _KEPT}
@@ -80,22 +67,11 @@ class HintedPolicy:
         self._due: list[tuple[float, int]] = []  # when to look at a mark again, and its entry
         self._limit = 0
         self._limit_s = -math.inf
-        self.awake = False
-        for name in _PASSED_ON:
-            setattr(self, name, getattr(inner, name))
-
-    def wake(self) -> None:
-        """A first mark is coming: track every block from here on."""
-        if not self.awake:
-            self.awake = True
-            for name in _PASSED_ON:
-                delattr(self, name)
 
     # --- marks -----------------------------------------------------------------------------------
 
     def mark(self, entry: int, mark: Mark) -> None:
         """Mark a live block of this policy's, replacing its earlier mark."""
-        self.wake()
         candidate = self._columns.next[entry] != 0
         if candidate:
             self.remove(entry)
@@ -299,7 +275,7 @@ class HintedPolicy:
         """How many blocks may be kept, counted once a second."""
         now_s = self._clock_s()
         if now_s >= self._limit_s:
-            its = (table.blocks for table in self.index.tables.values() if table.policy is self)
+            its = (table.blocks for table in self.index.tables.values() if table.policy is self._known_as)
             self._limit, self._limit_s = int(KEPT_SHARE * sum(its)), now_s + _LIMIT_S
         return self._limit
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from tiercache.daemon.hints.chain_hints import LATE_S, LATE_SHARE, Group, Mark
 from tiercache.daemon.hints.hinted_policy import EXPIRE_AT_ONCE, MAX_MARKS, HintedPolicy
+from tiercache.daemon.hints.switched_policy import SwitchedPolicy
 from tiercache.daemon.index.chain_ends import Tails
 from tiercache.daemon.index.index import Index, Table
 from tiercache.daemon.index.policy import NO_ENTRY, Policy
@@ -66,21 +67,26 @@ class Hints:
         """Whether a client's look-up is being answered; see `Teller`."""
         self.counts = dict.fromkeys(("hints", "done", "returning", "ttl", "priority", "expired_blocks"), 0)
         """Hints given, by what they said, and blocks that were evicted because of a `ttl`."""
-        self.policies: list[HintedPolicy] = []
+        self._switched: list[SwitchedPolicy] = []
         self._carried: dict[tuple[int, bytes], tuple[float, Mark]] = {}  # until when, by table and key
-        self._awake = False
+        self._given = False
 
-    def policy(self, index: Index, inner: Policy, in_hits: bool) -> HintedPolicy:
-        """`inner` as a policy that takes hints."""
-        made = HintedPolicy(index, inner, self, in_hits)
-        self.policies.append(made)
-        if self._awake:
-            made.wake()
+    def policy(self, index: Index, plain: Policy, in_hits: bool) -> SwitchedPolicy:
+        """`plain` as a policy that takes hints."""
+        made = SwitchedPolicy(index, plain, self, in_hits)
+        self._switched.append(made)
+        if self._given:
+            made.follow_hints()
         return made
+
+    @property
+    def policies(self) -> list[HintedPolicy]:
+        """The policies with hints of all tiers, in use or not."""
+        return [policy.hinted for policy in self._switched]
 
     def forget(self, index: Index) -> None:
         """A tier's index is gone, and its policies with it."""
-        self.policies = [policy for policy in self.policies if policy.index is not index]
+        self._switched = [policy for policy in self._switched if policy.hinted.index is not index]
 
     # --- what is said ----------------------------------------------------------------------------
 
@@ -103,10 +109,10 @@ class Hints:
 
         `places`: where the chain may be. `namespaces`: how many namespaces the hint is about.
         """
-        if not self._awake:
-            self._awake = True
-            for policy in self.policies:
-                policy.wake()
+        if not self._given:
+            self._given = True
+            for policy in self._switched:
+                policy.follow_hints()
         longest = 0
         for index, table in places:
             if table.windowed:
@@ -136,14 +142,14 @@ class Hints:
 
     def _mark(self, index: Index, table: Table, entry: int, said: Said, own: int) -> None:
         policy, now_s = table.policy, self.clock_s()
-        assert isinstance(policy, HintedPolicy)
-        mark = replace(policy.mark_of(entry) or Mark(), own=own)
+        assert isinstance(policy, SwitchedPolicy)
+        mark = replace(policy.hinted.mark_of(entry) or Mark(), own=own)
         if said.done or said.late_s:
             mark.done, mark.back_s, mark.late_s = said.done, said.back_s, said.late_s
         if said.until_s < math.inf:
             mark.until_s = said.until_s
         mark.priority = said.priority or mark.priority
-        policy.mark(entry, mark)
+        policy.hinted.mark(entry, mark)
         carried_s = mark.until_s  # no longer: a client that stores such a block after that has given no hint
         if carried_s == math.inf and mark.priority is Priority.NORMAL:
             carried_s = max(mark.late_s, now_s + CARRY_S)
@@ -165,7 +171,7 @@ class Hints:
     def expire(self, index: Index, tails: Tails) -> int:
         """Evict a slice of the expired, unpinned blocks of one tier; returns how many were evicted."""
         gone = 0
-        if not self._awake:
+        if not self._given:
             return gone
         tails.lapse()
         now_s = self.clock_s()

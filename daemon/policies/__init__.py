@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from tiercache.daemon.hints.hinted_policy import HintedPolicy
 from tiercache.daemon.hints.hints import Hints
+from tiercache.daemon.hints.switched_policy import SwitchedPolicy
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import Learner, Policy
 from tiercache.daemon.policies.lru import LeafLRU
@@ -76,6 +76,6 @@ class Policies:
         """A policy for candidates of that index, behind the window of fresh stores. `below`: for a tier below DRAM."""
         return Window(index, self._made.policy(index), self.turnover, self.predictor, below)
 
-    def hinted(self, index: Index, below: bool = False) -> HintedPolicy:
+    def hinted(self, index: Index, below: bool = False) -> SwitchedPolicy:
         """The same policy, taking hints of clients into account too."""
         return self.hints.policy(index, self.make(index, below), self._made.in_hits)

@@ -15,7 +15,8 @@ from tiercache.daemon.hints import hints
 from tiercache.daemon.hints.chain_hints import LATE_S, Group
 from tiercache.daemon.hints.hinted_policy import HintedPolicy
 from tiercache.daemon.hints.hints import CARRY_S, own_blocks, said_at
-from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.hints.switched_policy import SwitchedPolicy
+from tiercache.daemon.index.policy import NO_ENTRY, Policy
 from tiercache.daemon.policies import POLICIES
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace
@@ -52,8 +53,8 @@ class Hinting(Harness):
 
     def policy(self, ns: Namespace) -> HintedPolicy:
         policy = ns.table.policy
-        assert isinstance(policy, HintedPolicy)
-        return policy
+        assert isinstance(policy, SwitchedPolicy)
+        return policy.hinted
 
 
 @pytest.fixture(params=["lru", "hazard"])
@@ -391,12 +392,21 @@ def test_without_hints_the_policy_is_asked_itself() -> None:
     h = Hinting()
     ns = h.space()
     h.store(ns, chain(1, 2))
-    policy = h.policy(ns)
-    assert policy.add.__self__ is policy.inner  # type: ignore[attr-defined]
+    methods = [name for name in vars(Policy) if not name.startswith("_")]
+    assert len(methods) == 12
+
+    def called(ns: Namespace) -> set[object]:
+        """Whose methods the table calls; `follows` and `worth` of a window are those of the policy in it."""
+        its = {getattr(ns.table.policy, name).__self__ for name in methods if name not in ("follows", "worth")}
+        for name in ("follows", "worth"):
+            assert getattr(ns.table.policy, name) in (getattr(one, name) for one in its)
+        return its
+
+    assert called(ns) == {h.policy(ns).inner}
     h.hint(ns, chain(1, 2), done=True)
-    assert policy.add.__self__ is policy  # type: ignore[attr-defined]
+    assert called(ns) == {h.policy(ns)}
     later = h.space(rank=1, block_bytes=9000)
-    assert h.policy(later).awake, "one that is made later too"
+    assert called(later) == {h.policy(later)}, "one that is made later too"
 
 
 # --- whatever is said ------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import tiercache
-from tiercache.daemon.hints.hinted_policy import HintedPolicy
 from tiercache.daemon.hints.hints import said_at
+from tiercache.daemon.hints.switched_policy import SwitchedPolicy
 from tiercache.protocol.messages import KEY_BYTES, Hint, Priority
 from tiercache.replay.formats.lines import BadTrace
 from tiercache.replay.formats.recorded import Recorded
@@ -93,8 +93,8 @@ def test_what_was_said_is_known_where_a_block_comes_later() -> None:
     assert simulation._shelf is not None
     table = simulation._shelf.table(namespace)
     policy = table.policy
-    assert isinstance(policy, HintedPolicy)
-    mark = policy.mark_of(table.get(keys[KEY_BYTES:]))
+    assert isinstance(policy, SwitchedPolicy)
+    mark = policy.hinted.mark_of(table.get(keys[KEY_BYTES:]))
     assert mark is not None
     assert mark.priority is Priority.LOW
 
