@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tiercache.cli import bench_codec
-from tiercache.cli.bench_codec import CodecFigures
+from tiercache.cli.bench import codecs, command, disk
+from tiercache.cli.bench.codecs import CodecFigures
 from tiercache.cli.main import main
 
 Run = Callable[..., tuple[int, str, str]]
@@ -21,9 +21,9 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs one command line: (exit status, stdout, stderr). Measures for as short as it can."""
-    monkeypatch.setattr(bench_codec, "MEASURE_S", 0.0)
-    monkeypatch.setattr(bench_codec, "SYNTHETIC_BYTES", 1 << 20)
-    monkeypatch.setattr(bench_codec, "DISK_BYTES", 8 << 20)
+    monkeypatch.setattr(codecs, "MEASURE_S", 0.0)
+    monkeypatch.setattr(codecs, "SYNTHETIC_BYTES", 1 << 20)
+    monkeypatch.setattr(disk, "DISK_BYTES", 8 << 20)
 
     def run_one(*arguments: object) -> tuple[int, str, str]:
         status = main(["bench", "codec", *map(str, arguments)])
@@ -64,18 +64,18 @@ def test_blocks_of_files(run: Run, tmp_path: Path) -> None:
 
 
 def test_blocks_are_taken_from_all_of_a_long_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_codec, "MAX_SAMPLE_BYTES", 4 * 100)
+    monkeypatch.setattr(codecs, "MAX_SAMPLE_BYTES", 4 * 100)
     path = tmp_path / "long"
     path.write_bytes(b"".join(bytes([number]) * 100 for number in range(40)))
-    assert [block[0] for block in bench_codec._blocks_of([path], 100)] == [0, 10, 20, 30]
+    assert [block[0] for block in codecs.blocks_of([path], 100)] == [0, 10, 20, 30]
 
 
 def test_the_disk_is_measured_and_left_as_it_was(run: Run, tmp_path: Path) -> None:
     tree = json.loads(run("--dir", tmp_path, "--block-bytes", "64KiB", "--json")[1])
-    disk: dict[str, Any] = tree["disk"]
-    assert (disk["directory"], disk["bytes"]) == (str(tmp_path), 8 << 20)
-    assert disk["write_bytes_per_s"] > 0
-    assert disk["read_bytes_per_s"] > 0
+    measured: dict[str, Any] = tree["disk"]
+    assert (measured["directory"], measured["bytes"]) == (str(tmp_path), 8 << 20)
+    assert measured["write_bytes_per_s"] > 0
+    assert measured["read_bytes_per_s"] > 0
     assert os.listdir(tmp_path) == []
     out = run("--dir", tmp_path, "--block-bytes", "64KiB")[1]
     assert "cores to write here" in out
@@ -88,9 +88,9 @@ def test_figures_follow_from_each_other() -> None:
     # At that bandwidth a block takes as long with the codec as without.
     with_it_s = 1 / 1e9 + 1 / 1.25 / 0.2e9
     assert with_it_s == pytest.approx(1 / 0.2e9)
-    assert bench_codec._cores(1e9, figures.write_pays_below) == "5.0"
+    assert command._cores(1e9, figures.write_pays_below) == "5.0"
     useless = figures._replace(ratio=1.0)
-    assert bench_codec._cores(1e9, useless.write_pays_below) == "never"
+    assert command._cores(1e9, useless.write_pays_below) == "never"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_file_shorter_than_a_block_is_refused(run: Run, tmp_path: Path) -> Non
 
 
 def test_a_full_disk_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_codec, "DISK_BYTES", 1 << 60)
+    monkeypatch.setattr(disk, "DISK_BYTES", 1 << 60)
     status, _, err = run("--dir", tmp_path)
     assert status == 2
     assert "more room" in err

@@ -15,8 +15,12 @@ import numpy as np
 import pytest
 
 import tiercache
-from tiercache.cli import doctor_cuda, doctor_daemon, doctor_disk, doctor_hits, doctor_host
-from tiercache.cli.findings import Finding, Host, Needs, State, collect, limit_of
+from tiercache.cli.doctor import cuda as doctor_cuda
+from tiercache.cli.doctor import daemon as doctor_daemon
+from tiercache.cli.doctor import disk as doctor_disk
+from tiercache.cli.doctor import hits as doctor_hits
+from tiercache.cli.doctor import host as doctor_host
+from tiercache.cli.doctor.findings import Finding, Host, Needs, State, collect, limit_of
 from tiercache.cli.main import main
 from tiercache.copies import cuda_driver
 

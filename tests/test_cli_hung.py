@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import tiercache
-from tiercache.cli import control
-from tiercache.cli.exits import EXIT_NO_ANSWER, EXIT_UNWELL
+from tiercache.cli import connection
+from tiercache.cli.exit_status import EXIT_NO_ANSWER, EXIT_UNWELL
 from tiercache.cli.main import main
 
 
@@ -28,8 +28,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiercache.Laun
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "CONNECT_DEADLINE_S", 0.2)
-    monkeypatch.setattr(control, "REQUEST_S", 0.2)
+    monkeypatch.setattr(connection, "CONNECT_DEADLINE_S", 0.2)
+    monkeypatch.setattr(connection, "REQUEST_S", 0.2)
 
 
 @pytest.mark.parametrize("command", [["ping"], ["stats"], ["ls"], ["flush", "--yes"], ["unpin", "--all"], ["check"]])
@@ -41,7 +41,7 @@ def test_it_is_named(stopped: tiercache.LaunchedDaemon, command: list[str], caps
 
 
 def test_a_process_of_its_own_has_the_same_status(stopped: tiercache.LaunchedDaemon) -> None:
-    code = "from tiercache.cli import control; control.CONNECT_DEADLINE_S = control.REQUEST_S = 0.2"
+    code = "from tiercache.cli import connection; connection.CONNECT_DEADLINE_S = connection.REQUEST_S = 0.2"
     code += "; import runpy; runpy.run_module('tiercache.cli.main', run_name='__main__', alter_sys=True)"
     command = [sys.executable, "-c", code, "ping", "--address", stopped.address]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -67,6 +67,6 @@ def test_where_nobody_serves_there_is_no_daemon(tmp_path: Path, capsys: pytest.C
     """Not even where one that was killed left its files behind."""
     (tmp_path / "lock").write_text(f"{os.getpid()}\n")
     (tmp_path / "session.sock").touch()
-    assert control.serving_pid(tmp_path) is None
+    assert connection.serving_pid(tmp_path) is None
     assert main(["ping", "--address", str(tmp_path)]) == EXIT_UNWELL
     assert "does not answer" not in capsys.readouterr().err

@@ -18,10 +18,10 @@ import pytest
 from terminal import Terminal
 
 import tiercache
-from tiercache.cli.live import Change, Look
 from tiercache.cli.main import main
-from tiercache.cli.top_history import History, sparkline
-from tiercache.cli.top_view import Settings, frame
+from tiercache.cli.readings import Change, Reading
+from tiercache.cli.top.history import History, sparkline
+from tiercache.cli.top.view import Settings, frame
 
 COMMAND = [sys.executable, "-m", "tiercache.cli.main"]
 DEADLINE_S = 60.0
@@ -194,9 +194,9 @@ def tree(generation: int = 1, asked: int = 0, dram: int = 0, below: int = 0, **m
 
 
 def test_rates_are_of_one_life_of_the_daemon() -> None:
-    change = Change(Look(1.0, tree(asked=100)), Look(3.0, tree(asked=140)))
+    change = Change(Reading(1.0, tree(asked=100)), Reading(3.0, tree(asked=140)))
     assert (change.rate("traffic.asked_tokens"), change.restarted) == (20, False)
-    again = Change(Look(1.0, tree(asked=100)), Look(2.0, tree(generation=2, asked=30)))
+    again = Change(Reading(1.0, tree(asked=100)), Reading(2.0, tree(generation=2, asked=30)))
     assert (again.rate("traffic.asked_tokens"), again.restarted) == (30, True)
     assert again.rate("nothing.like.that") == 0, "a daemon of another release"
 
@@ -204,13 +204,13 @@ def test_rates_are_of_one_life_of_the_daemon() -> None:
 def test_hits_are_kept_by_tier_and_interval() -> None:
     history = History()
     for second, (asked, dram, below) in enumerate([(0, 0, 0), (100, 50, 0), (100, 50, 0), (200, 75, 75)]):
-        history.take(Look(float(second), tree(1, asked, dram, below)))
+        history.take(Reading(float(second), tree(1, asked, dram, below)))
     assert [point.share("dram") for point in history.points] == [0.5, None, 0.25]
     assert [point.share("below") for point in history.points] == [0.0, None, 0.75]
     assert sparkline([0.0, None, 0.5, 1.0], 6) == "  ▁·▅█"
     assert sparkline([0.0, None, 0.5, 1.0], 2) == "▅█"
     assert sparkline([0.1], 0) == ""
-    history.take(Look(9.0, {}, "no answer"))
+    history.take(Reading(9.0, {}, "no answer"))
     assert (history.problem, history.gone_since_s, len(history.points)) == ("no answer", 9.0, 3)
 
 
@@ -220,10 +220,10 @@ def test_rows_with_equal_names_are_told_apart() -> None:
     def sessions(*loaded: int) -> list[dict[str, Any]]:
         return [{"pid": 5, "name": "rank", "counters": {"loaded_bytes": value}} for value in loaded]
 
-    history.take(Look(0.0, tree(sessions=sessions(0, 100))))
+    history.take(Reading(0.0, tree(sessions=sessions(0, 100))))
     keys, names = ("pid", "name"), ("counters.loaded_bytes",)
     assert history.rates("sessions", keys, names) == [None, None]
-    history.take(Look(2.0, tree(sessions=sessions(10, 120, 4))))
+    history.take(Reading(2.0, tree(sessions=sessions(10, 120, 4))))
     assert history.rates("sessions", keys, names) == [{names[0]: 5.0}, {names[0]: 10.0}, {names[0]: 2.0}]
     assert history.rates("sessions", keys, names, least_s=3.0) == [None] * 3
 
@@ -233,7 +233,7 @@ def test_quotas_and_how_far_they_are_used() -> None:
     for second in range(2):
         bytes_of = {"used_bytes": 3 << 20, "limit_bytes": 4 << 20}
         rows = [{"name": "team-a", "tier": "nvme", **bytes_of, "refused_blocks": 7 * second}]
-        history.take(Look(float(second), tree(quotas=rows)))
+        history.take(Reading(float(second), tree(quotas=rows)))
     lines = [line.plain.split() for line in frame(history, Settings("/run", 1.0), 100, 40)]
     assert ["QUOTA", "TIER", "USED", "OF", "FULL", "NO", "ROOM/S"] in lines
     assert ["team-a", "nvme", "3.0", "MiB", "4.0", "MiB", "75%", "7"] in lines
@@ -249,7 +249,7 @@ def test_a_frame_fits_whatever_there_is(width: int, height: int) -> None:
     reasons = ["a disk\x1b[2J hangs " * 20] * 5
     for second in range(3):
         now = tree(1, 10 * second, 5 * second, namespaces=spaces, sessions=[{"name": "c", "pid": 1}] * 30)
-        history.take(Look(float(second), {**now, "health": {"state": "degraded", "reasons": reasons}}))
+        history.take(Reading(float(second), {**now, "health": {"state": "degraded", "reasons": reasons}}))
     lines = [line.plain for line in frame(history, Settings("/run", 1.0), width, height)]
     assert len(lines) <= height
     assert max(map(len, lines)) <= width

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from waiting import wait_until
 
-from tiercache.cli import demo
+from tiercache.cli.demo import show as demo
 from tiercache.demo import chat as demo_chat
 from tiercache.demo import child as demo_child
 from tiercache.demo import model as demo_model
@@ -109,15 +109,15 @@ def test_an_engine_that_is_not_there_is_said_in_a_line(
 ) -> None:
     monkeypatch.setattr(demo, "has_vllm", lambda: False)
     with pytest.raises(ConfigError, match=words):
-        demo.run(engine=engine, model=None, prompt_file=None, tokens=64, as_json=True)
+        demo.show(engine=engine, model=None, prompt_file=None, tokens=64, as_json=True)
 
 
 def test_a_folder_that_is_no_model_is_said_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--model .*: there is no config\.json"):
-        demo.run(engine="tiercache", model=tmp_path, prompt_file=None, tokens=64, as_json=False)
+        demo.show(engine="tiercache", model=tmp_path, prompt_file=None, tokens=64, as_json=False)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelRefused, match="no tokenizer"):
-        demo.run(engine="tiercache", model=tmp_path, prompt_file=None, tokens=64, as_json=False)
+        demo.show(engine="tiercache", model=tmp_path, prompt_file=None, tokens=64, as_json=False)
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:

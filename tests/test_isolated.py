@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tiercache
-from tiercache.cli import doctor_cuda
+from tiercache.cli.doctor import cuda as doctor_cuda
 from tiercache.connector.direct import probe as gds_probe
 from tiercache.demo.child import Child
 from tiercache.ground.isolated import python_command

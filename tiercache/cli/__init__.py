@@ -1,10 +1,12 @@
-"""The `tiercache` command. `main` is its entry point, `app` all commands together.
+"""The `tiercache` command.
 
-    app_run, app_look, app_change, ...          declare the commands: options and help, in groups (command_line)
-        ↓ import, when called
-    ping, stats, top, flush, pin, doctor, ...   do the work, a file for each command or two that belong together
-        ↓
-    control, report, live, exits                reach the daemon, print, look again and again, exit statuses
+    main ──► app ──► commands: the list; which module has which command
+                        ↓ imports the module of the command that is asked for
+    ping, stats, flush, pin, ...            a file for each command: its declaration (options, help) and its work
+    bench/, demo/, doctor/, top/            a folder where the work takes several files; `command` declares it
+                        ↓
+    declare, connection, report, ...        declare a command, reach the daemon, print, exit statuses
 
-A new command is a function in an `app_*` file (a new one goes into `app.MODULES`) and a file that does its work.
+A new command is a file with a function under `@declare.command`, and a line in `commands`. `daemon`, `serve` and `http`
+read their own command lines. Whatever takes long to import is imported in the function: each help must come at once.
 """

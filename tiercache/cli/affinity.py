@@ -4,32 +4,62 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tiercache.cli.control import connected
-from tiercache.cli.exits import EXIT_OK, EXIT_UNWELL
+import typer
+
+from tiercache.cli.connection import connected
+from tiercache.cli.declare import Json, command
+from tiercache.cli.exit_status import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.report import Section, print_json, print_sections
 from tiercache.errors import ConfigError, DaemonUnavailable, ModelRefused, RequestRefused
 from tiercache.ground.extras import install_extra
 
+if TYPE_CHECKING:
+    from urllib.error import HTTPError
+
 TIMEOUT_S = 10.0
 
 
-def ask(
-    target: str | None,
-    *,
-    model: str,
-    text: str | None,
-    tokens: str | None,
-    salt: str | None,
-    lora: str,
-    cache_salt: str,
-    as_json: bool,
+@command(
+    "affinity",
+    """\
+  tiercache affinity --model ./Qwen3-0.6B --text "$(cat prompt.txt)" --salt ''
+                                      of the daemon that runs here
+  tiercache affinity --address http://10.0.0.7:8181 --model Qwen3-8B --tokens ids.json --salt s3
+""",
+    "0 something is stored, 1 nothing is or no daemon answers, 2 a wrong command line",
+)
+def affinity(
+    model: Annotated[
+        str, typer.Option("--model", metavar="NAME|DIR", help="The model, as the engine calls it, or its folder.")
+    ],
+    text: Annotated[
+        str | None, typer.Option("--text", metavar="TEXT", help="The prompt, tokenised as --model does.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", metavar="FILE", help="The prompt as token ids, [1, 2, 3]; - is stdin.")
+    ] = None,
+    salt: Annotated[
+        str | None,
+        typer.Option("--salt", metavar="SALT", envvar="TIERCACHE_SALT", help="The tenant's secret; '' for none."),
+    ] = None,
+    lora: Annotated[str, typer.Option("--lora", metavar="NAME", help="A LoRA adapter.")] = "",
+    cache_salt: Annotated[
+        str, typer.Option("--cache-salt", metavar="SALT", help="`cache_salt` of a request to vLLM.")
+    ] = "",
+    as_json: Json = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="RUN_DIR|URL",
+            help="The daemon's run directory or its HTTP port; for a tenant on another host tcp://HOST:PORT?key=FILE.",
+        ),
+    ] = None,
 ) -> int:
-    """Query the daemon of a run directory, or an HTTP port, and print the answer. Exit status 1: nothing is stored."""
+    """Show how many tokens of a prompt are stored, by tier. Changes nothing."""
     if (text is None) == (tokens is None):
         raise ConfigError("give either --text or --tokens")
     if salt is None:
@@ -38,8 +68,8 @@ def ask(
     fields: dict[str, Any] = {"model": model, "tokens": ids, "salt": salt, "lora": lora, "cache_salt": cache_salt}
     if Path(model).is_dir():
         fields["model"] = Path(model).resolve().name
-    remote = target is not None and target.startswith(("http://", "https://"))
-    answer = _ask_url(str(target), fields) if remote else _ask_daemon(target, fields)
+    by_http = address is not None and address.startswith(("http://", "https://"))
+    answer = _ask_url(str(address), fields) if by_http else _ask_daemon(address, fields)
     if as_json:
         print_json(answer)
     else:
@@ -86,6 +116,9 @@ def _ask_daemon(address: str | None, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ask_url(url: str, fields: dict[str, Any]) -> dict[str, Any]:
+    import urllib.error
+    import urllib.request
+
     where = url.rstrip("/").removesuffix("/v1/affinity") + "/v1/affinity"
     request = urllib.request.Request(where, json.dumps(fields).encode(), {"Content-Type": "application/json"})
     try:
@@ -98,7 +131,7 @@ def _ask_url(url: str, fields: dict[str, Any]) -> dict[str, Any]:
         raise DaemonUnavailable(f"{where} does not answer: {error}") from None
 
 
-def _refusal(error: urllib.error.HTTPError) -> RequestRefused:
+def _refusal(error: HTTPError) -> RequestRefused:
     try:
         said = json.loads(error.read())["error"]
         return RequestRefused(str(said["code"]), str(said["message"]))

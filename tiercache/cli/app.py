@@ -1,30 +1,77 @@
-"""The command line: all commands, and how a wrong one is told.
-
-What a command is called, takes and explains is in the modules `app_*`, by what it is for; what it does is in the module
-of its name.
-"""
+"""The command line: all commands as one typer app, and the message about a wrong command line."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from typing import cast
+from importlib import import_module
+from typing import Annotated, Any, cast
 
 import typer
+import typer.main
+from typer.core import TyperGroup
 
-from tiercache.cli import app_change, app_check, app_look, app_measure, app_plan, app_replay, app_run, app_serve
-from tiercache.cli.command_line import app
-from tiercache.cli.exits import EXIT_OK, EXIT_USAGE
+from tiercache.cli.commands import COMMANDS, PURPOSES, WITH_PARSER
+from tiercache.cli.declare import DECLARED, PLAIN, ending
+from tiercache.cli.exit_status import EXIT_OK, EXIT_USAGE
 
-__all__ = ["MODULES", "app", "run"]
-
-MODULES = (app_run, app_look, app_check, app_change, app_measure, app_plan, app_replay, app_serve)
-"""Where commands are; to import one is to have its commands."""
+HELP_COLUMNS = 100
 
 # ClickException, the base of all complaints about a command line. Newer typers carry a click of
 # their own, older ones import it: by this way both are found.
 _CommandLineError = cast("type[Exception]", typer.BadParameter.__mro__[2])
+
+
+class Commands(TyperGroup):
+    """The commands of the list, by purpose. Imports the module of a command when that is asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = cast(Any, dict.fromkeys(COMMANDS))  # the names, for the base class
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command with this name; None if there is none, or if it reads its own command line."""
+        if cmd_name not in COMMANDS or cmd_name in WITH_PARSER:
+            return None
+        import_module(COMMANDS[cmd_name].module)
+        return typer.main.get_command(DECLARED[cmd_name])
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The list of commands, as the help prints it."""
+        for purpose in PURPOSES:
+            with formatter.section(purpose):
+                formatter.write_dl([(one.name, one.about) for one in COMMANDS.values() if one.purpose == purpose])
+
+
+app = typer.Typer(
+    name="tiercache",
+    cls=Commands,
+    epilog=ending("""\
+  tiercache daemon --arena 16GiB      run the daemon in the foreground
+  tiercache top                       what it does, live
+  tiercache doctor                    what is wrong, and what to do
+  tiercache COMMAND --help            more about a command
+"""),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_COLUMNS},
+    **PLAIN,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from tiercache.cli.version import version
+
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print versions and end.")
+    ] = False,
+) -> None:
+    """KV cache offloading for LLM serving: the daemon, and commands that look at it."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -36,12 +83,6 @@ def run(arguments: Sequence[str]) -> int:
         return EXIT_USAGE
     except typer.Abort:
         print("tiercache: stopped", file=sys.stderr)
-        return EXIT_USAGE
-    except OSError as error:
-        if error.filename is None:
-            raise
-        # A path that the command line named, or one that it led to.
-        print(f"tiercache: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
         return EXIT_USAGE
     except SystemExit:
         return EXIT_OK  # click's answer to a closed pipe (`| head`): the reader has seen enough

@@ -6,12 +6,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from tiercache.cli.control import connected
-from tiercache.cli.exits import EXIT_OK, EXIT_UNWELL, NotAnswering
+import typer
+
+from tiercache.cli.connection import connected
+from tiercache.cli.declare import Address, Json, command
+from tiercache.cli.exit_status import EXIT_OK, EXIT_UNWELL, NotAnswering
 from tiercache.cli.report import print_json
 from tiercache.config.daemon_config import default_address, resolve_config, session_socket_path
 from tiercache.errors import ConfigError, DaemonUnavailable, ProtocolError, RequestRefused
@@ -30,74 +32,98 @@ BLOCK_S = 50e-6
 FULL_ANSWER_S = 7 * 86_400.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The command line as given."""
-
-    nvme: tuple[str, ...]
-    repair: bool
-    full: bool
-    sample: int | None
-    rate: str
-    force: bool
-    config: Path | None
-    as_json: bool
-    address: str | None
-
-    def blocks(self) -> int:
-        """Number of blocks to read; ALL for all blocks."""
-        if self.full:
-            return ALL
-        return DEFAULT_SAMPLE if self.sample is None else self.sample
-
-
-def check(options: Options) -> int:
-    """Check what the options name and print the findings. Returns the exit status.
-
-    Raises ConfigError if there is nothing to check, or the check is not possible.
-    """
-    if options.full and options.sample is not None:
-        raise ConfigError("--full and --sample exclude each other: give one of them")
-    try:
-        rate = parse_bytes(options.rate)
-    except ValueError as error:
-        raise ConfigError(f"--rate = {options.rate}: {error}") from None
-    if options.nvme and (options.address is not None or options.force):
+@command(
+    "check",
+    """\
+  tiercache check                     the running daemon, or the configured directories
+  tiercache check --nvme /mnt/nvme0/kv --full --rate 1GiB
+                                      a directory that no daemon uses, every block
+  tiercache check --nvme /mnt/nvme0/kv --repair
+                                      also delete what is wrong there
+  tiercache check --address /run/tiercache --sample 0
+                                      the books of a running daemon only
+""",
+    "0 no fault, 1 one was found (repaired or not), 2 it could not be checked",
+)
+def check(
+    nvme: Annotated[
+        list[str] | None,
+        typer.Option("--nvme", metavar="DIR", help="Directory that no daemon uses (may be repeated)."),
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Delete wrong rows and what follows them (without a daemon only).")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Read every block, not a sample.")] = False,
+    sample: Annotated[
+        int | None, typer.Option("--sample", metavar="N", min=0, help="Blocks to read, at random (default: 1000).")
+    ] = None,
+    rate: Annotated[
+        str, typer.Option("--rate", metavar="SIZE", help="Bytes a second to read blocks at; 0: no limit.")
+    ] = "200MiB",
+    force: Annotated[
+        bool, typer.Option("--force", help="Have a daemon up to 0.1 check any number of blocks, serving nobody.")
+    ] = False,
+    path: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="TOML file (default: $TIERCACHE_CONFIG).")
+    ] = None,
+    as_json: Json = False,
+    address: Address = None,
+) -> int:
+    """Look for faults: in nvme directories, or in a daemon that runs."""
+    reading = _reading(full, sample, rate)
+    if nvme and (address is not None or force):
         raise ConfigError("--nvme is for directories that no daemon uses: leave out --address and --force")
-    directories = [Path(one.strip()).absolute() for text in options.nvme for one in text.split(",") if one.strip()]
+    directories = [Path(one.strip()).absolute() for text in nvme or () for one in text.split(",") if one.strip()]
     if not directories:
-        where = options.address or default_address()
-        if options.address is not None or os.path.exists(session_socket_path(where)):
-            if options.repair:
+        where = address or default_address()
+        if address is not None or os.path.exists(session_socket_path(where)):
+            if repair:
                 raise ConfigError(f"the daemon at {where} mends itself: stop it to use --repair on its directories")
             try:
-                return _check_daemon(options, where, rate)
+                return _check_daemon(where, reading, force, as_json)
             except DaemonUnavailable as error:
-                if options.address is not None or isinstance(error, NotAnswering):
+                if address is not None or isinstance(error, NotAnswering):
                     raise
-        directories = list(resolve_config(options.config).config.nvme_paths)
+        directories = list(resolve_config(path).config.nvme_paths)
     if not directories:
         raise ConfigError(
             "no daemon runs and no nvme directory is configured: name one with --nvme, or a daemon with --address"
         )
-    return _check_directories(options, directories, rate)
+    return _check_directories(directories, reading, repair, as_json)
+
+
+class _Reading(NamedTuple):
+    """How many blocks to read (ALL for all), and at how many bytes per second at most."""
+
+    blocks: int
+    bytes_per_s: int
+
+
+def _reading(full: bool, sample: int | None, rate: str) -> _Reading:
+    if full and sample is not None:
+        raise ConfigError("--full and --sample exclude each other: give one of them")
+    try:
+        bytes_per_s = parse_bytes(rate)
+    except ValueError as error:
+        raise ConfigError(f"--rate = {rate}: {error}") from None
+    return _Reading(ALL if full else DEFAULT_SAMPLE if sample is None else sample, bytes_per_s)
 
 
 # --- without a daemon --------------------------------------------------------------------------------
 
 
-def _check_directories(options: Options, directories: list[Path], rate: int) -> int:
+def _check_directories(directories: list[Path], reading: _Reading, repair: bool, as_json: bool) -> int:
     from tiercache.daemon.tiers.nvme.check.directory_check import check_directory
 
     reports = []
     for directory in directories:
-        with _progress(options.as_json, str(directory)) as progress:
-            reports.append(check_directory(directory, options.blocks(), rate, options.repair, progress))
-    if options.as_json:
+        with _progress(as_json, str(directory)) as progress:
+            reports.append(check_directory(directory, *reading, repair, progress))
+    if as_json:
         print_json({"ok": not any(report.findings for report in reports), "directories": list(map(_tree, reports))})
     else:
         for report in reports:
-            _print_report(report, options.repair)
+            _print_report(report, repair)
     return EXIT_UNWELL if any(report.findings for report in reports) else EXIT_OK
 
 
@@ -116,8 +142,7 @@ def _tree(report: Report) -> dict[str, Any]:
 def _print_report(report: Report, repair: bool) -> None:
     read = f"{report.scanned_blocks:,} blocks read ({format_bytes(report.scanned_bytes)})"
     count = len(report.findings)
-    verdict = "clean" if not count else "1 finding" if count == 1 else f"{count} findings"
-    print(f"{report.path}: {verdict}: {report.rows:,} rows, {read}")
+    print(f"{report.path}: {_verdict(count)}: {report.rows:,} rows, {read}")
     for finding in report.findings:
         print(f"  {finding}")
     for note in report.notes:
@@ -149,19 +174,19 @@ def _progress(as_json: bool, name: str) -> Iterator[Progress]:
 # --- a daemon ----------------------------------------------------------------------------------------
 
 
-def _check_daemon(options: Options, where: str, rate: int) -> int:
+def _check_daemon(where: str, reading: _Reading, force: bool, as_json: bool) -> int:
+    sample, rate = reading
     with connected(where) as client:
-        sample = options.blocks()
         timeout_s = _answer_s(client.stats(), sample, rate)
         try:
-            reply = client.call(Check, timeout_s=timeout_s, sample=sample, bytes_per_s=rate, force=options.force)
+            reply = client.call(Check, timeout_s=timeout_s, sample=sample, bytes_per_s=rate, force=force)
         except RequestRefused as refusal:
             if refusal.code != ErrorCode.LIMIT.value:
                 raise
             raise ConfigError(f"the daemon at {where} was not checked: {refusal.text} (--force)") from None
     if not isinstance(reply, CheckReply):
         raise ProtocolError(f"a check was answered with {type(reply).__name__}")
-    if options.as_json:
+    if as_json:
         print_json(
             {
                 "ok": not reply.findings,
@@ -172,12 +197,15 @@ def _check_daemon(options: Options, where: str, rate: int) -> int:
             }
         )
     else:
-        count = len(reply.findings)
-        verdict = "clean" if not count else "1 finding" if count == 1 else f"{count} findings"
+        verdict = _verdict(len(reply.findings))
         print(f"daemon at {where}: {verdict}: {reply.blocks:,} blocks, {reply.scanned_blocks:,} read from disks")
         for finding in reply.findings:
             print(f"  {finding}")
     return EXIT_UNWELL if reply.findings else EXIT_OK
+
+
+def _verdict(findings: int) -> str:
+    return "clean" if not findings else "1 finding" if findings == 1 else f"{findings} findings"
 
 
 def _answer_s(stats: dict[str, Any], sample: int, rate: int) -> float:

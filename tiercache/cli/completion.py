@@ -8,17 +8,20 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
-from typer.core import TyperGroup
+import typer
 
-from tiercache.cli.exits import EXIT_OK
+from tiercache.cli.commands import COMMANDS, WITH_PARSER
+from tiercache.cli.declare import command
+from tiercache.cli.exit_status import EXIT_OK
 from tiercache.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "fish")
 _FILES = re.compile(r"FILE|DIR|RUN_DIR")
-_CHOICES = re.compile(r"[a-z0-9]+(\|[a-z0-9]+)+")
+_CHOICES = re.compile(r"[a-z0-9-]+(\|[a-z0-9-]+)+")
 
 
 class Option(NamedTuple):
@@ -41,54 +44,40 @@ class Command(NamedTuple):
     files: bool = False
 
 
-def show(shell: str, group: TyperGroup) -> int:
-    """Print the script for a shell that completes the commands of `group`. Raises ConfigError for an unknown one."""
+@command(
+    "completion",
+    """\
+  tiercache completion bash > /etc/bash_completion.d/tiercache
+  tiercache completion zsh >> ~/.zshrc
+  tiercache completion fish > ~/.config/fish/completions/tiercache.fish
+""",
+)
+def completion(
+    context: typer.Context,
+    shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="The shell to complete commands in.")],
+) -> int:
+    """Print a script that completes commands and options; it runs nothing of tiercache."""
     if shell not in SHELLS:
         raise ConfigError(f"{shell}: there is completion for {', '.join(SHELLS)}")
-    print({"bash": bash, "zsh": zsh, "fish": fish}[shell](commands(group)))
+    print({"bash": bash, "zsh": zsh, "fish": fish}[shell](commands(context.find_root())))
     return EXIT_OK
 
 
 # --- words to complete -------------------------------------------------------------------------------
 
 
-def commands(group: TyperGroup) -> list[Command]:
-    """All commands of a group with their options."""
+def commands(root: Any) -> list[Command]:
+    """All commands with their options; `root` is the context of the app."""
     found = []
-    for name, command in group.commands.items():
-        parser = _parser_of(name)
-        if parser is not None:
-            found.append(_of_parser(name, command.get_short_help_str(), parser))
-        elif hasattr(command, "commands"):
-            found.append(Command(name, command.get_short_help_str(), (), tuple(command.commands)))
-            found += [_of_click(f"{name} {inner}", its) for inner, its in command.commands.items()]
-        else:
-            found.append(_of_click(name, command))
+    for name, about in ((one.name, one.about) for one in COMMANDS.values()):
+        if name in WITH_PARSER:
+            found.append(_of_parser(name, about, import_module(COMMANDS[name].module).make_parser()))
+            continue
+        declared = root.command.get_command(root, name)
+        inner = getattr(declared, "commands", {})
+        found += [Command(name, about, (), tuple(inner))] if inner else [_of_click(name, declared)]
+        found += [_of_click(f"{name} {word}", its) for word, its in inner.items()]
     return found
-
-
-def _parser_of(name: str) -> argparse.ArgumentParser | None:
-    """The parser of a command that reads its own command line."""
-    parsers: dict[str, Callable[[], argparse.ArgumentParser]] = {"daemon": _daemon, "http": _http, "serve": _serve}
-    return parsers[name]() if name in parsers else None
-
-
-def _daemon() -> argparse.ArgumentParser:
-    from tiercache.daemon.__main__ import make_parser
-
-    return make_parser()
-
-
-def _http() -> argparse.ArgumentParser:
-    from tiercache.http.__main__ import make_parser
-
-    return make_parser()
-
-
-def _serve() -> argparse.ArgumentParser:
-    from tiercache.cli.serve import make_parser
-
-    return make_parser()
 
 
 def _of_click(name: str, command: Any) -> Command:
@@ -175,20 +164,20 @@ def zsh(found: list[Command]) -> str:
 def fish(found: list[Command]) -> str:
     """The script for fish, with the help of each option."""
     lines = ["# Completion of tiercache, made by `tiercache completion`.", "complete -c tiercache -f"]
-    for command in found:
-        outer, _, inner = command.name.partition(" ")
+    for known in found:
+        outer, _, inner = known.name.partition(" ")
         if inner:
             seen = f"__fish_seen_subcommand_from {outer}; and __fish_seen_subcommand_from {inner}"
             first = f"__fish_seen_subcommand_from {outer}; and not __fish_seen_subcommand_from {inner}"
-            lines.append(f"complete -c tiercache -n '{first}' -a {inner} -d {_fish_text(command.help)}")
+            lines.append(f"complete -c tiercache -n '{first}' -a {inner} -d {_fish_text(known.help)}")
         else:
             seen = f"__fish_seen_subcommand_from {outer}"
-            lines.append(f"complete -c tiercache -n __fish_use_subcommand -a {outer} -d {_fish_text(command.help)}")
-            words = "" if not command.options else " ".join(command.words)
-            if words or command.files:
+            lines.append(f"complete -c tiercache -n __fish_use_subcommand -a {outer} -d {_fish_text(known.help)}")
+            words = "" if not known.options else " ".join(known.words)
+            if words or known.files:
                 what = f"-a '{words}'" if words else "-F"
                 lines.append(f"complete -c tiercache -n '{seen}' {what}")
-        lines += [_fish_option(seen, one) for one in command.options]
+        lines += [_fish_option(seen, one) for one in known.options]
     return "\n".join(lines)
 
 

@@ -1,22 +1,47 @@
-"""`tiercache config`, `tiercache set` and `tiercache version`."""
+"""`tiercache config` and `tiercache set`: settings as they would be, as they are, and changed by hand."""
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from pathlib import Path
+from typing import Annotated
 
-from tiercache import __version__
-from tiercache.cli.exits import EXIT_OK
+import typer
+
+from tiercache.cli.connection import connected
+from tiercache.cli.declare import Address, Json, command
+from tiercache.cli.exit_status import EXIT_OK
 from tiercache.cli.report import print_json
 from tiercache.config.daemon_config import DEFAULT, render_toml, resolve_config
 from tiercache.config.settings import SETTINGS
 from tiercache.errors import ConfigError, RequestRefused
 
 
-def show(path: Path | None, *, as_json: bool) -> int:
-    """Print the effective settings, and the source of each that is not a default. Raises ConfigError."""
+@command(
+    "config",
+    """\
+  tiercache config > tiercache.toml   a file to start from: every setting, explained
+  TIERCACHE_ARENA=16GiB tiercache config
+                                      says where each value that was chosen came from
+  tiercache config --running          what a daemon runs with, and what a restart would change
+""",
+)
+def config(
+    path: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="TOML file (default: $TIERCACHE_CONFIG).")
+    ] = None,
+    running: Annotated[bool, typer.Option("--running", help="Those of the daemon that runs.")] = False,
+    as_json: Json = False,
+    address: Address = None,
+) -> int:
+    """Print the settings that a daemon started here would have, or with --running those that one has.
+
+    SIGHUP (systemctl reload) has a daemon read its settings again: log_level and the quotas change at once.
+    """
+    return _show_running(address, as_json) if running else _show(path, as_json)
+
+
+def _show(path: Path | None, as_json: bool) -> int:
+    """Print the settings that would apply, and the source of each that is not a default. Raises ConfigError."""
     config, sources = resolve_config(path)
     if not as_json:
         print(render_toml(config, sources=sources), end="")
@@ -30,9 +55,8 @@ def show(path: Path | None, *, as_json: bool) -> int:
     return EXIT_OK
 
 
-def show_running(address: str | None, *, as_json: bool) -> int:
+def _show_running(address: str | None, as_json: bool) -> int:
     """Print the settings that a running daemon uses. Raises DaemonUnavailable."""
-    from tiercache.cli.control import connected
     from tiercache.protocol.messages import SettingList, Settings
 
     with connected(address) as client:
@@ -60,9 +84,24 @@ def show_running(address: str | None, *, as_json: bool) -> int:
     return EXIT_OK
 
 
-def change(address: str | None, assignment: str, *, as_json: bool) -> int:
-    """Change a setting of a running daemon. Raises ConfigError, RequestRefused, DaemonUnavailable."""
-    from tiercache.cli.control import connected
+@command(
+    "set",
+    """\
+  tiercache set log_level=debug       until the daemon reloads its settings or is restarted
+  tiercache set quota='team-a=16GiB,*=1GiB'
+  tiercache config --running          shows what was set by hand
+""",
+    "0 it was changed, 1 no daemon answers, 2 a wrong setting or value",
+)
+def set_(
+    assignment: Annotated[str, typer.Argument(metavar="KEY=VALUE", help="log_level, quota or nvme_quota.")],
+    as_json: Json = False,
+    address: Address = None,
+) -> int:
+    """Change a setting of a running daemon: log_level, quota or nvme_quota.
+
+    It holds until the daemon reloads its settings (SIGHUP) or is restarted: to keep it write it into the file too.
+    """
     from tiercache.protocol.messages import Changed, ChangeSetting
 
     key, equals, value = assignment.partition("=")
@@ -80,28 +119,3 @@ def change(address: str | None, assignment: str, *, as_json: bool) -> int:
     if answer.note:
         print(answer.note)
     return EXIT_OK
-
-
-def version(*, as_json: bool) -> int:
-    """Print the versions of tiercache, of the libraries it uses, and of Python."""
-    from tiercache.protocol.messages import PROTOCOL
-
-    versions = {
-        "tiercache": __version__,
-        "protocol": str(PROTOCOL),
-        "python": platform.python_version(),
-        **{name: _version(name) for name in ("pyzmq", "msgspec", "numpy", "torch", "transformers", "triton")},
-    }
-    if as_json:
-        print_json(versions)
-    else:
-        others = ", ".join(f"{name} {number}" for name, number in versions.items() if name != "tiercache")
-        print(f"tiercache {versions['tiercache']} ({others})")
-    return EXIT_OK
-
-
-def _version(name: str) -> str:
-    try:
-        return installed_version(name)
-    except PackageNotFoundError:
-        return "not installed"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from tiercache.cli.control import connected
-from tiercache.cli.exits import EXIT_OK
+from tiercache.cli.connection import connected
+from tiercache.cli.declare import Address, Json, command
+from tiercache.cli.exit_status import EXIT_OK
 from tiercache.cli.report import print_json
 from tiercache.errors import ConfigError, ProtocolError
 from tiercache.protocol.messages import KEY_BYTES, Flush, Flushed
@@ -18,13 +19,30 @@ FLUSH_DEADLINE_S = 60.0
 """Deadline: the daemon forgets millions of blocks in slices, and serves other clients in between."""
 
 
+@command(
+    "flush",
+    """\
+  tiercache flush                     forget everything, after asking
+  tiercache flush --yes --namespace 9f3a
+                                      forget the blocks of one namespace (see `tiercache stats`)
+  tiercache flush --yes --prefix 00112233445566778899aabbccddeeff
+                                      forget one block and all that follow it
+""",
+)
 def flush(
-    address: str | None, *, tier: str, namespace: str | None, prefix: str | None, yes: bool, as_json: bool
+    tier: Annotated[str, typer.Option("--tier", metavar="all|dram", help="Where to forget them.")] = "all",
+    namespace: Annotated[
+        str | None,
+        typer.Option("--namespace", metavar="ID", help="A namespace's number or (start of its) fingerprint."),
+    ] = None,
+    prefix: Annotated[
+        str | None, typer.Option("--prefix", metavar="HEXKEY", help="Key of a block, 32 hex digits.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+    address: Address = None,
 ) -> int:
-    """Flush what the options select, after a confirmation, and print the number of blocks.
-
-    Raises ConfigError for options that select nothing that exists.
-    """
+    """Forget blocks. Loads under way end as misses; requests only take longer."""
     if tier not in TIERS:
         raise ConfigError(f"--tier = {tier}: must be one of: {', '.join(TIERS)}")
     key = parse_key(prefix)

@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from tiercache.cli.control import connected
-from tiercache.cli.exits import EXIT_OK, EXIT_UNWELL
+import typer
+
+from tiercache.cli.connection import connected
+from tiercache.cli.declare import Address, Json, command
+from tiercache.cli.exit_status import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.flush import find_namespace
 from tiercache.cli.report import Section, print_json, print_sections, with_human
+from tiercache.errors import ConfigError
 from tiercache.ground.units import format_bytes, format_duration
 from tiercache.protocol.messages import KEY_BYTES
 
 COLUMNS = ("namespace", "engine", "rank", "tier", "bytes", "used", "children", "kept by", "codec", "checksum", "place")
+
+
+@command(
+    "inspect",
+    """\
+  tiercache inspect 00112233445566778899aabbccddeeff
+                                      where that block is, and what keeps it there
+  tiercache inspect --model ./Qwen3-0.6B --salt '' "$(cat prompt.txt)"
+                                      how many tokens of a prompt are stored, by tier
+""",
+    "0 it is stored, 1 it is not or no daemon answers, 2 a wrong command line",
+)
+def inspect(
+    what: Annotated[str, typer.Argument(metavar="KEY|TEXT", help="A block's key, 32 hex digits; or a prompt.")],
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME|DIR", help="Of the prompt TEXT; a folder tokenises it.")
+    ] = None,
+    salt: Annotated[
+        str | None,
+        typer.Option("--salt", metavar="SALT", envvar="TIERCACHE_SALT", help="The tenant's secret; '' for none."),
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", metavar="ID", help="Look in one namespace (default: in all).")
+    ] = None,
+    as_json: Json = False,
+    address: Address = None,
+) -> int:
+    """Show where a block is stored, or how much of a prompt. Changes nothing."""
+    if model is not None:
+        from tiercache.cli.affinity import affinity
+
+        return affinity(model, text=what, salt=salt, as_json=as_json, address=address)
+    key = as_key(what)
+    if key is None:
+        raise ConfigError(f"{what[:40]}: is no key (32 hex digits), and a prompt needs --model")
+    return block(address, key, namespace=namespace, as_json=as_json)
 
 
 def as_key(text: str) -> bytes | None:

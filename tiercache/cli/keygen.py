@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from tiercache.cli.exits import EXIT_OK
+import typer
+
+from tiercache.cli.declare import command
+from tiercache.cli.exit_status import EXIT_OK
 from tiercache.protocol.curve import SERVER_FILE, check_name, make_client, make_server
 
 
-def keygen(directory: Path, name: str | None, out: Path | None) -> int:
-    """Write a daemon's keys if there are none, and those of client `name`. Returns the exit status."""
+@command(
+    "keygen",
+    """\
+  tiercache keygen /etc/tiercache/keys
+                                      the daemon's own keys, if it has none
+  tiercache keygen /etc/tiercache/keys team-a
+                                      let team-a in, and write its key to team-a.toml
+  tiercache ping --address 'tcp://10.0.0.5:7411?key=team-a.toml'
+""",
+)
+def keygen(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The daemon's --curve-keys.")],
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A client to let in: its tenant.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Where its key goes (NAME.toml).")] = None,
+) -> int:
+    """Make keys for clients on other hosts, which are served encrypted or not at all."""
     if name is not None:
         check_name(name)  # before any file is made
     if not directory.joinpath(SERVER_FILE).exists():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tiercache.cli.control import connected
-from tiercache.cli.exits import EXIT_OK
+import typer
+
+from tiercache.cli.connection import connected
+from tiercache.cli.declare import Address, Json, command
+from tiercache.cli.exit_status import EXIT_OK
 from tiercache.cli.report import Section, print_json, print_sections, with_human
 from tiercache.ground.units import format_bytes, format_duration
-from tiercache.http.models import models_by_namespace
 
 if TYPE_CHECKING:
     from tiercache.client.client import Client
@@ -29,8 +31,26 @@ COLUMNS = (
 )
 
 
-def namespaces(address: str | None, *, as_json: bool) -> int:
+@command(
+    "ls",
+    """\
+  tiercache ls                        whose blocks are here, and of what use they are
+  tiercache ls --pins                 which prefixes are kept, and until when
+  tiercache ls --json | jq '.[].fingerprint'
+""",
+)
+def ls(
+    pins: Annotated[bool, typer.Option("--pins", help="List the pins instead.")] = False,
+    as_json: Json = False,
+    address: Address = None,
+) -> int:
+    """List the namespaces of the daemon: engine, model, rank, blocks by tier, hits, last use, pins."""
+    return (_pins if pins else _namespaces)(address, as_json)
+
+
+def _namespaces(address: str | None, as_json: bool) -> int:
     """Print every namespace: model, form, number and use of its blocks."""
+    from tiercache.http.models import models_by_namespace
     from tiercache.protocol.messages import ModelList, Models
 
     with connected(address) as client:
@@ -76,7 +96,7 @@ def _clean(text: object) -> str:
     return "".join(char if char.isprintable() else "?" for char in str(text))
 
 
-def pins(address: str | None, *, as_json: bool) -> int:
+def _pins(address: str | None, as_json: bool) -> int:
     """Print the daemon's pins, in the order of their end, and their total limit."""
     with connected(address) as client:
         listed = pins_of(client)

@@ -1,6 +1,6 @@
 """Entry point of the `tiercache` command.
 
-Its exit statuses are explained in `exits`. Errors are one line on stderr.
+Its exit statuses are explained in `exit_status`. Errors are one line on stderr.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from tiercache.cli.exits import EXIT_NO_ANSWER, EXIT_OK, EXIT_UNWELL, EXIT_USAGE, NotAnswering
+from tiercache.cli.commands import COMMANDS, WITH_PARSER
+from tiercache.cli.exit_status import EXIT_NO_ANSWER, EXIT_OK, EXIT_UNWELL, EXIT_USAGE, NotAnswering
 from tiercache.errors import ConfigError, TierCacheError
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -23,14 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character missing in the locale is no reason to fail
     try:
-        if arguments[:1] == ["daemon"]:
-            # Before typer and rich are imported, so that a sidecar starts in a fraction of a second.
-            from tiercache.daemon.__main__ import main as daemon_main
-
-            return daemon_main(arguments[1:]) or EXIT_OK
-        from tiercache.cli.app import run
-
-        status = run(arguments)
+        status = _run(arguments)
         sys.stdout.flush()
         return status
     except TierCacheError as error:
@@ -45,11 +40,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_no_more()  # the reader has closed the pipe
         return EXIT_OK
     except OSError as error:
-        if error.filename is not None or error.errno not in _UNWRITABLE or arguments[:1] == ["daemon"]:
+        if arguments[:1] == ["daemon"]:
+            raise
+        if error.filename is not None:
+            # A path that the command line named, or one that it led to.
+            print(f"tiercache: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+            return EXIT_USAGE
+        if error.errno not in _UNWRITABLE:
             raise
         _print_no_more()
         print(f"tiercache: the output cannot be written: {error.strerror}: send it elsewhere", file=sys.stderr)
         return EXIT_UNWELL
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments[:1] and arguments[0] in WITH_PARSER:
+        # Without typer, whose import takes longer than the rest: a sidecar starts in a fraction of a second.
+        command = import_module(COMMANDS[arguments[0]].module)
+        try:
+            return int(command.main(arguments[1:]) or EXIT_OK)
+        except SystemExit as end:  # argparse's, after its help or a complaint
+            return end.code if isinstance(end.code, int) else EXIT_OK
+    from tiercache.cli.app import run
+
+    return run(arguments)
 
 
 def _print_no_more() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from tiercache.cli.control import connected
-from tiercache.cli.exits import EXIT_OK, EXIT_UNWELL
+import typer
+
+from tiercache.cli.connection import connected
+from tiercache.cli.declare import Address, Json, command
+from tiercache.cli.exit_status import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.flush import find_namespace
 from tiercache.cli.inspect import as_key
 from tiercache.cli.ls import pins_of
@@ -35,19 +38,37 @@ class _Prefix(NamedTuple):
         return len(self.keys) // KEY_BYTES
 
 
+@command(
+    "pin",
+    """\
+  tiercache pin 00112233445566778899aabbccddeeff --ttl 1d
+                                      keep a system prompt for a day, by the key of its last block
+  tiercache pin --model ./Qwen3-0.6B --salt '' "$(cat system-prompt.txt)"
+                                      what is stored of a prompt
+""",
+    "0 all of it is kept, 1 not all or no daemon answers, 2 a wrong command line, or the block is nowhere",
+)
 def pin(
-    address: str | None,
-    *,
-    what: str,
-    model: str | None,
-    salt: str | None,
-    namespace: str | None,
-    ttl: str,
-    as_json: bool,
+    what: Annotated[
+        str, typer.Argument(metavar="KEY|TEXT", help="Key of the prefix's last block, 32 hex digits; or a prompt.")
+    ],
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME|DIR", help="Of the prompt TEXT; a folder tokenises it.")
+    ] = None,
+    salt: Annotated[
+        str | None,
+        typer.Option("--salt", metavar="SALT", envvar="TIERCACHE_SALT", help="The tenant's secret; '' for none."),
+    ] = None,
+    ttl: Annotated[str, typer.Option("--ttl", metavar="DURATION", help="How long, at most 7d (default: 1h).")] = "1h",
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", metavar="ID", help="One namespace (default: all that have the block).")
+    ] = None,
+    as_json: Json = False,
+    address: Address = None,
 ) -> int:
-    """Pin a prefix in DRAM, and promote blocks that are only on disks. Exit status 1: not all of it could be kept.
+    """Keep a prefix in DRAM, brought up from disks if need be: a block and all before it, or a prompt.
 
-    Raises ConfigError for a key that is not stored, or a prompt of which nothing is stored.
+    Pins may hold --pin-share of the arena together, and end with the daemon. A second pin of a key replaces the first.
     """
     ttl_s = _parse_ttl(ttl)
     with connected(address) as client:
@@ -79,11 +100,23 @@ def pin(
     return EXIT_OK if whole else EXIT_UNWELL
 
 
-def unpin(address: str | None, *, key: str | None, everything: bool, as_json: bool) -> int:
-    """End the pins with this last key, or all pins. Exit status 1: there was none.
-
-    Raises ConfigError unless one of the two is given.
-    """
+@command(
+    "unpin",
+    """\
+  tiercache unpin 00112233445566778899aabbccddeeff
+  tiercache unpin --all
+""",
+    "0 pins were ended, 1 there was none or no daemon answers, 2 a wrong command line",
+)
+def unpin(
+    key: Annotated[
+        str | None, typer.Argument(metavar="[KEY]", help="That of `tiercache ls --pins`, 32 hex digits.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="End all pins, those of engines too.")] = False,
+    as_json: Json = False,
+    address: Address = None,
+) -> int:
+    """Let pinned prefixes be evicted again."""
     from tiercache.protocol.messages import Pinned, Unpin
 
     if (key is None) == (not everything):

@@ -2,109 +2,146 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
-from tiercache.cli.exits import EXIT_OK
-from tiercache.cli.machine import as_bytes, check_mfu, find_gpu
+import typer
+
+from tiercache.cli.declare import Json, command
+from tiercache.cli.exit_status import EXIT_OK
+from tiercache.cli.hardware import (
+    Bus,
+    DramBandwidth,
+    KvDtype,
+    Mfu,
+    NvmeBandwidth,
+    Tflops,
+    as_bytes,
+    check_mfu,
+    find_gpu,
+)
 from tiercache.cli.report import Section, print_json, print_sections, with_human
 from tiercache.errors import ConfigError
 from tiercache.ground.units import format_bytes, format_duration
-from tiercache.plan.model import KV_DTYPES, Model, load_model
-from tiercache.plan.sizes import Form, Plant, plan
 
 DEFAULT_LENGTHS = (2048, 8192, 32768, 131072)
-MAX_BLOCK_SIZE = 4096
 _NAMES = {"gpu": "GPU", "dram": "DRAM", "nvme": "NVMe"}
 _SAME = {"bfloat16": "bf16", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}
 
 
-class Options(NamedTuple):
-    """The command line: sizes and bandwidths as text, None where a flag was not given."""
+@command(
+    "plan",
+    """\
+  tiercache plan Llama-3.1-8B --gpu H100 --dram 256GiB --nvme 4TiB
+  tiercache plan ./my-model --gpu 80GiB --tflops 989 --tensor-parallel-size 4
+                                      a config.json or its folder; nothing is loaded
+  tiercache plan Qwen3-32B --gpu H200 --kv-cache-dtype int8 --length 16384 --requests-per-s 3
+  tiercache plan Mistral-7B-v0.1 --json | jq .loads
+""",
+    "0 done, 2 a wrong command line, an unknown model, or one that does not fit",
+)
+def plan(
+    name: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model's folder or config.json, or a name such as Llama-3.1-8B.")
+    ],
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="NAME|SIZE", help="A GPU (H100, A100, L4, ...) or its memory.")
+    ] = "80GiB",
+    utilization: Annotated[
+        float, typer.Option("--gpu-memory-utilization", metavar="SHARE", help="What the engine may take of it.")
+    ] = 0.9,
+    gpus: Annotated[int, typer.Option("--tensor-parallel-size", metavar="N", min=1, help="GPUs, each a shard.")] = 1,
+    overhead: Annotated[
+        str, typer.Option("--overhead", metavar="SIZE", help="On each GPU beside weights and KV: activations, graphs.")
+    ] = "2GiB",
+    weights: Annotated[
+        str | None, typer.Option("--weights", metavar="SIZE", help="All weights (default: from the configuration).")
+    ] = None,
+    kv_dtype: KvDtype = "auto",
+    block_size: Annotated[
+        int, typer.Option("--block-size", metavar="N", min=1, max=4096, help="Tokens in a block.")
+    ] = 16,
+    lengths: Annotated[
+        list[int] | None,
+        typer.Option("--length", metavar="N", help="Tokens of a sequence (may be repeated; default: some)."),
+    ] = None,
+    dram: Annotated[str, typer.Option("--dram", metavar="SIZE", help="The daemon's --arena; 0: none.")] = "64GiB",
+    nvme: Annotated[str, typer.Option("--nvme", metavar="SIZE", help="The daemon's --nvme-size; 0: none.")] = "1TiB",
+    tokens_per_s: Annotated[
+        float | None, typer.Option("--tokens-per-s", metavar="N", help="New tokens a second, prompts and answers.")
+    ] = None,
+    requests_per_s: Annotated[
+        float | None, typer.Option("--requests-per-s", metavar="N", help="Or requests a second of one --length.")
+    ] = None,
+    tflops: Tflops = None,
+    mfu: Mfu = 0.5,
+    bus: Bus = None,
+    dram_bandwidth: DramBandwidth = "150GB",
+    nvme_bandwidth: NvmeBandwidth = "6GB",
+    as_json: Json = False,
+) -> int:
+    """Size a deployment on paper: KV per token, what each tier holds, and when loading beats computing."""
+    from tiercache.plan import sizes
+    from tiercache.plan.model import KV_DTYPES, load_model
 
-    model: str
-    gpu: str
-    utilization: float
-    gpus: int
-    overhead: str
-    weights: str | None
-    kv_dtype: str
-    block_size: int
-    lengths: tuple[int, ...]
-    dram: str
-    nvme: str
-    tokens_per_s: float | None
-    requests_per_s: float | None
-    tflops: float | None
-    mfu: float
-    bus: str | None
-    dram_bandwidth: str
-    nvme_bandwidth: str
-    as_json: bool
-
-
-def run(options: Options) -> int:
-    """Print the plan. Raises ConfigError, one line with a remedy."""
-    model = load_model(options.model)
-    dtype = _SAME.get(options.kv_dtype, options.kv_dtype)
+    model = load_model(name)
+    dtype = _SAME.get(kv_dtype, kv_dtype)
     if dtype not in KV_DTYPES:
-        raise ConfigError(f"--kv-cache-dtype {options.kv_dtype}: is none of {', '.join((*KV_DTYPES, *_SAME))}")
-    if model.heads % options.gpus:
+        raise ConfigError(f"--kv-cache-dtype {kv_dtype}: is none of {', '.join((*KV_DTYPES, *_SAME))}")
+    if model.heads % gpus:
         text = f"{model.name} has {model.heads} attention heads: give a number that divides them"
-        raise ConfigError(f"--tensor-parallel-size {options.gpus}: {text}")
-    form = Form(model, dtype, options.block_size, options.gpus)
-    lengths = _lengths(options, model)
-    tree = plan(model, form, _plant(options, model), lengths, _tokens_per_s(options, lengths))
-    if options.as_json:
+        raise ConfigError(f"--tensor-parallel-size {gpus}: {text}")
+    tokens = _lengths(lengths or [], model.max_tokens)
+    card = find_gpu(gpu, tflops, bus)
+    if not 0 < utilization <= 1:
+        raise ConfigError(f"--gpu-memory-utilization {utilization:g}: must be above 0, at most 1")
+    check_mfu(mfu)
+    plant = sizes.Plant(
+        gpu=card,
+        gpus=gpus,
+        utilization=utilization,
+        overhead_bytes=as_bytes("--overhead", overhead),
+        weights_bytes=model.weights_bytes() if weights is None else as_bytes("--weights", weights),
+        mfu=mfu,
+        dram_bytes=as_bytes("--dram", dram),
+        nvme_bytes=as_bytes("--nvme", nvme),
+        dram_bytes_per_s=as_bytes("--dram-bandwidth", dram_bandwidth, least=1),
+        nvme_bytes_per_s=as_bytes("--nvme-bandwidth", nvme_bandwidth, least=1),
+    )
+    traffic = _tokens_per_s(tokens_per_s, requests_per_s, lengths or [])
+    tree = sizes.plan(model, sizes.Form(model, dtype, block_size, gpus), plant, tokens, traffic)
+    if as_json:
         print_json(with_human(tree))
-    else:
-        print_sections(_sections(tree, options))
-        for line in _sentences(tree):
-            print(f"\n{line}")
+        return EXIT_OK
+    print_sections(_sections(tree))
+    for line in _sentences(tree):
+        print(f"\n{line}")
     return EXIT_OK
 
 
-def _lengths(options: Options, model: Model) -> list[int]:
-    if any(length < 1 for length in options.lengths):
+def _lengths(given: list[int], most: int) -> list[int]:
+    """Lengths of sequences to show: those given, or some that a model of at most `most` tokens (0: any) takes."""
+    if any(length < 1 for length in given):
         raise ConfigError("--length is a number of tokens, from 1 on")
-    most = model.max_tokens or DEFAULT_LENGTHS[-1]
-    return list(options.lengths) or [length for length in DEFAULT_LENGTHS if length <= most] or [most]
+    most = most or DEFAULT_LENGTHS[-1]
+    return given or [length for length in DEFAULT_LENGTHS if length <= most] or [most]
 
 
-def _tokens_per_s(options: Options, lengths: list[int]) -> float:
-    if options.tokens_per_s is not None and options.requests_per_s is not None:
+def _tokens_per_s(tokens_per_s: float | None, requests_per_s: float | None, lengths: list[int]) -> float:
+    """The traffic; 0 if it was not given."""
+    if tokens_per_s is not None and requests_per_s is not None:
         raise ConfigError("give either --tokens-per-s or --requests-per-s")
-    if options.requests_per_s is not None and len(options.lengths) != 1:
+    if requests_per_s is not None and len(lengths) != 1:
         raise ConfigError("--requests-per-s needs the mean length of a request: one --length")
-    rate = options.tokens_per_s if options.requests_per_s is None else options.requests_per_s * lengths[0]
+    rate = tokens_per_s if requests_per_s is None else requests_per_s * lengths[0]
     if rate is not None and not rate > 0:
         raise ConfigError("--tokens-per-s and --requests-per-s are more than 0")
     return rate or 0.0
 
 
-def _plant(options: Options, model: Model) -> Plant:
-    gpu = find_gpu(options.gpu, options.tflops, options.bus)
-    if not 0 < options.utilization <= 1:
-        raise ConfigError(f"--gpu-memory-utilization {options.utilization:g}: must be above 0, at most 1")
-    check_mfu(options.mfu)
-    weights = model.weights_bytes() if options.weights is None else as_bytes("--weights", options.weights)
-    return Plant(
-        gpu=gpu,
-        gpus=options.gpus,
-        utilization=options.utilization,
-        overhead_bytes=as_bytes("--overhead", options.overhead),
-        weights_bytes=weights,
-        mfu=options.mfu,
-        dram_bytes=as_bytes("--dram", options.dram),
-        nvme_bytes=as_bytes("--nvme", options.nvme),
-        dram_bytes_per_s=as_bytes("--dram-bandwidth", options.dram_bandwidth, least=1),
-        nvme_bytes_per_s=as_bytes("--nvme-bandwidth", options.nvme_bandwidth, least=1),
-    )
-
-
 # --- output --------------------------------------------------------------------------------------
 
 
-def _sections(tree: dict[str, Any], options: Options) -> list[Section]:
+def _sections(tree: dict[str, Any]) -> list[Section]:
     model, kv, gpu = tree["model"], tree["kv"], tree["gpu"]
     heads = f"{model['kv_heads']} KV heads of {model['head_dim']}"
     attention = f"a latent of {model['latent']}" if model["latent"] else heads

@@ -4,106 +4,206 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tiercache.cli.exits import EXIT_OK
-from tiercache.cli.machine import as_bytes, check_mfu, find_gpu
+import typer
+
+from tiercache.cli.declare import Json, command
+from tiercache.cli.exit_status import EXIT_OK
+from tiercache.cli.hardware import (
+    Bus,
+    DramBandwidth,
+    KvDtype,
+    Mfu,
+    NvmeBandwidth,
+    Tflops,
+    as_bytes,
+    check_mfu,
+    find_gpu,
+)
 from tiercache.cli.report import Section, print_json, print_sections, with_human
 from tiercache.config.settings import SETTINGS
 from tiercache.errors import ConfigError
 from tiercache.ground.units import format_bytes, format_duration
-from tiercache.plan.model import load_model
-from tiercache.plan.sizes import Form
-from tiercache.protocol.namespaces import MAX_BLOCK_BYTES
-from tiercache.replay.estimate import Costs
-from tiercache.replay.formats.bailian import Bailian
-from tiercache.replay.formats.mooncake import Mooncake
-from tiercache.replay.formats.recorded import Recorded, RecordedReader
-from tiercache.replay.formats.trace import Format, Trace, check_block_size
-from tiercache.replay.formats.vllm import KvEvents
-from tiercache.replay.sweep import AS_RECORDED, Point, Swept, Wanted, sweep
 
-FORMATS: dict[str, Format] = {one.name: one for one in (Recorded(), Bailian(), Mooncake(), KvEvents())}
+if TYPE_CHECKING:
+    from tiercache.plan.known import Gpu
+    from tiercache.plan.model import Model
+    from tiercache.replay.estimate import Costs
+    from tiercache.replay.formats.trace import Format, Trace
+    from tiercache.replay.sweep import Point, Swept
+
 TELL_EVERY_S = 0.2
 
 
-class Options(NamedTuple):
-    """The command line: sizes as text, None where a flag was not given."""
+@command(
+    "replay",
+    """\
+  tiercache replay conversation_trace.jsonl --dram 5% --nvme 5x
+  tiercache replay trace.jsonl.gz --dram 1%,2%,5%,10%,20% --nvme 5x --plot sizes.svg
+                                      a sweep, as a table and a picture
+  tiercache replay trace.jsonl.gz --dram 2%,5% --policy lru,hazard
+                                      policies side by side
+  tiercache replay run.jsonl.gz       what `tiercache daemon --record` wrote, at its own sizes
+  tiercache replay run.jsonl.gz --dram 64GiB,128GiB --nvme 2TiB --json
+  tiercache replay qwen_traceB_blksz_16.jsonl --dram 200000 --model Qwen3-32B --gpu-pool 50000
+  tiercache replay kv_events.jsonl --dram 5%
+                                      batches of KV events, one a line
+""",
+    "0 done, 2 a wrong command line or a trace that cannot be read",
+)
+def replay(
+    traces: Annotated[
+        list[Path], typer.Argument(metavar="TRACE...", help="JSON lines, packed (gzip) or not; each is played alone.")
+    ],
+    format_name: Annotated[
+        str,
+        typer.Option("--format", metavar="auto|mooncake|bailian|vllm|recorded", help="Of the traces."),
+    ] = "auto",
+    dram: Annotated[
+        str | None,
+        typer.Option(
+            "--dram",
+            metavar="SIZE[,..]",
+            help="Blocks (20000), bytes (64GiB) or a share of the trace's different blocks (5%), or several of them "
+            "for a sweep (default: that of the daemon that was recorded).",
+        ),
+    ] = None,
+    nvme: Annotated[
+        str, typer.Option("--nvme", metavar="SIZE", help="As --dram, or 5x for five times that; 0: none.")
+    ] = "0",
+    gpu_pool: Annotated[
+        str, typer.Option("--gpu-pool", metavar="SIZE", help="An engine's own KV pool in front, as --dram; 0: none.")
+    ] = "0",
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            metavar="NAME[,..]",
+            help="As the daemon's setting, or several to compare (default: the recorded one, or the daemon's).",
+        ),
+    ] = None,
+    write_budget: Annotated[
+        str, typer.Option("--write-budget", metavar="SIZE", help="As the daemon's nvme_write_budget; 0: no limit.")
+    ] = "0",
+    model_name: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="Whose KV and work it is, as `tiercache plan` takes it.")
+    ] = "Llama-3.1-8B",
+    kv_dtype: KvDtype = "auto",
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            "--block-size", metavar="N", help="Tokens of a block (default: guessed from the lengths, or 512)."
+        ),
+    ] = None,
+    block_bytes: Annotated[
+        str | None, typer.Option("--block-bytes", metavar="SIZE", help="Of a block (default: the model's).")
+    ] = None,
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="NAME|SIZE", help="What computes the prompts: H100, A100, L4, ...")
+    ] = "H100",
+    tflops: Tflops = None,
+    mfu: Mfu = 0.5,
+    bus: Bus = None,
+    dram_bandwidth: DramBandwidth = "150GB",
+    nvme_bandwidth: NvmeBandwidth = "6GB",
+    optimum: Annotated[
+        bool,
+        typer.Option(
+            "--optimum/--no-optimum",
+            help="Compare with the offline optimum. It needs a pass of its own, and memory: 16 bytes for each block "
+            "asked for and some 200 for each different one.",
+        ),
+    ] = True,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact", help="Run all of the daemon's code, leases and write queues included; six times slower."
+        ),
+    ] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave lines out that are no good; count them.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw hit rates over sizes: .png or .svg.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Play a trace on caches of other sizes: hit rates by tier, time saved, and the best that is possible."""
+    from tiercache.plan.model import load_model
+    from tiercache.plan.sizes import Form
+    from tiercache.replay.formats.trace import Trace, check_block_size
+    from tiercache.replay.sweep import Wanted, sweep
 
-    traces: list[Path]
-    format: str
-    dram: str | None
-    nvme: str
-    gpu_pool: str
-    policy: str | None
-    write_budget: str
-    model: str
-    kv_dtype: str
-    block_size: int | None
-    block_bytes: str | None
-    gpu: str
-    tflops: float | None
-    mfu: float
-    bus: str | None
-    dram_bandwidth: str
-    nvme_bandwidth: str
-    optimum: bool
-    exact: bool
-    skip_bad: bool
-    plot: Path | None
-    as_json: bool
-
-
-def run(options: Options) -> int:
-    """Replay and print. Raises ConfigError, one line with a remedy."""
-    _check(options)
-    if options.plot is not None:
+    check_block_size(block_size)
+    formats = _formats(format_name)
+    _check_gpu(gpu)
+    policies = _policies(policy)
+    if plot is not None:
         from tiercache.replay.plot import check_plot
 
-        check_plot(options.plot)
-    form = Form(load_model(options.model), options.kv_dtype, 1, 1)
-    costs = _costs(options, form)
+        check_plot(plot)
+    model = load_model(model_name)
+    check_mfu(mfu)
+    costs = _costs(model, find_gpu(gpu, tflops, bus), mfu, dram_bandwidth, nvme_bandwidth)
     wanted = Wanted(
-        dram=_parts(options.dram),
-        nvme=options.nvme,
-        gpu_pool=options.gpu_pool,
-        policies=_parts(options.policy),
-        write_budget_bytes=as_bytes("--write-budget", options.write_budget),
-        exact=options.exact,
-        optimum=options.optimum,
+        dram=_parts(dram),
+        nvme=nvme,
+        gpu_pool=gpu_pool,
+        policies=policies,
+        write_budget_bytes=as_bytes("--write-budget", write_budget),
+        exact=exact,
+        optimum=optimum,
     )
+    bytes_of = _block_bytes(block_bytes, Form(model, kv_dtype, 1, 1).token_bytes)
     progress = Progress()
     swept = []
-    for path in options.traces:
-        trace = _open(path, options, form.token_bytes)
+    for path in traces:
+        trace = Trace(path, formats, bytes_of, block_size, skip_bad)
         progress.begin(path.name)
         try:
             swept.append(sweep(trace, wanted, costs, progress.tell))
         finally:
             progress.clear()
         _warn(trace)
-    if options.plot is not None:
+    if plot is not None:
         from tiercache.replay.plot import draw
 
-        draw(options.plot, swept)
-    if options.as_json:
+        draw(plot, swept)
+    if as_json:
         print_json(with_human([_tree(one) for one in swept]))
     else:
-        _print(swept, options, costs)
+        _print(swept, model_name, costs)
+        if plot is not None:
+            print(f"The picture is in {plot}.")
     return EXIT_OK
 
 
-def _check(options: Options) -> None:
-    check_block_size(options.block_size)
-    if options.format not in ("auto", *FORMATS):
-        raise ConfigError(f"--format {options.format}: must be auto, {', '.join(FORMATS)}")
-    if options.gpu.isdigit():
-        text = f"names a GPU or its memory (80GiB): an engine's own pool is --gpu-pool {options.gpu}"
-        raise ConfigError(f"--gpu {options.gpu}: {text}")
-    for policy in _parts(options.policy):
+def _formats(wanted: str) -> list[Format]:
+    """The formats to try on each trace."""
+    from tiercache.replay.formats.bailian import Bailian
+    from tiercache.replay.formats.mooncake import Mooncake
+    from tiercache.replay.formats.recorded import Recorded
+    from tiercache.replay.formats.vllm import KvEvents
+
+    known: dict[str, Format] = {one.name: one for one in (Recorded(), Bailian(), Mooncake(), KvEvents())}
+    if wanted not in ("auto", *known):
+        raise ConfigError(f"--format {wanted}: must be auto, {', '.join(known)}")
+    return list(known.values()) if wanted == "auto" else [known[wanted]]
+
+
+def _check_gpu(gpu: str) -> None:
+    if gpu.isdigit():
+        text = f"names a GPU or its memory (80GiB): an engine's own pool is --gpu-pool {gpu}"
+        raise ConfigError(f"--gpu {gpu}: {text}")
+
+
+def _policies(given: str | None) -> tuple[str, ...]:
+    wanted = _parts(given)
+    for policy in wanted:
         if problem := SETTINGS["policy"].kind.check(policy):
             raise ConfigError(f"--policy {policy}: {problem}")
+    return wanted
 
 
 def _parts(text: str | None) -> tuple[str, ...]:
@@ -111,27 +211,29 @@ def _parts(text: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
 
 
-def _costs(options: Options, form: Form) -> Costs:
+def _costs(model: Model, gpu: Gpu, mfu: float, dram_bandwidth: str, nvme_bandwidth: str) -> Costs:
     """The costs of computing and loading, on the named GPU and disks."""
-    check_mfu(options.mfu)
-    gpu = find_gpu(options.gpu, options.tflops, options.bus)
-    dram = min(gpu.bus_bytes_per_s, as_bytes("--dram-bandwidth", options.dram_bandwidth, least=1))
-    nvme = min(dram, as_bytes("--nvme-bandwidth", options.nvme_bandwidth, least=1))
-    return Costs(form.model, gpu.flops * options.mfu, dram, nvme)
+    from tiercache.replay.estimate import Costs
+
+    dram = min(gpu.bus_bytes_per_s, as_bytes("--dram-bandwidth", dram_bandwidth, least=1))
+    nvme = min(dram, as_bytes("--nvme-bandwidth", nvme_bandwidth, least=1))
+    return Costs(model, gpu.flops * mfu, dram, nvme)
 
 
-def _open(path: Path, options: Options, token_bytes: float) -> Trace:
-    given = None if options.block_bytes is None else as_bytes("--block-bytes", options.block_bytes)
+def _block_bytes(given: str | None, token_bytes: float) -> Callable[[int], int]:
+    """The length of a block, from its number of tokens."""
+    from tiercache.protocol.namespaces import MAX_BLOCK_BYTES
+
+    fixed = None if given is None else as_bytes("--block-bytes", given)
 
     def block_bytes(block_tokens: int) -> int:
-        size = round(block_tokens * token_bytes) if given is None else given
+        size = round(block_tokens * token_bytes) if fixed is None else fixed
         if not 0 < size <= MAX_BLOCK_BYTES:
             text = f"a block of {block_tokens} tokens has {format_bytes(size)}, and the daemon's have at most "
             raise ConfigError(f"{text}{format_bytes(MAX_BLOCK_BYTES)}: say --block-bytes or another --model")
         return size
 
-    formats = list(FORMATS.values()) if options.format == "auto" else [FORMATS[options.format]]
-    return Trace(path, formats, block_bytes, options.block_size, options.skip_bad)
+    return block_bytes
 
 
 class Progress:
@@ -165,6 +267,8 @@ def _warn(trace: Trace) -> None:
     if trace.late_requests:
         text = "requests came later in the file than their time says, by more than the window that is put in order"
         print(f"tiercache: {trace.path}: {trace.late_requests} {text}: taken as they came", file=sys.stderr)
+    from tiercache.replay.formats.recorded import RecordedReader
+
     if isinstance(trace.reader, RecordedReader) and trace.reader.lost_requests:
         text = "requests were lost while this was recorded: figures are of the others"
         print(f"tiercache: {trace.path}: {trace.reader.lost_requests} {text}", file=sys.stderr)
@@ -185,18 +289,18 @@ def _tree(swept: Swept) -> dict[str, Any]:
     }
 
 
-def _print(swept: list[Swept], options: Options, costs: Costs) -> None:
+def _print(swept: list[Swept], model_name: str, costs: Costs) -> None:
     print_sections([section for one in swept for section in _sections(one)])
     print(
-        f"\nHit rates are shares of prompt tokens. Times are of one request alone: {options.model}, "
+        f"\nHit rates are shares of prompt tokens. Times are of one request alone: {model_name}, "
         f"{costs.flops_per_s:.3g} FLOP/s, DRAM {costs.dram_bytes_per_s / 1e9:.3g} GB/s, "
         f"NVMe {costs.nvme_bytes_per_s / 1e9:.3g} GB/s."
     )
-    if options.plot is not None:
-        print(f"The picture is in {options.plot}.")
 
 
 def _sections(swept: Swept) -> list[Section]:
+    from tiercache.replay.sweep import AS_RECORDED
+
     first = swept.points[0].played
     tiers = list(first.tiers)
     several = len({point.sizes.policy for point in swept.points}) > 1

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tiercache.cli.exits import EXIT_USAGE
+from tiercache.cli.exit_status import EXIT_USAGE
 from tiercache.engine.settings import CHOICES, EngineSettings
 from tiercache.errors import ConfigError
 from tiercache.ground.arguments import HelpFormatter

@@ -9,11 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from tiercache.cli.control import connected
-from tiercache.cli.exits import EXIT_OK
-from tiercache.cli.live import Look, Looker, quiet_client
+import typer
+
+from tiercache.cli.connection import connected
+from tiercache.cli.declare import Address, Json, command
+from tiercache.cli.exit_status import EXIT_OK
+from tiercache.cli.readings import Reading, quiet_client, take_reading
 from tiercache.cli.report import Section, human, print_json, print_sections, sections, with_human
 from tiercache.cli.what_if import sentence, table
 from tiercache.errors import ConfigError
@@ -40,6 +43,34 @@ _COLUMNS = ("time", "hit%", *(f"{name}/s" for name in _RATES), "blocks", "used",
 _WIDTHS = (8, 5, 9, 9, 9, 9, 9, 9, 9, 10, 8, 9)
 _FIRST_TO_GO = ("dedup/s", "sessions", "matches/s", "blocks")
 """Columns of --watch left out on a narrow terminal."""
+
+
+@command(
+    "stats",
+    """\
+  tiercache stats                     everything, as tables
+  tiercache stats tiers namespaces    these sections alone
+  tiercache stats --watch 5           one line every 5 seconds, with what changed
+  tiercache stats --json | jq .arena.used_bytes
+""",
+)
+def stats(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION]...|SECONDS", help="Sections to show (default: all); or --watch's interval."),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="One line per interval, until Ctrl-C.")] = False,
+    as_json: Json = False,
+    address: Address = None,
+) -> int:
+    """Show what the daemon holds, how often it is asked and how fast it answers.
+
+    With --watch rates are per second; a line that begins with # tells of a daemon that is gone or back.
+    """
+    wanted, interval_s = told(what or [], watch=watch)
+    if interval_s is not None:
+        return _watch(address, interval_s=interval_s, as_json=as_json)
+    return show(address, wanted=wanted, as_json=as_json)
 
 
 def told(arguments: Sequence[str], *, watch: bool) -> tuple[Sequence[str], float | None]:
@@ -112,7 +143,7 @@ def match_latency(tree: dict[str, Any]) -> dict[str, Any]:
     return dict(latency.get("match", {}))
 
 
-def watch(address: str | None, *, interval_s: float, as_json: bool) -> int:
+def _watch(address: str | None, *, interval_s: float, as_json: bool) -> int:
     """Print a line per interval with what changed, until Ctrl-C or SIGTERM.
 
     One line says that the daemon is gone, and one that it is back; the numbers continue from there.
@@ -123,12 +154,12 @@ def watch(address: str | None, *, interval_s: float, as_json: bool) -> int:
     try:
         with quiet_client(), connected(address) as client:
             lines = _Lines(as_json)
-            looker, before = Looker(client), Look(time.monotonic(), client.stats())
-            looked_s = before.time_s
-            while not stop.wait(max(0.0, looked_s + interval_s - time.monotonic())):
-                now = looker.look()
+            before = Reading(time.monotonic(), client.stats())
+            read_s = before.time_s
+            while not stop.wait(max(0.0, read_s + interval_s - time.monotonic())):
+                now = take_reading(client)
                 lines.print(before, now)
-                looked_s, before = now.time_s, before._replace(problem=now.problem) if now.problem else now
+                read_s, before = now.time_s, before._replace(problem=now.problem) if now.problem else now
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
@@ -143,7 +174,7 @@ class _Lines:
         self._printed = 0
         self._places = shown_columns(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
 
-    def print(self, before: Look, now: Look) -> None:
+    def print(self, before: Reading, now: Reading) -> None:
         """The changes between two readings; a single line while a daemon is gone."""
         if now.problem:
             if not before.problem:

@@ -1,9 +1,9 @@
 """`tiercache demo`: shows the cache at work on this machine, with its own model if none is given.
 
     prompt   one long prompt, from each tier in turn ───────────────────────────► worker, vllm_worker: engine processes
-    chat     conversations with a server whose KV pool holds a quarter of them ─► tiercache/cli/demo_server.py
+    chat     conversations with a server whose KV pool holds a quarter of them ─► tiercache/cli/demo/server.py
     child    starts these processes; each ends with the demo
     model    a small random model and some text
 
-The command itself is tiercache/cli/demo.py.
+The command itself is in tiercache/cli/demo.
 """

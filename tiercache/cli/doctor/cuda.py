@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tiercache.cli.findings import Finding, failure, ok, skipped
+from tiercache.cli.doctor.findings import Finding, failure, ok, skipped
 from tiercache.ground.isolated import python_command
 
 TOPIC = "gpu"
@@ -16,7 +16,7 @@ _NO_DRIVER = 3
 
 def examine() -> list[Finding]:
     """The finding, one line. Blocks for at most `ANSWER_S`."""
-    command = python_command("tiercache.cli.doctor_cuda")
+    command = python_command("tiercache.cli.doctor.cuda")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
     except subprocess.TimeoutExpired:

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiercache.cli.exits import NotAnswering
+from tiercache.cli.exit_status import NotAnswering
 from tiercache.config.daemon_config import default_address, session_socket_path
 from tiercache.errors import DaemonUnavailable
-from tiercache.protocol.curve import is_remote
 
 if TYPE_CHECKING:
     from tiercache.client.client import Client
@@ -31,6 +30,7 @@ def connected(address: str | None) -> Iterator[Client]:
     Blocks for at most a few seconds. Raises DaemonUnavailable, with what to do about it.
     """
     from tiercache.client.client import Client
+    from tiercache.protocol.curve import is_remote
 
     where = address or default_address()
     # A client would wait for the socket to appear; a command should not.
@@ -60,6 +60,8 @@ def connected(address: str | None) -> Iterator[Client]:
 
 def _say_if_it_hangs(where: str) -> None:
     """Raise NotAnswering if a daemon runs nevertheless."""
+    from tiercache.protocol.curve import is_remote
+
     pid = None if is_remote(where) else serving_pid(Path(where))
     if pid is None:
         return

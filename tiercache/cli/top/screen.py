@@ -1,4 +1,4 @@
-"""`tiercache top`: a daemon, live, on a terminal."""
+"""The loop of `tiercache top`: reads statistics, draws a frame, waits for a key."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 import termios
 import time
 import tty
+from collections.abc import Callable
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -16,12 +18,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from tiercache.cli.control import connected
-from tiercache.cli.exits import EXIT_OK
-from tiercache.cli.live import Looker, quiet_client
-from tiercache.cli.top_history import History
-from tiercache.cli.top_view import SORTS, Settings, frame
-from tiercache.config.daemon_config import default_address
+from tiercache.cli.connection import connected
+from tiercache.cli.exit_status import EXIT_OK
+from tiercache.cli.readings import Reading, quiet_client, take_reading
+from tiercache.cli.top.history import History
+from tiercache.cli.top.view import SORTS, Settings, frame
 from tiercache.errors import ConfigError
 
 HOT_PREFIXES = 8
@@ -30,7 +31,7 @@ _ONCE_COLUMNS = 100
 _REMEDY = "top needs a terminal: use `tiercache stats --watch`, or `tiercache top --once` for one frame"
 
 
-def run(address: str | None, *, interval_s: float, once: bool, sort: str) -> int:
+def show(address: str, interval_s: float, once: bool, sort: str) -> int:
     """Show the daemon until `q`, or print one frame. Raises ConfigError if there is no terminal."""
     if sort not in SORTS:
         raise ConfigError(f"--sort {sort}: must be one of: {', '.join(SORTS)}")
@@ -38,21 +39,21 @@ def run(address: str | None, *, interval_s: float, once: bool, sort: str) -> int
     console = Console(highlight=False, emoji=False, markup=False)
     if not once and (not console.is_terminal or console.is_dumb_terminal):
         raise ConfigError(_REMEDY)
-    settings = Settings(address or default_address(), interval_s, sort)
+    settings = Settings(address, interval_s, sort)
     with quiet_client(), connected(address) as client:
-        looker = Looker(client, HOT_PREFIXES)
+        take = partial(take_reading, client, HOT_PREFIXES)
         if once:
-            return _print_once(looker, console, settings)
+            return _print_once(take, console, settings)
         with Keyboard() as keyboard:
-            return _Top(looker, console, keyboard, settings).run()
+            return _Top(take, console, keyboard, settings).run()
 
 
-def _print_once(looker: Looker, console: Console, settings: Settings) -> int:
+def _print_once(take: Callable[[], Reading], console: Console, settings: Settings) -> int:
     """Rates need two readings, an interval apart."""
     history = History()
-    history.take(looker.look())
+    history.take(take())
     time.sleep(settings.interval_s)
-    history.take(looker.look())
+    history.take(take())
     width = console.width if console.is_terminal else _ONCE_COLUMNS
     for line in frame(history, settings, width, _ONCE_LINES):
         if console.is_terminal:
@@ -124,8 +125,8 @@ class Keyboard:
 class _Top:
     """The loop: read, draw, wait for a key."""
 
-    def __init__(self, looker: Looker, console: Console, keyboard: Keyboard, settings: Settings) -> None:
-        self._looker = looker
+    def __init__(self, take: Callable[[], Reading], console: Console, keyboard: Keyboard, settings: Settings) -> None:
+        self._take = take
         self._console = console
         self._keyboard = keyboard
         self._settings = settings
@@ -140,7 +141,7 @@ class _Top:
             with live:
                 while not self._keyboard.stopped:
                     if not self._settings.paused and time.monotonic() >= next_s:
-                        self._history.take(self._looker.look())
+                        self._history.take(self._take())
                         next_s = max(next_s + self._settings.interval_s, time.monotonic())
                     live.update(self._draw(), refresh=True)
                     wait_s = 3600.0 if self._settings.paused else next_s - time.monotonic()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Tree = dict[str, Any]
 
 
-class Look(NamedTuple):
+class Reading(NamedTuple):
     """One reading: the tree of statistics at that time, or why there is none."""
 
     time_s: float
@@ -29,22 +29,18 @@ class Look(NamedTuple):
         return self.tree.get("daemon", {}).get("generation")
 
 
-class Looker:
-    """Takes readings of a daemon, across its ends and restarts; the client reconnects by itself."""
+def take_reading(client: Client, hot_prefixes: int = 0) -> Reading:
+    """Read the statistics now, also while the daemon is gone: the client reconnects by itself.
 
-    def __init__(self, client: Client, hot_prefixes: int = 0) -> None:
-        self._client = client
-        self._hot_prefixes = hot_prefixes
+    Blocks for a round trip, at most the client's request deadline.
+    """
+    from tiercache.protocol.messages import Stats, StatsReply
 
-    def look(self) -> Look:
-        """Take a reading now. Blocks for a round trip, at most the client's request deadline."""
-        from tiercache.protocol.messages import Stats, StatsReply
-
-        try:
-            reply = self._client.session().call(Stats, StatsReply, hot_prefixes=self._hot_prefixes)
-        except TierCacheError as error:
-            return Look(time.monotonic(), {}, str(error))
-        return Look(time.monotonic(), reply.stats)
+    try:
+        reply = client.session().call(Stats, StatsReply, hot_prefixes=hot_prefixes)
+    except TierCacheError as error:
+        return Reading(time.monotonic(), {}, str(error))
+    return Reading(time.monotonic(), reply.stats)
 
 
 @contextmanager
@@ -69,7 +65,7 @@ def at(tree: Tree, path: str) -> float:
 class Change:
     """The changes between two readings. After a restart of the daemon they count from zero, like its counters."""
 
-    def __init__(self, before: Look, now: Look) -> None:
+    def __init__(self, before: Reading, now: Reading) -> None:
         self.restarted = before.generation != now.generation
         self.seconds = max(1e-6, now.time_s - before.time_s)
         self._before: Tree = {} if self.restarted else before.tree

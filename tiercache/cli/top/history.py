@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tiercache.cli.live import Change, Look, at
+from tiercache.cli.readings import Change, Reading, at
 
 MAX_POINTS = 240
-MAX_LOOKS = 10
+MAX_READINGS = 10
 """Seconds for rates of clients and namespaces: clients report their counters only every 5 s."""
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -31,24 +31,24 @@ class Point(NamedTuple):
 class History:
     """Collects readings in order. `last` is the last good one; `problem` is why there is none now."""
 
-    last: Look | None = None
+    last: Reading | None = None
     change: Change | None = None
     problem: str = ""
     gone_since_s: float = 0.0
     restarts: int = 0
     points: deque[Point] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
-    _looks: deque[Look] = field(default_factory=lambda: deque(maxlen=MAX_LOOKS))
+    _readings: deque[Reading] = field(default_factory=lambda: deque(maxlen=MAX_READINGS))
 
-    def take(self, look: Look) -> None:
+    def take(self, reading: Reading) -> None:
         """Add a reading."""
-        if look.problem:
+        if reading.problem:
             if not self.problem:
-                self.gone_since_s = look.time_s
-            self.problem = look.problem
+                self.gone_since_s = reading.time_s
+            self.problem = reading.problem
             return
         self.problem = ""
         if self.last is not None:
-            self.change = Change(self.last, look)
+            self.change = Change(self.last, reading)
             self.restarts += self.change.restarted
             grown = self.change.grown
             self.points.append(
@@ -56,8 +56,8 @@ class History:
                     grown("traffic.asked_tokens"), grown("traffic.dram_hit_tokens"), grown("traffic.below_hit_tokens")
                 )
             )
-            self._looks.append(self.last)
-        self.last = look
+            self._readings.append(self.last)
+        self.last = reading
 
     def rates(
         self, section: str, keys: tuple[str, ...], names: tuple[str, ...], least_s: float = 0.0
@@ -70,7 +70,7 @@ class History:
         """
         rows = [] if self.last is None else self.last.tree.get(section, [])
         last = self.last
-        earliest = next((one for one in self._looks if last is not None and one.generation == last.generation), None)
+        earliest = next((one for one in self._readings if last is not None and one.generation == last.generation), None)
         if last is None or earliest is None or last.time_s - earliest.time_s < least_s:
             return [None] * len(rows)
         seconds = max(1e-6, last.time_s - earliest.time_s)

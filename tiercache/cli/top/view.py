@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from tiercache.cli.live import at
-from tiercache.cli.top_history import History, sparkline
+from tiercache.cli.readings import at
+from tiercache.cli.top.history import History, sparkline
 from tiercache.ground.units import format_bytes, format_duration
 
 SORTS = ("asked", "hits", "blocks", "idle")

@@ -1,4 +1,4 @@
-"""`tiercache demo`: one long prompt from each tier; then conversations with a server that is short of memory."""
+"""Plays the demo and prints it: one long prompt from each tier, then conversations with a server short of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tiercache.cli.exits import EXIT_OK, EXIT_UNWELL
+from tiercache.cli.exit_status import EXIT_OK, EXIT_UNWELL
 from tiercache.demo.chat import CONVERSATIONS, POOL_SHARE, TURNS, ChatDemo, Chats
 from tiercache.demo.child import none_left
 from tiercache.demo.model import build_model, prompt_tokens
@@ -27,7 +27,7 @@ from tiercache.ground.extras import install_extra, install_packages
 from tiercache.ground.units import format_bytes, format_duration
 
 WORKERS = {"tiercache": "tiercache.demo.worker", "vllm": "tiercache.demo.vllm_worker"}
-SERVER = "tiercache.cli.demo_server"
+SERVER = "tiercache.cli.demo.server"
 """Main modules of the processes that the demo starts."""
 _SERVING = ("starlette", "uvicorn")
 _DEFECT = "NOT the same: this is a defect, please report it"
@@ -43,7 +43,7 @@ def sigterm_like_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, earlier)
 
 
-def run(*, engine: str, model: Path | None, prompt_file: Path | None, tokens: int, as_json: bool) -> int:
+def show(*, engine: str, model: Path | None, prompt_file: Path | None, tokens: int, as_json: bool) -> int:
     """Play the demo and print it; exit status 1 when a run gave other tokens or found nothing. Raises ConfigError."""
     if engine not in WORKERS:
         raise ConfigError(f"--engine {engine}: say {' or '.join(WORKERS)}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tiercache.cli.findings import Finding, ok, skipped, warning
-from tiercache.cli.live import Tree, at
+from tiercache.cli.doctor.findings import Finding, ok, skipped, warning
+from tiercache.cli.readings import Tree, at
 from tiercache.ground.units import format_duration
 from tiercache.protocol.namespaces import NamespaceSpec
 

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tiercache import __version__
-from tiercache.cli.findings import Finding, Host, Needs, collect, failure, limit_of, ok, skipped, warning
+from tiercache.cli.doctor.findings import Finding, Host, Needs, collect, failure, limit_of, ok, skipped, warning
 from tiercache.ground.extras import DISTRIBUTION, install_packages
 from tiercache.ground.units import format_bytes, format_duration
 

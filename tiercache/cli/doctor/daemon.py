@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tiercache import __version__
-from tiercache.cli.findings import Finding, collect, failure, ok, skipped, warning
-from tiercache.cli.live import Tree, at
+from tiercache.cli.doctor.findings import Finding, collect, failure, ok, skipped, warning
+from tiercache.cli.readings import Tree, at
 from tiercache.ground.units import format_duration
 
 TOPIC = "daemon"

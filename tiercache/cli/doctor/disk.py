@@ -8,12 +8,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tiercache.cli.findings import Finding, Needs, failure, ok, skipped, warning
+from tiercache.cli.doctor.findings import Finding, Needs, failure, ok, skipped, warning
+from tiercache.cli.unnamed_file import open_unnamed
 from tiercache.ground.units import format_bytes
 
 TOPIC = "disks"
@@ -24,7 +24,6 @@ PART_S = 3.0
 ANSWER_S = 15.0
 """A disk that has not answered after this time counts as hung."""
 SLOW_BYTES_PER_S = 200 << 20
-_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS)
 
 
 class Speed(NamedTuple):
@@ -113,7 +112,7 @@ def _room(place: Path, name: str, share_bytes: int) -> Finding:
 
 def measure_speed(folder: Path) -> Speed:
     """Write an unnamed file, read it and release it. Blocks up to 2 x PART_S. Raises OSError."""
-    fd, direct = _nameless(folder)
+    fd, direct = open_unnamed(folder)
     try:
         area = memoryview(mmap.mmap(-1, STEP_BYTES))
         area[:] = os.urandom(1 << 16) * (STEP_BYTES >> 16)
@@ -125,36 +124,6 @@ def measure_speed(folder: Path) -> Speed:
     finally:
         os.close(fd)
     return Speed(written / write_s, read / read_s, direct)
-
-
-def _nameless(folder: Path) -> tuple[int, bool]:
-    """A file in the folder that vanishes with its descriptor, and whether it takes direct I/O."""
-    last: OSError | None = None
-    for direct in (True, False):
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-        try:
-            fd = os.open(folder, flags | os.O_TMPFILE, 0o600)
-        except OSError as error:
-            last = error
-            path = folder / f"tiercache-doctor-{os.getpid()}"
-            try:
-                fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-            except OSError as again:
-                last = again
-                continue
-            finally:
-                with suppress(OSError):
-                    path.unlink()
-        try:
-            os.pwritev(fd, [memoryview(mmap.mmap(-1, 4096))], 0)
-        except OSError as error:
-            os.close(fd)
-            last = error
-            if error.errno not in _NO_DIRECT_IO:
-                raise
-            continue
-        return fd, direct
-    raise last or OSError(errno.EIO, "no file could be made")
 
 
 def _move(step: Callable[[int], int], limit_bytes: int) -> tuple[int, float]:
