@@ -43,7 +43,7 @@ from traces import trace_files
 
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
-from tiercache.replay.fast_cache import Swift
+from tiercache.replay.fast_cache import FastCache
 from tiercache.replay.formats.mooncake import Mooncake
 from tiercache.replay.formats.trace import Trace
 from tiercache.replay.optimum import Accesses
@@ -398,7 +398,7 @@ def report_calls(report: Report, listed: Listed, sizes: Sizes, policy: str, key:
     clock, all calls for that at their medians, since most blocks go in runs and cost a `follows` only.
     """
     samples: dict[str, array[int]] = defaultdict(lambda: array("q"))
-    engine = Swift(Sizes(sizes.dram_bytes, policy=policy), policies=ALL)
+    engine = FastCache(Sizes(sizes.dram_bytes, policy=policy), policies=ALL)
     engine.declare(1, listed.specs[1])
     engine._dram.policy = engine._dram.table.policy = Timed(engine._dram.policy, samples)
     for request in listed:
@@ -434,7 +434,7 @@ def measure_memory(report: Report, policy: str) -> None:
         return Request(number / 1000, number.to_bytes(KEY_BYTES, "little"), 512)
 
     tracemalloc.start()
-    engine = Swift(Sizes(MEMORY_BLOCKS * BLOCK_BYTES, policy=policy), policies=ALL)
+    engine = FastCache(Sizes(MEMORY_BLOCKS * BLOCK_BYTES, policy=policy), policies=ALL)
     trace = open_trace(SAMPLE)
     engine.declare(1, trace.specs[1])
     before = tracemalloc.get_traced_memory()[0]

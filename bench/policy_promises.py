@@ -16,7 +16,7 @@ from typing import NamedTuple
 from policies import ALL
 
 from tiercache.protocol.messages import KEY_BYTES
-from tiercache.replay.fast_cache import Swift
+from tiercache.replay.fast_cache import FastCache
 from tiercache.replay.requests import Request, chain_keys, plain_spec
 from tiercache.replay.simulation import Sizes
 
@@ -121,7 +121,7 @@ SMALL: tuple[Callable[[], Prompts], ...] = (
 
 def small_rates(make: Callable[[], Prompts], policy: str, divisor: float, nvme: bool) -> tuple[float, float]:
     """Shares of the blocks asked for that were in DRAM, and in both tiers. Prompts are a second apart, divided."""
-    engine = Swift(Sizes(ROOM * BLOCK_BYTES, 5 * ROOM * BLOCK_BYTES * nvme, policy=policy), policies=ALL)
+    engine = FastCache(Sizes(ROOM * BLOCK_BYTES, 5 * ROOM * BLOCK_BYTES * nvme, policy=policy), policies=ALL)
     engine.declare(1, plain_spec(16, BLOCK_BYTES))
     asked = dram = both = 0
     for number, ids in enumerate(make()):
@@ -134,7 +134,7 @@ def small_rates(make: Callable[[], Prompts], policy: str, divisor: float, nvme: 
 
 def lost_too_soon(policy: str, divisor: float) -> int:
     """Blocks that were not found although less than a tenth had been stored after them, beside a hot set."""
-    engine = Swift(Sizes(ROOM * BLOCK_BYTES, policy=policy), policies=ALL)
+    engine = FastCache(Sizes(ROOM * BLOCK_BYTES, policy=policy), policies=ALL)
     engine.declare(1, plain_spec(16, BLOCK_BYTES))
     latest = ROOM // 10 // PROMPT
     lost = 0

@@ -20,7 +20,7 @@ from functools import partial
 from tiercache.daemon.events.events import Events, Named
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.ground.slices import Slices, Steps, finish, noted
-from tiercache.daemon.hints.hints import Said
+from tiercache.daemon.hints.hints import GivenHint
 from tiercache.daemon.index.ages import Ages
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.observe.reuse import WhatIf
@@ -146,11 +146,11 @@ class Cache:
             self.what_if.looked_up(namespaces, keys, found.dram, found.below)
         return found
 
-    def hint(self, namespaces: Sequence[Namespace], keys: bytes, first: int, said: Said) -> int:
+    def hint(self, namespaces: Sequence[Namespace], keys: bytes, first: int, said: GivenHint) -> int:
         """`hint_in_slices`, all of it at once."""
         return finish(self.hint_in_slices(namespaces, keys, first, said))
 
-    def hint_in_slices(self, namespaces: Sequence[Namespace], keys: bytes, first: int, said: Said) -> Steps[int]:
+    def hint_in_slices(self, namespaces: Sequence[Namespace], keys: bytes, first: int, said: GivenHint) -> Steps[int]:
         """Apply a client's hint to blocks `first..` of `keys`; returns how many of `keys` are here."""
         hints, index, blocks = self.space.policies.hints, self.space.index, 0
         hints.count(said)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tiercache.daemon.ground.slices import Slices, Steps
-from tiercache.daemon.hints.hints import Said
+from tiercache.daemon.hints.hints import GivenHint
 from tiercache.daemon.hints.switched_policy import SwitchedPolicy
 from tiercache.daemon.tiers.dram.reads import Reads
 from tiercache.daemon.tiers.dram.space import Namespace
@@ -61,7 +61,7 @@ class Ahead:
         """Chains that are awaited."""
         return len(self._plans)
 
-    def say(self, namespaces: Sequence[Namespace], keys: bytes, said: Said) -> None:
+    def say(self, namespaces: Sequence[Namespace], keys: bytes, said: GivenHint) -> None:
         """Record a hint that gives a return time, or cancels it with `done`."""
         name = tuple(one.number for one in namespaces), keys[-KEY_BYTES:]
         if said.done or said.late_s:

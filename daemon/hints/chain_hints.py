@@ -15,7 +15,7 @@ ABOUT_SHARE = 0.2
 """The uncertainty of a return time, as a share of that."""
 
 
-class Group(Enum):
+class HintGroup(Enum):
     """How a marked block is treated while it is a candidate."""
 
     NONE = "no candidate"
@@ -48,7 +48,7 @@ class Mark:
     late_s: float = 0.0
     until_s: float = math.inf
     priority: Priority = Priority.NORMAL
-    group: Group = Group.NONE
+    group: HintGroup = HintGroup.NONE
 
     def used(self) -> None:
         """The block was asked for."""
@@ -65,20 +65,20 @@ class Mark:
 
     def hand_on(self, earlier: Mark | None) -> None:
         """Pass it to the block before, which may have an `earlier` mark; the later hint takes precedence."""
-        self.own, self.group = self.own - 1, Group.NONE
+        self.own, self.group = self.own - 1, HintGroup.NONE
         if earlier is not None:
             self.own = max(self.own, earlier.own)
             self.until_s = earlier.until_s if self.until_s == math.inf else self.until_s
             self.priority = earlier.priority if self.priority is Priority.NORMAL else self.priority
 
-    def group_at(self, now_s: float) -> Group:
+    def group_at(self, now_s: float) -> HintGroup:
         """The group of a candidate with this mark."""
         if self.until_s <= now_s:
-            return Group.EXPIRED
+            return HintGroup.EXPIRED
         if self.done:
-            return Group.DONE
+            return HintGroup.DONE
         if self.priority is Priority.LOW:
-            return Group.LOW
+            return HintGroup.LOW
         if self.late_s > now_s:
-            return Group.BACK
-        return Group.HIGH if self.priority is Priority.HIGH else Group.PLAIN
+            return HintGroup.BACK
+        return HintGroup.HIGH if self.priority is Priority.HIGH else HintGroup.PLAIN

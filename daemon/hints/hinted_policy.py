@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from tiercache.daemon.hints.chain_hints import Group, Mark
+from tiercache.daemon.hints.chain_hints import HintGroup, Mark
 from tiercache.daemon.index.index import LIVE, Index
 from tiercache.daemon.index.policy import NO_ENTRY, Policy
 from tiercache.protocol.messages import Priority
@@ -30,8 +30,8 @@ KEPT_SHARE = 0.25
 EXPIRE_AT_ONCE = 64
 """Marks that have come due looked at in one go of the loop, and blocks evicted for that."""
 _LIMIT_S = 1.0
-_FIRST = (Group.EXPIRED, Group.DONE, Group.LOW)
-_KEPT = (Group.BACK, Group.HIGH)
+_FIRST = (HintGroup.EXPIRED, HintGroup.DONE, HintGroup.LOW)
+_KEPT = (HintGroup.BACK, HintGroup.HIGH)
 
 
 class Teller(Protocol):
@@ -60,8 +60,8 @@ class HintedPolicy:
         self._teller = teller
         self._known_as = known_as
         self._marks: dict[int, Mark] = {}
-        self._first: dict[Group, dict[int, None]] = {group: {} for group in _FIRST}
-        self._kept: dict[Group, dict[int, None]] = {group: {} for group in _KEPT}
+        self._first: dict[HintGroup, dict[int, None]] = {group: {} for group in _FIRST}
+        self._kept: dict[HintGroup, dict[int, None]] = {group: {} for group in _KEPT}
         self.kept_blocks = dict.fromkeys(_KEPT, 0)
         self._latest: list[tuple[float, int]] = []  # (-late_s, entry) of BACK
         self._due: list[tuple[float, int]] = []  # when to look at a mark again, and its entry
@@ -75,7 +75,7 @@ class HintedPolicy:
         candidate = self._columns.next[entry] != 0
         if candidate:
             self.remove(entry)
-        mark.stamp, mark.group = self._columns.clock, Group.NONE
+        mark.stamp, mark.group = self._columns.clock, HintGroup.NONE
         self._marks.pop(entry, None)
         if len(self._marks) >= MAX_MARKS:
             self._forget(next(iter(self._marks)))
@@ -102,7 +102,7 @@ class HintedPolicy:
             heapq.heapify(self._due)
 
     def _forget(self, entry: int) -> None:
-        if self._marks[entry].group is Group.NONE:
+        if self._marks[entry].group is HintGroup.NONE:
             del self._marks[entry]
             return
         self.remove(entry)
@@ -116,13 +116,13 @@ class HintedPolicy:
                 return
             entry = heapq.heappop(self._due)[1]
             mark = self._marks.get(entry)
-            if mark is not None and mark.group is not Group.NONE and mark.group_at(now_s) is not mark.group:
+            if mark is not None and mark.group is not HintGroup.NONE and mark.group_at(now_s) is not mark.group:
                 self.remove(entry)
                 self.add(entry)
 
     def expired(self) -> int:
         """A candidate that is of no use any more, or NO_ENTRY."""
-        return next(iter(self._first[Group.EXPIRED]), NO_ENTRY)
+        return next(iter(self._first[HintGroup.EXPIRED]), NO_ENTRY)
 
     # --- candidates ------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class HintedPolicy:
             self._columns.prev[entry] = self._columns.next[entry] = entry + 1
             self._kept[group][entry] = None
             self.kept_blocks[group] += mark.own
-            if group is Group.BACK:
+            if group is HintGroup.BACK:
                 heapq.heappush(self._latest, (-mark.late_s, entry))
                 if len(self._latest) > 2 * len(self._kept[group]) + MAX_MARKS:
                     self._latest = [(-self._marks[one].late_s, one) for one in self._kept[group]]
@@ -151,7 +151,7 @@ class HintedPolicy:
 
     def _give_back(self, entry: int, mark: Mark) -> None:
         """Return a candidate to the inner policy, as if it had no mark."""
-        group, mark.group = mark.group, Group.NONE
+        group, mark.group = mark.group, HintGroup.NONE
         if group in self._first:
             del self._first[group][entry]
         elif group in self._kept:
@@ -176,7 +176,7 @@ class HintedPolicy:
         self._marks.pop(entry, None)  # of a block that had this row before
         mark = self._teller.find(self.index.table[entry], self.index.key[entry])
         if mark is not None:
-            self._note(entry, replace(mark, stamp=self._columns.clock, group=Group.NONE))
+            self._note(entry, replace(mark, stamp=self._columns.clock, group=HintGroup.NONE))
 
     def inserted_run(self, entries: Sequence[int]) -> None:
         self.inner.inserted_run(entries)
@@ -191,7 +191,7 @@ class HintedPolicy:
         if mark is None:
             self.inner.touched(entry)
             return
-        candidate = mark.group is not Group.NONE
+        candidate = mark.group is not HintGroup.NONE
         if candidate:
             self._give_back(entry, mark)
         self.inner.touched(entry)
@@ -246,14 +246,14 @@ class HintedPolicy:
         self._let_go()
         entry, awaited = self.inner.victim(), self._latest_back()
         if entry == NO_ENTRY:
-            return awaited if awaited != NO_ENTRY else next(iter(self._kept[Group.HIGH]), NO_ENTRY)
+            return awaited if awaited != NO_ENTRY else next(iter(self._kept[HintGroup.HIGH]), NO_ENTRY)
         if self._in_hits and awaited != NO_ENTRY and self.worth(awaited) < self.inner.worth(entry):
             return awaited
         return entry
 
     def _latest_back(self) -> int:
         """Of the awaited blocks the one needed last, or NO_ENTRY."""
-        latest, awaited = self._latest, self._kept[Group.BACK]
+        latest, awaited = self._latest, self._kept[HintGroup.BACK]
         while latest:
             late, entry = latest[0]
             if entry in awaited and self._marks[entry].late_s == -late:
@@ -263,13 +263,13 @@ class HintedPolicy:
 
     def _let_go(self) -> None:
         """Enforce the share: keep the awaited blocks needed first, and those of high priority used last."""
-        if not (self._kept[Group.BACK] or self._kept[Group.HIGH]):
+        if not (self._kept[HintGroup.BACK] or self._kept[HintGroup.HIGH]):
             return
         limit = self._limit_now()
-        while self.kept_blocks[Group.BACK] > limit:
+        while self.kept_blocks[HintGroup.BACK] > limit:
             self._ease(self._latest_back())
-        while self.kept_blocks[Group.HIGH] > limit:
-            self._ease(next(iter(self._kept[Group.HIGH])))
+        while self.kept_blocks[HintGroup.HIGH] > limit:
+            self._ease(next(iter(self._kept[HintGroup.HIGH])))
 
     def _limit_now(self) -> int:
         """How many blocks may be kept, counted once a second."""
@@ -281,7 +281,7 @@ class HintedPolicy:
 
     def room_for(self, late_s: float) -> int:
         """How many more blocks would be kept for a client awaited until then, after those awaited sooner."""
-        sooner = (mark.own for one in self._kept[Group.BACK] if (mark := self._marks[one]).late_s <= late_s)
+        sooner = (mark.own for one in self._kept[HintGroup.BACK] if (mark := self._marks[one]).late_s <= late_s)
         return self._limit_now() - sum(sooner)
 
     def _ease(self, entry: int) -> None:
@@ -296,11 +296,11 @@ class HintedPolicy:
 
     def worth(self, entry: int) -> float:
         mark, now_s = self._marks.get(entry), self._clock_s()
-        group = Group.PLAIN if mark is None else mark.group_at(now_s)
+        group = HintGroup.PLAIN if mark is None else mark.group_at(now_s)
         if group in self._first:
             return 0.0
         if mark is not None and self._in_hits and group in self._kept:
-            return 1.0 / mark.wait_s(now_s) if group is Group.BACK else math.inf
+            return 1.0 / mark.wait_s(now_s) if group is HintGroup.BACK else math.inf
         return self.inner.worth(entry)
 
     def coldest_stamp(self) -> int | None:
@@ -323,6 +323,6 @@ class HintedPolicy:
             if blocks != sum(self._marks[entry].own for entry in self._kept[group]):
                 findings.append(f"hints: {blocks} blocks are counted as {group.value}")
         for entry, mark in self._marks.items():
-            if mark.group is not Group.NONE and not self._columns.next[entry]:
+            if mark.group is not HintGroup.NONE and not self._columns.next[entry]:
                 findings.append(f"hints: entry {entry} is {mark.group.value} and no candidate")
         return findings

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from tiercache.daemon.hints.chain_hints import LATE_S, LATE_SHARE, Group, Mark
+from tiercache.daemon.hints.chain_hints import LATE_S, LATE_SHARE, HintGroup, Mark
 from tiercache.daemon.hints.hinted_policy import EXPIRE_AT_ONCE, MAX_MARKS, HintedPolicy
 from tiercache.daemon.hints.switched_policy import SwitchedPolicy
-from tiercache.daemon.index.chain_ends import Tails
+from tiercache.daemon.index.chain_ends import ChainEnds
 from tiercache.daemon.index.index import Index, Table
 from tiercache.daemon.index.policy import NO_ENTRY, Policy
 from tiercache.protocol.messages import KEY_BYTES, Priority
@@ -31,7 +31,7 @@ CARRY_S = 60.0
 """How long `done` waits for blocks to reach another tier. A client that asks for them meanwhile cancels it."""
 
 
-class Said(NamedTuple):
+class GivenHint(NamedTuple):
     """One hint, as it came: see the request `Hint`. Times are of the daemon's clock; 0 and infinity mean unsaid."""
 
     done: bool = False
@@ -46,10 +46,10 @@ class Said(NamedTuple):
         return self.done or self.until_s < math.inf or self.priority is Priority.LOW
 
 
-def said_at(now_s: float, done: bool, return_in_s: float, ttl_s: float, priority: Priority | None) -> Said:
+def hint_given_at(now_s: float, done: bool, return_in_s: float, ttl_s: float, priority: Priority | None) -> GivenHint:
     """A hint given now; 0 for a time that is not said."""
     late_s = now_s + (1.0 + LATE_SHARE) * return_in_s + LATE_S
-    return Said(
+    return GivenHint(
         done,
         now_s + return_in_s if return_in_s else 0.0,
         late_s if return_in_s else 0.0,
@@ -90,7 +90,7 @@ class Hints:
 
     # --- what is said ----------------------------------------------------------------------------
 
-    def count(self, said: Said) -> None:
+    def count(self, said: GivenHint) -> None:
         """Count a hint."""
         its = {"hints": True, "done": said.done, "returning": said.late_s, "ttl": said.until_s < math.inf}
         for name, said_so in {**its, "priority": said.priority}.items():
@@ -101,7 +101,7 @@ class Hints:
         places: Iterable[tuple[Index, Table]],
         keys: bytes,
         first: int,
-        said: Said,
+        said: GivenHint,
         window_blocks: int = 0,
         namespaces: int = 1,
     ) -> int:
@@ -123,14 +123,14 @@ class Hints:
             longest = max(longest, here)
         return longest
 
-    def _mark_chain(self, index: Index, table: Table, keys: bytes, first: int, said: Said, most: int) -> int:
+    def _mark_chain(self, index: Index, table: Table, keys: bytes, first: int, said: GivenHint, most: int) -> int:
         blocks = index.prefix_length(table, keys, len(keys) // KEY_BYTES)
         if blocks > first:
             entry = table.get(keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES])
             self._mark(index, table, entry, said, own_blocks(index, entry, min(blocks - first, most)))
         return blocks
 
-    def _mark_window(self, index: Index, table: Table, keys: bytes, first: int, said: Said, most: int) -> int:
+    def _mark_window(self, index: Index, table: Table, keys: bytes, first: int, said: GivenHint, most: int) -> int:
         """Mark blocks of a window: they have no parent, so each is marked, the last ones."""
         blocks, longest = len(keys) // KEY_BYTES, 0
         for number in range(max(first, blocks - most), blocks):
@@ -140,7 +140,7 @@ class Hints:
                 longest = number + 1
         return longest
 
-    def _mark(self, index: Index, table: Table, entry: int, said: Said, own: int) -> None:
+    def _mark(self, index: Index, table: Table, entry: int, said: GivenHint, own: int) -> None:
         policy, now_s = table.policy, self.clock_s()
         assert isinstance(policy, SwitchedPolicy)
         mark = replace(policy.hinted.mark_of(entry) or Mark(), own=own)
@@ -168,7 +168,7 @@ class Hints:
 
     # --- time ------------------------------------------------------------------------------------
 
-    def expire(self, index: Index, tails: Tails) -> int:
+    def expire(self, index: Index, tails: ChainEnds) -> int:
         """Evict a slice of the expired, unpinned blocks of one tier; returns how many were evicted."""
         gone = 0
         if not self._given:
@@ -192,8 +192,8 @@ class Hints:
         return {
             **self.counts,
             "marks": sum(policy.marks for policy in self.policies),
-            "awaited_blocks": sum(policy.kept_blocks[Group.BACK] for policy in self.policies),
-            "high_blocks": sum(policy.kept_blocks[Group.HIGH] for policy in self.policies),
+            "awaited_blocks": sum(policy.kept_blocks[HintGroup.BACK] for policy in self.policies),
+            "high_blocks": sum(policy.kept_blocks[HintGroup.HIGH] for policy in self.policies),
         }
 
 

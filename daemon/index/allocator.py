@@ -18,11 +18,11 @@ from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 NO_FRAME = -1
 NO_ACCOUNT = 0
 MOVED = -1
-"""In `Region.seen`: the frame was taken or given back."""
+"""In `RegionFrames.seen`: the frame was taken or given back."""
 _OTHER = bytes((1, 0)) + bytes(254)
 
 
-class Region:
+class RegionFrames:
     """One region's frames: those from `fresh` on were never used, those given back are on the stack `returned`.
 
     `counts` are its frames by account. `accounts` is the account of each frame, kept once the first frame has one.
@@ -65,8 +65,8 @@ class SizeClass:
 
     def __init__(self, frame_bytes: int) -> None:
         self.frame_bytes = frame_bytes
-        self.regions: dict[int, Region] = {}
-        self.open: list[Region] = []  # regions with a free frame; the last is used first
+        self.regions: dict[int, RegionFrames] = {}
+        self.open: list[RegionFrames] = []  # regions with a free frame; the last is used first
         self.free = 0
 
     @property
@@ -84,7 +84,7 @@ class Allocator:
 
     def __init__(self) -> None:
         self.classes: dict[int, SizeClass] = {}
-        self.unassigned: list[Region] = []
+        self.unassigned: list[RegionFrames] = []
         self.arena_bytes = 0
         self.used_bytes = 0
         self.account_bytes: Counter[int] = Counter()
@@ -97,13 +97,13 @@ class Allocator:
 
     def add_region(self, region_id: int, size_bytes: int) -> None:
         """Add a region that all mapping clients have been told of."""
-        self.unassigned.append(Region(region_id, size_bytes))
+        self.unassigned.append(RegionFrames(region_id, size_bytes))
         self.arena_bytes += size_bytes
 
     def adopt_region(self, region_id: int, size_bytes: int, frame_bytes: int, owned: bytearray) -> None:
         """Add a region that was in use in an earlier life: frames with a 1 in `owned` have owners, the others 0."""
         size_class = self.size_class(frame_bytes)
-        region = Region(region_id, size_bytes)
+        region = RegionFrames(region_id, size_bytes)
         region.split(frame_bytes)
         region.fresh = region.frames
         free = owned[::-1].translate(_OTHER)
@@ -190,7 +190,7 @@ class Allocator:
                     self.waiting_bytes[account] -= self.frame_bytes(frame)
                 self.give_back(frame)
 
-    def _leave_account(self, region: Region, number: int, account: int, frame_bytes: int) -> None:
+    def _leave_account(self, region: RegionFrames, number: int, account: int, frame_bytes: int) -> None:
         assert region.accounts is not None
         region.accounts[number] = NO_ACCOUNT
         region.counts[account] -= 1
@@ -248,7 +248,7 @@ class Allocator:
         size_class.free -= region.frames - region.owned
         self._finish_drain(size_class, region)
 
-    def _finish_drain(self, size_class: SizeClass, region: Region) -> None:
+    def _finish_drain(self, size_class: SizeClass, region: RegionFrames) -> None:
         if region.owned == 0:
             del size_class.regions[region.region_id]
             del self._class_of[region.region_id]
@@ -271,13 +271,13 @@ class Allocator:
         self._class_of[region.region_id] = size_class
         return True
 
-    def _take_unassigned(self, frame_bytes: int) -> Region | None:
+    def _take_unassigned(self, frame_bytes: int) -> RegionFrames | None:
         for place, region in enumerate(self.unassigned):
             if region.size_bytes >= frame_bytes:
                 return self.unassigned.pop(place)
         return None
 
-    def _take_empty(self, size_class: SizeClass) -> Region | None:
+    def _take_empty(self, size_class: SizeClass) -> RegionFrames | None:
         for other in self.classes.values():
             if other is size_class or other.free == 0:
                 continue
@@ -289,7 +289,7 @@ class Allocator:
                     return region
         return None
 
-    def region_of(self, region_id: int) -> tuple[SizeClass, Region] | None:
+    def region_of(self, region_id: int) -> tuple[SizeClass, RegionFrames] | None:
         """A region in use, and its size class."""
         size_class = self._class_of.get(region_id)
         return None if size_class is None else (size_class, size_class.regions[region_id])

@@ -21,7 +21,7 @@ MAX_TAILS = 64
 MAX_PROMPTS = 1024
 
 
-class Prompts:
+class PromptEnds:
     """Where the prompts looked up last end: a writer that has stored one as far as that is done with it."""
 
     __slots__ = ("_ends",)
@@ -42,10 +42,10 @@ class Prompts:
         return key in self._ends
 
 
-class Tails:
+class ChainEnds:
     """The pinned ends in one index, with their deadlines, by writer. Event loop only."""
 
-    def __init__(self, index: Index, prompts: Prompts, clock_s: Callable[[], float]) -> None:
+    def __init__(self, index: Index, prompts: PromptEnds, clock_s: Callable[[], float]) -> None:
         self._index = index
         self._prompts = prompts
         self._clock_s = clock_s

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
 from tiercache.daemon.ground.slices import LOOKUPS, Steps, finish
-from tiercache.daemon.index.allocator import Allocator, Region, SizeClass
+from tiercache.daemon.index.allocator import Allocator, RegionFrames, SizeClass
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 
 UNSEEN, FREE, WRITTEN = 0, -2, -3
@@ -37,7 +37,7 @@ class FrameCheck:
     def __init__(self, allocator: Allocator) -> None:
         self.findings: list[str] = []
         self._allocator = allocator
-        self._regions: list[tuple[SizeClass, Region]] = []
+        self._regions: list[tuple[SizeClass, RegionFrames]] = []
         self._met_again: set[int] = set()  # frames met with a second owner
         self._owners: dict[int, object] = {}  # who writes those frames now
 

@@ -30,7 +30,7 @@ from math import inf
 from typing import Any
 
 from tiercache.daemon.ground.slices import Steps, finish
-from tiercache.daemon.observe.reuse_curve import Lookups
+from tiercache.daemon.observe.reuse_curve import RecentLookups
 from tiercache.daemon.observe.reuse_pace import Pace
 from tiercache.daemon.observe.reuse_stack import MAX_SHIFT, NAME_START, Looked, ReuseStack, chosen, is_chosen, marks
 from tiercache.daemon.observe.reuse_tails import Tail, Tails
@@ -82,7 +82,7 @@ class WhatIf:
         self._left = 0  # sampled blocks that may still be processed in this go
         self._stack = ReuseStack()
         self.capacities = capacities(dram_bytes, below_bytes)
-        self._lookups = Lookups(clock_s())
+        self._lookups = RecentLookups(clock_s())
         self._clock_s = clock_s
         self._dram_bytes = dram_bytes
         self._all_bytes = dram_bytes + below_bytes
@@ -100,7 +100,7 @@ class WhatIf:
         return self._stack
 
     @property
-    def lookups(self) -> Lookups:
+    def lookups(self) -> RecentLookups:
         """Sizes that look-ups needed."""
         finish(self.catch_up())
         return self._lookups

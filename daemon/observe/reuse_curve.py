@@ -30,7 +30,7 @@ class _Slice:
         self.blocks: dict[int, int] = {0: 0, _MISSED: 0}
 
 
-class Lookups:
+class RecentLookups:
     """Blocks looked up in the last WINDOW_S, and the sizes of cache that they need."""
 
     def __init__(self, now_s: float) -> None:

@@ -1,6 +1,6 @@
 """The eviction policies, by the name that the setting `policy` takes; ../POLICIES.md compares them.
 
-    window ──► a policy: lru or hazard                    which leaf goes first
+    fresh_stores ──► a policy: lru or hazard              which leaf goes first
     hazard     least worth first ◄── predictor: a sample of blocks ──► worths: what keeping each is worth
     turnover   the clock of policies         rings     candidates in order
 
@@ -18,9 +18,9 @@ from tiercache.daemon.hints.hints import Hints
 from tiercache.daemon.hints.switched_policy import SwitchedPolicy
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import Learner, Policy
+from tiercache.daemon.policies.fresh_stores import FreshStores
 from tiercache.daemon.policies.lru import LeafLRU
 from tiercache.daemon.policies.turnover import Turnover
-from tiercache.daemon.policies.window import Window
 
 __all__ = ["POLICIES", "Made", "Maker", "Policies"]
 
@@ -74,7 +74,7 @@ class Policies:
 
     def make(self, index: Index, below: bool = False) -> Policy:
         """A policy for candidates of that index, behind the window of fresh stores. `below`: for a tier below DRAM."""
-        return Window(index, self._made.policy(index), self.turnover, self.predictor, below)
+        return FreshStores(index, self._made.policy(index), self.turnover, self.predictor, below)
 
     def hinted(self, index: Index, below: bool = False) -> SwitchedPolicy:
         """The same policy, taking hints of clients into account too."""

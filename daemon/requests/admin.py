@@ -9,7 +9,7 @@ import msgspec
 
 from tiercache.config.settings import SETTINGS
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.hints.hints import said_at
+from tiercache.daemon.hints.hints import hint_given_at
 from tiercache.daemon.inspection import chain_of, pins_of, places_of
 from tiercache.daemon.requests.context import Desk, Method, check_keys, check_windows, encoder, positive
 from tiercache.daemon.requests.sessions import Session
@@ -92,7 +92,7 @@ class AdminRequests:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         if request.done and request.return_in_ms:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, "done and return_in_ms: say one of them")
-        said = said_at(
+        said = hint_given_at(
             self._cache.clock_s(),
             request.done,
             min(request.return_in_ms, m.MAX_HINT_MS) / 1000,

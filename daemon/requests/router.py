@@ -24,7 +24,7 @@ import zmq
 from tiercache.daemon.ground.connections import Connections
 from tiercache.daemon.ground.run_directory import guard
 from tiercache.daemon.requests.sessions import Session
-from tiercache.daemon.requests.unsent import SMALL_BYTES, Reader, SmallAnswers, Unsent
+from tiercache.daemon.requests.unsent import SMALL_BYTES, Receiver, SmallAnswers, Unsent
 from tiercache.errors import ConfigError
 from tiercache.protocol.messages import MAX_MESSAGE_BYTES
 
@@ -51,7 +51,7 @@ class _Sending(NamedTuple):
     """A part that ZeroMQ may still read; `length` counts the bytes to send up to its end."""
 
     tracker: zmq.MessageTracker
-    reader: Reader
+    reader: Receiver
     length: int
     done: Callable[[], None] | None
 

@@ -32,7 +32,7 @@ _UNCOUNTED_BYTES = 16 << 10
 """Small answers may go to a connection up to this size before one of them is counted with a tracker."""
 
 
-class Reader(Protocol):
+class Receiver(Protocol):
     """The receiver of an answer: a session, or all peers without one together."""
 
     unsent_bytes: int
@@ -76,12 +76,12 @@ class Unsent:
 
     def __init__(self) -> None:
         self._of_party: Counter[str] = Counter()
-        self.strangers: Reader = _Strangers()
+        self.strangers: Receiver = _Strangers()
         self.bytes = 0
         self.collectors: list[Callable[[], None]] = []
         """Called to deduct what has been sent meanwhile."""
 
-    def problem(self, reader: Reader, length: int) -> str | None:
+    def problem(self, reader: Receiver, length: int) -> str | None:
         """Why it can have no payload of that length now, or None.
 
         A party that leaves nothing unread always gets one: what others leave unread costs it neither its reads nor its
@@ -89,11 +89,11 @@ class Unsent:
         """
         return self._over(reader, length, 0)
 
-    def is_too_much(self, reader: Reader, length: int) -> bool:
+    def is_too_much(self, reader: Receiver, length: int) -> bool:
         """Whether an answer of that length, that cannot be refused, exceeds what may wait."""
         return self._over(reader, length, SPARE_BYTES) is not None
 
-    def _over(self, reader: Reader, length: int, spare_bytes: int) -> str | None:
+    def _over(self, reader: Receiver, length: int, spare_bytes: int) -> str | None:
         found = self._found(reader, length, spare_bytes)
         if found is not None:
             for collect in self.collectors:  # a fast client reads much between two ticks
@@ -101,7 +101,7 @@ class Unsent:
             found = self._found(reader, length, spare_bytes)
         return found
 
-    def _found(self, reader: Reader, length: int, spare_bytes: int) -> str | None:
+    def _found(self, reader: Receiver, length: int, spare_bytes: int) -> str | None:
         more, its_bytes = max(length, LEAST_BYTES), self._of_party[reader.party]
         if not its_bytes:
             return None
@@ -114,15 +114,15 @@ class Unsent:
                 return f"{limit >> 20} MiB of answers to {whose} wait to be read: read them first"
         return None
 
-    def add(self, reader: Reader, length: int) -> None:
+    def add(self, reader: Receiver, length: int) -> None:
         """An answer of that length is on its way."""
         self._count(reader, max(length, LEAST_BYTES))
 
-    def sent(self, reader: Reader, length: int) -> None:
+    def sent(self, reader: Receiver, length: int) -> None:
         """It has been sent, or will never be."""
         self._count(reader, -max(length, LEAST_BYTES))
 
-    def _count(self, reader: Reader, more: int) -> None:
+    def _count(self, reader: Receiver, more: int) -> None:
         party = reader.party
         reader.unsent_bytes += more
         self.bytes += more

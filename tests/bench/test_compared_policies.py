@@ -24,8 +24,8 @@ from policies.s3fifo import MAIN, S3FIFO
 from policies.sketch import FIRST_WIDTH, MOST, PERIOD, Sketch
 from policies.workload_aware import WorkloadAware
 from policies.wtinylfu import WINDOW, WINDOW_LEAST
+from test_fast_cache import decides_as_the_daemon, spends_a_write_budget_as_the_daemon
 from test_policies import Play, Random, first_to_go_of_an_earlier_life, keeps_the_index_whole, leaves_the_same_blocks
-from test_swift import decides_as_the_daemon, spends_a_write_budget_as_the_daemon
 
 from tiercache.daemon.index.index import LIVE, Index
 from tiercache.daemon.index.policy import NO_ENTRY
@@ -72,7 +72,7 @@ def test_arc_moves_the_share_towards_the_queue_whose_ghosts_come_back() -> None:
     assert (arc._share, play.here([[100]])) == (0.0, 0)
     assert play.ask(100) == 0
     assert arc._share > 0.0
-    entry = play.swift._dram.entry(chain_keys([100]), 1)
+    entry = play.cache._dram.entry(chain_keys([100]), 1)
     assert arc._queues.of(entry) == AGAIN, "what comes back was used twice"
     while not len(arc._lost[AGAIN]):
         play.ask(random.Random(len(arc._lost[0])).choice([103, 104, 105, 106, 107]))
@@ -88,7 +88,7 @@ def test_a_match_counts_for_all_blocks_before_its_end() -> None:
     play.ask(1, 2, 3, 4)
     play.ask(1, 2, 3, 9)
     queues: Queues = play.policy._queues
-    queue = [queues.of(play.swift._dram.entry(chain_keys(ids), len(ids))) for ids in ([1], [1, 2, 3], [1, 2, 3, 4])]
+    queue = [queues.of(play.cache._dram.entry(chain_keys(ids), len(ids))) for ids in ([1], [1, 2, 3], [1, 2, 3, 4])]
     assert queue == [1, 1, 0]
     assert queues.sizes == [2, 3]
 
@@ -159,7 +159,7 @@ def test_tinylfu_refuses_what_is_asked_for_once_and_lets_in_what_is_asked_for_mo
         play.ask(number)
     assert play.here([[500]]) == 1
     assert kept - 2 <= play.here(regular) < kept, "one of the others made room"
-    entry = play.swift._dram.entry(chain_keys([500]), 1)
+    entry = play.cache._dram.entry(chain_keys([500]), 1)
     assert play.policy._queues.of(entry) > WINDOW
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tiercache.daemon import prefetch as ahead
 from tiercache.daemon.ground.slices import Slices, Steps
-from tiercache.daemon.hints.hints import said_at
+from tiercache.daemon.hints.hints import hint_given_at
 from tiercache.daemon.prefetch import AT_ONCE, LEAD_S, Ahead
 from tiercache.daemon.tiers.dram.space import Namespace
 
@@ -33,7 +33,7 @@ class Rig:
         return len(keys) // 16
 
     def say(self, keys: bytes, return_in_s: float = 0.0, done: bool = False) -> None:
-        self.ahead.say(SPACES, keys, said_at(self.now_s, done, return_in_s, 0.0, None))
+        self.ahead.say(SPACES, keys, hint_given_at(self.now_s, done, return_in_s, 0.0, None))
 
     def at(self, now_s: float) -> list[bytes]:
         """What has set out by then."""

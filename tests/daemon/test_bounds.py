@@ -17,7 +17,7 @@ from test_cache_edges import FRAME_BYTES, Harness, chain
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.policies import POLICIES
-from tiercache.daemon.policies.window import Window
+from tiercache.daemon.policies.fresh_stores import FreshStores
 from tiercache.daemon.requests import router, service
 from tiercache.daemon.requests.unsent import Unsent
 from tiercache.daemon.tiers.dram.leases import Deadlines, ReadLease
@@ -197,7 +197,7 @@ def test_what_is_due_is_found_while_notes_are_swept() -> None:
 def test_large_blocks_do_not_push_all_small_ones_out_of_the_window_at_once(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    monkeypatch.setattr("tiercache.daemon.policies.window.LET_OUT", 16)
+    monkeypatch.setattr("tiercache.daemon.policies.fresh_stores.LET_OUT", 16)
     cache = Cache(lambda: 0.0, CacheLimits(policy=POLICIES[policy]))
     for region_id in range(2):
         cache.space.allocator.add_region(region_id, BLOCKS * FRAME_BYTES)
@@ -207,7 +207,7 @@ def test_large_blocks_do_not_push_all_small_ones_out_of_the_window_at_once(
     for number in range(BLOCKS // 10):
         h.store(small, number.to_bytes(16, "big"))
     cache.space.tails.give_up()
-    let_out = counted(monkeypatch, Window, "_let_out")
+    let_out = counted(monkeypatch, FreshStores, "_let_out")
     for number in range(4):
         h.store(large, bytes([9]) * 15 + bytes([number]))
         assert let_out() <= 2 * 16, "for small ones, and for large ones"

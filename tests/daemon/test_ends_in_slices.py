@@ -17,7 +17,7 @@ from tiercache.daemon.events.events import Events, name_blocks
 from tiercache.daemon.events.publisher import Publisher
 from tiercache.daemon.ground.slices import PINS
 from tiercache.daemon.tiers.dram import writes
-from tiercache.daemon.tiers.dram.growing import Run
+from tiercache.daemon.tiers.dram.growing import GrowingRun
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.reads import ENDED_AT_ONCE
 from tiercache.protocol.messages import KEY_BYTES, EventRun
@@ -118,7 +118,7 @@ def test_a_wide_window_is_looked_through_in_slices() -> None:
     h = Harness(region_bytes=2 * window * FRAME_BYTES)
     namespace = h.space(window_blocks=window)
     keys = fill(h, namespace, 1, window)
-    run, slices = Run(h.cache.space.index, namespace, keys, window), 0
+    run, slices = GrowingRun(h.cache.space.index, namespace, keys, window), 0
     while run.look():
         slices += 1
         assert len(run.pins) <= (slices + 1) * PINS
@@ -137,7 +137,7 @@ def test_blocks_of_a_wide_window_may_come_in_any_order() -> None:
     h = Harness(region_bytes=2 * window * FRAME_BYTES)
     namespace = h.space(window_blocks=window)
     keys = random.Random(1).randbytes(16 * window)
-    run, order = Run(h.cache.space.index, namespace, keys, window), list(range(window))
+    run, order = GrowingRun(h.cache.space.index, namespace, keys, window), list(range(window))
     random.Random(2).shuffle(order)
     stored = set[int]()
     for first in range(0, window, 64):

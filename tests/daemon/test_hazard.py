@@ -27,7 +27,7 @@ from tiercache.daemon.policies.worths import (
     indices,
 )
 from tiercache.protocol.messages import KEY_BYTES
-from tiercache.replay.fast_cache import Swift
+from tiercache.replay.fast_cache import FastCache
 from tiercache.replay.requests import Request, plain_spec
 from tiercache.replay.simulation import Simulation, Sizes
 
@@ -172,7 +172,7 @@ def test_a_few_prompts_that_come_back_change_nothing_yet() -> None:
 def test_chains_that_only_just_fit_until_they_come_back_are_found(seed: int, prompt: int) -> None:
     """Each is loaded once, when two more are stored, and there is room for five: `lru` finds all of them."""
     chance, now_s = random.Random(seed), 100.0
-    engine = Swift(sizes(5 * prompt, 0, policy="hazard"))
+    engine = FastCache(sizes(5 * prompt, 0, policy="hazard"))
     engine.declare(1, SPEC)
     for number in range(60):
         now_s += 0.05 * (2 + chance.random())
@@ -333,7 +333,7 @@ def test_a_loop_larger_than_the_cache_has_hits() -> None:
     """Least recently used has none at all: what it throws out is what comes next."""
     hits = {}
     for policy in ("lru", "hazard"):
-        engine = Swift(sizes(120, 0, policy=policy, headroom_bytes=20 * BLOCK_BYTES))
+        engine = FastCache(sizes(120, 0, policy=policy, headroom_bytes=20 * BLOCK_BYTES))
         engine.declare(1, SPEC)
         hits[policy] = sum(engine.play(request).dram for request in loop(50, 10, 20))
         assert engine.check_integrity() == []
@@ -345,17 +345,17 @@ def test_a_loop_larger_than_the_cache_has_hits() -> None:
 def test_headroom_is_kept_free_and_decided_alike(dram: int, nvme: int, headroom: int) -> None:
     for policy in ("lru", "hazard"):
         its = sizes(dram, nvme, policy=policy, headroom_bytes=headroom * BLOCK_BYTES)
-        swift, exact = Swift(its), Simulation(its, {1: SPEC})
-        swift.declare(1, SPEC)
+        fast, exact = FastCache(its), Simulation(its, {1: SPEC})
+        fast.declare(1, SPEC)
         chance, length = random.Random(dram), [4] * 8
         for number in range(150):
             chat = chance.randrange(8)
             length[chat] = min(28, length[chat] + chance.randint(0, 3))
             request = ask(number, chain(chat, length[chat]))
-            assert swift.play(request) == exact.play(request)
-            assert swift.resident(1) == exact.resident(1)
+            assert fast.play(request) == exact.play(request)
+            assert fast.resident(1) == exact.resident(1)
             assert len(exact.resident(1)[0]) <= dram - headroom
-        assert exact.check_integrity() == swift.check_integrity() == []
+        assert exact.check_integrity() == fast.check_integrity() == []
 
 
 def test_what_is_used_in_dram_stays_on_nvme() -> None:

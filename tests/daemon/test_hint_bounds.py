@@ -8,10 +8,10 @@ from test_hints import HIGH, LOW, Hinting
 
 from tiercache.daemon.hints import hinted_policy as hinted
 from tiercache.daemon.hints import hints
-from tiercache.daemon.hints.chain_hints import Group, Mark
+from tiercache.daemon.hints.chain_hints import HintGroup, Mark
 from tiercache.daemon.hints.hinted_policy import KEPT_SHARE
-from tiercache.daemon.hints.hints import CARRY_S, said_at
-from tiercache.daemon.index.chain_ends import TAIL_S, Tails
+from tiercache.daemon.hints.hints import CARRY_S, hint_given_at
+from tiercache.daemon.index.chain_ends import TAIL_S, ChainEnds
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import POLICIES, Policies
@@ -33,7 +33,7 @@ def test_a_hint_is_about_so_many_blocks_of_all_its_namespaces(h: Hinting, monkey
     for ns in spaces:
         h.store(ns, chain(1, 2, 3, 4, 5, 6))
     for asked, own in ((spaces[:1], 4), (spaces, 2)):
-        h.cache.hint(asked, chain(1, 2, 3, 4, 5, 6), 0, said_at(h.clock.now, True, 0.0, 0.0, None))
+        h.cache.hint(asked, chain(1, 2, 3, 4, 5, 6), 0, hint_given_at(h.clock.now, True, 0.0, 0.0, None))
         mark = mark_of(h, spaces[0], key(1, 2, 3, 4, 5, 6))
         assert mark is not None
         assert mark.own == own
@@ -83,7 +83,7 @@ def test_what_is_of_no_use_goes_a_few_blocks_at_a_time(h: Hinting, monkeypatch: 
     h.clock.now += 10.0
     monkeypatch.setattr(hinted, "EXPIRE_AT_ONCE", 4)
     h.policy(ns).expire(h.clock.now)
-    assert len(h.policy(ns)._first[Group.EXPIRED]) == 4, "sorted anew"
+    assert len(h.policy(ns)._first[HintGroup.EXPIRED]) == 4, "sorted anew"
     monkeypatch.undo()
     monkeypatch.setattr(hints, "EXPIRE_AT_ONCE", 3)
     gone = [said.expire(h.cache.space.index, h.cache.space.tails) for _ in range(5)]
@@ -109,8 +109,8 @@ def test_each_tier_evicts_its_own_blocks_and_a_tier_that_has_gone_none() -> None
     tiers = [Index(lambda frame: None) for _ in range(2)]
     tables = [one.add_table(1, policies.hinted(one), windowed=False) for one in tiers]
     entries = [one.insert(table, key(1), table.root, 0) for one, table in zip(tiers, tables, strict=True)]
-    no_tails = Tails(tiers[0], None, lambda: now_s)  # type: ignore[arg-type]
-    policies.hints.say([(tiers[1], tables[1])], key(1), 0, said_at(0.0, False, 0.0, 1.0, None))
+    no_tails = ChainEnds(tiers[0], None, lambda: now_s)  # type: ignore[arg-type]
+    policies.hints.say([(tiers[1], tables[1])], key(1), 0, hint_given_at(0.0, False, 0.0, 1.0, None))
     now_s = 2.0
     assert policies.hints.expire(tiers[0], no_tails) == 0
     assert [table.get(key(1)) for table in tables] == entries

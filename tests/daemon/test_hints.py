@@ -12,9 +12,9 @@ from test_cache_model import Harness, chain, key
 
 from tiercache.daemon.hints import hinted_policy as hinted
 from tiercache.daemon.hints import hints
-from tiercache.daemon.hints.chain_hints import LATE_S, Group
+from tiercache.daemon.hints.chain_hints import LATE_S, HintGroup
 from tiercache.daemon.hints.hinted_policy import HintedPolicy
-from tiercache.daemon.hints.hints import CARRY_S, own_blocks, said_at
+from tiercache.daemon.hints.hints import CARRY_S, hint_given_at, own_blocks
 from tiercache.daemon.hints.switched_policy import SwitchedPolicy
 from tiercache.daemon.index.policy import NO_ENTRY, Policy
 from tiercache.daemon.policies import POLICIES
@@ -31,7 +31,7 @@ class Hinting(Harness):
 
     def hint(self, ns: Namespace, keys: bytes, first: int = 0, **said: Any) -> int:
         values = {"done": False, "return_in_s": 0.0, "ttl_s": 0.0, "priority": None, **said}
-        blocks = self.cache.hint([ns], keys, first, said_at(self.clock.now, **values))
+        blocks = self.cache.hint([ns], keys, first, hint_given_at(self.clock.now, **values))
         self.check()
         return blocks
 
@@ -108,7 +108,7 @@ def test_a_chain_that_was_used_by_way_of_another_is_not_done(h: Hinting) -> None
     h.check()
     mark = h.policy(ns).mark_of(ns.table.get(key(1, 2)))
     assert mark is not None
-    assert mark.group is Group.PLAIN
+    assert mark.group is HintGroup.PLAIN
 
 
 def test_all_of_a_conversation_is_done_whatever_was_said_of_its_turns(h: Hinting) -> None:
@@ -133,12 +133,12 @@ def test_who_is_to_be_back_is_kept_until_then_and_not_much_longer() -> None:
     h.hint(ns, chain(1, 1), return_in_s=100.0)
     h.fill(ns, 100, 20)  # 40 s of it
     assert h.here(ns, chain(1, 1)) == [2]
-    assert h.policy(ns).kept_blocks[Group.BACK] == 2
+    assert h.policy(ns).kept_blocks[HintGroup.BACK] == 2
     h.later(70.0 + LATE_S)
     h.fill(ns, 200, 16)
-    assert h.policy(ns).kept_blocks[Group.BACK] == 2, "half as long again is not over"
+    assert h.policy(ns).kept_blocks[HintGroup.BACK] == 2, "half as long again is not over"
     h.later(100.0)
-    assert h.policy(ns).kept_blocks[Group.BACK] == 0
+    assert h.policy(ns).kept_blocks[HintGroup.BACK] == 0
     h.fill(ns, 240, 7)
     assert h.here(ns, chain(1, 1))[0] < 2, "as any other"
 
@@ -166,7 +166,7 @@ def test_no_more_is_kept_than_the_share_and_who_comes_back_last_is_let_go() -> N
     for number in range(20):
         h.hint(ns, chain(number), return_in_s=1000.0 + number)
     h.fill(ns, 100, 1)
-    assert h.policy(ns).kept_blocks[Group.BACK] == 10
+    assert h.policy(ns).kept_blocks[HintGroup.BACK] == 10
     h.fill(ns, 101, 29)  # 30 of the 40
     assert h.here(ns, *(chain(number) for number in range(20))) == [1] * 10 + [0] * 10
 
@@ -181,7 +181,7 @@ def test_what_is_kept_keeps_no_store_out() -> None:
     h.clock.now += 2.0
     assert h.store(ns, chain(*[3] * 8)) == [FRAME] * 8
     assert h.here(ns, chain(1, 1, 1, 1), chain(2, 2, 2, 2)) == [0, 0]
-    assert h.policy(ns).kept_blocks == {Group.BACK: 0, Group.HIGH: 0}
+    assert h.policy(ns).kept_blocks == {HintGroup.BACK: 0, HintGroup.HIGH: 0}
 
 
 # --- time to live ----------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_who_asks_for_the_middle_of_a_chain_takes_back_that_it_is_done_as_far(h:
     assert h.here(ns, chain(1, 1, 1, 1)) == [2]
     assert h.cache.reads.release(h.owner, found.lease.lease_id)
     mark = h.policy(ns).mark_of(ns.table.get(key(1, 1)))
-    assert mark is None or mark.group is Group.PLAIN, "asked for since: as any other"
+    assert mark is None or mark.group is HintGroup.PLAIN, "asked for since: as any other"
 
 
 # --- priority --------------------------------------------------------------------------------------
@@ -440,7 +440,7 @@ def test_nothing_that_is_said_breaks_anything(policy: str, steps: list[Any]) -> 
             numbers = [number for number, state in enumerate(got.states) if state is FRAME]
             h.cache.writes.commit(owner, got.lease_id, numbers)
         elif action <= 5:
-            h.cache.hint([ns], keys, said.pop("first"), said_at(h.clock.now, **said))
+            h.cache.hint([ns], keys, said.pop("first"), hint_given_at(h.clock.now, **said))
         elif action == 6:
             found = h.cache.match(owner, [ns], keys, 5)
             if found.lease is not None:

@@ -12,7 +12,7 @@ from tiercache.daemon.index.index import Index, Table
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import POLICIES, Maker, Policies
 from tiercache.protocol.messages import KEY_BYTES
-from tiercache.replay.fast_cache import Swift
+from tiercache.replay.fast_cache import FastCache
 from tiercache.replay.requests import Request, chain_keys, plain_spec
 from tiercache.replay.simulation import Sizes
 
@@ -23,29 +23,29 @@ class Play:
     """Prompts on a cache of DRAM alone, a second apart."""
 
     def __init__(self, policy: str, blocks: int, policies: Mapping[str, Maker] = POLICIES) -> None:
-        self.swift = Swift(Sizes(blocks * BLOCK_BYTES, policy=policy), policies=policies)
-        self.swift.declare(1, plain_spec(16, BLOCK_BYTES))
+        self.cache = FastCache(Sizes(blocks * BLOCK_BYTES, policy=policy), policies=policies)
+        self.cache.declare(1, plain_spec(16, BLOCK_BYTES))
         self.now_s = 0.0
 
     def ask(self, *ids: int) -> int:
         """How many blocks of the prompt were here."""
         self.now_s += 1.0
-        return self.swift.play(Request(self.now_s, chain_keys(ids), 16 * len(ids))).dram
+        return self.cache.play(Request(self.now_s, chain_keys(ids), 16 * len(ids))).dram
 
     def here(self, prompts: Iterable[Sequence[int]]) -> int:
         """How many of these prompts are here to their ends."""
-        resident = self.swift.resident(1)[0]
+        resident = self.cache.resident(1)[0]
         return sum(chain_keys(ids)[-KEY_BYTES:] in resident for ids in prompts)
 
     @property
     def policy(self) -> Any:
         """The policy itself, behind the window of what was just stored."""
-        window: Any = self.swift._dram.policy
+        window: Any = self.cache._dram.policy
         return window.inner
 
     @property
     def index(self) -> Index:
-        return self.swift._dram.index
+        return self.cache._dram.index
 
 
 class Random:
@@ -166,8 +166,8 @@ def leaves_the_same_blocks(policy: str, policies: Mapping[str, Maker]) -> None:
         play, chance = Play(policy, 30, policies), random.Random(5)
         for _ in range(300):
             play.ask(*(chance.randrange(4) for _ in range(chance.randint(1, 8))))
-        assert play.swift.check_integrity() == []
-        left.append(play.swift.resident(1))
+        assert play.cache.check_integrity() == []
+        left.append(play.cache.resident(1))
     assert left[0] == left[1]
 
 

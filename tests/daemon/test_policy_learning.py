@@ -8,11 +8,11 @@ import pytest
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import hazard, predictor
+from tiercache.daemon.policies.fresh_stores import FreshStores, is_below
 from tiercache.daemon.policies.hazard import LeastWorth
 from tiercache.daemon.policies.lru import LeafLRU
 from tiercache.daemon.policies.predictor import Context, Predictor
 from tiercache.daemon.policies.turnover import Turnover
-from tiercache.daemon.policies.window import Window, is_below
 from tiercache.protocol.messages import KEY_BYTES
 
 CONTEXT = Context(0, 0, 1)
@@ -51,12 +51,12 @@ def test_only_what_comes_with_a_store_is_stored() -> None:
 # --- the window ----------------------------------------------------------------------------------
 
 
-def windowed() -> tuple[Index, Window, list[int]]:
+def windowed() -> tuple[Index, FreshStores, list[int]]:
     """A chain of two blocks that has just been stored."""
     turnover = Turnover(lambda: 0.0)
     turnover.room_bytes = lambda: 1000
     index = Index(lambda frame: None)
-    window = Window(index, LeafLRU(index.columns), turnover)
+    window = FreshStores(index, LeafLRU(index.columns), turnover)
     table = index.add_table(1, window, windowed=False)
     turnover.comes(20, stored=True)
     parent = index.insert(table, key(1), table.root, 1)
@@ -88,7 +88,7 @@ def test_in_the_tier_below_a_block_is_as_new_as_its_own_write() -> None:
         turnover = Turnover(lambda: 0.0)
         turnover.room_bytes = lambda: 1000
         index = Index(lambda frame: None)
-        window = Window(index, LeafLRU(index.columns), turnover, below=below)
+        window = FreshStores(index, LeafLRU(index.columns), turnover, below=below)
         table = index.add_table(1, window, windowed=False)
         turnover.comes(100, stored=True)
         parent = index.insert(table, key(1), table.root, 1)
@@ -102,7 +102,7 @@ def test_the_window_gives_what_it_has_where_nothing_else_may_go() -> None:
     turnover = Turnover(lambda: 0.0)
     turnover.room_bytes = lambda: 1000
     index = Index(lambda frame: None)
-    window = Window(index, LeafLRU(index.columns), turnover)
+    window = FreshStores(index, LeafLRU(index.columns), turnover)
     table = index.add_table(1, window, windowed=False)
     entries = []
     for number in range(3):

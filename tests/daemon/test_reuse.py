@@ -19,7 +19,7 @@ from tiercache.daemon.cache import Cache
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.observe import reuse
 from tiercache.daemon.observe.reuse import WhatIf, windowed
-from tiercache.daemon.observe.reuse_curve import SLICE_S, WINDOW_S, Lookups, step_end, step_of
+from tiercache.daemon.observe.reuse_curve import SLICE_S, WINDOW_S, RecentLookups, step_end, step_of
 from tiercache.daemon.observe.reuse_pace import MAX_REQUESTS_PER_S, SUSTAINED_S
 from tiercache.daemon.observe.reuse_stack import MAX_SHIFT, MAX_SPANS, ReuseStack, chosen, is_chosen
 from tiercache.daemon.policies import POLICIES, Policies
@@ -442,14 +442,14 @@ def test_sizes_lie_in_their_steps() -> None:
 
 
 def test_a_run_grows_from_sample_to_sample() -> None:
-    lookups = Lookups(0.0)
+    lookups = RecentLookups(0.0)
     lookups.add_run(12, [3, 6, 9], [1 << 30, 1 << 30, 6 << 30], 4)  # the example of the module
     assert [round(rate * 12) for rate in lookups.hit_rates([1 << 29, 2 << 30, 8 << 30])] == [0, 6, 12]
 
 
 def test_the_mean_over_all_samples_is_the_run() -> None:
     """A chain of 12 blocks of which a cache has 5, in every sample at a rate of 1/2."""
-    lookups = Lookups(0.0)
+    lookups = RecentLookups(0.0)
     for sample in range(1 << 12):
         positions = [at for at in range(12) if sample >> at & 1]
         lookups.add_run(12, positions, [1.0 if at < 5 else inf for at in positions], 2)

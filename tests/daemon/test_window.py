@@ -9,7 +9,7 @@ from test_cache_model import Harness, chain
 
 from tiercache.daemon.index.index import LIVE
 from tiercache.daemon.policies import POLICIES
-from tiercache.daemon.policies.window import SHARE
+from tiercache.daemon.policies.fresh_stores import SHARE
 from tiercache.protocol.messages import BlockState
 from tiercache.replay.requests import Request, chain_keys, plain_spec
 from tiercache.replay.simulation import Simulation, Sizes

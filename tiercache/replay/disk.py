@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.daemon.tiers.nvme.catalog.rows import Row
-from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, Outcome, TaskOp, WriteOp
-from tiercache.daemon.tiers.nvme.disk.queue import Priority
+from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, DiskOutcome, TaskOp, WriteOp
+from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.disk.superblock import Superblock
 
 Done = Callable[[bool], None]
@@ -46,17 +46,17 @@ class PaperQueue:
         self.written_blocks = 0
         self._waiting: deque[AnyOp] = deque()
 
-    def submit(self, op: AnyOp, priority: Priority) -> bool:
+    def submit(self, op: AnyOp, priority: DiskPriority) -> bool:
         """Take one operation."""
         self._waiting.append(op)
         return True
 
-    def submit_many(self, ops: Sequence[AnyOp], priority: Priority) -> int:
+    def submit_many(self, ops: Sequence[AnyOp], priority: DiskPriority) -> int:
         """Take several operations."""
         self._waiting.extend(ops)
         return len(ops)
 
-    def cancel_queued(self, priority: Priority | None = None) -> int:
+    def cancel_queued(self, priority: DiskPriority | None = None) -> int:
         """Nothing to do: no operation waits long enough to be cancelled."""
         return 0
 
@@ -73,7 +73,7 @@ class PaperQueue:
                 self.written_blocks += 1
             elif isinstance(op, TaskOp):
                 op.call()
-            op.outcome = Outcome.OK
+            op.outcome = DiskOutcome.OK
             op.done(op)
         return bool(waiting)
 

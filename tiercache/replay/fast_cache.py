@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tiercache.daemon.index.allocator import NO_FRAME
-from tiercache.daemon.index.chain_ends import Prompts, Tails
+from tiercache.daemon.index.chain_ends import ChainEnds, PromptEnds
 from tiercache.daemon.index.index import LIVE, Index, Table
 from tiercache.daemon.index.policy import NO_ENTRY, Policy
 from tiercache.daemon.policies import POLICIES, Maker, Policies
-from tiercache.daemon.policies.window import is_below
+from tiercache.daemon.policies.fresh_stores import is_below
 from tiercache.daemon.tiers.dram.space import SLICE
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.moves.offers import MATCHED_AT_ONCE
@@ -65,7 +65,7 @@ class _Tier:
         return free
 
 
-class Swift:
+class FastCache:
     """One cache for the prompts of one namespace. Single-threaded; no I/O."""
 
     def __init__(self, sizes: Sizes, start_s: float = 0.0, policies: Mapping[str, Maker] = POLICIES) -> None:
@@ -82,8 +82,8 @@ class Swift:
         self._alike_in_runs = policies.alike_in_runs
         self._predictor, self._turnover = policies.predictor, policies.turnover
         self._dram = _Tier(policies, sizes.dram_bytes // spec.frame_bytes)
-        self._prompts = Prompts()
-        self._tails = Tails(self._dram.index, self._prompts, lambda: self.now_s)
+        self._prompts = PromptEnds()
+        self._tails = ChainEnds(self._dram.index, self._prompts, lambda: self.now_s)
         self._headroom = -(-sizes.headroom_bytes // spec.frame_bytes)
         room_bytes = sizes.dram_bytes - sizes.headroom_bytes
         policies.turnover.room_bytes = lambda: room_bytes

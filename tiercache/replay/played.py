@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from tiercache.daemon.policies import POLICIES, Maker
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
-from tiercache.replay.fast_cache import Swift
+from tiercache.replay.fast_cache import FastCache
 from tiercache.replay.requests import Kind, Request
 from tiercache.replay.simulation import Outcome, Simulation, Sizes, Tallies
 
@@ -105,7 +105,7 @@ class GpuPool:
 
 def engine_for(sizes: Sizes, exact: bool, start_s: float, policies: Mapping[str, Maker] = POLICIES) -> Engine:
     """The daemon's cache itself, or the fast one for traces of prompts of one namespace."""
-    return Simulation(sizes, {}, start_s, policies) if exact else Swift(sizes, start_s, policies)
+    return Simulation(sizes, {}, start_s, policies) if exact else FastCache(sizes, start_s, policies)
 
 
 def play(

@@ -18,7 +18,7 @@ from tiercache.config.daemon_config import DaemonConfig
 from tiercache.copies.arena import Region
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.ground.slices import finish
-from tiercache.daemon.hints.hints import said_at
+from tiercache.daemon.hints.hints import hint_given_at
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import POLICIES, Maker
 from tiercache.daemon.tiers.dram.leases import Owner
@@ -161,7 +161,7 @@ class Simulation:
         if request.kind is Kind.HINT:
             told = request.told
             priority = Priority(told.priority) if told.priority else None
-            said = said_at(self.now_s, told.done, told.return_in_s, told.ttl_s, priority)
+            said = hint_given_at(self.now_s, told.done, told.return_in_s, told.ttl_s, priority)
             self.cache.hint(namespaces, request.keys, request.first, said)
             return Outcome(0, 0)
         if request.kind is Kind.FETCH:

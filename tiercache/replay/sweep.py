@@ -169,7 +169,7 @@ def _frame_bytes(flag: str, trace: Trace) -> int:
 
 def _point(trace: Trace, wanted: Wanted, costs: Costs, label: str, sizes: Sizes, gpu_blocks: int, tell: Tell) -> Point:
     estimate = Estimate(costs)
-    swift = trace.format.name in ("mooncake", "bailian") and not wanted.exact
+    fast = trace.format.name in ("mooncake", "bailian") and not wanted.exact
 
     def told(played: Played) -> None:
         tell(f"{label}, {sizes.policy}", _share(trace))
@@ -183,7 +183,7 @@ def _point(trace: Trace, wanted: Wanted, costs: Costs, label: str, sizes: Sizes,
         trace,
         sizes,
         gpu_blocks,
-        exact=not swift,
+        exact=not fast,
         tell=told,
         start_s=trace.reader.header.clock_s if isinstance(trace.reader, RecordedReader) else None,
         each=added,

@@ -21,7 +21,7 @@ from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.protocol.messages import KEY_BYTES
 
 
-class Run:
+class GrowingRun:
     """What one namespace needs for a cut at `target`; `first ..< end` of it is in DRAM and pinned. Event loop only.
 
     A wide window is searched in slices, again and again: see `look` and `begin_pass`.

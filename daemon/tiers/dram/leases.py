@@ -19,7 +19,7 @@ from tiercache.protocol.messages import KEY_BYTES, MAX_RESERVE, BlockState, Exte
 
 if TYPE_CHECKING:
     from tiercache.daemon.events.events import Named
-    from tiercache.daemon.tiers.dram.growing import Run
+    from tiercache.daemon.tiers.dram.growing import GrowingRun
     from tiercache.daemon.tiers.dram.space import Namespace
 
 _SPARE_NOTES = 1024
@@ -134,7 +134,7 @@ class ReadLease:
         self.rises = False
         self.whole_at = -1  # number of drops up to which nothing of it was lost
         self.pins = pins
-        self.runs: list[Run] = []
+        self.runs: list[GrowingRun] = []
         self.started_s = started_s
         self.deadline_s = started_s + ttl_s
         self.holders: set[Owner] = set()

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from tiercache.daemon.ground.slices import LOOKUPS, PINS, Steps, noted
 from tiercache.daemon.index.index import DEAD
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.tiers.dram.growing import Run
+from tiercache.daemon.tiers.dram.growing import GrowingRun
 from tiercache.daemon.tiers.dram.leases import Deadlines, Owner, ReadLease, new_lease_id
 from tiercache.daemon.tiers.dram.match_ends import Cuts
 from tiercache.daemon.tiers.dram.space import Namespace, Space, first_of_window
@@ -75,7 +75,7 @@ class Reads:
         self._suspects: list[ReadLease] = []  # leases that may have lost a block
         self._taken: dict[int, list[int]] = {}  # pinned entries meant for a lease, by the list's id
         self._stopping: deque[ReadLease] = deque()  # nothing more arrives for them, but the search is unfinished
-        self._touching: deque[tuple[ReadLease, Run, int]] = deque()  # from which block on the policy is to be told
+        self._touching: deque[tuple[ReadLease, GrowingRun, int]] = deque()  # and the block from which on to touch it
         self._unpinning: list[int] = []  # entries of which one pin each is to be undone
 
     def match(
@@ -328,7 +328,7 @@ class Reads:
     def _rise(self, lease: ReadLease, target: int) -> Steps[None]:
         """Let the lease grow to `target` blocks, promoted by the tier below."""
         lease.target = target
-        lease.runs = runs = [Run(self._space.index, one, lease.keys, target) for one in lease.namespaces]
+        lease.runs = runs = [GrowingRun(self._space.index, one, lease.keys, target) for one in lease.namespaces]
         self.growing[lease.lease_id] = lease
         started = False
         try:
@@ -378,7 +378,7 @@ class Reads:
             return False
         return True
 
-    def _touch(self, lease: ReadLease, run: Run) -> None:
+    def _touch(self, lease: ReadLease, run: GrowingRun) -> None:
         """Tell the policy of a run's blocks; of a wide window the rest later (`work`)."""
         following = run.touch(run.first)
         if following < run.target:
@@ -411,7 +411,7 @@ class Reads:
         self._stop(lease)
         return True
 
-    def _look(self, lease: ReadLease, run: Run) -> None:
+    def _look(self, lease: ReadLease, run: GrowingRun) -> None:
         """Take in what has arrived for a run, or a slice of that; the policy is told once it is complete."""
         if not run.complete:
             run.look()
@@ -593,7 +593,7 @@ class Reads:
                     self._end(lease)
         return bool(self._unpinning or self._stopping or self._touching) or done >= PINS
 
-    def _touch_more(self, lease: ReadLease, run: Run, first: int) -> None:
+    def _touch_more(self, lease: ReadLease, run: GrowingRun, first: int) -> None:
         if not lease.over and self._is_whole(lease):
             following = run.touch(first)
             if following < run.target:

@@ -12,7 +12,7 @@ import msgspec
 
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.index.allocator import NO_ACCOUNT, NO_FRAME, Allocator, SizeClass
-from tiercache.daemon.index.chain_ends import Prompts, Tails
+from tiercache.daemon.index.chain_ends import ChainEnds, PromptEnds
 from tiercache.daemon.index.index import LIVE, Index, Table
 from tiercache.daemon.index.policy import NO_ENTRY, Policy, coldest_of
 from tiercache.daemon.policies import Policies
@@ -103,8 +103,8 @@ class Space:
         self._by_fingerprint: dict[str, Namespace] = {}
         self._namespaces_of: Counter[str] = Counter()  # number of namespaces, by tenant
         self.policies = policies
-        self.prompts = Prompts()
-        self.tails = Tails(self.index, self.prompts, policies.clock_s)
+        self.prompts = PromptEnds()
+        self.tails = ChainEnds(self.index, self.prompts, policies.clock_s)
         self._policies: dict[int, dict[str, Policy]] = {}  # by frame size, by account
         self.quotas = quotas or Quotas({})
         self.quotas_below = quotas_below or Quotas({})

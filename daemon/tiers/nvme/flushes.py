@@ -31,7 +31,7 @@ LAST_WORDS_S = 2.0
 """A daemon that shuts down tells directories the rest for so long."""
 
 
-class Flush:
+class FlushUnderWay:
     """One flush; `done(blocks, durable)` is called once."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Flush:
             self._done(self.blocks, durable)
 
 
-_Kept = tuple[Sequence[Namespace] | None, bytes, Flush]
+_Kept = tuple[Sequence[Namespace] | None, bytes, FlushUnderWay]
 """Which namespaces (None: all), which key (empty: all), and the flush that waits for it."""
 _Told = tuple[Sequence[Namespace] | None, bytes]
 """As `_Kept`, without the flush."""
@@ -84,7 +84,7 @@ class Flushes:
 
     def __init__(self, every: Callable[[], Sequence[Namespace]]) -> None:
         self._every = every
-        self._under_way: deque[Flush] = deque()  # in order of their deadlines
+        self._under_way: deque[FlushUnderWay] = deque()  # in order of their deadlines
         self._told: dict[Shelf, dict[int, _Told]] = {}  # not confirmed yet by open directories, numbered
         self._numbers = count(1)
         self._kept: dict[Path, list[_Kept]] = {}
@@ -100,7 +100,7 @@ class Flushes:
         shelves: Sequence[Shelf],
         closed: Callable[[], Sequence[tuple[Path, bool]]],
         named: bool = False,
-    ) -> Flush:
+    ) -> FlushUnderWay:
         """A flush of all these: `shelves` drop what they are told, part by part; `closed` directories as they open.
 
         `closed()`: paths, and whether that may last. Then the flush is not durable, and does not wait for them. A
@@ -118,7 +118,7 @@ class Flushes:
                 if path not in kept_for:
                     kept_for.add(path)
                     flush.waiting += 1
-                    self._keep(path, (wanted, key, Flush() if lasting else flush))
+                    self._keep(path, (wanted, key, FlushUnderWay() if lasting else flush))
                     if lasting:
                         flush.noted(False)
 
@@ -132,15 +132,15 @@ class Flushes:
             self._under_way.append(flush)
             flush.noted(True)
 
-        flush = Flush(done, forget, end)
+        flush = FlushUnderWay(done, forget, end)
         keep_for_closed()
         for kept in self._former.values():
-            _add(kept, (wanted, key, Flush()))
+            _add(kept, (wanted, key, FlushUnderWay()))
             flush.waiting += 1
             flush.noted(False)
         return flush
 
-    def _flush(self, shelf: Shelf, namespaces: Sequence[Namespace], key: bytes, flush: Flush) -> None:
+    def _flush(self, shelf: Shelf, namespaces: Sequence[Namespace], key: bytes, flush: FlushUnderWay) -> None:
         told = self._told.setdefault(shelf, {})
         for namespace in namespaces:
             flush.waiting += 1
@@ -170,7 +170,7 @@ class Flushes:
         if last is not None and last != here:  # another disk is there: these flushes are not durable
             for _, _, flush in kept:
                 flush.noted(False)
-            kept = [(namespaces, key, Flush()) for namespaces, key, _ in kept]
+            kept = [(namespaces, key, FlushUnderWay()) for namespaces, key, _ in kept]
             self._former[last] = list(kept)
             if len(self._former) > MAX_FORMER:
                 del self._former[next(iter(self._former))]
@@ -204,7 +204,7 @@ class Flushes:
         """A directory is no longer open: it is told again what it has not confirmed before it is next used."""
         path = shelf.directory.path
         for namespaces, key in self._told.pop(shelf, {}).values():
-            self._keep(path, (namespaces, key, Flush()))
+            self._keep(path, (namespaces, key, FlushUnderWay()))
         if shelf in self._late:
             for late in self._late.pop(shelf).kept:
                 self._keep(path, late)
@@ -226,7 +226,7 @@ class Flushes:
         self._late.clear()
 
 
-def _noted(told: dict[int, _Told], number: int, flush: Flush, ok: bool) -> None:
+def _noted(told: dict[int, _Told], number: int, flush: FlushUnderWay, ok: bool) -> None:
     """A directory says whether a flush is durable there. If not, it retries that before any later one."""
     if ok and number in told:
         for earlier in list(takewhile(number.__ge__, told)):
@@ -238,7 +238,7 @@ def _add(kept: list[_Kept], one: _Kept) -> None:
     if len(kept) >= MAX_KEPT:
         for _, _, flush in kept:
             flush.noted(False)
-        kept[:] = [(_named(namespaces for namespaces, _, _ in kept), b"", Flush())]
+        kept[:] = [(_named(namespaces for namespaces, _, _ in kept), b"", FlushUnderWay())]
     kept.append(one)
 
 

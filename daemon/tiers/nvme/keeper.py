@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.daemon.index.index import LIVE
-from tiercache.daemon.tiers.nvme.disk.block_io import Outcome, TaskOp
+from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, TaskOp
 from tiercache.daemon.tiers.nvme.disk.directory import Home
 from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
-from tiercache.daemon.tiers.nvme.disk.queue import COUNTERS, LATENCIES, Priority
+from tiercache.daemon.tiers.nvme.disk.queue import COUNTERS, LATENCIES, DiskPriority
 from tiercache.daemon.tiers.nvme.opening import OpenDirectory, Plan, in_thread, open_directory
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.errors import ConfigError, DirectoryUnavailable
@@ -146,12 +146,12 @@ class Keeper:
 
             done: asyncio.Future[TaskOp] = asyncio.get_running_loop().create_future()
             op = TaskOp(call=look, done=partial(_hand_over, done))
-            if not shelf.queue.submit(op, Priority.PREFETCH):
+            if not shelf.queue.submit(op, DiskPriority.PREFETCH):
                 continue  # its queue is full
             await done
-            if op.outcome is Outcome.IO_ERROR:
+            if op.outcome is DiskOutcome.IO_ERROR:
                 return f"its files cannot be reached ({errno.errorcode.get(op.errno, op.errno)}): see dmesg"
-            if op.outcome is Outcome.OK and said:
+            if op.outcome is DiskOutcome.OK and said:
                 return said
 
     # --- figures -----------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def _figures_of_none() -> dict[str, Any]:
         **dict.fromkeys((*zeros, *_COUNTERS), 0),
         "direct": False,
         "writing": "off",
-        "waiting": {priority.name.lower(): 0 for priority in Priority},
+        "waiting": {priority.name.lower(): 0 for priority in DiskPriority},
         "oldest_age_s": 0.0,
         "errors": {},
         "latency": {name: LatencyHistogram().snapshot() for name in LATENCIES},

@@ -18,9 +18,9 @@ from tiercache.daemon.tiers.nvme.catalog.rows import (
     PLACED_BYTES,
     ROOT_KEY,
     SLOT_BITS,
-    Batch,
     Loading,
     Row,
+    RowBatch,
     keys_of_placed,
     pack_placed,
     unpack_placed,
@@ -96,7 +96,7 @@ class Recovery:
             self._take_in(number, batch if alone else batch.only([other == number for other in numbers]))
         return True
 
-    def _take_in(self, number: int, rows: Batch) -> None:
+    def _take_in(self, number: int, rows: RowBatch) -> None:
         """Make rows of one namespace visible if their parent is; the others wait."""
         namespace = self._registry.named(number)
         wanted = [False] * len(rows) if namespace is None else self._wanted(namespace, rows)
@@ -140,7 +140,7 @@ class Recovery:
 
         return admit
 
-    def _sort_out(self, number: int, namespace: Namespace, rows: Batch, entries: list[int]) -> None:
+    def _sort_out(self, number: int, namespace: Namespace, rows: RowBatch, entries: list[int]) -> None:
         """Sort rows: taken in, refused, or kept until their parent comes."""
         orphans = self._orphans.setdefault(number, {})
         pages_each = self._shelf.slot_bytes(namespace) >> PAGE_SHIFT
@@ -163,7 +163,7 @@ class Recovery:
             else:  # of one key in two slots the first one stays
                 self._slots.refuse(place)
 
-    def _released_rows(self) -> Batch:
+    def _released_rows(self) -> RowBatch:
         """Rows whose parent has come, and those that waited for them in turn, parents first."""
         packed = bytearray()
         while self._released and (room := RELEASED_AT_ONCE * PLACED_BYTES - len(packed)) > 0:
@@ -181,7 +181,7 @@ class Recovery:
             self._released += [(number, its) for its in keys_of_placed(waiting) if its in orphans]
         return unpack_placed(packed)
 
-    def _wanted(self, namespace: Namespace, rows: Batch) -> list[bool]:
+    def _wanted(self, namespace: Namespace, rows: RowBatch) -> list[bool]:
         """For each of `rows`: whether it is not flushed, has the right length, and a possible slot."""
         frame_bytes, segments = self._shelf.slot_bytes(namespace), {place >> SLOT_BITS for place in rows.places}
         pages_each = frame_bytes >> PAGE_SHIFT

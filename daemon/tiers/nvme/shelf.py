@@ -33,7 +33,7 @@ from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
 from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
 from tiercache.daemon.tiers.nvme.recovery import ROWS_AT_ONCE, Recovery
 from tiercache.daemon.tiers.nvme.registry import Registry
-from tiercache.daemon.tiers.nvme.slots import EVICT_AT_ONCE, Slots, place_of
+from tiercache.daemon.tiers.nvme.slots import EVICT_AT_ONCE, Slots, place_of_slot
 from tiercache.protocol.checksums import CHECKSUM_XXH3
 
 log = logging.getLogger("tiercache.daemon")
@@ -41,7 +41,7 @@ log = logging.getLogger("tiercache.daemon")
 OFFLINE_AGE_S = 10.0
 
 
-class Stored(NamedTuple):
+class StoredBlock(NamedTuple):
     """What is needed to read a block back."""
 
     entry: int
@@ -150,14 +150,14 @@ class Shelf:
         tables = self.index.tables
         return any(number in tables and tables[number].get(key) != NO_ENTRY for number in numbers)
 
-    def find(self, namespace: Namespace, key: bytes) -> Stored | None:
+    def find(self, namespace: Namespace, key: bytes) -> StoredBlock | None:
         """Where a block is, if it is here."""
         table = self.index.tables.get(namespace.number)
         entry = NO_ENTRY if table is None else table.get(key)
         if entry == NO_ENTRY or not self.index.attached(entry):
             return None
         columns = self._stored[entry], self._codec[entry], self._checksum[entry], self._kind[entry]
-        return Stored(entry, self.index.frame[entry], *columns)
+        return StoredBlock(entry, self.index.frame[entry], *columns)
 
     # --- changing --------------------------------------------------------------------------------
 
@@ -177,7 +177,13 @@ class Shelf:
         self.index.on_left = partial(events.left, events.storage)
 
     def add(
-        self, namespace: Namespace, key: bytes, parent: bytes, slot: int, written: Stored, said: Block | None = None
+        self,
+        namespace: Namespace,
+        key: bytes,
+        parent: bytes,
+        slot: int,
+        written: StoredBlock,
+        said: Block | None = None,
     ) -> None:
         """A block has been written: visible now, durable with the next commit. `said`: what events say of it."""
         table = self.table(namespace)
@@ -209,7 +215,7 @@ class Shelf:
             if not ok:
                 self._unrecorded.append((namespace, slot, row))
 
-        self.catalog.insert(place_of(slot), row, inserted)
+        self.catalog.insert(place_of_slot(slot), row, inserted)
 
     def enter_many(
         self,

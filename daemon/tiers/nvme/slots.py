@@ -17,16 +17,16 @@ from collections.abc import Callable
 from functools import partial
 
 from tiercache.daemon.index.allocator import NO_FRAME, Allocator, SizeClass
-from tiercache.daemon.index.chain_ends import Tails
+from tiercache.daemon.index.chain_ends import ChainEnds
 from tiercache.daemon.index.index import LIVE, Index
 from tiercache.daemon.index.policy import NO_ENTRY, Policy, coldest_of
 from tiercache.daemon.tiers.dram.space import Space
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState
 from tiercache.daemon.tiers.nvme.catalog.rows import MAX_SLOTS, SLOT_BITS
-from tiercache.daemon.tiers.nvme.disk.block_io import Outcome, TaskOp
+from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, TaskOp
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
-from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue, Priority
+from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority, DiskQueue
 from tiercache.daemon.tiers.quotas import NOBODY
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 
@@ -49,13 +49,13 @@ SLOT_MASK = MAX_SLOTS - 1
 PAGE_SHIFT = 12  # a place counts pages of 4096 bytes inside its segment
 
 
-def place_of(slot: int) -> int:
+def place_of_slot(slot: int) -> int:
     """The catalog's number of a slot: segment, then page inside it."""
     return (slot >> REGION_SHIFT) << SLOT_BITS | (slot & OFFSET_MASK) >> PAGE_SHIFT
 
 
 def slot_of(place: int) -> int:
-    """Inverse of `place_of`."""
+    """Inverse of `place_of_slot`."""
     return (place >> SLOT_BITS) << REGION_SHIFT | (place & SLOT_MASK) << PAGE_SHIFT
 
 
@@ -93,7 +93,7 @@ class Slots:
         self._queue = queue
         self._index = index
         self._make = partial(space.policies.hinted, below=True)
-        self.tails = Tails(index, space.prompts, space.policies.clock_s)
+        self.tails = ChainEnds(index, space.prompts, space.policies.clock_s)
         self._policies: dict[int, dict[str, Policy]] = {}  # by slot size, by account
         self._row_gone = row_gone
         self._soon = soon
@@ -259,15 +259,15 @@ class Slots:
         op = TaskOp(
             done=lambda op: self._segment_created(segment, op), call=lambda: self._directory.create_segment(segment)
         )
-        self._creating = self._queue.submit(op, Priority.WRITE)
+        self._creating = self._queue.submit(op, DiskPriority.WRITE)
 
     def _segment_created(self, segment: int, op: TaskOp) -> None:
         self._creating = False
-        if op.outcome is Outcome.OK:
+        if op.outcome is DiskOutcome.OK:
             self._segment_ids.add(segment)
             self.no_growth = ""
             self.allocator.add_region(segment, self._directory.segment_bytes)
-        elif op.outcome is Outcome.IO_ERROR:
+        elif op.outcome is DiskOutcome.IO_ERROR:
             if op.errno == errno.EEXIST:
                 self._segment_ids.add(segment)  # a foreign file: try the next number
             problem = f"no further segment could be made: {os.strerror(op.errno)}"
@@ -294,7 +294,7 @@ class Slots:
         self._delete_row(slot)
 
     def _delete_row(self, slot: int) -> None:
-        self._catalog.delete(place_of(slot), lambda ok: self._row_deleted(slot, ok))
+        self._catalog.delete(place_of_slot(slot), lambda ok: self._row_deleted(slot, ok))
 
     def _row_deleted(self, slot: int, ok: bool) -> None:
         if not ok:

@@ -31,7 +31,7 @@ from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.lower_tier import FlushBelow
 from tiercache.daemon.tiers.nvme import inspection as viewing
 from tiercache.daemon.tiers.nvme.check.scan import Scan
-from tiercache.daemon.tiers.nvme.direct.extents import Extents, Held
+from tiercache.daemon.tiers.nvme.direct.extents import Held, HeldExtents
 from tiercache.daemon.tiers.nvme.direct.grants import Grants
 from tiercache.daemon.tiers.nvme.disk.cipher import load_cipher
 from tiercache.daemon.tiers.nvme.disk.codecs import codec_number
@@ -111,7 +111,7 @@ class NvmeTier:
             self._writes, self._placement, cache.space.policies.hints, lambda: self._may_write, self._soon
         )
         self._promotion = Promotion(cache, self._regions, self._placement)
-        self._extents = Extents(self._placement.with_chain)
+        self._extents = HeldExtents(self._placement.with_chain)
         self.grants = Grants(
             self._placement,
             self._budget,

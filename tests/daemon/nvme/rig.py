@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
-from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue, Outcome, Priority, ReadOp, WriteOp
+from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority, DiskQueue, ReadOp, WriteOp
 
 DEADLINE_S = 60.0
 SEGMENT_BYTES = 1 << 20
@@ -112,7 +112,7 @@ class Rig:
         threads: int = 2,
         frame_bytes: int = 2 * PAGE_BYTES,
         segment_bytes: int = SEGMENT_BYTES,
-        limits: dict[Priority, int] | None = None,
+        limits: dict[DiskPriority, int] | None = None,
     ) -> None:
         self.disk = disk or ObedientDisk()
         self.directory = Directory(path, 8 * segment_bytes, segment_bytes, disk=self.disk)
@@ -180,7 +180,7 @@ class Rig:
             with contextlib.suppress(queue.Empty):
                 self.announced.get(timeout=0.01)()
 
-    def run(self, ops: Sequence[WriteOp | ReadOp], priority: Priority = Priority.LOAD) -> list[Outcome]:
+    def run(self, ops: Sequence[WriteOp | ReadOp], priority: DiskPriority = DiskPriority.LOAD) -> list[DiskOutcome]:
         """Submit, wait, and return the outcomes."""
         before = len(self.finished)
         assert self.queue.submit_many(ops, priority) == len(ops)
@@ -190,7 +190,7 @@ class Rig:
     def store(self, numbers: Sequence[int], length: int, codec: int = 0) -> list[WriteOp]:
         """Write blocks `numbers` with their `content`; all must succeed."""
         ops = [self.write_op(number, content(number, length), codec) for number in numbers]
-        assert self.run(ops, Priority.WRITE) == [Outcome.OK] * len(ops)
+        assert self.run(ops, DiskPriority.WRITE) == [DiskOutcome.OK] * len(ops)
         return ops
 
     def close(self) -> None:

@@ -16,9 +16,9 @@ from rig import DEADLINE_S, FINGERPRINT, SEGMENT_BYTES, ObedientDisk, Rig, conte
 from tiercache.daemon.tiers.nvme.disk import codecs
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
-from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue, Outcome, Priority, ReadOp, TaskOp, WriteOp
+from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority, DiskQueue, ReadOp, TaskOp, WriteOp
 
-OK, CORRUPT, IO_ERROR = Outcome.OK, Outcome.CORRUPT, Outcome.IO_ERROR
+OK, CORRUPT, IO_ERROR = DiskOutcome.OK, DiskOutcome.CORRUPT, DiskOutcome.IO_ERROR
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def broken_round(path: Path, fail_at: int, number: int, codec: int) -> tuple[int
 
     disk.hook = hook
     writes = [rig.write_op(place, content(place, 6000), codec) for place in range(8)]
-    written = rig.run(writes, Priority.WRITE)
+    written = rig.run(writes, DiskPriority.WRITE)
     reads = [rig.read_op(op, 20 + place) for place, op in enumerate(writes)]
     outcomes = rig.run([op for op, was in zip(reads, written, strict=True) if was is OK])
     assert set(written + outcomes) <= {OK, IO_ERROR}
@@ -222,7 +222,7 @@ def hold(rig: Rig) -> WriteOp:
     """Keep the only worker busy until the gate opens."""
     rig.disk.gate.clear()
     op = rig.write_op(rig.frames - 1, b"x")
-    assert rig.queue.submit(op, Priority.LOAD)
+    assert rig.queue.submit(op, DiskPriority.LOAD)
     rig.until(lambda: rig.disk.running == 1)
     rig.disk.calls.clear()
     return op
@@ -234,7 +234,7 @@ def test_adjoining_slots_share_a_call(one_worker: Rig) -> None:
     # 0..15 fill one call, 16..19 adjoin but would be too many, 22 has a gap before it, 21 is behind it.
     numbers = [*range(20), 22, 21]
     writes = [rig.write_op(number, content(number, 8192)) for number in numbers]
-    assert rig.queue.submit_many(writes, Priority.WRITE) == len(writes)
+    assert rig.queue.submit_many(writes, DiskPriority.WRITE) == len(writes)
     rig.disk.gate.set()
     rig.until(lambda: len(rig.finished) == len(writes) + 1)
     assert held.outcome is OK
@@ -247,7 +247,7 @@ def test_adjoining_slots_share_a_call(one_worker: Rig) -> None:
     assert (rig.queue.writes, rig.queue.write_calls) == (23, 5)
     held = hold(rig)
     reads = [rig.read_op(op, 30 + place) for place, op in enumerate(writes)]
-    assert rig.queue.submit_many(reads, Priority.PREFETCH) == len(reads)
+    assert rig.queue.submit_many(reads, DiskPriority.PREFETCH) == len(reads)
     rig.disk.gate.set()
     rig.until(lambda: rig.queue.in_flight == 0)
     assert [views for _, views, _ in rig.disk.calls] == [16, 4, 1, 1]
@@ -276,26 +276,28 @@ def test_loads_share_out_a_run_among_idle_workers(tmp_path: Path) -> None:
 def test_loads_before_prefetches_before_writes(one_worker: Rig) -> None:
     rig = one_worker
     hold(rig)
-    for number, priority in enumerate([Priority.WRITE, Priority.PREFETCH, Priority.LOAD, Priority.WRITE]):
+    for number, priority in enumerate(
+        [DiskPriority.WRITE, DiskPriority.PREFETCH, DiskPriority.LOAD, DiskPriority.WRITE]
+    ):
         assert rig.queue.submit(rig.write_op(2 * number, content(number, 100)), priority)
-    assert [rig.queue.queued(priority) for priority in Priority] == [1, 1, 2]
+    assert [rig.queue.queued(priority) for priority in DiskPriority] == [1, 1, 2]
     rig.disk.gate.set()
     rig.until(lambda: len(rig.finished) == 5)
     assert [offset // rig.frame_bytes for _, _, offset in rig.disk.calls] == [4, 2, 0, 6]
 
 
 def test_a_full_queue_says_so(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "nvme", threads=1, limits={Priority.WRITE: 3})
+    rig = Rig(tmp_path / "nvme", threads=1, limits={DiskPriority.WRITE: 3})
     hold(rig)
     ops = [rig.write_op(2 * number, content(number, 5000)) for number in range(5)]
-    assert rig.queue.submit_many(ops, Priority.WRITE) == 3
-    assert not rig.queue.submit(ops[3], Priority.WRITE)
-    assert rig.queue.submit(ops[4], Priority.PREFETCH)
+    assert rig.queue.submit_many(ops, DiskPriority.WRITE) == 3
+    assert not rig.queue.submit(ops[3], DiskPriority.WRITE)
+    assert rig.queue.submit(ops[4], DiskPriority.PREFETCH)
     assert (rig.queue.in_flight, rig.queue.in_flight_bytes) == (5, PAGE_BYTES + 4 * 8192)
     assert rig.queue.refused == 3
     rig.disk.gate.set()
     rig.until(lambda: rig.queue.in_flight == 0)
-    assert rig.queue.submit(ops[3], Priority.WRITE)
+    assert rig.queue.submit(ops[3], DiskPriority.WRITE)
     rig.until(lambda: rig.queue.in_flight == 0)
     rig.close()
 
@@ -305,12 +307,12 @@ def test_writes_never_take_all_workers(tmp_path: Path) -> None:
     (written,) = rig.store([0], 100)
     rig.disk.gate.clear()
     writes = [rig.write_op(2 * number, content(number, 100)) for number in range(2, 10)]
-    assert rig.queue.submit_many(writes, Priority.WRITE) == 8
+    assert rig.queue.submit_many(writes, DiskPriority.WRITE) == 8
     rig.until(lambda: rig.disk.running == 3)
-    assert rig.queue.submit(rig.read_op(written, 1), Priority.LOAD)
+    assert rig.queue.submit(rig.read_op(written, 1), DiskPriority.LOAD)
     rig.until(lambda: rig.disk.running == 4)
     assert rig.disk.calls[-1][0] == "preadv"
-    assert rig.queue.queued(Priority.WRITE) == 5
+    assert rig.queue.queued(DiskPriority.WRITE) == 5
     rig.disk.gate.set()
     rig.until(lambda: rig.queue.in_flight == 0)
     assert {op.outcome for op in writes} == {OK}
@@ -319,7 +321,7 @@ def test_writes_never_take_all_workers(tmp_path: Path) -> None:
 
 def test_a_batch_is_announced_once(one_worker: Rig) -> None:
     rig = one_worker
-    assert rig.queue.submit_many([rig.write_op(2 * n, content(n, 100)) for n in range(10)], Priority.WRITE) == 10
+    assert rig.queue.submit_many([rig.write_op(2 * n, content(n, 100)) for n in range(10)], DiskPriority.WRITE) == 10
     deadline_s = time.monotonic() + DEADLINE_S
     while len(rig.disk.calls) < 10 or rig.queue.oldest_age_s() > 0:
         assert time.monotonic() < deadline_s
@@ -339,7 +341,7 @@ def test_a_callback_that_raises_takes_nobody_along(one_worker: Rig, caplog: pyte
         raise RuntimeError("mine")
 
     ops[0].done = fail
-    assert rig.queue.submit_many(ops, Priority.WRITE) == 3
+    assert rig.queue.submit_many(ops, DiskPriority.WRITE) == 3
     rig.disk.gate.set()
     rig.until(lambda: len(rig.finished) == 4)
     assert [op.outcome for op in ops] == [OK] * 3
@@ -351,12 +353,12 @@ def test_what_waits_can_be_cancelled(one_worker: Rig) -> None:
     held = hold(rig)
     writes = [rig.write_op(number, content(number, 8192)) for number in range(4)]
     later = rig.write_op(8, content(8, 100))
-    assert rig.queue.submit_many(writes, Priority.WRITE) == 4
-    assert rig.queue.submit(later, Priority.PREFETCH)
-    assert rig.queue.cancel_queued(Priority.WRITE) == 4
+    assert rig.queue.submit_many(writes, DiskPriority.WRITE) == 4
+    assert rig.queue.submit(later, DiskPriority.PREFETCH)
+    assert rig.queue.cancel_queued(DiskPriority.WRITE) == 4
     assert rig.finished == []
     rig.until(lambda: len(rig.finished) == 4)
-    assert {op.outcome for op in writes} == {Outcome.CANCELLED}
+    assert {op.outcome for op in writes} == {DiskOutcome.CANCELLED}
     rig.disk.gate.set()
     rig.until(lambda: rig.queue.in_flight == 0)
     assert (held.outcome, later.outcome, rig.queue.cancelled) == (OK, OK, 4)
@@ -366,11 +368,11 @@ def test_an_unwanted_operation_is_not_started(one_worker: Rig) -> None:
     rig = one_worker
     hold(rig)
     writes = [rig.write_op(number, content(number, 8192)) for number in range(4)]
-    assert rig.queue.submit_many(writes, Priority.WRITE) == 4
+    assert rig.queue.submit_many(writes, DiskPriority.WRITE) == 4
     writes[1].unwanted = writes[3].unwanted = True
     rig.disk.gate.set()
     rig.until(lambda: rig.queue.in_flight == 0)
-    assert [op.outcome for op in writes] == [OK, Outcome.CANCELLED, OK, Outcome.CANCELLED]
+    assert [op.outcome for op in writes] == [OK, DiskOutcome.CANCELLED, OK, DiskOutcome.CANCELLED]
     assert on_disk(rig, 0, 4 * 8192) == content(0, 8192) + bytes(8192) + content(2, 8192) + bytes(8192)
 
 
@@ -379,14 +381,14 @@ def test_a_hung_disk_shows_its_age_and_is_left_behind(tmp_path: Path) -> None:
     rig.disk.gate.clear()
     assert rig.queue.oldest_age_s() == 0
     ops = [rig.write_op(2 * number, content(number, 100)) for number in range(4)]
-    assert rig.queue.submit_many(ops, Priority.LOAD) == 4
+    assert rig.queue.submit_many(ops, DiskPriority.LOAD) == 4
     rig.until(lambda: rig.disk.running == 2)
     rig.until(lambda: rig.queue.oldest_age_s() > 0.02)
     assert not rig.queue.stop(time.monotonic() + 0.05)
-    assert [op.outcome for op in ops].count(Outcome.ABANDONED) == 2
-    assert [op.outcome for op in ops].count(Outcome.CANCELLED) == 2
+    assert [op.outcome for op in ops].count(DiskOutcome.ABANDONED) == 2
+    assert [op.outcome for op in ops].count(DiskOutcome.CANCELLED) == 2
     assert sorted(map(id, rig.finished)) == sorted(map(id, ops))
-    assert not rig.queue.submit(rig.write_op(9, b"late"), Priority.LOAD)
+    assert not rig.queue.submit(rig.write_op(9, b"late"), DiskPriority.LOAD)
     rig.disk.gate.set()
     assert rig.queue.stop(time.monotonic() + DEADLINE_S)
     rig.close()
@@ -397,12 +399,12 @@ def test_stop_finishes_what_runs_and_cancels_the_rest(one_worker: Rig) -> None:
     rig = one_worker
     held = hold(rig)
     op = rig.write_op(0, content(0, 100))
-    assert rig.queue.submit(op, Priority.WRITE)
+    assert rig.queue.submit(op, DiskPriority.WRITE)
     rig.queue.begin_stop()
-    assert not rig.queue.submit(rig.write_op(2, content(2, 100)), Priority.LOAD)
+    assert not rig.queue.submit(rig.write_op(2, content(2, 100)), DiskPriority.LOAD)
     rig.disk.gate.set()
     assert rig.queue.stop(time.monotonic() + DEADLINE_S)
-    assert (held.outcome, op.outcome) == (OK, Outcome.CANCELLED)
+    assert (held.outcome, op.outcome) == (OK, DiskOutcome.CANCELLED)
     assert rig.finished == [op, held]
 
 
@@ -411,7 +413,7 @@ def test_segments_come_and_go_by_way_of_the_queue(rig: Rig) -> None:
 
     def task(call: object) -> TaskOp:
         op = TaskOp(call=call, done=done.append)  # type: ignore[arg-type]
-        assert rig.queue.submit(op, Priority.WRITE)
+        assert rig.queue.submit(op, DiskPriority.WRITE)
         rig.until(lambda: bool(done) and done[-1] is op)
         return op
 
@@ -431,7 +433,7 @@ def test_encoded_blocks_save_pages_and_come_back(rig: Rig) -> None:
     lz4 = codecs.codec_number("lz4", 2)
     small = rig.write_op(0, b"\x00\x3f" * 4000, lz4)
     noise = rig.write_op(1, random.Random(1).randbytes(8000), lz4)
-    assert rig.run([small, noise], Priority.WRITE) == [OK, OK]
+    assert rig.run([small, noise], DiskPriority.WRITE) == [OK, OK]
     assert (small.codec, small.moved_bytes) == (lz4, PAGE_BYTES)
     assert (noise.codec, noise.stored_length) == (codecs.RAW, 8000)
     assert rig.queue.written_bytes == PAGE_BYTES + 8192
@@ -457,7 +459,7 @@ async def many_blocks(tmp_path: Path) -> None:
     rows: dict[int, WriteOp] = {}
     half = rig.frames // 2
 
-    async def settle(ops: list[WriteOp | ReadOp], priority: Priority) -> None:
+    async def settle(ops: list[WriteOp | ReadOp], priority: DiskPriority) -> None:
         for op in ops:
             op.done = finished.put_nowait
         assert queue.submit_many(ops, priority) == len(ops)
@@ -470,10 +472,10 @@ async def many_blocks(tmp_path: Path) -> None:
         numbers = sorted(numbers) if choose.random() < 0.5 else numbers
         writes = [rig.write_op(n, choose.randbytes(choose.randint(1, 8192))) for n in numbers]
         expected = {n: rig.frame(n, op.length) for n, op in zip(numbers, writes, strict=True)}
-        await settle(list(writes), Priority.WRITE)
+        await settle(list(writes), DiskPriority.WRITE)
         rows.update(zip(numbers, writes, strict=True))
         reads = [rig.read_op(rows[n], half + n) for n in numbers]
-        await settle(list(reads), Priority.LOAD)
+        await settle(list(reads), DiskPriority.LOAD)
         for n in numbers:
             assert rig.frame(half + n, rows[n].length) == expected[n]
     stats = queue.stats()
@@ -494,4 +496,4 @@ def test_the_queue_needs_an_open_directory_only(tmp_path: Path) -> None:
 
 def test_ops_name_what_they_prove() -> None:
     op = WriteOp(slot=0, address=0, length=1, key=key(0), fingerprint=FINGERPRINT, done=print)
-    assert (op.codec, op.kind, op.outcome) == (codecs.RAW, 1, Outcome.PENDING)
+    assert (op.codec, op.kind, op.outcome) == (codecs.RAW, 1, DiskOutcome.PENDING)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tier_rig import TierRig, keys_of, play
 
-from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS, Priority
+from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS, DiskPriority
 from tiercache.daemon.tiers.nvme.moves import promotion
 
 SMALL_BYTES = 4096
@@ -16,7 +16,7 @@ def test_a_run_longer_than_the_disks_queue_comes_up_whole(tmp_path: Path) -> Non
     """For somebody who waits and for nobody, and never many blocks in one go of the loop."""
 
     async def scenario() -> None:
-        blocks = QUEUE_LIMITS[Priority.PREFETCH] + 1000
+        blocks = QUEUE_LIMITS[DiskPriority.PREFETCH] + 1000
         rig = await TierRig(tmp_path).open()
         space, chain = rig.namespace(SMALL_BYTES), keys_of("a", blocks)
         for first in range(0, blocks, 512):

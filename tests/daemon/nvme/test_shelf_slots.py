@@ -17,7 +17,7 @@ from tiercache.daemon.tiers.nvme import recovery
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
-from tiercache.daemon.tiers.nvme.shelf import Shelf, Stored
+from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 from tiercache.protocol.checksums import CHECKSUM_XXH3
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -68,7 +68,9 @@ class Bench:
 
         self.until(taken)
         key = number.to_bytes(16, "little")
-        self.shelf.add(self.namespace, key, parent, slots[-1], Stored(NO_ENTRY, slots[-1], 4096, 0, 7, CHECKSUM_XXH3))
+        self.shelf.add(
+            self.namespace, key, parent, slots[-1], StoredBlock(NO_ENTRY, slots[-1], 4096, 0, 7, CHECKSUM_XXH3)
+        )
         return key
 
 
@@ -155,7 +157,7 @@ def test_a_chain_as_long_as_the_directory_does_not_wait_for_ever(filled: Path) -
         if slots[-1] == NO_FRAME:
             break
         key = number.to_bytes(16, "little")
-        shelf.add(bench.namespace, key, parent, slots[-1], Stored(NO_ENTRY, slots[-1], 4096, 0, 7, CHECKSUM_XXH3))
+        shelf.add(bench.namespace, key, parent, slots[-1], StoredBlock(NO_ENTRY, slots[-1], 4096, 0, 7, CHECKSUM_XXH3))
         parent = key
     assert slots[-1] == NO_FRAME
     assert not shelf.has(bench.namespace, parent), "the writer finds no parent, and goes on to other blocks"

@@ -17,9 +17,9 @@ from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram import reads
 from tiercache.daemon.tiers.nvme.catalog import catalog
 from tiercache.daemon.tiers.nvme.catalog.database import rename_aside
-from tiercache.daemon.tiers.nvme.disk.block_io import Outcome, ReadOp, WriteOp
+from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp, WriteOp
 from tiercache.daemon.tiers.nvme.moves import promotion
-from tiercache.daemon.tiers.nvme.shelf import Shelf, Stored
+from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 
 
 def watch_slots(shelf: Shelf) -> list[str]:
@@ -137,7 +137,7 @@ def test_a_write_that_comes_again_keeps_what_it_hangs_below_now_once(tmp_path: P
         rig.store(space, chain)
         await rig.until(lambda: len(late) == 2)
         write, op = late.pop(child)
-        op.outcome, op.errno = Outcome.CANCELLED, 0
+        op.outcome, op.errno = DiskOutcome.CANCELLED, 0
         done(write, op)
         if elsewhere:
             rig.forget_blocks(space, child)
@@ -196,7 +196,7 @@ def test_a_block_that_has_come_another_way_meanwhile_is_there_once(tmp_path: Pat
         rig.store(space, chain)
         await rig.until(lambda: bool(late))
         slot, length = shelf.take_slot(space, b""), space.spec.block_bytes
-        shelf.add(space, chain, b"", slot, Stored(NO_ENTRY, slot, length, 0, 1))
+        shelf.add(space, chain, b"", slot, StoredBlock(NO_ENTRY, slot, length, 0, 1))
         done(*late[0])
         await rig.settled()
         stored = shelf.find(space, chain)

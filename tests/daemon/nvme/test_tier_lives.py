@@ -16,7 +16,7 @@ from tier_rig import TierRig, key_of, keys_of, play
 
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme import recovery
-from tiercache.daemon.tiers.nvme.catalog.rows import Batch
+from tiercache.daemon.tiers.nvme.catalog.rows import RowBatch
 
 
 class Model:
@@ -210,8 +210,8 @@ def test_rows_that_wait_for_one_parent_are_taken_in_by_slices(tmp_path: Path, fo
             rows += loading.next_batch() or ()
             await asyncio.sleep(0.001)
 
-        def backwards() -> Batch | None:
-            return Batch.of([rows.pop() for _ in range(min(len(rows), 512))]) if rows else None
+        def backwards() -> RowBatch | None:
+            return RowBatch.of([rows.pop() for _ in range(min(len(rows), 512))]) if rows else None
 
         loading.next_batch = backwards  # type: ignore[method-assign]
         before = 0

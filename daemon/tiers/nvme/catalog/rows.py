@@ -94,7 +94,7 @@ def unpack_row(place: int, record: bytes) -> Row | None:
     return Row._make(_FIELDS.unpack(fields))
 
 
-class Batch:
+class RowBatch:
     """Rows as columns: `places`, and in `fields` a tuple for each field of `Row`. Iterates over (place, row).
 
     Columns, since building a million small objects takes longer than reading them.
@@ -107,7 +107,7 @@ class Batch:
         self.fields = fields
 
     @classmethod
-    def of(cls, rows: Sequence[PlacedRow]) -> Batch:
+    def of(cls, rows: Sequence[PlacedRow]) -> RowBatch:
         """A batch of these rows."""
         columns = list(zip(*(row for _, row in rows), strict=True))
         return cls([place for place, _ in rows], columns or [()] * len(Row._fields))
@@ -118,10 +118,10 @@ class Batch:
     def __iter__(self) -> Iterator[PlacedRow]:
         return zip(self.places, map(Row._make, zip(*self.fields, strict=True)), strict=True)
 
-    def only(self, wanted: Sequence[bool]) -> Batch:
+    def only(self, wanted: Sequence[bool]) -> RowBatch:
         """The rows for which `wanted` holds."""
         fields = [tuple(compress(column, wanted)) for column in self.fields]
-        return Batch(tuple(compress(self.places, wanted)), fields)
+        return RowBatch(tuple(compress(self.places, wanted)), fields)
 
 
 PLACED_BYTES = _PLACED.size
@@ -137,15 +137,15 @@ def keys_of_placed(packed: bytes | bytearray) -> list[bytes]:
     return [bytes(packed[at + 8 : at + 24]) for at in range(0, len(packed), PLACED_BYTES)]
 
 
-def unpack_placed(packed: bytes | bytearray) -> Batch:
+def unpack_placed(packed: bytes | bytearray) -> RowBatch:
     """The rows in any number of concatenated `pack_placed`."""
     if not packed:
-        return Batch((), [()] * len(Row._fields))
+        return RowBatch((), [()] * len(Row._fields))
     places, *fields = zip(*_PLACED.iter_unpack(packed), strict=True)
-    return Batch(places, fields)
+    return RowBatch(places, fields)
 
 
-def unpack_rows(placed: list[tuple[int, bytes]]) -> tuple[Batch, list[tuple[int, bytes]]]:
+def unpack_rows(placed: list[tuple[int, bytes]]) -> tuple[RowBatch, list[tuple[int, bytes]]]:
     """Unpack records with their places: the good rows in the same order, and the damaged records.
 
     Holds the interpreter lock throughout, for about 0.4 microseconds a row.
@@ -159,10 +159,10 @@ def unpack_rows(placed: list[tuple[int, bytes]]) -> tuple[Batch, list[tuple[int,
     found = [xxh3_64_intdigest(record[:size], place & _SEED_MASK) for place, record in placed]
     if found != wanted:
         return _unpack_one_by_one(placed)
-    return Batch(places, list(zip(*_FIELDS_OF_RECORDS.iter_unpack(joined), strict=True))), []
+    return RowBatch(places, list(zip(*_FIELDS_OF_RECORDS.iter_unpack(joined), strict=True))), []
 
 
-def _unpack_one_by_one(placed: list[tuple[int, bytes]]) -> tuple[Batch, list[tuple[int, bytes]]]:
+def _unpack_one_by_one(placed: list[tuple[int, bytes]]) -> tuple[RowBatch, list[tuple[int, bytes]]]:
     good: list[PlacedRow] = []
     damaged = []
     for place, record in placed:
@@ -171,7 +171,7 @@ def _unpack_one_by_one(placed: list[tuple[int, bytes]]) -> tuple[Batch, list[tup
             damaged.append((place, record))
         else:
             good.append((place, row))
-    return Batch.of(good), damaged
+    return RowBatch.of(good), damaged
 
 
 class Loading:
@@ -202,14 +202,14 @@ class Loading:
         self._on_damage = on_damage
         self._on_malformed = on_malformed
         self._alone = alone
-        self._ready: deque[Batch] = deque()
+        self._ready: deque[RowBatch] = deque()
         self._room = threading.Semaphore(WAITING_BATCHES)
         self._cancelled = False
         self._read_all = False
         self._thread = threading.Thread(target=self._run, name="catalog rows", daemon=True)
         self._thread.start()
 
-    def next_batch(self) -> Batch | None:
+    def next_batch(self) -> RowBatch | None:
         """The next batch, never empty; None when none is ready now, or ever again (`finished`)."""
         if not self._ready:
             return None
@@ -282,7 +282,7 @@ class Loading:
             if skip > 1:
                 limit, skip = self._batch_rows, 1
 
-    def _hand_over(self, batch: Batch) -> None:
+    def _hand_over(self, batch: RowBatch) -> None:
         while not self._room.acquire(timeout=1.0):
             if self._cancelled:
                 return

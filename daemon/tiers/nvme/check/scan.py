@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tiercache.daemon.index.index import LIVE
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.nvme.disk.block_io import Outcome, ReadOp
+from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
-from tiercache.daemon.tiers.nvme.disk.queue import Priority
-from tiercache.daemon.tiers.nvme.shelf import Shelf, Stored
+from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
+from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 
 ALL = -1
 """As a sample: every block."""
@@ -128,8 +128,8 @@ class Scan:
         self._reading += 1
         self._reading_bytes += len(area)
         self._bytes += op.moved_bytes
-        if not shelf.queue.submit(op, Priority.PREFETCH):
-            op.outcome = Outcome.CANCELLED
+        if not shelf.queue.submit(op, DiskPriority.PREFETCH):
+            op.outcome = DiskOutcome.CANCELLED
             op.done(op)
         return True
 
@@ -137,26 +137,26 @@ class Scan:
         area = self._areas.pop() if self._areas else mmap.mmap(-1, max(size_bytes, PAGE_BYTES))
         return area if len(area) >= size_bytes else mmap.mmap(-1, size_bytes)
 
-    def _done(self, shelf: Shelf, namespace: Namespace, stored: Stored, area: mmap.mmap, op: ReadOp) -> None:
+    def _done(self, shelf: Shelf, namespace: Namespace, stored: StoredBlock, area: mmap.mmap, op: ReadOp) -> None:
         self._reading -= 1
         self._reading_bytes -= len(area)
-        if op.outcome is Outcome.ABANDONED:
+        if op.outcome is DiskOutcome.ABANDONED:
             return  # only at shutdown: the kernel may still write to the area, which the op keeps
         self._areas.append(area)
         shelf.allocator.unhold(stored.slot)
         shelf.index.unpin(stored.entry)
-        self._blocks += op.outcome is not Outcome.CANCELLED
-        if op.outcome in (Outcome.CORRUPT, Outcome.IO_ERROR):
+        self._blocks += op.outcome is not DiskOutcome.CANCELLED
+        if op.outcome in (DiskOutcome.CORRUPT, DiskOutcome.IO_ERROR):
             self._bad += 1
             if len(self._findings) < MAX_NAMED:
                 self._findings.append(_finding(shelf, op))
-        if op.outcome in (Outcome.CORRUPT, Outcome.OTHER_KEY):  # of another key: no fault of the disk
+        if op.outcome in (DiskOutcome.CORRUPT, DiskOutcome.OTHER_KEY):  # of another key: no fault of the disk
             shelf.drop(namespace, op.key)
 
 
 def _finding(shelf: Shelf, op: ReadOp) -> str:
     what = "fails its checksum and is dropped"
-    if op.outcome is Outcome.IO_ERROR:
+    if op.outcome is DiskOutcome.IO_ERROR:
         what = f"cannot be read ({os.strerror(op.errno)})"
     return f"nvme directory {shelf.directory.path}: block {op.key.hex()} {what}"
 

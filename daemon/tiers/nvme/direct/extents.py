@@ -1,4 +1,4 @@
-"""Extents: blocks that stay on NVMe while a client reads them there itself, under a read lease.
+"""Extents held: blocks that stay on NVMe while a client reads them there itself, under a read lease.
 
     match(extents) ─► Held: the deepest entry of a chain is pinned, so none of it is evicted; of a window each
     extents        ─► each named slot is held: it gets no new owner before the lease ends
@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.nvme.disk import codecs
-from tiercache.daemon.tiers.nvme.disk.block_io import Outcome, ReadOp
-from tiercache.daemon.tiers.nvme.disk.queue import Priority
-from tiercache.daemon.tiers.nvme.shelf import Shelf, Stored
+from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp
+from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
+from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 from tiercache.protocol.checksums import CHECKSUM_LANES
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, Extent
 
@@ -32,7 +32,7 @@ MAX_DOUBTS = 16
 """Reported blocks that are read again at a time; further reports are only counted."""
 
 
-class Extents:
+class HeldExtents:
     """Everything held for clients that read from the disks. Event loop only; never blocks."""
 
     def __init__(self, find_shelf: Callable[[Sequence[Namespace], bytes], Shelf | None]) -> None:
@@ -90,20 +90,20 @@ class Extents:
             codec=stored.codec,
             kind=stored.kind,
         )
-        if not shelf.queue.submit(op, Priority.PREFETCH):
-            op.outcome = Outcome.CANCELLED
+        if not shelf.queue.submit(op, DiskPriority.PREFETCH):
+            op.outcome = DiskOutcome.CANCELLED
             op.done(op)
 
-    def _judged(self, shelf: Shelf, namespace: Namespace, stored: Stored, op: ReadOp) -> None:
-        if op.outcome is Outcome.ABANDONED:
+    def _judged(self, shelf: Shelf, namespace: Namespace, stored: StoredBlock, op: ReadOp) -> None:
+        if op.outcome is DiskOutcome.ABANDONED:
             return  # only at shutdown: the kernel may still write to the memory
         del self._doubts[shelf, stored.slot]
         shelf.allocator.unhold(stored.slot)
         shelf.index.unpin(stored.entry)
-        if op.outcome is Outcome.CORRUPT:
+        if op.outcome is DiskOutcome.CORRUPT:
             self.bad_blocks += 1
             shelf.drop_damaged(namespace, op.key)
-        elif op.outcome is Outcome.OK:
+        elif op.outcome is DiskOutcome.OK:
             log.warning("%s: a client finds a block bad that is good here", shelf.directory.path)
 
     @property
@@ -136,13 +136,13 @@ class Held:
 
     __slots__ = ("_extents", "_keys", "_named", "_parts", "_shelf", "blocks")
 
-    def __init__(self, extents: Extents, shelf: Shelf, keys: bytes, parts: list[_Part]) -> None:
+    def __init__(self, extents: HeldExtents, shelf: Shelf, keys: bytes, parts: list[_Part]) -> None:
         self.blocks = len(keys) // KEY_BYTES
         self._extents = extents
         self._shelf = shelf
         self._keys = keys
         self._parts = parts
-        self._named: dict[tuple[int, int], Stored] = {}  # by namespace number and block
+        self._named: dict[tuple[int, int], StoredBlock] = {}  # by namespace number and block
 
     def extents(self, namespace: Namespace, first: int, count: int) -> tuple[list[str], list[Extent]]:
         """Directories and places of blocks `first ..< first + count`; fewer where one cannot be named."""
@@ -166,7 +166,7 @@ class Held:
             )
         return ([str(self._shelf.directory.path)] if named else []), named
 
-    def _name(self, namespace: Namespace, number: int) -> Stored | None:
+    def _name(self, namespace: Namespace, number: int) -> StoredBlock | None:
         """Where a block is; it is held from now on."""
         name = namespace.number, number
         stored = self._named.get(name)

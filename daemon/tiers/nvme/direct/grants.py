@@ -34,7 +34,7 @@ from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.fairness import Fairness, Room
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.placement import Placement
-from tiercache.daemon.tiers.nvme.shelf import Shelf, Stored
+from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 from tiercache.protocol.checksums import CHECKSUM_LANES
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, CommitState, Extent
 
@@ -240,7 +240,7 @@ class Grants:
             if grant.flushed or before == NO_ENTRY or not shelf.index.attached(before):
                 break
             if table.get(key) == NO_ENTRY:
-                written = Stored(NO_ENTRY, slot, length, RAW, checksum, CHECKSUM_LANES)
+                written = StoredBlock(NO_ENTRY, slot, length, RAW, checksum, CHECKSUM_LANES)
                 turnover.comes(namespace.size_class.frame_bytes, stored=True)
                 shelf.add(namespace, key, parent, slot, written, grant.named and grant.named(place))
                 turnover.came()

@@ -37,7 +37,7 @@ RETRIES = 64
 """Consecutive short or interrupted transfers without progress before it counts as an I/O error."""
 
 
-class Outcome(Enum):
+class DiskOutcome(Enum):
     """How an operation ended."""
 
     PENDING = "pending"
@@ -65,7 +65,7 @@ class Op:
 
     done: Callable[..., object]
     unwanted: bool = False
-    outcome: Outcome = Outcome.PENDING
+    outcome: DiskOutcome = DiskOutcome.PENDING
     errno: int = 0
     held_bytes: int = 0
     submitted_ns: int = 0
@@ -188,13 +188,13 @@ class BlockMover:
         for op in ops:
             if isinstance(op, TaskOp):
                 op.call()
-                op.outcome = Outcome.OK
+                op.outcome = DiskOutcome.OK
 
     def _read(self, ops: list[ReadOp]) -> None:
         if not all(map(_plausible, ops)):
             if len(ops) > 1:
                 raise OSError(errno.EINVAL, "a row that cannot be true")
-            ops[0].outcome = Outcome.CORRUPT
+            ops[0].outcome = DiskOutcome.CORRUPT
             return
         raw = ops[0].codec == codecs.RAW
         views = [self._frame(op, op.moved_bytes) if raw else self._bounce_view(op.moved_bytes) for op in ops]
@@ -202,21 +202,21 @@ class BlockMover:
         for op, view in zip(ops, views, strict=True):
             op.outcome = self._verified(op, view[: op.stored_length])
 
-    def _verified(self, op: ReadOp, stored: memoryview) -> Outcome:
+    def _verified(self, op: ReadOp, stored: memoryview) -> DiskOutcome:
         seed = block_seed(op.key, op.fingerprint, op.length, op.codec, op.kind)
         if _checksum(stored, seed, op.kind) != op.checksum:
-            return Outcome.CORRUPT
+            return DiskOutcome.CORRUPT
         try:
             if op.codec & codecs.SEALED:
                 self._open(op, stored)
             elif op.codec != codecs.RAW:
                 codecs.decode(op.codec, stored, self._frame(op, op.length))
         except CipherError:
-            return Outcome.OTHER_KEY
+            return DiskOutcome.OTHER_KEY
         except codecs.CodecError as error:
             log.error("a block with a good checksum could not be decoded: %s", error)
-            return Outcome.CORRUPT
-        return Outcome.OK
+            return DiskOutcome.CORRUPT
+        return DiskOutcome.OK
 
     def _open(self, op: ReadOp, stored: memoryview) -> None:
         cipher, plain_codec, frame = self._directory.cipher, codecs.unsealed(op.codec), self._frame(op, op.length)
@@ -237,7 +237,7 @@ class BlockMover:
             op.checksum = _checksum(view[: op.stored_length], seed, op.kind)
         self._move(self._disk.pwritev, ops, views)
         for op in ops:
-            op.outcome = Outcome.OK
+            op.outcome = DiskOutcome.OK
 
     def _to_store(self, op: WriteOp) -> memoryview:
         """The bytes for the disk, whole pages with zeroed padding; sets codec and stored length."""
@@ -344,5 +344,5 @@ def _rest(views: Sequence[memoryview], moved: int) -> list[memoryview]:
 
 
 def _fail(op: AnyOp, error: OSError) -> None:
-    op.outcome = Outcome.IO_ERROR
+    op.outcome = DiskOutcome.IO_ERROR
     op.errno = error.errno or errno.EIO

@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from itertools import islice
 
-from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, BlockMover, Outcome, ReadOp, TaskOp, WriteOp, adjoins
+from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, BlockMover, DiskOutcome, ReadOp, TaskOp, WriteOp, adjoins
 from tiercache.daemon.tiers.nvme.disk.codecs import RAW
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.ground.histograms import POWERS_OF_TWO, Histogram, LatencyHistogram
 
-__all__ = ["DiskQueue", "Outcome", "Priority", "ReadOp", "TaskOp", "WriteOp"]
+__all__ = ["DiskOutcome", "DiskPriority", "DiskQueue", "ReadOp", "TaskOp", "WriteOp"]
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -53,7 +53,7 @@ COUNTERS = (
 _IDLE_LOOK_S = 60.0
 
 
-class Priority(IntEnum):
+class DiskPriority(IntEnum):
     """Selects the queue; lower goes first."""
 
     LOAD = 0
@@ -61,7 +61,7 @@ class Priority(IntEnum):
     WRITE = 2
 
 
-QUEUE_LIMITS = {Priority.LOAD: 8192, Priority.PREFETCH: 2048, Priority.WRITE: 2048}
+QUEUE_LIMITS = {DiskPriority.LOAD: 8192, DiskPriority.PREFETCH: 2048, DiskPriority.WRITE: 2048}
 """Operations that may wait, by priority."""
 
 
@@ -84,7 +84,7 @@ class DiskQueue:
         directory: Directory,
         announce: Callable[[Callable[[], None]], object],
         threads: int = 8,
-        limits: dict[Priority, int] | None = None,
+        limits: dict[DiskPriority, int] | None = None,
         again: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         self.directory = directory
@@ -101,7 +101,7 @@ class DiskQueue:
         """From submit to done by priority, and time inside the system calls of one run."""
         self.call_bytes = {"read_call": Histogram(POWERS_OF_TWO), "write_call": Histogram(POWERS_OF_TWO)}
         """Bytes moved by the system calls of one run."""
-        self._latency_of = [self.latency[priority.name.lower()] for priority in Priority]
+        self._latency_of = [self.latency[priority.name.lower()] for priority in DiskPriority]
         self._announce = announce
         self._again = again or announce
         self._limits = {**QUEUE_LIMITS, **(limits or {})}
@@ -126,11 +126,11 @@ class DiskQueue:
 
     # --- the loop's side -------------------------------------------------------------------------
 
-    def submit(self, op: AnyOp, priority: Priority) -> bool:
+    def submit(self, op: AnyOp, priority: DiskPriority) -> bool:
         """Accept one operation, or False when that queue is full or the queue is stopping."""
         return self.submit_many([op], priority) == 1
 
-    def submit_many(self, ops: Sequence[AnyOp], priority: Priority) -> int:
+    def submit_many(self, ops: Sequence[AnyOp], priority: DiskPriority) -> int:
         """Accept as many of `ops`, in order, as there is room for; returns how many.
 
         An operation is submitted once. Blocks in adjoining slots should come together and in order: they share system
@@ -142,7 +142,7 @@ class DiskQueue:
             accepted = list(islice(ops, room))
             for op in accepted:
                 _check(op)
-            now_ns, pending = time.monotonic_ns(), Outcome.PENDING
+            now_ns, pending = time.monotonic_ns(), DiskOutcome.PENDING
             for op in accepted:
                 op.submitted_ns, op.priority, op.outcome = now_ns, priority, pending
                 op.held_bytes = op.moved_bytes
@@ -153,7 +153,7 @@ class DiskQueue:
         self.refused += len(ops) - len(accepted)
         return len(accepted)
 
-    def cancel_queued(self, priority: Priority | None = None) -> int:
+    def cancel_queued(self, priority: DiskPriority | None = None) -> int:
         """End everything that has not started (of one priority, or of all) as CANCELLED; returns how many.
 
         Their `done` is called soon, not in here. For a disk that went offline.
@@ -165,12 +165,12 @@ class DiskQueue:
                     cancelled += waiting
                     waiting.clear()
         for op in cancelled:
-            op.outcome = Outcome.CANCELLED
+            op.outcome = DiskOutcome.CANCELLED
         self._completed.extend(cancelled)
         self._announce_completed()
         return len(cancelled)
 
-    def queued(self, priority: Priority | None = None) -> int:
+    def queued(self, priority: DiskPriority | None = None) -> int:
         """Operations that wait for a worker."""
         if priority is not None:
             return len(self._waiting[priority])
@@ -211,7 +211,7 @@ class DiskQueue:
         return {
             **{name: getattr(self, name) for name in (*COUNTERS, "in_flight", "in_flight_bytes")},
             "queued": self.queued(),
-            "waiting": {priority.name.lower(): self.queued(priority) for priority in Priority},
+            "waiting": {priority.name.lower(): self.queued(priority) for priority in DiskPriority},
             "oldest_age_s": self.oldest_age_s(),
             "errors": {str(number): count for number, count in self.errors.items()},
             "latency": {name: histogram.snapshot() for name, histogram in self.latency.items()},
@@ -219,13 +219,13 @@ class DiskQueue:
 
     def _count(self, op: AnyOp) -> None:
         outcome = op.outcome
-        if outcome is Outcome.CANCELLED:
+        if outcome is DiskOutcome.CANCELLED:
             self.cancelled += 1
             return
-        if outcome is Outcome.ABANDONED:
+        if outcome is DiskOutcome.ABANDONED:
             self.abandoned += 1
             return
-        if outcome is Outcome.IO_ERROR:
+        if outcome is DiskOutcome.IO_ERROR:
             self.errors[op.errno] = self.errors.get(op.errno, 0) + 1
         if isinstance(op, TaskOp):
             return
@@ -236,8 +236,8 @@ class DiskQueue:
             self.reads += 1
             self.read_bytes += moved_bytes
             self.read_calls += op.calls
-            self.checksum_failures += outcome is Outcome.CORRUPT
-            self.other_key_blocks += outcome is Outcome.OTHER_KEY
+            self.checksum_failures += outcome is DiskOutcome.CORRUPT
+            self.other_key_blocks += outcome is DiskOutcome.OTHER_KEY
         else:
             self.writes += 1
             self.written_bytes += moved_bytes
@@ -270,7 +270,7 @@ class DiskQueue:
             left = [op for run in self._runs for op in run]
             self._runs = [()] * len(self._threads)
         for op in left:
-            op.outcome = Outcome.ABANDONED
+            op.outcome = DiskOutcome.ABANDONED
         self._completed.extend(left)
         while self._completed:
             self._deliver_one(self._completed.popleft())
@@ -287,7 +287,7 @@ class DiskQueue:
                     return
                 self._runs[number], self._started_s[number] = (), 0.0
                 self._busy -= 1
-                self._writing -= run[0].priority == Priority.WRITE
+                self._writing -= run[0].priority == DiskPriority.WRITE
                 self._completed.extend(run)
             self._announce_completed()
 
@@ -296,11 +296,11 @@ class DiskQueue:
         with self._changed:
             while True:
                 for priority, waiting in enumerate(self._waiting):
-                    if waiting and not (priority == Priority.WRITE and self._writing >= self._max_writing):
+                    if waiting and not (priority == DiskPriority.WRITE and self._writing >= self._max_writing):
                         run = self._pop_run(priority, waiting)
                         self._runs[number], self._started_s[number] = run, time.monotonic()
                         self._busy += 1
-                        self._writing += priority == Priority.WRITE
+                        self._writing += priority == DiskPriority.WRITE
                         return run
                 if self._stopping:
                     return ()
@@ -309,7 +309,7 @@ class DiskQueue:
     def _pop_run(self, priority: int, waiting: deque[AnyOp]) -> list[AnyOp]:
         """As many operations from the head as fit one system call."""
         most = MAX_RUN_OPS
-        if priority == Priority.LOAD:
+        if priority == DiskPriority.LOAD:
             # Clients wait for these: no worker takes more than its share while others are idle.
             most = min(most, -(-len(waiting) // (len(self._threads) - self._busy)))
         run = [waiting.popleft()]
@@ -350,6 +350,6 @@ def _carry_out(mover: BlockMover, run: Sequence[AnyOp]) -> None:
     except Exception:
         log.exception("a disk worker met something unforeseen")
     for op in run:
-        if op.outcome is Outcome.PENDING:
-            op.outcome = Outcome.CANCELLED if op.unwanted else Outcome.IO_ERROR
+        if op.outcome is DiskOutcome.PENDING:
+            op.outcome = DiskOutcome.CANCELLED if op.unwanted else DiskOutcome.IO_ERROR
             op.errno = 0 if op.unwanted else errno.EIO

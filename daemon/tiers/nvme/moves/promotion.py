@@ -17,10 +17,10 @@ from typing import NamedTuple
 from tiercache.copies.arena import Region
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.ground.slices import PINS, Steps
-from tiercache.daemon.tiers.dram.growing import Run
+from tiercache.daemon.tiers.dram.growing import GrowingRun
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
-from tiercache.daemon.tiers.nvme.disk.block_io import Outcome, ReadOp
-from tiercache.daemon.tiers.nvme.disk.queue import Priority
+from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp
+from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.placement import Placement
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
@@ -57,7 +57,7 @@ class _Job:
         "writing",
     )
 
-    def __init__(self, lease: ReadLease, run: Run, shelf: Shelf, numbers: Sequence[int]) -> None:
+    def __init__(self, lease: ReadLease, run: GrowingRun, shelf: Shelf, numbers: Sequence[int]) -> None:
         self.lease = lease
         self.run = run
         self.namespace = run.namespace
@@ -68,7 +68,7 @@ class _Job:
         self.writing: list[int] = []  # its write leases, ended ones included
         self.asking = True
         self.over = False
-        self.priority = Priority.LOAD if lease.holders else Priority.PREFETCH
+        self.priority = DiskPriority.LOAD if lease.holders else DiskPriority.PREFETCH
 
     def give_up(self) -> None:
         """Request no more blocks: those that follow cannot arrive, or are useless alone."""
@@ -150,7 +150,7 @@ class Promotion:
             queues = self._jobs.setdefault(job.shelf, (deque(), deque()))
             queues[0 if lease.holders else 1].append(job)
 
-    def _jobs_for(self, lease: ReadLease, run: Run) -> Steps[list[_Job]]:
+    def _jobs_for(self, lease: ReadLease, run: GrowingRun) -> Steps[list[_Job]]:
         """Jobs, by directory, for the part of a run that is not in DRAM."""
         if not run.namespace.table.windowed:
             shelf, _ = self._placement.find(run.namespace, lease.keys, lease.target)
@@ -223,7 +223,7 @@ class Promotion:
                     break
                 ops.append(op)
         for op in ops[job.shelf.queue.submit_many(ops, job.priority) :]:
-            op.outcome = Outcome.CANCELLED
+            op.outcome = DiskOutcome.CANCELLED
             op.done(op)
         job.next += count
         return BlockState.NONE not in got.states and len(ops) == got.states.count(BlockState.FRAME)
@@ -271,11 +271,11 @@ class Promotion:
             self._reading.get(job.shelf, set()).discard(job)
         if job.shelf.retired and not self._reads[job.shelf]:
             del self._reads[job.shelf], self._read_bytes[job.shelf]
-        if op.outcome is Outcome.ABANDONED:
+        if op.outcome is DiskOutcome.ABANDONED:
             return  # only at shutdown: the kernel may still write to the frame
         job.shelf.allocator.unhold(read.slot)
         job.shelf.index.unpin(read.entry)
-        if op.outcome is Outcome.OK:
+        if op.outcome is DiskOutcome.OK:
             self.promoted_blocks += 1
             self.promoted_bytes += op.stored_length
             self._unreadable.pop((job.namespace.number, read.key), None)
@@ -290,12 +290,12 @@ class Promotion:
         self._cache.writes.fail(self._owner, read.write_lease, read.number)
         read.job.give_up()
         name = read.job.namespace.number, read.key
-        if op.outcome is Outcome.CORRUPT:
+        if op.outcome is DiskOutcome.CORRUPT:
             self.bad_blocks += 1
             read.job.shelf.drop_damaged(read.job.namespace, read.key)
-        elif op.outcome is Outcome.OTHER_KEY:
+        elif op.outcome is DiskOutcome.OTHER_KEY:
             read.job.shelf.drop(read.job.namespace, read.key)
-        elif op.outcome is Outcome.IO_ERROR:
+        elif op.outcome is DiskOutcome.IO_ERROR:
             self.failed_reads += 1
             if name in self._unreadable:  # else it would be found, and missed, for ever
                 del self._unreadable[name]

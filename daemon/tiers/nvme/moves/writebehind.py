@@ -24,16 +24,16 @@ from tiercache.copies.arena import Region
 from tiercache.daemon.events.events import Block, Events
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.policies.window import is_below
+from tiercache.daemon.policies.fresh_stores import is_below
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.nvme.disk import codecs
-from tiercache.daemon.tiers.nvme.disk.block_io import Outcome, WriteOp
+from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, WriteOp
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
-from tiercache.daemon.tiers.nvme.disk.queue import Priority
+from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.fairness import Fairness, Room
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.placement import Placement, near
-from tiercache.daemon.tiers.nvme.shelf import Shelf, Stored
+from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 from tiercache.protocol.checksums import CHECKSUM_LANES, CHECKSUM_XXH3
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 
@@ -53,7 +53,7 @@ Name = tuple[int, bytes]
 """Namespace number and key."""
 
 
-class Wanted(NamedTuple):
+class WantedWrite(NamedTuple):
     """A block to be written. `before`: of a windowed one the key of the block before it, if known."""
 
     namespace: Namespace
@@ -111,14 +111,14 @@ class WriteBehind:
         self._fairness = fairness
         self._space = space
         self._regions = regions
-        self._queue: deque[Wanted] = deque()
+        self._queue: deque[WantedWrite] = deque()
         self._queued: set[Name] = set()
-        self._lanes: dict[tuple[Shelf, int], deque[Wanted]] = {}  # by shelf and slot size
+        self._lanes: dict[tuple[Shelf, int], deque[WantedWrite]] = {}  # by shelf and slot size
         self._in_lane: dict[Name, Shelf] = {}
         self._loads: dict[Shelf, tuple[int, int]] = {}  # writes in progress, and their bytes
         self._flying: dict[Name, _Write] = {}
-        self._parked: dict[Name, list[tuple[_Write, Stored]]] = {}  # complete, by the parent that is not
-        self._complete: deque[tuple[_Write, Stored]] = deque()  # those whose parent has come or was lost
+        self._parked: dict[Name, list[tuple[_Write, StoredBlock]]] = {}  # complete, by the parent that is not
+        self._complete: deque[tuple[_Write, StoredBlock]] = deque()  # those whose parent has come or was lost
         self._held: dict[Name, int] = {}  # the entry there that a write in progress holds: its parent
         self._below: dict[Name, dict[Name, None]] = {}  # writes whose parent is being written itself
         self._taken: dict[Shelf, list[WriteOp]] = {}
@@ -130,7 +130,7 @@ class WriteBehind:
     # --- what is to be written -------------------------------------------------------------------
 
     def add(self, namespace: Namespace, key: bytes, asked_again: bool, before: bytes = b"") -> None:
-        """A block in DRAM that may be worth writing; see `Wanted`."""
+        """A block in DRAM that may be worth writing; see `WantedWrite`."""
         name = namespace.number, key
         if name in self._queued or name in self._flying or name in self._in_lane:
             return
@@ -138,7 +138,7 @@ class WriteBehind:
             self.skipped_queue_full += 1
             return
         self._queued.add(name)
-        self._queue.append(Wanted(namespace, key, asked_again, before))
+        self._queue.append(WantedWrite(namespace, key, asked_again, before))
         self._soon()
 
     def slots_of(self, shelf: Shelf) -> list[int]:
@@ -183,14 +183,14 @@ class WriteBehind:
         self._in_lane = {name: other for name, other in self._in_lane.items() if other is not shelf}
         self._writable.pop(shelf, None)
 
-    def _next(self) -> Wanted | None:
+    def _next(self) -> WantedWrite | None:
         if self._queue:
             wanted = self._queue.popleft()
             self._queued.discard((wanted.namespace.number, wanted.key))
             return wanted
         if self._rest is not None and len(self._in_lane) < MAX_LANE:
             for namespace, key in self._rest:
-                return Wanted(namespace, key, True)
+                return WantedWrite(namespace, key, True)
             self._rest = None
         return None
 
@@ -236,7 +236,7 @@ class WriteBehind:
             may = self._writable[shelf] = shelf.may_write
         return may
 
-    def _wait(self, shelf: Shelf, wanted: Wanted) -> None:
+    def _wait(self, shelf: Shelf, wanted: WantedWrite) -> None:
         """Put a block that cannot be written now into its lane."""
         name = wanted.namespace.number, wanted.key
         if name in self._in_lane:
@@ -250,7 +250,7 @@ class WriteBehind:
         lane.append(wanted)
         self._in_lane[name] = shelf
 
-    def _begin(self, wanted: Wanted) -> Shelf | None:
+    def _begin(self, wanted: WantedWrite) -> Shelf | None:
         """Start one write, or pass over it; returns the shelf to wait for, if any."""
         namespace, key = wanted.namespace, wanted.key
         index, size, name = self._space.index, namespace.size_class.frame_bytes, (namespace.number, key)
@@ -288,7 +288,7 @@ class WriteBehind:
         self._take(_Write(namespace, key, parent, shelf, slot, index.frame[entry], shelf.epoch(namespace), said))
         return None
 
-    def _shelf_of(self, wanted: Wanted, parent: bytes) -> Shelf | None:
+    def _shelf_of(self, wanted: WantedWrite, parent: bytes) -> Shelf | None:
         """Where the parent is or is being written; a root's child goes where it is, or by its key. None: nowhere."""
         namespace, key, placement = wanted.namespace, wanted.key, self._placement
         if parent:
@@ -375,8 +375,8 @@ class WriteBehind:
     def _submit(self) -> None:
         """Submit the queued writes together, so that neighbouring slots share a system call."""
         for shelf, ops in self._taken.items():
-            for op in ops[shelf.queue.submit_many(ops, Priority.WRITE) :]:
-                op.outcome = Outcome.CANCELLED
+            for op in ops[shelf.queue.submit_many(ops, DiskPriority.WRITE) :]:
+                op.outcome = DiskOutcome.CANCELLED
                 op.done(op)
         self._taken.clear()
 
@@ -388,20 +388,20 @@ class WriteBehind:
             del self._loads[write.shelf]
         elif self._loads[write.shelf][1] < MAX_IN_FLIGHT_BYTES // 2 and (self._queue or self._in_lane):
             self._soon()  # not at each one: blocks that start together share system calls
-        if op.outcome is Outcome.ABANDONED:
+        if op.outcome is DiskOutcome.ABANDONED:
             return  # only at shutdown: the kernel may still read the frame
-        if op.outcome is not Outcome.OK:
+        if op.outcome is not DiskOutcome.OK:
             self.failed_blocks += 1
-            if op.outcome is Outcome.IO_ERROR:
+            if op.outcome is DiskOutcome.IO_ERROR:
                 write.shelf.health.failed(os.strerror(op.errno))
-            self._lose(write, failed=op.outcome is Outcome.IO_ERROR)
+            self._lose(write, failed=op.outcome is DiskOutcome.IO_ERROR)
             return
         write.shelf.slots.write_worked()
         if op.codec != codecs.RAW:
             saved = frame_bytes - op.moved_bytes  # negative where encryption takes a page more
             self.saved_bytes += max(0, saved)
             self.budget.charge(-saved)
-        stored = Stored(NO_ENTRY, write.slot, op.stored_length, op.codec, op.checksum, op.kind)
+        stored = StoredBlock(NO_ENTRY, write.slot, op.stored_length, op.codec, op.checksum, op.kind)
         if write.parent and (write.namespace.number, write.parent) in self._flying:
             self._parked.setdefault((write.namespace.number, write.parent), []).append((write, stored))
         else:
@@ -416,7 +416,7 @@ class WriteBehind:
                 break
         return bool(self._complete)
 
-    def _settle(self, write: _Write, stored: Stored) -> None:
+    def _settle(self, write: _Write, stored: StoredBlock) -> None:
         """A write is complete, and not parked: make the block visible if its parent is."""
         shelf, name = write.shelf, (write.namespace.number, write.key)
         flushed = write.epoch != shelf.epoch(write.namespace)

@@ -11,10 +11,10 @@ import pytest
 
 from tiercache.daemon.policies import POLICIES, Maker
 from tiercache.protocol.namespaces import NamespaceSpec
-from tiercache.replay import fast_cache as swift_module
+from tiercache.replay import fast_cache as fast_module
 from tiercache.replay import played as played_module
 from tiercache.replay import simulation as simulation_module
-from tiercache.replay.fast_cache import Swift
+from tiercache.replay.fast_cache import FastCache
 from tiercache.replay.played import play
 from tiercache.replay.requests import Kind, Request, chain_keys, plain_spec
 from tiercache.replay.simulation import Outcome, Simulation, Sizes
@@ -61,20 +61,20 @@ def sizes(dram: int, nvme: int, policy: str = "lru", budget_bytes: int = 0) -> S
         ("hazard", 30, 60),
     ],
 )
-def test_swift_decides_as_the_daemon(policy: str, dram: int, nvme: int) -> None:
+def test_the_fast_cache_decides_as_the_daemon(policy: str, dram: int, nvme: int) -> None:
     decides_as_the_daemon(policy, dram, nvme, POLICIES)
 
 
 def decides_as_the_daemon(policy: str, dram: int, nvme: int, policies: Mapping[str, Maker]) -> None:
     its = sizes(dram, nvme, policy)
     for seed in range(2):
-        swift, exact = Swift(its, policies=policies), Simulation(its, {1: SPEC}, policies=policies)
-        swift.declare(1, SPEC)
+        fast, exact = FastCache(its, policies=policies), Simulation(its, {1: SPEC}, policies=policies)
+        fast.declare(1, SPEC)
         for request in conversations(seed):
-            assert swift.play(request) == exact.play(request), f"seed {seed}, request at {request.time_s}"
-            assert swift.resident(1) == exact.resident(1), f"seed {seed}, request at {request.time_s}"
-        assert swift.tallies() == exact.tallies()
-        assert exact.check_integrity() == swift.check_integrity() == []
+            assert fast.play(request) == exact.play(request), f"seed {seed}, request at {request.time_s}"
+            assert fast.resident(1) == exact.resident(1), f"seed {seed}, request at {request.time_s}"
+        assert fast.tallies() == exact.tallies()
+        assert exact.check_integrity() == fast.check_integrity() == []
         assert exact.tallies().dram_evicted > 0
 
 
@@ -84,36 +84,36 @@ def test_prompts_of_several_stores_are_kept_alike(
     policy: str, dram: int, nvme: int, headroom: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two stores of a prompt room is made, and its end is waited for."""
-    monkeypatch.setattr(swift_module, "MAX_RESERVE", 3)
+    monkeypatch.setattr(fast_module, "MAX_RESERVE", 3)
     monkeypatch.setattr(simulation_module, "MAX_RESERVE", 3)
     its = replace(sizes(dram, nvme, policy), headroom_bytes=headroom * BLOCK_BYTES)
-    swift, exact = Swift(its), Simulation(its, {1: SPEC})
-    swift.declare(1, SPEC)
+    fast, exact = FastCache(its), Simulation(its, {1: SPEC})
+    fast.declare(1, SPEC)
     for request in conversations(dram + headroom, 150):
-        assert swift.play(request) == exact.play(request), f"request at {request.time_s}"
-        assert swift.resident(1) == exact.resident(1), f"request at {request.time_s}"
-    assert exact.check_integrity() == swift.check_integrity() == []
+        assert fast.play(request) == exact.play(request), f"request at {request.time_s}"
+        assert fast.resident(1) == exact.resident(1), f"request at {request.time_s}"
+    assert exact.check_integrity() == fast.check_integrity() == []
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_swift_spends_a_write_budget_as_the_daemon(policy: str) -> None:
+def test_the_fast_cache_spends_a_write_budget_as_the_daemon(policy: str) -> None:
     spends_a_write_budget_as_the_daemon(policy, POLICIES)
 
 
 def spends_a_write_budget_as_the_daemon(policy: str, policies: Mapping[str, Maker]) -> None:
     day_bytes = 40 * 12 * BLOCK_BYTES  # 40 blocks in two hours
     limited = sizes(20, 60, policy, day_bytes)
-    swift, exact = Swift(limited, policies=policies), Simulation(limited, {1: SPEC}, policies=policies)
-    swift.declare(1, SPEC)
+    fast, exact = FastCache(limited, policies=policies), Simulation(limited, {1: SPEC}, policies=policies)
+    fast.declare(1, SPEC)
     for request in conversations(3):
-        assert swift.play(request._replace(time_s=300 * request.time_s)) == exact.play(
+        assert fast.play(request._replace(time_s=300 * request.time_s)) == exact.play(
             request._replace(time_s=300 * request.time_s)
         )
-    unlimited = Swift(sizes(20, 60, policy), policies=policies)
+    unlimited = FastCache(sizes(20, 60, policy), policies=policies)
     unlimited.declare(1, SPEC)
     for request in conversations(3):
         unlimited.play(request)
-    assert 0 < swift.tallies().nvme_written == exact.tallies().nvme_written < unlimited.tallies().nvme_written
+    assert 0 < fast.tallies().nvme_written == exact.tallies().nvme_written < unlimited.tallies().nvme_written
 
 
 class Naive:
@@ -165,10 +165,10 @@ class Naive:
 def test_dram_alone_is_what_a_naive_model_says() -> None:
     """Hits may differ by a few: within 64 stamps the daemon's order is that of arrival, for the sake of speed."""
     for seed in range(3):
-        swift, naive, hits, naive_hits = Swift(sizes(25, 0)), Naive(25, 0), 0, 0
-        swift.declare(1, SPEC)
+        fast, naive, hits, naive_hits = FastCache(sizes(25, 0)), Naive(25, 0), 0, 0
+        fast.declare(1, SPEC)
         for request in conversations(seed):
-            hits += swift.play(request).dram
+            hits += fast.play(request).dram
             naive_hits += naive.play(request.keys).dram
         assert naive_hits > 0
         assert abs(hits - naive_hits) <= 0.05 * naive_hits
@@ -195,7 +195,7 @@ def test_what_dram_has_lost_comes_up_from_nvme() -> None:
 
 
 def test_a_prompt_longer_than_dram_keeps_its_beginning() -> None:
-    for engine in (Simulation(sizes(4, 0), {1: SPEC}), Swift(sizes(4, 0))):
+    for engine in (Simulation(sizes(4, 0), {1: SPEC}), FastCache(sizes(4, 0))):
         engine.declare(1, SPEC)
         engine.play(ask(0.0, range(100, 110)))
         assert engine.resident(1)[0] == set(chunks(range(100, 104)))
@@ -228,9 +228,9 @@ def test_a_cache_begins_its_life_with_the_first_request(monkeypatch: pytest.Monk
     """And not at some time of ours: what learns from ages would decide otherwise each time."""
     starts = []
 
-    def made(its: Sizes, exact: bool, start_s: float) -> Swift:
+    def made(its: Sizes, exact: bool, start_s: float) -> FastCache:
         starts.append(start_s)
-        return Swift(its, start_s)
+        return FastCache(its, start_s)
 
     monkeypatch.setattr(played_module, "engine_for", made)
     prompts = Listed(request._replace(time_s=500.0 + request.time_s) for request in conversations(5, 20))

@@ -33,7 +33,7 @@ def is_below(index: Index, entry: int) -> None:
         index.unpin(entry)
 
 
-class Window:
+class FreshStores:
     """A policy behind the window; see `Policy`.
 
     The candidates in the window are a queue. In DRAM a promoted block counts as stored when the block before it was, so
