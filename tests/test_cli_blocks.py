@@ -94,7 +94,7 @@ def test_a_prefix_is_pinned_by_its_last_key(ask: Ask, daemon: tuple[str, tiercac
     assert "24.0 KiB of 41.0 KiB that pins may keep (--pin-share)" in ask("ls", "--pins")[1]
     status, out, _ = ask("pin", key(11))
     assert status == 1, "what is beyond the share is not kept"
-    assert out.startswith("4 of 12 blocks pinned for 60.0 min\nthe rest is beyond what pins may keep")
+    assert out.startswith("4 of 12 blocks pinned for 60.0 min\nthe rest exceeds what pins may keep")
     assert ask("unpin", key(5))[:2] == (0, "1 pin ended, 6 blocks may be evicted again\n")
     assert json.loads(ask("unpin", "--all", "--json")[1]) == {"ended_pins": 1, "unpinned_blocks": 4}
     assert ask("unpin", "--all")[:2] == (1, "nothing is pinned\n")

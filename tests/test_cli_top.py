@@ -161,7 +161,7 @@ def test_watch_goes_on_with_the_next_daemon(daemon: Daemon) -> None:
                 child.stdout.readline()
         daemon.kill()
         for child in (plain, as_json):
-            while "the daemon is gone, and waited for: " not in child.stdout.readline():
+            while "the daemon is gone, waiting for it: " not in child.stdout.readline():
                 pass
         daemon.start()
         lines = [plain.stdout.readline() for _ in range(2)]

@@ -163,7 +163,7 @@ def test_a_signal_while_a_child_starts_leaves_none_behind(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["demo_worker", "demo_server"])
+@pytest.mark.parametrize("stage", ["tiercache.demo.worker", "tiercache.cli.demo.server"])
 def test_an_interrupt_ends_all_processes(stage: str) -> None:
     command = [*COMMAND, "--tokens", "1024"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_read_is_said_where_settings_are_shown(
     running.file.unlink()
     assert main(["config", "--running", "--address", running.daemon.address]) == 0
     shown = capsys.readouterr().out
-    assert "what a restart would have is not known: config file" in shown
+    assert "what a restart would change is not known: config file" in shown
     assert 'quota = "team-a=1MiB"' in shown
 
 

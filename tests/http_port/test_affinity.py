@@ -268,7 +268,7 @@ def test_the_command_asks_a_daemon_or_a_port(client: tiercache.Client, opened: C
         (["--tokens", "-"], 2, "--salt is missing"),
         (["--salt", ""], 2, "give either --text or --tokens"),
         (["--salt", "", "--tokens", "/nowhere"], 2, "--tokens /nowhere cannot be read"),
-        (["--salt", "", "--tokens", "-"], 2, "is no list of token ids"),
+        (["--salt", "", "--tokens", "-"], 2, "has no list of token ids"),
         (["--address", "http://127.0.0.1:1", "--salt", "", "--tokens", "/dev/null"], 1, "does not answer"),
         (["--address", "/nowhere", "--salt", "", "--tokens", "/dev/null"], 1, "no daemon at /nowhere"),
     ],

@@ -196,7 +196,7 @@ def test_bad_lines_are_told_or_left_out(capsys: pytest.CaptureFixture[str], tmp_
     assert f"{path} line 3: is no JSON" in err
     status, out, err = run(capsys, path, "--dram", "100%", "--skip-bad", "--json")
     assert status == 0
-    assert "1 lines left out" in err
+    assert "1 lines skipped" in err
     (found,) = json.loads(out)
     assert found["bad_lines"] == 1
     assert found["points"][0]["tiers"]["dram"] == {"blocks": 4, "tokens": 2048}

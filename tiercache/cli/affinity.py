@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tiercache.cli.connection import connected
-from tiercache.cli.declare import Json, command
+from tiercache.cli.declare import SILENT, Json, Salt, command
 from tiercache.cli.exit_status import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.report import Section, print_json, print_sections
 from tiercache.errors import ConfigError, DaemonUnavailable, ModelRefused, RequestRefused
@@ -26,25 +26,23 @@ TIMEOUT_S = 10.0
     "affinity",
     """\
   tiercache affinity --model ./Qwen3-0.6B --text "$(cat prompt.txt)" --salt ''
-                                      of the daemon that runs here
+                                      asks the daemon of this host
   tiercache affinity --address http://10.0.0.7:8181 --model Qwen3-8B --tokens ids.json --salt s3
 """,
-    "0 something is stored, 1 nothing is or no daemon answers, 2 a wrong command line",
+    f"0 something is stored, 1 nothing is, or no daemon runs, 2 a wrong command line, {SILENT}",
 )
 def affinity(
     model: Annotated[
         str, typer.Option("--model", metavar="NAME|DIR", help="The model, as the engine calls it, or its folder.")
     ],
     text: Annotated[
-        str | None, typer.Option("--text", metavar="TEXT", help="The prompt, tokenised as --model does.")
+        str | None,
+        typer.Option("--text", metavar="TEXT", help="The prompt; the tokenizer of --model turns it into ids."),
     ] = None,
     tokens: Annotated[
         str | None, typer.Option("--tokens", metavar="FILE", help="The prompt as token ids, [1, 2, 3]; - is stdin.")
     ] = None,
-    salt: Annotated[
-        str | None,
-        typer.Option("--salt", metavar="SALT", envvar="TIERCACHE_SALT", help="The tenant's secret; '' for none."),
-    ] = None,
+    salt: Salt = None,
     lora: Annotated[str, typer.Option("--lora", metavar="NAME", help="A LoRA adapter.")] = "",
     cache_salt: Annotated[
         str, typer.Option("--cache-salt", metavar="SALT", help="`cache_salt` of a request to vLLM.")
@@ -85,7 +83,7 @@ def _read_tokens(path: str) -> list[int]:
     except OSError as error:
         raise ConfigError(f"--tokens {path} cannot be read: {error.strerror}") from None
     except ValueError:
-        raise ConfigError(f"--tokens {path} is no list of token ids: write them as [1, 2, 3]") from None
+        raise ConfigError(f"--tokens {path} has no list of token ids: write them as [1, 2, 3]") from None
 
 
 def tokenise(model: str, text: str) -> list[int]:

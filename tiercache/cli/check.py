@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from tiercache.cli.connection import connected
-from tiercache.cli.declare import Address, Json, command
+from tiercache.cli.declare import SILENT, Address, ConfigFile, Json, command
 from tiercache.cli.exit_status import EXIT_OK, EXIT_UNWELL, NotAnswering
 from tiercache.cli.report import print_json
 from tiercache.config.daemon_config import default_address, resolve_config, session_socket_path
@@ -41,9 +41,9 @@ FULL_ANSWER_S = 7 * 86_400.0
   tiercache check --nvme /mnt/nvme0/kv --repair
                                       also delete what is wrong there
   tiercache check --address /run/tiercache --sample 0
-                                      the books of a running daemon only
+                                      the index of a running daemon only
 """,
-    "0 no fault, 1 one was found (repaired or not), 2 it could not be checked",
+    f"0 no fault, 1 a fault was found (repaired or not) or no daemon runs, 2 the check is not possible, {SILENT}",
 )
 def check(
     nvme: Annotated[
@@ -51,25 +51,27 @@ def check(
         typer.Option("--nvme", metavar="DIR", help="Directory that no daemon uses (may be repeated)."),
     ] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Delete wrong rows and what follows them (without a daemon only).")
+        bool, typer.Option("--repair", help="Delete wrong rows and the blocks after them (only where no daemon runs).")
     ] = False,
     full: Annotated[bool, typer.Option("--full", help="Read every block, not a sample.")] = False,
     sample: Annotated[
         int | None, typer.Option("--sample", metavar="N", min=0, help="Blocks to read, at random (default: 1000).")
     ] = None,
     rate: Annotated[
-        str, typer.Option("--rate", metavar="SIZE", help="Bytes a second to read blocks at; 0: no limit.")
+        str, typer.Option("--rate", metavar="SIZE", help="Limit for reading blocks, bytes per second; 0: none.")
     ] = "200MiB",
     force: Annotated[
-        bool, typer.Option("--force", help="Have a daemon up to 0.1 check any number of blocks, serving nobody.")
+        bool,
+        typer.Option(
+            "--force",
+            help="Let a daemon of release 0.1 check any number of blocks; it answers no other request meanwhile.",
+        ),
     ] = False,
-    path: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="TOML file (default: $TIERCACHE_CONFIG).")
-    ] = None,
+    path: ConfigFile = None,
     as_json: Json = False,
     address: Address = None,
 ) -> int:
-    """Look for faults: in nvme directories, or in a daemon that runs."""
+    """Look for faults in nvme directories, or in a running daemon."""
     reading = _reading(full, sample, rate)
     if nvme and (address is not None or force):
         raise ConfigError("--nvme is for directories that no daemon uses: leave out --address and --force")
@@ -78,7 +80,9 @@ def check(
         where = address or default_address()
         if address is not None or os.path.exists(session_socket_path(where)):
             if repair:
-                raise ConfigError(f"the daemon at {where} mends itself: stop it to use --repair on its directories")
+                raise ConfigError(
+                    f"the daemon at {where} repairs its directories itself: stop it to use --repair on them"
+                )
             try:
                 return _check_daemon(where, reading, force, as_json)
             except DaemonUnavailable as error:
@@ -150,7 +154,7 @@ def _print_report(report: Report, repair: bool) -> None:
     if count and repair:
         print(f"  repaired: {report.deleted_rows:,} rows deleted")
     elif count:
-        print("  a daemon takes these for misses; --repair deletes them")
+        print("  a daemon treats these blocks as misses; --repair deletes them")
 
 
 @contextmanager

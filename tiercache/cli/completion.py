@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from tiercache.cli.commands import COMMANDS, WITH_PARSER
-from tiercache.cli.declare import command
+from tiercache.cli.declare import LOCAL_STATUS, command
 from tiercache.cli.exit_status import EXIT_OK
 from tiercache.errors import ConfigError
 
@@ -51,12 +51,13 @@ class Command(NamedTuple):
   tiercache completion zsh >> ~/.zshrc
   tiercache completion fish > ~/.config/fish/completions/tiercache.fish
 """,
+    LOCAL_STATUS,
 )
 def completion(
     context: typer.Context,
     shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="The shell to complete commands in.")],
 ) -> int:
-    """Print a script that completes commands and options; it runs nothing of tiercache."""
+    """Print a script for a shell that completes commands and options, without running tiercache."""
     if shell not in SHELLS:
         raise ConfigError(f"{shell}: there is completion for {', '.join(SHELLS)}")
     print({"bash": bash, "zsh": zsh, "fish": fish}[shell](commands(context.find_root())))

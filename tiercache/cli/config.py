@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tiercache.cli.connection import connected
-from tiercache.cli.declare import Address, Json, command
+from tiercache.cli.declare import SILENT, Address, ConfigFile, Json, command
 from tiercache.cli.exit_status import EXIT_OK
 from tiercache.cli.report import print_json
 from tiercache.config.daemon_config import DEFAULT, render_toml, resolve_config
@@ -21,21 +21,19 @@ from tiercache.errors import ConfigError, RequestRefused
     """\
   tiercache config > tiercache.toml   a file to start from: every setting, explained
   TIERCACHE_ARENA=16GiB tiercache config
-                                      says where each value that was chosen came from
-  tiercache config --running          what a daemon runs with, and what a restart would change
+                                      also says where each value that is no default came from
+  tiercache config --running          what the daemon uses, and what a restart would change
 """,
 )
 def config(
-    path: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="TOML file (default: $TIERCACHE_CONFIG).")
-    ] = None,
-    running: Annotated[bool, typer.Option("--running", help="Those of the daemon that runs.")] = False,
+    path: ConfigFile = None,
+    running: Annotated[bool, typer.Option("--running", help="Show those of the running daemon.")] = False,
     as_json: Json = False,
     address: Address = None,
 ) -> int:
-    """Print the settings that a daemon started here would have, or with --running those that one has.
+    """Print the settings that a daemon started here would use, or with --running those of the running daemon.
 
-    SIGHUP (systemctl reload) has a daemon read its settings again: log_level and the quotas change at once.
+    On SIGHUP (systemctl reload) the daemon reads its settings again; log_level and the quotas change at once.
     """
     return _show_running(address, as_json) if running else _show(path, as_json)
 
@@ -80,7 +78,7 @@ def _show_running(address: str | None, as_json: bool) -> int:
             notes.append(f"{when} makes it {one.next_start}")
         print(f"{one.key} = {one.value}" + (f"  # {'; '.join(notes)}" if notes else ""))
     if answer.problem:
-        print(f"# what a restart would have is not known: {answer.problem}")
+        print(f"# what a restart would change is not known: {answer.problem}")
     return EXIT_OK
 
 
@@ -91,7 +89,7 @@ def _show_running(address: str | None, as_json: bool) -> int:
   tiercache set quota='team-a=16GiB,*=1GiB'
   tiercache config --running          shows what was set by hand
 """,
-    "0 it was changed, 1 no daemon answers, 2 a wrong setting or value",
+    f"0 it was changed, 1 no daemon runs, 2 a wrong setting or value, {SILENT}",
 )
 def set_(
     assignment: Annotated[str, typer.Argument(metavar="KEY=VALUE", help="log_level, quota or nvme_quota.")],
@@ -100,7 +98,7 @@ def set_(
 ) -> int:
     """Change a setting of a running daemon: log_level, quota or nvme_quota.
 
-    It holds until the daemon reloads its settings (SIGHUP) or is restarted: to keep it write it into the file too.
+    The change lasts until the daemon reloads its settings (SIGHUP) or restarts. To keep it, write it to the file too.
     """
     from tiercache.protocol.messages import Changed, ChangeSetting
 

@@ -69,7 +69,7 @@ def _say_if_it_hangs(where: str) -> None:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return  # it ended just now
-    why, remedy = "it hangs, or is very busy", f"look at its log, and if it stays so end it with kill -9 {pid}"
+    why, remedy = "it hangs, or is very busy", f"see its log, and if that lasts end it with kill -9 {pid}"
     if state in "Tt":
         why, remedy = "it was stopped (SIGSTOP)", f"let it go on with kill -CONT {pid}"
     elif state == "D":

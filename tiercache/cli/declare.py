@@ -6,11 +6,16 @@ Common options, and the end that every help has.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-STATUS = "0 done, 1 no daemon answers or what was asked about is not so, 2 a wrong command line or setting"
+SILENT = "3 a daemon runs but does not answer"
+"""The end of the statuses of commands that ask a daemon."""
+STATUS = f"0 done, 1 no daemon runs, 2 a wrong command line or setting, {SILENT}"
+LOCAL_STATUS = "0 done, 2 a wrong command line or setting"
+"""Of commands that ask no daemon."""
 PLAIN: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
 """Settings of every `Typer`: help as plain text, errors as they are."""
 DECLARED: dict[str, typer.Typer] = {}
@@ -25,7 +30,18 @@ Address = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, with raw numbers.")]
-"""`--address` and `--json` mean the same everywhere."""
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="TOML file (default: $TIERCACHE_CONFIG).")
+]
+PromptModel = Annotated[
+    str | None,
+    typer.Option("--model", metavar="NAME|DIR", help="Model of the prompt TEXT; that of a folder tokenises it."),
+]
+Salt = Annotated[
+    str | None,
+    typer.Option("--salt", metavar="SALT", envvar="TIERCACHE_SALT", help="The tenant's secret; '' for none."),
+]
+"""Options that mean the same in all commands."""
 
 
 def command(name: str, examples: str, status: str = STATUS) -> Callable[[Function], Function]:

@@ -30,19 +30,19 @@ FLUSH_DEADLINE_S = 60.0
 """,
 )
 def flush(
-    tier: Annotated[str, typer.Option("--tier", metavar="all|dram", help="Where to forget them.")] = "all",
+    tier: Annotated[str, typer.Option("--tier", metavar="all|dram", help="Tiers to forget them in.")] = "all",
     namespace: Annotated[
         str | None,
-        typer.Option("--namespace", metavar="ID", help="A namespace's number or (start of its) fingerprint."),
+        typer.Option("--namespace", metavar="ID", help="Number of a namespace, or the start of its fingerprint."),
     ] = None,
     prefix: Annotated[
         str | None, typer.Option("--prefix", metavar="HEXKEY", help="Key of a block, 32 hex digits.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: Json = False,
     address: Address = None,
 ) -> int:
-    """Forget blocks. Loads under way end as misses; requests only take longer."""
+    """Forget blocks. Loads under way become misses: requests take longer, but do not fail."""
     if tier not in TIERS:
         raise ConfigError(f"--tier = {tier}: must be one of: {', '.join(TIERS)}")
     key = parse_key(prefix)

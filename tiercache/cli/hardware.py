@@ -13,21 +13,23 @@ from tiercache.plan.known import GPUS, Gpu, find, unknown
 DEFAULT_TFLOPS = 312.0
 DEFAULT_BUS = "25GB"
 
-KvDtype = Annotated[str, typer.Option("--kv-cache-dtype", metavar="auto|bf16|fp8|int8|int4", help="Form of the KV.")]
+KvDtype = Annotated[
+    str, typer.Option("--kv-cache-dtype", metavar="auto|bf16|fp8|int8|int4", help="Data type of the KV.")
+]
 Tflops = Annotated[
     float | None,
-    typer.Option("--tflops", metavar="N", help="A GPU's dense 16-bit arithmetic (default: the GPU's, or 312)."),
+    typer.Option("--tflops", metavar="N", help="Dense 16-bit TFLOPS of a GPU (default: those of --gpu, or 312)."),
 ]
-Mfu = Annotated[float, typer.Option("--mfu", metavar="SHARE", help="What a prefill reaches of that.")]
+Mfu = Annotated[float, typer.Option("--mfu", metavar="SHARE", help="Share of that which a prefill reaches.")]
 Bus = Annotated[
     str | None,
-    typer.Option("--bus", metavar="SIZE", help="Bytes a second to each GPU (default: the GPU's, or 25GB)."),
+    typer.Option("--bus", metavar="SIZE", help="Bytes per second to each GPU (default: those of --gpu, or 25GB)."),
 ]
 DramBandwidth = Annotated[
-    str, typer.Option("--dram-bandwidth", metavar="SIZE", help="Bytes a second out of host memory.")
+    str, typer.Option("--dram-bandwidth", metavar="SIZE", help="Bytes per second from host memory.")
 ]
 NvmeBandwidth = Annotated[
-    str, typer.Option("--nvme-bandwidth", metavar="SIZE", help="Bytes a second of all disks together.")
+    str, typer.Option("--nvme-bandwidth", metavar="SIZE", help="Bytes per second of all disks together.")
 ]
 """Options with the same meaning in both commands."""
 

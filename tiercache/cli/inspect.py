@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from tiercache.cli.connection import connected
-from tiercache.cli.declare import Address, Json, command
+from tiercache.cli.declare import SILENT, Address, Json, PromptModel, Salt, command
 from tiercache.cli.exit_status import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.flush import find_namespace
 from tiercache.cli.report import Section, print_json, print_sections, with_human
@@ -26,17 +26,12 @@ COLUMNS = ("namespace", "engine", "rank", "tier", "bytes", "used", "children", "
   tiercache inspect --model ./Qwen3-0.6B --salt '' "$(cat prompt.txt)"
                                       how many tokens of a prompt are stored, by tier
 """,
-    "0 it is stored, 1 it is not or no daemon answers, 2 a wrong command line",
+    f"0 it is stored, 1 it is not, or no daemon runs, 2 a wrong command line, {SILENT}",
 )
 def inspect(
     what: Annotated[str, typer.Argument(metavar="KEY|TEXT", help="A block's key, 32 hex digits; or a prompt.")],
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME|DIR", help="Of the prompt TEXT; a folder tokenises it.")
-    ] = None,
-    salt: Annotated[
-        str | None,
-        typer.Option("--salt", metavar="SALT", envvar="TIERCACHE_SALT", help="The tenant's secret; '' for none."),
-    ] = None,
+    model: PromptModel = None,
+    salt: Salt = None,
     namespace: Annotated[
         str | None, typer.Option("--namespace", metavar="ID", help="Look in one namespace (default: in all).")
     ] = None,
@@ -108,7 +103,7 @@ def block(address: str | None, key: bytes, *, namespace: str | None, as_json: bo
 
 def _row(one: dict[str, Any]) -> tuple[str, ...]:
     used = "-" if one["idle_s"] is None else f"{format_duration(one['idle_s'])} ago"
-    kept = "nobody" if not one["pins"] else f"{one['pins']} leases or pins"
+    kept = "nothing" if not one["pins"] else f"{one['pins']} leases or pins"
     return (
         str(one["namespace"]),
         str(one["engine"]),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tiercache.cli.declare import command
+from tiercache.cli.declare import LOCAL_STATUS, command
 from tiercache.cli.exit_status import EXIT_OK
 from tiercache.protocol.curve import SERVER_FILE, check_name, make_client, make_server
 
@@ -16,18 +16,23 @@ from tiercache.protocol.curve import SERVER_FILE, check_name, make_client, make_
     "keygen",
     """\
   tiercache keygen /etc/tiercache/keys
-                                      the daemon's own keys, if it has none
+                                      the daemon's own keys, if there are none yet
   tiercache keygen /etc/tiercache/keys team-a
                                       let team-a in, and write its key to team-a.toml
   tiercache ping --address 'tcp://10.0.0.5:7411?key=team-a.toml'
 """,
+    LOCAL_STATUS,
 )
 def keygen(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The daemon's --curve-keys.")],
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A client to let in: its tenant.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Where its key goes (NAME.toml).")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A client to let in; also the name of its tenant.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="File for the client's key (default: NAME.toml).")
+    ] = None,
 ) -> int:
-    """Make keys for clients on other hosts, which are served encrypted or not at all."""
+    """Make keys for clients on other hosts; their connections are always encrypted."""
     if name is not None:
         check_name(name)  # before any file is made
     if not directory.joinpath(SERVER_FILE).exists():

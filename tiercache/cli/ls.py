@@ -34,8 +34,8 @@ COLUMNS = (
 @command(
     "ls",
     """\
-  tiercache ls                        whose blocks are here, and of what use they are
-  tiercache ls --pins                 which prefixes are kept, and until when
+  tiercache ls                        whose blocks are here, and how many hits they get
+  tiercache ls --pins                 which prefixes are pinned, and until when
   tiercache ls --json | jq '.[].fingerprint'
 """,
 )

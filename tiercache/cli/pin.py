@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from tiercache.cli.connection import connected
-from tiercache.cli.declare import Address, Json, command
+from tiercache.cli.declare import SILENT, Address, Json, PromptModel, Salt, command
 from tiercache.cli.exit_status import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.flush import find_namespace
 from tiercache.cli.inspect import as_key
@@ -46,27 +46,24 @@ class _Prefix(NamedTuple):
   tiercache pin --model ./Qwen3-0.6B --salt '' "$(cat system-prompt.txt)"
                                       what is stored of a prompt
 """,
-    "0 all of it is kept, 1 not all or no daemon answers, 2 a wrong command line, or the block is nowhere",
+    f"0 all of it is kept, 1 not all is, or no daemon runs, 2 a wrong command line, or it is not stored, {SILENT}",
 )
 def pin(
     what: Annotated[
         str, typer.Argument(metavar="KEY|TEXT", help="Key of the prefix's last block, 32 hex digits; or a prompt.")
     ],
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME|DIR", help="Of the prompt TEXT; a folder tokenises it.")
-    ] = None,
-    salt: Annotated[
-        str | None,
-        typer.Option("--salt", metavar="SALT", envvar="TIERCACHE_SALT", help="The tenant's secret; '' for none."),
-    ] = None,
-    ttl: Annotated[str, typer.Option("--ttl", metavar="DURATION", help="How long, at most 7d (default: 1h).")] = "1h",
+    model: PromptModel = None,
+    salt: Salt = None,
+    ttl: Annotated[
+        str, typer.Option("--ttl", metavar="DURATION", help="How long to keep it, at most 7d (default: 1h).")
+    ] = "1h",
     namespace: Annotated[
         str | None, typer.Option("--namespace", metavar="ID", help="One namespace (default: all that have the block).")
     ] = None,
     as_json: Json = False,
     address: Address = None,
 ) -> int:
-    """Keep a prefix in DRAM, brought up from disks if need be: a block and all before it, or a prompt.
+    """Keep a prefix in DRAM, loaded from disk if necessary: a block and all before it, or a prompt.
 
     Pins may hold --pin-share of the arena together, and end with the daemon. A second pin of a key replaces the first.
     """
@@ -94,9 +91,9 @@ def pin(
         return EXIT_OK if whole else EXIT_UNWELL
     print(f"{reply:,} of {prefix.blocks:,} blocks pinned for {format_duration(ttl_s)}")
     if not whole and loaded < prefix.blocks:
-        print(f"{prefix.blocks - loaded:,} blocks did not come up from disk within {LOAD_S:.0f} s: try again")
+        print(f"{prefix.blocks - loaded:,} blocks were not loaded from disk within {LOAD_S:.0f} s: try again")
     elif not whole:
-        print("the rest is beyond what pins may keep: `tiercache ls --pins`, and --pin-share of the daemon")
+        print("the rest exceeds what pins may keep: see `tiercache ls --pins`, and --pin-share of the daemon")
     return EXIT_OK if whole else EXIT_UNWELL
 
 
@@ -106,11 +103,11 @@ def pin(
   tiercache unpin 00112233445566778899aabbccddeeff
   tiercache unpin --all
 """,
-    "0 pins were ended, 1 there was none or no daemon answers, 2 a wrong command line",
+    f"0 pins were ended, 1 there was none, or no daemon runs, 2 a wrong command line, {SILENT}",
 )
 def unpin(
     key: Annotated[
-        str | None, typer.Argument(metavar="[KEY]", help="That of `tiercache ls --pins`, 32 hex digits.")
+        str | None, typer.Argument(metavar="[KEY]", help="A key that `tiercache ls --pins` shows, 32 hex digits.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="End all pins, those of engines too.")] = False,
     as_json: Json = False,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tiercache.cli.connection import connected
-from tiercache.cli.declare import Address, Json, command
+from tiercache.cli.declare import SILENT, Address, Json, command
 from tiercache.cli.exit_status import EXIT_NO_ANSWER, EXIT_OK, EXIT_UNWELL, NotAnswering
 from tiercache.cli.report import print_json
 from tiercache.config.daemon_config import default_address
@@ -21,14 +21,14 @@ from tiercache.ground.units import format_duration
   tiercache ping                      exit status 0 when the daemon answers
   tiercache ping --count 1000         with percentiles of the round trip
 """,
-    "0 it answers, 1 there is no daemon, 2 a wrong command line, 3 there is one and it does not answer",
+    f"0 it answers, 1 no daemon runs, 2 a wrong command line, {SILENT}",
 )
 def ping(
-    count: Annotated[int, typer.Option("--count", metavar="N", min=1, max=1_000_000, help="How often.")] = 1,
+    count: Annotated[int, typer.Option("--count", metavar="N", min=1, max=1_000_000, help="Number of pings.")] = 1,
     as_json: Json = False,
     address: Address = None,
 ) -> int:
-    """Ask the daemon whether it is there and how long an answer takes."""
+    """Check whether the daemon answers, and how long it takes."""
     where = address or default_address()
     try:
         with connected(address) as client:

@@ -47,11 +47,13 @@ def plan(
         str, typer.Option("--gpu", metavar="NAME|SIZE", help="A GPU (H100, A100, L4, ...) or its memory.")
     ] = "80GiB",
     utilization: Annotated[
-        float, typer.Option("--gpu-memory-utilization", metavar="SHARE", help="What the engine may take of it.")
+        float, typer.Option("--gpu-memory-utilization", metavar="SHARE", help="Share of its memory for the engine.")
     ] = 0.9,
-    gpus: Annotated[int, typer.Option("--tensor-parallel-size", metavar="N", min=1, help="GPUs, each a shard.")] = 1,
+    gpus: Annotated[
+        int, typer.Option("--tensor-parallel-size", metavar="N", min=1, help="Number of GPUs, one shard each.")
+    ] = 1,
     overhead: Annotated[
-        str, typer.Option("--overhead", metavar="SIZE", help="On each GPU beside weights and KV: activations, graphs.")
+        str, typer.Option("--overhead", metavar="SIZE", help="Memory on each GPU for activations and graphs.")
     ] = "2GiB",
     weights: Annotated[
         str | None, typer.Option("--weights", metavar="SIZE", help="All weights (default: from the configuration).")
@@ -62,15 +64,16 @@ def plan(
     ] = 16,
     lengths: Annotated[
         list[int] | None,
-        typer.Option("--length", metavar="N", help="Tokens of a sequence (may be repeated; default: some)."),
+        typer.Option("--length", metavar="N", help="Tokens of a sequence (repeatable; default: several)."),
     ] = None,
     dram: Annotated[str, typer.Option("--dram", metavar="SIZE", help="The daemon's --arena; 0: none.")] = "64GiB",
     nvme: Annotated[str, typer.Option("--nvme", metavar="SIZE", help="The daemon's --nvme-size; 0: none.")] = "1TiB",
     tokens_per_s: Annotated[
-        float | None, typer.Option("--tokens-per-s", metavar="N", help="New tokens a second, prompts and answers.")
+        float | None, typer.Option("--tokens-per-s", metavar="N", help="New tokens per second, of prompts and answers.")
     ] = None,
     requests_per_s: Annotated[
-        float | None, typer.Option("--requests-per-s", metavar="N", help="Or requests a second of one --length.")
+        float | None,
+        typer.Option("--requests-per-s", metavar="N", help="Or requests per second, each of one --length."),
     ] = None,
     tflops: Tflops = None,
     mfu: Mfu = 0.5,

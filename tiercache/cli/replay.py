@@ -56,53 +56,53 @@ TELL_EVERY_S = 0.2
 )
 def replay(
     traces: Annotated[
-        list[Path], typer.Argument(metavar="TRACE...", help="JSON lines, packed (gzip) or not; each is played alone.")
+        list[Path], typer.Argument(metavar="TRACE...", help="JSON lines, gzipped or not; each is played separately.")
     ],
     format_name: Annotated[
         str,
-        typer.Option("--format", metavar="auto|mooncake|bailian|vllm|recorded", help="Of the traces."),
+        typer.Option("--format", metavar="auto|mooncake|bailian|vllm|recorded", help="Format of the traces."),
     ] = "auto",
     dram: Annotated[
         str | None,
         typer.Option(
             "--dram",
             metavar="SIZE[,..]",
-            help="Blocks (20000), bytes (64GiB) or a share of the trace's different blocks (5%), or several of them "
-            "for a sweep (default: that of the daemon that was recorded).",
+            help="Blocks (20000), bytes (64GiB) or a share of the trace's distinct blocks (5%), or several of them "
+            "for a sweep (default: that of the recorded daemon).",
         ),
     ] = None,
     nvme: Annotated[
-        str, typer.Option("--nvme", metavar="SIZE", help="As --dram, or 5x for five times that; 0: none.")
+        str, typer.Option("--nvme", metavar="SIZE", help="Like --dram, or 5x for five times --dram; 0: none.")
     ] = "0",
     gpu_pool: Annotated[
-        str, typer.Option("--gpu-pool", metavar="SIZE", help="An engine's own KV pool in front, as --dram; 0: none.")
+        str, typer.Option("--gpu-pool", metavar="SIZE", help="An engine's own KV pool in front, like --dram; 0: none.")
     ] = "0",
     policy: Annotated[
         str | None,
         typer.Option(
             "--policy",
             metavar="NAME[,..]",
-            help="As the daemon's setting, or several to compare (default: the recorded one, or the daemon's).",
+            help="Like the daemon's setting, or several to compare (default: the recorded one, or the daemon's).",
         ),
     ] = None,
     write_budget: Annotated[
-        str, typer.Option("--write-budget", metavar="SIZE", help="As the daemon's nvme_write_budget; 0: no limit.")
+        str, typer.Option("--write-budget", metavar="SIZE", help="Like the daemon's nvme_write_budget; 0: no limit.")
     ] = "0",
     model_name: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="Whose KV and work it is, as `tiercache plan` takes it.")
+        str, typer.Option("--model", metavar="MODEL", help="Model that the requests are for, as in `tiercache plan`.")
     ] = "Llama-3.1-8B",
     kv_dtype: KvDtype = "auto",
     block_size: Annotated[
         int | None,
         typer.Option(
-            "--block-size", metavar="N", help="Tokens of a block (default: guessed from the lengths, or 512)."
+            "--block-size", metavar="N", help="Tokens in a block (default: guessed from the lengths, or 512)."
         ),
     ] = None,
     block_bytes: Annotated[
-        str | None, typer.Option("--block-bytes", metavar="SIZE", help="Of a block (default: the model's).")
+        str | None, typer.Option("--block-bytes", metavar="SIZE", help="Bytes of a block (default: the model's).")
     ] = None,
     gpu: Annotated[
-        str, typer.Option("--gpu", metavar="NAME|SIZE", help="What computes the prompts: H100, A100, L4, ...")
+        str, typer.Option("--gpu", metavar="NAME|SIZE", help="GPU that computes the prompts: H100, A100, L4, ...")
     ] = "H100",
     tflops: Tflops = None,
     mfu: Mfu = 0.5,
@@ -113,8 +113,8 @@ def replay(
         bool,
         typer.Option(
             "--optimum/--no-optimum",
-            help="Compare with the offline optimum. It needs a pass of its own, and memory: 16 bytes for each block "
-            "asked for and some 200 for each different one.",
+            help="Compare with the offline optimum. That takes a pass of its own, and memory: 16 bytes for each block "
+            "asked for, and about 200 for each distinct one.",
         ),
     ] = True,
     exact: Annotated[
@@ -123,13 +123,13 @@ def replay(
             "--exact", help="Run all of the daemon's code, leases and write queues included; six times slower."
         ),
     ] = False,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave lines out that are no good; count them.")] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip invalid lines, and count them.")] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw hit rates over sizes: .png or .svg.")
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Play a trace on caches of other sizes: hit rates by tier, time saved, and the best that is possible."""
+    """Play a trace on caches of other sizes: hit rates by tier, time saved, and the best possible result."""
     from tiercache.plan.model import load_model
     from tiercache.plan.sizes import Form
     from tiercache.replay.formats.trace import Trace, check_block_size
@@ -263,14 +263,16 @@ class Progress:
 def _warn(trace: Trace) -> None:
     """Print warnings on stderr."""
     if trace.bad_lines:
-        print(f"tiercache: {trace.bad_lines} lines left out, the first: {trace.first_problem}", file=sys.stderr)
+        print(f"tiercache: {trace.bad_lines} lines skipped, the first: {trace.first_problem}", file=sys.stderr)
     if trace.late_requests:
-        text = "requests came later in the file than their time says, by more than the window that is put in order"
-        print(f"tiercache: {trace.path}: {trace.late_requests} {text}: taken as they came", file=sys.stderr)
+        text = "requests come later in the file than their time says, by more than the window for sorting"
+        print(
+            f"tiercache: {trace.path}: {trace.late_requests} {text}: played in the order of the file", file=sys.stderr
+        )
     from tiercache.replay.formats.recorded import RecordedReader
 
     if isinstance(trace.reader, RecordedReader) and trace.reader.lost_requests:
-        text = "requests were lost while this was recorded: figures are of the others"
+        text = "requests were lost by the recording: the figures are of the others"
         print(f"tiercache: {trace.path}: {trace.reader.lost_requests} {text}", file=sys.stderr)
 
 

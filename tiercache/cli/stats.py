@@ -65,7 +65,7 @@ def stats(
 ) -> int:
     """Show what the daemon holds, how often it is asked and how fast it answers.
 
-    With --watch rates are per second; a line that begins with # tells of a daemon that is gone or back.
+    With --watch, rates are per second, and lines that begin with # say that the daemon is gone, or back.
     """
     wanted, interval_s = told(what or [], watch=watch)
     if interval_s is not None:
@@ -178,7 +178,7 @@ class _Lines:
         """The changes between two readings; a single line while a daemon is gone."""
         if now.problem:
             if not before.problem:
-                self._say("gone", f"the daemon is gone, and waited for: {now.problem}")
+                self._say("gone", f"the daemon is gone, waiting for it: {now.problem}")
             return
         if before.problem:
             state = "restarted" if now.generation != before.generation else "answers again"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from tiercache.cli.declare import DECLARED, PLAIN, Json, ending
+from tiercache.cli.declare import DECLARED, LOCAL_STATUS, PLAIN, Json, ending
 from tiercache.cli.exit_status import EXIT_OK
 from tiercache.cli.report import Section, print_json, print_sections
 from tiercache.errors import ConfigError
@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from tiercache.cli.bench.disk import DiskFigures
 
 bench = DECLARED["bench"] = typer.Typer(
-    epilog=ending("""\
+    epilog=ending(
+        """\
   tiercache bench codec               would a codec pay on these disks?
-"""),
+""",
+        LOCAL_STATUS,
+    ),
     **PLAIN,
 )
 
@@ -45,18 +48,21 @@ class _Measured(NamedTuple):
 
 @bench.command(
     "codec",
-    epilog=ending("""\
+    epilog=ending(
+        """\
   tiercache bench codec --dir /mnt/nvme0
                                       made-up bfloat16 blocks, against the disk of that directory
   tiercache bench codec --file kv.bin --block-bytes 2MiB --dtype float16
-                                      blocks of yours
+                                      your own blocks
   tiercache bench codec --json
-"""),
+""",
+        LOCAL_STATUS,
+    ),
 )
 def bench_codec(
     files: Annotated[
         list[Path] | None,
-        typer.Option("--file", metavar="FILE", help="Blocks, one behind the other (repeatable; default: made up)."),
+        typer.Option("--file", metavar="FILE", help="Blocks, one after the other (repeatable; default: made-up ones)."),
     ] = None,
     block_bytes: Annotated[str, typer.Option("--block-bytes", metavar="SIZE", help="Length of one block.")] = "1MiB",
     dtype: Annotated[

@@ -21,7 +21,7 @@ from tiercache.ground.extras import install_extra
   tiercache demo --engine vllm        the prompt in real vLLM
   tiercache demo --json               figures only, as one line of JSON
 """,
-    "0 all runs gave the same tokens, 1 they did not (a defect), 2 something is missing",
+    "0 all runs gave the same tokens, 1 they did not (a defect), 2 a package or a file is missing",
 )
 def demo(
     model: Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tiercache.cli.connection import connected
-from tiercache.cli.declare import Address, Json, command
+from tiercache.cli.declare import Address, ConfigFile, Json, command
 from tiercache.cli.doctor.findings import Finding, Host, Needs, State, as_tree
 from tiercache.cli.exit_status import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.readings import Tree, at, quiet_client
@@ -38,23 +38,25 @@ _COLOURS = {State.OK: "green", State.WARNING: "yellow", State.FAILURE: "bold red
 def doctor(
     gds: Annotated[
         Path | None,
-        typer.Option("--gds", metavar="DIR", help="Try GPUDirect on a directory: 64 MiB, removed again (2 minutes)."),
+        typer.Option(
+            "--gds",
+            metavar="DIR",
+            help="Test GPUDirect on a directory, with 64 MiB that are removed again (2 minutes).",
+        ),
     ] = None,
     directories: Annotated[
         list[Path] | None,
         typer.Option("--dir", metavar="DIR", help="A directory for --nvme (repeatable; default: those in use)."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Measure no disk and try no GPU.")] = False,
-    path: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="TOML file (default: $TIERCACHE_CONFIG).")
-    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Do not measure disks or test the GPU.")] = False,
+    path: ConfigFile = None,
     as_json: Json = False,
     address: Address = None,
 ) -> int:
-    """Examine the host, its disks and the daemon, and say what to do about what is not well.
+    """Examine the host, its disks and the daemon, and name a remedy for each problem.
 
-    With or without a daemon. Takes 1 s, up to 15 s for each nvme directory (64 MiB are written there and removed),
-    up to 20 s for a GPU, and 2 minutes with --gds.
+    Works with and without a daemon. Takes 1 s, up to 15 s for each nvme directory (64 MiB are written there and
+    removed), up to 20 s for a GPU, and 2 minutes with --gds.
     """
     from tiercache.cli.doctor import cuda, daemon, disk, gpudirect, hits, host
 

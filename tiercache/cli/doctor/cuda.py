@@ -22,7 +22,7 @@ def examine() -> list[Finding]:
     except subprocess.TimeoutExpired:
         remedy = "see whether nvidia-smi answers, and dmesg"
         return [failure(TOPIC, "CUDA registration", f"the driver does not answer within {ANSWER_S:.0f} s", remedy)]
-    said = (done.stdout.strip() or done.stderr.strip() or "no word").splitlines()[-1]
+    said = (done.stdout.strip() or done.stderr.strip() or "no output").splitlines()[-1]
     if done.returncode == _NO_DRIVER:
         return [skipped(TOPIC, "CUDA registration", "no driver (libcuda.so.1) or no device here")]
     if done.returncode:

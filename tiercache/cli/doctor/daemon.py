@@ -41,8 +41,8 @@ def _running(run_dir: Path, tree: Tree, problem: str) -> Iterator[Finding]:
         figure = f"pid {daemon['pid']} at {run_dir}, up for {format_duration(daemon['uptime_s'])}"
         yield ok(TOPIC, "running", figure)
     elif (run_dir / "session.sock").exists():
-        remedy = "see its log; a socket that a killed daemon left goes at the next start"
-        yield failure(TOPIC, "running", f"there is a socket at {run_dir}, but nobody answers: {problem}", remedy)
+        remedy = "see the daemon's log; the next start removes a socket that a killed daemon left"
+        yield failure(TOPIC, "running", f"there is a socket at {run_dir}, but no daemon answers: {problem}", remedy)
     else:
         yield skipped(TOPIC, "running", f"no daemon at {run_dir}: tiercache daemon")
 
@@ -58,7 +58,7 @@ def _permissions(run_dir: Path) -> Iterator[Finding]:
         mode = stat.S_IMODE(found.st_mode)
         looked.append(f"{path.name} {mode:04o}")
         if mode & ~most:
-            remedy = f"chmod {most & ~0o070:04o} {path}: who may open it can read and write all KV"
+            remedy = f"chmod {most & ~0o070:04o} {path}: every user who can open it can read and write all KV"
             yield failure(TOPIC, f"mode of {path.name}", f"{mode:04o}", remedy)
         elif found.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
             remedy = "run engines as the daemon's user, or share it with a group (--group)"
@@ -72,7 +72,7 @@ def _permissions(run_dir: Path) -> Iterator[Finding]:
 def _health(tree: Tree) -> Iterator[Finding]:
     reasons = tree["health"].get("reasons", [])
     for reason in reasons:
-        yield warning(TOPIC, "health", str(reason), "see its log; reads go on, and what failed is tried again")
+        yield warning(TOPIC, "health", str(reason), "see the daemon's log; reads go on, and failed work is tried again")
     if not reasons:
         yield ok(TOPIC, "health", str(tree["health"].get("state")))
 

@@ -88,12 +88,12 @@ def _directory(path: Path, share_bytes: int, measure: bool) -> Iterator[Finding]
         return
     figure = f"{format_bytes(speed.write)}/s written, {format_bytes(speed.read)}/s read, one request at a time"
     if not speed.direct:
-        remedy = "choose a file system that has O_DIRECT (ext4, xfs): tmpfs and overlays have none"
+        remedy = "choose a file system with O_DIRECT (ext4, xfs): tmpfs and overlays lack it"
         yield warning(TOPIC, f"{name} O_DIRECT", "refused: I/O goes through the page cache", remedy)
     else:
         yield ok(TOPIC, f"{name} O_DIRECT", "works")
     if min(speed.read, speed.write) < SLOW_BYTES_PER_S:
-        remedy = "a local NVMe disk has several times that; what is read slower than computed is not read"
+        remedy = "use a local NVMe disk, several times as fast: engines compute what would take longer to read"
         yield warning(TOPIC, f"{name} speed", figure, remedy)
     else:
         yield ok(TOPIC, f"{name} speed", figure)
@@ -105,7 +105,7 @@ def _room(place: Path, name: str, share_bytes: int) -> Finding:
     held = sum(path.stat().st_size for path in (place / "segments").glob("*.seg"))
     figure = f"{format_bytes(free)} free, {format_bytes(held)} used, up to {format_bytes(share_bytes)} for blocks"
     if free + held < share_bytes:
-        remedy = "lower --nvme-size: where there is no room old blocks are replaced sooner"
+        remedy = "lower --nvme-size: without room, old blocks are replaced sooner"
         return warning(TOPIC, f"{name} room", figure, remedy)
     return ok(TOPIC, f"{name} room", figure)
 

@@ -106,7 +106,7 @@ def collect(topic: str, checks: Iterable[Callable[[], Iterable[Finding]]]) -> li
             found += check()
         except (OSError, ValueError) as error:
             name = getattr(check, "__name__", "check").strip("_").replace("_", " ")
-            found.append(warning(topic, name, f"could not be looked at: {error}", "see whether you may read it"))
+            found.append(warning(topic, name, f"could not be examined: {error}", "check that you may read it"))
     return found
 
 

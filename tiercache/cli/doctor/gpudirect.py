@@ -26,7 +26,7 @@ def finding(probe: GdsProbe) -> Finding:
     if probe.host_bytes_per_s <= 0:
         return failure("gpu", name, figure, "name a directory that exists and can be written to")
     if probe.mode is Mode.POSIX:
-        return warning("gpu", name, figure, "nothing is lost but speed: blocks go by way of the daemon's memory")
+        return warning("gpu", name, figure, "only speed is lost: blocks go through the daemon's memory")
     return ok("gpu", name, figure)
 
 

@@ -27,7 +27,7 @@ def examine(tree: Tree, specs: Specs) -> list[Finding]:
     asked, found = _sum(spaces, "asked_blocks"), _sum(spaces, "hit_blocks", "hit_below_blocks")
     # Namespaces of ranks and groups count the same blocks more than once, which does not change the share.
     if not asked:
-        return [_nobody_asks(tree, spaces)]
+        return [_nothing_asked(tree, spaces)]
     figure = f"{found / asked:.1%} of {asked:,} blocks asked for"
     if found:
         return [ok(TOPIC, "hit rate", figure), *_losses(tree)]
@@ -38,15 +38,15 @@ def _sum(rows: Iterable[dict[str, Any]], *names: str) -> int:
     return int(sum(at(row, name) for row in rows for name in names))
 
 
-def _nobody_asks(tree: Tree, spaces: list[dict[str, Any]]) -> Finding:
+def _nothing_asked(tree: Tree, spaces: list[dict[str, Any]]) -> Finding:
     if not spaces:
         remedy = "no engine has registered: is the connector in its settings, with this run directory?"
-        return warning(TOPIC, "hit rate", "nobody has asked for a block", remedy)
+        return warning(TOPIC, "hit rate", "no block was asked for", remedy)
     stored = _sum(spaces, "stored_blocks")
     remedy = "the engine only stores: does its own prefix cache find all, or is it told to load nothing?"
     if not stored:
         remedy = "engines are connected, but no prompt of a full block has come since the daemon was started"
-    return warning(TOPIC, "hit rate", f"nobody has asked for a block; {stored:,} were stored", remedy)
+    return warning(TOPIC, "hit rate", f"no block was asked for; {stored:,} were stored", remedy)
 
 
 def _why(tree: Tree, spaces: list[dict[str, Any]], specs: Specs) -> Iterator[Finding]:

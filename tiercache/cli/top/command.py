@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tiercache.cli.declare import Address, command
+from tiercache.cli.declare import SILENT, Address, command
 from tiercache.config.daemon_config import default_address
 
 
@@ -17,11 +17,14 @@ from tiercache.config.daemon_config import default_address
   tiercache top --interval 5 --sort idle
   tiercache top --once | head -20     one frame, for a pipe
 """,
-    "0 left with q, 1 no daemon answered at the start, 2 no terminal or a wrong command line",
+    f"0 left with q, 1 no daemon runs at the start, 2 no terminal or a wrong command line, {SILENT}",
 )
 def top(
     interval_s: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600, help="Between two looks (default: 1).")
+        float,
+        typer.Option(
+            "--interval", metavar="SECONDS", min=0.1, max=3600, help="Time between two readings (default: 1)."
+        ),
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame, after one interval, and end.")] = False,
     sort: Annotated[
@@ -31,7 +34,7 @@ def top(
 ) -> int:
     """Watch the daemon on a terminal: tiers, hit rates, namespaces, hot prefixes, clients, queues, health.
 
-    Keys: q leaves, p pauses, s sorts by another column, ? explains. It waits for a daemon that is restarted.
+    Keys: q leaves, p pauses, s sorts by another column, ? shows help. Waits for a daemon that restarts.
     """
     from tiercache.cli.top.screen import show
 
