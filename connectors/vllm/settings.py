@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tiercache.client.client import REQUEST_TIMEOUT_S
+from tiercache.client.session import REQUEST_TIMEOUT_S
 from tiercache.connector.connector import LOAD_TIMEOUT_S, Connector, connect
 from tiercache.errors import ConfigError, DaemonUnavailable
 

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 import zmq
 
-from tiercache.client import channel
-from tiercache.client.channel import Channels
+from tiercache.client import channels
+from tiercache.client.channel import Channel
+from tiercache.client.channels import Channels
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, TierCacheError
 from tiercache.protocol.messages import MAX_MESSAGE_BYTES, TOKEN_BYTES, AnyReply, Done, Ping, Stats
 
@@ -142,7 +143,7 @@ def test_a_late_channel_that_brings_nonsense_is_closed(late: Late) -> None:
 
 
 def test_a_reply_that_never_comes_is_given_up_with_its_channel(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "LATE_CHANNEL_S", 0.2)
+    monkeypatch.setattr(channels, "LATE_CHANNEL_S", 0.2)
     late.time_out(lambda: late.channels.call(Ping, Done, 0.05))
     its = late.channels._late[0]
     assert late.channels.collect_late()
@@ -184,7 +185,7 @@ def test_a_late_channel_is_closed_with_the_others_while_it_is_looked_at(
     its = late.channels._late[0]
     read = late.channels._read_late
 
-    def closing(looked_at: channel.Channel) -> bool:
+    def closing(looked_at: Channel) -> bool:
         late.channels.close()
         return read(looked_at)
 

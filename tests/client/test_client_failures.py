@@ -17,8 +17,8 @@ import pytest
 from fake_daemon import FakeDaemon, wait_until
 
 import tiercache
-from tiercache.client.channel import LATE_CHANNEL_S
-from tiercache.client.client import BACK_OFF_FIRST_S, BACK_OFF_LAST_S
+from tiercache.client.channels import LATE_CHANNEL_S
+from tiercache.client.keeper import BACK_OFF_FIRST_S, BACK_OFF_LAST_S
 from tiercache.client.session import Session
 from tiercache.connector.write_lease import abort_lease
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, RequestRefused
@@ -46,7 +46,7 @@ def daemon(run_dir: Path) -> Iterator[FakeDaemon]:
 @pytest.fixture
 def brief_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients whose daemon has kept an answer from them do not wait for it at their end."""
-    monkeypatch.setattr(tiercache.client.client, "CLOSE_S", 0.1)
+    monkeypatch.setattr(tiercache.client.keeper, "CLOSE_S", 0.1)
 
 
 @pytest.fixture
@@ -245,14 +245,14 @@ def test_a_request_of_a_former_session_never_reaches_the_new_one(
     before = len(daemon.seen(m.Release))
     assert connector.load(match, [3, 4, 5]) == 0
     assert connector.available
-    wait_until(lambda: not connector.client._errands)  # the last word about the old lease was never said
+    wait_until(lambda: not connector.client._keeper.errands)  # the last word about the old lease was never said
     assert len(daemon.seen(m.Release)) == before
     assert connector.match(KEYS).blocks == 3
 
 
 def test_a_daemon_that_stays_away_is_asked_for_less_and_less(run_dir: Path) -> None:
     client = tiercache.Client(run_dir)
-    pauses = [client._next_back_off_s() for _ in range(12)]
+    pauses = [client._keeper._next_back_off_s() for _ in range(12)]
     expected = [min(BACK_OFF_FIRST_S * 2**number, BACK_OFF_LAST_S) for number in range(12)]
     assert all(0.75 * mean <= pause <= 1.25 * mean for pause, mean in zip(pauses, expected, strict=True))
     client.close()
@@ -273,11 +273,11 @@ def test_a_client_is_cold_for_a_moment_after_the_daemon_was_away(
 def test_trouble_of_a_former_session_leaves_the_new_one_alone(client: tiercache.Client) -> None:
     """A copy may end, and fail, long after its session was replaced."""
     former = client.session()
-    client._go_down(former, "the test says so", True)
+    client._keeper.session_failed(former, "the test says so", True)
     wait_until(lambda: client.alive)
     present = client.session()
     assert present is not former
-    client._go_down(former, "it is told late", True)
+    client._keeper.session_failed(former, "it is told late", True)
     assert client.session() is present
 
 
@@ -461,12 +461,12 @@ def test_who_does_not_answer_holds_up_no_end_of_a_client(
         time.sleep(seconds)
 
     monkeypatch.setattr(Session, "settle", look)
-    monkeypatch.setattr(tiercache.client.client, "time", SimpleNamespace(monotonic=time.monotonic, sleep=rest))
+    monkeypatch.setattr(tiercache.client.keeper, "time", SimpleNamespace(monotonic=time.monotonic, sleep=rest))
     client.close()
     assert looks <= rests + 3
     daemon.let_go()
-    assert client._thread is not None
-    client._thread.join(LATE_CHANNEL_S)
+    assert client._keeper._thread is not None
+    client._keeper._thread.join(LATE_CHANNEL_S)
     assert daemon.seen(m.Bye)
 
 
@@ -484,6 +484,6 @@ def test_a_lease_whose_end_was_not_heard_is_ended_later(
     daemon.rules[m.Abort] = unheard
     abort_lease(client.session(), 7, finished=True)
     wait_until(lambda: len(daemon.seen(m.Abort)) > 2)
-    wait_until(lambda: not client.session().errands)
+    wait_until(lambda: not client._keeper.errands)
     assert {request.finished for request in daemon.seen(m.Abort) if isinstance(request, m.Abort)} == {True}
     assert client.alive

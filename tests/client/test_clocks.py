@@ -15,6 +15,7 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.client import session
+from tiercache.client.keeper import SessionKeeper
 from tiercache.errors import DaemonUnavailable, RequestRefused
 from tiercache.protocol import messages as m
 
@@ -76,7 +77,7 @@ def test_a_client_whose_clock_is_ahead_has_its_late_requests_refused_again(
     monkeypatch.setattr(session, "KEEP_ALIVE_S", 0.0)
     ours._remote = True
     asked_s = ours._asked_s
-    connector.client._wake()
+    connector.client._keeper.wake()
     wait_until(lambda: ours._asked_s > asked_s)
     with pytest.raises(RequestRefused, match="expired"):
         ask_late()
@@ -110,17 +111,17 @@ def test_what_is_refused_again_and_again_is_asked_for_less_and_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake, pauses = FakeDaemon(tmp_path / "fake"), []
-    pause = tiercache.Client._pause
+    pause = SessionKeeper._pause
 
-    def noted(self: tiercache.Client, seconds: float) -> None:
-        if self.alive:
+    def noted(self: SessionKeeper, seconds: float) -> None:
+        if self.up is not None:
             pauses.append((seconds, len(fake.requests)))
         pause(self, min(seconds, 0.001))
 
     try:
         with tiercache.Client.connect(fake.address) as client:
             fake.rules[m.Report] = lambda request, reply: expired(fake, request)
-            monkeypatch.setattr(tiercache.Client, "_pause", noted)
+            monkeypatch.setattr(SessionKeeper, "_pause", noted)
             client.announce([m.ModelCard(["model"], bytes(16), ["x"], 4)])
             wait_until(lambda: len(pauses) >= 8)
             assert client.alive

@@ -15,7 +15,7 @@ from fake_daemon import FakeDaemon
 
 import tiercache
 from tiercache.client import channel
-from tiercache.client.channel import Channels
+from tiercache.client.channels import Channels
 from tiercache.errors import DeadlineExceeded, RequestRefused
 from tiercache.protocol import messages as m
 

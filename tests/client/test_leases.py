@@ -114,13 +114,14 @@ def test_errands_go_to_the_daemon_that_granted_the_lease_and_to_no_other() -> No
     session._channels = SimpleNamespace(collect_late=lambda: False)  # type: ignore[assignment]
     session.call = lambda request, expect, **fields: asked.append((request, fields["lease"]))  # type: ignore
     session._clock_differs = False
-    session.errands = leases_of = deque()
+    leases_of: Any = deque()
+    session._owner = SimpleNamespace(errands=leases_of)  # type: ignore[assignment]
     for lease, (generation, token) in enumerate([(5, b"ours"), (5, b"former"), (4, b"former")]):
         for request in (Release, Abort):
             leases_of.append((generation, token, request, {"lease": lease}))
     assert session.settle() is False
     assert asked == [(Release, 0), (Abort, 0), (Abort, 1)]
-    assert not session.errands
+    assert not leases_of
 
 
 def test_stores_ramp_up_after_the_daemon_was_away() -> None:

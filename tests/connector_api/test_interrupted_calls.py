@@ -387,7 +387,9 @@ def test_a_handler_may_use_the_connector_at_any_step_of_calls_that_signals_may_c
         assert connector.counters["stores"] == 0
 
     earlier = signal.signal(signal.SIGUSR1, use)
-    files = ("tiercache/client/client.py", "tiercache/connector/connector.py")
+    client = ("client", "keeper", "wakeup")
+    side = ("connector", "scheduler_side", "outcomes")
+    files = (*(f"tiercache/client/{name}.py" for name in client), *(f"tiercache/connector/{name}.py" for name in side))
     try:
         count = steps_of(call, files, "opcode")
         assert count > 40

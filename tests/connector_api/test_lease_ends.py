@@ -15,7 +15,7 @@ import pytest
 from connector_helpers import bytes_of, keys, spec, wait_until
 
 import tiercache
-from tiercache.client import channel, client
+from tiercache.client import channel, keeper
 from tiercache.client.session import Session
 from tiercache.connector import stores as storing
 from tiercache.connector.loads import Match, adopt_match
@@ -116,7 +116,7 @@ def test_close_stops_a_store_and_leaves_nothing_in_quarantine(
 def test_a_copy_that_outlasts_close_keeps_its_session_until_the_daemon_was_told(
     open_connector: Open, watcher: tiercache.Connector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "CLOSE_S", 0.05)
+    monkeypatch.setattr(keeper, "CLOSE_S", 0.05)
     connector = open_connector(name="lingers")
     session = connector.client.session()
 
@@ -142,16 +142,16 @@ def test_a_copy_that_outlasts_close_keeps_its_session_until_the_daemon_was_told(
 def test_closing_without_a_daemon_is_quick_and_twice_is_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    monkeypatch.setattr(client, "LINGER_S", 10**6)
+    monkeypatch.setattr(keeper, "LINGER_S", 10**6)
     pool = tiercache.Pool.from_blocks(np.zeros((8, 4096), np.uint8))
     with tiercache.launch("4MiB", region="2MiB") as daemon:
         connector = tiercache.connect(daemon.address, namespace=spec(4096), pool=pool, required=True)
         os.kill(daemon.pid, signal.SIGKILL)
         wait_until(lambda: not connector.available)
-        connector.client._errands.append((1, bytes(16), Release, {"lease": 1}))  # of a life that is over
+        connector.client._keeper.errands.append((1, bytes(16), Release, {"lease": 1}))  # of a life that is over
         for _ in range(2):
             connector.close()
-        thread = connector.client._thread
+        thread = connector.client._keeper._thread
         assert thread is not None
         thread.join(WAIT_S)
         assert not thread.is_alive()
@@ -168,7 +168,7 @@ def test_a_store_whose_session_is_lost_tells_the_daemon_in_the_next_one(
         thread, results = run(lambda: connector.store(keys("lost session", 8), range(8)))
         assert begun.wait(WAIT_S)
         lost = connector.client.session()
-        connector.client._go_down(lost, "the test says so", True)
+        connector.client._keeper.session_failed(lost, "the test says so", True)
         wait_until(lambda: leases(watcher) == {"write": 0, "quarantined": 1})
         wait_until(lambda: connector.available)  # the next session has begun before the copies end
         assert connector.client.session() is not lost
@@ -181,15 +181,15 @@ def test_a_store_whose_session_is_lost_tells_the_daemon_in_the_next_one(
 def test_a_connector_that_is_closed_without_its_session_tells_the_daemon_in_one_more(
     open_connector: Open, watcher: tiercache.Connector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client.Client, "_next_back_off_s", lambda self: 0.01)
+    monkeypatch.setattr(keeper.SessionKeeper, "_next_back_off_s", lambda self: 0.01)
     connector = open_connector()
     with held_copies(monkeypatch) as (begun, gate):
         thread, _ = run(lambda: connector.store(keys("closed without", 8), range(8)))
         assert begun.wait(WAIT_S)
         lost = connector.client.session()
-        connector.client._closed = True  # so that the background does not connect again
-        connector.client._go_down(lost, "the test says so", True)
-        connector.client._closed = False
+        connector.client._keeper._closed = True  # so that the background does not connect again
+        connector.client._keeper.session_failed(lost, "the test says so", True)
+        connector.client._keeper._closed = False
         wait_until(lambda: leases(watcher) == {"write": 0, "quarantined": 1})
         closing, _ = run(connector.close)
         gate.set()

@@ -35,7 +35,7 @@ def test_siblings_store_and_load_their_own_blocks_and_match_together(open_connec
     assert sibling.load(sibling.match(chain[: 6 * 16]), [9, 8], first=4) == 2
     assert bytes_of(sibling, [9, 8]) == expected
     first.release(match)
-    assert first.client.counters()["stored_blocks"] == 10
+    assert first.client.report.counters()["stored_blocks"] == 10
     assert (first.counters["stored_blocks"], sibling.counters["stored_blocks"]) == (8, 2)
 
 

@@ -24,7 +24,7 @@ GIVEN_BACK_S = 5.0
 @pytest.fixture
 def relay(monkeypatch: pytest.MonkeyPatch, daemon: Daemon, closing: ExitStack) -> Relay:
     """A relay before the daemon. Clients do not wait at their end for what it keeps from them."""
-    monkeypatch.setattr("tiercache.client.client.CLOSE_S", 0.1)
+    monkeypatch.setattr("tiercache.client.keeper.CLOSE_S", 0.1)
     return closing.enter_context(Relay(daemon.run_dir))
 
 
@@ -237,7 +237,9 @@ def test_8_a_late_answer_is_not_the_next_ones(relay: Relay, engine_of: Callable[
         assert engine.load(chains[after]) == expected, "an answer to another question was taken"
 
 
-def test_8_a_call_after_a_timeout_gets_its_own_answer(relay: Relay, engine_of: Callable[..., Engine]) -> None:
+def test_8_a_call_after_a_timeout_gets_its_own_answer(
+    relay: Relay, engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Below the connector: the same session asks on, and answers come in the wrong order, or twice."""
     engine = engine_of(relay.run_dir, SPEC)
     session = engine.connector.client.session()
@@ -245,7 +247,8 @@ def test_8_a_call_after_a_timeout_gets_its_own_answer(relay: Relay, engine_of: C
     for chained in keys:
         engine.store(chained)
     number = session.namespace_id(SPEC)
-    session.on_trouble = lambda *_: None  # what a client would do about a missed deadline is not the point
+    # What a client would do about a missed deadline is not the point.
+    monkeypatch.setattr(engine.connector.client._keeper, "session_failed", lambda *_: None)
     for turn in range(20):
         slow, fast = keys[turn % 10], keys[(turn + 3) % 10]
         relay.delays = lambda request, slow=slow: (

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from unittest.mock import MagicMock
 
 import pytest
 import zmq
@@ -18,7 +19,7 @@ from fault_messages import RawZmtp, greet
 from fault_peer import Peer
 from fault_processes import Child, Daemon, open_fds, rss_bytes, wait_until
 
-from tiercache.client.session import Session
+from tiercache.client.session import Session, SessionSettings
 from tiercache.config.daemon_config import session_socket_path
 from tiercache.errors import RequestRefused
 from tiercache.protocol import messages as m
@@ -175,7 +176,7 @@ def test_24_sessions_have_a_limit(
         engine_of(daemon, spec_of())
     for _ in range(30):  # whether the refusal overtakes the hello or not
         with pytest.raises(RequestRefused, match="raise max_sessions"):
-            Session(daemon.run_dir, "one more", b"i" * 16)
+            Session(SessionSettings(str(daemon.run_dir), "one more", b"i" * 16), MagicMock())
     assert all(isinstance(peer.ask(m.Ping), m.Done) for peer in peers)
     peers[0].hang_up()
     wait_until(lambda: _greets(daemon), "there is room again")

@@ -7,29 +7,27 @@ Leases, namespace ids and frames are only valid in the session that granted them
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import os
 import socket
-import stat
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import msgspec
-import zmq
 
-from tiercache.client.channel import ANSWERS, SESSION_OVER_CODES, Channels, Order, Pending, process_context
+from tiercache.client.channels import SESSION_OVER_CODES, Channels, Order, Pending
+from tiercache.client.hello import Message, explain_absence, greet_nearby, greet_remote
 from tiercache.client.mapping import ArenaMapping
-from tiercache.config.daemon_config import session_socket_path
+from tiercache.client.self_report import SelfReport
 from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused, TierCacheError
 from tiercache.ground import forks
 from tiercache.ground.uninterrupted import uninterrupted
 from tiercache.protocol import messages
-from tiercache.protocol.curve import Remote, find_remote
+from tiercache.protocol.answers import ANSWERS
+from tiercache.protocol.curve import find_remote
 from tiercache.protocol.messages import (
     NO_LEASE,
     Abort,
@@ -50,11 +48,12 @@ from tiercache.protocol.messages import (
     Request,
     Reserved,
     ReservedExtents,
-    Welcome,
+    SessionMessage,
 )
 from tiercache.protocol.namespaces import NamespaceSpec
-from tiercache.protocol.wire import UNREADABLE, close_fds, receive_packet, send_packet
+from tiercache.protocol.wire import UNREADABLE, close_fds, receive_packet
 
+REQUEST_TIMEOUT_S = 0.5
 MAX_GIVE_BACK = 4096
 MAX_NAME_CHARS = 200
 KEEP_ALIVE_S = 5.0
@@ -69,8 +68,37 @@ logger = logging.getLogger("tiercache.client")
 R = TypeVar("R", bound=Reply)
 Errands = deque[tuple[int, bytes, type[Request], dict[str, Any]]]
 """Requests that end leases, each with the life of the daemon and the session that granted the lease."""
-_decode = msgspec.msgpack.Decoder(messages.SessionMessage).decode
-_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(SessionMessage).decode
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """What a client says of itself in each of its sessions, and how long it waits; see `Client.connect`."""
+
+    address: str
+    name: str
+    instance: bytes
+    map_arena: bool = True
+    cuda: bool = False
+    request_timeout_s: float = REQUEST_TIMEOUT_S
+
+
+class SessionOwner(Protocol):
+    """What keeps a session.
+
+    Attributes:
+        errands: queue of `Session.give_back`; shared by the sessions of one client, so that a later one can run it.
+        report: what each session tells the daemon of this process.
+    """
+
+    errands: Errands
+    report: SelfReport
+
+    def wake(self) -> None:
+        """`Session.tidy` has something to do. Called in any thread."""
+
+    def session_failed(self, session: Session, reason: str, over: bool) -> None:
+        """A request has failed; `over`: the session will never work again. Called in any thread."""
 
 
 class Session:
@@ -81,27 +109,22 @@ class Session:
         arena: this process's mapping of its regions, or None for clients that do not map.
     """
 
-    def __init__(
-        self,
-        address: str | Path,
-        name: str,
-        instance: bytes,
-        *,
-        map_arena: bool = True,
-        timeout_s: float = 0.5,
-        cuda: bool = False,
-    ) -> None:
-        """Say hello. Blocks for at most about `timeout_s`.
+    def __init__(self, settings: SessionSettings, owner: SessionOwner) -> None:
+        """Say hello. Blocks for at most about the time of a request.
 
         Raises DaemonUnavailable, RequestRefused (version, limits), ProtocolError, ArenaError.
         """
-        remote = find_remote(address)
-        self.arena = ArenaMapping(self._arena_is_ready, cuda=cuda) if map_arena and remote is None else None
+        self._owner = owner
+        self.timeout_s = timeout_s = settings.request_timeout_s
+        remote = find_remote(settings.address)
+        self.arena: ArenaMapping | None = None
+        if settings.map_arena and remote is None:
+            self.arena = ArenaMapping(self._arena_is_ready, cuda=settings.cuda)
         hello = Hello(
             protocol_min=messages.OLDEST_PROTOCOL,
             protocol_max=messages.PROTOCOL,
-            instance=instance,
-            name=name[:MAX_NAME_CHARS],
+            instance=settings.instance,
+            name=settings.name[:MAX_NAME_CHARS],
             clock_us=time.monotonic_ns() // 1000,
             map_arena=self.arena is not None,
         )
@@ -113,35 +136,25 @@ class Session:
             self._sock, self._far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         forks.watch(self)
         try:
-            self.welcome = (
-                self._say_hello(address, hello, timeout_s) if remote is None else greet(remote, hello, timeout_s)
-            )
+            if remote is None:
+                self.welcome = greet_nearby(self._sock, settings.address, hello, timeout_s, self._read_packet)
+            else:
+                self.welcome = greet_remote(remote, hello, timeout_s)
         except (OSError, TierCacheError) as error:
             self._close_sockets()
             if self.arena is not None:
                 self.arena.end()
             if isinstance(error, OSError):
-                raise DaemonUnavailable(_explain(error)) from error
+                raise DaemonUnavailable(explain_absence(error)) from error
             raise
         self._sock.setblocking(False)
         self.generation = self.welcome.generation
-        self.timeout_s = timeout_s
         self._namespaces: dict[int, tuple[NamespaceSpec, int]] = {}
         self._direct: set[int] = set()
-        self.on_trouble: Callable[[Session, str, bool], None] = lambda session, reason, over: None
-        """Called with a failed request's session, the reason, and whether the session is over for good."""
-        self.on_work: Callable[[], None] = lambda: None
-        """Called when `tidy` has something to do."""
-        self.counters: Callable[[], dict[str, int]] = dict
-        """The counters of this process, for the daemon's statistics."""
-        self.models: Callable[[], list[ModelCard]] = list
-        """The model cards that this process announces."""
         self._prober: int | None = None
         self._paused = True
         self._reported: tuple[str, list[ModelCard], dict[str, int]] = ("none", [], {})
         self._report_due_s = 0.0
-        self.errands: Errands = deque()
-        """Queue of `give_back`; shared by the sessions of one client, so that a later one can run it."""
         self._remote = remote is not None
         self._asked_s = time.monotonic()
         self._clock_differs = False
@@ -150,41 +163,18 @@ class Session:
             endpoint, self.welcome.session, self.generation, timeout_s, self._on_late, keys, self.welcome.connections
         )
 
-    def _say_hello(self, address: str | Path, hello: Hello, timeout_s: float) -> Welcome:
-        path = session_socket_path(address)
-        check_owner(path.parent)
-        self._sock.settimeout(timeout_s)
-        self._sock.connect(str(path))
-        # The daemon watches the pidfd: frames that we may still be writing to stay ours until we have exited.
-        pidfd = os.pidfd_open(os.getpid())
-        try:
-            send_packet(self._sock, _encode(hello), [pidfd])
-        except BrokenPipeError:
-            pass  # refused unread: the reason waits to be read
-        finally:
-            os.close(pidfd)
-        try:
-            message = self._read_packet()
-        except ConnectionResetError:
-            message = self._read_packet()  # refused unread: the reason comes after the error
-        if isinstance(message, Refused):
-            raise RequestRefused(message.code, message.text)
-        if not isinstance(message, Welcome):
-            raise ProtocolError("the daemon did not answer the hello with a welcome")
-        return message
-
     def fileno(self) -> int:
         """Descriptor of the session socket, to poll."""
         return self._sock.fileno()
 
-    def _read_packet(self) -> Welcome | Refused | Regions | None:
+    def _read_packet(self) -> Message:
         """Read one packet and map its regions. None is end of file."""
         data, fds = receive_packet(self._sock)
         try:
             if not data:
                 return None
             try:
-                message: Welcome | Refused | Regions = _decode(data)
+                message: Message = _decode(data)
             except UNREADABLE as error:
                 raise ProtocolError(f"the daemon sent a packet that is no message: {error}") from error
             if isinstance(message, Regions) and self.arena is not None:
@@ -207,7 +197,7 @@ class Session:
                 return False
 
     def call(self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any) -> R:
-        """One request and its reply. Raises as `Channels.call`, and reports trouble to `on_trouble`."""
+        """One request and its reply. Raises as `Channels.call`, and reports trouble to the owner."""
         return uninterrupted(lambda: self.wait(self.post(request_type, expect, timeout_s, **fields)))
 
     def post(
@@ -234,7 +224,7 @@ class Session:
         """Stop waiting for it; a lease that it may grant is given back."""
         if pending is not None:
             self._channels.abandon(pending)
-            self.on_work()
+            self._owner.wake()
 
     def pause(self) -> None:
         """Refuse calls at once, except from the thread that is `probing`. New sessions are paused."""
@@ -268,16 +258,16 @@ class Session:
     def _blame(self, error: TierCacheError) -> None:
         if isinstance(error, RequestRefused):
             if error.code in SESSION_OVER_CODES:
-                self.on_trouble(self, str(error), True)
+                self._owner.session_failed(self, str(error), True)
                 raise DaemonUnavailable(f"the daemon does not know this session: {error.text}") from error
             if error.code == ErrorCode.EXPIRED.value:
                 # We have waited for the answer, so it was in time: the daemon is wrong about our clock.
                 self._clock_differs = True
-                self.on_work()
+                self._owner.wake()
         elif isinstance(error, ProtocolError):
-            self.on_trouble(self, str(error), True)
+            self._owner.session_failed(self, str(error), True)
         elif isinstance(error, DaemonUnavailable):
-            self.on_trouble(self, str(error), False)
+            self._owner.session_failed(self, str(error), False)
 
     def namespace_id(self, spec: NamespaceSpec, timeout_s: float | None = None, *, direct: bool = False) -> int:
         """The small integer of `spec` in this session; asks the daemon only the first time.
@@ -286,12 +276,12 @@ class Session:
         """
         known = self._namespaces.get(id(spec))
         if known is None or (direct and id(spec) not in self._direct):
-            number = self.call(RegisterNamespace, Namespace, timeout_s, spec=spec, direct=direct).namespace
+            namespace_id = self.call(RegisterNamespace, Namespace, timeout_s, spec=spec, direct=direct).namespace
             if direct:
                 self._direct.add(id(spec))
             # Specs cannot be hashed, and fingerprints cost as much as a request; the reference to the spec keeps its id
             # from being reused.
-            self._namespaces[id(spec)] = known = (spec, number)
+            self._namespaces[id(spec)] = known = (spec, namespace_id)
         return known[1]
 
     def give_back(self, request_type: type[Request], **fields: Any) -> None:
@@ -299,9 +289,9 @@ class Session:
 
         An `Abort` may go out in a later session with the same life of the daemon.
         """
-        if len(self.errands) < MAX_GIVE_BACK:
-            self.errands.append((self.generation, self.welcome.session, request_type, fields))
-            self.on_work()
+        if len(self._owner.errands) < MAX_GIVE_BACK:
+            self._owner.errands.append((self.generation, self.welcome.session, request_type, fields))
+            self._owner.wake()
 
     def _on_late(self, reply: AnyReply) -> None:
         if isinstance(reply, Matched) and reply.lease != NO_LEASE:
@@ -325,8 +315,8 @@ class Session:
         if self._clock_differs:
             self._tell_clock()
         waiting = self._channels.collect_late()
-        while self.errands:
-            generation, session, request_type, fields = self.errands[0]
+        while self._owner.errands:
+            generation, session, request_type, fields = self._owner.errands[0]
             # Read leases have ended with their session; frames that were written to wait for this message.
             alive = session == self.welcome.session or (request_type is Abort and generation == self.generation)
             try:
@@ -336,7 +326,7 @@ class Session:
                 if error.code in ASK_AGAIN_CODES:
                     return True
                 logger.debug("the daemon would not take back %s: %s", fields, error)
-            self.errands.popleft()
+            self._owner.errands.popleft()
         return waiting
 
     def _keep_alive(self) -> None:
@@ -353,18 +343,18 @@ class Session:
             if error.code != ErrorCode.EXPIRED.value:
                 raise
             text = "it is wrong about our clock, and too old to be told: a new session"
-            self.on_trouble(self, text, True)
+            self._owner.session_failed(self, text, True)
             raise DaemonUnavailable(text) from error
         self._clock_differs = False
 
     def _report(self) -> None:
         """Report how the arena is held here, and the models; now and then the counters."""
-        registration, models = self.arena.registration if self.arena is not None else "none", self.models()
+        registration, models = self.arena.registration if self.arena is not None else "none", self._owner.report.models
         now_s = time.monotonic()
         if (registration, models) == self._reported[:2] and now_s < self._report_due_s:
             return
         self._report_due_s = now_s + REPORT_S
-        report = (registration, models, self.counters())
+        report = (registration, models, self._owner.report.counters())
         if report != self._reported:
             try:
                 self.call(Report, Done, registration=registration, models=models, counters=report[2])
@@ -376,7 +366,7 @@ class Session:
 
     def _arena_is_ready(self, registration: str) -> None:
         logger.debug("the arena is mapped and populated: %s", registration)
-        self.on_work()
+        self._owner.wake()
 
     def end(self) -> None:
         """Close the sockets; the arena is unmapped after the last copy. Idempotent."""
@@ -396,52 +386,3 @@ class Session:
         self._sock.close()
         if self._far is not None:
             self._far.close()
-
-
-def greet(remote: Remote, hello: Hello, timeout_s: float) -> Welcome:
-    """Say hello to a daemon on another host. Raises DaemonUnavailable, RequestRefused, ProtocolError."""
-    text = f"nothing answers at {remote.endpoint}, or it has other keys, or it does not let ours in"
-    context = process_context()
-    with context.socket(zmq.DEALER) as sock:
-        sock.set(zmq.LINGER, 0)
-        sock.set(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
-        remote.keys.secure(sock)
-        try:
-            sock.connect(remote.endpoint)
-            sock.send(_encode(hello))
-            if not sock.poll(max(1, int(timeout_s * 1000))):
-                raise DaemonUnavailable(text)
-            message = _decode(sock.recv())
-        except zmq.ZMQError as error:
-            raise DaemonUnavailable(f"{remote.endpoint}: {error}") from error
-        except UNREADABLE as error:
-            raise ProtocolError(f"the daemon answered the hello with something else: {error}") from error
-    if isinstance(message, Refused):
-        raise RequestRefused(message.code, message.text)
-    if not isinstance(message, Welcome):
-        raise ProtocolError("the daemon did not answer the hello with a welcome")
-    return message
-
-
-def check_owner(run_dir: Path) -> None:
-    """Refuse a run directory of another user in a folder such as /tmp (sticky), where any user could have made it.
-
-    A daemon there would receive all blocks and could return anything. Raises DaemonUnavailable; a client of root may
-    use any directory. OSError where there is no such directory.
-    """
-    owner, user = os.lstat(run_dir).st_uid, os.geteuid()
-    shared = stat.S_IWOTH | stat.S_ISVTX
-    if user != 0 and owner not in (0, user) and os.stat(run_dir.parent).st_mode & shared == shared:
-        text = f"{run_dir} belongs to user {owner}, and everybody can make directories there"
-        raise DaemonUnavailable(f"{text}: it may be no daemon of ours; a shared one has its run_dir elsewhere")
-
-
-def _explain(error: OSError) -> str:
-    """Why a connection could not be made, for people."""
-    if error.errno == errno.ENOENT:
-        return "there is no session socket"
-    if error.errno == errno.ECONNREFUSED:
-        return "its process is gone"
-    if isinstance(error, TimeoutError) or error.errno == errno.EAGAIN:
-        return "it does not answer the hello"
-    return str(error)

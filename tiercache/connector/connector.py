@@ -38,47 +38,34 @@ What an engine must know:
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tiercache.client.client import REQUEST_TIMEOUT_S, Client
+from tiercache.client.client import Client
+from tiercache.client.session import REQUEST_TIMEOUT_S
 from tiercache.config.daemon_config import default_address
 from tiercache.connector.blocks import Blocks, NewBlocks
 from tiercache.connector.direct.backend import Backend
 from tiercache.connector.direct.loads import DirectPath
 from tiercache.connector.jobs import JobQueue, Transfer
-from tiercache.connector.loads import Match, adopt_match, end_match, load_blocks, match_blocks
+from tiercache.connector.loads import Match, load_blocks
 from tiercache.connector.mover import Mover
+from tiercache.connector.scheduler_side import SchedulerSide, check_keys
 from tiercache.connector.stores import StoreResult, store_blocks
 from tiercache.copies.pool import BlockIds, CopyLost, Limit, Pool, make_copier
 from tiercache.errors import (
-    CallInterrupted,
     ConfigError,
-    DaemonUnavailable,
     LayoutError,
-    RequestRefused,
     TierCacheError,
 )
-from tiercache.ground import forks
 from tiercache.ground.uninterrupted import whole
 from tiercache.protocol.hints import Hint
 from tiercache.protocol.messages import (
     KEY_BYTES,
-    MAX_PIN_TTL_MS,
     EventRun,
-    Hinted,
-    Matched,
-    ModelCard,
-    Pin,
-    Pinned,
-    Prefetch,
-    Unpin,
 )
-from tiercache.protocol.messages import Hint as HintRequest
 from tiercache.protocol.namespaces import NamespaceSpec
 
 LOAD_TIMEOUT_S = 10.0
@@ -87,25 +74,6 @@ MAX_QUEUED_LOADS = 256
 MAX_QUEUED_STORES = 64
 RAMP_FLOOR_BYTES = 64 << 20
 """A store of this size proceeds whole even just after the daemon came back."""
-
-COUNTERS = (
-    "matches",  # match() calls with keys
-    "matched_blocks",
-    "adoptions",
-    "loads",
-    "loads_short",  # loads that brought fewer good blocks than they asked for
-    "loaded_blocks",
-    "loaded_bytes",
-    "stores",
-    "stored_blocks",
-    "stored_bytes",
-    "dropped_blocks",  # blocks of stores that were not kept
-    "hints",  # accepted by the daemon
-    "unavailable",  # calls that were misses because the daemon was down
-    "failures",  # calls that were misses for another reason
-)
-
-logger = logging.getLogger("tiercache.connector")
 
 
 def connect(
@@ -156,11 +124,8 @@ def connect(
         namespace = namespace.of_tenant(tenant)
     if problem := namespace.problem():
         raise ConfigError(f"this namespace cannot be served: {problem}")
-    if pool is not None and pool.block_bytes != namespace.block_bytes:
-        raise LayoutError(
-            f"a block of the pool has {pool.block_bytes} bytes and the namespace says "
-            f"{namespace.block_bytes}: one of them is wrong"
-        )
+    if pool is not None:
+        _check_fit(namespace, pool)
     client = Client(
         address or default_address(),
         name=name,
@@ -179,7 +144,7 @@ def connect(
     return connector
 
 
-class Connector:
+class Connector(SchedulerSide):
     """One engine process's access to the cache. Thread-safe. Made by `connect`; close it when done.
 
     Attributes:
@@ -197,114 +162,29 @@ class Connector:
         load_timeout_s: float = LOAD_TIMEOUT_S,
         gds: str | Backend = "off",
         gds_store: bool = False,
+        is_sibling: bool = False,
     ) -> None:
-        self.namespace = namespace
-        self.pool = pool
-        self._client = client
+        """Arguments as for `connect`; with `is_sibling` it uses the client of another connector, and leaves it open."""
+        super().__init__(client, namespace, pool, DirectPath(client, namespace, pool, gds, gds_store))
         self._load_timeout_s = load_timeout_s
         self._mover = None if pool is None else Mover(make_copier(pool), pool.block_bytes)
         self._loads = JobQueue("tiercache-load", MAX_QUEUED_LOADS)
         self._stores = JobQueue("tiercache-store", MAX_QUEUED_STORES)
-        self._lock = threading.RLock()  # a signal handler may use the connector while this thread has it
-        self._counts = dict.fromkeys(COUNTERS, 0)
-        self._complained: set[str] = set()
-        self.direct = DirectPath(client, namespace, pool, gds, gds_store)
         self._siblings: list[Connector] = []
-        self._is_sibling = False
-        forks.watch(self, "_lock")
-        client.counters = self._all_counters
+        self._is_sibling = is_sibling
+        # The client went up and down once for all of them.
+        client.report.include(self._outcomes.counts if is_sibling else lambda: self.counters)
 
     def sibling(self, namespace: NamespaceSpec, pool: Pool) -> Connector:
         """A connector for other blocks of the same engine, e.g. of another group of layers, over the same client.
 
         It is closed with this one. Raises ConfigError and LayoutError as `connect`.
         """
-        if pool.block_bytes != namespace.block_bytes:
-            raise LayoutError(
-                f"a block of the pool has {pool.block_bytes} bytes and the namespace says {namespace.block_bytes}: "
-                "one of them is wrong"
-            )
+        _check_fit(namespace, pool)
         self._client.expect(namespace)
-        other = Connector(self._client, namespace, pool, load_timeout_s=self._load_timeout_s)
-        other._is_sibling = True
+        other = Connector(self._client, namespace, pool, load_timeout_s=self._load_timeout_s, is_sibling=True)
         self._siblings.append(other)
-        self._client.counters = self._all_counters
         return other
-
-    def _all_counters(self) -> dict[str, int]:
-        """Counters of the siblings too, for the daemon; a client has gone up and down once for all of them."""
-        total = self.counters
-        for sibling in self._siblings:
-            counts = sibling.counters
-            for name in COUNTERS:
-                total[name] += counts[name]
-        return total
-
-    @property
-    def available(self) -> bool:
-        """False while the daemon is down; calls are then misses at once."""
-        return self._client.alive
-
-    @property
-    def client(self) -> Client:
-        """The client underneath, for requests without a method here."""
-        return self._client
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """Counts of this connector's work; see `COUNTERS`."""
-        with self._lock:
-            counts = dict(self._counts)
-        lives = {"times_up": self._client.times_up, "times_down": self._client.times_down}
-        return {**counts, **lives, **self.direct.counters()}
-
-    # --- matching --------------------------------------------------------------------------------
-
-    @whole
-    def match(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> Match:
-        """The longest leading run of `keys` that the cache has, under a read lease.
-
-        Args:
-            keys: 16 bytes for each block from the root on, as `KeyChain.packed` gives them.
-            namespaces: all of these must have the run (the ranks of one engine); by default the
-                connector's own.
-
-        Load or release the result. Blocks for one round trip. A failure is `blocks == 0`.
-        """
-        _check_keys(keys)
-        specs = (self.namespace,) if namespaces is None else tuple(namespaces)
-        if not keys or not self._is_up("matches"):
-            return Match()
-        try:
-            match = match_blocks(self._client, keys, specs, with_frames=self._reads_frames, extents=self.direct.wanted)
-        except TierCacheError as error:
-            self._fail("match", error)
-            return Match()
-        self._succeed("match", matches=1, matched_blocks=match.blocks)
-        return match
-
-    @whole
-    def adopt(self, ticket: bytes) -> Match:
-        """The match behind `Match.ticket()` of another process of this instance; a miss if it is over.
-
-        Both processes then hold the lease, and each ends its own hold.
-        """
-        if not self._is_up("adoptions"):
-            return Match()
-        try:
-            return adopt_match(self._client, ticket)
-        except TierCacheError as error:
-            self._fail("adopt", error)
-            return Match()
-
-    @whole
-    def release(self, match: Match) -> None:
-        """End a match that is not loaded. Does nothing for one that is over, or a miss."""
-        end_match(self._client, match)
-
-    @property
-    def _reads_frames(self) -> bool:
-        return self._mover is not None
 
     # --- loading ---------------------------------------------------------------------------------
 
@@ -348,26 +228,21 @@ class Connector:
         except CopyLost:
             raise
         except TierCacheError as error:
-            self._fail("load", error)
-            self._count(loads=1, loads_short=1)
+            self._outcomes.failed("load", error)
+            self._outcomes.count(loads=1, loads_short=1)
             return 0
         short = int(good < min(len(blocks), match.blocks - blocks.first))
         size = good * self.namespace.block_bytes
-        self._succeed("load", loads=1, loads_short=short, loaded_blocks=good, loaded_bytes=size)
+        self._outcomes.succeeded("load", loads=1, loads_short=short, loaded_blocks=good, loaded_bytes=size)
         return good
 
     def _skip_load(self, match: Match | bytes) -> int:
-        self._count(loads=1, loads_short=1)
+        self._outcomes.count(loads=1, loads_short=1)
         if isinstance(match, Match):
             self.release(match)
         return 0
 
     # --- storing ---------------------------------------------------------------------------------
-
-    @property
-    def wants_events(self) -> bool:
-        """Whether the daemon publishes KV events, so that stores should bring an `EventRun`. False while it is down."""
-        return self._client.wants_events
 
     @whole
     def store(
@@ -419,7 +294,7 @@ class Connector:
         return Transfer.finished(self._skip_store(count))
 
     def _blocks_to_store(self, keys: bytes, block_ids: BlockIds, first: int, events: EventRun | None) -> NewBlocks:
-        _check_keys(keys)
+        check_keys(keys)
         ids = self._own_pool().check_ids(block_ids)
         if first < 0 or (first + len(ids)) * KEY_BYTES > len(keys):
             raise ValueError(
@@ -438,14 +313,14 @@ class Connector:
             if admitted and self._is_up("stores"):
                 mover, storer = self._own_mover(), self.direct.storer
                 result = store_blocks(self._client, mover, self.namespace, blocks.part(0, admitted), storer)
-                self._succeed("store", stores=1)
+                self._outcomes.succeeded("store", stores=1)
         except CopyLost:
             raise
         except TierCacheError as error:
-            self._fail("store", error)
+            self._outcomes.failed("store", error)
         kept = result.stored + result.present
         result = result._replace(dropped=len(blocks) - kept)
-        self._count(
+        self._outcomes.count(
             stored_blocks=result.stored,
             stored_bytes=result.stored * self.namespace.block_bytes,
             dropped_blocks=result.dropped,
@@ -455,7 +330,7 @@ class Connector:
         return result
 
     def _skip_store(self, count: int) -> StoreResult:
-        self._count(dropped_blocks=count)
+        self._outcomes.count(dropped_blocks=count)
         return StoreResult(dropped=count)
 
     def _admitted(self, count: int) -> int:
@@ -469,105 +344,14 @@ class Connector:
         floor = RAMP_FLOOR_BYTES // self.namespace.block_bytes
         return min(count, max(1, floor, int(count * share)))
 
-    # --- the rest --------------------------------------------------------------------------------
-
-    @whole
-    def prefetch(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> int:
-        """Promote into DRAM what `match` would find of `keys` in `namespaces`; returns its blocks. 0 on failure."""
-        _check_keys(keys)
-        specs = (self.namespace,) if namespaces is None else tuple(namespaces)
-        return self._simple("prefetch", lambda _: self._prefetch(specs, keys)) if keys else 0
-
-    def _prefetch(self, specs: Sequence[NamespaceSpec], keys: bytes) -> int:
-        session = self._client.session()
-        numbers = [session.namespace_id(spec) for spec in specs]
-        reply = session.call(Prefetch, Matched, namespaces=numbers, keys=keys)
-        return reply.dram_blocks + reply.below_blocks
-
-    @whole
-    def hint(
-        self, keys: bytes, hint: Hint, *, first: int = 0, namespaces: Sequence[NamespaceSpec] | None = None
-    ) -> int:
-        """Send a hint about blocks `first..` of the chain `keys`, as far as no other chain shares them.
-
-        `namespaces`: by default the connector's own. Returns how many of `keys` are here, in any tier; 0 on failure,
-        and with a daemon of an earlier release, which takes no hints. Blocks for one round trip.
-        """
-        _check_keys(keys)
-        if first < 0:
-            raise ValueError(f"first is {first}: must be 0 or more")
-        specs = (self.namespace,) if namespaces is None else tuple(namespaces)
-        return self._simple("hint", lambda _: self._hint(specs, keys, first, hint)) if keys else 0
-
-    def _hint(self, specs: Sequence[NamespaceSpec], keys: bytes, first: int, hint: Hint) -> int:
-        session = self._client.session()
-        if not session.welcome.hints:
-            return 0
-        numbers = [session.namespace_id(spec) for spec in specs]
-        reply = session.call(HintRequest, Hinted, namespaces=numbers, keys=keys, first=first, **hint.fields())
-        self._count(hints=1)
-        return reply.blocks
-
     def hint_async(self, keys: bytes, hint: Hint) -> Transfer[int]:
         """As `hint`, in the background, after all stores queued before by `store_async`.
 
         A full queue drops it.
         """
-        _check_keys(keys)
+        check_keys(keys)
         transfer = Transfer(lambda: self.hint(keys, hint), lambda: 0, 0, Limit())
         return transfer if self._stores.submit(transfer) else Transfer.finished(0)
-
-    @whole
-    def pin(self, keys: bytes, ttl_s: float) -> int:
-        """Keep the stored run of `keys` from eviction for `ttl_s`; returns its blocks. 0 on failure."""
-        _check_keys(keys)
-        if ttl_s <= 0:
-            raise ValueError(f"ttl_s is {ttl_s}: must be more than 0")
-        fields = {"keys": keys, "ttl_ms": min(MAX_PIN_TTL_MS, max(1, round(ttl_s * 1000)))}
-        return self._simple("pin", lambda number: self._pin(Pin, number, fields))
-
-    @whole
-    def unpin(self, keys: bytes) -> int:
-        """End the pins that were set with the same keys; returns blocks. 0 on failure."""
-        _check_keys(keys)
-        return self._simple("unpin", lambda number: self._pin(Unpin, number, {"keys": keys}))
-
-    def _pin(self, request: type[Pin] | type[Unpin], number: int, fields: dict[str, Any]) -> int:
-        return self._client.session().call(request, Pinned, namespaces=[number], **fields).blocks
-
-    def _simple(self, operation: str, ask: Callable[[int], int]) -> int:
-        try:
-            blocks = ask(self._client.session().namespace_id(self.namespace))
-        except TierCacheError as error:
-            self._fail(operation, error)
-            return 0
-        self._succeed(operation)
-        return blocks
-
-    def flush(self, *, tier: str = "all", key: bytes = b"", all_namespaces: bool = False) -> int:
-        """Drop blocks: `key` and all that follow it, or everything; returns how many.
-
-        Of this connector's namespace, or of every one. Unlike the rest this raises when it fails (DaemonUnavailable,
-        RequestRefused): the caller must know whether it was done.
-        """
-        namespaces = () if all_namespaces else (self.namespace,)
-        return self._client.flush(tier=tier, namespaces=namespaces, key=key)
-
-    def announce(self, models: Sequence[ModelCard]) -> None:
-        """Announce the models of which this process stores blocks, so that others can query how much is stored.
-
-        Replaces what was announced before. Without it `tiercache affinity` does not know the model.
-        """
-        self._client.announce(models)
-
-    def stats(self) -> dict[str, Any]:
-        """`available`, `client` (the counters here) and `daemon` (its statistics; empty when down)."""
-        daemon: dict[str, Any] = {}
-        try:
-            daemon = self._client.stats()
-        except TierCacheError as error:
-            self._fail("stats", error)
-        return {"available": self.available, "client": self.counters, "daemon": daemon}
 
     def close(self) -> None:
         """Finish the transfers that have begun, drop the others, and end the session. Blocks for seconds."""
@@ -585,8 +369,6 @@ class Connector:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- counting and complaining ----------------------------------------------------------------
-
     def _own_pool(self) -> Pool:
         if self.pool is None:
             raise LayoutError("this connector has no pool: pass pool= to connect")
@@ -601,36 +383,10 @@ class Connector:
         """See `Copier.mark`. A forked child has no device to ask, and its copies never begin."""
         return None if self._client.forked else self._own_mover().copier.mark()
 
-    def _count(self, **counts: int) -> None:
-        with self._lock:
-            for name, count in counts.items():
-                self._counts[name] += count
 
-    def _is_up(self, counter: str) -> bool:
-        if self._client.alive:
-            return True
-        self._count(**{counter: 1, "unavailable": 1})
-        if self._client.forked and "fork" not in self._complained:
-            self._complained = self._complained | {"fork"}
-            logger.warning("the cache is not used: %s", forks.FORKED)
-        return False
-
-    def _succeed(self, operation: str, **counts: int) -> None:
-        self._count(**counts)
-        if self._complained:
-            self._complained = {said for said in self._complained if not said.startswith(operation)}
-
-    def _fail(self, operation: str, error: TierCacheError) -> None:
-        """Count a failure, and log it unless it was also the last one logged for this operation."""
-        self._count(failures=1)
-        if isinstance(error, (DaemonUnavailable, CallInterrupted)):
-            return  # the client logs when the daemon goes and comes, and the caller knows of a signal
-        code = error.code if isinstance(error, RequestRefused) else type(error).__name__
-        if f"{operation}:{code}" not in self._complained:
-            self._complained = self._complained | {f"{operation}:{code}"}
-            logger.warning("%s failed, and counts as a miss: %s", operation, error)
-
-
-def _check_keys(keys: bytes) -> None:
-    if len(keys) % KEY_BYTES:
-        raise ValueError(f"keys are {KEY_BYTES} bytes each, and these are {len(keys)} bytes")
+def _check_fit(namespace: NamespaceSpec, pool: Pool) -> None:
+    if pool.block_bytes != namespace.block_bytes:
+        raise LayoutError(
+            f"a block of the pool has {pool.block_bytes} bytes and the namespace says "
+            f"{namespace.block_bytes}: one of them is wrong"
+        )

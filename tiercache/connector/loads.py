@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tiercache.client.channel import Pending
+from tiercache.client.channels import Pending
 from tiercache.client.client import Client
 from tiercache.client.session import Session
 from tiercache.connector.blocks import Blocks, LeasedBlocks

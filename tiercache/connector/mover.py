@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.client.channel import Order
+from tiercache.client.channels import Order
 from tiercache.client.session import Session
 from tiercache.connector.blocks import Blocks, LeasedBlocks
 from tiercache.connector.write_lease import WriteLease

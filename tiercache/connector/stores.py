@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tiercache.client.channel import Pending
+from tiercache.client.channels import Pending
 from tiercache.client.client import Client
 from tiercache.connector.blocks import WINDOW_BLOCKS, WINDOW_BYTES, NewBlocks
 from tiercache.connector.direct.gds import DirectStorer
