@@ -97,7 +97,7 @@ class Server:
         below_bytes = config.nvme_capacity_bytes
         what_if = WhatIf(self.clock, config.arena_bytes, below_bytes) if config.what_if else None
         self.cache = Cache(self.clock, limits, self.nvme, self.events, what_if)
-        self.cache.work_ns = WORK_NS
+        self.cache.work_ns = self.cache.writes.publish_ns = WORK_NS
         self.settings = LiveSettings(running, again, self.cache)
         if self.nvme is not None:
             self.nvme.attach(self.cache)

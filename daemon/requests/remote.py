@@ -177,7 +177,7 @@ class RemoteGate:
         socket.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
 
-    def _serve(self, identity: bytes, header: bytes, parts: list[zmq.Frame]) -> Answer | None:
+    def _serve(self, identity: bytes, header: bytes | memoryview, parts: list[zmq.Frame]) -> Answer | None:
         key = self.router.peer
         try:
             start = _decode_start(header)
@@ -193,7 +193,7 @@ class RemoteGate:
             return Answer(_encode(error), None)
         return self._handle(identity, header, parts)
 
-    def _greet(self, key: str, header: bytes) -> Answer | None:
+    def _greet(self, key: str, header: bytes | memoryview) -> Answer | None:
         """The answer to a hello; None for any other request."""
         if len(header) > MAX_HELLO_BYTES:
             return None

@@ -127,7 +127,7 @@ class Service:
             **AdminRequests(desk).methods(),
         }
 
-    def handle(self, identity: bytes, header: bytes, parts: list[zmq.Frame]) -> Answer | None:
+    def handle(self, identity: bytes, header: bytes | memoryview, parts: list[zmq.Frame]) -> Answer | None:
         """Answer one message: its header part, and the payload parts that followed.
 
         None if the request waits for the tier below or takes several slices; its answer is given to `send` later.
@@ -179,8 +179,8 @@ class Service:
         else:
             recorder.fetched(namespaces, request.keys)
 
-    def _decode(self, header: bytes) -> m.Request:
-        if len(header) > MAX_REGISTER_BYTES and _REGISTER.encode() in header[:_TAG_WITHIN]:
+    def _decode(self, header: bytes | memoryview) -> m.Request:
+        if len(header) > MAX_REGISTER_BYTES and _REGISTER.encode() in bytes(header[:_TAG_WITHIN]):
             # Building a spec of megabytes would hold up the event loop.
             raise RequestRefused(ErrorCode.BAD_VALUE.value, f"the spec is longer than {MAX_SPEC_BYTES} bytes")
         try:
@@ -300,7 +300,7 @@ class Service:
         return m.Done(request.request_id, self._generation)
 
 
-def _decode(header: bytes) -> m.Request:
+def _decode(header: bytes | memoryview) -> m.Request:
     """Decode a request, skipping what a later release has added to it. Raises one of UNREADABLE."""
     try:
         request: m.Request = _decoder.decode(header)
@@ -315,7 +315,7 @@ def _decode(header: bytes) -> m.Request:
         return request
 
 
-def _request_id_of(header: bytes) -> int:
+def _request_id_of(header: bytes | memoryview) -> int:
     """The request id of a message that could not be decoded, if it got that far; else 0."""
     try:
         return _decode_start(header).request_id

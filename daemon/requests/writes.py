@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tiercache.daemon.events.events import Named, name_blocks
+from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.requests.context import Desk, Method, check_range, check_run, encoder
 from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.tiers.dram.leases import Owner
@@ -88,12 +89,12 @@ class WriteRequests:
             return None
         return named
 
-    def _commit(self, session: Session, request: m.Commit) -> m.Reply:
+    def _commit(self, session: Session, request: m.Commit) -> Steps[m.Reply]:
         if len(request.blocks) % 4 or len(request.blocks) > 4 * m.MAX_RESERVE:
             text = f"blocks must be u32le indices, at most {m.MAX_RESERVE}"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         numbers = m.unpack_indices(request.blocks)
-        states = self._cache.writes.commit(session.owner, request.lease, numbers)
+        states = yield from self._cache.writes.commit_in_slices(session.owner, request.lease, numbers)
         return m.Committed(request.request_id, self._generation, bytes(states))
 
     def _abort(self, session: Session, request: m.Abort) -> m.Reply:
@@ -117,7 +118,7 @@ class WriteRequests:
             request.request_id, self._generation, got.lease_id, got.present, got.directory, extents, got.soon
         )
 
-    def _commit_extents(self, session: Session, request: m.CommitExtents) -> m.Reply:
+    def _commit_extents(self, session: Session, request: m.CommitExtents) -> Steps[m.Reply]:
         if len(request.checksums) % 8 or len(request.checksums) > 8 * m.MAX_RESERVE:
             text = f"checksums must be u64le, at most {m.MAX_RESERVE}"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
@@ -125,6 +126,8 @@ class WriteRequests:
         states = [m.CommitState.DROPPED] * len(checksums)
         if grants is not None:
             states = grants.commit(session.owner, request.lease, checksums)
+        while self._cache.events is not None and self._cache.events.behind:
+            yield  # its client stores no more meanwhile
         return m.Committed(request.request_id, self._generation, bytes(states))
 
     def write(self, session: Session, request: m.Write, payload: memoryview) -> m.Reply:

@@ -11,7 +11,9 @@ its session is lost, the frame waits in quarantine until that client says so or 
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import islice
 
@@ -42,6 +44,8 @@ _COMMIT_STATE = {
 }
 BLOCKS_AT_ONCE = 1024
 """Published or dropped in one go: a millisecond or two of the event loop. Not less than one commit may name."""
+RUN_BLOCKS = 128
+"""Published before the next look at the time."""
 LOOKED_AT_ONCE = 4096
 """Pending blocks checked in one go when a region is emptied."""
 _DROP = 3
@@ -79,12 +83,14 @@ class Writes:
         self.pending: dict[tuple[int, bytes], PendingBlock] = {}
         self.ages = LatencyHistogram()
         """How long clients took for their stores, quarantine included."""
+        self.publish_ns = math.inf
+        """A slice of publishing ends after so much of this thread's CPU time."""
         self._space = space
         self._published = published
         self._clock_s = clock_s
         self._events = events
         self._deadlines = Deadlines(self.leases)
-        self._ready: list[PendingBlock] = []  # complete, below published blocks: to be published
+        self._ready: deque[PendingBlock] = deque()  # complete, below published blocks: to be published
         self._doomed: list[PendingBlock] = []  # dropped, with blocks below them still to be dropped
         self._pending_in: dict[int, dict[PendingBlock, None]] = {}  # by namespace, since it was flushed
         self._taken_back: dict[int, list[PendingBlock]] = {}  # pending blocks to check, by the region that is emptied
@@ -222,9 +228,20 @@ class Writes:
 
     def commit(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> list[CommitState]:
         """The copies into these blocks are complete. Blocks of a lease that is over are dropped."""
+        return _states(self._complete(owner, lease_id, numbers))
+
+    def commit_in_slices(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> Steps[list[CommitState]]:
+        """`commit`, until all of these blocks are visible that can be; nearly always that is at once."""
+        blocks = self._complete(owner, lease_id, numbers)
+        while self._ready and any(map(_is_coming, blocks)):
+            yield  # `work` publishes them
+        return _states(blocks)
+
+    def _complete(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> list[PendingBlock | None]:
+        """Note that these blocks are complete, and publish a slice of them; None for those of no lease."""
         lease = self._find(owner, lease_id)
         if lease is None:
-            return [CommitState.DROPPED] * len(numbers)
+            return [None] * len(numbers)
         blocks = [lease.blocks.get(number) for number in numbers]
         complete, taken = list[PendingBlock](), self._taken_back
         for block in blocks:
@@ -241,11 +258,12 @@ class Writes:
         if complete:
             self.unfinished.complete(lease, len(complete))
             self._space.namespaces[complete[0].table.number].use.used_s = self._clock_s()
-            self._ready.extend(block for block in reversed(complete) if block.parent_block is None)
-            self._publish_some()
+            ready = deque(block for block in complete if block.parent_block is None)
+            self._publish_some(ready)  # its own before those that wait: a commit sees its own
+            self._ready.extend(ready)
         self.drop_some()
         self._end_if_done(lease)
-        return [_DROPPED if block is None else _COMMIT_STATE[block.phase] for block in blocks]
+        return blocks
 
     def abort(self, owner: Owner, lease_id: int, finished: bool) -> None:
         """Drop what was not committed. Unless `finished`, its frames go into quarantine."""
@@ -289,22 +307,28 @@ class Writes:
         same = lease is not None and lease.owner.same_engine(owner)
         return lease if same else None
 
-    def _publish_some(self) -> None:
-        """Make complete blocks visible, then the HELD ones below them, as deep as they go: a slice of them.
+    def _publish_some(self, ready: deque[PendingBlock]) -> None:
+        """Make complete blocks visible, each with the HELD ones below it, as deep as they go: a slice of `ready`.
 
-        HELD → VISIBLE, or DROPPED if the parent has gone. The newest first: a commit sees its own.
+        HELD → VISIBLE, or DROPPED if the parent has gone. None while events are behind.
         """
-        index, ready, done = self._space.index, self._ready, 0
-        turnover = self._space.policies.turnover
+        index, done, until_ns = self._space.index, 0, time.thread_time_ns() + self.publish_ns
+        turnover, events, look = self._space.policies.turnover, self._events, RUN_BLOCKS
         while ready and done < BLOCKS_AT_ONCE:
-            block = ready.pop()
+            if events is not None and events.behind:
+                return
+            if done >= look:
+                if time.thread_time_ns() >= until_ns:
+                    return
+                look = done + RUN_BLOCKS
+            block = ready.popleft()
             if block.phase is not _HELD:
                 continue  # dropped meanwhile
             parent = block.parent_entry
             if not index.attached(parent) or self._is_taken_back(block):
                 self._drop(block)
                 continue
-            run = complete_run(block, 1 if self._taken_back else MAX_RESERVE)
+            run = complete_run(block, 1 if self._taken_back else RUN_BLOCKS)
             done += len(run)
             last = run[-1]
             keys, frames = [block.key for block in run], [block.frame for block in run]
@@ -318,7 +342,7 @@ class Writes:
             for child in last.children:
                 child.parent_block, child.parent_entry = None, entries[-1]  # one of the pins belongs to it
                 if child.phase is _HELD:
-                    ready.append(child)
+                    ready.appendleft(child)
             last.children = {}
 
     def _show(self, run: Sequence[PendingBlock], entries: Sequence[int]) -> None:
@@ -391,7 +415,7 @@ class Writes:
 
     def work(self) -> bool:
         """Run a slice of deferred work; True while there is more."""
-        self._publish_some()
+        self._publish_some(self._ready)
         self.drop_some()
         self._take_back_some()
         return bool(self._ready or self._doomed or self._flushed or self._taken_back)
@@ -549,6 +573,29 @@ class Writes:
             blocks = (block for lease in leases[first : first + LEASES_AT_ONCE] for block in lease.blocks.values())
             dropped = (block for block in blocks if block.phase is _PHASE_DROPPED)
             yield [(block.frame, block) for block in dropped if block.frame != NO_FRAME]
+
+
+def _is_coming(block: PendingBlock | None) -> bool:
+    """Whether a complete block is to be published: no block before it is still being written.
+
+    False below a block of the same lease, which is asked itself, and below a very long run that is not visible yet.
+    """
+    if block is None or block.phase is not _HELD:
+        return False
+    above = block.parent_block
+    if above is not None and above.lease is block.lease:
+        return False
+    for _ in range(MAX_RESERVE):
+        if above is None:
+            return True
+        if above.phase is not _HELD:
+            return False
+        above = above.parent_block
+    return False
+
+
+def _states(blocks: Iterable[PendingBlock | None]) -> list[CommitState]:
+    return [_DROPPED if block is None else _COMMIT_STATE[block.phase] for block in blocks]
 
 
 def _steps_of(lease: WriteLease) -> int:
