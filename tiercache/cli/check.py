@@ -72,7 +72,7 @@ def check(
     address: Address = None,
 ) -> int:
     """Look for faults in nvme directories, or in a running daemon."""
-    reading = _reading(full, sample, rate)
+    scan = _scan_of(full, sample, rate)
     if nvme and (address is not None or force):
         raise ConfigError("--nvme is for directories that no daemon uses: leave out --address and --force")
     directories = [Path(one.strip()).absolute() for text in nvme or () for one in text.split(",") if one.strip()]
@@ -84,7 +84,7 @@ def check(
                     f"the daemon at {where} repairs its directories itself: stop it to use --repair on them"
                 )
             try:
-                return _check_daemon(where, reading, force, as_json)
+                return _check_daemon(where, scan, force, as_json)
             except DaemonUnavailable as error:
                 if address is not None or isinstance(error, NotAnswering):
                     raise
@@ -93,36 +93,36 @@ def check(
         raise ConfigError(
             "no daemon runs and no nvme directory is configured: name one with --nvme, or a daemon with --address"
         )
-    return _check_directories(directories, reading, repair, as_json)
+    return _check_directories(directories, scan, repair, as_json)
 
 
-class _Reading(NamedTuple):
+class _Scan(NamedTuple):
     """How many blocks to read (ALL for all), and at how many bytes per second at most."""
 
     blocks: int
     bytes_per_s: int
 
 
-def _reading(full: bool, sample: int | None, rate: str) -> _Reading:
+def _scan_of(full: bool, sample: int | None, rate: str) -> _Scan:
     if full and sample is not None:
         raise ConfigError("--full and --sample exclude each other: give one of them")
     try:
         bytes_per_s = parse_bytes(rate)
     except ValueError as error:
         raise ConfigError(f"--rate = {rate}: {error}") from None
-    return _Reading(ALL if full else DEFAULT_SAMPLE if sample is None else sample, bytes_per_s)
+    return _Scan(ALL if full else DEFAULT_SAMPLE if sample is None else sample, bytes_per_s)
 
 
 # --- without a daemon --------------------------------------------------------------------------------
 
 
-def _check_directories(directories: list[Path], reading: _Reading, repair: bool, as_json: bool) -> int:
+def _check_directories(directories: list[Path], scan: _Scan, repair: bool, as_json: bool) -> int:
     from tiercache.daemon.tiers.nvme.check.directory_check import check_directory
 
     reports = []
     for directory in directories:
         with _progress(as_json, str(directory)) as progress:
-            reports.append(check_directory(directory, *reading, repair, progress))
+            reports.append(check_directory(directory, *scan, repair, progress))
     if as_json:
         print_json({"ok": not any(report.findings for report in reports), "directories": list(map(_tree, reports))})
     else:
@@ -178,8 +178,8 @@ def _progress(as_json: bool, name: str) -> Iterator[Progress]:
 # --- a daemon ----------------------------------------------------------------------------------------
 
 
-def _check_daemon(where: str, reading: _Reading, force: bool, as_json: bool) -> int:
-    sample, rate = reading
+def _check_daemon(where: str, scan: _Scan, force: bool, as_json: bool) -> int:
+    sample, rate = scan
     with connected(where) as client:
         timeout_s = _answer_s(client.stats(), sample, rate)
         try:

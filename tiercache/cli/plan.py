@@ -145,6 +145,47 @@ def _tokens_per_s(tokens_per_s: float | None, requests_per_s: float | None, leng
 
 
 def _sections(tree: dict[str, Any]) -> list[Section]:
+    formats: list[tuple[str, ...]] = [
+        (one["dtype"], _exact(one["token_bytes"]), f"{one['times_the_tokens']:.2f}x") for one in tree["kv"]["formats"]
+    ]
+    tiers = [
+        (
+            _NAMES[one["tier"]],
+            f"{one['blocks']:,}",
+            f"{one['tokens']:,}",
+            "-" if one["holds_s"] is None else _long(one["holds_s"]),
+        )
+        for one in tree["tiers"]
+    ]
+    sequences = [
+        (
+            f"{one['tokens']:,}",
+            format_bytes(one["bytes"]),
+            *(f"{one['in_' + tier['tier']]:,}" for tier in tree["tiers"]),
+        )
+        for one in tree["sequences"]
+    ]
+    loads = [
+        (
+            f"{one['tokens']:,}",
+            format_duration(one["compute_s"]),
+            *(_load_cell(one, tier) for tier in _below(tree)),
+            f"{one['break_even_bytes_per_s'] / 1e9:.2f} GB/s",
+        )
+        for one in tree["loads"]
+    ]
+    names = [_NAMES[one["tier"]] for one in tree["tiers"]]
+    return [
+        Section("plan", ("", ""), _facts(tree)),
+        Section("formats", ("KV format", "a token", "tokens"), formats),
+        Section("what a tier holds", ("tier", "blocks", "tokens", "of this traffic"), tiers),
+        Section("sequences at once", ("tokens", "KV", *names), sequences),
+        Section("compute or load", ("tokens", "compute", *map("from {}".format, names[1:]), "load pays above"), loads),
+    ]
+
+
+def _facts(tree: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The model, its KV and the GPU's pool, a row each."""
     model, kv, gpu = tree["model"], tree["kv"], tree["gpu"]
     heads = f"{model['kv_heads']} KV heads of {model['head_dim']}"
     attention = f"a latent of {model['latent']}" if model["latent"] else heads
@@ -153,7 +194,7 @@ def _sections(tree: dict[str, Any]) -> list[Section]:
     parameters = f"{model['parameters'] / 1e9:.1f}B parameters"
     if model["active_parameters"] < model["parameters"] / 2:
         parameters += f", {model['active_parameters'] / 1e9:.1f}B active"
-    rows: list[tuple[str, ...]] = [
+    return [
         ("model", f"{model['name']}: {parameters}, {model['layers']} layers, {attention}"),
         ("KV of a token", f"{_exact(kv['token_bytes'])} in {kv['dtype']}, all layers"),
         (
@@ -168,43 +209,6 @@ def _sections(tree: dict[str, Any]) -> list[Section]:
             f"{gpu['pool_tokens']:,} tokens",
         ),
     ]
-    formats: list[tuple[str, ...]] = [
-        (one["dtype"], _exact(one["token_bytes"]), f"{one['times_the_tokens']:.2f}x") for one in kv["formats"]
-    ]
-    tiers = [
-        (
-            _NAMES[one["tier"]],
-            f"{one['blocks']:,}",
-            f"{one['tokens']:,}",
-            *(["-"] if one["holds_s"] is None else [_long(one["holds_s"])]),
-        )
-        for one in tree["tiers"]
-    ]
-    sequences = [
-        (f"{one['tokens']:,}", format_bytes(one["bytes"]), *(f"{one[place]:,}" for place in _places(tree)))
-        for one in tree["sequences"]
-    ]
-    loads = [
-        (
-            f"{one['tokens']:,}",
-            format_duration(one["compute_s"]),
-            *(_load_cell(one, tier) for tier in _below(tree)),
-            f"{one['break_even_bytes_per_s'] / 1e9:.2f} GB/s",
-        )
-        for one in tree["loads"]
-    ]
-    names = [_NAMES[one["tier"]] for one in tree["tiers"]]
-    return [
-        Section("plan", ("", ""), rows),
-        Section("formats", ("KV format", "a token", "tokens"), formats),
-        Section("what a tier holds", ("tier", "blocks", "tokens", "of this traffic"), tiers),
-        Section("sequences at once", ("tokens", "KV", *names), sequences),
-        Section("compute or load", ("tokens", "compute", *map("from {}".format, names[1:]), "load pays above"), loads),
-    ]
-
-
-def _places(tree: dict[str, Any]) -> list[str]:
-    return [f"in_{one['tier']}" for one in tree["tiers"]]
 
 
 def _below(tree: dict[str, Any]) -> list[str]:
@@ -236,6 +240,6 @@ def _sentences(tree: dict[str, Any]) -> list[str]:
     model = tree["model"]
     if model["windowed_layers"]:
         lines.append(
-            "Sequences are counted as engines hold them that free what has left a window; tiers keep all blocks."
+            "The sequences at once assume an engine that frees the blocks outside the window; tiers keep all blocks."
         )
     return lines

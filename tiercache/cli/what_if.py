@@ -9,7 +9,7 @@ from tiercache.cli.report import Section
 from tiercache.ground.units import format_bytes, format_duration
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """A cache size, its composition, and the share of looked-up blocks that it would have had."""
 
     size_bytes: int
@@ -17,7 +17,7 @@ class Point(NamedTuple):
     hit_rate: float
 
 
-def points(tree: dict[str, Any]) -> list[Point]:
+def points(tree: dict[str, Any]) -> list[CurvePoint]:
     """The curve with names for its sizes; empty if there is none (yet)."""
     dram_bytes = int(tree.get("arena", {}).get("bytes", 0))
     curve = tree.get("what_if", {}).get("curve", [])
@@ -25,7 +25,9 @@ def points(tree: dict[str, Any]) -> list[Point]:
     if not dram_bytes:
         return []
     return [
-        Point(int(one["capacity_bytes"]), _label(int(one["capacity_bytes"]), dram_bytes, below_bytes), one["hit_rate"])
+        CurvePoint(
+            int(one["capacity_bytes"]), _label(int(one["capacity_bytes"]), dram_bytes, below_bytes), one["hit_rate"]
+        )
         for one in curve
     ]
 

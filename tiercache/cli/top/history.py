@@ -15,7 +15,7 @@ MAX_READINGS = 10
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-class Point(NamedTuple):
+class IntervalHits(NamedTuple):
     """Tokens asked for in an interval, and those found in DRAM and below it."""
 
     asked: float
@@ -28,7 +28,7 @@ class Point(NamedTuple):
 
 
 @dataclass
-class History:
+class RecentReadings:
     """Collects readings in order. `last` is the last good one; `problem` is why there is none now."""
 
     last: Reading | None = None
@@ -36,7 +36,7 @@ class History:
     problem: str = ""
     gone_since_s: float = 0.0
     restarts: int = 0
-    points: deque[Point] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
+    points: deque[IntervalHits] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
     _readings: deque[Reading] = field(default_factory=lambda: deque(maxlen=MAX_READINGS))
 
     def take(self, reading: Reading) -> None:
@@ -52,7 +52,7 @@ class History:
             self.restarts += self.change.restarted
             grown = self.change.grown
             self.points.append(
-                Point(
+                IntervalHits(
                     grown("traffic.asked_tokens"), grown("traffic.dram_hit_tokens"), grown("traffic.below_hit_tokens")
                 )
             )

@@ -21,8 +21,8 @@ from rich.text import Text
 from tiercache.cli.connection import connected
 from tiercache.cli.exit_status import EXIT_OK
 from tiercache.cli.readings import Reading, quiet_client, take_reading
-from tiercache.cli.top.history import History
-from tiercache.cli.top.view import SORTS, Settings, frame
+from tiercache.cli.top.history import RecentReadings
+from tiercache.cli.top.view import SORTS, ViewState, frame
 from tiercache.errors import ConfigError
 
 HOT_PREFIXES = 8
@@ -39,7 +39,7 @@ def show(address: str, interval_s: float, once: bool, sort: str) -> int:
     console = Console(highlight=False, emoji=False, markup=False)
     if not once and (not console.is_terminal or console.is_dumb_terminal):
         raise ConfigError(_REMEDY)
-    settings = Settings(address, interval_s, sort)
+    settings = ViewState(address, interval_s, sort)
     with quiet_client(), connected(address) as client:
         take = partial(take_reading, client, HOT_PREFIXES)
         if once:
@@ -48,9 +48,9 @@ def show(address: str, interval_s: float, once: bool, sort: str) -> int:
             return _Top(take, console, keyboard, settings).run()
 
 
-def _print_once(take: Callable[[], Reading], console: Console, settings: Settings) -> int:
+def _print_once(take: Callable[[], Reading], console: Console, settings: ViewState) -> int:
     """Rates need two readings, an interval apart."""
-    history = History()
+    history = RecentReadings()
     history.take(take())
     time.sleep(settings.interval_s)
     history.take(take())
@@ -125,12 +125,12 @@ class Keyboard:
 class _Top:
     """The loop: read, draw, wait for a key."""
 
-    def __init__(self, take: Callable[[], Reading], console: Console, keyboard: Keyboard, settings: Settings) -> None:
+    def __init__(self, take: Callable[[], Reading], console: Console, keyboard: Keyboard, settings: ViewState) -> None:
         self._take = take
         self._console = console
         self._keyboard = keyboard
         self._settings = settings
-        self._history = History()
+        self._history = RecentReadings()
 
     def run(self) -> int:
         live = Live(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rich.text import Text
 
 from tiercache.cli.readings import at
-from tiercache.cli.top.history import History, sparkline
+from tiercache.cli.top.history import RecentReadings, sparkline
 from tiercache.ground.units import format_bytes, format_duration
 
 SORTS = ("asked", "hits", "blocks", "idle")
@@ -27,7 +27,7 @@ KEYS = (
 )
 
 
-class Settings(NamedTuple):
+class ViewState(NamedTuple):
     """The state that keys change."""
 
     address: str
@@ -40,7 +40,7 @@ class Settings(NamedTuple):
 Row = tuple[str, ...]
 
 
-def frame(history: History, settings: Settings, width: int, height: int) -> list[Text]:
+def frame(history: RecentReadings, settings: ViewState, width: int, height: int) -> list[Text]:
     """The lines of one frame, at most `height` of them and none wider than `width`."""
     lines = [_title(history, settings, width)]
     if settings.help:
@@ -55,7 +55,7 @@ def frame(history: History, settings: Settings, width: int, height: int) -> list
     return lines[:height]
 
 
-def _title(history: History, settings: Settings, width: int) -> Text:
+def _title(history: RecentReadings, settings: ViewState, width: int) -> Text:
     daemon = history.last.tree.get("daemon", {}) if history.last else {}
     left = f"tiercache {daemon.get('version', '')}  {settings.address}"
     if daemon:
@@ -67,7 +67,7 @@ def _title(history: History, settings: Settings, width: int) -> Text:
     return text
 
 
-def _gone(history: History) -> list[Text]:
+def _gone(history: RecentReadings) -> list[Text]:
     lines = [Text("the daemon is gone; waiting for it", style=BAD)]
     if history.problem:
         lines.append(Text(f"  {_clean(history.problem)}", style=DIM))
@@ -76,7 +76,7 @@ def _gone(history: History) -> list[Text]:
     return lines
 
 
-def _health(history: History) -> list[Text]:
+def _health(history: RecentReadings) -> list[Text]:
     assert history.last is not None
     health = history.last.tree.get("health", {})
     reasons = [str(reason) for reason in health.get("reasons", [])]
@@ -101,7 +101,7 @@ def _help() -> list[Text]:
     return [*said, Text("Any key goes back.", style=DIM)]
 
 
-def _body(history: History, settings: Settings, width: int, room: int) -> list[Text]:
+def _body(history: RecentReadings, settings: ViewState, width: int, room: int) -> list[Text]:
     lines = [*_tiers(history, width), *_hits(history, width), *_counts(history)]
     lists = [_quotas(history), _namespaces(history, settings), _hot(history), _clients(history)]
     lists = [rows for rows in lists if len(rows) > 1]
@@ -117,7 +117,7 @@ def _body(history: History, settings: Settings, width: int, room: int) -> list[T
     return lines
 
 
-def _tiers(history: History, width: int) -> list[Text]:
+def _tiers(history: RecentReadings, width: int) -> list[Text]:
     assert history.last is not None
     tree, change = history.last.tree, history.change
     moved: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -150,7 +150,7 @@ def _directory(one: dict[str, Any]) -> Text:
     return Text(f"  {one.get('path')}: {one.get('state')}, writing {_clean(str(one.get('writing')))}", style=BAD)
 
 
-def _hits(history: History, width: int) -> list[Text]:
+def _hits(history: RecentReadings, width: int) -> list[Text]:
     points = list(history.points)
     lines = [Text(f"{'HITS':<9}{'NOW':>6}{'ALL':>7}   BY TOKENS, ONE BAR FOR EACH INTERVAL", style=HEAD)]
     asked = sum(point.asked for point in points)
@@ -168,7 +168,7 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def _counts(history: History) -> list[Text]:
+def _counts(history: RecentReadings) -> list[Text]:
     assert history.last is not None
     tree, change = history.last.tree, history.change
 
@@ -209,7 +209,7 @@ def _short(value: float) -> str:
     return f"{value:.0f}G"
 
 
-def _namespaces(history: History, settings: Settings) -> list[Text]:
+def _namespaces(history: RecentReadings, settings: ViewState) -> list[Text]:
     assert history.last is not None
     rows = history.last.tree.get("namespaces", [])
     speeds = history.rates("namespaces", ("id",), ("asked_blocks",))
@@ -241,7 +241,7 @@ def _namespaces(history: History, settings: Settings) -> list[Text]:
     return _table([(marked, *table[0][1:]), *table[1:]], left=3)
 
 
-def _quotas(history: History) -> list[Text]:
+def _quotas(history: RecentReadings) -> list[Text]:
     assert history.last is not None
     rows = history.last.tree.get("quotas", [])
     speeds = history.rates("quotas", ("name", "tier"), ("refused_blocks",))
@@ -261,7 +261,7 @@ def _quotas(history: History) -> list[Text]:
     return _table([table[0], *sorted(table[1:])], left=2)
 
 
-def _hot(history: History) -> list[Text]:
+def _hot(history: RecentReadings) -> list[Text]:
     assert history.last is not None
     table: list[Row] = [("HOT PREFIX", "NAMESPACE", "BLOCKS", "TOKENS", "IN DRAM", "HITS")]
     table += [
@@ -278,7 +278,7 @@ def _hot(history: History) -> list[Text]:
     return _table(table, left=2)
 
 
-def _clients(history: History) -> list[Text]:
+def _clients(history: RecentReadings) -> list[Text]:
     assert history.last is not None
     names = ("counters.loaded_bytes", "counters.stored_bytes")
     rows = history.last.tree.get("sessions", [])

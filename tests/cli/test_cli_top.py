@@ -20,8 +20,8 @@ from terminal import Terminal
 import tiercache
 from tiercache.cli.main import main
 from tiercache.cli.readings import Change, Reading
-from tiercache.cli.top.history import History, sparkline
-from tiercache.cli.top.view import Settings, frame
+from tiercache.cli.top.history import RecentReadings, sparkline
+from tiercache.cli.top.view import ViewState, frame
 
 COMMAND = [sys.executable, "-m", "tiercache.cli.main"]
 DEADLINE_S = 60.0
@@ -202,7 +202,7 @@ def test_rates_are_of_one_life_of_the_daemon() -> None:
 
 
 def test_hits_are_kept_by_tier_and_interval() -> None:
-    history = History()
+    history = RecentReadings()
     for second, (asked, dram, below) in enumerate([(0, 0, 0), (100, 50, 0), (100, 50, 0), (200, 75, 75)]):
         history.take(Reading(float(second), tree(1, asked, dram, below)))
     assert [point.share("dram") for point in history.points] == [0.5, None, 0.25]
@@ -215,7 +215,7 @@ def test_hits_are_kept_by_tier_and_interval() -> None:
 
 
 def test_rows_with_equal_names_are_told_apart() -> None:
-    history = History()
+    history = RecentReadings()
 
     def sessions(*loaded: int) -> list[dict[str, Any]]:
         return [{"pid": 5, "name": "rank", "counters": {"loaded_bytes": value}} for value in loaded]
@@ -229,19 +229,19 @@ def test_rows_with_equal_names_are_told_apart() -> None:
 
 
 def test_quotas_and_how_far_they_are_used() -> None:
-    history = History()
+    history = RecentReadings()
     for second in range(2):
         bytes_of = {"used_bytes": 3 << 20, "limit_bytes": 4 << 20}
         rows = [{"name": "team-a", "tier": "nvme", **bytes_of, "refused_blocks": 7 * second}]
         history.take(Reading(float(second), tree(quotas=rows)))
-    lines = [line.plain.split() for line in frame(history, Settings("/run", 1.0), 100, 40)]
+    lines = [line.plain.split() for line in frame(history, ViewState("/run", 1.0), 100, 40)]
     assert ["QUOTA", "TIER", "USED", "OF", "FULL", "NO", "ROOM/S"] in lines
     assert ["team-a", "nvme", "3.0", "MiB", "4.0", "MiB", "75%", "7"] in lines
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (20, 5), (1, 1), (200, 60)])
 def test_a_frame_fits_whatever_there_is(width: int, height: int) -> None:
-    history = History()
+    history = RecentReadings()
     spaces = [
         {"id": number, "fingerprint": "f" * 32, "engine": "e\x1b[2J" * 9, "rank": "tp 0/1", "blocks": number}
         for number in range(50)
@@ -250,7 +250,7 @@ def test_a_frame_fits_whatever_there_is(width: int, height: int) -> None:
     for second in range(3):
         now = tree(1, 10 * second, 5 * second, namespaces=spaces, sessions=[{"name": "c", "pid": 1}] * 30)
         history.take(Reading(float(second), {**now, "health": {"state": "degraded", "reasons": reasons}}))
-    lines = [line.plain for line in frame(history, Settings("/run", 1.0), width, height)]
+    lines = [line.plain for line in frame(history, ViewState("/run", 1.0), width, height)]
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
     assert "\x1b" not in "".join(lines)
