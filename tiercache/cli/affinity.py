@@ -150,7 +150,7 @@ def _sections(answer: dict[str, Any]) -> list[Section]:
             *((tier.upper() if tier == "dram" else "NVMe", f"{count:,}") for tier, count in tiers.items()),
         ],
     )
-    rows: list[tuple[str, ...]] = [
+    rows = [
         (
             chain["names"][0] if chain["names"] else "",
             chain["adapter"] or "-",

@@ -117,7 +117,7 @@ def _pins(address: str | None, as_json: bool) -> int:
     ]
     sections = [Section("pins", ("", ""), [("count", f"{listed['count']:,}"), ("memory", limit)])]
     if rows:
-        sections.append(Section("by key", ("last key", "namespaces", "blocks", "bytes", "ends in"), list(rows)))
+        sections.append(Section("by key", ("last key", "namespaces", "blocks", "bytes", "ends in"), rows))
     print_sections(sections)
     return EXIT_OK
 

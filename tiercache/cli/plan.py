@@ -145,7 +145,7 @@ def _tokens_per_s(tokens_per_s: float | None, requests_per_s: float | None, leng
 
 
 def _sections(tree: dict[str, Any]) -> list[Section]:
-    formats: list[tuple[str, ...]] = [
+    formats = [
         (one["dtype"], _exact(one["token_bytes"]), f"{one['times_the_tokens']:.2f}x") for one in tree["kv"]["formats"]
     ]
     tiers = [
@@ -184,7 +184,7 @@ def _sections(tree: dict[str, Any]) -> list[Section]:
     ]
 
 
-def _facts(tree: dict[str, Any]) -> list[tuple[str, ...]]:
+def _facts(tree: dict[str, Any]) -> list[tuple[str, str]]:
     """The model, its KV and the GPU's pool, a row each."""
     model, kv, gpu = tree["model"], tree["kv"], tree["gpu"]
     heads = f"{model['kv_heads']} KV heads of {model['head_dim']}"

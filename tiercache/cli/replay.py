@@ -317,7 +317,7 @@ def _sections(swept: Swept) -> list[Section]:
     rows = [_row(point, tiers, alone, several) for point in swept.points]
     table = Section(_title(swept), tuple(heads), rows)
     without = swept.points[0].estimate.without
-    facts: list[tuple[str, ...]] = [
+    facts = [
         ("requests", f"{first.requests:,}"),
         ("prompt tokens", f"{first.asked_tokens:,}"),
         ("full blocks", f"{first.asked_blocks:,}"),

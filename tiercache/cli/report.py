@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tiercache.ground.units import format_bytes, format_duration
@@ -27,7 +27,7 @@ class Section(NamedTuple):
 
     title: str
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
 
 def human(name: str, value: Any) -> str:
@@ -112,7 +112,7 @@ def _branch(title: str, branch: Any) -> list[Section]:
         return _labelled(title, branch)
     inner = [(name, value) for name, value in branch.items() if _is_table(value)]
     outer = {str(name): value for name, value in branch.items() if not _is_table(value)}
-    rows: list[tuple[str, ...]] = [row for name, value in outer.items() for row in _listed(name, value)]
+    rows = [row for name, value in outer.items() for row in _listed(name, value)]
     found = [Section(title, ("", ""), rows)] if rows else []
     for name, value in inner:
         found += _branch(f"{title} {name}", value)
@@ -189,7 +189,7 @@ def print_sections(found: list[Section]) -> None:
             print(line)
 
 
-def align(rows: list[tuple[str, ...]], to_right: list[bool]) -> list[str]:
+def align(rows: Sequence[tuple[str, ...]], to_right: list[bool]) -> list[str]:
     """Rows of cells as lines with aligned columns."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = []

@@ -120,7 +120,7 @@ def summary(tree: dict[str, Any]) -> Section:
     hit_rate = f"{hit / asked:.1%} of {asked:,} blocks asked for{from_nvme}" if asked else "nothing asked for yet"
     share = f" ({used / size:.0%})" if size else ""
     health = tree.get("health", {})
-    rows: list[tuple[str, ...]] = [
+    rows = [
         ("health", ": ".join([str(health.get("state", "unknown")), *map(str, health.get("reasons", []))])),
         ("hit rate", hit_rate),
         ("arena", f"{format_bytes(used)} of {format_bytes(size)} used{share}"),

@@ -59,8 +59,6 @@ def sentence(tree: dict[str, Any]) -> str:
 
 def table(tree: dict[str, Any]) -> list[Section]:
     """The curve as a section; no section without a curve."""
-    rows: list[tuple[str, ...]] = [
-        (format_bytes(point.size_bytes), point.label, f"{point.hit_rate:.1%}") for point in points(tree)
-    ]
+    rows = [(format_bytes(point.size_bytes), point.label, f"{point.hit_rate:.1%}") for point in points(tree)]
     columns = ("capacity", "as large as", "hit rate")
     return [Section("what if (LRU caches of other sizes)", columns, rows)] if rows else []

@@ -114,7 +114,7 @@ def _cores(disk_bytes_per_s: float, pays_below: float) -> str:
 
 def _sections(found: _Measured) -> list[Section]:
     disk = found.disk
-    rows: list[tuple[str, ...]] = [
+    rows = [
         ("blocks", f"{found.blocks} of {format_bytes(found.block_bytes)}, {found.dtype}"),
         ("from", found.source),
     ]
@@ -141,7 +141,7 @@ def _sections(found: _Measured) -> list[Section]:
             cells.append(_cores(disk.write_bytes_per_s, one.write_pays_below))
             cells.append(_cores(disk.read_bytes_per_s, one.read_pays_below))
         table.append(tuple(cells))
-    notes: list[tuple[str, ...]] = [
+    notes = [
         ("ratio", "bytes moved without a codec over those with it, in pages of 4096; slots stay as large as blocks"),
         ("pays below", "bandwidth of a disk below which a block takes less time with the codec, one core at work"),
     ]

@@ -38,7 +38,7 @@ def as_tree(probe: GdsProbe) -> dict[str, Any]:
 
 def print_probe(probe: GdsProbe) -> None:
     """Print all figures as a table."""
-    rows: list[tuple[str, ...]] = [("blocks go", _WAYS[probe.mode])]
+    rows = [("blocks go", _WAYS[probe.mode])]
     if probe.reason:
         rows.append(("because", probe.reason))
     rates = {
