@@ -249,3 +249,14 @@ def test_no_two_files_of_tests_have_the_same_name() -> None:
     """pytest imports them by their names alone, and folders are run together."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_two_classes_or_functions_of_the_daemon_have_the_same_name() -> None:
+    """Unless they begin with an underscore: a name stands for one thing."""
+    names = Counter(
+        node.name
+        for path in (ROOT / "daemon").rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []

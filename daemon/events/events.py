@@ -178,11 +178,6 @@ def _hash_bytes(name: Hash | None) -> int:
     return len(name) if isinstance(name, bytes) else 0
 
 
-def name_blocks(run: ReceivedRun, block_size: int, tenant: str = "") -> NamedBlocks:
-    """The blocks of a client's store."""
-    return NamedBlocks(run, block_size, tenant)
-
-
 class Medium:
     """A tier, in the terms of events. `named` counts its blocks of each hash, by KV cache group."""
 

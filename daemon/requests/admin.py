@@ -163,7 +163,7 @@ class AdminRequests:
         for one in list(self._desk.sessions.values()):
             if session.tenant not in ("", one.tenant):
                 continue
-            its = models_of(one) if one.tenant else one.models
+            its = announced_models(one) if one.tenant else one.models
             left_bytes -= sum(map(len, its.keys() - models.keys()))
             if left_bytes < 0:
                 break
@@ -259,7 +259,7 @@ class AdminRequests:
         return m.Changed(request.request_id, self._generation, value, note)
 
 
-def models_of(session: Session) -> dict[bytes, m.ModelCard]:
+def announced_models(session: Session) -> dict[bytes, m.ModelCard]:
     """What a tenant says about its models, in the daemon's numbering of its namespaces; others are left out."""
     known = session.registered
     cards = [card for card in session.models.values() if all(name in known for name in card.namespaces)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiercache.daemon.events.events import Named, name_blocks
+from tiercache.daemon.events.events import Named, NamedBlocks
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.requests.context import Desk, Method, check_range, check_run, encoder
 from tiercache.daemon.requests.sessions import Session
@@ -79,7 +79,7 @@ class WriteRequests:
             text = f"events name {len(run.hashes)} blocks, {extra} extra keys and {len(run.tokens)} bytes of tokens"
             text += f": must be {blocks} blocks of {block_size} tokens"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
-        named, events = name_blocks(run, block_size, namespace.spec.tenant), self._cache.events
+        named, events = NamedBlocks(run, block_size, namespace.spec.tenant), self._cache.events
         try:
             fits = named.check() and not named.too_large
         except UNREADABLE as error:

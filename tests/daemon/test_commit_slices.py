@@ -10,7 +10,7 @@ from test_cache_edges import FRAME_BYTES, Harness, chain
 from test_ends_in_slices import Kept
 
 from tiercache.daemon.cache import Cache, CacheLimits
-from tiercache.daemon.events.events import MAX_FULL, Events, name_blocks
+from tiercache.daemon.events.events import MAX_FULL, Events, NamedBlocks
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.ground.slices import finish as finished
 from tiercache.daemon.tiers.dram.space import Namespace
@@ -122,7 +122,7 @@ class Told(Harness):
     def commit(self, namespace: Namespace, tag: int) -> Steps[list[CommitState]]:
         """Store a chain of as many blocks as there can be in one request, up to the answer to its commit."""
         names: list[int | bytes] = [tag * MAX_RESERVE + place for place in range(MAX_RESERVE)]
-        named = name_blocks(EventRun(names, None, bytes(4 * TOKENS * MAX_RESERVE)), TOKENS)
+        named = NamedBlocks(EventRun(names, None, bytes(4 * TOKENS * MAX_RESERVE)), TOKENS)
         got = self.cache.reserve(self.owner, namespace, b"", chain(tag, MAX_RESERVE), 10, named)
         assert set(got.states) == {BlockState.FRAME}
         return self.cache.writes.commit_in_slices(self.owner, got.lease_id, range(MAX_RESERVE))

@@ -13,7 +13,7 @@ from test_cache_edges import FRAME_BYTES, Harness, chain
 
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.events import events as events_module
-from tiercache.daemon.events.events import Events, name_blocks
+from tiercache.daemon.events.events import Events, NamedBlocks
 from tiercache.daemon.events.publisher import Publisher
 from tiercache.daemon.ground.slices import PINS
 from tiercache.daemon.tiers.dram import writes
@@ -170,7 +170,7 @@ class Kept(Publisher):
 
 def tell_many(events: Events, blocks: int, tokens: int) -> None:
     hashes: list[int | bytes] = list(range(1, blocks + 1))
-    named = name_blocks(EventRun(hashes, None, bytes(4 * tokens * blocks)), tokens)
+    named = NamedBlocks(EventRun(hashes, None, bytes(4 * tokens * blocks)), tokens)
     for place in range(blocks):
         events.arrived(events.dram, 1, place.to_bytes(16, "big"), named(place))
 

@@ -21,7 +21,7 @@ from raw_client import ROOT, VISIBLE, WAIT_S, Client, daemon, new_chain, until
 
 from tiercache.config.daemon_config import DaemonConfig, load_config
 from tiercache.daemon.cache import Cache, CacheLimits
-from tiercache.daemon.events.events import Events, name_blocks
+from tiercache.daemon.events.events import Events, NamedBlocks
 from tiercache.daemon.events.publisher import Publisher
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.errors import ConfigError
@@ -358,14 +358,14 @@ def test_an_address_that_is_taken_is_said_in_a_line_and_left_alone(tmp_path: Pat
 def test_what_is_remembered_of_blocks_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """By tenant and in all, and what has left makes room."""
     events = Events(Publisher("", "", "", 10))
-    size = name_blocks(ReceivedRun([1], None, bytes(4)), 1)(0).size
+    size = NamedBlocks(ReceivedRun([1], None, bytes(4)), 1)(0).size
     monkeypatch.setattr("tiercache.daemon.events.events.MAX_TENANT_BYTES", 2 * size)
     monkeypatch.setattr("tiercache.daemon.events.events.MAX_KNOWN_BYTES", 5 * size)
 
     def known(tenant: str, numbers: range) -> int:
         before = events.stats()["known_blocks"]
         for number in numbers:
-            said = name_blocks(ReceivedRun([number], None, bytes(4)), 1, tenant)
+            said = NamedBlocks(ReceivedRun([number], None, bytes(4)), 1, tenant)
             events.arrived(events.dram, 1, bytes([number]) * 16, said(0))
         assert events.check_integrity() == []
         return events.stats()["known_blocks"] - before
@@ -386,13 +386,13 @@ def test_each_block_counts_for_what_is_said_of_itself() -> None:
     """A store may keep one block of its run alone: that one with all that was said."""
     extras = [msgspec.Raw(b"\xc0"), msgspec.Raw(msgspec.msgpack.encode(bytes(10_000)))]
     run = ReceivedRun([1, b"2" * 100], None, bytes(8), extra_keys=extras)
-    small, large = (name_blocks(run, 1)(place) for place in range(2))
+    small, large = (NamedBlocks(run, 1)(place) for place in range(2))
     assert (small.extra, large.extra) == (None, extras[1])
     assert large.size - small.size == 100 + 10_003 - 1
     extras[0] = msgspec.Raw(msgspec.msgpack.encode(bytes(70_000)))
-    assert name_blocks(run, 1).too_large
-    assert name_blocks(ReceivedRun([1], bytes(70_000), bytes(4)), 1).too_large
-    assert name_blocks(ReceivedRun([1] * 512, None, bytes(2048), lora_name="x" * 100_000), 1).too_large
+    assert NamedBlocks(run, 1).too_large
+    assert NamedBlocks(ReceivedRun([1], bytes(70_000), bytes(4)), 1).too_large
+    assert NamedBlocks(ReceivedRun([1] * 512, None, bytes(2048), lora_name="x" * 100_000), 1).too_large
 
 
 def test_extra_keys_keep_nothing_of_the_message_they_came_in() -> None:
@@ -401,7 +401,7 @@ def test_extra_keys_keep_nothing_of_the_message_they_came_in() -> None:
     message = msgspec.msgpack.encode(Reserve(1, bytes(16), 1, 2**62, 0, b"", bytes(16), 1000, events=run))
     before = sys.getrefcount(message)
     request: Any = msgspec.msgpack.decode(message, type=Reserve)
-    named = name_blocks(request.events, 16)
+    named = NamedBlocks(request.events, 16)
     assert sys.getrefcount(message) > before, "what was received is a part of it"
     del request
     assert (sys.getrefcount(message), named(0).extra) == (before, msgspec.Raw(msgspec.msgpack.encode("x")))
@@ -412,10 +412,10 @@ def test_extra_keys_are_what_subscribers_of_vllm_can_read(extra: object) -> None
     """They decode a batch with types: what is no array would lose them all that others have stored meanwhile."""
     run = ReceivedRun([1], None, bytes(64), extra_keys=[msgspec.Raw(msgspec.msgpack.encode(extra))])
     if isinstance(extra, list):
-        assert name_blocks(run, 16).check()
+        assert NamedBlocks(run, 16).check()
     else:
         with pytest.raises(msgspec.ValidationError):
-            name_blocks(run, 16).check()
+            NamedBlocks(run, 16).check()
 
 
 def test_extra_keys_that_take_long_to_look_at_are_not_passed_on() -> None:
@@ -424,15 +424,15 @@ def test_extra_keys_that_take_long_to_look_at_are_not_passed_on() -> None:
         return ReceivedRun([*range(len(raw))], None, bytes(4 * len(raw)), extra_keys=raw)
 
     empty_lists = msgspec.msgpack.encode([[]] * 9000)
-    assert not name_blocks(run(empty_lists), 1).check()
-    assert not name_blocks(run(*[msgspec.msgpack.encode(bytes(50_000))] * 3), 1).check()
-    assert name_blocks(run(*[msgspec.msgpack.encode(["a" * 76])] * 512), 1).check()
+    assert not NamedBlocks(run(empty_lists), 1).check()
+    assert not NamedBlocks(run(*[msgspec.msgpack.encode(bytes(50_000))] * 3), 1).check()
+    assert NamedBlocks(run(*[msgspec.msgpack.encode(["a" * 76])] * 512), 1).check()
 
 
 def test_what_waits_to_be_said_is_limited_by_process_for_as_long_as_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     events = Events(Publisher("", "", "", 10))
     monkeypatch.setattr("tiercache.daemon.events.events.MAX_WAITING_BYTES", 1000)
-    said = [name_blocks(ReceivedRun([1], None, bytes(400)), 100) for _ in range(4)]
+    said = [NamedBlocks(ReceivedRun([1], None, bytes(400)), 100) for _ in range(4)]
     assert [events.waits("a", one) for one in said[:3]] == [True, True, False]
     assert events.waits("b", said[3])
     del said[0]
@@ -449,7 +449,7 @@ def test_a_store_keeps_what_is_said_only_while_a_block_of_it_may_be_published(en
     namespace, owner = cache.space.open_namespace(spec), Owner(bytes(16))
     first, second = bytes(16), b"1" * 16
     parent = cache.reserve(owner, namespace, b"", first, 10.0)
-    named = name_blocks(ReceivedRun([1], None, bytes(4)), 1)
+    named = NamedBlocks(ReceivedRun([1], None, bytes(4)), 1)
     kept = weakref.ref(named)
     child = cache.reserve(owner, namespace, first, second, 10.0, named)
     del named

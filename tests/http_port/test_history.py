@@ -15,7 +15,7 @@ import tiercache
 from tiercache.errors import DaemonUnavailable
 from tiercache.ground.histograms import LatencyHistogram
 from tiercache.http import history
-from tiercache.http.history import COLUMNS, KEEP_S, MAX_SAMPLES, History, Recorder
+from tiercache.http.history import COLUMNS, KEEP_S, MAX_SAMPLES, History, HistoryRecorder
 
 
 class Daemon:
@@ -23,7 +23,7 @@ class Daemon:
 
     def __init__(self) -> None:
         self.now_s = 1000.0
-        self.recorder = Recorder(lambda: self.now_s + 5e8, lambda: self.now_s)
+        self.recorder = HistoryRecorder(lambda: self.now_s + 5e8, lambda: self.now_s)
         self.tree: dict[str, Any] = {
             "daemon": {"generation": 1, "run_dir": "/run"},
             "health": {"state": "ok", "reasons": []},

@@ -149,7 +149,7 @@ COLUMNS = (
 )
 
 
-class Sample(msgspec.Struct, array_like=True, frozen=True):
+class HistorySample(msgspec.Struct, array_like=True, frozen=True):
     """One moment in the charts. Numbers count up; `values` follow `COLUMNS`."""
 
     number: int
@@ -157,7 +157,7 @@ class Sample(msgspec.Struct, array_like=True, frozen=True):
     values: list[Value]
 
 
-class Recorder:
+class HistoryRecorder:
     """Makes samples from trees and keeps those of the last half hour. Thread-safe.
 
     Args:
@@ -168,7 +168,7 @@ class Recorder:
         self._unix_s = unix_s
         self._clock_s = clock_s
         self._lock = threading.Lock()
-        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self._samples: deque[HistorySample] = deque(maxlen=MAX_SAMPLES)
         self._number = 0
         self._tree: Tree | None = None
         self._tree_s = 0.0
@@ -203,7 +203,7 @@ class Recorder:
     def _add(self, values: list[Value]) -> None:
         self._number += 1
         unix_s = round(self._unix_s(), 1)
-        self._samples.append(Sample(self._number, unix_s, values))
+        self._samples.append(HistorySample(self._number, unix_s, values))
         while self._samples[0].unix_s < unix_s - KEEP_S:
             self._samples.popleft()
 
@@ -259,7 +259,7 @@ class History:
         self._ask_models = ask_models
         self._slow: dict[str, Any] = {}
         self._slow_s = float("-inf")
-        self._recorder = Recorder()
+        self._recorder = HistoryRecorder()
         self._looked = threading.Event()
         self._looked_s = -LOOKED_AT_S
 
@@ -268,7 +268,7 @@ class History:
         threading.Thread(target=self._run, name="history", daemon=True).start()
 
     def encode(self, after: int, life: str) -> bytes:
-        """See `Recorder.encode`. Marks a page as open."""
+        """See `HistoryRecorder.encode`. Marks a page as open."""
         was_idle = time.monotonic() - self._looked_s > LOOKED_AT_S
         self._looked_s = time.monotonic()
         if was_idle:

@@ -30,7 +30,7 @@ def near(namespace: Namespace) -> range:
     return range(max(1, namespace.number - _NEAR), namespace.number + _NEAR + 1)
 
 
-class Placement:
+class ShelfPlacement:
     """All open shelves, in `shelves`. Event loop only."""
 
     def __init__(self, shelves: Sequence[Shelf]) -> None:

@@ -5,7 +5,7 @@
     Promotion    NVMe → DRAM
 
     Keeper       opens a directory and keeps it usable
-    Placement    which shelf a chain lives on
+    ShelfPlacement    which shelf a chain lives on
 
 All on the event loop; disks, SQLite and the opening of directories are on threads of their own.
 """
@@ -46,7 +46,7 @@ from tiercache.daemon.tiers.nvme.moves.offers import Offers
 from tiercache.daemon.tiers.nvme.moves.promotion import Promotion
 from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
 from tiercache.daemon.tiers.nvme.opening import OpenDirectory, Plan, in_thread
-from tiercache.daemon.tiers.nvme.placement import Placement
+from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.protocol.messages import KEY_BYTES, BlockView
 
@@ -82,7 +82,7 @@ class NvmeTier:
         self._budget = WriteBudget(config.nvme_write_budget_bytes)
         self._cipher = None if config.nvme_key is None else load_cipher(config.nvme_key)
         codec_number(config.nvme_codec)  # report a missing library now, not at the first write
-        self._placement = Placement(self._shelves)
+        self._placement = ShelfPlacement(self._shelves)
         self._hung: set[Shelf] = set()
         self._keepers = [self._keeper(path, cap_bytes) for path, cap_bytes in config.nvme_shares().items()]
         self._keeping: list[asyncio.Task[None]] = []

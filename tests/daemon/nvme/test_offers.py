@@ -10,7 +10,7 @@ from tier_rig import TierRig, keys_of, play
 
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.moves.offers import CHAINS_AT_ONCE, MAX_BYTES
-from tiercache.daemon.tiers.nvme.placement import Placement
+from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
 
 MANY = 2 * CHAINS_AT_ONCE + 8
 
@@ -19,13 +19,13 @@ class Looks:
     """How often a chain was looked for since the last time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, find = 0, Placement.find
+        self.count, find = 0, ShelfPlacement.find
 
-        def counted(placement: Placement, *args: object) -> object:
+        def counted(placement: ShelfPlacement, *args: object) -> object:
             self.count += 1
             return find(placement, *args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(Placement, "find", counted)
+        monkeypatch.setattr(ShelfPlacement, "find", counted)
 
     def take(self) -> int:
         self.count, count = 0, self.count

@@ -12,7 +12,7 @@ import msgpack
 import pytest
 from tier_rig import TierRig, key_of, keys_of, play
 
-from tiercache.daemon.events.events import Events, Named, name_blocks
+from tiercache.daemon.events.events import Events, Named, NamedBlocks
 from tiercache.daemon.events.publisher import Publisher
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.tiers.dram.space import Namespace
@@ -28,7 +28,7 @@ def names_of(chain: bytes, first: int = 0) -> Named:
     """What a client would send with blocks `first..` of a chain: a token in each, which is its place."""
     hashes = [hash_of(chain[at : at + KEY_BYTES]) for at in range(0, len(chain), KEY_BYTES)]
     tokens = pack_indices(list(range(first, len(hashes))))
-    return name_blocks(ReceivedRun(list(hashes[first:]), hashes[first - 1] if first else None, tokens, group=0), 1)
+    return NamedBlocks(ReceivedRun(list(hashes[first:]), hashes[first - 1] if first else None, tokens, group=0), 1)
 
 
 class Follower:

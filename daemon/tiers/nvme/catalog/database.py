@@ -147,7 +147,7 @@ def _open_as_it_is(path: Path, directory_id: bytes, alone: bool) -> tuple[sqlite
                 check_tables(reader, path, directory_id)
     db = connect_to_write(path, alone)
     try:
-        db.text_factory = decode
+        db.text_factory = decode_text
         if alone:  # only a writer can be the first connection of this kind
             check_tables(db, path, directory_id)
         db.create_function("row_checksum", -1, row_checksum, deterministic=True)
@@ -334,11 +334,11 @@ def connect_to_read(path: Path, alone: bool = False) -> sqlite3.Connection:
     """A read-only connection for the calling thread. Raises sqlite3.Error. `alone`: see `connect_to_write`."""
     mode = f"?mode=ro&vfs={_ALONE_VFS}" if alone else "?mode=ro"
     db = sqlite3.connect(f"{path.absolute().as_uri()}{mode}", uri=True, isolation_level=None, timeout=1.0)
-    db.text_factory = decode
+    db.text_factory = decode_text
     return db
 
 
-def decode(text: bytes) -> str:
+def decode_text(text: bytes) -> str:
     """Text factory for SQLite: damaged text must not raise an error of its own."""
     return text.decode("utf-8", "backslashreplace")
 

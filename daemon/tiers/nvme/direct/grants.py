@@ -33,7 +33,7 @@ from tiercache.daemon.tiers.nvme.disk.codecs import RAW
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.fairness import Fairness, Room
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
-from tiercache.daemon.tiers.nvme.placement import Placement
+from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
 from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 from tiercache.protocol.checksums import CHECKSUM_LANES
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, CommitState, Extent
@@ -116,7 +116,7 @@ class Grants:
 
     def __init__(
         self,
-        placement: Placement,
+        placement: ShelfPlacement,
         budget: WriteBudget,
         fairness: Fairness,
         may_write: Callable[[], bool],

@@ -13,7 +13,7 @@ from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.hints.hints import Hints
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
-from tiercache.daemon.tiers.nvme.placement import Placement
+from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
 from tiercache.protocol.messages import KEY_BYTES
 
 LOOKED_AT_ONCE = 1024
@@ -34,7 +34,7 @@ class Offers:
     def __init__(
         self,
         writes: WriteBehind,
-        placement: Placement,
+        placement: ShelfPlacement,
         hints: Hints,
         may_write: Callable[[], bool],
         soon: Callable[[], None],

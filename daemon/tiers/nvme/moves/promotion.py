@@ -21,7 +21,7 @@ from tiercache.daemon.tiers.dram.growing import GrowingRun
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
-from tiercache.daemon.tiers.nvme.placement import Placement
+from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
 
@@ -96,7 +96,7 @@ class _Read(NamedTuple):
 class Promotion:
     """Event loop only; never blocks."""
 
-    def __init__(self, cache: Cache, regions: dict[int, Region], placement: Placement) -> None:
+    def __init__(self, cache: Cache, regions: dict[int, Region], placement: ShelfPlacement) -> None:
         self.promoted_blocks = 0
         self.promoted_bytes = 0
         self.bad_blocks = 0

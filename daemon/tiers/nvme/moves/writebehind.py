@@ -32,7 +32,7 @@ from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.fairness import Fairness, Room
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
-from tiercache.daemon.tiers.nvme.placement import Placement, near
+from tiercache.daemon.tiers.nvme.placement import ShelfPlacement, near
 from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 from tiercache.protocol.checksums import CHECKSUM_LANES, CHECKSUM_XXH3
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
@@ -80,7 +80,7 @@ class WriteBehind:
 
     def __init__(
         self,
-        placement: Placement,
+        placement: ShelfPlacement,
         space: Space,
         regions: dict[int, Region],
         budget: WriteBudget,
