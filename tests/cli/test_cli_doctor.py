@@ -276,7 +276,7 @@ def test_why_there_are_no_hits() -> None:
     assert "under other keys" in hits([space(1, asked=9, stored=5)])
     assert hits([space(1, asked=9, hit=3)]).startswith("ok: hit rate: 33.3% of 9 blocks")
     told = hits([space(1, asked=9, hit=3)], refused_blocks=7, refused_by_quota_blocks=7)
-    assert "7 blocks did not fit into DRAM's (--quota)" in told
+    assert "quotas: blocks refused: 7 in DRAM, 0 on NVMe" in told
     assert "found no room" not in told, "it is said once"
 
 

@@ -20,13 +20,13 @@ def examine() -> list[Finding]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
     except subprocess.TimeoutExpired:
-        remedy = "see whether nvidia-smi answers, and dmesg"
+        remedy = "check that nvidia-smi answers, and look at dmesg"
         return [failure(TOPIC, "CUDA registration", f"the driver does not answer within {ANSWER_S:.0f} s", remedy)]
     said = (done.stdout.strip() or done.stderr.strip() or "no output").splitlines()[-1]
     if done.returncode == _NO_DRIVER:
         return [skipped(TOPIC, "CUDA registration", "no driver (libcuda.so.1) or no device here")]
     if done.returncode:
-        remedy = "raise the limit on locked memory of the engine's container (ulimit -l): copies are slower without"
+        remedy = "raise the limit on locked memory of the engine's container (ulimit -l): copies are slower otherwise"
         return [failure(TOPIC, "CUDA registration", said, remedy)]
     return [ok(TOPIC, "CUDA registration", said)]
 

@@ -53,7 +53,7 @@ def _look_at(path: Path, share_bytes: int, measure: bool) -> list[Finding]:
     try:
         return list(_directory(path, share_bytes, measure))
     except OSError as error:
-        remedy = "see whether the daemon's user may enter it, and dmesg"
+        remedy = "check that the daemon's user may enter it, and look at dmesg"
         return [failure(TOPIC, str(path), f"cannot be used: {error.strerror}", remedy)]
 
 

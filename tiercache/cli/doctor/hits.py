@@ -68,7 +68,7 @@ def _why(tree: Tree, spaces: list[dict[str, Any]], specs: Specs) -> Iterator[Fin
         other = _nearest(one, holding, specs)
         differs = _differences(specs.get(one["id"]), specs.get(other["id"]))
         figure = f"namespace {one['id']} is asked for, {other['id']} holds the blocks: they differ in {differs}"
-        remedy = "give both engines the same settings, if they are to share; else this is as it should be"
+        remedy = "give both engines the same settings if they should share blocks; otherwise ignore this"
         yield warning(TOPIC, "namespaces", figure, remedy)
     if len(apart) < len(asked):
         remedy = (
@@ -120,18 +120,20 @@ def _losses(tree: Tree) -> Iterator[Finding]:
     by_quota = at(tree, "counters.refused_by_quota_blocks")
     by_quota_below = at(tree, "tiers.nvme.skipped_by_quota")
     if by_quota or by_quota_below:
-        figure = f"{int(by_quota):,} blocks did not fit into DRAM's (--quota), {int(by_quota_below):,} not into NVMe's"
+        figure = f"blocks refused: {int(by_quota):,} in DRAM, {int(by_quota_below):,} on NVMe"
         full = ", ".join(f"{one['name']} ({one['tier']})" for one in tree.get("quotas", []) if one["refused_blocks"])
-        yield warning(TOPIC, "quotas", figure, f"raise --quota or --nvme-quota, if they are to have more: {full}")
+        yield warning(TOPIC, "quotas", figure, f"raise --quota or --nvme-quota if these need more: {full}")
     refused = at(tree, "counters.refused_blocks") - by_quota
     if refused > 0:
-        remedy = "all frames are pinned, leased or in quarantine: a larger --arena, or --quarantine-per-client"
+        remedy = "all frames are pinned, leased or in quarantine: use a larger --arena, or see --quarantine-per-client"
         yield warning(TOPIC, "refused stores", f"{int(refused):,} blocks found no room", remedy)
     skipped_blocks = at(tree, "tiers.nvme.skipped_by_budget")
     if skipped_blocks:
         remedy = "raise --nvme-write-budget, if the disk's endurance allows it"
-        yield warning(TOPIC, "write budget", f"{int(skipped_blocks):,} blocks did not go to NVMe", remedy)
+        yield warning(TOPIC, "write budget", f"{int(skipped_blocks):,} blocks were not written to NVMe", remedy)
     revoked, good = at(tree, "counters.loads_revoked"), at(tree, "counters.loads_good")
     if revoked > max(ENOUGH_BLOCKS, good / 10):
         remedy = "loads take longer than their leases (--lease-ttl-max), or prefixes are flushed: see the engine's log"
-        yield warning(TOPIC, "loads", f"{int(revoked):,} were lost under way, {int(good):,} were good", remedy)
+        yield warning(
+            TOPIC, "loads", f"{int(revoked):,} were revoked before their end, {int(good):,} were good", remedy
+        )

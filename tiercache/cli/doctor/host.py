@@ -49,9 +49,14 @@ def _kernel() -> Iterator[Finding]:
     release = platform.release()
     numbers = [int(part) for part in re.findall(r"\d+", release)[:2]]
     if numbers < [5, 6]:
-        yield failure(TOPIC, "kernel", release, "use Linux 5.6 or later: descriptors of processes are needed")
+        yield failure(TOPIC, "kernel", release, "use Linux 5.6 or later: the daemon needs pidfds")
     elif numbers < [5, 14]:
-        yield warning(TOPIC, "kernel", release, "from 5.14 on memory is populated ahead; first stores are slower here")
+        yield warning(
+            TOPIC,
+            "kernel",
+            release,
+            "use Linux 5.14 or later, which populates memory in advance: first stores are slow here",
+        )
     else:
         yield ok(TOPIC, "kernel", release)
 
@@ -62,7 +67,7 @@ def _libraries() -> Iterator[Finding]:
     figure = f"tiercache {__version__}, python {platform.python_version()}, {shown}"
     missing = [name for name in REQUIRED if not found[name]]
     if missing:
-        yield failure(TOPIC, "libraries", f"without {', '.join(missing)}", install_packages(*missing))
+        yield failure(TOPIC, "libraries", f"missing: {', '.join(missing)}", install_packages(*missing))
     else:
         yield ok(TOPIC, "libraries", figure)
     if other := _version("tiercache"):  # another project's, or an early release of ours under that name
@@ -194,7 +199,7 @@ def _processors(host: Host, needs: Needs) -> Iterator[Finding]:
                 cores, figure = quota, f"a cgroup gives {quota:.1f}"
             folder = folder.parent
     if cores < 1:
-        remedy = "give the container a whole one: the loop is stopped for the rest of each period otherwise"
+        remedy = "give the container a whole core: with less, the kernel stops the daemon for the rest of each period"
         yield warning(TOPIC, "processors", figure, remedy)
     else:
         yield ok(TOPIC, "processors", figure)
@@ -221,10 +226,10 @@ def _clock(host: Host) -> Iterator[Finding]:
     longest_s, jump_s = _watch_clock()
     figure = f"longest gap in {format_duration(CLOCK_S)}: {format_duration(longest_s)}"
     if jump_s > STALL_S:
-        remedy = "see who sets it (ntpd -g, a paused VM): leases do not mind, times in logs do"
+        remedy = "find what sets it (ntpd -g, a paused VM): it affects times in logs, but no leases"
         yield warning(TOPIC, "time", f"the wall clock jumped by {format_duration(jump_s)}", remedy)
     elif longest_s > STALL_S:
-        remedy = "the machine is overloaded, or a VM that is stopped now and then: leases are extended by such gaps"
+        remedy = "the machine is overloaded, or a VM that pauses now and then; the daemon extends leases by such gaps"
         yield warning(TOPIC, "time", figure, remedy)
     else:
         yield ok(TOPIC, "time", figure)
