@@ -238,7 +238,7 @@ def test_who_may_enter_the_run_dir(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     found = doctor_daemon.examine(tmp_path, {}, "it is silent")
     states = {one.name: one.state for one in found}
-    assert states["running"] is State.FAILURE, "a socket, and nobody behind it"
+    assert states["running"] is State.FAILURE, "a socket, and no daemon behind it"
     assert states[f"mode of {tmp_path.name}"] is State.FAILURE
     tmp_path.chmod(0o700)
     assert [one.name for one in doctor_daemon.examine(tmp_path / "none", {}, "") if one.remedy] == []

@@ -63,7 +63,7 @@ def test_programs_are_told_its_pid(stopped: tiercache.LaunchedDaemon, capsys: py
     assert (told["ok"], told["pid"]) == (False, stopped.pid)
 
 
-def test_where_nobody_serves_there_is_no_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_leftover_files_are_no_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not even where one that was killed left its files behind."""
     (tmp_path / "lock").write_text(f"{os.getpid()}\n")
     (tmp_path / "session.sock").touch()
