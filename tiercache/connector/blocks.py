@@ -49,6 +49,8 @@ class Blocks:
 
     def part(self, begin: int, end: int) -> Blocks:
         """The blocks `begin ..< end` of these, as far as there are so many."""
+        if begin == 0 and end >= len(self.ids):
+            return self
         return Blocks(self.ids[begin:end], self.first + begin, self.limit, self.after)
 
 
@@ -66,6 +68,8 @@ class NewBlocks(Blocks):
 
     def part(self, begin: int, end: int) -> NewBlocks:
         """See `Blocks.part`."""
+        if begin == 0 and end >= len(self.ids):
+            return self
         ids = self.ids[begin:end]
         events = self.events and self.events.part(begin, len(ids))
         return NewBlocks(ids, self.first + begin, self.limit, self.after, self.keys, events)
@@ -89,5 +93,7 @@ class NewBlocks(Blocks):
 
     def for_daemon(self, session: Session, spec: NamespaceSpec) -> NewBlocks:
         """With `events` only if the daemon publishes them and the tokens of a window fit into a request."""
+        if self.events is None:
+            return self
         fits = WINDOW_BLOCKS * spec.block_size * TOKEN_ID_BYTES <= MAX_PAYLOAD_BYTES
         return self if session.welcome.kv_events and fits else replace(self, events=None)

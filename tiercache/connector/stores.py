@@ -161,8 +161,9 @@ class _DramStore:
             self._reserve(done)
 
     def _reserve(self, done: int) -> None:
-        window = self._blocks.part(done, done + next(self._sizes, 0))
-        if window:
+        count = next(self._sizes, 0)
+        if count and done < len(self._blocks):
+            window = self._blocks.part(done, done + count)
             fields = window.reserve_fields(self._namespace_id, WRITE_TTL_MS)
             self._reserving = _Reserve(self._session.post(Reserve, Reserved, **fields), window)
 
