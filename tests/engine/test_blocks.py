@@ -86,7 +86,7 @@ def test_write_back_gives_out_only_what_was_stored() -> None:
     assert blocks.idle_count == 4
     assert blocks.allocate(2) is None
     [(origin, run)] = blocks.dirty_blocks(1)
-    assert (origin.chain, origin.number, run) == (chain, 0, taken)  # parents go along
+    assert (origin.chain, origin.position, run) == (chain, 0, taken)  # parents go along
     blocks.hold(run)
     blocks.mark_stored(run)
     blocks.release(run)
@@ -106,7 +106,7 @@ def test_dirty_runs_begin_where_the_chain_was_stored_and_do_not_overlap() -> Non
         blocks.register(block_id, long, index)
     blocks.release(more)
     blocks.release(taken)
-    runs = [(origin.number, run) for origin, run in blocks.dirty_blocks(8)]
+    runs = [(origin.position, run) for origin, run in blocks.dirty_blocks(8)]
     assert runs == [(1, [taken[1], *more])]
 
 

@@ -92,11 +92,11 @@ class ArenaMapping:
         Waits up to `timeout_s` for regions whose packet is still on its way. Raises
         DeadlineExceeded, and ProtocolError for a frame that does not lie inside its region.
         """
-        numbers = np.frombuffer(frames, "<u8") if isinstance(frames, bytes) else frames
-        if len(numbers) < FEW:
-            return np.array([self._address(number, length, timeout_s) for number in numbers.tolist()], np.int64)
-        ids = (numbers >> np.uint64(REGION_SHIFT)).astype(np.int64)
-        offsets = (numbers & np.uint64(OFFSET_MASK)).astype(np.int64)
+        packed = np.frombuffer(frames, "<u8") if isinstance(frames, bytes) else frames
+        if len(packed) < FEW:
+            return np.array([self._address(frame, length, timeout_s) for frame in packed.tolist()], np.int64)
+        ids = (packed >> np.uint64(REGION_SHIFT)).astype(np.int64)
+        offsets = (packed & np.uint64(OFFSET_MASK)).astype(np.int64)
         highest = int(ids.max())
         if highest >= len(self._bases) or not self._bases[ids].all():
             self._await_regions(ids, timeout_s)
@@ -106,8 +106,8 @@ class ArenaMapping:
         result: Addresses = bases[ids] + offsets
         return result
 
-    def _address(self, number: int, length: int, timeout_s: float) -> int:
-        region_id, offset = number >> REGION_SHIFT, number & OFFSET_MASK
+    def _address(self, frame: int, length: int, timeout_s: float) -> int:
+        region_id, offset = frame >> REGION_SHIFT, frame & OFFSET_MASK
         region = self._regions.get(region_id)
         if region is None:
             self._await_regions(np.array([region_id]), timeout_s)

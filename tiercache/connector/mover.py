@@ -102,7 +102,7 @@ class Mover:
                 for block in range(copied):
                     for offset, length in pieces:
                         start = block * size + offset
-                        place = {"lease": lease.number, "index": indices[done + block], "offset": offset}
+                        place = {"lease": lease.lease_id, "index": indices[done + block], "offset": offset}
                         yield Write, place, view[start : start + length]
 
             lease.session.pipeline(orders(), Done, _ignore)

@@ -173,7 +173,7 @@ class _DramStore:
         if len(reserved.states) != len(window) or len(reserved.frames) != len(indices) * FRAME_BYTES:
             raise ProtocolError("the daemon reserved other blocks than were asked for")
         lease = self._lease
-        if lease.number == NO_LEASE or not indices:
+        if lease.lease_id == NO_LEASE or not indices:
             return
         self._filled = len(indices)
         with lease:
@@ -183,7 +183,7 @@ class _DramStore:
                 copied = 0
             if copied:
                 names = pack_indices(indices[:copied])
-                pending = self._session.post(Commit, Committed, lease=lease.number, blocks=names)
+                pending = self._session.post(Commit, Committed, lease=lease.lease_id, blocks=names)
                 self._committing = _Commit(lease, copied, copied == len(indices), pending)
             if copied < len(indices):
                 self._finish_commit()

@@ -22,24 +22,24 @@ class WriteLease:
 
     Attributes:
         session: the session that granted it.
-        number: the daemon's id of it; `NO_LEASE` if nothing was granted.
+        lease_id: the daemon's id of it; `NO_LEASE` if nothing was granted.
     """
 
-    def __init__(self, leases: Leases, session: Session, number: int) -> None:
+    def __init__(self, leases: Leases, session: Session, lease_id: int) -> None:
         self.session = session
-        self.number = number
+        self.lease_id = lease_id
         self._leases = leases
-        self._over = number == NO_LEASE
+        self._over = lease_id == NO_LEASE
         self._finished = True  # no copy of ours can still write to its frames
 
     def __enter__(self) -> WriteLease:
-        self._leases.keep(self.session, self.number, WRITE_TTL_MS, self, writing=True)
+        self._leases.keep(self.session, self.lease_id, WRITE_TTL_MS, self, writing=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, CopyLost):
             self._finished = False
-        self._leases.let_go(self.number)
+        self._leases.let_go(self.lease_id)
 
     def committed(self) -> None:
         """All its blocks are committed, and it ended with that."""
@@ -49,7 +49,7 @@ class WriteLease:
         """Give up what is not committed, now or once the daemon answers. Does nothing when it is over."""
         if not self._over:
             self._over = True
-            abort_lease(self.session, self.number, finished=self._finished)
+            abort_lease(self.session, self.lease_id, finished=self._finished)
 
 
 def abort_lease(session: Session, lease: int, *, finished: bool) -> None:

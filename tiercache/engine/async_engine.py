@@ -209,13 +209,13 @@ class AsyncEngine:
             raise QueueFull(f"{len(self._waiting)} requests wait already, and {self._max_waiting} may: try again later")
         stream = Stream(self, len(prompts), params.n)
         self._streams.add(stream)
-        self._waiting.update((stream, number) for number in range(len(prompts)))
+        self._waiting.update((stream, prompt) for prompt in range(len(prompts)))
         self._commands.put(_Submit(stream, prompts, params, priority))
         return stream
 
     def withdraw(self, stream: Stream) -> None:
         """For `Stream.close`."""
-        self._waiting.difference_update((stream, number) for number in range(stream.prompts))
+        self._waiting.difference_update((stream, prompt) for prompt in range(stream.prompts))
         self._commands.put(_Withdraw(stream))
 
     @property
@@ -314,9 +314,9 @@ class AsyncEngine:
 
     def _add(self, command: _Submit) -> None:
         ids = self._request_ids[command.stream] = set()
-        for number, prompt in enumerate(command.prompts):
+        for place, prompt in enumerate(command.prompts):
             request_id = self._text_engine.add_request(prompt, command.params, command.priority)
-            self._places[request_id] = (command.stream, number)
+            self._places[request_id] = (command.stream, place)
             ids.add(request_id)
 
     def _abort(self, stream: Stream) -> None:

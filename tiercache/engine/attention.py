@@ -77,8 +77,7 @@ def _pass_over(pool: KVPool, groups: Sequence[Sequence[Segment]], streaming: Str
     count = len(groups[0])
     tails = pool.tails_of([segment for segments in groups for segment in segments])
     parts = [
-        make(pool, segments, tails=tails[number * count : (number + 1) * count])
-        for number, segments in enumerate(groups)
+        make(pool, segments, tails=tails[group * count : (group + 1) * count]) for group, segments in enumerate(groups)
     ]
     return GroupedPass(parts, pool.places)
 

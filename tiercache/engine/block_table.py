@@ -38,14 +38,14 @@ class BlockTable:
         return [block_id for block_id in self.ids if block_id != NO_BLOCK]
 
     def held_runs(self, first: int, end: int) -> list[tuple[int, list[int]]]:
-        """Runs of the blocks `[first, end)` that are held, each with the number of its first block."""
+        """Runs of the blocks `[first, end)` that are held, each with the position of its first block in the chain."""
         runs: list[tuple[int, list[int]]] = []
-        for number in range(first, end):
-            if self.ids[number] == NO_BLOCK:
+        for position in range(first, end):
+            if self.ids[position] == NO_BLOCK:
                 continue
-            if not runs or self.ids[number - 1] == NO_BLOCK:
-                runs.append((number, []))
-            runs[-1][1].append(self.ids[number])
+            if not runs or self.ids[position - 1] == NO_BLOCK:
+                runs.append((position, []))
+            runs[-1][1].append(self.ids[position])
         return runs
 
     def begin(self, cut: int, block_ids: list[int]) -> None:

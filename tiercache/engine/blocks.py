@@ -25,10 +25,10 @@ from tiercache.protocol.keys import KeyChain
 
 
 class Origin(NamedTuple):
-    """What a pool block holds: the layers of `group` of block `number` of a chain, both counted from 0."""
+    """What a pool block holds: the layers of `group` of the block at `position` of a chain, both counted from 0."""
 
     chain: KeyChain
-    number: int
+    position: int
     group: int = 0
 
 
@@ -88,12 +88,12 @@ class BlockManager:
         """The pool block that holds `key`, or None."""
         return self._cached[group].get(key)
 
-    def find(self, chain: KeyChain, numbers: Iterable[int], group: int = 0) -> list[int]:
-        """The pool blocks of the blocks `numbers` of `chain`, up to the first missing one."""
+    def find(self, chain: KeyChain, positions: Iterable[int], group: int = 0) -> list[int]:
+        """The pool blocks of the blocks at `positions` of `chain`, up to the first missing one."""
         found: list[int] = []
         cached = self._cached[group]
-        for number in numbers:
-            block_id = cached.get(chain.key(number))
+        for position in positions:
+            block_id = cached.get(chain.key(position))
             if block_id is None:
                 break
             found.append(block_id)
@@ -205,13 +205,13 @@ class BlockManager:
             if block_id in chosen or origin is None:
                 continue
             run: list[int] = []
-            for index in range(origin.number, -1, -1):
+            for index in range(origin.position, -1, -1):
                 parent = self._cached[origin.group].get(origin.chain.key(index))
                 if parent is None or self._stored[parent] or parent in chosen:
                     break
                 run.append(parent)
             chosen.update(run)
-            runs.append((origin._replace(number=origin.number - len(run) + 1), run[::-1]))
+            runs.append((origin._replace(position=origin.position - len(run) + 1), run[::-1]))
         return runs
 
     def forget(self, chain: KeyChain, first: int) -> None:
@@ -258,7 +258,7 @@ class BlockManager:
                 assert origin is not None, f"block {block_id} has a key and no chain"
                 found = self._cached[origin.group].get(key)
                 assert found == block_id, f"block {block_id} has a key that leads elsewhere"
-                assert origin.chain.key(origin.number) == key, f"block {block_id} has lost its chain"
+                assert origin.chain.key(origin.position) == key, f"block {block_id} has lost its chain"
             if block_id in self._dirty:
                 needs_store = self._write_back and key is not None and not self._stored[block_id]
                 assert needs_store, f"block {block_id} is dirty without reason"

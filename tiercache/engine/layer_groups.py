@@ -39,7 +39,7 @@ class LayerGroup(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of a layer: number `layer` in the blocks of `group`."""
+    """The place of a layer: the one at index `layer` in the blocks of `group`."""
 
     group: int
     layer: int
@@ -60,9 +60,9 @@ class LayerGroups(NamedTuple):
     def places(self) -> tuple[Place, ...]:
         """The place of each layer."""
         found = {
-            layer: Place(number, place)
-            for number, group in enumerate(self.groups)
-            for place, layer in enumerate(group.layers)
+            layer: Place(group_index, index)
+            for group_index, group in enumerate(self.groups)
+            for index, layer in enumerate(group.layers)
         }
         return tuple(found[layer] for layer in range(len(found)))
 

@@ -33,27 +33,27 @@ class CacheHit(NamedTuple):
 
 
 class LoadOrder(NamedTuple):
-    """The blocks `numbers` of each group to load for a sequence, from a match."""
+    """The blocks at `positions` of the chain to load into each group, for a sequence, from a match."""
 
     sequence: Sequence
     hit: CacheHit
     choice: LoadChoice
-    numbers: list[list[int]]
+    positions: list[list[int]]
 
     @property
     def in_pool(self) -> int:
         """Blocks that every group had in the pool."""
         needed = (len(table.window.needed(self.choice.end)) for table in self.sequence.tables)
-        return min(count - len(numbers) for count, numbers in zip(needed, self.numbers, strict=True))
+        return min(count - len(positions) for count, positions in zip(needed, self.positions, strict=True))
 
     def is_own(self, cut: int) -> bool:
         """Whether the blocks from block `cut` on are not shared: blocks found in the pool are shared."""
-        return all([*numbers, self.choice.end][0] <= cut for numbers in self.numbers)
+        return all([*positions, self.choice.end][0] <= cut for positions in self.positions)
 
     def end_of(self, good_blocks: list[int]) -> int:
         """The block up to which all groups have what they need, given the good leading blocks of each."""
         end = self.choice.end
-        return min([*numbers, end][good] for numbers, good in zip(self.numbers, good_blocks, strict=True))
+        return min([*positions, end][good] for positions, good in zip(self.positions, good_blocks, strict=True))
 
 
 class LoadResult(NamedTuple):
@@ -66,7 +66,7 @@ class LoadResult(NamedTuple):
     @classmethod
     def nothing(cls, order: LoadOrder, *, ended: bool) -> LoadResult:
         """The result of a load without a good block."""
-        return cls(order, [0] * len(order.numbers), ended)
+        return cls(order, [0] * len(order.positions), ended)
 
 
 @dataclass(slots=True)
@@ -128,12 +128,12 @@ class Loads:
         [table] = sequence.tables
         chain, cut = sequence.chain, sequence.usable_hit_blocks(sequence.max_hit_blocks)
         for _ in range(_MAX_CUTS):
-            numbers = table.window.needed(cut)
-            match = self._match(b"".join(map(chain.key, numbers))) if numbers else None
+            positions = table.window.needed(cut)
+            match = self._match(b"".join(map(chain.key, positions))) if positions else None
             if match is None:
                 return None
-            if match.blocks == len(numbers):
-                return CacheHit(match, cut, cut - len(numbers))
+            if match.blocks == len(positions):
+                return CacheHit(match, cut, cut - len(positions))
             self._release(match)
             before = self._match(chain.packed(cut - 1))
             if before is None:
@@ -189,8 +189,8 @@ class Loads:
 
     def _reach(self, sequence: Sequence, end: int, dram_end: int) -> Reach:
         """The load that ends at block `end`: the blocks needed there that the pool lacks."""
-        missing = [number for numbers in self.missing(sequence, end) for number in numbers]
-        below = sum(number >= dram_end for number in missing)
+        missing = [position for positions in self.missing(sequence, end) for position in positions]
+        below = sum(position >= dram_end for position in missing)
         return Reach(end, len(missing) - below, below)
 
     def missing(self, sequence: Sequence, end: int) -> list[list[int]]:
@@ -198,8 +198,8 @@ class Loads:
         pool."""
         missing = []
         for group, table in enumerate(sequence.tables):
-            numbers = table.window.needed(end)
-            missing.append(numbers[len(self._blocks.find(sequence.chain, numbers, group)) :])
+            positions = table.window.needed(end)
+            missing.append(positions[len(self._blocks.find(sequence.chain, positions, group)) :])
         return missing
 
     # --- loading
@@ -209,8 +209,8 @@ class Loads:
         sequence, hit, choice, each = order
         begin = choice.end - hit.skipped
         parts = [
-            Part(begin - len(numbers), [table.ids[number] for number in numbers])
-            for table, numbers in zip(sequence.tables, each, strict=True)
+            Part(begin - len(positions), [table.ids[position] for position in positions])
+            for table, positions in zip(sequence.tables, each, strict=True)
         ]
         patience_s = min(self._cost.patience_s(choice), self._settings.load_timeout_s)
         keys = sequence.chain.packed(choice.end)
@@ -250,7 +250,11 @@ class Loads:
         return results
 
     def _finish(self, load: _Load) -> list[int]:
-        choice, transfer, counts = load.order.choice, load.transfer, [len(numbers) for numbers in load.order.numbers]
+        choice, transfer, counts = (
+            load.order.choice,
+            load.transfer,
+            [len(positions) for positions in load.order.positions],
+        )
         answer: list[int] = self._cache.ask(lambda _: transfer.result(0)) or [0] * len(counts)
         good_blocks = [min(good, count) for good, count in zip(answer, counts, strict=True)]
         note = self._cost.note_load if good_blocks == counts else self._cost.note_miss

@@ -282,11 +282,11 @@ class Scheduler:
             self._give_back(sequence)
             sequence.skip_external = True
             return
-        for group, (numbers, good) in enumerate(zip(order.numbers, good_blocks, strict=True)):
-            for number in numbers[:good]:
-                if number < usable:
-                    block_id = sequence.tables[group].ids[number]
-                    self._blocks.register(block_id, sequence.chain, number, group, stored=True)
+        for group, (positions, good) in enumerate(zip(order.positions, good_blocks, strict=True)):
+            for position in positions[:good]:
+                if position < usable:
+                    block_id = sequence.tables[group].ids[position]
+                    self._blocks.register(block_id, sequence.chain, position, group, stored=True)
         sequence.registered_blocks = sequence.stored_blocks = usable
         self._enter(sequence, order.in_pool, usable)
 

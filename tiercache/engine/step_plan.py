@@ -61,7 +61,7 @@ def pack(decodes: list[Chunk], prefills: list[list[Chunk]]) -> list[list[Chunk]]
                 alone.append([chunk])
             else:
                 rest.append(chunk)
-        for number, chunk in enumerate(rest):
-            packed += [[]] * (number + 1 - len(packed))
-            packed[number] = [*packed[number], chunk]
+        for place, chunk in enumerate(rest):
+            packed += [[]] * (place + 1 - len(packed))
+            packed[place] = [*packed[place], chunk]
     return [chunks for chunks in alone + packed if chunks]

@@ -54,8 +54,8 @@ class Stores:
             return
         sequence.stored_blocks = end
         for group, table in enumerate(sequence.tables):
-            for number, block_ids in table.held_runs(first, end):
-                self._start(Origin(sequence.chain, number, group), block_ids, sequence)
+            for position, block_ids in table.held_runs(first, end):
+                self._start(Origin(sequence.chain, position, group), block_ids, sequence)
 
     # --- write-back
 

@@ -67,9 +67,9 @@ class TorchPass:
         first = segments[chosen[0]].row
         rows: slice | torch.Tensor = slice(first, first + count * len(chosen))
         if chosen != list(range(chosen[0], chosen[0] + len(chosen))):
-            rows = torch.tensor([segments[number].row for number in chosen], device=self._device)
+            rows = torch.tensor([segments[index].row for index in chosen], device=self._device)
         positions = self.positions[rows].view(len(chosen), count)
-        members, tails = [segments[number] for number in chosen], [self._tails[number] for number in chosen]
+        members, tails = [segments[index] for index in chosen], [self._tails[index] for index in chosen]
         return Group(members, tails, rows, positions)
 
     def attend(
@@ -130,17 +130,17 @@ class TorchPass:
 
 def _alike(segments: Sequence[Segment], token_bytes: int) -> list[list[int]]:
     """Numbers of the segments read together: those with one token and of about the same length."""
-    groups = [[number] for number, one in enumerate(segments) if one.end - one.start > 1]
+    groups = [[index] for index, one in enumerate(segments) if one.end - one.start > 1]
     group: list[int] = []
     longest = 0
-    singles = (number for number, one in enumerate(segments) if one.end - one.start == 1)
-    for number in sorted(singles, key=lambda number: segments[number].end):
-        end = segments[number].end
+    singles = (index for index, one in enumerate(segments) if one.end - one.start == 1)
+    for index in sorted(singles, key=lambda index: segments[index].end):
+        end = segments[index].end
         padding = (end - longest) * len(group) * token_bytes
         if not group or padding > _CALL_BYTES or end * (len(group) + 1) * token_bytes > _GROUP_BYTES:
             group = []
             groups.append(group)
-        group.append(number)
+        group.append(index)
         longest = end
     return [sorted(group) for group in groups]
 

@@ -51,6 +51,6 @@ class Window(NamedTuple):
         return max(0, computed + 1 - self.size) // self.block_size if self.size else 0
 
     def needed(self, cut: int) -> list[int]:
-        """The numbers of the blocks before block `cut` that a sequence needs to continue from there."""
+        """The positions in the chain of the blocks before block `cut` that a sequence needs to continue from there."""
         first = self.first_block(cut * self.block_size)
         return [*range(min(self.sink_blocks, first)), *range(first, cut)]

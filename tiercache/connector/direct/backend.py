@@ -158,7 +158,7 @@ class HostBackend:
     """Reads into host memory and writes from there with O_DIRECT: the same interface without a GPU.
 
     Args:
-        fault, write_fault: called with the number of each read or write, from 0 on; return the fault to inject.
+        fault, write_fault: called with the index of each read or write; return the fault to inject.
 
     `reads` and `writes` count those that have begun, `hanging` those that hang now.
     """
@@ -167,8 +167,8 @@ class HostBackend:
 
     def __init__(
         self,
-        fault: Callable[[int], Fault | None] = lambda number: None,
-        write_fault: Callable[[int], Fault | None] = lambda number: None,
+        fault: Callable[[int], Fault | None] = lambda index: None,
+        write_fault: Callable[[int], Fault | None] = lambda index: None,
     ) -> None:
         self.reads = 0
         self.writes = 0
@@ -192,8 +192,8 @@ class HostBackend:
     def read(self, file: int, offset: int, address: int, length: int) -> int:
         """See `Backend`. An unaligned address (4096) costs a copy."""
         with self._lock:
-            number, self.reads = self.reads, self.reads + 1
-        fault = self._fault(number)
+            index, self.reads = self.reads, self.reads + 1
+        fault = self._fault(index)
         wanted = self._suffer(fault, offset, length)
         count = _read_direct(file, offset, address, wanted) if wanted else 0
         if fault is Fault.WRONG:
@@ -203,8 +203,8 @@ class HostBackend:
     def write(self, file: int, offset: int, address: int, length: int) -> int:
         """See `Backend`. An unaligned address (4096) costs a copy."""
         with self._lock:
-            number, self.writes = self.writes, self.writes + 1
-        fault = self._write_fault(number)
+            index, self.writes = self.writes, self.writes + 1
+        fault = self._write_fault(index)
         wanted = self._suffer(fault, offset, length)
         return _write_direct(file, offset, address, wanted, fault is Fault.WRONG) if wanted else 0
 

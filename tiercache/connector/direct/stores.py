@@ -143,7 +143,7 @@ class _DirectStore:
                 if not sums or window.limit.void:
                     return len(places), 0, 0
                 checksums = pack_checksums(sums)
-                states = session.call(CommitExtents, Committed, lease=lease.number, checksums=checksums).states
+                states = session.call(CommitExtents, Committed, lease=lease.lease_id, checksums=checksums).states
                 lease.committed()
         finally:
             lease.give_up()
