@@ -60,6 +60,10 @@ class Client:
         self.request_timeout_s = request_timeout_s
         settings = SessionSettings(str(address), name, self.instance, map_arena, cuda, request_timeout_s)
         self._keeper = SessionKeeper(settings, self.address)
+        self.leases: Leases = self._keeper.leases
+        """Leases of this client, and its loads and stores in progress."""
+        self.report: SelfReport = self._keeper.report
+        """What the daemon is told of this process."""
         _clients.add(self)
 
     @classmethod
@@ -130,16 +134,6 @@ class Client:
     def times_down(self) -> int:
         """How often it went DOWN."""
         return self._keeper.times_down
-
-    @property
-    def leases(self) -> Leases:
-        """Leases of this client, and its loads and stores in progress."""
-        return self._keeper.leases
-
-    @property
-    def report(self) -> SelfReport:
-        """What the daemon is told of this process."""
-        return self._keeper.report
 
     @property
     def wants_events(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiercache.client.client import Client
+from tiercache.client.session import Session
 from tiercache.connector.direct.loads import DirectPath
 from tiercache.connector.loads import Match, adopt_match, end_match, match_blocks
 from tiercache.connector.outcomes import Outcomes
@@ -82,11 +83,10 @@ class SchedulerSide:
         Load or release the result. Blocks for one round trip. A failure is `blocks == 0`.
         """
         check_keys(keys)
-        specs = (self.namespace,) if namespaces is None else tuple(namespaces)
         if not keys or not self._is_up("matches"):
             return Match()
         try:
-            loads = self.pool is not None
+            specs, loads = self._specs(namespaces), self.pool is not None
             match = match_blocks(self._client, keys, specs, with_frames=loads, extents=self.direct.wanted)
         except TierCacheError as error:
             self._outcomes.failed("match", error)
@@ -119,14 +119,12 @@ class SchedulerSide:
     def prefetch(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> int:
         """Promote into DRAM what `match` would find of `keys` in `namespaces`; returns its blocks. 0 on failure."""
         check_keys(keys)
-        specs = (self.namespace,) if namespaces is None else tuple(namespaces)
-        return self._ask("prefetch", lambda _: self._prefetch(specs, keys)) if keys else 0
 
-    def _prefetch(self, specs: Sequence[NamespaceSpec], keys: bytes) -> int:
-        session = self._client.session()
-        namespace_ids = [session.namespace_id(spec) for spec in specs]
-        reply = session.call(Prefetch, Matched, namespaces=namespace_ids, keys=keys)
-        return reply.dram_blocks + reply.below_blocks
+        def ask(session: Session, namespace_ids: list[int]) -> int:
+            reply = session.call(Prefetch, Matched, namespaces=namespace_ids, keys=keys)
+            return reply.dram_blocks + reply.below_blocks
+
+        return self._ask("prefetch", ask, namespaces) if keys else 0
 
     @whole
     def hint(
@@ -140,17 +138,15 @@ class SchedulerSide:
         check_keys(keys)
         if first < 0:
             raise ValueError(f"first is {first}: must be 0 or more")
-        specs = (self.namespace,) if namespaces is None else tuple(namespaces)
-        return self._ask("hint", lambda _: self._hint(specs, keys, first, hint)) if keys else 0
 
-    def _hint(self, specs: Sequence[NamespaceSpec], keys: bytes, first: int, hint: Hint) -> int:
-        session = self._client.session()
-        if not session.welcome.hints:
-            return 0
-        namespace_ids = [session.namespace_id(spec) for spec in specs]
-        reply = session.call(HintRequest, Hinted, namespaces=namespace_ids, keys=keys, first=first, **hint.fields())
-        self._outcomes.count(hints=1)
-        return reply.blocks
+        def ask(session: Session, namespace_ids: list[int]) -> int:
+            if not session.welcome.hints:
+                return 0
+            reply = session.call(HintRequest, Hinted, namespaces=namespace_ids, keys=keys, first=first, **hint.fields())
+            self._outcomes.count(hints=1)
+            return reply.blocks
+
+        return self._ask("hint", ask, namespaces) if keys else 0
 
     @whole
     def pin(self, keys: bytes, ttl_s: float) -> int:
@@ -158,26 +154,35 @@ class SchedulerSide:
         check_keys(keys)
         if ttl_s <= 0:
             raise ValueError(f"ttl_s is {ttl_s}: must be more than 0")
-        fields = {"keys": keys, "ttl_ms": min(MAX_PIN_TTL_MS, max(1, round(ttl_s * 1000)))}
-        return self._ask("pin", lambda namespace_id: self._pin(Pin, namespace_id, fields))
+        ttl_ms = min(MAX_PIN_TTL_MS, max(1, round(ttl_s * 1000)))
+        return self._ask(
+            "pin", lambda session, ids: session.call(Pin, Pinned, namespaces=ids, keys=keys, ttl_ms=ttl_ms).blocks
+        )
 
     @whole
     def unpin(self, keys: bytes) -> int:
         """End the pins that were set with the same keys; returns blocks. 0 on failure."""
         check_keys(keys)
-        return self._ask("unpin", lambda namespace_id: self._pin(Unpin, namespace_id, {"keys": keys}))
+        return self._ask("unpin", lambda session, ids: session.call(Unpin, Pinned, namespaces=ids, keys=keys).blocks)
 
-    def _pin(self, request: type[Pin] | type[Unpin], namespace_id: int, fields: dict[str, Any]) -> int:
-        return self._client.session().call(request, Pinned, namespaces=[namespace_id], **fields).blocks
-
-    def _ask(self, operation: str, ask: Callable[[int], int]) -> int:
+    def _ask(
+        self,
+        operation: str,
+        ask: Callable[[Session, list[int]], int],
+        namespaces: Sequence[NamespaceSpec] | None = None,
+    ) -> int:
+        """What `ask` returns for the ids of `namespaces`, by default the connector's own; 0 on failure."""
         try:
-            blocks = ask(self._client.session().namespace_id(self.namespace))
+            session = self._client.session()
+            blocks = ask(session, [session.namespace_id(spec) for spec in self._specs(namespaces)])
         except TierCacheError as error:
             self._outcomes.failed(operation, error)
             return 0
         self._outcomes.succeeded(operation)
         return blocks
+
+    def _specs(self, namespaces: Sequence[NamespaceSpec] | None) -> Sequence[NamespaceSpec]:
+        return (self.namespace,) if namespaces is None else tuple(namespaces)
 
     def flush(self, *, tier: str = "all", key: bytes = b"", all_namespaces: bool = False) -> int:
         """Drop blocks: `key` and all that follow it, or everything; returns how many.
