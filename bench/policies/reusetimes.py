@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.daemon.policies.predictor import EVENTS_KEPT, Context, Predictor, Sample
+from tiercache.daemon.policies.predictor import EVENTS_KEPT, Context, Predictor, Sampled
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.daemon.policies.worths import FIRST_AGE, LENGTHS, NEW
 
@@ -47,11 +47,13 @@ class ReuseTimes(Predictor):
         self._reused_after = np.zeros(CATEGORIES)
         self._whole = np.array([0.5]), np.array([FIRST_RATE])  # of all categories together
 
-    def _used_again(self, sample: Sample, age: float) -> int:
-        by = min(CATEGORIES - 1, sample.turn)
-        self._reused[by] += 1.0
-        self._reused_after[by] += max(FIRST_AGE, age)
-        return super()._used_again(sample, age)
+    def _observe(self, sampled: list[Sampled], context: Context, found: int) -> None:
+        for _, hashed, _ in sampled:
+            if (place := self._samples.get(hashed)) is not None:
+                by = min(CATEGORIES - 1, self._contexts[place].turn)
+                self._reused[by] += 1.0
+                self._reused_after[by] += max(FIRST_AGE, self.turnover.now - self._used_at[place])
+        super()._observe(sampled, context, found)
 
     def _refresh(self) -> Iterator[bool]:
         """Fit all categories anew, in place of the hazards."""
@@ -59,9 +61,9 @@ class ReuseTimes(Predictor):
         if self._reused.sum() > EVENTS_KEPT:
             self._reused *= 0.5
             self._reused_after *= 0.5
-        samples = self._samples.values()
-        by = np.fromiter((min(CATEGORIES - 1, one.turn) for one in samples), np.int64, len(samples))
-        used_at = np.fromiter((self._used_at[one.place] for one in samples), np.float64, len(samples))
+        places = self._samples.values()
+        by = np.fromiter((min(CATEGORIES - 1, self._contexts[at].turn) for at in places), np.int64, len(places))
+        used_at = np.fromiter((self._used_at[at] for at in places), np.float64, len(places))
         ages = np.maximum(FIRST_AGE, self.turnover.now - used_at)
         yield True
         reused, after, alike = self._reused.sum(keepdims=True), self._reused_after.sum(keepdims=True), np.zeros_like(by)

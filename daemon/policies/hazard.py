@@ -24,7 +24,7 @@ from tiercache.daemon.policies.worths import (
 
 RANK_SHARE = 32
 """Cells are ranked anew when this share of them has been emptied."""
-RANK_LEAST = 16
+RANK_LEAST = 64
 """Or when so many blocks were evicted, or a quarter of the cells where there are few; and the clock has moved."""
 FEW_CELLS = 24
 """So few cells are ranked one by one."""
@@ -190,7 +190,7 @@ class LeastWorth:
             self._fresh.clear()
             return
         self._known.add(cell)
-        heapq.heappush(self._fresh, (self._worth_of(cell), -(cell & _TICK_MASK), cell))
+        heapq.heappush(self._fresh, (self._worth_of(cell), cell & _TICK_MASK, cell))
         if len(self._rings.heads) > self._most_cells:
             self._width *= 2
             self._most_cells += MAX_CELLS // 4
@@ -244,7 +244,8 @@ class LeastWorth:
         if not ranked and not fresh:
             self._rank()
             ranked = self._ranked
-        if fresh and (not ranked or fresh[0][0] <= self._worth[-1]):
+        # Of cells worth the same, the one used longest ago goes first.
+        if fresh and (not ranked or fresh[0][:2] <= (self._worth[-1], ranked[-1] & _TICK_MASK)):
             return heads[fresh[0][2]]
         return heads[ranked[-1]]
 

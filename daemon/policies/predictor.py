@@ -13,9 +13,10 @@ used.
 from __future__ import annotations
 
 import functools
+import math
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.ma  # imported by `unique` at its first call: 15 ms in the middle of a client's match
@@ -43,16 +44,23 @@ MAX_AT_ONCE = 512
 """Samples updated by one request."""
 HORIZON = 256.0
 """A block not used for so many turnovers may leave the sample: no tier keeps it for as long."""
-FIRST_EVENTS, MOST_EVENTS = 64, 2048
+FIRST_EVENTS, MOST_EVENTS = 64, 8192
 """The worths are estimated anew after so many sampled blocks were stored or used."""
 FIRST_RETURNS = 32
 """But not before so many prompts have used sampled blocks again: a few say too little about all the others."""
 EVENTS_KEPT = 16 * MAX_SAMPLES
 """Beyond so many observations all of them are halved: recent ones count more."""
 
-_HASHES = 1 << 32
+_HASHES = 1 << 64
 _WORD = (1 << 64) - 1
+_GONE = CLASSES
+"""The class of places in the columns that no sample has."""
 _ODD, _HALF, _LESS = np.uint64(0x9E3779B97F4A7C15), np.uint64(32), np.uint64(29)
+
+
+Sampled: TypeAlias = tuple[int, int, int]
+"""A block of a prompt that is in the sample, or would be: its place in the prompt, from 0, its hash, and the hash of
+the prompt's next block, or 0."""
 
 
 class Context(NamedTuple):
@@ -61,21 +69,6 @@ class Context(NamedTuple):
     block_class: int
     turn: int
     length: int
-
-
-class Sample:
-    """What is known of one sampled block. Its class and time of last use are in columns, at `place`."""
-
-    __slots__ = ("following", "hashed", "length", "place", "shared", "turn", "uses")
-
-    def __init__(self, place: int, hashed: int, context: Context, following: bytes) -> None:
-        self.place = place
-        self.hashed = hashed
-        self.turn = context.turn
-        self.length = context.length
-        self.following = following
-        self.uses = 1
-        self.shared = False
 
 
 class Predictor:
@@ -95,14 +88,19 @@ class Predictor:
         self.worth: Floats = worths_before()
         """Expected hits per turnover, by class and age bucket."""
         self._secret = secret
-        self._hashed = b"", hashes(b"", secret)  # of the prompt that was looked up last
-        self._samples: dict[bytes, Sample] = {}  # least recently used first
-        self._doubtful: list[bytes] = []  # samples to look at: some of them are to go
+        self._last: tuple[bytes, list[Sampled]] = b"", []  # the prompt that was looked up last
+        self._samples: dict[int, int] = {}  # each sample's place in the columns, by the hash of its key
+        self._doubtful: list[int] = []  # samples to look at: some of them are to go
         self._places: list[int] = []  # free places in the columns
         self._classes = array("H")
         self._used_at = array("d")
+        self._contexts: list[Context] = []  # of the request that used it last
+        self._following = array("Q")  # the hash of the block that came after it; 0: none has
+        self._uses = array("B")
+        self._shared = bytearray()  # whether requests diverge below it
         self._threshold = _HASHES
         self._used = np.zeros((CLASSES, AGES))
+        self._used_cells = self._used.reshape(-1)
         self._ended = np.zeros((CLASSES, AGES))  # left the sample at that age
         self._events = 0
         self._returns = 0  # prompts that used sampled blocks again
@@ -121,8 +119,8 @@ class Predictor:
             return
         sampled = self._sampled(keys)
         length = len(keys) // KEY_BYTES
-        self.context = context = self._classify(keys, sampled, found, length)
-        self._observe(keys, sampled, context, found)
+        self.context = context = self._classify(sampled, found, length)
+        self._observe(sampled, context, found)
         for first in {found_dram, found}:
             if first < length:
                 _put(self.expected, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES], context)
@@ -141,40 +139,45 @@ class Predictor:
         if context is None:  # not looked up before
             context = Context(chain_class(0, len(keys), len(keys)), 0, 0)
         _put(self._stored, keys[-1], context)
-        packed = b"".join(keys)
-        samples, begin, last = self._samples, self._begin, len(keys) - 1
-        for number, hashed in self._sampled(packed):
-            if (key := keys[number]) not in samples:
-                begin(key, hashed, context, keys[number + 1] if number < last else b"")
+        samples = self._samples
+        new = [(hashed, following) for _, hashed, following in self._sampled(b"".join(keys)) if hashed not in samples]
+        if new:
+            self._begin(new, context)
 
-    def _sampled(self, keys: bytes) -> list[tuple[int, int]]:
-        """Which of the keys are in the sample, or would be, each with its hash; at most `MAX_AT_ONCE`."""
-        hashed = self._hashes(keys)
-        threshold = self._threshold
-        if threshold == _HASHES and len(hashed) <= MAX_AT_ONCE:
-            return list(enumerate(hashed.tolist()))
-        chosen = (hashed < threshold).nonzero()[0]
+    def _sampled(self, keys: bytes) -> list[Sampled]:
+        """Which of the packed keys are in the sample, or would be; at most `MAX_AT_ONCE`.
+
+        Reuses the last result: a store is mostly the end of the last look-up.
+        """
+        before, sampled = self._last
+        if before.endswith(keys):
+            skipped = (len(before) - len(keys)) // KEY_BYTES
+            if skipped:
+                return [(number - skipped, hashed, next_) for number, hashed, next_ in sampled if number >= skipped]
+            return sampled
+        self._last = keys, sampled = keys, self._choose(keys)
+        return sampled
+
+    def _choose(self, keys: bytes) -> list[Sampled]:
+        hashed, count = hashes(keys, self._secret), len(keys) // KEY_BYTES
+        threshold = min(self._threshold, _WORD)
+        chosen = (hashed[:-1] < threshold).nonzero()[0]
         while len(chosen) > MAX_AT_ONCE:
             threshold //= 2
-            chosen = (hashed < threshold).nonzero()[0]
+            chosen = (hashed[:-1] < threshold).nonzero()[0]
             if threshold == 0:
                 return []  # the same key over and over
-        return list(zip(chosen.tolist(), hashed[chosen].tolist(), strict=True))
+        if len(chosen) == count:
+            every = hashed.tolist()
+            return list(zip(range(count), every, every[1:], strict=False))
+        return list(zip(chosen.tolist(), hashed[chosen].tolist(), hashed[chosen + 1].tolist(), strict=True))
 
-    def _hashes(self, keys: bytes) -> npt.NDArray[np.uint64]:
-        """Hashes of packed keys. Reuses the last result: a store is mostly the end of the last look-up."""
-        before, hashed = self._hashed
-        if before.endswith(keys):
-            return hashed[len(hashed) - len(keys) // KEY_BYTES :]
-        self._hashed = keys, hashes(keys, self._secret)
-        return self._hashed[1]
-
-    def _classify(self, keys: bytes, sampled: list[tuple[int, int]], found: int, length: int) -> Context:
+    def _classify(self, sampled: list[Sampled], found: int, length: int) -> Context:
         """Classify a request by its deepest known sampled block: where its last user ended, and its turn."""
         seen, last, slack = found, None, 1
-        for number, _ in reversed(sampled):
-            last = self._samples.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
-            if last is not None:
+        for number, hashed, _ in reversed(sampled):
+            if (place := self._samples.get(hashed)) is not None:
+                last = self._contexts[place]
                 if number + 1 > seen:
                     seen = number + 1
                     slack += 2 * (_HASHES // max(1, self._threshold)) - 2
@@ -184,57 +187,72 @@ class Predictor:
             turn = 1 + max(1, last.turn)
         return Context(chain_class(turn, length - seen, length), turn, length)
 
-    def _observe(self, keys: bytes, sampled: list[tuple[int, int]], context: Context, found: int) -> None:
-        samples, classes, used_at = self._samples, self._classes, self._used_at
-        now, length, returns = self.turnover.now, context.length, False
-        for number, hashed in sampled:
-            key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
-            following = keys[(number + 1) * KEY_BYTES : (number + 2) * KEY_BYTES]
-            sample = samples.pop(key, None)
-            if sample is None:
+    def _observe(self, sampled: list[Sampled], context: Context, found: int) -> None:
+        """Count the uses of sampled blocks by a request that found so many of its blocks."""
+        samples, classes, used_at, used = self._samples, self._classes, self._used_at, self._used_cells
+        now, block_class, events, new = self.turnover.now, context.block_class, 0, []
+        last_used, gap, last_cell, uses = math.nan, 0, 0, 0
+        for number, hashed, following in sampled:
+            place = samples.get(hashed)
+            if place is None:
                 if number < found:  # stored in an earlier life, or before the sample was as large
-                    self._begin(key, hashed, context, following)
+                    new.append((hashed, following))
                 continue
-            samples[key] = sample
-            place = sample.place
-            gap, returns = self._used_again(sample, now - used_at[place]), True
-            sample.uses += 1
+            if used_at[place] != last_used:  # else it was used with the block before, and its age is the same
+                last_used = used_at[place]
+                gap = age_bucket(now - last_used)
+            cell = classes[place] * AGES + gap
+            if cell != last_cell:
+                used[last_cell] += uses
+                last_cell, uses = cell, 0
+            uses += 1
+            events += 1
+            self._contexts[place], used_at[place] = context, now
+            self._uses[place] = min(255, self._uses[place] + 1)
             if following:
-                sample.shared = sample.shared or (sample.following != following and sample.following != b"")
-                sample.following = following
-            used_at[place], sample.turn, sample.length = now, context.turn, length
-            classes[place] = shared_class(sample.uses, gap) if sample.shared else context.block_class
-        self._returns += returns
-
-    def _used_again(self, sample: Sample, age: float) -> int:
-        """Count the use of a sampled block at that age; returns the age bucket."""
-        gap = age_bucket(age)
-        self._used[self._classes[sample.place], gap] += 1.0
-        self._events += 1
-        return gap
+                before, self._following[place] = self._following[place], following
+                if before != following and before:
+                    self._shared[place] = 1
+            classes[place] = shared_class(self._uses[place], gap) if self._shared[place] else block_class
+        used[last_cell] += uses
+        self._events += events
+        self._returns += events > 0
+        if new:
+            self._begin(new, context)
 
     # --- the sample ------------------------------------------------------------------------------
 
-    def _begin(self, key: bytes, hashed: int, context: Context, following: bytes) -> None:
-        if len(self._samples) >= MAX_SAMPLES and not self._doubtful:
+    def _begin(self, new: list[tuple[int, int]], context: Context) -> None:
+        """Sample these blocks: for each the hash of its key, and that of the next block."""
+        samples, places = self._samples, self._places
+        if len(samples) + len(new) > MAX_SAMPLES and not self._doubtful:
             self._plan_room()
         if self._doubtful:
-            self._make_room()
-        if hashed >= self._threshold:
-            return
-        if not self._places:
-            self._places.append(len(self._classes))
-            self._classes.append(0)
-            self._used_at.append(0.0)
-        place = self._places.pop()
-        self._samples[key] = Sample(place, hashed, context, following)
-        self._classes[place], self._used_at[place] = context.block_class, self.turnover.now
-        self._events += 1
+            self._make_room(len(new))
+        if len(places) < len(new):
+            self._make_places(len(new) - len(places))
+        now, threshold, block_class = self.turnover.now, self._threshold, context.block_class
+        for hashed, following in new:
+            if hashed < threshold and hashed not in samples:
+                place = samples[hashed] = places.pop()
+                self._classes[place], self._used_at[place], self._contexts[place] = block_class, now, context
+                self._following[place], self._uses[place], self._shared[place] = following, 1, 0
+                self._events += 1
+
+    def _make_places(self, count: int) -> None:
+        """Lengthen the columns."""
+        first = len(self._classes)
+        self._places.extend(range(first, first + count))
+        self._classes.extend([_GONE] * count)
+        self._used_at.extend([math.inf] * count)
+        self._contexts.extend([_NO_CONTEXT] * count)
+        self._following.extend([0] * count)
+        self._uses.extend([0] * count)
+        self._shared.extend(bytes(count))
 
     def _plan_room(self) -> None:
         """Drop what was not used for longest; where all samples still matter, halve the sampling rate."""
         classes, ages = np.array(self._classes, np.int64), self.turnover.now - np.array(self._used_at)
-        ages[self._places] = 0.0
         before = np.flatnonzero(ages >= HORIZON)
         np.add.at(self._ended, (classes[before], age_buckets(ages[before])), 1.0)
         if len(before) < MAX_SAMPLES // 4:
@@ -245,17 +263,20 @@ class Predictor:
             self._threshold = min(_HASHES, 2 * self._threshold)
         self._doubtful = list(self._samples)
 
-    def _make_room(self) -> None:
-        """Drop some of the samples that are to go; the rest follows as further blocks come."""
+    def _make_room(self, count: int) -> None:
+        """Drop some of the samples that are to go, for so many that come; the rest follows as further blocks come."""
         samples, used_at, last = self._samples, self._used_at, self.turnover.now - HORIZON
-        for _ in range(min(LOOKED_AT, len(self._doubtful))):
-            key = self._doubtful.pop()
-            its = samples.get(key)
-            if its is not None and (its.hashed >= self._threshold or used_at[its.place] <= last):
-                self._let_go(key)
+        looked_at = self._doubtful[-LOOKED_AT * count :]
+        del self._doubtful[-LOOKED_AT * count :]
+        for hashed in looked_at:
+            place = samples.get(hashed)
+            if place is not None and (hashed >= self._threshold or used_at[place] <= last):
+                self._let_go(hashed)
 
-    def _let_go(self, key: bytes) -> None:
-        self._places.append(self._samples.pop(key).place)
+    def _let_go(self, hashed: int) -> None:
+        place = self._samples.pop(hashed)
+        self._places.append(place)
+        self._classes[place], self._used_at[place], self._contexts[place] = _GONE, math.inf, _NO_CONTEXT
 
     # --- learning --------------------------------------------------------------------------------
 
@@ -266,10 +287,8 @@ class Predictor:
             self._used *= 0.5
             self._ended *= 0.5
         classes, ages = np.array(self._classes, np.int64), self.turnover.now - np.array(self._used_at)
-        cells = classes * AGES + age_buckets(ages)
-        if self._places:
-            cells = np.delete(cells, self._places)
-        waiting = np.bincount(cells, minlength=CLASSES * AGES).reshape(CLASSES, AGES)
+        cells = np.bincount(classes * AGES + age_buckets(ages), minlength=(_GONE + 1) * AGES)
+        waiting = cells.reshape(-1, AGES)[:_GONE]
         worths = estimate(self._used.copy(), self._used + self._ended + waiting, self._threshold / _HASHES)
         while (worth := next(worths)) is None:
             yield True
@@ -286,6 +305,9 @@ class Predictor:
         return len(self._samples), self._threshold / _HASHES
 
 
+_NO_CONTEXT = Context(_GONE, 0, 0)
+
+
 def _put(known: dict[bytes, Context], key: bytes, context: Context) -> None:
     """Remember a context; at most as many are kept as there are samples, the newest."""
     known.pop(key, None)
@@ -295,10 +317,12 @@ def _put(known: dict[bytes, Context], key: bytes, context: Context) -> None:
 
 
 def hashes(keys: bytes, secret: int) -> npt.NDArray[np.uint64]:
-    """A hash below `_HASHES` for each of the packed keys; without the secret it tells nothing about the keys."""
+    """A hash for each of the packed keys, and a 0; without the secret it tells nothing about the keys."""
     words = np.frombuffer(keys, dtype="<u8").reshape(-1, 2)
     low, high, first, second = _numbers_of(secret)
-    mixed: npt.NDArray[np.uint64] = np.bitwise_xor(words[:, 0], low)
+    result = np.zeros(len(words) + 1, np.uint64)
+    mixed = result[:-1]
+    np.bitwise_xor(words[:, 0], low, out=mixed)
     mixed *= first
     mixed ^= mixed >> _HALF
     mixed ^= words[:, 1]
@@ -306,8 +330,7 @@ def hashes(keys: bytes, secret: int) -> npt.NDArray[np.uint64]:
     mixed *= second
     mixed ^= mixed >> _LESS
     mixed *= _ODD
-    mixed >>= _HALF
-    return mixed
+    return result
 
 
 @functools.lru_cache(maxsize=8)

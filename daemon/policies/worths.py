@@ -34,7 +34,7 @@ LEAN = 128.0
 """A class borrows the evidence of at least so many blocks from the wider class."""
 LEAN_PROMPTS = 64.0
 """And of so many prompts: blocks of one prompt come back together, so a hundred of them say no more than one."""
-ROWS_AT_ONCE = 128
+ROWS_AT_ONCE = 256
 """Classes whose worths are estimated in one part: the larger, the less time it takes in all."""
 
 _WIDTHS = np.diff(np.concatenate([[0.0], FIRST_AGE * 2.0 ** (np.arange(AGES) / 2)]))
@@ -167,10 +167,12 @@ def indices(hazards: Floats) -> Floats:
     stay = np.zeros_like(left)  # mean further stay from each age on, times that share
     stay[:-1] = left[:-1] * (1.0 - by_age / 2.0) * _WIDTHS[:, None]
     np.cumsum(stay[::-1], axis=0, out=stay[::-1])
-    worth = np.empty_like(left[:-1])
-    for age in range(AGES):
-        hits = left[age] - left[age + 1 :]
-        hits /= stay[age] - stay[age + 1 :]
-        np.max(hits, axis=0, out=worth[age])
+    worth, hits, stays = np.empty_like(left[:-1]), np.empty_like(left), np.empty_like(left)
+    for age in range(AGES):  # until each later age
+        later = slice(age + 1, None)
+        np.subtract(left[age], left[later], out=hits[later])
+        np.subtract(stay[age], stay[later], out=stays[later])
+        np.divide(hits[later], stays[later], out=hits[later])
+        np.maximum.reduce(hits[later], axis=0, out=worth[age])
     result: Floats = worth.T
     return result

@@ -208,6 +208,6 @@ def test_what_happened_long_ago_counts_less(monkeypatch: pytest.MonkeyPatch) -> 
 def test_places_of_the_sample_are_used_again() -> None:
     learner = Predictor(STILL)
     for number in range(50):
-        learner._begin(key(number), 0, CONTEXT, b"")
-        learner._let_go(key(number))
+        learner._begin([(number, 0)], CONTEXT)
+        learner._let_go(number)
     assert (len(learner._samples), len(learner._classes)) == (0, 1)
