@@ -75,10 +75,10 @@ def _row(one: dict[str, Any]) -> tuple[str, ...]:
     return (
         str(one["id"]),
         str(one["fingerprint"])[:12],
-        _clean(one.get("tenant") or "-"),
-        _clean(one["engine"]),
-        _clean(", ".join(one["models"]) or "-"),
-        _clean(one["rank"]),
+        one.get("tenant") or "-",
+        str(one["engine"]),
+        ", ".join(one["models"]) or "-",
+        str(one["rank"]),
         f"{one['block_size']} tok {format_bytes(size)}",
         _held(one.get("blocks", 0), size),
         _held(one.get("below_blocks", 0), size),
@@ -90,10 +90,6 @@ def _row(one: dict[str, Any]) -> tuple[str, ...]:
 
 def _held(blocks: int, block_bytes: int) -> str:
     return f"{blocks:,} ({format_bytes(blocks * block_bytes)})" if blocks else "0"
-
-
-def _clean(text: object) -> str:
-    return "".join(char if char.isprintable() else "?" for char in str(text))
 
 
 def _pins(address: str | None, as_json: bool) -> int:

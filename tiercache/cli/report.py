@@ -178,7 +178,11 @@ def _numeric(section: Section, column: int) -> bool:
 
 
 def print_sections(found: list[Section]) -> None:
-    """Print sections on stdout: rich tables on a terminal, plain aligned text otherwise."""
+    """Print sections on stdout: rich tables on a terminal, plain aligned text otherwise.
+
+    Cells may be names that clients gave: no control character of theirs reaches the terminal.
+    """
+    found = [section._replace(rows=[tuple(map(printable, row)) for row in section.rows]) for section in found]
     if sys.stdout.isatty():
         _print_tables(found)
         return

@@ -13,7 +13,7 @@ from tiercache.cli.declare import Address, ConfigFile, Json, command
 from tiercache.cli.doctor.findings import Finding, Host, Needs, State, as_tree
 from tiercache.cli.exit_status import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.readings import Tree, at, quiet_client
-from tiercache.cli.report import print_json
+from tiercache.cli.report import print_json, printable
 from tiercache.config.daemon_config import DaemonConfig, resolve_config, session_socket_path
 from tiercache.errors import TierCacheError
 
@@ -132,8 +132,7 @@ def _print(found: list[Finding]) -> None:
         if one.topic != topic:
             print(f"{'' if not topic else chr(10)}# {one.topic}")
             topic = one.topic
-        figure = "".join(char if char.isprintable() else "?" for char in one.figure)
-        lines = [(f"{one.state.value:<14}", f"  {one.name:<{width}}  {figure}")]
+        lines = [(f"{one.state.value:<14}", f"  {one.name:<{width}}  {printable(one.figure)}")]
         lines += [(" " * 14, f"  {'':<{width}}  -> {one.remedy}")] if one.remedy else []
         for state, rest in lines:
             if console is None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from rich.text import Text
 
 from tiercache.cli.readings import at
+from tiercache.cli.report import printable
 from tiercache.cli.top.history import RecentReadings, sparkline
 from tiercache.ground.units import format_bytes, format_duration
 
@@ -70,7 +71,7 @@ def _title(history: RecentReadings, settings: ViewState, width: int) -> Text:
 def _gone(history: RecentReadings) -> list[Text]:
     lines = [Text("the daemon is gone; waiting for it", style=BAD)]
     if history.problem:
-        lines.append(Text(f"  {_clean(history.problem)}", style=DIM))
+        lines.append(Text(f"  {printable(history.problem)}", style=DIM))
     if history.last is not None:
         lines.append(Text("  below: as it was when it answered last", style=DIM))
     return lines
@@ -84,7 +85,7 @@ def _health(history: RecentReadings) -> list[Text]:
     if not reasons:
         return [Text(f"health: {health.get('state', 'unknown')}{since}", style=GOOD)]
     lines = [Text(f"health: {health.get('state')}{since}", style=BAD)]
-    lines += [Text(f"  {_clean(reason)}", style=BAD) for reason in reasons[:_MAX_REASONS]]
+    lines += [Text(f"  {printable(reason)}", style=BAD) for reason in reasons[:_MAX_REASONS]]
     if len(reasons) > _MAX_REASONS:
         lines.append(Text(f"  and {len(reasons) - _MAX_REASONS} more: tiercache stats", style=BAD))
     return lines
@@ -147,7 +148,7 @@ def _is_unwell(directory: dict[str, Any]) -> bool:
 
 
 def _directory(one: dict[str, Any]) -> Text:
-    return Text(f"  {one.get('path')}: {one.get('state')}, writing {_clean(str(one.get('writing')))}", style=BAD)
+    return Text(f"  {one.get('path')}: {one.get('state')}, writing {printable(str(one.get('writing')))}", style=BAD)
 
 
 def _hits(history: RecentReadings, width: int) -> list[Text]:
@@ -228,7 +229,7 @@ def _namespaces(history: RecentReadings, settings: ViewState) -> list[Text]:
         table.append(
             (
                 f"{row['id']} {str(row.get('fingerprint', ''))[:8]}",
-                _clean(str(row.get("engine", "")))[:18],
+                printable(str(row.get("engine", "")))[:18],
                 str(row.get("rank", ""))[:14],
                 f"{int(at(row, 'blocks')):,}",
                 f"{int(at(row, 'below_blocks')):,}",
@@ -290,7 +291,7 @@ def _clients(history: RecentReadings) -> list[Text]:
         memory = str(row.get("registration", "")) if row.get("mapped") else "messages"
         shown = ["-" if speeds is None else format_bytes(speeds[name]) for name in names]
         leases = int(at(row, "read_leases") + at(row, "write_leases"))
-        table.append((_clean(str(row.get("name", "")))[:24], str(row.get("pid", "")), memory, str(leases), *shown))
+        table.append((printable(str(row.get("name", "")))[:24], str(row.get("pid", "")), memory, str(leases), *shown))
     return _table(table, left=1)
 
 
@@ -305,8 +306,3 @@ def _table(rows: list[Row], left: int) -> list[Text]:
         ]
         lines.append(Text("  ".join(cells).rstrip(), style=HEAD if number == 0 else ""))
     return lines
-
-
-def _clean(text: str) -> str:
-    """The text without terminal control characters."""
-    return "".join(char if char.isprintable() else "?" for char in text)
