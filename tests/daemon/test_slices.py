@@ -17,7 +17,7 @@ from tiercache.daemon.ground.slices import LOOKUPS, PINS, Slices, Steps
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.inspection import chain_of, pins_of
 from tiercache.daemon.requests.admin import AdminRequests
-from tiercache.daemon.tiers.dram.reads import PINS_LISTED
+from tiercache.daemon.tiers.dram.reads import MAX_TOGETHER, PINS_LISTED
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.protocol import messages as m
 from tiercache.protocol.messages import KEY_BYTES
@@ -150,6 +150,24 @@ def test_what_is_lost_between_two_slices_is_not_held(after: int, what: str) -> N
     assert h.cache.space.index.invariant_failures == 0
     finish(h)
     assert not list(h.cache.reads.loose_pins())
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_match_of_very_many_chains_searches_before_it_uses_them(lost: bool) -> None:
+    h, keys = Harness(regions=40), chain(1, 4)
+    namespaces = [h.space(layers=number) for number in range(1, MAX_TOGETHER + 2)]
+    for namespace in namespaces:
+        h.store(namespace, keys)
+    steps = h.cache.match_in_slices(h.owner, namespaces, keys, 10)
+    next(steps)
+    assert not h.owner.reads
+    if lost:
+        h.cache.flush([namespaces[-1].number], keys[32:48])
+    found, _ = in_slices(steps, h.check)
+    assert found.dram == (2 if lost else 4)
+    assert h.cache.space.index.invariant_failures == 0
+    assert h.cache.reads.release(h.owner, found.lease.lease_id)
+    finish(h)
 
 
 @pytest.mark.parametrize("after", range(6))

@@ -34,6 +34,8 @@ PINS_LISTED = 1 << 16
 """Pins of leases that end in one tick: they are undone later (`work`), but each is listed for that."""
 _LISTED_EACH = 4
 """A region released by a client's pin counts for so many of them; and so many regions for an undone pin."""
+MAX_TOGETHER = 64
+"""Namespaces that are searched and used in one slice; with more, the search is a slice of its own."""
 _TRIES = 4
 """How often a run is searched again after others flush or evict part of it meanwhile."""
 
@@ -130,14 +132,17 @@ class Reads:
         """The longest run: blocks in DRAM, blocks with the tier below, and the entries that hold it, if they are to be
         pinned (see `_hold`). The policies are told that it is used.
         """
+        wide = len(namespaces) > MAX_TOGETHER
         for _ in range(_TRIES):
             blocks, searched_in_slices = yield from noted(self._cuts.in_dram(namespaces, keys, limit))
             below, extended_in_slices = yield from noted(self._cuts.with_below(namespaces, keys, blocks))
+            if wide:
+                yield
             use = self._user(namespaces, keys, blocks, below)
             ends, held_in_slices = yield from noted(self._hold(namespaces, keys, blocks, use, pin))
             if ends is not None:
                 return blocks, below - blocks, ends
-            limit = self._shortened(blocks, searched_in_slices or extended_in_slices or held_in_slices)
+            limit = self._shortened(blocks, wide or searched_in_slices or extended_in_slices or held_in_slices)
         self._user(namespaces, keys, 0, 0)([], True)
         return 0, 0, []
 
