@@ -64,6 +64,8 @@ IDLE_S = 0.25
 """Without requests for so long, ticks are `IDLE_TICK_S` apart: one every 10 ms costs 2 to 3% of a core for nothing."""
 WORK_NS = 2_000_000
 """Deferred work stops after so long to serve others; the slice in progress is finished."""
+PUBLISH_NS = 4_000_000
+"""A commit publishes for so long at most before others are served; the largest usual one takes less."""
 _TICK_REQUESTS = 256
 _MAX_UNDRAINED_TICKS = 50
 
@@ -97,7 +99,7 @@ class Server:
         below_bytes = config.nvme_capacity_bytes
         what_if = WhatIf(self.clock, config.arena_bytes, below_bytes) if config.what_if else None
         self.cache = Cache(self.clock, limits, self.nvme, self.events, what_if)
-        self.cache.work_ns = self.cache.writes.publish_ns = WORK_NS
+        self.cache.work_ns, self.cache.writes.publish_ns = WORK_NS, PUBLISH_NS
         self.settings = LiveSettings(running, again, self.cache)
         if self.nvme is not None:
             self.nvme.attach(self.cache)

@@ -45,9 +45,11 @@ MAX_IN_FLIGHT = 1024
 """Writes in progress on one shelf, and their bytes."""
 AT_ONCE = 64
 """Blocks considered before the loop serves others."""
+SETTLED_WITH_EACH = 16
+"""Written blocks made visible with each one that the disk has written: a run, nearly always all that waited for it."""
 SETTLED_AT_ONCE = 64
 SETTLE_NS = 1_000_000
-"""Written blocks made visible in one go: so many, or for so long plus the one in progress."""
+"""Those that are left: so many in one go, or for so long plus the one in progress."""
 
 Name = tuple[int, bytes]
 """Namespace number and key."""
@@ -405,13 +407,16 @@ class WriteBehind:
         if write.parent and (write.namespace.number, write.parent) in self._flying:
             self._parked.setdefault((write.namespace.number, write.parent), []).append((write, stored))
         else:
-            self._settle(write, stored)
+            self._complete.append((write, stored))
+            if self.settle(SETTLED_WITH_EACH):
+                self._soon()
 
-    def settle(self) -> bool:
+    def settle(self, most: int = SETTLED_AT_ONCE) -> bool:
         """Make a slice of complete blocks visible; True while there is more."""
-        until_ns = time.perf_counter_ns() + SETTLE_NS
-        for _ in range(min(SETTLED_AT_ONCE, len(self._complete))):
+        done, until_ns = 0, time.perf_counter_ns() + SETTLE_NS
+        while self._complete and done < most:
             self._settle(*self._complete.popleft())
+            done += 1
             if time.perf_counter_ns() >= until_ns:
                 break
         return bool(self._complete)
@@ -437,13 +442,7 @@ class WriteBehind:
             if other is not None and other.parent == write.key and other.shelf is shelf:
                 self._hold(shelf, below, table.get(write.key))
         self._let_go(shelf, name)
-        self._settle_later(name)
-
-    def _settle_later(self, parent: Name) -> None:
-        """Leave those that waited for a block to `settle`: where the first of a chain comes last, that is all of it."""
-        self._complete.extend(self._parked.pop(parent, ()))
-        if self._complete:
-            self._soon()
+        self._complete.extend(self._parked.pop(name, ()))
 
     def _lose(self, write: _Write, failed: bool = False) -> None:
         """A write has failed, perhaps on the disk (`failed`). Those that wait for it will not find their parent."""
@@ -454,4 +453,4 @@ class WriteBehind:
             write.shelf.slots.put_aside(write.slot)
         else:
             write.shelf.allocator.give_back(write.slot)
-        self._settle_later(name)
+        self._complete.extend(self._parked.pop(name, ()))
