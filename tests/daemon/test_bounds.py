@@ -236,6 +236,7 @@ def test_many_requests_at_once_are_served_a_few_milliseconds_at_a_time(
         endpoint = f"ipc://{tmp_path}/control"
         ours = router.Router(endpoint, handle, lambda session, why: None, Unsent(), 10)
         sender = zmq.Context.instance().socket(zmq.DEALER)
+        sender.setsockopt(zmq.SNDHWM, 0)  # this thread receives too, so it must never wait until it can send
         sender.connect(endpoint)
         while served < 1:  # it has shaken hands
             sender.send(b"hello")
