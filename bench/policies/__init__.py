@@ -25,13 +25,11 @@ __all__ = ["ALL", "COMPARED"]
 
 
 def _arc(turnover: Turnover, secret: int) -> Made:
-    requests = Requests(turnover)
-    return Made(lambda index: ARC(index, requests), requests, alike_in_runs=False)
+    return Made(ARC, Requests(turnover), alike_in_runs=False)
 
 
 def _s3fifo(turnover: Turnover, secret: int) -> Made:
-    requests = Requests(turnover)
-    return Made(lambda index: S3FIFO(index, requests), requests, alike_in_runs=False)
+    return Made(S3FIFO, Requests(turnover), alike_in_runs=False)
 
 
 def _wtinylfu(turnover: Turnover, secret: int) -> Made:

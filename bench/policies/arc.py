@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from policies.ghosts import Ghosts
 from policies.queues import Queues
-from policies.requests import Requests
 from tiercache.daemon.index.index import Index
-from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.index.policy import NO_ENTRY, Touch
 
 ONCE, AGAIN = 0, 1
 """The queues, T1 and T2 of the paper: blocks used once since they came, and blocks used again or returned."""
@@ -22,9 +21,8 @@ class ARC:
     come is known, so a ghost that comes back at that very moment has no say; and only ends of chains are evicted.
     """
 
-    def __init__(self, index: Index, requests: Requests) -> None:
+    def __init__(self, index: Index) -> None:
         self._key = index.key
-        self._requests = requests
         self._columns = index.columns
         self._queues = Queues(index, 2)
         self._lost = Ghosts(), Ghosts()
@@ -56,8 +54,8 @@ class ARC:
     def inserted_many(self, first: int, count: int) -> None:
         self._queues.inserted_many(first, count)
 
-    def touched(self, entry: int) -> None:
-        if self._requests.context:
+    def touched(self, entry: int, how: Touch) -> None:
+        if how.counts:
             self._queues.lift(entry, AGAIN)
         else:
             self._queues.restamp(entry)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 
 from tiercache.daemon.index.index import Index, Table
-from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.index.policy import MOVED, NO_ENTRY
 from tiercache.daemon.policies.lru import LeafLRU
 
 _SHRINK = 0.9995
@@ -93,7 +93,7 @@ class Queues:
 
     def restamp(self, entry: int) -> None:
         """Move a block to the end of its queue."""
-        self._orders[self._queue[entry]].touched(entry)
+        self._orders[self._queue[entry]].touched(entry, MOVED)
 
     def lift(self, entry: int, queue: int) -> None:
         """Move a block, and all blocks before it that are lower, to the end of a higher queue."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tiercache.daemon.index.policy import USED, Touch
 from tiercache.daemon.policies.requests import Again
 from tiercache.daemon.policies.turnover import Turnover
+
+COUNTED = Touch(by_client=True, counts=True)
+"""How requests touch blocks, unless they are made again."""
 
 
 class Requests:
@@ -13,16 +17,10 @@ class Requests:
 
     def __init__(self, turnover: Turnover) -> None:
         self._again = Again(turnover)
-        self.context: bool = False
-        """Whether a request is being answered: blocks touched meanwhile count as used."""
 
-    def asked(self, keys: bytes, found_dram: int, found: int) -> None:
+    def asked(self, keys: bytes, found_dram: int, found: int) -> Touch:
         """A prompt was looked up; `found` of its blocks are known, `found_dram` in DRAM."""
-        self.context = not self._again.asked(keys)
-
-    def answered(self) -> None:
-        """The current request is over."""
-        self.context = False
+        return USED if self._again.asked(keys) else COUNTED
 
     def stored(self, parent: bytes, keys: Sequence[bytes]) -> None:
         """A client has stored this run of blocks below `parent`."""

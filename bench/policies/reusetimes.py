@@ -29,9 +29,9 @@ FIRST_RATE = 1.0
 _STEPS = 3
 
 
-def category(context: Context) -> int:
-    """The kind of request."""
-    return min(CATEGORIES - 1, context.block_class // (NEW * LENGTHS))
+def category(request_class: int) -> int:
+    """The kind of request, by its class."""
+    return min(CATEGORIES - 1, request_class // (NEW * LENGTHS))
 
 
 class ReuseTimes(Predictor):

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from policies.ghosts import Ghosts
 from policies.queues import Queues
-from policies.requests import Requests
 from tiercache.daemon.index.index import Index
-from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.index.policy import NO_ENTRY, Touch
 
 SMALL, MAIN = 0, 1
 SMALL_SHARE = 0.1
@@ -28,9 +27,8 @@ class S3FIFO:
     main queue. A block takes over the count of its last child when that is evicted.
     """
 
-    def __init__(self, index: Index, requests: Requests) -> None:
+    def __init__(self, index: Index) -> None:
         self._key = index.key
-        self._requests = requests
         self._columns = index.columns
         self._queues = Queues(index, 2)
         self._lost = Ghosts()
@@ -56,8 +54,8 @@ class S3FIFO:
     def inserted_many(self, first: int, count: int) -> None:
         self._queues.inserted_many(first, count)
 
-    def touched(self, entry: int) -> None:
-        if self._requests.context:
+    def touched(self, entry: int, how: Touch) -> None:
+        if how.counts:
             self._uses[entry] = min(MOST_USES, self._uses[entry] + 1)
 
     def _gone(self, entry: int) -> None:

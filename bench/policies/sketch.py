@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.requests import Requests
+from tiercache.daemon.index.policy import Touch
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.protocol.messages import KEY_BYTES
 
@@ -35,10 +36,11 @@ class Sketch(Requests):
         self._added = 0
         self._capacity = 0
 
-    def asked(self, keys: bytes, found_dram: int, found: int) -> None:
-        super().asked(keys, found_dram, found)
-        if self.context:
+    def asked(self, keys: bytes, found_dram: int, found: int) -> Touch:
+        how = super().asked(keys, found_dram, found)
+        if how.counts:
             self._count(keys)
+        return how
 
     def _count(self, keys: bytes) -> None:
         """Count each key once more. Counts of keys that share a place may rise by one together."""

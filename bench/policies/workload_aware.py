@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from policies.reusetimes import CATEGORIES, ReuseTimes, category
 from tiercache.daemon.index.index import Index
-from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.index.policy import NO_ENTRY, Touch
 from tiercache.daemon.policies.lru import LeafLRU
 
 LIFETIME_EVICTIONS = 256
@@ -48,7 +48,7 @@ class WorkloadAware:
     def inserted(self, entry: int) -> None:
         index, parent = self._index, self._index.parent[entry]
         context = self._times.expected.get(index.key[entry])
-        self._category[entry] = category(context) if context is not None else self._category[parent]
+        self._category[entry] = category(context.block_class) if context is not None else self._category[parent]
         self._orders[0].inserted(entry)
         self._used_at[entry] = self._turnover.now
         self._offset[entry] = self._offset[parent] + 1 if index.parent[parent] != NO_ENTRY else 0
@@ -68,14 +68,13 @@ class WorkloadAware:
             offset[entry] = offset[parent] + 1 if parents[parent] != NO_ENTRY else 0
         self._live += count
 
-    def touched(self, entry: int) -> None:
+    def touched(self, entry: int, how: Touch) -> None:
         candidate = self._columns.next[entry] != 0
         if candidate:
             self.remove(entry)
         self._orders[0].inserted(entry)
-        context = self._times.context
-        if context is not None:
-            self._category[entry] = category(context)
+        if how.counts:
+            self._category[entry] = category(how.request_class)
             self._used_at[entry] = self._turnover.now
         if candidate:
             self.add(entry)

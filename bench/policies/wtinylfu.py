@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from policies.queues import Queues
 from policies.sketch import Sketch
 from tiercache.daemon.index.index import Index
-from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.index.policy import NO_ENTRY, Touch
 
 WINDOW, PROBATION, PROTECTED = 0, 1, 2
 WINDOW_SHARE = 0.01
@@ -57,9 +57,9 @@ class WTinyLFU:
     def inserted_many(self, first: int, count: int) -> None:
         self._queues.inserted_many(first, count)
 
-    def touched(self, entry: int) -> None:
+    def touched(self, entry: int, how: Touch) -> None:
         queues = self._queues
-        if not self._sketch.context or queues.of(entry) == WINDOW:
+        if not how.counts or queues.of(entry) == WINDOW:
             queues.restamp(entry)
             return
         queues.lift(entry, PROTECTED)

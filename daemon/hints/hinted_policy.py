@@ -20,7 +20,7 @@ from typing import Protocol
 
 from tiercache.daemon.hints.chain_hints import HintGroup, Mark
 from tiercache.daemon.index.index import LIVE, Index
-from tiercache.daemon.index.policy import NO_ENTRY, Policy
+from tiercache.daemon.index.policy import NO_ENTRY, Policy, Touch
 from tiercache.protocol.messages import Priority
 
 MAX_MARKS = 16_384
@@ -35,11 +35,9 @@ _KEPT = (HintGroup.BACK, HintGroup.HIGH)
 
 
 class Teller(Protocol):
-    """Knows what was hinted, and whether a request is being answered."""
+    """Knows what was hinted."""
 
     clock_s: Callable[[], float]
-    asked: bool
-    """Whether a client's request is being answered: what is touched then is used."""
 
     def find(self, number: int, key: bytes) -> Mark | None:
         """What was hinted about a block, by its table and key, that has come to a tier."""
@@ -186,16 +184,16 @@ class HintedPolicy:
     def inserted_many(self, first: int, count: int) -> None:
         self.inner.inserted_many(first, count)
 
-    def touched(self, entry: int) -> None:
+    def touched(self, entry: int, how: Touch) -> None:
         mark = self._marks.get(entry)
         if mark is None:
-            self.inner.touched(entry)
+            self.inner.touched(entry, how)
             return
         candidate = mark.group is not HintGroup.NONE
         if candidate:
             self._give_back(entry, mark)
-        self.inner.touched(entry)
-        if self._teller.asked:  # a client's use, not a move by the daemon
+        self.inner.touched(entry, how)
+        if how.by_client:
             mark.used()
         if candidate:
             self._sort(entry, mark)

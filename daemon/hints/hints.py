@@ -63,8 +63,6 @@ class Hints:
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
         self.clock_s = clock_s
-        self.asked = False
-        """Whether a client's look-up is being answered; see `Teller`."""
         self.counts = dict.fromkeys(("hints", "done", "returning", "ttl", "priority", "expired_blocks"), 0)
         """Hints given, by what they said, and blocks that were evicted because of a `ttl`."""
         self._switched: list[SwitchedPolicy] = []

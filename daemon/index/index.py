@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.check import check_index
-from tiercache.daemon.index.policy import NO_ENTRY, Columns, Policy
+from tiercache.daemon.index.policy import MOVED, NO_ENTRY, Columns, Policy, Touch
 from tiercache.protocol.messages import KEY_BYTES
 
 FREE, LIVE, DEAD = 0, 1, 2
@@ -382,9 +382,9 @@ class Index:
         if self.moved is not None:
             self.moved.extend(bytes(count))
 
-    def touch(self, entry: int) -> None:
+    def touch(self, entry: int, how: Touch = MOVED) -> None:
         """A match ended here."""
-        self.tables[self.table[entry]].policy.touched(entry)
+        self.tables[self.table[entry]].policy.touched(entry, how)
 
     def pin(self, entry: int) -> None:
         """Keep the entry's frame, and with it all its ancestors, until `unpin`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 NO_ENTRY = -1
 """No entry, in columns of entry ids."""
@@ -51,14 +51,26 @@ class Columns:
         return self._own[name]
 
 
+class Touch(NamedTuple):
+    """Why a block is touched."""
+
+    by_client: bool
+    """A client uses the block; the daemon merely moves it otherwise."""
+    counts: bool = False
+    """Whether policies learn from it: not from a prompt that is looked up again, nor where others came in between."""
+    request_class: int = 0
+    """Of the request, by a policy that predicts."""
+
+
+MOVED, USED = Touch(by_client=False), Touch(by_client=True)
+"""Touches from which nothing is learnt."""
+
+
 class Learner(Protocol):
     """What policies learn from requests, once for all tiers. Event loop only; never blocks."""
 
-    def asked(self, keys: bytes, found_dram: int, found: int) -> None:
-        """A prompt was looked up; `found` of its blocks are known, `found_dram` in DRAM."""
-
-    def answered(self) -> None:
-        """The request is over: what is touched and inserted from here on does not belong to it."""
+    def asked(self, keys: bytes, found_dram: int, found: int) -> Touch:
+        """A prompt was looked up; `found` of its blocks are known, `found_dram` in DRAM. Says how it touches them."""
 
     def stored(self, parent: bytes, keys: Sequence[bytes]) -> None:
         """A client has stored a run of blocks, each below the one before it, the first below `parent`."""
@@ -76,7 +88,7 @@ class Policy(Protocol):
     def inserted_many(self, first: int, count: int) -> None:
         """As `inserted`, for the entries `first ..< first + count` in turn: blocks of an earlier life."""
 
-    def touched(self, entry: int) -> None:
+    def touched(self, entry: int, how: Touch) -> None:
         """A match ended at this block (its ancestors are not touched one by one)."""
 
     def replaced(self, entry: int, child: int) -> None:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 
 from tiercache.daemon.index.index import Index
-from tiercache.daemon.index.policy import NO_ENTRY, Learner, Policy
+from tiercache.daemon.index.policy import NO_ENTRY, Learner, Policy, Touch
 from tiercache.daemon.policies.rings import Rings
 from tiercache.daemon.policies.turnover import Turnover
 
@@ -84,15 +84,15 @@ class FreshStores:
         self._stored[first : first + count] = array("q", [NEVER]) * count
         self.inner.inserted_many(first, count)
 
-    def touched(self, entry: int) -> None:
+    def touched(self, entry: int, how: Touch) -> None:
         if not self._inside[entry]:
-            self.inner.touched(entry)
+            self.inner.touched(entry, how)
             return
         # It keeps its place in the queue and is no candidate of the inner policy.
         columns = self._columns
         place = columns.prev[entry], columns.next[entry]
         columns.prev[entry] = columns.next[entry] = 0
-        self.inner.touched(entry)
+        self.inner.touched(entry, how)
         columns.prev[entry], columns.next[entry] = place
 
     def replaced(self, entry: int, child: int) -> None:

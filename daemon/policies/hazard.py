@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tiercache.daemon.index.index import Index
-from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.index.policy import NO_ENTRY, Touch
 from tiercache.daemon.policies.predictor import Predictor
 from tiercache.daemon.policies.rings import Rings
 from tiercache.daemon.policies.worths import (
@@ -102,17 +102,16 @@ class LeastWorth:
             if self._index.children[parent] > 1:
                 self._shared[parent] = 1
 
-    def touched(self, entry: int) -> None:
+    def touched(self, entry: int, how: Touch) -> None:
         candidate = self._columns.next[entry] != 0
         if candidate:
             self.remove(entry)
         self._stamp(entry)
-        predictor = self._predictor
-        now, context = self._turnover.now, predictor.context
-        if context is not None:
+        now = self._turnover.now
+        if how.counts:
             self._gap[entry] = age_bucket(now - self._used_at[entry])
             self._uses[entry] = min(255, self._uses[entry] + 1)
-            self._class[entry] = context.block_class
+            self._class[entry] = how.request_class
         self._used_at[entry] = now
         if candidate:
             self.add(entry)

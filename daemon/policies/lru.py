@@ -6,7 +6,7 @@ import heapq
 from array import array
 from collections.abc import Sequence
 
-from tiercache.daemon.index.policy import NO_ENTRY, Columns
+from tiercache.daemon.index.policy import NO_ENTRY, Columns, Touch
 from tiercache.daemon.policies.rings import Rings
 
 _BUCKET_SHIFT = 6
@@ -43,7 +43,7 @@ class LeafLRU:
         columns.stamp[first : first + count] = array("q", range(columns.clock + 1, columns.clock + count + 1))
         columns.clock += count
 
-    def touched(self, entry: int) -> None:
+    def touched(self, entry: int, how: Touch) -> None:
         candidate = self._columns.next[entry] != 0
         if candidate:
             self.remove(entry)

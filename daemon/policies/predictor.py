@@ -22,6 +22,7 @@ import numpy as np
 import numpy.ma  # imported by `unique` at its first call: 15 ms in the middle of a client's match
 import numpy.typing as npt
 
+from tiercache.daemon.index.policy import USED, Touch
 from tiercache.daemon.policies.requests import Again
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.daemon.policies.worths import (
@@ -81,8 +82,6 @@ class Predictor:
 
     def __init__(self, turnover: Turnover, secret: int = 0) -> None:
         self.turnover = turnover
-        self.context: Context | None = None
-        """Of the request being answered."""
         self.version = 0
         """Raised when `worth` has changed."""
         self.worth: Floats = worths_before()
@@ -113,13 +112,13 @@ class Predictor:
 
     # --- a request -------------------------------------------------------------------------------
 
-    def asked(self, keys: bytes, found_dram: int, found: int) -> None:
-        """A prompt was looked up; `found` of its blocks are known, `found_dram` in DRAM. Sets `context`."""
+    def asked(self, keys: bytes, found_dram: int, found: int) -> Touch:
+        """A prompt was looked up; `found` of its blocks are known, `found_dram` in DRAM."""
         if self._again.asked(keys):
-            return
+            return USED
         sampled = self._sampled(keys)
         length = len(keys) // KEY_BYTES
-        self.context = context = self._classify(sampled, found, length)
+        context = self._classify(sampled, found, length)
         self._observe(sampled, context, found)
         for first in {found_dram, found}:
             if first < length:
@@ -128,10 +127,7 @@ class Predictor:
             self._refreshing = self._refresh()
         if self._refreshing is not None and next(self._refreshing, None) is None:
             self._refreshing = None
-
-    def answered(self) -> None:
-        """The current request is over."""
-        self.context = None
+        return Touch(by_client=True, counts=True, request_class=context.block_class)
 
     def stored(self, parent: bytes, keys: Sequence[bytes]) -> None:
         """A client has stored a run of blocks, each below the one before it, the first below `parent`."""

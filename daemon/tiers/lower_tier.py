@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tiercache.daemon.events.events import Named
     from tiercache.daemon.ground.slices import Steps
     from tiercache.daemon.index.index import Index, Table
+    from tiercache.daemon.index.policy import Touch
     from tiercache.daemon.tiers.dram.leases import HeldBelow, Owner, ReadLease
     from tiercache.daemon.tiers.dram.space import Namespace
 
@@ -92,8 +93,13 @@ class TierBelow(Protocol):
     def unlinking(self) -> bool:
         """Whether something dropped is being unlinked: a look-up may walk up to the root meanwhile."""
 
-    def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
-        """A client asked for `keys`; DRAM has the first `dram_blocks`, both tiers together the first `found_blocks`."""
+    def matched(
+        self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int, how: Touch
+    ) -> None:
+        """A client asked for `keys`; DRAM has the first `dram_blocks`, both tiers together the first `found_blocks`.
+
+        `how` it touches them.
+        """
 
     def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:
         """Indexes and tables with blocks of this prompt in this tier, for hints: of a chain the longest run."""
@@ -163,7 +169,9 @@ class NoTierBelow:
     def lookup(self, namespace: Namespace) -> Callable[[bytes], bool] | None:
         return None
 
-    def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
+    def matched(
+        self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int, how: Touch
+    ) -> None:
         return
 
     def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:

@@ -18,7 +18,7 @@ from policies import ALL, COMPARED
 from policies.arc import AGAIN, ARC
 from policies.ghosts import Ghosts
 from policies.queues import Queues
-from policies.requests import Requests
+from policies.requests import COUNTED
 from policies.reusetimes import ReuseTimes, _fitted
 from policies.s3fifo import MAIN, S3FIFO
 from policies.sketch import FIRST_WIDTH, MOST, PERIOD, Sketch
@@ -28,7 +28,7 @@ from test_fast_cache import decides_as_the_daemon, spends_a_write_budget_as_the_
 from test_policies import Play, Random, first_to_go_of_an_earlier_life, keeps_the_index_whole, leaves_the_same_blocks
 
 from tiercache.daemon.index.index import LIVE, Index
-from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.index.policy import MOVED, NO_ENTRY
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.replay.requests import chain_keys
@@ -123,16 +123,13 @@ def test_s3fifo_counts_uses_and_moves_only_at_the_end_of_the_queue() -> None:
 
 def test_s3fifo_gives_a_block_of_the_main_queue_a_round_for_each_use() -> None:
     index = Index(lambda frame: None)
-    requests = Requests(Turnover(lambda: 0.0))
-    policy = S3FIFO(index, requests)
+    policy = S3FIFO(index)
     table = index.add_table(1, policy, windowed=False)
     entries = [index.insert(table, bytes([number]) * KEY_BYTES, table.root, number) for number in range(3)]
     for entry in entries:
         policy._queues.lift(entry, MAIN)
-    requests.context = True
-    policy.touched(entries[0])
-    requests.context = False
-    policy.touched(entries[1])  # by the daemon itself
+    policy.touched(entries[0], COUNTED)
+    policy.touched(entries[1], MOVED)
     gone = []
     while (victim := policy.victim()) != NO_ENTRY:
         gone.append(victim)

@@ -9,7 +9,7 @@ from policies import ghosts as ghosts_module
 from policies.arc import AGAIN, ARC, ONCE
 from policies.ghosts import _SLACK, Ghosts
 from policies.queues import Queues
-from policies.requests import Requests
+from policies.requests import COUNTED, Requests
 from policies.reusetimes import ReuseTimes
 from policies.s3fifo import MAIN, S3FIFO, SMALL
 from policies.sketch import Sketch
@@ -17,6 +17,7 @@ from policies.workload_aware import LIFETIME_EVICTIONS, LIFETIME_MOST, WorkloadA
 from policies.wtinylfu import PROBATION, PROTECTED, PROTECTED_SHARE, WINDOW, WTinyLFU
 
 from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.index.policy import USED
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.replay.requests import chain_keys
@@ -34,9 +35,9 @@ class Small:
     def __init__(self, policy: str) -> None:
         self.gone: list[int] = []
         self.index = Index(self.gone.append)
-        self.requests = Sketch(STILL) if policy == "wtinylfu" else Requests(STILL)
-        made: dict[str, Any] = {"arc": ARC, "s3fifo": S3FIFO, "wtinylfu": WTinyLFU}
-        self.policy: Any = made[policy](self.index, self.requests)
+        self.sketch = Sketch(STILL)
+        made: dict[str, Any] = {"arc": ARC, "s3fifo": S3FIFO, "wtinylfu": lambda index: WTinyLFU(index, self.sketch)}
+        self.policy: Any = made[policy](self.index)
         self.table: Table = self.index.add_table(1, self.policy, windowed=False)
 
     @property
@@ -49,9 +50,7 @@ class Small:
 
     def use(self, entry: int) -> None:
         """As a request does."""
-        self.requests.context = True
-        self.index.touch(entry)
-        self.requests.context = False
+        self.index.touch(entry, COUNTED)
 
 
 # --- S3-FIFO -------------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ def test_tinylfu_lets_no_block_in_for_one_that_is_asked_for_as_often() -> None:
     while not small.policy._over(200):
         small.insert(1000 + len(small.index.key))
     assert small.policy.victim() == newest
-    small.requests.asked(key(entries.index(newest)), 0, 0)
+    small.sketch.asked(key(entries.index(newest)), 0, 0)
     assert small.policy.victim() == oldest, "asked for more often it wins"
 
 
@@ -206,16 +205,13 @@ def test_the_sketch_counts_a_request_that_is_made_again_once() -> None:
 # --- requests, ghosts, queues --------------------------------------------------------------------
 
 
-def test_a_request_is_a_use_once_and_until_it_is_answered() -> None:
+def test_a_request_counts_once() -> None:
     turnover = Turnover(lambda: 0.0)
     requests = Requests(turnover)
     seen = []
     for keys in (key(1), key(1), key(2), key(1)):
-        requests.asked(keys, 0, 0)
-        seen.append(requests.context)
-        requests.answered()
-        assert not requests.context
-    assert seen == [True, False, True, True]
+        seen.append(requests.asked(keys, 0, 0))
+    assert seen == [COUNTED, USED, COUNTED, COUNTED]
 
 
 def test_a_full_bucket_of_ghosts_loses_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:

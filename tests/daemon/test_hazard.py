@@ -51,7 +51,6 @@ class Learning:
     def ask(self, keys: bytes, found: int = 0) -> None:
         blocks = len(keys) // KEY_BYTES
         self.predictor.asked(keys, found, found)
-        self.predictor.answered()
         self.go_on(blocks - found)
         new = [keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in range(found, blocks)]
         if new:
@@ -202,7 +201,6 @@ def test_the_time_from_store_to_load_is_learnt() -> None:
         if number >= 10:
             keys = chain(number - 10, 1)
             learning.predictor.asked(keys, 1, 1)
-            learning.predictor.answered()
     for _ in learning.predictor._refresh():
         pass
     worth = learning.predictor.worth[chain_class(0, 1, 1)]
@@ -227,7 +225,6 @@ def test_the_same_request_again_is_one_until_something_is_stored() -> None:
     learning.ask(chain("a", 5))
     for _ in range(4):  # each worker of an engine asks
         learning.predictor.asked(chain("a", 5), 5, 5)
-        learning.predictor.answered()
     assert learning.predictor._used.sum() == 5
     learning.go_on(1)
     learning.predictor.asked(chain("a", 5), 5, 5)
@@ -269,9 +266,7 @@ def test_no_request_can_fill_the_sample_or_take_long() -> None:
     for number in range(3):
         evil = b"".join(bytes(8) + at.to_bytes(8, "little") for at in range(number << 16, (number + 1) << 16))
         learning.predictor.asked(evil, 0, 0)
-        learning.predictor.answered()
         learning.predictor.asked(bytes(KEY_BYTES) * 65_536, 0, 0)
-        learning.predictor.answered()
     assert learning.predictor.sampled == (50, 1.0)
     learning.ask(counters(0, 65_536))
     blocks, share = learning.predictor.sampled

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tiercache.daemon.index.index import Index, Table
-from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.index.policy import NO_ENTRY, USED
 from tiercache.daemon.policies import POLICIES, Maker, Policies
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.replay.fast_cache import FastCache
@@ -76,12 +76,9 @@ class Random:
     def ask(self, table: Table) -> None:
         """A request, and what an engine stores after it."""
         index, (keys, entries) = self.index, self.chain(table)
-        if self.asker is not None:
-            self.asker.asked(keys, len(entries), len(entries))
+        how = USED if self.asker is None else self.asker.asked(keys, len(entries), len(entries))
         if entries:
-            index.touch(entries[-1])
-        if self.asker is not None:
-            self.asker.answered()
+            index.touch(entries[-1], how)
         parent = entries[-1] if entries else table.root
         index.pin(parent)
         for at in range(len(entries) * KEY_BYTES, len(keys), KEY_BYTES):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiercache.daemon.index.policy import NO_ENTRY, Columns
+from tiercache.daemon.index.policy import NO_ENTRY, USED, Columns
 from tiercache.daemon.policies.lru import LeafLRU
 
 
@@ -27,7 +27,7 @@ def test_the_longest_unused_goes_first() -> None:
         lru.inserted(entry)
         lru.add(entry)
     for entry in (0, 70, 199):
-        lru.touched(entry)
+        lru.touched(entry, USED)
     assert eat(lru) == [entry for entry in range(200) if entry not in (0, 70, 199)] + [0, 70, 199]
 
 
@@ -51,7 +51,7 @@ def test_a_parent_that_came_alone_has_no_privilege_later() -> None:
     lru.replaced(parent, child)
     lru.inserted(other)
     lru.add(other)
-    lru.touched(parent)
+    lru.touched(parent, USED)
     assert eat(lru) == [other, parent]
 
 
@@ -73,7 +73,7 @@ def test_numbers_of_empty_buckets_do_not_pile_up() -> None:
     lru.inserted(0)
     lru.add(0)
     for _ in range(64 * 1000):
-        lru.touched(0)
+        lru.touched(0, USED)
     assert len(lru._order) < 200
     assert lru.coldest_stamp() == 64_001
     assert eat(lru) == [0]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.chain_ends import ChainEnds, PromptEnds
 from tiercache.daemon.index.index import LIVE, Index, Table
-from tiercache.daemon.index.policy import NO_ENTRY, Policy
+from tiercache.daemon.index.policy import NO_ENTRY, USED, Policy
 from tiercache.daemon.policies import POLICIES, Maker, Policies
 from tiercache.daemon.policies.fresh_stores import is_below
 from tiercache.daemon.tiers.dram.space import SLICE
@@ -129,17 +129,14 @@ class FastCache:
         if not keys:
             return
         self._prompts.asked(keys)
-        if self._predictor is not None:
-            self._predictor.asked(keys, found, total)
+        how = USED if self._predictor is None else self._predictor.asked(keys, found, total)
         if nvme is not None and (behind := nvme.length(keys, total)):
-            nvme.index.touch(nvme.entry(keys, behind))
+            nvme.index.touch(nvme.entry(keys, behind), how)
         if found:
             index, entry = self._dram.index, self._dram.entry(keys, found)
-            index.touch(entry)
+            index.touch(entry, how)
             index.pin(entry)
             index.unpin(entry)
-        if self._predictor is not None:
-            self._predictor.answered()
         if behind < found and total == found:
             self._write_behind(keys, behind, min(found, behind + MATCHED_AT_ONCE), asked_again=True)
 

@@ -12,7 +12,7 @@ from itertools import chain, islice
 
 from tiercache.daemon.ground.slices import LOOKUPS, PINS, Steps, noted
 from tiercache.daemon.index.index import DEAD
-from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.index.policy import NO_ENTRY, USED
 from tiercache.daemon.tiers.dram.growing import GrowingRun
 from tiercache.daemon.tiers.dram.leases import Deadlines, Owner, ReadLease, new_lease_id
 from tiercache.daemon.tiers.dram.match_ends import Cuts
@@ -163,22 +163,19 @@ class Reads:
         The deepest block in each namespace stands for all. Blocks after the first slice are used too, but other
         requests may have come in between, so nothing is learnt from them.
         """
-        predictor, hints = self._space.policies.predictor, self._space.policies.hints
+        predictor = self._space.policies.predictor
 
         def use(entries: list[int], first: bool) -> None:
             if not keys:
                 return
-            hints.asked = True
+            how = USED
             if first:
                 self._space.prompts.asked(keys)
                 if predictor is not None:
-                    predictor.asked(keys, blocks, found)
-                self._below.matched(namespaces, keys, blocks, found)
+                    how = predictor.asked(keys, blocks, found)
+                self._below.matched(namespaces, keys, blocks, found, how)
             for entry in entries:
-                self._space.index.touch(entry)
-            hints.asked = False
-            if first and predictor is not None:
-                predictor.answered()
+                self._space.index.touch(entry, how)
 
         return use
 

@@ -26,6 +26,7 @@ from tiercache.copies.arena import Region
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.ground.slices import Steps, finish
 from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.index.policy import Touch
 from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.lower_tier import FlushBelow
@@ -107,9 +108,7 @@ class NvmeTier:
             cache.events,
             sealed=self._cipher is not None,
         )
-        self._offers = Offers(
-            self._writes, self._placement, cache.space.policies.hints, lambda: self._may_write, self._soon
-        )
+        self._offers = Offers(self._writes, self._placement, lambda: self._may_write, self._soon)
         self._promotion = Promotion(cache, self._regions, self._placement)
         self._extents = HeldExtents(self._placement.with_chain)
         self.grants = Grants(
@@ -201,9 +200,11 @@ class NvmeTier:
         """See `TierBelow`."""
         return self._placement.lookup(namespace)
 
-    def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
+    def matched(
+        self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int, how: Touch
+    ) -> None:
         """Blocks used in DRAM count as used here too; blocks asked for and not here yet are worth a write."""
-        self._offers.matched(namespaces, keys, dram_blocks, found_blocks)
+        self._offers.matched(namespaces, keys, dram_blocks, found_blocks, how)
 
     @property
     def unlinking(self) -> bool:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.hints.hints import Hints
+from tiercache.daemon.index.policy import USED, Touch
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
 from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
@@ -35,13 +35,11 @@ class Offers:
         self,
         writes: WriteBehind,
         placement: ShelfPlacement,
-        hints: Hints,
         may_write: Callable[[], bool],
         soon: Callable[[], None],
     ) -> None:
         self._writes = writes
         self._placement = placement
-        self._hints = hints
         self._may_write = may_write
         self._soon = soon
         self._windows: deque[tuple[Namespace, bytes, int]] = deque()  # first of its blocks not looked up yet
@@ -53,14 +51,16 @@ class Offers:
         """Whether nothing waits."""
         return not (self._windows or self._chains)
 
-    def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> None:
+    def matched(
+        self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int, how: Touch
+    ) -> None:
         """See `TierBelow`."""
         may_write = self._has_room
         for namespace in namespaces if may_write and dram_blocks else ():
             if namespace.table.windowed and not namespace.spec.dram_only:
                 self._add_window(namespace, keys, dram_blocks)
         chains = [namespace for namespace in namespaces if not namespace.table.windowed]
-        steps = self._use(chains, keys, dram_blocks, found_blocks)
+        steps = self._use(chains, keys, dram_blocks, found_blocks, how)
         for _ in steps:
             if self._bytes + len(keys) <= MAX_BYTES:
                 self._bytes += len(keys)
@@ -73,15 +73,18 @@ class Offers:
         """Whether blocks that a request finds missing may be offered."""
         return self._may_write() and self._writes.room >= MATCHED_OF_ALL
 
-    def _use(self, chains: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int) -> Steps[None]:
+    def _use(
+        self, chains: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int, how: Touch
+    ) -> Steps[None]:
         """Chains were used up to their first `found_blocks`; DRAM has `dram_blocks` of them."""
         most = min(MATCHED_AT_ONCE, MATCHED_OF_ALL // max(1, len(chains)))
         for number, namespace in enumerate(chains):
             if number and (not number % CHAINS_AT_ONCE or self._takes_walks):
                 yield
+                how = USED
             shelf, here = self._placement.find(namespace, keys, found_blocks)
             if shelf is not None:
-                shelf.index.touch(shelf.table(namespace).get(_key(keys, here - 1)))
+                shelf.index.touch(shelf.table(namespace).get(_key(keys, here - 1)), how)
             if here < dram_blocks and not namespace.spec.dram_only and self._has_room:
                 for place in range(here, min(here + most, dram_blocks)):
                     self._writes.add(namespace, _key(keys, place), asked_again=True, before=_key(keys, place - 1))
@@ -109,12 +112,11 @@ class Offers:
         return not self.idle
 
     def _go_on(self, steps: Steps[None], size_bytes: int) -> None:
-        """Run the next step of a look-up of chains, with the state of a request being answered."""
-        self._hints.asked, more = True, False
+        """Run the next step of a look-up of chains."""
+        more = False
         try:
             more = next(steps, self) is not self
         finally:
-            self._hints.asked = False
             if not more:
                 self._bytes -= size_bytes
         if more:
