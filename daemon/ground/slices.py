@@ -21,6 +21,10 @@ PINS = 512
 """Blocks pinned, touched or unpinned in one slice: about a millisecond too."""
 
 
+class AnswerNow(Exception):
+    """Thrown into the steps of a request that may not wait: they answer if their work is done, or let this through."""
+
+
 def finish(steps: Steps[T]) -> T:
     """Run all of it now."""
     while True:

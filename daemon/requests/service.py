@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from tiercache.daemon.ground.clock import LeaseClock
-from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.ground.slices import AnswerNow, Steps
 from tiercache.daemon.requests.admin import AdminRequests
 from tiercache.daemon.requests.context import Desk, Method, encoder
 from tiercache.daemon.requests.reads import ReadRequests
@@ -223,24 +223,23 @@ class Service:
 
     def _begin(self, session: Session, request: m.Request, steps: Steps[m.Reply | None]) -> m.Reply | None:
         """Run the first slice of a request: nearly always all of it."""
-        if type(request) in TO_THE_END:
-            self._check_room(session, steps)  # before any of the work is done
+        full = self._sliced.get(session, 0) >= MAX_SLICED
+        if full and type(request) in TO_THE_END:
+            raise _too_many()  # before any of the work is done
         try:
             next(steps)
+            if full:
+                steps.throw(AnswerNow())
+                raise AssertionError(f"{type(request).__name__} waits though it may not")
         except StopIteration as end:
             reply: m.Reply | None = end.value
             return reply
-        self._check_room(session, steps)
+        except AnswerNow:
+            raise _too_many() from None
         self._sliced[session] += 1
         self._cache.slices.add(self._go_on(self.desk.identity, session, request, steps))
         self.soon()
         return None
-
-    def _check_room(self, session: Session, steps: Steps[m.Reply | None]) -> None:
-        if self._sliced.get(session, 0) >= MAX_SLICED:
-            steps.close()
-            text = f"{MAX_SLICED} long requests of this session are being answered: wait for one of them"
-            raise RequestRefused(ErrorCode.LIMIT.value, text)
 
     def _go_on(
         self, identity: bytes, session: Session, request: m.Request, steps: Steps[m.Reply | None]
@@ -298,6 +297,11 @@ class Service:
     def _bye(self, session: Session, request: m.Bye) -> m.Reply:
         self._end(session)
         return m.Done(request.request_id, self._generation)
+
+
+def _too_many() -> RequestRefused:
+    text = f"{MAX_SLICED} long requests of this session are being answered: wait for one of them"
+    return RequestRefused(ErrorCode.LIMIT.value, text)
 
 
 def _decode(header: bytes | memoryview) -> m.Request:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from tiercache.daemon.events.events import Named, NamedBlocks
-from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.ground.slices import AnswerNow, Steps
 from tiercache.daemon.requests.context import Desk, Method, check_range, check_run, encoder
 from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.tiers.dram.leases import Owner
@@ -126,8 +128,9 @@ class WriteRequests:
         states = [m.CommitState.DROPPED] * len(checksums)
         if grants is not None:
             states = grants.commit(session.owner, request.lease, checksums)
-        while self._cache.events is not None and self._cache.events.behind:
-            yield  # its client stores no more meanwhile
+        with suppress(AnswerNow):
+            while self._cache.events is not None and self._cache.events.behind:
+                yield  # its client stores no more meanwhile
         return m.Committed(request.request_id, self._generation, bytes(states))
 
     def write(self, session: Session, request: m.Write, payload: memoryview) -> m.Reply:

@@ -11,7 +11,7 @@ from test_ends_in_slices import Kept
 
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.events.events import MAX_FULL, Events, NamedBlocks
-from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.ground.slices import AnswerNow, Steps
 from tiercache.daemon.ground.slices import finish as finished
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.dram.writes import RUN_BLOCKS
@@ -81,6 +81,16 @@ def test_a_commit_below_a_block_that_is_being_written_is_answered_at_once() -> N
     lease = h.cache.reserve(h.owner, namespace, other, chain(3, 1), 10).lease_id
     assert finished(h.cache.writes.commit_in_slices(h.owner, lease, [0])) == [CommitState.HELD]
     assert end_of(h, steps) == VISIBLE
+
+
+def test_a_commit_that_may_not_wait_is_answered_as_it_stands() -> None:
+    h = wide()
+    namespace, _, steps = slow(h)
+    with pytest.raises(StopIteration) as end:
+        steps.throw(AnswerNow())
+    assert set(end.value.value) == {CommitState.VISIBLE, CommitState.HELD}
+    finish(h)
+    assert namespace.table.blocks == MAX_RESERVE
 
 
 @pytest.mark.parametrize("how", ["session", "abort"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from test_bounds import finish
 from test_cache_edges import Harness, chain
 
 from tiercache.daemon.cache import FLUSHED_AT_ONCE, KEYS_FLUSHED_AT_ONCE
-from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.ground.slices import AnswerNow, Steps
 from tiercache.daemon.requests.service import MAX_SLICED, Service
 from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.tiers.dram.space import Namespace
@@ -106,4 +107,19 @@ def test_a_flush_that_is_refused_has_flushed_nothing() -> None:
         with pytest.raises(RequestRefused, match="long requests of this session"):
             service._begin(session, request, steps(type(request).__name__))
     assert begun == ["Ping"], "others learn that they take long by beginning"
+    assert service._sliced == {session: MAX_SLICED}
+
+
+def test_a_request_that_has_done_its_work_is_answered_instead_of_refused() -> None:
+    """A commit that only waits for its blocks to become visible: they do all the same."""
+    service, session = Service.__new__(Service), Session(Hello(1, 1, bytes(16), "s", 0, False), "p")
+    service._sliced = Counter({session: MAX_SLICED})
+    done = m.Done(1, 1)
+
+    def commit() -> Steps[m.Reply | None]:
+        with suppress(AnswerNow):
+            yield
+        return done
+
+    assert service._begin(session, m.Ping(1, b"", 1, 0), commit()) is done
     assert service._sliced == {session: MAX_SLICED}

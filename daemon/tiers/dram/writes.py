@@ -15,10 +15,11 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import suppress
 from itertools import islice
 
 from tiercache.daemon.events.events import Events, Named
-from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.ground.slices import AnswerNow, Steps
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.index import LIVE
 from tiercache.daemon.index.policy import NO_ENTRY
@@ -233,8 +234,9 @@ class Writes:
     def commit_in_slices(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> Steps[list[CommitState]]:
         """`commit`, until all of these blocks are visible that can be; nearly always that is at once."""
         blocks = self._complete(owner, lease_id, numbers)
-        while self._ready and any(map(_is_coming, blocks)):
-            yield  # `work` publishes them
+        with suppress(AnswerNow):  # they become visible all the same
+            while self._ready and any(map(_is_coming, blocks)):
+                yield  # `work` publishes them
         return _states(blocks)
 
     def _complete(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> list[PendingBlock | None]:
