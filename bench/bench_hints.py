@@ -4,7 +4,7 @@
 
 After each prompt its client says what comes: `done` when no later prompt goes on from its last full block, else
 `return_in_s`, the time until one does. `rough` times are off by a factor exp(N(0, 0.5)), and one in ten of both kinds
-says nothing. `ahead` counts the blocks that were brought up before somebody came back, `reads` all that were read from
+says nothing. `ahead` counts the blocks that were brought up before a client came back, `reads` all that were read from
 NVMe into DRAM; both as shares of the blocks asked for. Sizes and headroom as in `bench_policies.py`.
 
 `predicted` has no hints: every second what NVMe has alone is brought up, the chains of the greatest worth first, as

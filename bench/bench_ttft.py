@@ -10,7 +10,7 @@
     nvme     another daemon on the same directory, its DRAM empty: from NVMe
     hung     that one is stopped by a signal: computed, after the deadline of one request
 
-A round is all of these, one after the other, with one prompt per length that nobody has seen before; a ratio is of
+A round is all of these, one after the other, with one prompt per length not seen before; a ratio is of
 two runs of one round. Whether to load or to recompute is left to the engine. The NVMe tier reads past the page
 cache (O_DIRECT; a directory that refuses it is refused here). One OpenMP thread, since a daemon runs beside it.
 

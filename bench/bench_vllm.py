@@ -1,6 +1,6 @@
 """Real vLLM with tiercache below it, beside vLLM alone, vLLM's own CPU tier and LMCache.
 
-    cold       a prompt that nobody knows, with storing and without a connector
+    cold       a prompt not seen before, with storing and without a connector
     local      the same prompt again, from vLLM's own pool
     dram       the same when the pool has been forgotten: from tiercache's DRAM, vLLM's CPU tier, LMCache's, and
                from tiercache's below vLLM's CPU tier ("tiered") when that has been forgotten too

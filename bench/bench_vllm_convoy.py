@@ -1,7 +1,7 @@
 """Requests that come together to real vLLM, with tiercache and without: shared beginnings, and a daemon that is slow.
 
     convoy     32 prompts with one common beginning, which only DRAM has
-    slow       32 prompts that nobody knows, while the daemon takes 0.2 s for each lookup
+    slow       32 prompts not seen before, while the daemon takes 0.2 s for each lookup
     pulses     32 known prompts, while the daemon runs 20 ms of every 120
 
 vLLM without a connector computes the same prompts in turn with it; its own prefix cache, which has been forgotten

@@ -1,6 +1,6 @@
 """What the connector costs vLLM's scheduler: microseconds of its hooks, and steps per second of a decoding batch.
 
-    hooks   batches of requests that nobody knows, then the same from DRAM, so that every hook is called
+    hooks   batches of requests not seen before, then the same from DRAM, so that every hook is called
             hundreds of times, in the process in which worker and client threads run too
     idle    a batch that only decodes, with and without the connector, in turns: nothing to find or store
 

@@ -8,7 +8,7 @@ what leaves the most work behind (a flush, the end of a session). Two figures fo
     ping     the longest round trip of another process meanwhile, that pings every 2 ms. On a shared machine a part of
              it is waiting for a core: compare it with the first line, where nothing is asked.
     held     the longest time that the daemon's loop spent on one thing (a request, a tick, a slice of put-off work), in
-             milliseconds of its own thread's CPU: what the code costs, whoever else uses the machine.
+             milliseconds of its own thread's CPU: what the code costs, even on a machine that others use.
 
 `--with` sets what the daemon runs with; cases that need a setting are left out without it:
 

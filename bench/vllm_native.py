@@ -72,7 +72,7 @@ class MemcpyTieringSpec(TieringOffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if not self._manager:
             super().get_manager()
-            # The worker has it open by now: without a name nobody must clean up after a kill.
+            # The worker has it open by now: without a name nothing is left to clean up after a kill.
             os.unlink(self._scheduler_mmap.mmap_path)
         return self._manager
 

@@ -64,4 +64,4 @@ class Apart:
                 work()
             except Exception:
                 # The engine must go on after any error.
-                logger.exception("work in the background failed in a way that nobody foresaw")
+                logger.exception("work in the background failed unexpectedly")

@@ -221,12 +221,12 @@ def _write(fd: int, data: bytes, may_wait: Any) -> str:
             if not poll.poll(_LOOK_S * 1000 if may_wait() else 0):
                 if may_wait():
                     continue
-                return "nobody read them"
+                return "nothing read them"
             data = data[os.write(fd, data[:_ATOMIC_BYTES]) :]
         except BlockingIOError:  # another process made it non-blocking, and others write to it too
             time.sleep(_LOOK_S / 10)
             if not may_wait():
-                return "nobody read them"
+                return "nothing read them"
         except OSError as error:
             return error.strerror or str(error)
     return ""

@@ -139,7 +139,7 @@ def test_all_is_done_in_order_though_some_of_it_fails(caplog: pytest.LogCaptureF
     assert done == []
     assert background.finish(30)
     assert done == [1, 2]
-    assert "nobody foresaw" in caplog.text
+    assert "unexpectedly" in caplog.text
     background.close()
 
 

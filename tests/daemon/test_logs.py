@@ -126,7 +126,7 @@ def test_a_writer_that_is_stuck_can_be_stopped() -> None:
         log.handle(record("two"))
         log.stop(within_s=0.05)
         assert not log._thread.is_alive()
-        assert log.figures()["log_problem"] == "nobody read them"
+        assert log.figures()["log_problem"] == "nothing read them"
 
 
 @pytest.mark.timeout(30)

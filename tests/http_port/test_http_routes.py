@@ -18,7 +18,7 @@ DEADLINE_S = 30.0
 
 
 class NoDaemon:
-    """A client whose daemon has gone, or fails in a way that nobody foresaw."""
+    """A client whose daemon has gone, or fails unexpectedly."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error

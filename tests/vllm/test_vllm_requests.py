@@ -148,7 +148,7 @@ def test_what_a_request_says_of_its_blocks_is_passed_on(engine: Engine, daemon: 
 def test_a_hint_that_makes_no_sense_is_named_and_the_request_served(engine: Engine, plain: Engine) -> None:
     expected = plain.generate([LONG])[0]
     for wrong, words in (
-        ({"done": True, "return_in_s": 3}, "nobody comes back"),
+        ({"done": True, "return_in_s": 3}, "no client comes back"),
         ({"ttl": 3}, "unknown field `ttl`"),
         ({"priority": "urgent"}, "'urgent'"),
         ([], "Expected `object`, got `array`"),

@@ -90,7 +90,7 @@ def check_owner(run_dir: Path) -> None:
     owner, user = os.lstat(run_dir).st_uid, os.geteuid()
     shared = stat.S_IWOTH | stat.S_ISVTX
     if user != 0 and owner not in (0, user) and os.stat(run_dir.parent).st_mode & shared == shared:
-        text = f"{run_dir} belongs to user {owner}, and everybody can make directories there"
+        text = f"{run_dir} belongs to user {owner}, and all users can make directories there"
         raise DaemonUnavailable(f"{text}: it may be no daemon of ours; a shared one has its run_dir elsewhere")
 
 

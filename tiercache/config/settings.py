@@ -108,7 +108,7 @@ _TABLE = (
         "quarantine_per_client",
         "quarantine_per_client_bytes",
         QUARANTINE,
-        "Frames of one client's unfinished stores that wait for proof that nobody writes to them any more; as much "
+        "Frames of one client's unfinished stores that wait for proof that no process writes to them any more; as much "
         "again of places on NVMe that it writes itself. "
         "Beyond it the client's stores are refused; its loads go on. 0: a quarter of the arena, at least 64MiB. Never "
         "more than half of the arena for a client (a process, or a tenant of other hosts), and three quarters for all.",
@@ -252,7 +252,7 @@ _TABLE = (
         ENDPOINT,
         "Address at which to publish which blocks enter and leave DRAM and NVMe, in vLLM's format over ZeroMQ PUB, "
         "for routers that are aware of prefixes: tcp://127.0.0.1:5557, or ipc:// and a path. Events contain token "
-        "ids, so whoever can connect can read prompts. Empty: no events.",
+        "ids, so any process that can connect can read prompts. Empty: no events.",
     ),
     Setting(
         "kv_events_replay",
@@ -277,7 +277,7 @@ _TABLE = (
         "kv_events_allow_remote",
         SWITCH,
         "yes: kv_events may be an address that other hosts can reach, such as tcp://*:5557. There is no password and "
-        "no encryption: whoever reaches it reads the tokens of all prompts.",
+        "no encryption: any host that reaches it reads the tokens of all prompts.",
     ),
     Setting(
         "http",

@@ -93,7 +93,7 @@ class Transfer(Generic[T]):
             return
         except Exception:
             # The engine must go on after any error; the copies were over when it was raised.
-            logger.exception("a transfer failed in a way that nobody foresaw")
+            logger.exception("a transfer failed unexpectedly")
         self.ended_s = time.monotonic()
         self._done.set()
 
@@ -117,13 +117,13 @@ class _Task:
             self._work()
         except Exception:
             # The engine must go on after any error.
-            logger.exception("work in the background failed in a way that nobody foresaw")
+            logger.exception("work in the background failed unexpectedly")
 
     def cancel(self) -> None:
         """It is small."""
 
     def forget_in_child(self) -> None:
-        """Nobody waits for it."""
+        """No thread waits for it."""
 
 
 class JobQueue:

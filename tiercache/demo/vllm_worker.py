@@ -99,7 +99,7 @@ class Worker:
             return {"done": self._llm.reset_prefix_cache()}
         if request["do"] == "wait_for_cache":
             return {"available": _wait_for(self._finds_its_prompt, request["timeout_s"])}
-        raise ValueError(f"nobody asks for {request['do']!r}")
+        raise ValueError(f"unknown request {request['do']!r}")
 
     def _drain(self) -> bool:
         with Client.connect(self._address, name="demo", map_arena=False) as client:

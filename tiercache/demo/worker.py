@@ -55,7 +55,7 @@ class Worker:
             return {}
         if request["do"] == "wait_for_cache":
             return {"available": self._wait_for_cache(request["timeout_s"])}
-        raise ValueError(f"nobody asks for {request['do']!r}")
+        raise ValueError(f"unknown request {request['do']!r}")
 
     def _wait_for_cache(self, timeout_s: float) -> bool:
         connector = self.connectors[0]

@@ -14,7 +14,7 @@ import torch
 
 from tiercache.engine.kv_pool import RAW, KVPool, Segment
 
-NOBODY = 1 << 40
+UNSEEN = 1 << 40
 """The number of a place that holds no token: later than every query."""
 
 
@@ -134,7 +134,7 @@ class RawAccess:
         numbers = (numbers[:, :, None] * size + torch.arange(size)).flatten(1).to(device)
         end = torch.tensor([one.end for one in segments], device=device)[:, None]
         missing = (numbers >= end).view(-1).nonzero()[:, 0]
-        numbers = torch.where(numbers < end, numbers, NOBODY)
+        numbers = torch.where(numbers < end, numbers, UNSEEN)
         return Places(numbers, ids, torch.cat([missing, missing + numbers.numel()]))
 
     def read(self, layer: int, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,14 +211,14 @@ class QuantisedAccess:
         slots = torch.arange(size, device=device)
         full = torch.tensor(fulls, device=device)[:, None]
         missing = (numbers >= full).view(-1).nonzero()[:, 0]
-        numbers = torch.where(numbers < full, numbers * size, NOBODY)[:, :, None] + slots
+        numbers = torch.where(numbers < full, numbers * size, UNSEEN)[:, :, None] + slots
         numbers = numbers.flatten(1)
         tails: torch.Tensor | None = None
         if any(one.end % size for one in group.segments):
             tails = torch.tensor(group.tails, device=device)
             end = torch.tensor([one.end for one in group.segments], device=device)[:, None]
             behind = full * size + slots
-            numbers = torch.cat([numbers, torch.where(behind < end, behind, NOBODY)], dim=1)
+            numbers = torch.cat([numbers, torch.where(behind < end, behind, UNSEEN)], dim=1)
         blocks = blocks.view(-1) * self._pool.layout.layers
         return Places(numbers, blocks, missing if len(missing) else None, tails=tails)
 

@@ -44,7 +44,9 @@ class Hint:
         if self.priority is not None:
             Priority(self.priority)
         if self.done and self.return_in_s is not None:
-            raise ValueError("done says that nobody comes back, and return_in_s when: say one of them")
+            raise ValueError(
+                "done says that no client comes back, and return_in_s when one does: give only one of them"
+            )
         if not (self.done or self.return_in_s or self.ttl_s or self.priority):
             raise ValueError("the hint says nothing: give done, return_in_s, ttl_s or priority")
 

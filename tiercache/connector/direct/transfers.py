@@ -236,7 +236,7 @@ class _Batch:
             except DirectFailed as error:
                 problem = str(error)
             except Exception as error:
-                logger.exception("a direct read or write failed in a way that nobody foresaw")
+                logger.exception("a direct read or write failed unexpectedly")
                 problem = repr(error)
             with self._changed:
                 del self._since_s[index]

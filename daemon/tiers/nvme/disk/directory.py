@@ -191,10 +191,10 @@ class Directory:
         # A user who can write to the folder could redirect our files elsewhere.
         mode = os.fstat(self._folder_fd).st_mode
         if mode & 0o1002 == 0o1002:
-            text = "is a folder for everybody's files: name one in it"
+            text = "is a folder for all users' files: name one in it"
             raise ConfigError(f"nvme directory {self.path} {text}")
         if mode & 0o002:  # a volume in a pod is like that, without other users
-            log.warning("nvme directory %s can be written by everybody: chmod 0700 it, or name one in it", self.path)
+            log.warning("nvme directory %s can be written by all users: chmod 0700 it, or name one in it", self.path)
 
     def _was_open_before(self) -> bool:
         """Whether the folder was open at this path before the last one, which was mounted over it."""
