@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(_ROOT / folder) for folder in ("bench", "tests/daemon", "tests/replay")]
+sys.path[:0] = [str(_ROOT / folder) for folder in ("bench", "tests/daemon/policies", "tests/replay")]

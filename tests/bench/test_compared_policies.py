@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fast_and_exact import decides_as_the_daemon, spends_a_write_budget_as_the_daemon
 from policies import ALL, COMPARED
 from policies.arc import AGAIN, ARC
 from policies.ghosts import Ghosts
@@ -24,8 +25,7 @@ from policies.s3fifo import MAIN, S3FIFO
 from policies.sketch import FIRST_WIDTH, MOST, PERIOD, Sketch
 from policies.workload_aware import WorkloadAware
 from policies.wtinylfu import WINDOW, WINDOW_LEAST
-from test_fast_cache import decides_as_the_daemon, spends_a_write_budget_as_the_daemon
-from test_policies import Play, Random, first_to_go_of_an_earlier_life, keeps_the_index_whole, leaves_the_same_blocks
+from policy_rules import Play, Random, first_to_go_of_an_earlier_life, keeps_the_index_whole, leaves_the_same_blocks
 
 from tiercache.daemon.index.index import LIVE, Index
 from tiercache.daemon.index.policy import MOVED, NO_ENTRY

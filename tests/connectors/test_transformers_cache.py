@@ -7,14 +7,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from tiny_models import tiny_model
+from tiny_models import Open, greedy, prompt, tiny_model
 
 import tiercache
 from tiercache.connectors.transformers import model as transformers_model
@@ -22,7 +21,6 @@ from tiercache.connectors.transformers_cache import PrefixCache
 from tiercache.errors import ConfigError, DaemonUnavailable, ModelRefused
 
 pytestmark = pytest.mark.engine
-Open = Callable[..., PrefixCache]
 MLA = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -49,18 +47,6 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}),
     ("DeepseekV3Config", MLA),
 ]
-
-
-def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
-    """[1, tokens] ids that are no special tokens."""
-    return torch.randint(3, 128, (1, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def greedy(target: Any, ids: torch.Tensor, **options: Any) -> list[list[int]]:
-    options.setdefault("attention_mask", torch.ones_like(ids))
-    settings = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
-    output = target.generate(input_ids=ids, **{**settings, **options})
-    return list(output[:, ids.shape[1] :].tolist())
 
 
 @pytest.mark.parametrize(("config_class", "options"), SERVED, ids=[name for name, _ in SERVED])

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_transformers_cache import Open, greedy, prompt
-from tiny_models import tiny_model
+from tiny_models import Open, greedy, prompt, tiny_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tiercache.connectors.transformers import watch as transformers_watch

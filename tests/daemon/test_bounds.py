@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +11,8 @@ from typing import Any, cast
 import msgpack
 import pytest
 import zmq
-from test_cache_edges import FRAME_BYTES, Harness, chain
+from cache_rig import FRAME_BYTES, CacheRig, counted, fill, finish
+from chains import chain
 
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.index.index import Index
@@ -29,44 +29,8 @@ from tiercache.protocol.messages import BlockState
 BLOCKS = 6000
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, owner: type, *names: str) -> Callable[[], int]:
-    """How often these methods of a class were called since this was asked the last time."""
-    calls = 0
-    for name in names:
-        method = getattr(owner, name)
-
-        def call(*arguments: Any, _method: Callable[..., Any] = method, **named: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return _method(*arguments, **named)
-
-        monkeypatch.setattr(owner, name, call)
-
-    def since() -> int:
-        nonlocal calls
-        asked, calls = calls, 0
-        return asked
-
-    return since
-
-
-def fill(h: Harness, namespace: Any, tag: int, blocks: int) -> bytes:
-    """A chain of so many blocks."""
-    keys = chain(tag, blocks)
-    for first in range(0, blocks, 500):
-        parent = keys[16 * (first - 1) : 16 * first] if first else b""
-        h.store(namespace, keys[16 * first : 16 * min(first + 500, blocks)], parent)
-    return keys
-
-
-def finish(h: Harness) -> None:
-    while h.cache.work():
-        pass
-    h.check()
-
-
 def test_a_store_unlinks_a_part_of_what_others_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = Harness(regions=2, region_bytes=BLOCKS // 2 * FRAME_BYTES)
+    h = CacheRig(regions=2, region_bytes=BLOCKS // 2 * FRAME_BYTES)
     small, large = h.space(), h.space(rank=1, block_bytes=2 * FRAME_BYTES)
     fill(h, small, 1, BLOCKS)
     unlinked = counted(monkeypatch, Index, "_unlink")
@@ -80,7 +44,7 @@ def test_a_store_unlinks_a_part_of_what_others_flushed(monkeypatch: pytest.Monke
 
 
 def test_a_store_into_what_was_flushed_finds_room_at_once() -> None:
-    h = Harness(region_bytes=BLOCKS * FRAME_BYTES)
+    h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
     namespace = h.space()
     fill(h, namespace, 1, BLOCKS)
     h.cache.flush([namespace.number], b"")
@@ -89,7 +53,7 @@ def test_a_store_into_what_was_flushed_finds_room_at_once() -> None:
 
 
 def test_a_store_under_a_quota_evicts_a_part_of_many_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = Harness(region_bytes=BLOCKS * FRAME_BYTES, regions=2, quota={"t": BLOCKS * FRAME_BYTES})
+    h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES, regions=2, quota={"t": BLOCKS * FRAME_BYTES})
     small, large = h.space(tenant="t"), h.space(rank=1, tenant="t", block_bytes=BLOCKS * FRAME_BYTES)
     fill(h, small, 1, BLOCKS)
     evicted = 0
@@ -108,7 +72,7 @@ def test_a_store_under_a_quota_evicts_a_part_of_many_small_blocks(monkeypatch: p
 def test_a_flush_looks_at_a_part_of_the_leases_and_revokes_all_that_lost_something(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    h = Harness(region_bytes=4000 * FRAME_BYTES)
+    h = CacheRig(region_bytes=4000 * FRAME_BYTES)
     namespace = h.space()
     keys, other = fill(h, namespace, 1, 3000), fill(h, namespace, 2, 10)
     lost = [h.cache.match(h.owner, [namespace], keys[: 16 * (n + 1)], 10).lease for n in range(1500)]
@@ -126,7 +90,7 @@ def test_a_flush_looks_at_a_part_of_the_leases_and_revokes_all_that_lost_somethi
 
 
 def test_what_hangs_below_a_dropped_block_is_out_of_sight_while_it_is_being_unlinked() -> None:
-    h = Harness(region_bytes=BLOCKS * FRAME_BYTES)
+    h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
     namespace = h.space()
     keys = fill(h, namespace, 1, 5000)
     lease = h.cache.match(h.owner, [namespace], keys, 10).lease
@@ -144,7 +108,7 @@ def test_what_hangs_below_a_dropped_block_is_out_of_sight_while_it_is_being_unli
 def test_a_region_of_very_many_frames_is_looked_at_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it is emptied for frames of another size."""
     monkeypatch.setattr("tiercache.daemon.tiers.dram.space.LOOK_AT_ONCE", 512)
-    h = Harness(region_bytes=BLOCKS * FRAME_BYTES)
+    h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
     small, large = h.space(), h.space(rank=1, block_bytes=2 * FRAME_BYTES)
     fill(h, small, 1, BLOCKS)
     h.cache.space.tails.give_up()
@@ -201,7 +165,7 @@ def test_large_blocks_do_not_push_all_small_ones_out_of_the_window_at_once(
     cache = Cache(lambda: 0.0, CacheLimits(policy=POLICIES[policy]))
     for region_id in range(2):
         cache.space.allocator.add_region(region_id, BLOCKS * FRAME_BYTES)
-    h = Harness()
+    h = CacheRig()
     h.cache = cache
     small, large = h.space(), h.space(rank=1, block_bytes=512 * FRAME_BYTES)
     for number in range(BLOCKS // 10):

@@ -2,65 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
+from cache_rig import FRAME_BYTES, CacheRig
+from chains import chain
 
-from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.tiers.dram import reads
 from tiercache.daemon.tiers.dram.leases import Owner
-from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.protocol.messages import BlockState, CommitState
-from tiercache.protocol.namespaces import NamespaceSpec
-
-FRAME_BYTES = 4096
-
-
-class Harness:
-    """A cache of `regions` regions of 8 small frames, a clock that is a field, an owner."""
-
-    def __init__(
-        self,
-        regions: int = 1,
-        region_bytes: int = 8 * FRAME_BYTES,
-        pin_share: float = 0.5,
-        quota: Mapping[str, int] | None = None,
-    ) -> None:
-        self.now_s = 0.0
-        self.cache = Cache(lambda: self.now_s, CacheLimits(pin_share=pin_share, quota=quota or {}))
-        for region_id in range(regions):
-            self.cache.space.allocator.add_region(region_id, region_bytes)
-        self.owner = Owner(b"a" * 16)
-
-    def space(self, rank: int = 0, tenant: str = "", **changed: int) -> Namespace:
-        spec = NamespaceSpec(
-            engine="t",
-            layout="l",
-            dtype="u8",
-            block_size=1,
-            tp_rank=rank,
-            tp_size=8,
-            extra={"tenant": tenant} if tenant else {},
-            **{"block_bytes": FRAME_BYTES, **changed},  # type: ignore[arg-type]
-        )
-        return self.cache.space.open_namespace(spec)
-
-    def store(self, namespace: Namespace, keys: bytes, parent: bytes = b"") -> None:
-        got = self.cache.reserve(self.owner, namespace, parent, keys, 10)
-        assert set(got.states) <= {BlockState.FRAME, BlockState.HAVE}
-        numbers = [number for number, state in enumerate(got.states) if state is BlockState.FRAME]
-        assert set(self.cache.writes.commit(self.owner, got.lease_id, numbers)) <= {CommitState.VISIBLE}
-
-    def check(self) -> None:
-        assert self.cache.check_integrity() == []
-
-
-def chain(tag: int, blocks: int) -> bytes:
-    return b"".join(bytes([tag, *number.to_bytes(4, "little")]).ljust(16, b"\0") for number in range(blocks))
 
 
 def test_pins_set_again_and_again_leave_nothing_behind() -> None:
-    h = Harness()
+    h = CacheRig()
     namespace = h.space()
     h.store(namespace, chain(1, 2))
     for _ in range(20_000):
@@ -74,7 +26,7 @@ def test_pins_set_again_and_again_leave_nothing_behind() -> None:
 
 def test_there_are_so_many_pins_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads, "MAX_PINS", 2)
-    h = Harness(pin_share=1.0)
+    h = CacheRig(pin_share=1.0)
     namespace = h.space()
     for tag in (1, 2, 3):
         h.store(namespace, chain(tag, 1))
@@ -84,7 +36,7 @@ def test_there_are_so_many_pins_and_no_more(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_leases_still_end_in_time_after_a_sweep() -> None:
-    h = Harness()
+    h = CacheRig()
     namespace = h.space()
     h.store(namespace, chain(1, 1))
     short = h.cache.match(h.owner, [namespace], chain(1, 1), 10).lease
@@ -103,7 +55,7 @@ def test_leases_still_end_in_time_after_a_sweep() -> None:
 
 
 def test_a_lease_that_was_renewed_outlives_its_first_deadline_and_is_no_strangers() -> None:
-    h = Harness()
+    h = CacheRig()
     namespace = h.space()
     h.store(namespace, chain(1, 1))
     lease = h.cache.match(h.owner, [namespace], chain(1, 1), 10).lease
@@ -121,7 +73,7 @@ def test_a_lease_that_was_renewed_outlives_its_first_deadline_and_is_no_stranger
 
 
 def test_a_pin_that_is_cut_short_keeps_whole_windows_only() -> None:
-    h = Harness(pin_share=0.5)
+    h = CacheRig(pin_share=0.5)
     window, keys = h.space(window_blocks=2), chain(1, 6)
     for number in (4, 5):
         h.store(window, keys[16 * number : 16 * number + 16])
@@ -134,7 +86,7 @@ def test_a_pin_that_is_cut_short_keeps_whole_windows_only() -> None:
 
 
 def test_a_list_that_is_no_chain_pins_nothing() -> None:
-    h = Harness(pin_share=1.0)
+    h = CacheRig(pin_share=1.0)
     first, second, keys = h.space(), h.space(rank=1), chain(1, 3)
     h.store(first, keys)
     broken = keys[:16] + chain(2, 1) + keys[32:]
@@ -145,7 +97,7 @@ def test_a_list_that_is_no_chain_pins_nothing() -> None:
 
 
 def test_a_lease_on_a_window_names_no_frame_that_it_does_not_hold() -> None:
-    h = Harness()
+    h = CacheRig()
     window, keys = h.space(window_blocks=2), chain(1, 5)
     h.store(window, keys)
     lease = h.cache.match(h.owner, [window], keys, 10).lease
@@ -159,7 +111,7 @@ def test_a_lease_on_a_window_names_no_frame_that_it_does_not_hold() -> None:
 
 
 def test_a_region_with_blocks_on_their_way_in_is_not_drained() -> None:
-    h = Harness(regions=1)
+    h = CacheRig(regions=1)
     small, large = h.space(), h.space(rank=1, block_bytes=8 * FRAME_BYTES)
     h.store(small, chain(1, 3))
     writing = h.cache.reserve(h.owner, small, b"", chain(2, 1), 10)
@@ -177,7 +129,7 @@ def test_a_region_with_blocks_on_their_way_in_is_not_drained() -> None:
 
 def test_a_region_in_which_a_pinned_chain_begins_is_not_drained() -> None:
     """Only its last block is pinned itself, and lies in another region."""
-    h = Harness(regions=2, pin_share=1.0)
+    h = CacheRig(regions=2, pin_share=1.0)
     small, large = h.space(), h.space(rank=1, block_bytes=8 * FRAME_BYTES)
     h.store(small, chain(9, 1))  # the coldest one, in the first region
     h.store(small, chain(1, 12))
@@ -199,7 +151,7 @@ def test_a_region_in_which_a_pinned_chain_begins_is_not_drained() -> None:
 
 
 def test_a_flush_revokes_every_lease_below_it_and_no_other() -> None:
-    h = Harness(region_bytes=2100 * FRAME_BYTES)
+    h = CacheRig(region_bytes=2100 * FRAME_BYTES)
     namespace, keys = h.space(), chain(1, 2000)
     for first in range(0, 2000, 500):
         h.store(namespace, keys[16 * first : 16 * (first + 500)], parent=keys[16 * (first - 1) : 16 * first])
@@ -215,7 +167,7 @@ def test_a_flush_revokes_every_lease_below_it_and_no_other() -> None:
 
 
 def test_flushes_of_several_namespaces_take_everything_with_them() -> None:
-    h = Harness(regions=2)
+    h = CacheRig(regions=2)
     spaces = [h.space(rank=rank) for rank in range(3)]
     pending = []
     for namespace in spaces:
@@ -231,7 +183,7 @@ def test_flushes_of_several_namespaces_take_everything_with_them() -> None:
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_growing_lease_is_revoked_for_what_has_landed_for_it(asked: bool) -> None:
     """It pins the block that came last besides the end of what it began with; either may be flushed alone."""
-    h = Harness()
+    h = CacheRig()
     space, keys = h.space(), chain(1, 4)
     h.store(space, keys[:32])
     lease = h.cache.match(h.owner, [space], keys, 10).lease

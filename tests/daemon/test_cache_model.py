@@ -5,115 +5,59 @@ from __future__ import annotations
 import random
 
 import pytest
+from cache_rig import SmallCache, branch, key
 
-from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.policies import POLICIES
 from tiercache.daemon.tiers.dram.leases import Owner
-from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.protocol.messages import BlockState, CommitState
-from tiercache.protocol.namespaces import NamespaceSpec
-
-
-def key(*path: int) -> bytes:
-    """A key that names its whole path, so the tests can see chains in it."""
-    return bytes([17 * (len(path) + sum(path)) % 256, *path]).ljust(16, b"\0")
-
-
-def chain(*path: int) -> bytes:
-    return b"".join(key(*path[: i + 1]) for i in range(len(path)))
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Harness:
-    """A cache of `frames` frames of 4 KiB, a clock, an owner."""
-
-    def __init__(self, frames: int = 8, regions: int = 1, policy: str = "lru") -> None:
-        self.clock = Clock()
-        self.cache = Cache(self.clock, CacheLimits(POLICIES[policy], quarantine_bytes=1 << 30))
-        for region in range(regions):
-            self.cache.space.allocator.add_region(region, frames * 4096)
-        self.owner = Owner(b"a" * 16)
-
-    def space(self, block_bytes: int = 4096, window_blocks: int = 0, rank: int = 0) -> Namespace:
-        spec = NamespaceSpec(
-            engine="t",
-            layout="l",
-            dtype="u8",
-            block_size=1,
-            block_bytes=block_bytes,
-            window_blocks=window_blocks,
-            tp_rank=rank,
-            tp_size=4,
-        )
-        return self.cache.space.open_namespace(spec)
-
-    def store(self, namespace: Namespace, keys: bytes, parent: bytes = b"") -> list[BlockState]:
-        got = self.cache.reserve(self.owner, namespace, parent, keys, 10)
-        numbers = [n for n, state in enumerate(got.states) if state is BlockState.FRAME]
-        states = self.cache.writes.commit(self.owner, got.lease_id, numbers)
-        assert set(states) <= {CommitState.VISIBLE}
-        self.check()
-        return got.states
-
-    def length(self, namespace: Namespace, keys: bytes) -> int:
-        return self.cache.match(self.owner, [namespace], keys, 0).dram
-
-    def check(self) -> None:
-        assert self.cache.check_integrity() == []
 
 
 def test_a_chain_is_found_as_far_as_it_goes() -> None:
-    h = Harness()
+    h = SmallCache()
     ns = h.space()
-    h.store(ns, chain(1, 2, 3))
-    assert h.length(ns, chain(1, 2, 3, 4)) == 3
-    assert h.length(ns, chain(1, 2, 9)) == 2
-    assert h.length(ns, chain(5)) == 0
-    assert h.length(h.space(rank=1), chain(1, 2, 3)) == 0
+    h.store(ns, branch(1, 2, 3))
+    assert h.length(ns, branch(1, 2, 3, 4)) == 3
+    assert h.length(ns, branch(1, 2, 9)) == 2
+    assert h.length(ns, branch(5)) == 0
+    assert h.length(h.space(rank=1), branch(1, 2, 3)) == 0
 
 
 def test_leaves_go_first_and_the_recently_used_last() -> None:
-    h = Harness(frames=7)
+    h = SmallCache(frames=7)
     ns = h.space()
-    h.store(ns, chain(1, 1, 1))
-    h.store(ns, chain(2, 2, 2))
-    h.store(ns, chain(4))
-    h.length(ns, chain(1, 1, 1))
-    h.store(ns, chain(3, 3))
-    assert (h.length(ns, chain(1, 1, 1)), h.length(ns, chain(2, 2, 2))) == (3, 1)
+    h.store(ns, branch(1, 1, 1))
+    h.store(ns, branch(2, 2, 2))
+    h.store(ns, branch(4))
+    h.length(ns, branch(1, 1, 1))
+    h.store(ns, branch(3, 3))
+    assert (h.length(ns, branch(1, 1, 1)), h.length(ns, branch(2, 2, 2))) == (3, 1)
 
 
 def test_room_for_a_child_is_never_made_of_its_ancestors() -> None:
-    h = Harness(frames=3)
+    h = SmallCache(frames=3)
     ns = h.space()
-    h.store(ns, chain(1, 2, 3))
+    h.store(ns, branch(1, 2, 3))
     states = h.store(ns, key(1, 2, 3, 4), parent=key(1, 2, 3))
     assert states == [BlockState.NONE]
-    assert h.length(ns, chain(1, 2, 3)) == 3
+    assert h.length(ns, branch(1, 2, 3)) == 3
 
 
 def test_children_wait_for_their_parents() -> None:
-    h = Harness()
+    h = SmallCache()
     ns = h.space()
-    first = h.cache.reserve(h.owner, ns, b"", chain(1), 10)
+    first = h.cache.reserve(h.owner, ns, b"", branch(1), 10)
     second = h.cache.reserve(h.owner, ns, key(1), key(1, 2), 10)
     assert h.cache.writes.commit(h.owner, second.lease_id, [0]) == [CommitState.HELD]
-    assert h.length(ns, chain(1, 2)) == 0
+    assert h.length(ns, branch(1, 2)) == 0
     assert h.cache.writes.commit(h.owner, first.lease_id, [0]) == [CommitState.VISIBLE]
-    assert h.length(ns, chain(1, 2)) == 2
+    assert h.length(ns, branch(1, 2)) == 2
     h.check()
 
 
 def test_children_are_dropped_with_an_aborted_parent() -> None:
-    h = Harness()
+    h = SmallCache()
     ns = h.space()
-    first = h.cache.reserve(h.owner, ns, b"", chain(1), 10)
+    first = h.cache.reserve(h.owner, ns, b"", branch(1), 10)
     second = h.cache.reserve(h.owner, ns, key(1), key(1, 2) + key(1, 2, 3), 10)
     assert h.cache.writes.commit(h.owner, second.lease_id, [0]) == [CommitState.HELD]
     h.cache.writes.abort(h.owner, first.lease_id, finished=True)
@@ -124,41 +68,41 @@ def test_children_are_dropped_with_an_aborted_parent() -> None:
 
 
 def test_an_expired_writer_keeps_its_frames_in_quarantine_until_it_says_so_or_is_gone() -> None:
-    h = Harness(frames=2)
+    h = SmallCache(frames=2)
     ns = h.space()
-    got = h.cache.reserve(h.owner, ns, b"", chain(1, 2), 10)
-    h.clock.now += 11
+    got = h.cache.reserve(h.owner, ns, b"", branch(1, 2), 10)
+    h.now_s += 11
     h.cache.expire()
     h.check()
     assert h.cache.writes.unfinished.quarantined_bytes == 8192
     other = Owner(b"b" * 16)
-    assert h.cache.reserve(other, ns, b"", chain(7), 10).states == [BlockState.NONE]
+    assert h.cache.reserve(other, ns, b"", branch(7), 10).states == [BlockState.NONE]
     assert h.cache.writes.commit(h.owner, got.lease_id, [0]) == [CommitState.DROPPED]
-    assert h.cache.reserve(other, ns, b"", chain(7), 10).states == [BlockState.FRAME]
+    assert h.cache.reserve(other, ns, b"", branch(7), 10).states == [BlockState.FRAME]
     h.cache.process_gone(h.owner)
     h.check()
     assert h.cache.writes.unfinished.quarantined_bytes == 0
-    assert h.length(ns, chain(1)) == 0
+    assert h.length(ns, branch(1)) == 0
 
 
 def test_a_lease_holds_its_whole_prefix() -> None:
-    h = Harness(frames=3)
+    h = SmallCache(frames=3)
     ns = h.space()
-    h.store(ns, chain(1, 2, 3))
-    found = h.cache.match(h.owner, [ns], chain(1, 2, 3), 10)
+    h.store(ns, branch(1, 2, 3))
+    found = h.cache.match(h.owner, [ns], branch(1, 2, 3), 10)
     assert found.lease is not None
     frames = h.cache.reads.frames(found.lease, ns, 0, 3)
     assert len(set(frames)) == 3
-    assert h.store(ns, chain(9)) == [BlockState.NONE]
+    assert h.store(ns, branch(9)) == [BlockState.NONE]
     assert h.cache.reads.release(h.owner, found.lease.lease_id)
-    assert h.store(ns, chain(9)) == [BlockState.FRAME]
+    assert h.store(ns, branch(9)) == [BlockState.FRAME]
     assert not h.cache.reads.release(h.owner, found.lease.lease_id)
 
 
 def test_a_permuted_list_is_shortened_not_believed() -> None:
-    h = Harness()
+    h = SmallCache()
     ns = h.space()
-    h.store(ns, chain(1, 2, 3))
+    h.store(ns, branch(1, 2, 3))
     permuted = key(1) + key(1, 2, 3) + key(1, 2)
     found = h.cache.match(h.owner, [ns], permuted, 10)
     assert found.lease is not None
@@ -167,13 +111,13 @@ def test_a_permuted_list_is_shortened_not_believed() -> None:
 
 
 def test_a_flush_revokes_reads_and_drops_writes() -> None:
-    h = Harness()
+    h = SmallCache()
     ns = h.space()
-    h.store(ns, chain(1, 2, 3))
-    found = h.cache.match(h.owner, [ns], chain(1, 2, 3), 10)
+    h.store(ns, branch(1, 2, 3))
+    found = h.cache.match(h.owner, [ns], branch(1, 2, 3), 10)
     writing = h.cache.reserve(h.owner, ns, key(1, 2, 3), key(1, 2, 3, 4), 10)
     assert h.cache.flush([ns.number], b"")[0] == 3
-    assert h.length(ns, chain(1, 2, 3)) == 0
+    assert h.length(ns, branch(1, 2, 3)) == 0
     assert found.lease is not None
     assert not h.cache.reads.release(h.owner, found.lease.lease_id)
     assert h.cache.writes.commit(h.owner, writing.lease_id, [0]) == [CommitState.DROPPED]
@@ -184,20 +128,20 @@ def test_a_flush_revokes_reads_and_drops_writes() -> None:
 
 
 def test_a_flush_by_prefix_takes_descendants_only() -> None:
-    h = Harness()
+    h = SmallCache()
     ns = h.space()
-    h.store(ns, chain(1, 2, 3))
-    h.store(ns, chain(1, 7))
+    h.store(ns, branch(1, 2, 3))
+    h.store(ns, branch(1, 7))
     assert h.cache.flush([ns.number], key(1, 2)) == (2, False)
-    assert h.length(ns, chain(1, 2, 3)) == 1
-    assert h.length(ns, chain(1, 7)) == 2
+    assert h.length(ns, branch(1, 2, 3)) == 1
+    assert h.length(ns, branch(1, 7)) == 2
     h.check()
 
 
 def test_windows_need_only_the_blocks_before_the_cut() -> None:
-    h = Harness(frames=16)
+    h = SmallCache(frames=16)
     full, window = h.space(), h.space(window_blocks=2, rank=1)
-    keys = chain(1, 2, 3, 4, 5)
+    keys = branch(1, 2, 3, 4, 5)
     h.store(full, keys)
     for number in (2, 3):
         h.store(window, keys[16 * number : 16 * number + 16], parent=b"x" * 16)
@@ -212,45 +156,45 @@ def test_windows_need_only_the_blocks_before_the_cut() -> None:
 
 
 def test_a_first_tiny_block_does_not_fix_the_frame_size() -> None:
-    h = Harness(frames=16, regions=2)
+    h = SmallCache(frames=16, regions=2)
     small, large = h.space(block_bytes=100), h.space(block_bytes=40_000, rank=1)
     for number in range(40):
-        h.store(small, chain(number))
+        h.store(small, branch(number))
     for number in range(20):
-        h.store(large, chain(number))
+        h.store(large, branch(number))
         while h.cache.work():
             pass
         h.check()
-    assert h.length(large, chain(19)) == 1
+    assert h.length(large, branch(19)) == 1
     assert h.cache.counters.regions_drained >= 1
 
 
 def test_a_pinned_region_does_not_starve_a_new_size_class() -> None:
     """The coldest block's region cannot be emptied, so another one is."""
-    h = Harness(frames=16, regions=3)
+    h = SmallCache(frames=16, regions=3)
     small, large = h.space(), h.space(block_bytes=40_000, rank=1)
     for number in range(48):
-        h.store(small, chain(number))
-    assert h.cache.pin([small], chain(5), 1000) == 1  # in the region of the coldest blocks
+        h.store(small, branch(number))
+    assert h.cache.pin([small], branch(5), 1000) == 1  # in the region of the coldest blocks
     for number in range(200):
-        if h.store(large, chain(number % 200)) == [BlockState.FRAME]:
+        if h.store(large, branch(number % 200)) == [BlockState.FRAME]:
             break
         while h.cache.work():
             pass
-    assert h.length(large, chain(number)) == 1
-    assert h.length(small, chain(5)) == 1
+    assert h.length(large, branch(number)) == 1
+    assert h.length(small, branch(5)) == 1
 
 
 def test_pins_keep_blocks_until_their_time_is_up() -> None:
-    h = Harness(frames=4)
+    h = SmallCache(frames=4)
     ns = h.space()
-    h.store(ns, chain(1, 2))
-    assert h.cache.pin([ns], chain(1, 2), ttl_s=60) == 2
-    assert h.store(ns, chain(5, 6, 7)) == [BlockState.FRAME, BlockState.FRAME, BlockState.NONE]
-    h.clock.now += 61
+    h.store(ns, branch(1, 2))
+    assert h.cache.pin([ns], branch(1, 2), ttl_s=60) == 2
+    assert h.store(ns, branch(5, 6, 7)) == [BlockState.FRAME, BlockState.FRAME, BlockState.NONE]
+    h.now_s += 61
     h.cache.expire()
     assert h.cache.reads.pinned_bytes == 0
-    assert h.store(ns, chain(8, 8, 8)) == [BlockState.FRAME] * 3
+    assert h.store(ns, branch(8, 8, 8)) == [BlockState.FRAME] * 3
     h.check()
 
 
@@ -261,7 +205,7 @@ HISTORIES = [(policy, seed) for policy in POLICIES for seed in range(12 if polic
 def test_random_histories_stay_consistent(policy: str, seed: int) -> None:
     """Everything at random; after each step the recounts agree, and no frame has two owners."""
     rng = random.Random(seed)
-    h = Harness(frames=10, regions=3, policy=policy)
+    h = SmallCache(frames=10, regions=3, policy=policy)
     spaces = [h.space(), h.space(block_bytes=9000, rank=1), h.space(window_blocks=2, rank=2)]
     owners = [Owner(bytes([n]) * 16) for n in range(3)]
     reads: list[tuple[Owner, int]] = []
@@ -269,7 +213,7 @@ def test_random_histories_stay_consistent(policy: str, seed: int) -> None:
     for _ in range(400):
         owner, ns = rng.choice(owners), rng.choice(spaces)
         path = [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
-        keys = chain(*path)
+        keys = branch(*path)
         action = rng.randrange(12)
         if action <= 3:
             skip = rng.randrange(len(path))
@@ -292,7 +236,7 @@ def test_random_histories_stay_consistent(policy: str, seed: int) -> None:
             owner, lease, _ = writes.pop(rng.randrange(len(writes)))
             h.cache.writes.abort(owner, lease, finished=rng.random() < 0.5)
         elif action == 10:
-            h.clock.now += rng.randrange(4)
+            h.now_s += rng.randrange(4)
             h.cache.expire()
             if rng.random() < 0.3:
                 h.cache.process_gone(owner)
@@ -306,7 +250,7 @@ def test_random_histories_stay_consistent(policy: str, seed: int) -> None:
     for owner in owners:
         h.cache.process_gone(owner)
     h.cache.flush([ns.number for ns in spaces], b"")
-    h.clock.now += 100
+    h.now_s += 100
     h.cache.expire()
     while h.cache.work():
         pass

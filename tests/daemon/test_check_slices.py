@@ -6,9 +6,8 @@ import random
 from collections.abc import Callable
 
 import pytest
-from test_bounds import fill
-from test_cache_edges import FRAME_BYTES, Harness, chain
-from test_slices import in_slices
+from cache_rig import FRAME_BYTES, CacheRig, fill, in_slices
+from chains import chain
 
 from tiercache.daemon.index.check import ENTRIES
 from tiercache.daemon.index.index import FREE
@@ -18,7 +17,7 @@ from tiercache.protocol.messages import KEY_BYTES, REGION_SHIFT
 BLOCKS = 6 * ENTRIES
 
 
-class Busy(Harness):
+class Busy(CacheRig):
     """A full cache of two sizes of frames, in which something happens at each step."""
 
     def __init__(self) -> None:
@@ -183,7 +182,7 @@ def test_what_is_wrong_is_found_while_others_are_served(text: str) -> None:
 
 def test_a_slice_of_a_check_looks_at_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one block has very many children."""
-    h = Harness(region_bytes=8 * BLOCKS * FRAME_BYTES)
+    h = CacheRig(region_bytes=8 * BLOCKS * FRAME_BYTES)
     flat = h.space(window_blocks=1)
     for tag in range(1, 13):
         fill(h, flat, tag, BLOCKS // 2)

@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from cache_rig import CacheRig, finish
+from chains import chain
 from raw_client import Client, block_of, new_chain
-from test_bounds import finish
-from test_cache_edges import Harness, chain
 
 from tiercache.daemon.cache import FLUSHED_AT_ONCE, KEYS_FLUSHED_AT_ONCE
 from tiercache.daemon.ground.slices import AnswerNow, Steps
@@ -39,7 +39,7 @@ class Below:
 
 
 def test_many_namespaces_are_flushed_in_slices() -> None:
-    h, below = Harness(regions=1), Below()
+    h, below = CacheRig(regions=1), Below()
     spaces = [h.space(rank=rank, layers=layers) for rank in range(8) for layers in range(1, 20)][:MANY]
     for place in (0, FLUSHED_AT_ONCE, MANY - 1):
         h.store(spaces[place], chain(place + 1, 2))
@@ -64,7 +64,7 @@ def test_many_namespaces_are_flushed_in_slices() -> None:
 
 
 def test_a_key_of_many_namespaces_is_flushed_in_smaller_slices() -> None:
-    h, below = Harness(regions=1), Below()
+    h, below = CacheRig(regions=1), Below()
     spaces = [h.space(rank=rank) for rank in range(2 * KEYS_FLUSHED_AT_ONCE + 1)]
     keys = chain(1, 2)
     h.store(spaces[-1], keys)

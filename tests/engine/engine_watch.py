@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -60,3 +61,29 @@ def generated(folder: Path, prompt: list[int], count: int) -> list[int]:
     )
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
+
+
+def record_logits(engine: Engine) -> list[torch.Tensor]:
+    """The logits of every forward pass from here on, as the engine sees them."""
+    seen: list[torch.Tensor] = []
+    forward = engine._model.forward
+
+    def recording(*args: Any) -> torch.Tensor:
+        seen.append(forward(*args))
+        return seen[-1]
+
+    engine._model.forward = recording  # type: ignore[method-assign]
+    return seen
+
+
+def run_checked(engine: Engine) -> dict[int, RequestOutput]:
+    """Step to the end and check the books after each step."""
+    outputs: dict[int, RequestOutput] = {}
+    for _ in range(1000):
+        if not engine.unfinished:
+            return outputs
+        for output in engine.step():
+            if output.output is not None:
+                outputs[output.request_id] = output.output
+        engine.check_integrity()
+    raise AssertionError("the engine does not come to an end")

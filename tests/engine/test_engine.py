@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_watch import record_logits, run_checked
 from random_models import SaveModel, prompt_of
 
 from tiercache.engine import Engine, EngineSettings, RequestOutput, SamplingParams
@@ -19,32 +20,6 @@ GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 def engine_of(model_dir: Path, **settings: Any) -> Engine:
     small = {"block_size": 8, "chunk_size": 32, "pool_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 72}
     return Engine(model_dir, EngineSettings(**{**small, **settings}))
-
-
-def record_logits(engine: Engine) -> list[torch.Tensor]:
-    """The logits of every forward pass from here on, as the engine sees them."""
-    seen: list[torch.Tensor] = []
-    forward = engine._model.forward
-
-    def recording(*args: Any) -> torch.Tensor:
-        seen.append(forward(*args))
-        return seen[-1]
-
-    engine._model.forward = recording  # type: ignore[method-assign]
-    return seen
-
-
-def run_checked(engine: Engine) -> dict[int, RequestOutput]:
-    """Step to the end and check the books after each step."""
-    outputs: dict[int, RequestOutput] = {}
-    for _ in range(1000):
-        if not engine.unfinished:
-            return outputs
-        for output in engine.step():
-            if output.output is not None:
-                outputs[output.request_id] = output.output
-        engine.check_integrity()
-    raise AssertionError("the engine does not come to an end")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_watch import record_logits, run_checked
 from memory_cache import MemoryCache
 from random_models import prompt_of
-from test_engine import record_logits, run_checked
 
 from tiercache.engine import Engine, EngineSettings, SamplingParams
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.faults
 OTHER_PROCESS = """
 import sys
 from types import SimpleNamespace
-sys.path.insert(0, "../daemon/nvme")
+sys.path.insert(0, "../daemon/tiers/nvme")
 import tiercache
 from cluster import BLOCK_BYTES, chain_of
 from test_grants import Writer, slots

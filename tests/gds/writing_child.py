@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "daemon" / "nvme"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "daemon" / "tiers" / "nvme"))
 
 from cluster import BLOCK_BYTES, chain_of, content, key_of, wait_for
 

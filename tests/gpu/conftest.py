@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("kernels", "gds", "daemon/nvme")]
+sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("kernels", "gds", "daemon/tiers/nvme")]
 
 
 @pytest.fixture(scope="session")

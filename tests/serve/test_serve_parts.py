@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import h11
 import pytest
+from service_alone import JSON, ask, bare_service
 from starlette.requests import Request
-from test_serve_hosts import JSON, _ask, _service
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tiercache.engine.async_engine import EngineDied, NobodyReads, QueueFull, Stalled, Stopping
@@ -25,7 +25,7 @@ DEADLINE_S = 10.0
 
 
 def keyed(**changed: Any) -> Service:
-    service = _service()
+    service = bare_service()
     names = ("engine", "prompts", "model", "metrics", "defaults")
     return Service(**{**{name: getattr(service, name) for name in names}, "api_key": "secret", **changed})
 
@@ -36,23 +36,23 @@ def keyed(**changed: Any) -> Service:
     [("GET", "/v1/models"), ("GET", "/v1/models/m"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions")],
 )
 def test_nothing_is_served_without_the_key(given: str, method: str, path: str) -> None:
-    status, body = _ask(keyed(), method, path, host="localhost", content_type=JSON, authorization=given)
+    status, body = ask(keyed(), method, path, host="localhost", content_type=JSON, authorization=given)
     assert status == 401
     assert b"invalid_api_key" in body
 
 
 def test_with_the_key_and_for_probes_all_is_served() -> None:
     for path in ("/v1/models", "/v1/models/m"):
-        assert _ask(keyed(), "GET", path, host="localhost", authorization="Bearer secret")[0] == 200
+        assert ask(keyed(), "GET", path, host="localhost", authorization="Bearer secret")[0] == 200
     for path in ("/health", "/metrics"):
-        assert _ask(keyed(), "GET", path, host="localhost")[0] == 200
+        assert ask(keyed(), "GET", path, host="localhost")[0] == 200
 
 
 @pytest.mark.parametrize("trouble", ["death", "stall"])
 def test_health_says_what_is_wrong_with_the_engine(trouble: str) -> None:
     states = {"death": None, "stall": None, trouble: (EngineDied if trouble == "death" else Stalled)("it is over")}
     engine = SimpleNamespace(max_model_len=100, **states)
-    status, body = _ask(keyed(engine=engine), "GET", "/health", host="localhost")
+    status, body = ask(keyed(engine=engine), "GET", "/health", host="localhost")
     assert (status, b"it is over" in body) == (503, True)
 
 

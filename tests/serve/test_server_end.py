@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from test_serve_hosts import _service
+from service_alone import bare_service
 
 from tiercache.engine.async_engine import Stopping
 from tiercache.serve import server
@@ -35,7 +35,7 @@ def test_when_the_time_is_up_requests_fail_and_half_requests_are_cut(monkeypatch
     cut: list[object] = []
     monkeypatch.setattr(server, "cut_unsent", cut.append)
     engine: Any = SimpleNamespace(end=ended.append)
-    ours = server._Uvicorn(uvicorn.Config(build_app(_service())), engine, 1.0)
+    ours = server._Uvicorn(uvicorn.Config(build_app(bare_service())), engine, 1.0)
     ours.end_requests()
     assert cut == [ours.server_state.connections]
     assert [type(error) for error in ended] == [Stopping]

@@ -1,0 +1,24 @@
+"""The keys of chains, for all tests to which it does not matter of what tokens they are."""
+
+from __future__ import annotations
+
+import hashlib
+
+KEY_BYTES = 16
+
+
+def chain(name: object, blocks: int, after: bytes = b"") -> bytes:
+    """The packed keys of a chain, the same in every process, after those of another.
+
+    Chains of two names share no key, and a shorter one is where the longer one of its name begins.
+    """
+    keys, last = [], after[-KEY_BYTES:]
+    for number in range(blocks):
+        last = hashlib.blake2b(last + f"{name}/{number}".encode(), digest_size=KEY_BYTES).digest()
+        keys.append(last)
+    return after + b"".join(keys)
+
+
+def key_of(keys: bytes, number: int) -> bytes:
+    """Key `number` of packed keys."""
+    return keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]

@@ -1,0 +1,483 @@
+"""KV events of a real daemon, read with ZeroMQ and msgpack alone. That they are true: `test_tier_events.py`."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import struct
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+import zmq
+from raw_client import ROOT, VISIBLE, WAIT_S, Client, daemon, new_chain, until
+
+from tiercache.config.daemon_config import DaemonConfig, load_config
+from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.events.events import Events, NamedBlocks
+from tiercache.daemon.events.publisher import Publisher
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.errors import ConfigError
+from tiercache.protocol.messages import CommitState, EventRun, ReceivedRun, Reserve
+from tiercache.protocol.namespaces import NamespaceSpec
+
+END = -1
+Batch = tuple[int, list[dict[str, Any]]]
+
+
+class Subscriber:
+    """A SUB and a DEALER for what it missed; frames as vLLM's publisher sends them."""
+
+    def __init__(self, folder: Path, topic: str = "") -> None:
+        self._context = zmq.Context()
+        self.topic = topic.encode()
+        self.sub = self._context.socket(zmq.SUB)
+        self.sub.setsockopt(zmq.SUBSCRIBE, self.topic)
+        self.sub.connect(f"ipc://{folder}/events")
+        self.dealer = self._context.socket(zmq.DEALER)
+        self.dealer.connect(f"ipc://{folder}/replay")
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def next(self) -> Batch:
+        """The next batch that comes by itself."""
+        assert self.sub.poll(WAIT_S * 1000), "no batch"
+        return self._batch(*self.sub.recv_multipart())
+
+    def _batch(self, topic: bytes, number: bytes, payload: bytes) -> Batch:
+        assert (topic, len(number)) == (self.topic, 8)
+        time_s, events, rank = msgpack.unpackb(payload)
+        assert (type(time_s), rank) == (float, None)
+        return int.from_bytes(number, "big"), events
+
+    def replay(self, first: int) -> list[Batch]:
+        """What is kept from batch `first` on."""
+        self.dealer.send_multipart([b"", first.to_bytes(8, "big")])
+        batches = []
+        while True:
+            assert self.dealer.poll(WAIT_S * 1000), "no end"
+            empty, topic, number, payload = self.dealer.recv_multipart()
+            assert empty == b""
+            if int.from_bytes(number, "big", signed=True) == END:
+                assert (topic, payload) == (b"", b"")
+                return batches
+            batches.append(self._batch(topic, number, payload))
+
+    def all(self) -> list[dict[str, Any]]:
+        """Every event so far."""
+        return [event for _, events in self.replay(0) for event in events]
+
+
+@contextmanager
+def subscriber(folder: Path, topic: str = "") -> Iterator[Subscriber]:
+    one = Subscriber(folder, topic)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def flags(folder: Path, *more: str, arena: str = "8MiB") -> list[str]:
+    addresses = ["--kv-events", f"ipc://{folder}/events", "--kv-events-replay", f"ipc://{folder}/replay"]
+    return ["--arena", arena, "--region", "2MiB", *addresses, *more]
+
+
+def store(
+    client: Client, number: int, keys: bytes, hashes: Sequence[Any], parent: Any = None, parent_key: bytes = b""
+) -> None:
+    """Store blocks of four tokens, the place of each in its chain four times."""
+    tokens = struct.pack(f"<{4 * len(hashes)}I", *(place for place in range(len(hashes)) for _ in range(4)))
+    said = [list(hashes), parent, tokens, 0, "full_attention", None, 7, "adapter"]
+    tag, lease, states, _, parent_missing = client.ask("reserve", number, parent_key, keys, 10_000, said)
+    assert (tag, parent_missing) == ("reserved", False)
+    assert client.commit(lease, range(len(states))) == [VISIBLE] * len(hashes)
+
+
+def stored(hashes: Sequence[Any], parent: Any = None) -> dict[str, Any]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": list(hashes),
+        "parent_block_hash": parent,
+        "token_ids": [place for place in range(len(hashes)) for _ in range(4)],
+        "block_size": 4,
+        "lora_id": 7,
+        "medium": "CPU",
+        "lora_name": "adapter",
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }
+
+
+@contextmanager
+def connected(folder: Path) -> Iterator[Client]:
+    """A client of a daemon that has its memory."""
+    with Client(folder / "run") as client:
+        client.await_arena()
+        yield client
+
+
+@contextmanager
+def following(folder: Path, *more: str, topic: str = "", arena: str = "8MiB") -> Iterator[tuple[Client, Subscriber]]:
+    """A daemon with events, a client of it and a subscriber."""
+    running = daemon(folder / "run", *flags(folder, *more, arena=arena))
+    with running, connected(folder) as client, subscriber(folder, topic) as sub:
+        yield client, sub
+
+
+CLEARED = {"type": "AllBlocksCleared"}
+
+
+def join(sub: Subscriber, client: Client) -> range:
+    """Store blocks of these names until a batch has come: a subscription takes its time."""
+    names = itertools.count(first := 1 << 40)
+    while not sub.sub.poll(20):
+        store(client, client.namespace(), new_chain(1), [next(names)])
+    return range(first, next(names))
+
+
+def test_batches_come_in_order_and_can_be_had_again(tmp_path: Path) -> None:
+    with following(tmp_path, "--kv-events-topic", "kv@pod@model", topic="kv@pod@model") as (client, sub):
+        number, keys = client.namespace(), new_chain(4)
+        joined = join(sub, client)
+        store(client, number, keys[:32], [1, b"\x02" * 32])
+        store(client, number, keys[32:], [3, (1 << 64) - 4], b"\x02" * 32, keys[16:32])
+        store(client, number, new_chain(1), [5])
+        first, events = sub.next()
+        live: list[Batch] = [(first, events)]
+        while live[-1][1][-1]["block_hashes"] != [5]:
+            live.append(sub.next())
+        assert [place for place, _ in live] == list(range(first, first + len(live)))
+        events = [event for _, batch in live for event in batch if event["block_hashes"][0] not in joined]
+        names = [name for event in events for name in event["block_hashes"]]
+        assert names == [1, b"\x02" * 32, 3, (1 << 64) - 4, 5]
+        assert events[0]["parent_block_hash"] is None
+        assert events[-1] == stored([5])
+        everything = sub.replay(0)
+        assert everything[0] == (0, [CLEARED])
+        assert everything[first : first + len(live)] == live
+        assert sub.replay(first + 1) == everything[first + 1 :]
+        assert sub.replay(1 << 40) == []
+        assert client.stats()["kv_events"]["batches"] == len(everything)
+
+
+def test_what_is_evicted_has_left(tmp_path: Path) -> None:
+    with following(tmp_path, arena="2MiB") as (client, sub):
+        number = client.namespace(1 << 18)  # eight frames, of which four may be written at a time
+        store(client, number, new_chain(4), range(4))
+        store(client, number, new_chain(4), range(10, 14))
+        store(client, number, new_chain(2), [100, 101])
+        until(lambda: len(sub.all()) == 5)
+        cleared, *arrived = sub.all()
+        removed = {"type": "BlockRemoved", "block_hashes": [3, 2], "medium": "CPU", "group_idx": 0}
+        assert cleared == CLEARED
+        assert arrived == [stored(range(4)), stored(range(10, 14)), removed, stored([100, 101])]
+
+
+def test_a_flush_and_the_end_leave_nothing(tmp_path: Path) -> None:
+    with subscriber(tmp_path) as sub:
+        with daemon(tmp_path / "run", *flags(tmp_path)), connected(tmp_path) as client:
+            number, keys = client.namespace(), new_chain(3)
+            store(client, number, keys, [1, 2, 3])
+            assert client.ask("flush", "all", [], keys[16:32])[:2] == ["flushed", 2]
+            assert client.ask("flush", "all", [number], b"")[:2] == ["flushed", 1]
+            store(client, number, keys, [1, 2, 3])
+            assert client.ask("flush", "all", [], b"")[:2] == ["flushed", 3]
+            store(client, number, keys, [1, 2, 3])
+            until(lambda: len(sub.all()) >= 6)
+            events = sub.all()
+            gone = [name for event in events if event["type"] == "BlockRemoved" for name in event["block_hashes"]]
+            assert sorted(gone) == [1, 2, 3]
+            rest = [event for event in events if event["type"] != "BlockRemoved"]
+            assert rest == [CLEARED, stored([1, 2, 3]), stored([1, 2, 3]), CLEARED, stored([1, 2, 3])]
+            join(sub, client)
+            last = sub.replay(0)[-1][0]
+        number, events = sub.next()
+        while number <= last or events[-1] != CLEARED:
+            number, events = sub.next()
+        with daemon(tmp_path / "run", *flags(tmp_path)), connected(tmp_path) as client:
+            assert sub.replay(0) == [(0, [CLEARED])]  # another life begins with nothing, and counts from 0
+            store(client, client.namespace(), new_chain(1), [1])
+            until(lambda: sub.all() == [CLEARED, stored([1])])
+
+
+def test_a_slow_subscriber_loses_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    publisher = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", "", 3000, max_unsent=4)
+    publisher.open()
+    batch = msgpack.packb([0.0, [{"filler": "x" * 4096}], None])
+    context = zmq.Context()
+    slow = context.socket(zmq.SUB)
+    slow.setsockopt(zmq.RCVHWM, 1)
+    slow.setsockopt(zmq.SUBSCRIBE, b"")
+    slow.connect(f"ipc://{tmp_path}/events")
+    try:
+        while not slow.poll(1):
+            publisher.publish(batch)
+        for _ in range(4000):
+            publisher.publish(batch)
+        numbers = []
+        while slow.poll(200):
+            numbers.append(int.from_bytes(slow.recv_multipart()[1], "big"))
+        assert numbers == sorted(set(numbers))
+        assert len(numbers) < publisher.batches
+        assert publisher.buffer_bytes == 3000 * len(batch)
+        missed = replayed(publisher, context, tmp_path, 0)
+        assert missed == list(range(publisher.batches - 3000, publisher.batches))
+    finally:
+        slow.close(0)
+        context.destroy(linger=0)
+        publisher.close()
+
+
+def replayed(publisher: Publisher, context: zmq.Context[zmq.Socket[bytes]], folder: Path, first: int) -> list[int]:
+    """The numbers of batches that are sent again, to one who reads a few at a time."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.RCVHWM, 2)
+    dealer.connect(f"ipc://{folder}/replay")
+    dealer.send_multipart([b"", first.to_bytes(8, "big")])
+    dealer.send_multipart([b"nonsense"])
+    numbers: list[int] = []
+    while not numbers or numbers[-1] != END:
+
+        def came() -> bool:
+            publisher.tick()
+            return bool(dealer.poll(1))
+
+        until(came)
+        for _ in range(50):
+            if not dealer.poll(0):
+                break
+            numbers.append(int.from_bytes(dealer.recv_multipart()[2], "big", signed=True))
+    dealer.close(0)
+    return numbers[:-1]
+
+
+def test_what_is_kept_for_later_is_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercache.daemon.events.publisher.MAX_BUFFER_BYTES", 100)
+    publisher = Publisher("", "", "", 1000)
+    for _ in range(10):
+        publisher.publish(b"x" * 30)
+    assert (publisher.buffer_bytes, publisher.batches) == (90, 10)
+    publisher.close()
+
+
+def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    wrong: list[tuple[list[Any], str]] = [
+        ([[1], None, bytes(16)], "events name 1 blocks"),
+        ([[1, 2], None, bytes(31)], "31 bytes of tokens"),
+        ([[1, 2], None, bytes(32), 0, None, None, None, None, [None]], "1 extra keys"),
+        ([[1.5, 2], None, bytes(32)], "Expected `int | bytes`"),
+    ]
+    with daemon(tmp_path / "run", *flags(tmp_path)), Client(tmp_path / "run") as client:
+        for said, words in wrong:
+            tag, _, text = client.ask("reserve", client.namespace(), b"", new_chain(2), 1000, said)
+            assert (tag, words in text) == ("error", True), text
+        # Text that is no UTF-8: subscribers could not read the batch that it is in.
+        said = [[1], None, bytes(16), 0, None, None, None, None, [["XYZZY"]]]
+        fields = [client.namespace(), b"", new_chain(1), 1000, said]
+        packet = msgpack.packb(["reserve", *client.header(), *fields]).replace(b"\xa5XYZZY", b"\xa2\xff\xfe")
+        reply, _ = client.exchange(packet)
+        assert reply[0] == "error"
+        assert "extra keys of events" in reply[-1]
+
+
+def test_without_the_setting_there_is_nothing(tmp_path: Path) -> None:
+    """No welcome asks for names, and names that come all the same are not looked at."""
+    with daemon(tmp_path / "run", "--arena", "2MiB", "--region", "2MiB"), connected(tmp_path) as client:
+        assert client.wants_events is False
+        tag, lease, _, _, _ = client.ask("reserve", client.namespace(), b"", new_chain(2), 1000, [[], None, b"x"])
+        assert (tag, client.commit(lease, [0, 1])) == ("reserved", [VISIBLE] * 2)
+        assert "kv_events" not in client.stats()
+    with daemon(tmp_path / "run", *flags(tmp_path)), connected(tmp_path) as client:
+        assert client.wants_events is True
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kv_events": "tcp://0.0.0.0:5557"}, "--kv-events-allow-remote yes"),
+        ({"kv_events": "tcp://10.1.2.3:5557"}, "other hosts could read the tokens"),
+        ({"kv_events": "tcp://*:5557"}, "use 127.0.0.1 or ipc://"),
+        ({"kv_events": "ipc:///r", "kv_events_replay": "tcp://*:5558"}, "other hosts could read the tokens"),
+        ({"kv_events": "tcp://127.0.0.1:0"}, "tcp://127.0.0.1:5557"),
+        ({"kv_events": "127.0.0.1:5557"}, "tcp://127.0.0.1:5557"),
+        ({"kv_events": "tcp://localhost:5557"}, "tcp://127.0.0.1:5557"),
+        ({"kv_events": "inproc://here"}, "ipc:// and the path"),
+        ({"kv_events": "ipc://here"}, "ipc:// and the path"),
+        ({"kv_events": "ipc:///" + "x" * 200}, "ipc:// and the path"),
+        ({"kv_events_replay": "ipc:///r"}, "mean nothing without kv_events"),
+        ({"kv_events": "ipc:///r", "kv_events_replay": "ipc:///r"}, "choose another one"),
+        ({"kv_events": "ipc:///r", "kv_events_buffer": "0"}, "1 to 1000000"),
+    ],
+)
+def test_a_wrong_address_is_refused_in_a_line(settings: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=r"^kv_events[^\n]*$") as caught:
+        load_config(None, {}, settings)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5557", "tcp://127.1.2.3:1", "tcp://[::1]:5557", "ipc:///run/x"])
+def test_addresses_of_this_host_are_taken(address: str) -> None:
+    assert DaemonConfig(kv_events=address).kv_events == address
+
+
+def test_other_hosts_are_let_in_only_when_told_so() -> None:
+    for address in ("tcp://*:5557", "tcp://10.1.2.3:5557", "tcp://[::]:5557"):
+        assert DaemonConfig(kv_events=address, kv_events_allow_remote=True).kv_events == address
+
+
+def test_an_address_that_is_taken_is_said_in_a_line_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "socket"))
+        other.listen()
+        for path, reason in (("file", "File exists"), ("socket", "Address already in use"), ("no/dir", "No such file")):
+            command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", tmp_path / "run", "--arena", "2MiB"]
+            done = subprocess.run(
+                [*command, "--kv-events", f"ipc://{tmp_path}/{path}"],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+            assert f"kv_events = ipc://{tmp_path}/{path}: {reason}" in done.stderr
+        with socket.socket(socket.AF_UNIX) as mine:
+            mine.connect(str(tmp_path / "socket"))
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_what_is_remembered_of_blocks_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tenant and in all, and what has left makes room."""
+    events = Events(Publisher("", "", "", 10))
+    size = NamedBlocks(ReceivedRun([1], None, bytes(4)), 1)(0).size
+    monkeypatch.setattr("tiercache.daemon.events.events.MAX_TENANT_BYTES", 2 * size)
+    monkeypatch.setattr("tiercache.daemon.events.events.MAX_KNOWN_BYTES", 5 * size)
+
+    def known(tenant: str, numbers: range) -> int:
+        before = events.stats()["known_blocks"]
+        for number in numbers:
+            said = NamedBlocks(ReceivedRun([number], None, bytes(4)), 1, tenant)
+            events.arrived(events.dram, 1, bytes([number]) * 16, said(0))
+        assert events.check_integrity() == []
+        return events.stats()["known_blocks"] - before
+
+    assert known("a", range(3)) == 2
+    assert known("b", range(10, 13)) == 2
+    assert known("", range(20, 23)) == 1
+    assert events.stats()["unnamed_blocks"] == 4
+    events.left(events.dram, 1, bytes([0]) * 16)
+    assert known("a", range(30, 32)) == 1
+    events.cleared()
+    assert events.known_bytes == 0
+    assert known("a", range(3)) == 2
+    events.close()
+
+
+def test_each_block_counts_for_what_is_said_of_itself() -> None:
+    """A store may keep one block of its run alone: that one with all that was said."""
+    extras = [msgspec.Raw(b"\xc0"), msgspec.Raw(msgspec.msgpack.encode(bytes(10_000)))]
+    run = ReceivedRun([1, b"2" * 100], None, bytes(8), extra_keys=extras)
+    small, large = (NamedBlocks(run, 1)(place) for place in range(2))
+    assert (small.extra, large.extra) == (None, extras[1])
+    assert large.size - small.size == 100 + 10_003 - 1
+    extras[0] = msgspec.Raw(msgspec.msgpack.encode(bytes(70_000)))
+    assert NamedBlocks(run, 1).too_large
+    assert NamedBlocks(ReceivedRun([1], bytes(70_000), bytes(4)), 1).too_large
+    assert NamedBlocks(ReceivedRun([1] * 512, None, bytes(2048), lora_name="x" * 100_000), 1).too_large
+
+
+def test_extra_keys_keep_nothing_of_the_message_they_came_in() -> None:
+    """It may be megabytes long, of which nothing is counted."""
+    run = EventRun([1], None, bytes(64), extra_keys=["x"])
+    message = msgspec.msgpack.encode(Reserve(1, bytes(16), 1, 2**62, 0, b"", bytes(16), 1000, events=run))
+    before = sys.getrefcount(message)
+    request: Any = msgspec.msgpack.decode(message, type=Reserve)
+    named = NamedBlocks(request.events, 16)
+    assert sys.getrefcount(message) > before, "what was received is a part of it"
+    del request
+    assert (sys.getrefcount(message), named(0).extra) == (before, msgspec.Raw(msgspec.msgpack.encode("x")))
+
+
+@pytest.mark.parametrize("extra", [5, "x", {"a": 1}, True, [{(): 1}], [{1: {2: "x"}}]])
+def test_extra_keys_are_what_subscribers_of_vllm_can_read(extra: object) -> None:
+    """They decode a batch with types: what is no array would lose them all that others have stored meanwhile."""
+    run = ReceivedRun([1], None, bytes(64), extra_keys=[msgspec.Raw(msgspec.msgpack.encode(extra))])
+    if isinstance(extra, list):
+        assert NamedBlocks(run, 16).check()
+    else:
+        with pytest.raises(msgspec.ValidationError):
+            NamedBlocks(run, 16).check()
+
+
+def test_extra_keys_that_take_long_to_look_at_are_not_passed_on() -> None:
+    def run(*extra_keys: bytes) -> ReceivedRun:
+        raw = [msgspec.Raw(one) for one in extra_keys]
+        return ReceivedRun([*range(len(raw))], None, bytes(4 * len(raw)), extra_keys=raw)
+
+    empty_lists = msgspec.msgpack.encode([[]] * 9000)
+    assert not NamedBlocks(run(empty_lists), 1).check()
+    assert not NamedBlocks(run(*[msgspec.msgpack.encode(bytes(50_000))] * 3), 1).check()
+    assert NamedBlocks(run(*[msgspec.msgpack.encode(["a" * 76])] * 512), 1).check()
+
+
+def test_what_waits_to_be_said_is_limited_by_process_for_as_long_as_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = Events(Publisher("", "", "", 10))
+    monkeypatch.setattr("tiercache.daemon.events.events.MAX_WAITING_BYTES", 1000)
+    said = [NamedBlocks(ReceivedRun([1], None, bytes(400)), 100) for _ in range(4)]
+    assert [events.waits("a", one) for one in said[:3]] == [True, True, False]
+    assert events.waits("b", said[3])
+    del said[0]
+    assert events.waits("a", said[1])
+    events.close()
+
+
+@pytest.mark.parametrize("end", ["published", "given up", "below one given up"])
+def test_a_store_keeps_what_is_said_only_while_a_block_of_it_may_be_published(end: str) -> None:
+    """Quarantine lasts as long as its process, and has nothing more to say."""
+    cache = Cache(lambda: 0.0, CacheLimits())
+    cache.space.allocator.add_region(0, 16 * 4096)
+    spec = NamespaceSpec(engine="t", layout="x", dtype="u8", block_size=1, block_bytes=4096)
+    namespace, owner = cache.space.open_namespace(spec), Owner(bytes(16))
+    first, second = bytes(16), b"1" * 16
+    parent = cache.reserve(owner, namespace, b"", first, 10.0)
+    named = NamedBlocks(ReceivedRun([1], None, bytes(4)), 1)
+    kept = weakref.ref(named)
+    child = cache.reserve(owner, namespace, first, second, 10.0, named)
+    del named
+    if end == "given up":
+        cache.writes.abort(owner, child.lease_id, finished=False)
+        assert len(cache.writes.quarantined) == 1
+    else:
+        assert cache.writes.commit(owner, child.lease_id, [0]) == [CommitState.HELD]
+        assert kept() is not None, "its end is still to be told"
+        if end == "published":
+            cache.writes.commit(owner, parent.lease_id, [0])
+        else:
+            cache.writes.abort(owner, parent.lease_id, finished=False)
+    assert kept() is None
+    assert cache.check_integrity() == []
+
+
+def test_what_is_said_of_one_block_is_limited(tmp_path: Path) -> None:
+    """It is cached all the same."""
+    with daemon(tmp_path / "run", *flags(tmp_path)), connected(tmp_path) as client:
+        number, keys = client.namespace(4096, block_size=20_000), new_chain(1)
+        lease = client.ask("reserve", number, b"", keys, 10_000, [[1], None, bytes(80_000)])[1]
+        assert client.commit(lease, [0]) == [VISIBLE]
+        small = client.namespace(4096, block_size=4)
+        leases = []
+        for _ in range(40):  # half a mebibyte each, in stores that are never committed
+            said = [[bytes(30_000)] * 16, None, bytes(16 * 16), 0, "full_attention"]
+            leases.append(client.ask("reserve", small, b"", new_chain(16), 10_000, said)[1])
+        its = client.stats()["kv_events"]
+        assert its["known_blocks"] == 0
+        assert its["unnamed_blocks"] == 1 + 16 * 6

@@ -1,0 +1,440 @@
+"""What clients say of further uses: what goes first, what is kept and how much of it, what is forgotten in time."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from cache_rig import branch, key
+from hinting import HIGH, LOW, Hinting
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiercache.daemon.hints import hinted_policy as hinted
+from tiercache.daemon.hints import hints
+from tiercache.daemon.hints.chain_hints import LATE_S, HintGroup
+from tiercache.daemon.hints.hints import CARRY_S, hint_given_at, own_blocks
+from tiercache.daemon.index.policy import NO_ENTRY, Policy
+from tiercache.daemon.policies import POLICIES
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.protocol.messages import BlockState, Priority
+
+FRAME, NONE = BlockState.FRAME, BlockState.NONE
+
+
+@pytest.fixture(params=["lru", "hazard"])
+def h(request: pytest.FixtureRequest) -> Hinting:
+    return Hinting(frames=8, policy=request.param)
+
+
+# --- done ----------------------------------------------------------------------------------------
+
+
+def test_a_session_that_is_done_goes_next_but_not_what_others_share(h: Hinting) -> None:
+    ns = h.space()
+    h.store(ns, branch(1, 1))
+    h.store(ns, branch(2))
+    h.store(ns, branch(3))
+    h.store(ns, key(1, 1, 5) + key(1, 1, 5, 5), parent=key(1, 1))
+    h.store(ns, key(1, 1, 6), parent=key(1, 1))
+    assert h.length(ns, branch(1, 1, 5, 5)) == 4, "used last of all"
+    assert h.hint(ns, branch(1, 1, 5, 5), done=True) == 4
+    assert h.here(ns, branch(1, 1, 5, 5)) == [4], "it is here until room is wanted"
+    h.fill(ns, 100, 3)  # the eighth frame, and two more
+    assert h.here(ns, branch(1, 1, 5, 5), branch(1, 1, 6), branch(2), branch(3)) == [2, 3, 1, 1]
+    h.fill(ns, 200, 1)
+    assert h.here(ns, branch(1, 1)) == [2], "shared with another chain: the policy's from here on"
+    others = h.here(ns, branch(2), branch(3), branch(100), branch(101), branch(102), branch(1, 1, 6))
+    assert sum(others) == 5 + 3 - 1, "one of these has gone, whichever the policy chose"
+
+
+def test_who_asks_again_is_not_done(h: Hinting) -> None:
+    ns = h.space()
+    h.fill(ns, 1, 8)
+    h.hint(ns, branch(5), done=True)
+    assert h.policy(ns).victim() == ns.table.get(key(5))
+    h.now_s += 2.0
+    assert h.length(ns, branch(5)) == 1
+    h.fill(ns, 100, 3)
+    assert h.here(ns, branch(5)) == [1]
+
+
+def test_a_chain_that_was_used_by_way_of_another_is_not_done(h: Hinting) -> None:
+    """Its blocks are the beginning of one that came after, of which nothing was said."""
+    ns = h.space()
+    h.store(ns, branch(1, 2))
+    h.hint(ns, branch(1, 2), done=True)
+    h.now_s += 2.0
+    h.store(ns, key(1, 2, 3), parent=key(1, 2))
+    h.length(ns, branch(1, 2, 3))
+    h.fill(ns, 100, 5)
+    index = h.cache.space.index
+    index.evict(ns.table.get(key(1, 2, 3)))
+    h.check()
+    mark = h.policy(ns).mark_of(ns.table.get(key(1, 2)))
+    assert mark is not None
+    assert mark.group is HintGroup.PLAIN
+
+
+def test_all_of_a_conversation_is_done_whatever_was_said_of_its_turns(h: Hinting) -> None:
+    ns = h.space()
+    h.store(ns, branch(1, 1))
+    h.hint(ns, branch(1, 1), return_in_s=500.0)
+    h.now_s += 5.0
+    h.store(ns, key(1, 1, 1) + key(1, 1, 1, 1), parent=key(1, 1))
+    h.hint(ns, branch(1, 1, 1, 1), done=True)
+    h.fill(ns, 100, 4 + 4)
+    assert h.here(ns, branch(1, 1, 1, 1)) == [0]
+    assert sum(h.here(ns, *(branch(number) for number in range(100, 108)))) == 8
+
+
+# --- somebody is to be back ------------------------------------------------------------------------
+
+
+def test_who_is_to_be_back_is_kept_until_then_and_not_much_longer() -> None:
+    h = Hinting(frames=8)
+    ns = h.space()
+    h.store(ns, branch(1, 1))
+    h.hint(ns, branch(1, 1), return_in_s=100.0)
+    h.fill(ns, 100, 20)  # 40 s of it
+    assert h.here(ns, branch(1, 1)) == [2]
+    assert h.policy(ns).kept_blocks[HintGroup.BACK] == 2
+    h.later(70.0 + LATE_S)
+    h.fill(ns, 200, 16)
+    assert h.policy(ns).kept_blocks[HintGroup.BACK] == 2, "half as long again is not over"
+    h.later(100.0)
+    assert h.policy(ns).kept_blocks[HintGroup.BACK] == 0
+    h.fill(ns, 240, 7)
+    assert h.here(ns, branch(1, 1))[0] < 2, "as any other"
+
+
+def test_with_hazard_it_is_worth_one_use_at_that_time() -> None:
+    h = Hinting(frames=8, policy="hazard")
+    ns = h.space()
+    h.fill(ns, 1, 8)
+    soon, late, plain = (ns.table.get(key(number)) for number in (1, 2, 3))
+    h.hint(ns, branch(1), return_in_s=2.0)
+    h.hint(ns, branch(2), return_in_s=80_000.0)
+    policy = h.policy(ns)
+    assert policy.worth(soon) == pytest.approx(1 / 2.0)
+    assert policy.worth(late) == pytest.approx(1 / 80_000.0)
+    assert policy.worth(soon) > policy.inner.worth(plain) > policy.worth(late)
+    assert policy.victim() == late
+    h.now_s += 2.5
+    assert policy.worth(soon) == pytest.approx(1 / (0.2 * (1.0 + LATE_S))), "a little late"
+
+
+def test_no_more_is_kept_than_the_share_and_who_comes_back_last_is_let_go() -> None:
+    h = Hinting(frames=40)
+    ns = h.space()
+    h.fill(ns, 0, 40)
+    for number in range(20):
+        h.hint(ns, branch(number), return_in_s=1000.0 + number)
+    h.fill(ns, 100, 1)
+    assert h.policy(ns).kept_blocks[HintGroup.BACK] == 10
+    h.fill(ns, 101, 29)  # 30 of the 40
+    assert h.here(ns, *(branch(number) for number in range(20))) == [1] * 10 + [0] * 10
+
+
+def test_what_is_kept_keeps_no_store_out() -> None:
+    h = Hinting(frames=8)
+    ns = h.space()
+    h.store(ns, branch(1, 1, 1, 1))
+    h.store(ns, branch(2, 2, 2, 2))
+    h.hint(ns, branch(1, 1, 1, 1), return_in_s=100.0)
+    h.hint(ns, branch(2, 2, 2, 2), priority=HIGH)
+    h.now_s += 2.0
+    assert h.store(ns, branch(*[3] * 8)) == [FRAME] * 8
+    assert h.here(ns, branch(1, 1, 1, 1), branch(2, 2, 2, 2)) == [0, 0]
+    assert h.policy(ns).kept_blocks == {HintGroup.BACK: 0, HintGroup.HIGH: 0}
+
+
+# --- time to live ----------------------------------------------------------------------------------
+
+
+def test_what_is_of_no_use_any_more_is_not_found(h: Hinting) -> None:
+    ns = h.space()
+    h.store(ns, branch(1, 1))
+    h.store(ns, key(1, 1, 5) + key(1, 1, 5, 5), parent=key(1, 1))
+    h.hint(ns, branch(1, 1, 5, 5), first=2, ttl_s=60.0)
+    h.later(59.0)
+    assert h.length(ns, branch(1, 1, 5, 5)) == 4, "use does not make it longer"
+    h.later(2.0)
+    assert h.here(ns, branch(1, 1, 5, 5)) == [2], "the first two were here before"
+    assert h.cache.space.policies.hints.stats()["expired_blocks"] == 2
+    h.store(ns, key(1, 1, 5), parent=key(1, 1))
+    h.later(100.0)
+    assert h.here(ns, branch(1, 1, 5)) == [3], "stored again, and nothing said"
+
+
+def test_what_others_go_on_from_outlives_its_time(h: Hinting) -> None:
+    ns = h.space()
+    h.store(ns, branch(1, 2))
+    h.hint(ns, branch(1, 2), ttl_s=10.0)
+    h.store(ns, key(1, 3), parent=key(1))
+    h.later(11.0)
+    assert h.here(ns, branch(1, 2), branch(1, 3)) == [1, 2]
+
+
+def test_leases_and_pins_hold_what_is_of_no_use_any_more(h: Hinting) -> None:
+    ns = h.space()
+    h.store(ns, branch(1, 1))
+    h.store(ns, branch(2, 2))
+    found = h.cache.match(h.owner, [ns], branch(1, 1), 100)
+    assert found.lease is not None
+    assert h.cache.pin([ns], branch(2, 2), 1000) == 2
+    for keys in (branch(1, 1), branch(2, 2)):
+        h.hint(ns, keys, ttl_s=5.0, done=True)
+    h.later(50.0)
+    h.store(ns, branch(*[3] * 6))
+    assert h.here(ns, branch(1, 1), branch(2, 2)) == [2, 2]
+    assert h.cache.reads.release(h.owner, found.lease.lease_id)
+    assert h.cache.reads.unpin([ns], branch(2, 2)) == 2
+    h.later(0.01)
+    assert h.here(ns, branch(1, 1), branch(2, 2)) == [0, 0]
+
+
+def test_a_lease_in_the_middle_keeps_no_more_than_it_holds_and_for_no_longer(h: Hinting) -> None:
+    ns = h.space()
+    h.store(ns, branch(1, 1, 1, 1))
+    h.hint(ns, branch(1, 1, 1, 1), ttl_s=5.0)
+    found = h.cache.match(h.owner, [ns], branch(1, 1), 100)
+    assert found.lease is not None
+    h.later(6.0)
+    h.later(1.0)
+    assert h.here(ns, branch(1, 1, 1, 1)) == [2]
+    assert h.cache.reads.release(h.owner, found.lease.lease_id)
+    h.later(1.0)
+    assert h.here(ns, branch(1, 1, 1, 1)) == [0]
+
+
+def test_who_asks_for_the_middle_of_a_chain_takes_back_that_it_is_done_as_far(h: Hinting) -> None:
+    ns = h.space()
+    h.store(ns, branch(1, 1, 1, 1))
+    h.hint(ns, branch(1, 1, 1, 1), done=True)
+    h.now_s += 2.0
+    found = h.cache.match(h.owner, [ns], branch(1, 1), 100)
+    assert found.lease is not None
+    h.fill(ns, 100, 6)
+    assert h.here(ns, branch(1, 1, 1, 1)) == [2]
+    assert h.cache.reads.release(h.owner, found.lease.lease_id)
+    mark = h.policy(ns).mark_of(ns.table.get(key(1, 1)))
+    assert mark is None or mark.group is HintGroup.PLAIN, "asked for since: as any other"
+
+
+# --- priority --------------------------------------------------------------------------------------
+
+
+def test_low_goes_before_normal_and_high_after() -> None:
+    h = Hinting(frames=20)
+    ns = h.space()
+    h.fill(ns, 0, 20)
+    for number in (15, 16):
+        h.hint(ns, branch(number), priority=LOW)
+    for number in (0, 1, 2):
+        h.hint(ns, branch(number), priority=HIGH)
+    h.length(ns, branch(16))
+    h.fill(ns, 100, 2)
+    assert h.here(ns, *map(branch, range(20))) == [1] * 15 + [0, 0] + [1] * 3, "used or not"
+    h.fill(ns, 200, 15)
+    assert h.here(ns, *map(branch, range(3))) == [1, 1, 1]
+    assert sum(h.here(ns, *map(branch, range(3, 20)))) == 0
+
+
+def test_one_client_cannot_take_all_with_high_priority() -> None:
+    h = Hinting(frames=40)
+    ns = h.space()
+    h.fill(ns, 0, 40)
+    for number in range(40):
+        h.hint(ns, branch(number), priority=HIGH)
+    h.fill(ns, 100, 30)
+    assert sum(h.here(ns, *map(branch, range(40)))) == 10
+    assert sum(h.here(ns, *map(branch, range(100, 130)))) == 30
+
+
+# --- what is said, and of what ---------------------------------------------------------------------
+
+
+def test_what_is_not_said_stays() -> None:
+    h = Hinting()
+    ns = h.space()
+    h.store(ns, branch(1))
+    entry, policy = ns.table.get(key(1)), h.policy(ns)
+    h.hint(ns, branch(1), ttl_s=100.0, priority=LOW)
+    h.hint(ns, branch(1), return_in_s=10.0)
+    mark = policy.mark_of(entry)
+    assert mark is not None
+    assert (mark.until_s, mark.priority, mark.back_s) == (1100.0, LOW, 1010.0)
+    h.hint(ns, branch(1), done=True, priority=Priority.NORMAL)
+    mark = policy.mark_of(entry)
+    assert mark is not None
+    assert (mark.until_s, mark.priority, mark.back_s, mark.done) == (1100.0, Priority.NORMAL, 0.0, True)
+
+
+def test_nothing_is_said_of_what_is_not_here() -> None:
+    h = Hinting()
+    ns = h.space()
+    h.store(ns, branch(1, 2))
+    assert h.hint(ns, branch(7, 7), done=True) == 0
+    assert h.hint(ns, branch(1, 2), first=2, done=True) == 2
+    assert h.policy(ns).marks == 0
+    assert h.hint(ns, branch(1, 2, 3), done=True) == 2, "as far as it is here"
+    assert h.policy(ns).marks == 1
+
+
+def test_a_block_that_comes_back_brings_what_was_said_with_it() -> None:
+    h = Hinting(frames=4)
+    ns = h.space()
+    h.store(ns, branch(1))
+    h.hint(ns, branch(1), priority=LOW)
+    h.fill(ns, 100, 4)
+    assert h.here(ns, branch(1)) == [0]
+    h.store(ns, branch(1))
+    mark = h.policy(ns).mark_of(ns.table.get(key(1)))
+    assert mark is not None
+    assert mark.priority is LOW
+    h.store(ns, branch(2))
+    h.hint(ns, branch(2), done=True)
+    h.cache.flush([ns.number], key(2))
+    h.now_s += CARRY_S + 1.0
+    h.store(ns, branch(2))
+    assert h.policy(ns).mark_of(ns.table.get(key(2))) is None, "too long ago"
+
+
+def test_own_blocks_end_where_chains_part() -> None:
+    h = Hinting(frames=16)
+    ns = h.space()
+    h.store(ns, branch(1, 2, 3, 4))
+    index = h.cache.space.index
+    assert own_blocks(index, ns.table.get(key(1, 2, 3, 4)), 9) == 4
+    assert own_blocks(index, ns.table.get(key(1, 2, 3, 4)), 3) == 3
+    h.store(ns, key(1, 2, 9), parent=key(1, 2))
+    assert own_blocks(index, ns.table.get(key(1, 2, 3, 4)), 9) == 2
+    assert own_blocks(index, ns.table.get(key(1, 2, 9)), 9) == 1
+
+
+def test_blocks_of_windows_are_each_meant(h: Hinting) -> None:
+    ns = h.space(window_blocks=2)
+    h.store(ns, branch(1, 1, 1, 1))
+    h.store(ns, branch(2, 2))
+    h.hint(ns, branch(1, 1, 1, 1), ttl_s=5.0)
+    h.hint(ns, branch(2, 2), return_in_s=50.0)
+    assert h.policy(ns).marks == 6
+    h.later(6.0)
+    assert [ns.table.get(key(*[1] * n)) for n in range(1, 5)] == [NO_ENTRY] * 4
+    assert h.here(ns, branch(2, 2)) == [2]
+
+
+def test_marks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hinted, "MAX_MARKS", 5)
+    h = Hinting(frames=20)
+    ns = h.space()
+    h.fill(ns, 0, 20)
+    policy = h.policy(ns)
+    for number in range(20):
+        kind = [{"done": True}, {"return_in_s": 50.0}, {"priority": HIGH}, {"ttl_s": 1000.0}][number % 4]
+        h.hint(ns, branch(number), **kind)
+        assert policy.marks <= 5
+    for round_number in range(200):
+        h.hint(ns, branch(0), return_in_s=50.0 + round_number, ttl_s=1000.0 + round_number)
+    assert len(policy._due) <= 4 * 5 + 2
+    assert len(policy._latest) <= 2 * 20 + 5 + 1
+
+
+def test_what_is_remembered_for_another_tier_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints, "MAX_MARKS", 5)
+    h = Hinting(frames=20)
+    ns, carried = h.space(), h.cache.space.policies.hints
+    h.fill(ns, 0, 10)
+    for number in range(10):
+        h.hint(ns, branch(number), done=True)
+    assert [carried.find(ns.number, branch(number)) is not None for number in range(10)] == [False] * 5 + [True] * 5
+    h.later(CARRY_S)
+    assert carried.find(ns.number, branch(9)) is None, "who asks for it by then has taken it back"
+
+
+def test_without_hints_the_policy_is_asked_itself() -> None:
+    h = Hinting()
+    ns = h.space()
+    h.store(ns, branch(1, 2))
+    methods = [name for name in vars(Policy) if not name.startswith("_")]
+    assert len(methods) == 12
+
+    def called(ns: Namespace) -> set[object]:
+        """Whose methods the table calls; `follows` and `worth` of a window are those of the policy in it."""
+        its = {getattr(ns.table.policy, name).__self__ for name in methods if name not in ("follows", "worth")}
+        for name in ("follows", "worth"):
+            assert getattr(ns.table.policy, name) in (getattr(one, name) for one in its)
+        return its
+
+    assert called(ns) == {h.policy(ns).inner}
+    h.hint(ns, branch(1, 2), done=True)
+    assert called(ns) == {h.policy(ns)}
+    later = h.space(rank=1, block_bytes=9000)
+    assert called(later) == {h.policy(later)}, "one that is made later too"
+
+
+# --- whatever is said ------------------------------------------------------------------------------
+
+SAID = st.fixed_dictionaries(
+    {
+        "done": st.booleans(),
+        "return_in_s": st.sampled_from([0.0, 0.001, 1.0, 5.0, 6e5]),
+        "ttl_s": st.sampled_from([0.0, 0.0, 0.001, 3.0, 6e5]),
+        "priority": st.sampled_from([None, *Priority]),
+        "first": st.integers(0, 4),
+    }
+)
+STEP = st.tuples(st.integers(0, 9), st.lists(st.integers(0, 2), min_size=1, max_size=5), SAID, st.integers(0, 2**30))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=25, deadline=None)
+@given(steps=st.lists(STEP, min_size=20, max_size=80))
+def test_nothing_that_is_said_breaks_anything(policy: str, steps: list[Any]) -> None:
+    """Leases and pins hold their blocks, chains stay whole, a full cache makes room, counts agree: after each step."""
+    h = Hinting(frames=10, regions=2, policy=policy)
+    spaces = [h.space(), h.space(window_blocks=2, rank=1), h.space(block_bytes=9000, rank=2)]
+    owners = [Owner(bytes([number]) * 16) for number in range(2)]
+    reads: list[tuple[Owner, int, Namespace, int]] = []
+    for action, path, said, seed in steps:
+        chance = random.Random(seed)
+        owner, ns, keys = chance.choice(owners), chance.choice(spaces), branch(*path)
+        if action <= 2:
+            got = h.cache.reserve(owner, ns, b"", keys, 10)
+            numbers = [number for number, state in enumerate(got.states) if state is FRAME]
+            h.cache.writes.commit(owner, got.lease_id, numbers)
+        elif action <= 5:
+            h.cache.hint([ns], keys, said.pop("first"), hint_given_at(h.now_s, **said))
+        elif action == 6:
+            found = h.cache.match(owner, [ns], keys, 5)
+            if found.lease is not None:
+                reads.append((owner, found.lease.lease_id, ns, found.dram))
+        elif action == 7 and reads:
+            owner, lease_id, ns, blocks = reads.pop(chance.randrange(len(reads)))
+            lease = h.cache.reads.find(owner, lease_id)
+            if lease is not None and not ns.table.windowed:
+                assert len(h.cache.reads.frames(lease, ns, 0, blocks)) == blocks, "a lease holds all of it"
+            h.cache.reads.release(owner, lease_id)
+        elif action == 8:
+            h.now_s += chance.choice([0.01, 1.5, 10.0])
+            h.cache.expire()
+        elif chance.random() < 0.3:
+            h.cache.flush([ns.number], chance.choice([b"", keys[-16:]]))
+        else:
+            h.cache.pin([ns], keys, 5)
+        h.check()
+    for ns in spaces:
+        index = h.cache.space.index
+        while (victim := ns.table.policy.victim()) != NO_ENTRY:
+            index.evict(victim)
+        h.check()
+    h.cache.flush([ns.number for ns in spaces], b"")
+    h.now_s += 100.0
+    h.cache.expire()
+    while h.cache.work():
+        pass
+    h.check()
+    assert h.cache.space.allocator.used_bytes == 0

@@ -1,0 +1,140 @@
+"""The end of what a writer stored stays until the writer has gone on, for a moment, and never at another's cost."""
+
+from __future__ import annotations
+
+import pytest
+from cache_rig import SmallCache, branch, key
+
+from tiercache.daemon.index import chain_ends as tails
+from tiercache.daemon.index.chain_ends import MAX_TAILS, TAIL_S
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.protocol.messages import BlockState
+
+FRAME, NONE = BlockState.FRAME, BlockState.NONE
+
+
+def held(h: SmallCache) -> list[bytes]:
+    """The keys of the ends that are kept."""
+    return [h.cache.space.index.key[entry] for entry in h.cache.space.tails]
+
+
+def evict(h: SmallCache, count: int) -> None:
+    """What a policy would do that thinks the least of what came last: it has room made of that."""
+    index = h.cache.space.index
+    for entry in sorted((e for e in range(len(index.key)) if index.columns.next[e]), reverse=True)[:count]:
+        index.evict(entry)
+
+
+def test_a_store_goes_on_although_its_end_would_be_the_next_victim() -> None:
+    h = SmallCache(frames=8)
+    ns = h.space()
+    h.store(ns, branch(9, 1))
+    h.now_s += 2 * TAIL_S
+    h.store(ns, branch(1, 2))
+    h.cache.space.tails.lapse()
+    evict(h, 9)
+    assert (h.length(ns, branch(1, 2)), h.length(ns, branch(9, 1))) == (2, 1), "the other chain gave way"
+    assert h.store(ns, key(1, 2, 3), parent=key(1, 2)) == [FRAME]
+    assert held(h) == [key(1, 2, 3)], "of the chain only its new end is kept"
+    h.check()
+
+
+def test_a_writer_is_not_waited_for_any_longer_than_a_second() -> None:
+    h = SmallCache(frames=3)
+    ns = h.space()
+    h.store(ns, branch(1, 2))
+    h.now_s += TAIL_S
+    assert held(h) == [key(1, 2)]
+    h.store(ns, branch(5, 6, 7))
+    assert held(h) == [key(5, 6, 7)]
+    assert h.length(ns, branch(1, 2)) == 0
+
+
+def test_nobody_is_refused_for_the_sake_of_an_end() -> None:
+    h = SmallCache(frames=4)
+    ns = h.space()
+    other = Owner(b"b" * 16)
+    h.store(ns, branch(1, 2, 3, 4))
+    got = h.cache.reserve(other, ns, b"", branch(5, 6, 7), 10)
+    assert got.states == [FRAME] * 3
+    assert held(h) == []
+    h.cache.writes.abort(other, got.lease_id, finished=True)
+    h.check()
+
+
+def test_who_stored_a_prompt_to_its_end_goes_on_no_more() -> None:
+    h = SmallCache()
+    ns = h.space()
+    h.length(ns, branch(1, 2, 3))
+    h.store(ns, branch(1, 2))
+    assert held(h) == [key(1, 2)]
+    h.store(ns, key(1, 2, 3), parent=key(1, 2))
+    assert held(h) == []
+    h.store(ns, key(1, 2, 3, 4), parent=key(1, 2, 3))
+    assert held(h) == [key(1, 2, 3, 4)], "what is computed after the prompt"
+
+
+def test_windows_and_blocks_that_the_daemon_brings_up_have_no_ends() -> None:
+    h = SmallCache()
+    h.store(h.space(window_blocks=2), branch(1, 2))
+    inside = Owner(bytes(16), internal=True)
+    got = h.cache.reserve(inside, h.space(), b"", branch(3, 4), 10)
+    h.cache.writes.commit(inside, got.lease_id, [0, 1])
+    assert held(h) == []
+    h.check()
+
+
+def test_ends_go_with_their_writer_and_with_a_flush() -> None:
+    h = SmallCache()
+    ns = h.space()
+    h.store(ns, branch(1, 2))
+    h.store(ns, branch(3, 4))
+    h.cache.flush([ns.number], key(3))
+    assert held(h) == [key(1, 2)]
+    h.check()
+    h.cache.session_lost(h.owner)
+    assert held(h) == []
+    h.check()
+    h.store(ns, branch(5, 6))
+    h.cache.flush([ns.number], b"")
+    assert held(h) == []
+    h.check()
+    assert h.cache.space.allocator.used_bytes == 0
+
+
+def test_a_writer_has_so_many_ends_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tails, "MAX_TAILS", 4)
+    h = SmallCache(frames=MAX_TAILS)
+    ns = h.space()
+    for number in range(8):
+        h.store(ns, branch(number, number))
+    assert held(h) == [key(number, number) for number in (4, 5, 6, 7)]
+    monkeypatch.setattr(tails, "MAX_PROMPTS", 4)
+    for number in range(50):
+        h.length(ns, branch(number))
+    assert len(h.cache.space.prompts._ends) == 4
+
+
+def test_a_long_prompt_of_which_nothing_is_expected_is_stored_whole() -> None:
+    """Chats that come back again and again, and prompts that never do: those the policy would evict as they come."""
+    h = SmallCache(frames=60, policy="hazard")
+    h.cache.space._headroom_bytes = 20 * 4096
+    ns = h.space()
+
+    def play(path: tuple[int, ...], at_once: int) -> None:
+        keys = branch(*path)
+        first = h.length(ns, keys)
+        while first < len(path):
+            run = keys[16 * first : 16 * (first + at_once)]
+            states = h.store(ns, run, parent=key(*path[:first]) if first else b"")
+            assert states == [FRAME] * (len(run) // 16), f"{path[0]}: block {first} of {len(path)}"
+            first += len(states)
+            while h.cache.work():
+                h.check()
+
+    for number in range(40):
+        for chat in range(6):
+            play((chat, 1, 2, 3, 4), 8)
+            h.now_s += 1.0
+        play((100 + number, *range(1, 13)), 4)
+        h.now_s += 2.0

@@ -1,0 +1,456 @@
+"""Hit rates of caches of other sizes: against caches of these sizes, and each bound of the estimate."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import count
+from math import inf
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tiercache.daemon.cache import Cache
+from tiercache.daemon.ground.counters import Counters
+from tiercache.daemon.observe import reuse
+from tiercache.daemon.observe.reuse import WhatIf, windowed
+from tiercache.daemon.observe.reuse_curve import SLICE_S, WINDOW_S, RecentLookups, step_end, step_of
+from tiercache.daemon.observe.reuse_pace import MAX_REQUESTS_PER_S, SUSTAINED_S
+from tiercache.daemon.observe.reuse_stack import MAX_SHIFT, MAX_SPANS, ReuseStack, chosen, is_chosen
+from tiercache.daemon.policies import POLICIES, Policies
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.space import Namespace, Space
+from tiercache.protocol.messages import BlockState
+from tiercache.protocol.namespaces import NamespaceSpec
+
+BENCH = Path(__file__).resolve().parents[3] / "bench"
+TRACES = os.environ.get("TIERCACHE_TRACES")  # read before a fixture hides it
+BLOCK = 4096
+POINTS = 0.02
+
+
+@pytest.fixture(scope="module")
+def traces() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCH))
+        import traces
+
+        yield traces
+        sys.modules.pop("traces", None)
+
+
+def spec(**changed: int) -> NamespaceSpec:
+    fields: dict[str, int] = {"block_bytes": BLOCK, "tp_size": 8, **changed}
+    return NamespaceSpec(engine="t", layout="l", dtype="u8", block_size=1, **fields)  # type: ignore[arg-type]
+
+
+class Harness:
+    """An estimate, a clock that is a field, and namespaces to speak of."""
+
+    def __init__(self, dram_blocks: int = 64, below_blocks: int = 0, max_samples: int = reuse.MAX_SAMPLES) -> None:
+        self.now_s = 0.0
+        self.what_if = WhatIf(lambda: self.now_s, dram_blocks * BLOCK, below_blocks * BLOCK, max_samples)
+        self.places = Space(Policies(POLICIES["lru"], time.monotonic), Counters())
+        self.space = self.open()
+
+    def open(self, **changed: int) -> Namespace:
+        return self.places.open_namespace(spec(**changed))
+
+    def ask(self, keys: bytes, dram: int = 0, below: int = 0, spaces: Sequence[Namespace] = ()) -> None:
+        self.what_if.looked_up(spaces or [self.space], keys, dram, below)
+        self.check()
+
+    def store(self, keys: bytes, parent: bytes = b"", space: Namespace | None = None) -> None:
+        self.what_if.stored(space or self.space, parent, keys)
+        self.check()
+
+    def rates(self, *blocks: int) -> list[float]:
+        """Of caches of so many blocks, and half a one: a size lies within a step of the scale, if only just."""
+        sizes = [size * BLOCK + BLOCK // 2 for size in blocks]
+        return [round(rate, 9) for rate in self.what_if.lookups.hit_rates(sizes)]
+
+    def check(self) -> None:
+        assert self.what_if.stack.check_integrity() == []
+
+
+def keys_of(tag: int, count: int, first: int = 0) -> bytes:
+    chance = random.Random(tag)
+    return b"".join(chance.randbytes(16) for _ in range(first + count))[first * 16 :]
+
+
+# --- against caches of that size -----------------------------------------------------------------
+
+
+def real_hits(trace: Sequence[bytes], blocks: int, what_if: WhatIf | None = None) -> int:
+    """Blocks that the daemon's own cache of that size finds; all that is asked for is stored."""
+    cache = Cache(lambda: 0.0, what_if=what_if)
+    cache.space.allocator.add_region(0, blocks * BLOCK)
+    namespace, owner = cache.space.open_namespace(spec()), Owner(b"a" * 16)
+    for keys in trace:
+        found = cache.match(owner, [namespace], keys, 0.0).dram
+        parent = keys[(found - 1) * 16 : found * 16] if found else b""
+        if found * 16 < len(keys):
+            got = cache.reserve(owner, namespace, parent, keys[found * 16 :], 10)
+            cache.writes.commit(owner, got.lease_id, [i for i, one in enumerate(got.states) if one is BlockState.FRAME])
+    assert cache.check_integrity() == []
+    return cache.counters.match_blocks_hit
+
+
+def test_the_estimate_of_one_cache_is_what_caches_of_other_sizes_find(traces: ModuleType) -> None:
+    requests = traces.made_up_trace(seed=1, requests=500)
+    keys = traces.block_keys(1)
+    played = [keys(request.blocks) for request in requests]
+    asked, unique = sum(traces.asked_blocks(requests)), traces.unique_blocks(requests)
+    sizes = [unique * percent // 100 for percent in (8, 12, 20, 40)]
+    seconds = count()  # a bound on work in every ten of them is not reached
+    what_if = WhatIf(lambda: float(next(seconds)), sizes[1] * BLOCK)
+    true = [real_hits(played, size, what_if if size == sizes[1] else None) / asked for size in sizes]
+    assert true == [traces.lru_hits(requests, size) / asked for size in sizes]
+    found = what_if.lookups.hit_rates([size * BLOCK for size in sizes])
+    assert found == pytest.approx(true, abs=POINTS)
+    assert true[3] - true[0] > 5 * POINTS  # else any number would do
+    stats = what_if.stats()
+    assert (stats["accessed_blocks"], stats["hit_rate"]) == (asked, pytest.approx(true[1]))
+    assert [one["capacity_bytes"] for one in stats["curve"]] == [int(sizes[1] * BLOCK * 2**n) for n in range(-3, 4)]
+
+
+def compare(traces: ModuleType, trace: Sequence, **bounds: int) -> tuple[list[float], list[float], WhatIf]:
+    """Hit rates at 5, 10 and 20% of the different blocks: estimated, and simulated in full."""
+    asked, unique = sum(traces.asked_blocks(trace)), traces.unique_blocks(trace)
+    sizes = [unique * percent // 100 for percent in (5, 10, 20)]
+    h, keys_of_blocks = Harness(sizes[-1], **bounds), traces.block_keys(7)
+    for request in trace:
+        h.now_s = request.time_s
+        keys = keys_of_blocks(request.blocks)
+        h.what_if.looked_up([h.space], keys, 0, 0)
+        h.what_if.stored(h.space, b"", keys)
+    h.check()
+    return h.rates(*sizes), [traces.lru_hits(trace, size) / asked for size in sizes], h.what_if
+
+
+def test_a_sample_of_one_block_in_eight_is_enough(traces: ModuleType) -> None:
+    found, true, what_if = compare(traces, traces.made_up_trace(seed=2, requests=2000), max_samples=2048)
+    assert found == pytest.approx(true, abs=POINTS)
+    assert what_if.stack.shift == 3
+    assert len(what_if.stack) <= 2048
+
+
+@pytest.mark.skipif(TRACES is None, reason="TIERCACHE_TRACES names no directory of traces")
+@pytest.mark.parametrize("name", ["lmcache_agents_miniswe_tau", "mooncake_synthetic"])
+def test_real_traces(traces: ModuleType, name: str) -> None:
+    [path] = [path for path in traces.trace_files(TRACES) if path.name.startswith(name)]
+    found, true, _ = compare(traces, traces.read_trace(path))
+    assert found == pytest.approx(true, abs=POINTS)
+
+
+# --- distances -----------------------------------------------------------------------------------
+
+
+def test_distances_are_the_bytes_used_since() -> None:
+    h = Harness()
+    first, second = keys_of(1, 4), keys_of(2, 3)
+    h.store(first)
+    h.ask(first)  # its root is the newest: 1, 2, 3, 4 blocks are enough
+    assert h.rates(0, 1, 2, 3, 4) == [0, 0.25, 0.5, 0.75, 1]
+    h.store(second)
+    h.ask(first)  # 4, 5, 6, 7 blocks
+    assert h.rates(3, 4, 5, 6, 7) == [3 / 8, 5 / 8, 6 / 8, 7 / 8, 1]
+
+
+def test_what_was_never_stored_is_a_hit_nowhere() -> None:
+    h = Harness()
+    h.store(keys_of(1, 2))
+    h.ask(keys_of(1, 4))
+    h.ask(keys_of(1, 4))  # asking stores nothing
+    assert h.rates(1, 2, 1000) == [0.25, 0.5, 0.5]
+
+
+def test_a_look_up_ends_at_the_first_block_that_is_missing() -> None:
+    h = Harness()
+    keys = keys_of(1, 4)
+    h.store(keys[:16])
+    h.store(keys[32:])
+    h.ask(keys)
+    assert h.rates(1000) == [0.25]
+
+
+def test_a_store_keeps_what_it_hangs_below() -> None:
+    h = Harness()
+    chat, other = keys_of(1, 6), keys_of(2, 8)
+    h.store(chat[: 3 * 16])
+    h.store(other)
+    h.now_s += 2 * reuse.TOGETHER_S
+    h.store(chat[3 * 16 : 5 * 16], parent=chat[2 * 16 : 3 * 16])  # an answer, block by block
+    h.now_s += 2 * reuse.TOGETHER_S
+    h.store(chat[5 * 16 :], parent=chat[4 * 16 : 5 * 16])
+    h.ask(chat)
+    assert h.rates(*range(1, 7)) == [round(blocks / 6, 9) for blocks in range(1, 7)]
+
+
+def test_after_a_restart_what_is_found_counts_as_large_as_where_it_was() -> None:
+    h = Harness(dram_blocks=8, below_blocks=56)
+    h.ask(keys_of(1, 4), dram=1, below=2)
+    assert h.rates(7, 8, 63, 70, 1000) == [0, 0.25, 0.25, 0.75, 0.75]
+
+
+def test_a_match_needs_all_ranks() -> None:
+    h = Harness()
+    ranks = [h.space, h.open(tp_rank=1)]
+    keys = keys_of(1, 4)
+    h.store(keys, space=ranks[0])
+    h.store(keys[:32], space=ranks[1])
+    h.ask(keys, spaces=ranks)
+    assert h.rates(1000) == [0.5]
+    h.ask(keys)
+    assert h.rates(1000) == [0.75]
+
+
+def test_a_window_needs_its_last_blocks() -> None:
+    assert windowed([0, 1, 2, 3], [5, 9, 1, 2], window=2) == [2, 2, 2, 2]
+    assert windowed([0, 1, 2, 3], [1, inf, 1, 2], window=2) == [1, 2, 2, 2]
+    assert windowed([0, 1, 2, 3], [1, 2, 3, inf], window=4) == [1, 2, 3, inf]
+    h = Harness()
+    window = h.open(window_blocks=2)
+    keys = keys_of(1, 6)
+    h.store(keys[32:], space=window)  # blocks 2 .. 5: the first two have left the window long ago
+    h.ask(keys, dram=6, spaces=[window])
+    assert h.rates(1, 2, 3) == [0, 1, 1]
+    h.ask(keys, spaces=[h.space, window])
+    assert h.rates(1000) == [0.5]  # with a namespace beside that needs all: nothing
+
+
+def test_health_probes_are_no_traffic() -> None:
+    h = Harness()
+    probe = h.places.open_namespace(
+        NamespaceSpec(engine="tiercache/probe", layout="l", dtype="u8", block_size=1, block_bytes=BLOCK)
+    )
+    h.store(keys_of(1, 2), space=probe)
+    h.ask(keys_of(1, 2), dram=2, spaces=[probe])
+    assert (h.what_if.stats()["accessed_blocks"], len(h.what_if.stack)) == (0, 0)
+
+
+def test_a_flush_forgets() -> None:
+    cache = Cache(lambda: 0.0, what_if=(what_if := WhatIf(lambda: 0.0, 8 * BLOCK)))
+    one, other = (cache.space.open_namespace(spec(tp_rank=rank)) for rank in (0, 1))
+    for namespace in (one, other):
+        what_if.stored(namespace, b"", keys_of(1, 4))
+    cache.flush([one.number], b"")
+    assert len(what_if.stack) == 4
+    what_if.looked_up([one], keys_of(1, 4), 0, 0)
+    assert what_if.lookups.hit_rates([1 << 40]) == [0]
+    assert cache.check_integrity() == []
+
+
+# --- bounds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", [0, 1, 5, 8, 9, 12])
+def test_the_sample_is_one_key_in_so_many(shift: int) -> None:
+    keys = keys_of(9, 8192 << max(0, shift - 8))
+    positions = chosen(keys, shift)
+    assert positions == [at for at in range(len(keys) // 16) if is_chosen(keys[at * 16 + 8 : at * 16 + 16], shift)]
+    assert len(positions) == pytest.approx(len(keys) / 16 / 2**shift, rel=0.5)
+
+
+def test_one_request_has_a_bound_at_once() -> None:
+    h = Harness(dram_blocks=100_000)
+    keys = keys_of(1, 8192)
+    h.store(keys)
+    h.ask(keys)
+    assert 2 <= h.what_if.stack.shift <= 5
+    assert len(h.what_if.stack) <= reuse.MAX_SAMPLES_PER_REQUEST
+    assert h.rates(100_000) == [1]
+
+
+def test_keys_that_are_no_hashes_are_left_out() -> None:
+    h = Harness()
+    h.ask(bytes(16 * 1000), dram=10)
+    stats = h.what_if.stats()
+    assert (stats["accessed_blocks"], stats["hit_rate"], stats["curve"]) == (1000, 0.01, [])
+    assert h.what_if.stack.shift == MAX_SHIFT
+
+
+def test_only_what_the_largest_size_has_is_kept() -> None:
+    h = Harness(dram_blocks=8)
+    for tag in range(200):
+        h.store(keys_of(tag, 2))
+    assert 64 <= len(h.what_if.stack) <= 70
+
+
+def test_too_much_work_halves_the_rate_and_a_quiet_time_doubles_it() -> None:
+    h = Harness(dram_blocks=1000)
+    keys, few = keys_of(1, 500), keys_of(1, 50)
+    for _ in range(50):  # 25,000 in no time
+        h.what_if.stored(h.space, b"", keys)
+    assert h.what_if.stack.shift == 1
+    h.now_s += SLICE_S
+    h.ask(few)  # still so much work in that slice
+    assert h.what_if.stack.shift == 1
+    h.now_s += SLICE_S
+    h.ask(few)
+    assert h.what_if.stack.shift == 0
+    assert h.what_if.stats()["sample_rate"] == 0.5  # what joined the sample has no past yet
+    h.store(few)
+    h.now_s += SLICE_S
+    h.ask(few)
+    assert h.what_if.stats()["sample_rate"] == 1
+
+
+def test_of_very_many_requests_most_have_nothing_of_the_sample() -> None:
+    h = Harness(dram_blocks=1000)
+    often = 1 / (3 * MAX_REQUESTS_PER_S)
+    for number in range(int(SUSTAINED_S / often) - 1):
+        h.now_s += often
+        h.what_if.stored(h.space, b"", keys_of(number, 64))
+    assert h.what_if.stack.shift == 0  # it could be over now
+    h.now_s += 2 * often
+    h.what_if.stored(h.space, b"", keys_of(-1, 64))
+    assert 6 <= h.what_if.stack.shift <= 9
+    h.check()
+    quiet = Harness(dram_blocks=100_000)
+    for number in range(1000):
+        quiet.now_s += 1.01 / MAX_REQUESTS_PER_S
+        quiet.what_if.stored(quiet.space, b"", keys_of(number, 8))
+    assert quiet.what_if.stack.shift == 0
+
+
+def test_what_is_noted_is_looked_into_before_it_takes_memory() -> None:
+    h = Harness(dram_blocks=1000)
+    for number in range(reuse.MAX_NOTED - 1):
+        h.what_if.looked_up([h.space], keys_of(number, 2), 1, 0)
+    assert not h.what_if.work()
+    assert len(h.what_if._noted) == reuse.MAX_NOTED - 1
+    h.what_if.looked_up([h.space], keys_of(0, 2), 1, 0)
+    assert not h.what_if.work()
+    assert len(h.what_if._noted) == 0
+    h.what_if.stored(h.space, b"", keys_of(1, reuse.MAX_NOTED_BYTES // 16 + 1))
+    assert not h.what_if.work()
+    assert len(h.what_if._noted) == 0
+    assert h.what_if.stats()["accessed_blocks"] == 2 * reuse.MAX_NOTED
+
+
+def test_stats_wait_for_what_was_noted_before_they_were_asked_for_only() -> None:
+    h = Harness(dram_blocks=1000)
+    many = keys_of(0, 1 << 15)
+    for _ in range(3):
+        h.what_if.looked_up([h.space], many, 0, 0)
+    for slices, _ in enumerate(h.what_if.catch_up()):
+        h.now_s += 0.003
+        for _ in range(3):
+            h.what_if.looked_up([h.space], many, 0, 0)
+        assert slices < 100
+    assert len(h.what_if._noted) > 0
+
+
+@pytest.mark.parametrize("keys", [1, 2000])
+def test_what_is_noted_is_bounded_where_there_is_never_time(keys: int) -> None:
+    h = Harness(dram_blocks=100_000)
+    for number in range(2 * reuse.MOST_NOTED):
+        h.what_if.stored(h.space, b"", keys_of(number % 10, keys))
+        assert len(h.what_if._noted) <= reuse.MOST_NOTED
+        assert h.what_if._noted_bytes <= reuse.MOST_NOTED_BYTES
+    for _ in h.what_if.catch_up():
+        pass
+    assert (len(h.what_if._noted), h.what_if._noted_bytes) == (0, 0)
+    h.check()
+
+
+def test_what_was_asked_for_in_parts_is_counted_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little is looked into at a time, stores, look-ups and flushes are seen in the order of their coming."""
+
+    def play(looked_into: int) -> tuple[int, list[float], dict[str, Any]]:
+        monkeypatch.setattr(reuse, "LOOKED_INTO", looked_into)
+        h, rng = Harness(dram_blocks=200), random.Random(1)
+        other = h.places.open_namespace(spec(tp_rank=1))
+        for number in range(300):
+            h.now_s += SLICE_S / 40
+            keys, space = keys_of(rng.randrange(20), rng.randrange(1, 200)), rng.choice((h.space, other))
+            if number % 50 == 49:
+                h.what_if.forget([space])
+            elif rng.random() < 0.5:
+                h.what_if.stored(space, b"", keys)
+            else:
+                h.what_if.looked_up([space], keys, 0, 0)
+            h.what_if.work()
+        h.check()
+        return len(h.what_if.stack), h.rates(10, 100, 1000), h.what_if.stats()
+
+    assert play(1) == play(64) == play(1 << 30)
+
+
+def test_what_waited_for_hours_counts_for_when_it_came() -> None:
+    h = Harness()
+    h.what_if.looked_up([h.space], keys_of(1, 8), 4, 0)
+    h.now_s += WINDOW_S / 2
+    h.what_if.looked_up([h.space], keys_of(2, 8), 0, 0)
+    h.now_s += WINDOW_S / 2 + 1
+    stats = h.what_if.stats()
+    assert (stats["accessed_blocks"], stats["hit_rate"]) == (8, 0)
+
+
+def test_hours_pass_and_look_ups_are_forgotten() -> None:
+    h = Harness()
+    h.ask(keys_of(1, 8), dram=4)
+    h.now_s += WINDOW_S / 2
+    h.ask(keys_of(2, 8))
+    assert (h.what_if.stats()["accessed_blocks"], h.what_if.stats()["hit_rate"]) == (16, 0.25)
+    h.now_s += WINDOW_S / 2 + 1
+    stats = h.what_if.stats()
+    assert (stats["accessed_blocks"], stats["hit_rate"]) == (8, 0)
+    assert stats["window_s"] == WINDOW_S / 2 + 1
+    h.now_s += WINDOW_S
+    assert h.what_if.stats()["accessed_blocks"] == 0
+
+
+def test_no_curve_before_there_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = Harness()
+    for _ in range(9):
+        h.ask(keys_of(1, 100))
+    assert h.what_if.stats()["curve"] == []
+    h.ask(keys_of(1, 100))
+    assert len(h.what_if.stats()["curve"]) == 7
+
+
+def test_old_requests_share_a_span() -> None:
+    chance, stack = random.Random(3), ReuseStack()
+    stack.frame_bytes[b"00"] = BLOCK
+    names = [chance.randbytes(8) + b"00" for _ in range(400)]
+    for turn in range(3000):
+        stack.use(chance.sample(names, 3))
+        assert len(stack._starts) <= MAX_SPANS
+        if turn % 100 == 0:
+            assert stack.check_integrity() == []
+    order = list(reversed(stack._stamps))  # the newest first: the k-th needs k blocks
+    for number, name in enumerate(order):
+        [needed] = stack.look(bytes(8) + name[:8], [0], b"00", 1).needed
+        assert needed == pytest.approx((number + 1) * BLOCK, rel=0.04, abs=2 * BLOCK)
+
+
+# --- the histogram -------------------------------------------------------------------------------
+
+
+def test_sizes_lie_in_their_steps() -> None:
+    for size in [*range(1, 3000), (1 << 40) - 1, 1 << 40, 3 << 40]:
+        step = step_of(size)
+        assert step_end(step - 1) <= size < step_end(step)
+        assert step_end(step) - step_end(step - 1) <= max(1, size / 16)
+
+
+def test_a_run_grows_from_sample_to_sample() -> None:
+    lookups = RecentLookups(0.0)
+    lookups.add_run(12, [3, 6, 9], [1 << 30, 1 << 30, 6 << 30], 4)  # the example of the module
+    assert [round(rate * 12) for rate in lookups.hit_rates([1 << 29, 2 << 30, 8 << 30])] == [0, 6, 12]
+
+
+def test_the_mean_over_all_samples_is_the_run() -> None:
+    """A chain of 12 blocks of which a cache has 5, in every sample at a rate of 1/2."""
+    lookups = RecentLookups(0.0)
+    for sample in range(1 << 12):
+        positions = [at for at in range(12) if sample >> at & 1]
+        lookups.add_run(12, positions, [1.0 if at < 5 else inf for at in positions], 2)
+    assert lookups.hit_rates([1 << 20]) == pytest.approx([5 / 12])

@@ -1,0 +1,112 @@
+"""What a session may ask for beyond what its requests say: leases, and what the daemon keeps for them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from desk_rig import MIB, desk_of
+
+from tiercache.daemon.requests import admin as admin_requests
+from tiercache.daemon.requests.admin import AdminRequests
+from tiercache.daemon.requests.context import MAX_LEASED_KEYS_BYTES, MAX_WINDOW_BLOCKS, check_range, check_windows
+from tiercache.daemon.requests.sessions import Session
+from tiercache.daemon.tiers.dram.leases import ReadLease
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.errors import RequestRefused
+from tiercache.protocol.messages import KEY_BYTES, MAX_PAYLOAD_BYTES, Hello, ModelCard, ModelList, Models
+from tiercache.protocol.namespaces import NamespaceSpec
+
+
+def lease_keys(session: Session, count: int) -> None:
+    """Leases with a mebibyte of keys each."""
+    for number in range(count):
+        session.owner.reads[number] = ReadLease(number, [], bytes(MIB), MIB // 16, [], 0.0, 60.0)
+
+
+def test_what_leases_of_a_tenant_make_the_daemon_keep_is_limited() -> None:
+    desk, session = desk_of("a")
+    lease_keys(session, MAX_LEASED_KEYS_BYTES // MIB - 1)
+    assert desk.lease_ttl_s(session, 1000) == 1.0
+    lease_keys(session, MAX_LEASED_KEYS_BYTES // MIB)
+    with pytest.raises(RequestRefused, match="hold too many blocks: release some"):
+        desk.lease_ttl_s(session, 1000)
+    del session.owner.reads[0]
+    assert desk.lease_ttl_s(session, 1000) == 1.0
+
+
+def test_what_leases_of_a_client_of_this_host_keep_is_its_own_affair() -> None:
+    desk, session = desk_of("")
+    lease_keys(session, MAX_LEASED_KEYS_BYTES // MIB + 1)
+    assert desk.lease_ttl_s(session, 1000) == 1.0
+
+
+def test_a_session_has_so_many_leases_of_all_kinds() -> None:
+    desk, session = desk_of("", max_leases=3)
+    lease_keys(session, 1)
+    session.owner.grants.update((7, 8))
+    with pytest.raises(RequestRefused, match="3 leases are open in this session"):
+        desk.lease_ttl_s(session, 1000)
+    session.owner.grants.clear()
+    assert desk.lease_ttl_s(session, 1 << 40) == 60.0
+
+
+def test_a_tenant_names_its_own_namespaces_only() -> None:
+    desk, _ = desk_of("a")
+    spec = NamespaceSpec(engine="e", layout="x", dtype="uint8", block_size=1, block_bytes=4096)
+    own, other = (desk.cache.space.open_namespace(spec.of_tenant(name)) for name in ("a", "b"))
+    assert desk.namespaces([own.number]) == [own]
+    for numbers in ([other.number], [own.number, other.number], [99]):
+        with pytest.raises(RequestRefused, match="is not registered: register its spec"):
+            desk.namespaces(numbers)
+
+
+@pytest.mark.parametrize(
+    ("said", "pid", "name"),
+    [("engine\n", 7, "engine?"), ("", 7, "pid 7"), (" ", 7, "pid 7"), ("", 0, "unnamed"), ("x" * 65, 7, "x" * 64)],
+)
+def test_a_client_is_called_something_short_and_printable_in_the_log(said: str, pid: int, name: str) -> None:
+    assert Session(Hello(1, 1, bytes(16), said, 0, False), "p", pid=pid).name == name
+
+
+def test_bytes_of_a_request_lie_inside_a_block() -> None:
+    for offset, length in ((0, 4096), (4095, 1)):
+        check_range(offset, length, 4096)
+    check_range(0, MAX_PAYLOAD_BYTES, 1 << 30)
+    for offset, length, end in ((-1, 1, 9), (0, 0, 9), (0, 10, 9), (9, 1, 9), (0, MAX_PAYLOAD_BYTES + 1, 1 << 30)):
+        with pytest.raises(RequestRefused, match="must lie inside"):
+            check_range(offset, length, end)
+
+
+def test_the_windows_of_one_request_are_bounded_together() -> None:
+    wide = cast(Namespace, SimpleNamespace(spec=SimpleNamespace(window_blocks=MAX_WINDOW_BLOCKS)))
+    keys = bytes(KEY_BYTES * MAX_WINDOW_BLOCKS)
+    check_windows([wide], keys)
+    check_windows([wide, wide], keys[: len(keys) // 2])
+    with pytest.raises(RequestRefused, match="at most 32768 in one request"):
+        check_windows([wide, wide], keys)
+
+
+@pytest.mark.parametrize("tenant", ["", "a"])
+def test_models_of_many_sessions_are_listed_in_slices(monkeypatch: pytest.MonkeyPatch, tenant: str) -> None:
+    """Those of a tenant are encoded anew, and it may have as many sessions with the same ones as there can be."""
+    monkeypatch.setattr(admin_requests, "MODELS_AT_ONCE", 3)
+    desk, asking = desk_of(tenant)
+    for number in range(4):
+        session = Session(Hello(1, 1, bytes(16), "s", 0, False), "p", tenant=tenant)
+        cards = [ModelCard([f"model {number}"], bytes(16), [], 4), ModelCard(["another"], bytes(16), [], 4)]
+        session.models = {admin_requests.encoder.encode(card): card for card in cards}
+        desk.sessions[session.token] = session
+    steps = AdminRequests(desk)._models(asking, Models(1, asking.token, 1, 2**62))
+    slices = 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            reply = end.value
+            break
+        slices += 1
+    assert slices == 2
+    assert isinstance(reply, ModelList)
+    assert sorted(card.names[0] for card in reply.models) == ["another", *(f"model {number}" for number in range(4))]

@@ -1,0 +1,113 @@
+"""Requests that wait for blocks on their way up: answered once, whatever becomes of their lease meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from chains import chain
+from desk_rig import desk_of
+from tenant_cache import make_cache, open_for, store
+
+from tiercache.daemon.ground.slices import finish
+from tiercache.daemon.requests import reads as read_requests
+from tiercache.daemon.requests.reads import ReadRequests
+from tiercache.daemon.requests.router import Answer
+from tiercache.daemon.requests.slow import SlowRequests
+from tiercache.daemon.tiers.dram.leases import ReadLease
+from tiercache.protocol.messages import KEY_BYTES, Resolve
+
+
+class Waiting:
+    """A chain of two blocks, and requests for a third one, of which leases wait to know."""
+
+    def __init__(self) -> None:
+        self.cache = make_cache(4)
+        self.namespace, self.keys = open_for(self.cache, ""), chain("a", 2)
+        assert store(self.cache, self.namespace, self.keys) == 2
+        desk, self.session = desk_of("")
+        desk.cache, self.answers = self.cache, list[Answer]()
+        desk.send = lambda identity, answer: self.answers.append(answer)
+        self.requests = ReadRequests(desk, SlowRequests(0.0, self.cache.counters))
+
+    def lease(self) -> ReadLease:
+        lease = self.cache.match(self.session.owner, [self.namespace], self.keys, 60.0).lease
+        assert lease is not None
+        lease.target, self.cache.reads.growing[lease.lease_id] = 3, lease
+        return lease
+
+    def park(self, lease: ReadLease, count: int, until_us: int = 0) -> None:
+        for _ in range(count):
+            asked = Resolve(1, bytes(16), 1, until_us, lease.lease_id, self.namespace.number, 2, 1)
+            assert self.requests._resolve(self.session, asked) is None
+
+    def lose_a_block(self) -> None:
+        self.cache.space.index.drop(self.namespace.table.get(self.keys[:KEY_BYTES]))
+
+    @property
+    def left(self) -> tuple[int, dict[Any, Any], dict[Any, Any]]:
+        return self.requests.parked, self.requests._parked, self.requests._due
+
+
+def test_a_lease_that_is_found_to_have_lost_a_block_only_when_asked_again_is_answered() -> None:
+    w = Waiting()
+    lease = w.lease()
+    w.park(lease, 2)  # whose time is up already
+    w.lose_a_block()
+    while w.requests.answer_parked():
+        pass
+    assert [msgspec.msgpack.decode(answer.header)[0] for answer in w.answers] == ["frames"] * 2
+    assert (w.requests.parked, w.session.owner.reads) == (0, {})
+
+
+def test_more_requests_that_come_before_the_others_are_answered_are_answered_too() -> None:
+    """The lease is found to have ended while those that were due already are answered."""
+    w = Waiting()
+    lease = w.lease()
+    w.park(lease, 3, until_us=2**62)
+    w.requests._progressed(lease.lease_id)
+    w.park(lease, 2, until_us=2**62)
+    w.lose_a_block()
+    while w.requests.answer_parked():
+        pass
+    assert (len(w.answers), *w.left) == (5, 0, {}, {})
+
+
+def test_answers_that_take_long_are_given_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lease may have a very wide window, all of which is looked at."""
+    monkeypatch.setattr(read_requests, "ANSWER_NS", 0)
+    w = Waiting()
+    for number in range(3):
+        w.park(w.lease(), 1 + number)
+    given = []
+    while w.requests.answer_parked():
+        given.append(len(w.answers))
+    assert given == [1, 2, 3, 4, 5]
+    assert (len(w.answers), *w.left) == (6, 0, {}, {})
+
+
+@pytest.mark.parametrize("then", ["stop_growing", "grow"])
+def test_a_lease_that_has_lost_blocks_takes_no_others_in_their_place(then: str) -> None:
+    """A flush leaves it for a later slice; meanwhile the same blocks are stored again, in other frames."""
+    cache = make_cache(32)
+    namespace, keys = open_for(cache, ""), chain("a", 4)
+    other, other_keys = open_for(cache, "t"), chain("b", 1)
+    session = desk_of("")[1]
+    owner, reads = session.owner, cache.reads
+    lease = reads._grant([namespace], keys, 0, [], 60.0)
+    lease.keys = keys
+    lease.holders.add(owner)
+    owner.reads[lease.lease_id] = lease
+    finish(reads._rise(lease, 4))
+    assert store(cache, namespace, keys[: 2 * KEY_BYTES]) == 2
+    reads.grow(lease)
+    assert store(cache, other, other_keys) == 1
+    for _ in range(300):  # newer leases are looked at first
+        assert cache.match(owner, [other], other_keys, 60.0).lease is not None
+    cache.flush([namespace.number], b"")
+    assert not lease.over
+    assert store(cache, namespace, keys[: 3 * KEY_BYTES]) == 3
+    getattr(reads, then)(lease)
+    assert lease.over
+    assert not reads.release(owner, lease.lease_id)

@@ -1,0 +1,64 @@
+"""What was put off, of many kinds: others are served between two of them, and each kind has its turn."""
+
+from __future__ import annotations
+
+import pytest
+from cache_rig import CacheRig
+
+from tiercache.daemon.tiers.dram.space import Space
+from tiercache.daemon.tiers.dram.writes import Writes
+
+
+def rounds(monkeypatch: pytest.MonkeyPatch, work_ns: float) -> tuple[CacheRig, list[str]]:
+    """A cache of which two kinds of work note their turns; the first always has more to do until it has had three."""
+    turns = list[str]()
+
+    def free(space: Space) -> bool:
+        turns.append("space")
+        return turns.count("space") < 3
+
+    def publish(writes: Writes) -> bool:
+        turns.append("writes")
+        return False
+
+    monkeypatch.setattr(Space, "work", free)
+    monkeypatch.setattr(Writes, "work", publish)
+    h = CacheRig()
+    h.cache.work_ns = work_ns
+    return h, turns
+
+
+def test_all_kinds_have_a_turn_in_one_go_where_that_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    h, turns = rounds(monkeypatch, 60e9)
+    assert h.cache.work()
+    assert turns == ["space", "writes"]
+    assert h.cache.work()
+    assert not h.cache.work()
+    assert turns == ["space", "writes"] * 3
+
+
+def test_others_are_served_between_two_kinds_where_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    h, turns = rounds(monkeypatch, 0)
+    most, goes = 0, 0
+    while True:
+        before, more = len(turns), h.cache.work()
+        most, goes = max(most, len(turns) - before), goes + 1
+        if not more:
+            break
+    assert most == 1
+    assert goes > 6
+    assert turns == ["space", "writes"] * 3, "none is passed over, and what says that it has more is asked again"
+
+
+def test_a_kind_that_fails_keeps_no_other_from_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    h, turns = rounds(monkeypatch, 60e9)
+
+    def fail() -> bool:
+        raise RuntimeError("a bug")
+
+    h.cache._kinds.insert(0, fail)
+    h.cache._round = iter(h.cache._kinds)
+    with pytest.raises(RuntimeError):
+        h.cache.work()
+    h.cache.work()
+    assert turns == ["space", "writes"]

@@ -1,0 +1,165 @@
+"""Commits that publish much, or while events are behind: in slices, and answered once their blocks are visible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cache_rig import FRAME_BYTES, CacheRig, Kept, finish
+from chains import chain
+
+from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.events.events import MAX_FULL, Events, NamedBlocks
+from tiercache.daemon.ground.slices import AnswerNow, Steps
+from tiercache.daemon.ground.slices import finish as finished
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.dram.writes import RUN_BLOCKS
+from tiercache.protocol.messages import MAX_RESERVE, BlockState, CommitState, EventRun
+
+VISIBLE, DROPPED = [CommitState.VISIBLE] * MAX_RESERVE, [CommitState.DROPPED] * MAX_RESERVE
+KEYS = chain(1, MAX_RESERVE)
+TOKENS = 4096  # four blocks make a batch
+
+
+def slow(h: CacheRig) -> tuple[Namespace, int, Steps[list[CommitState]]]:
+    """A commit whose time was up after its first blocks; its namespace, its lease and the rest of it."""
+    h.cache.writes.publish_ns = 0
+    namespace = h.space()
+    lease = h.cache.reserve(h.owner, namespace, b"", KEYS, 10).lease_id
+    steps = h.cache.writes.commit_in_slices(h.owner, lease, range(MAX_RESERVE))
+    next(steps)
+    assert namespace.table.blocks == RUN_BLOCKS
+    h.check()
+    return namespace, lease, steps
+
+
+def wide() -> CacheRig:
+    return CacheRig(region_bytes=4 * MAX_RESERVE * FRAME_BYTES)
+
+
+def end_of(h: CacheRig, steps: Steps[list[CommitState]]) -> list[CommitState]:
+    """Do what was put off between two slices of a commit; its answer."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            states: list[CommitState] = end.value
+            return states
+        h.cache.work()
+        h.check()
+
+
+def test_a_commit_publishes_a_part_at_a_time_and_is_answered_when_all_is_visible() -> None:
+    h = wide()
+    namespace, _, steps = slow(h)
+    for parts in (2, 3):
+        h.cache.work()
+        assert namespace.table.blocks == parts * RUN_BLOCKS
+        next(steps)
+    assert end_of(h, steps) == VISIBLE
+    assert h.cache.match(h.owner, [namespace], KEYS, 0).dram == MAX_RESERVE
+    finish(h)
+
+
+def test_a_commit_below_one_in_progress_waits_for_it() -> None:
+    h = wide()
+    namespace, _, first = slow(h)
+    below = chain(2, 3)
+    lease = h.cache.reserve(h.owner, namespace, KEYS[-16:], below, 10).lease_id
+    second = h.cache.writes.commit_in_slices(h.owner, lease, range(3))
+    assert end_of(h, second) == [CommitState.VISIBLE] * 3
+    assert end_of(h, first) == VISIBLE
+    assert h.cache.match(h.owner, [namespace], KEYS + below, 0).dram == MAX_RESERVE + 3
+
+
+def test_a_commit_below_a_block_that_is_being_written_is_answered_at_once() -> None:
+    h = wide()
+    namespace, _, steps = slow(h)
+    other = chain(2, 1)
+    h.cache.reserve(h.owner, namespace, b"", other, 10)
+    lease = h.cache.reserve(h.owner, namespace, other, chain(3, 1), 10).lease_id
+    assert finished(h.cache.writes.commit_in_slices(h.owner, lease, [0])) == [CommitState.HELD]
+    assert end_of(h, steps) == VISIBLE
+
+
+def test_a_commit_that_may_not_wait_is_answered_as_it_stands() -> None:
+    h = wide()
+    namespace, _, steps = slow(h)
+    with pytest.raises(StopIteration) as end:
+        steps.throw(AnswerNow())
+    assert set(end.value.value) == {CommitState.VISIBLE, CommitState.HELD}
+    finish(h)
+    assert namespace.table.blocks == MAX_RESERVE
+
+
+@pytest.mark.parametrize("how", ["session", "abort"])
+def test_what_is_complete_stays_so_when_its_lease_ends_between_two_slices(how: str) -> None:
+    h = wide()
+    namespace, lease, steps = slow(h)
+    if how == "abort":
+        h.cache.writes.abort(h.owner, lease, finished=True)
+    else:
+        steps.close()  # nobody is there to be answered
+        h.cache.session_lost(h.owner)
+        h.cache.process_gone(h.owner)
+    finish(h)
+    assert namespace.table.blocks == MAX_RESERVE
+    if how == "abort":
+        assert end_of(h, steps) == VISIBLE
+
+
+def test_what_is_flushed_between_two_slices_is_dropped() -> None:
+    h = wide()
+    namespace, _, steps = slow(h)
+    h.cache.flush([namespace.number], b"")
+    states = end_of(h, steps)
+    assert states[RUN_BLOCKS:] == DROPPED[RUN_BLOCKS:]
+    finish(h)
+    assert (namespace.table.blocks, h.cache.space.allocator.used_bytes) == (0, 0)
+
+
+class Told(CacheRig):
+    """A cache whose events are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Kept()
+        self.events = Events(self.kept)
+        self.cache = Cache(lambda: self.now_s, CacheLimits(), events=self.events)
+        self.cache.space.allocator.add_region(0, 8 * MAX_RESERVE * FRAME_BYTES)
+
+    def commit(self, namespace: Namespace, tag: int) -> Steps[list[CommitState]]:
+        """Store a chain of as many blocks as there can be in one request, up to the answer to its commit."""
+        names: list[int | bytes] = [tag * MAX_RESERVE + place for place in range(MAX_RESERVE)]
+        named = NamedBlocks(EventRun(names, None, bytes(4 * TOKENS * MAX_RESERVE)), TOKENS)
+        got = self.cache.reserve(self.owner, namespace, b"", chain(tag, MAX_RESERVE), 10, named)
+        assert set(got.states) == {BlockState.FRAME}
+        return self.cache.writes.commit_in_slices(self.owner, got.lease_id, range(MAX_RESERVE))
+
+    def names(self) -> list[Any]:
+        self.events.flush()
+        told = [event for batch in self.kept.published for event in batch if event["type"] == "BlockStored"]
+        return [name for event in told for name in event["block_hashes"]]
+
+
+def test_a_commit_publishes_no_events_and_waits_while_they_are_behind() -> None:
+    h = Told()
+    namespace = h.space()
+    first = h.commit(namespace, 1)
+    next(first)
+    assert h.events.behind
+    assert (h.kept.published, len(h.events._full)) == ([], MAX_FULL)
+    second = h.commit(namespace, 2)
+    next(second)
+    assert not h.kept.published, "only what was put off publishes them"
+    assert not h.cache.match(h.owner, [namespace], chain(2, 1), 0).dram
+    assert end_of(h, second) == end_of(h, first) == VISIBLE
+    assert h.names() == [*range(MAX_RESERVE, 3 * MAX_RESERVE)]
+    finish(h)
+
+
+def test_a_commit_with_few_events_is_answered_at_once() -> None:
+    h = wide()
+    namespace = h.space()
+    lease = h.cache.reserve(h.owner, namespace, b"", KEYS, 10).lease_id
+    assert finished(h.cache.writes.commit_in_slices(h.owner, lease, range(MAX_RESERVE))) == VISIBLE

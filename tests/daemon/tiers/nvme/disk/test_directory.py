@@ -1,0 +1,458 @@
+"""The owner of a directory, what is kept of it, and full or odd disks."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from disk_rig import ObedientDisk
+
+from tiercache.daemon.tiers.nvme.disk import superblock as superblocks
+from tiercache.daemon.tiers.nvme.disk.directory import DATABASE_NAME, Directory, segments_within
+from tiercache.daemon.tiers.nvme.disk.superblock import (
+    SIZE_BYTES,
+    DamagedSuperblock,
+    NewerSuperblock,
+    Superblock,
+    read_superblock,
+    write_superblock,
+)
+from tiercache.errors import ConfigError, DirectoryUnavailable
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "nvme"
+
+
+def opened(path: Path, segment_bytes: int = MIB, cap_bytes: int = 8 * MIB, **more: object) -> Directory:
+    directory = Directory(path, cap_bytes, segment_bytes, **more)  # type: ignore[arg-type]
+    directory.open()
+    return directory
+
+
+def lived_in(path: Path) -> bytes:
+    """A directory with two segments and a database, closed; returns its id."""
+    directory = opened(path)
+    directory.create_segment(1)
+    directory.create_segment(7)
+    (path / DATABASE_NAME).write_bytes(b"rows")
+    directory.close()
+    return directory.superblock.directory_id
+
+
+def asides(path: Path) -> list[Path]:
+    return sorted(path.glob("damaged-*"))
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Nothing is said that no test has asked for."""
+    yield caplog
+    assert [record.message for record in caplog.records if record.levelno > logging.WARNING] == []
+
+
+# --- superblock ----------------------------------------------------------------------------------
+
+
+def test_a_superblock_comes_back(tmp_path: Path) -> None:
+    assert read_superblock(tmp_path) is None
+    written = Superblock.new(1 << 30)
+    write_superblock(tmp_path, written)
+    assert read_superblock(tmp_path) == written
+    assert [file.name for file in tmp_path.iterdir()] == ["superblock"]
+    assert (tmp_path / "superblock").stat().st_mode & 0o777 == 0o600
+    assert Superblock.new(1 << 30).directory_id != written.directory_id
+
+
+def test_every_flipped_bit_of_a_superblock_is_found() -> None:
+    data = Superblock(bytes(range(16)), 1 << 30, 1_700_000_000).encode()
+    assert len(data) == SIZE_BYTES
+    for bit in [*range(400), *range(400, 8 * SIZE_BYTES, 97), 8 * SIZE_BYTES - 1]:
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DamagedSuperblock):
+            Superblock.decode(bytes(damaged))
+
+
+@pytest.mark.parametrize("size", [0, 1, 4088, 4095, 4097])
+def test_a_superblock_of_another_size_is_damaged(size: int) -> None:
+    with pytest.raises(DamagedSuperblock):
+        Superblock.decode(Superblock.new(MIB).encode().ljust(5000, b"\0")[:size])
+
+
+def newer_superblock() -> bytes:
+    """What a later version may write: other fields, but magic, version and checksum in their places."""
+    body = bytearray(Superblock.new(MIB).encode()[:-8])
+    body[8:12] = (2).to_bytes(4, "little")
+    body[16:100] = b"\x77" * 84
+    return bytes(body) + superblocks.xxhash.xxh3_64_intdigest(bytes(body)).to_bytes(8, "little")
+
+
+def test_a_newer_superblock_is_told_from_a_damaged_one() -> None:
+    with pytest.raises(NewerSuperblock, match="format 2"):
+        Superblock.decode(newer_superblock())
+
+
+# --- opening -------------------------------------------------------------------------------------
+
+
+def test_a_new_directory_and_the_same_again(path: Path, quiet: pytest.LogCaptureFixture) -> None:
+    directory = opened(path)
+    assert (directory.is_new, directory.segments, directory.direct) == (True, [], True)
+    assert sorted(file.name for file in path.iterdir()) == ["lock", "segments", "spare", "superblock"]
+    assert path.stat().st_mode & 0o777 == 0o700
+    directory.close()
+    directory_id = lived_in(path)
+    assert directory_id == directory.superblock.directory_id
+    again = opened(path)
+    assert (again.is_new, again.segments) == (False, [1, 7])
+    assert again.superblock.directory_id == directory_id
+    assert os.fstat(again.fd(7)).st_size == MIB
+    assert quiet.records == []
+    again.close()
+    again.close()
+
+
+def test_one_directory_by_two_paths_is_one_too_many(path: Path, tmp_path: Path) -> None:
+    first = opened(path)
+    other = tmp_path / "other"
+    other.symlink_to(path)
+    with pytest.raises(ConfigError, match=rf"nvme directory {other} is another path of one that is named already"):
+        opened(other)
+    first.create_segment(1)
+    first.close()
+    opened(path).close()
+
+
+def test_a_folder_that_everybody_can_write_to_is_refused(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o1777)
+    with pytest.raises(ConfigError, match="is a folder for everybody"):
+        opened(path)
+    assert list(path.iterdir()) == []
+    path.chmod(0o755)
+    directory = opened(path)
+    assert (path / "segments").stat().st_mode & 0o777 == 0o700
+    directory.close()
+
+
+def test_a_killed_daemon_leaves_no_lock(path: Path) -> None:
+    code = (
+        "import signal, sys; from pathlib import Path\n"
+        "from tiercache.daemon.tiers.nvme.disk.directory import Directory\n"
+        f"d = Directory(Path({str(path)!r}), {8 * MIB}, {MIB}); d.open(); d.create_segment(3)\n"
+        "print('open', flush=True); signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as daemon:
+        assert daemon.stdout is not None
+        try:
+            assert daemon.stdout.readline() == b"open\n"
+            with pytest.raises(ConfigError, match=f"another daemon \\(pid {daemon.pid}\\)"):
+                opened(path)
+        finally:
+            daemon.send_signal(signal.SIGKILL)
+        assert daemon.wait(20) == -signal.SIGKILL
+    again = opened(path)
+    assert again.segments == [3]
+    again.close()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "empty", "gone"])
+def test_without_a_good_superblock_all_is_put_aside_once(
+    path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first_id = lived_in(path)
+    (path / "damaged-20200101T000000Z").mkdir()
+    block = path / "superblock"
+    data = block.read_bytes()
+    if damage == "gone":
+        block.unlink()
+    else:
+        new = {"flipped": data[:40] + bytes([data[40] ^ 0xFF]) + data[41:], "short": data[:100], "empty": b""}
+        block.write_bytes(new[damage])
+    directory = opened(path)
+    assert (directory.is_new, directory.segments) == (True, [])
+    assert directory.superblock.directory_id != first_id
+    (aside,) = asides(path)
+    expected = {DATABASE_NAME, "segments"} | ({"superblock"} if damage != "gone" else set())
+    assert {file.name for file in aside.iterdir()} == expected
+    assert (aside / "segments" / "00000007.seg").stat().st_size == MIB
+    assert "superblock not usable" in caplog.text
+    directory.close()
+    assert opened(path).is_new is False
+
+
+def test_what_was_put_aside_gives_way_to_new_segments(path: Path) -> None:
+    lived_in(path)
+    (path / "superblock").unlink()
+    directory = opened(path, cap_bytes=4 * MIB)
+    for segment_id in (1, 2):  # 2 MiB aside and 2 MiB of segments, less what the database's page takes
+        directory.create_segment(segment_id)
+        assert len(asides(path)) == (1 if segment_id == 1 else 0)
+    directory.create_segment(3)
+    assert asides(path) == []
+    directory.close()
+
+
+def test_what_was_put_aside_gives_way_on_a_full_disk(path: Path) -> None:
+    lived_in(path)
+    (path / "superblock").unlink()
+    disk = ObedientDisk()
+    directory = opened(path, cap_bytes=64 * MIB, disk=disk)
+
+    def hook(name: str, size: int) -> None:
+        if name == "fallocate" and asides(path):
+            raise OSError(errno.ENOSPC, "full")
+
+    disk.hook = hook
+    directory.create_segment(1)
+    assert (directory.segments, asides(path)) == ([1], [])
+    directory.close()
+
+
+def test_a_newer_directory_is_left_as_it_is(path: Path) -> None:
+    lived_in(path)
+    (path / "superblock").write_bytes(newer_superblock())
+    before = sorted((file, file.stat().st_size) for file in path.rglob("*") if file.name != "lock")
+    with pytest.raises(ConfigError, match="newer tiercache"):
+        opened(path)
+    assert sorted((file, file.stat().st_size) for file in path.rglob("*") if file.name != "lock") == before
+    with pytest.raises(ConfigError, match="newer tiercache"):  # and the lock was let go of
+        opened(path)
+
+
+def test_the_stored_geometry_wins(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lived_in(path)
+    directory = opened(path, segment_bytes=2 * MIB)
+    assert (directory.segment_bytes, directory.segments, directory.max_segments) == (MIB, [1, 7], 8)
+    assert "keeps them" in caplog.text
+    directory.create_segment(2)
+    assert os.fstat(directory.fd(2)).st_size == MIB
+    directory.close()
+
+
+def test_files_of_others_are_named_and_left(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.mkdir()
+    for number in range(12):
+        (path / f"theirs-{number:02}").write_bytes(b"x")
+    (path / "lost+found").mkdir()
+    directory = opened(path)
+    assert "theirs-00" in caplog.text
+    assert "and 2 more" in caplog.text
+    assert "lost+found" not in caplog.text
+    assert len(list(path.glob("theirs-*"))) == 12
+    assert asides(path) == []
+    directory.close()
+
+
+def test_segments_of_the_wrong_size_are_dropped(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lived_in(path)
+    segments = path / "segments"
+    os.truncate(segments / "00000007.seg", MIB - 4096)
+    (segments / "00000008.seg").touch()
+    for name in ("notes.txt", "00000000.seg", "99999999.seg", "1.seg"):
+        (segments / name).touch()
+    directory = opened(path)
+    assert directory.segments == [1]
+    assert sorted(file.name for file in segments.iterdir()) == [
+        "00000000.seg",
+        "00000001.seg",
+        "1.seg",
+        "99999999.seg",
+        "notes.txt",
+    ]
+    assert "00000007.seg has 1044480 bytes, not 1048576: dropped" in caplog.text
+    directory.close()
+
+
+def test_links_are_not_followed(path: Path, tmp_path: Path) -> None:
+    directory = opened(path)
+    target = tmp_path / "precious"
+    target.write_bytes(b"x")
+    directory.segment_path(1).symlink_to(target)
+    with pytest.raises(OSError, match="exists") as caught:
+        directory.create_segment(1)
+    assert caught.value.errno == errno.EEXIST
+    assert target.read_bytes() == b"x"
+    directory.close()
+
+
+@pytest.mark.parametrize("refuse_at", ["open", "preadv", "pwritev"])
+def test_a_file_system_without_direct_io_is_used_through_the_cache(
+    path: Path, refuse_at: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = ObedientDisk(direct=refuse_at != "open")
+
+    def hook(name: str, size: int) -> None:
+        if name == refuse_at:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    disk.hook = hook
+    directory = opened(path, disk=disk)
+    assert not directory.direct
+    assert directory.direct_reason == "this file system refuses O_DIRECT (Invalid argument)"
+    assert directory.direct_reason in caplog.text
+    directory.create_segment(1)
+    flags = int(Path(f"/proc/self/fdinfo/{directory.fd(1)}").read_text().split("flags:")[1].split()[0], 8)
+    assert flags & os.O_DIRECT == 0
+    assert not (path / "probe").exists()
+    directory.close()
+
+
+def test_a_full_disk_opens_for_reading(path: Path) -> None:
+    lived_in(path)
+    disk = ObedientDisk()
+
+    def hook(name: str, size: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    disk.hook = hook
+    directory = opened(path, disk=disk)
+    assert (directory.segments, directory.direct) == ([1, 7], True)
+    with pytest.raises(OSError, match="full"):
+        directory.create_segment(2)
+    assert directory.segments == [1, 7]
+    assert not directory.segment_path(2).exists()
+    directory.close()
+
+
+def test_a_disk_that_cannot_be_used_is_one_clear_line(path: Path, tmp_path: Path) -> None:
+    disk = ObedientDisk()
+
+    def hook(name: str, size: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    disk.hook = hook
+    with pytest.raises(DirectoryUnavailable, match="cannot be used: Input/output error: see dmesg"):
+        opened(path, disk=disk)
+    opened(path).close()  # the lock was let go of
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is no directory, or is below a file"):
+        opened(tmp_path / "file")
+
+
+@pytest.mark.parametrize("segment_bytes", [0, -4096, 1000, MIB + 1])
+def test_an_odd_segment_size_is_refused(path: Path, segment_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="multiple of 4096"):
+        Directory(path, 8 * MIB, segment_bytes)
+    assert not path.exists()
+
+
+# --- segments ------------------------------------------------------------------------------------
+
+
+def test_segments_come_and_go(path: Path) -> None:
+    directory = opened(path)
+    for segment_id in (2, 1, 32767):
+        directory.create_segment(segment_id)
+    assert directory.segments == [1, 2, 32767]
+    stat = directory.segment_path(2).stat()
+    assert (stat.st_size, stat.st_mode & 0o777) == (MIB, 0o600)
+    assert stat.st_blocks * 512 >= MIB  # all its room is there
+    fd = directory.fd(2)
+    directory.remove_segment(2)
+    assert directory.segments == [1, 32767]
+    assert not directory.segment_path(2).exists()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+    for call, number in [
+        (lambda: directory.fd(2), errno.ENOENT),
+        (lambda: directory.remove_segment(2), errno.ENOENT),
+        (lambda: directory.create_segment(1), errno.EEXIST),
+        (lambda: directory.create_segment(0), errno.EINVAL),
+        (lambda: directory.create_segment(32768), errno.EINVAL),
+    ]:
+        with pytest.raises(OSError) as caught:
+            call()
+        assert caught.value.errno == number
+    assert directory.free_bytes() > 0
+    directory.close()
+
+
+def test_a_look_sees_segments_that_others_have_touched(path: Path) -> None:
+    directory = opened(path, cap_bytes=100 * MIB)
+    for number in range(1, 81):  # more than one look sees to
+        directory.create_segment(number)
+    assert [directory.look() for _ in range(3)] == ["", "", ""]
+    directory.remove_segment(80)
+    directory.segment_path(79).unlink()
+    said = [directory.look(), directory.look()]
+    assert "segments/00000079.seg was deleted while the daemon used it" in said
+    directory.remove_segment(78)
+    os.truncate(directory.segment_path(3), 5)
+    assert any("segments/00000003.seg was truncated" in directory.look() for _ in range(3))
+    directory.close()
+
+
+def test_the_cap_holds(path: Path) -> None:
+    directory = opened(path, cap_bytes=3 * MIB, db_reserve_bytes=MIB // 2)
+    assert directory.max_segments == 2
+    directory.create_segment(1)
+    directory.create_segment(2)
+    with pytest.raises(OSError, match=r"cap of 3\.0 MiB") as caught:
+        directory.create_segment(3)
+    assert caught.value.errno == errno.ENOSPC
+    directory.remove_segment(1)
+    directory.create_segment(3)
+    directory.close()
+    smaller = opened(path, cap_bytes=MIB)  # a lower cap keeps what is there; the owner removes segments
+    assert (smaller.segments, smaller.max_segments) == ([2, 3], 1)
+    smaller.close()
+
+
+@pytest.mark.parametrize(
+    ("cap", "segment", "reserve", "expected"),
+    [(10, 3, 0, 3), (10, 3, 1, 3), (10, 3, 2, 2), (2, 3, 0, 0), (10, 3, 11, 0), (1 << 60, 4096, 0, 32767)],
+)
+def test_how_many_segments_fit(cap: int, segment: int, reserve: int, expected: int) -> None:
+    assert segments_within(cap, segment, reserve) == expected
+
+
+@pytest.mark.parametrize("fail_at", ["open", "fallocate"])
+def test_a_segment_that_cannot_be_made_leaves_nothing(path: Path, fail_at: str) -> None:
+    disk = ObedientDisk()
+    directory = opened(path, disk=disk)
+    open_files = len(os.listdir("/proc/self/fd"))
+
+    def hook(name: str, size: int) -> None:
+        if name == fail_at:
+            raise OSError(errno.ENOSPC, "full")
+
+    disk.hook = hook
+    disk.direct = fail_at != "open"
+    with pytest.raises(OSError, match=r"full|Invalid"):
+        directory.create_segment(1)
+    assert directory.segments == []
+    assert list((path / "segments").iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == open_files
+    disk.hook, disk.direct = lambda name, size: None, True
+    directory.create_segment(1)
+    assert directory.segments == [1]
+    directory.close()
+
+
+def test_a_disk_that_fails_while_it_is_closed_is_let_go_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory_id = lived_in(path)
+    directory, close = opened(path), os.close
+
+    def failing(fd: int) -> None:
+        close(fd)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", failing)
+        directory.close()
+    assert directory.segments == []
+    again = opened(path)
+    assert again.superblock.directory_id == directory_id
+    again.close()

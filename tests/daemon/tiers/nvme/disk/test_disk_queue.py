@@ -1,0 +1,499 @@
+"""Blocks go to the disk and come back as they were, or are told from those that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from disk_rig import DEADLINE_S, FINGERPRINT, SEGMENT_BYTES, ObedientDisk, Rig, content, key
+
+from tiercache.daemon.tiers.nvme.disk import codecs
+from tiercache.daemon.tiers.nvme.disk.directory import Directory
+from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
+from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority, DiskQueue, ReadOp, TaskOp, WriteOp
+
+OK, CORRUPT, IO_ERROR = DiskOutcome.OK, DiskOutcome.CORRUPT, DiskOutcome.IO_ERROR
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path / "nvme")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def one_worker(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path / "nvme", threads=1)
+    yield made
+    made.close()
+
+
+def on_disk(rig: Rig, offset: int, length: int) -> bytes:
+    return rig.directory.segment_path(1).read_bytes()[offset : offset + length]
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("length", [1, 255, 4095, 4096, 4097, 8192])
+def test_what_is_written_is_read(tmp_path: Path, length: int, direct: bool) -> None:
+    rig = Rig(tmp_path / "nvme", ObedientDisk(direct))
+    assert (rig.directory.direct, rig.directory.direct_reason == "") == (direct, direct)
+    (written,) = rig.store([3], length)
+    assert (written.stored_length, written.codec) == (length, codecs.RAW)
+    assert rig.run([rig.read_op(written, 9)]) == [OK]
+    assert rig.frame(9, length) == content(3, length)
+    padded = -(-length // PAGE_BYTES) * PAGE_BYTES
+    stored = on_disk(rig, 3 * rig.frame_bytes, padded)
+    assert stored == content(3, length) + bytes(padded - length)
+    rig.close()
+
+
+def test_every_claim_of_a_row_is_proved(rig: Rig) -> None:
+    (written,) = rig.store([0], 5000)
+    wrong: list[dict[str, object]] = [
+        {"key": key(1)},
+        {"fingerprint": "cd" * 16},
+        {"length": 4999, "stored_length": 4999},
+        {"checksum": written.checksum ^ 1},
+        {"slot": rig.slot(1)},
+        {"kind": 2},
+    ]
+    for changes in wrong:
+        assert rig.run([rig.read_op(written, 5, **changes)]) == [CORRUPT], changes
+    assert rig.queue.checksum_failures == len(wrong)
+    assert rig.run([rig.read_op(written, 5)]) == [OK]
+
+
+def test_a_flipped_bit_is_found_wherever_it_is(rig: Rig) -> None:
+    (written,) = rig.store([2], 5000)
+    path, start = rig.directory.segment_path(1), 2 * rig.frame_bytes
+    for place, expected in [(0, CORRUPT), (2500, CORRUPT), (4999, CORRUPT), (5000, OK), (8191, OK)]:
+        data = on_disk(rig, start + place, 1)
+        with path.open("r+b") as file:
+            os.pwrite(file.fileno(), bytes([data[0] ^ 0x10]), start + place)
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            assert rig.run([rig.read_op(written, 7)]) == [expected], place
+            os.pwrite(file.fileno(), data, start + place)
+            os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stored_length": 8192},
+        {"stored_length": 0},
+        {"codec": 0x21, "stored_length": 40 << 10},
+        {"codec": 0x21, "stored_length": 0},
+        {"codec": 9, "stored_length": 100},
+        {"codec": 0x21, "stored_length": 1 << 40},
+        {"codec": -1},
+    ],
+)
+def test_a_row_that_cannot_be_true_writes_nowhere(rig: Rig, changes: dict[str, object]) -> None:
+    (written,) = rig.store([0], 4096)
+    rig.memory[:] = b"\x55" * len(rig.memory)
+    assert rig.run([rig.read_op(written, rig.frames - 1, **changes)]) == [CORRUPT]
+    assert rig.memory[:] == b"\x55" * len(rig.memory)
+
+
+def test_a_place_outside_of_the_segment_is_an_error(rig: Rig) -> None:
+    (written,) = rig.store([0], 8192)
+    for slot in (1 << 48 | SEGMENT_BYTES - PAGE_BYTES, 1 << 48 | SEGMENT_BYTES, 2 << 48, -PAGE_BYTES):
+        op = rig.write_op(0, content(0, 8192))
+        op.slot = slot
+        assert rig.run([op, rig.read_op(written, 4, slot=slot)]) == [IO_ERROR, IO_ERROR]
+    assert rig.queue.errors == {errno.EINVAL: 6, errno.ENOENT: 2}
+    assert rig.directory.segment_path(1).stat().st_size == SEGMENT_BYTES
+    assert rig.run([rig.read_op(written, 4)]) == [OK]
+
+
+# --- a disk that fails ---------------------------------------------------------------------------
+
+
+def broken_round(path: Path, fail_at: int, number: int, codec: int) -> tuple[int, Rig]:
+    """Write and read eight blocks with the `fail_at`-th transfer failing; returns how many there were."""
+    disk = ObedientDisk()
+    rig = Rig(path, disk, threads=2)
+    calls = 0
+
+    def hook(name: str, size: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == fail_at:
+            raise OSError(number, os.strerror(number))
+
+    disk.hook = hook
+    writes = [rig.write_op(place, content(place, 6000), codec) for place in range(8)]
+    written = rig.run(writes, DiskPriority.WRITE)
+    reads = [rig.read_op(op, 20 + place) for place, op in enumerate(writes)]
+    outcomes = rig.run([op for op, was in zip(reads, written, strict=True) if was is OK])
+    assert set(written + outcomes) <= {OK, IO_ERROR}
+    for place, op in enumerate(reads):
+        if op.outcome is OK:
+            assert rig.frame(20 + place, 6000) == content(place, 6000)
+    failed = [op for op in [*writes, *reads] if op.outcome is IO_ERROR]
+    assert all(op.errno == number for op in failed)
+    assert rig.queue.errors == ({number: len(failed)} if failed else {})
+    rig.queue.stop(time.monotonic() + DEADLINE_S)
+    return calls, rig
+
+
+@pytest.mark.parametrize("codec", [codecs.RAW, 0x21])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_the_nth_transfer_fails(tmp_path: Path, number: int, codec: int) -> None:
+    calls, rig = broken_round(tmp_path / "0", 0, number, codec)
+    assert rig.queue.errors == {}
+    rig.close()
+    for fail_at in range(1, calls + 1):
+        _, rig = broken_round(tmp_path / str(fail_at), fail_at, number, codec)
+        rig.close()
+
+
+def test_a_bad_place_costs_only_its_own_block(one_worker: Rig) -> None:
+    rig, bad = one_worker, one_worker.frame_bytes * 4
+    written = rig.store(range(8), 8192)
+
+    def hook(name: str, size: int) -> None:
+        _, _, offset = rig.disk.calls[-1]
+        if offset <= bad < offset + size:
+            raise OSError(errno.EIO, "bad place")
+
+    rig.disk.hook = hook
+    reads = [rig.read_op(op, 10 + place) for place, op in enumerate(written)]
+    assert rig.run(reads) == [OK] * 4 + [IO_ERROR] + [OK] * 3
+    assert rig.queue.errors == {errno.EIO: 1}
+    for place in (0, 1, 2, 3, 5, 6, 7):
+        assert rig.frame(10 + place, 8192) == content(place, 8192)
+
+
+@pytest.mark.parametrize("most", [PAGE_BYTES, PAGE_BYTES + 1000, 3 * PAGE_BYTES - 1])
+def test_short_and_interrupted_transfers_go_on(one_worker: Rig, most: int) -> None:
+    rig, calls = one_worker, 0
+
+    def hook(name: str, size: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise InterruptedError(errno.EINTR, "interrupted")
+        return most
+
+    rig.disk.hook = hook
+    written = rig.store(range(8), 8192)
+    assert rig.run([rig.read_op(op, 10 + place) for place, op in enumerate(written)]) == [OK] * 8
+    for place in range(8):
+        assert rig.frame(10 + place, 8192) == content(place, 8192)
+    assert calls > 16
+
+
+def test_a_segment_that_lost_its_end_is_an_error_and_no_hang(rig: Rig) -> None:
+    written = rig.store([0, 9], 8192)
+    os.truncate(rig.directory.segment_path(1), 9 * rig.frame_bytes + PAGE_BYTES)
+    assert rig.run([rig.read_op(op, 20 + place) for place, op in enumerate(written)]) == [OK, IO_ERROR]
+    assert rig.queue.errors == {errno.EIO: 1}
+
+
+def test_a_worker_survives_what_nobody_foresaw(one_worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig = one_worker
+
+    def hook(name: str, size: int) -> None:
+        raise MemoryError
+
+    rig.disk.hook = hook
+    assert rig.run([rig.write_op(0, content(0, 100))]) == [IO_ERROR]
+    assert "unforeseen" in caplog.text
+    rig.disk.hook = lambda name, size: None
+    assert rig.run([rig.write_op(0, content(0, 100))]) == [OK]
+
+
+# --- queues --------------------------------------------------------------------------------------
+
+
+def hold(rig: Rig) -> WriteOp:
+    """Keep the only worker busy until the gate opens."""
+    rig.disk.gate.clear()
+    op = rig.write_op(rig.frames - 1, b"x")
+    assert rig.queue.submit(op, DiskPriority.LOAD)
+    rig.until(lambda: rig.disk.running == 1)
+    rig.disk.calls.clear()
+    return op
+
+
+def test_adjoining_slots_share_a_call(one_worker: Rig) -> None:
+    rig = one_worker
+    held = hold(rig)
+    # 0..15 fill one call, 16..19 adjoin but would be too many, 22 has a gap before it, 21 is behind it.
+    numbers = [*range(20), 22, 21]
+    writes = [rig.write_op(number, content(number, 8192)) for number in numbers]
+    assert rig.queue.submit_many(writes, DiskPriority.WRITE) == len(writes)
+    rig.disk.gate.set()
+    rig.until(lambda: len(rig.finished) == len(writes) + 1)
+    assert held.outcome is OK
+    assert [(views, offset // rig.frame_bytes) for _, views, offset in rig.disk.calls] == [
+        (16, 0),
+        (4, 16),
+        (1, 22),
+        (1, 21),
+    ]
+    assert (rig.queue.writes, rig.queue.write_calls) == (23, 5)
+    held = hold(rig)
+    reads = [rig.read_op(op, 30 + place) for place, op in enumerate(writes)]
+    assert rig.queue.submit_many(reads, DiskPriority.PREFETCH) == len(reads)
+    rig.disk.gate.set()
+    rig.until(lambda: rig.queue.in_flight == 0)
+    assert [views for _, views, _ in rig.disk.calls] == [16, 4, 1, 1]
+    assert [op.outcome for op in reads] == [OK] * len(reads)
+    assert all(rig.frame(30 + place, 8192) == content(number, 8192) for place, number in enumerate(numbers))
+
+
+def test_one_bad_block_of_a_shared_call_is_the_only_one(one_worker: Rig) -> None:
+    rig = one_worker
+    written = rig.store(range(6), 8192)
+    reads = [rig.read_op(op, 10 + place) for place, op in enumerate(written)]
+    reads[2].checksum ^= 1
+    reads[4].stored_length = 4096
+    assert rig.run(reads) == [OK, OK, CORRUPT, OK, CORRUPT, OK]
+
+
+def test_loads_share_out_a_run_among_idle_workers(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "nvme", threads=4)
+    written = rig.store(range(16), 8192)
+    rig.disk.calls.clear()
+    assert rig.run([rig.read_op(op, 20 + place) for place, op in enumerate(written)]) == [OK] * 16
+    assert max(views for _, views, _ in rig.disk.calls) <= 4
+    rig.close()
+
+
+def test_loads_before_prefetches_before_writes(one_worker: Rig) -> None:
+    rig = one_worker
+    hold(rig)
+    for number, priority in enumerate(
+        [DiskPriority.WRITE, DiskPriority.PREFETCH, DiskPriority.LOAD, DiskPriority.WRITE]
+    ):
+        assert rig.queue.submit(rig.write_op(2 * number, content(number, 100)), priority)
+    assert [rig.queue.queued(priority) for priority in DiskPriority] == [1, 1, 2]
+    rig.disk.gate.set()
+    rig.until(lambda: len(rig.finished) == 5)
+    assert [offset // rig.frame_bytes for _, _, offset in rig.disk.calls] == [4, 2, 0, 6]
+
+
+def test_a_full_queue_says_so(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "nvme", threads=1, limits={DiskPriority.WRITE: 3})
+    hold(rig)
+    ops = [rig.write_op(2 * number, content(number, 5000)) for number in range(5)]
+    assert rig.queue.submit_many(ops, DiskPriority.WRITE) == 3
+    assert not rig.queue.submit(ops[3], DiskPriority.WRITE)
+    assert rig.queue.submit(ops[4], DiskPriority.PREFETCH)
+    assert (rig.queue.in_flight, rig.queue.in_flight_bytes) == (5, PAGE_BYTES + 4 * 8192)
+    assert rig.queue.refused == 3
+    rig.disk.gate.set()
+    rig.until(lambda: rig.queue.in_flight == 0)
+    assert rig.queue.submit(ops[3], DiskPriority.WRITE)
+    rig.until(lambda: rig.queue.in_flight == 0)
+    rig.close()
+
+
+def test_writes_never_take_all_workers(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "nvme", threads=4)
+    (written,) = rig.store([0], 100)
+    rig.disk.gate.clear()
+    writes = [rig.write_op(2 * number, content(number, 100)) for number in range(2, 10)]
+    assert rig.queue.submit_many(writes, DiskPriority.WRITE) == 8
+    rig.until(lambda: rig.disk.running == 3)
+    assert rig.queue.submit(rig.read_op(written, 1), DiskPriority.LOAD)
+    rig.until(lambda: rig.disk.running == 4)
+    assert rig.disk.calls[-1][0] == "preadv"
+    assert rig.queue.queued(DiskPriority.WRITE) == 5
+    rig.disk.gate.set()
+    rig.until(lambda: rig.queue.in_flight == 0)
+    assert {op.outcome for op in writes} == {OK}
+    rig.close()
+
+
+def test_a_batch_is_announced_once(one_worker: Rig) -> None:
+    rig = one_worker
+    assert rig.queue.submit_many([rig.write_op(2 * n, content(n, 100)) for n in range(10)], DiskPriority.WRITE) == 10
+    deadline_s = time.monotonic() + DEADLINE_S
+    while len(rig.disk.calls) < 10 or rig.queue.oldest_age_s() > 0:
+        assert time.monotonic() < deadline_s
+    assert (rig.announcements, rig.finished) == (1, [])
+    rig.announced.get(timeout=DEADLINE_S)()
+    rig.until(lambda: len(rig.finished) == 10)
+    assert rig.run([rig.write_op(0, content(0, 100))]) == [OK]
+
+
+def test_a_callback_that_raises_takes_nobody_along(one_worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig = one_worker
+    hold(rig)
+    ops = [rig.write_op(2 * number, content(number, 100)) for number in range(3)]
+
+    def fail(op: WriteOp) -> None:
+        rig.finished.append(op)
+        raise RuntimeError("mine")
+
+    ops[0].done = fail
+    assert rig.queue.submit_many(ops, DiskPriority.WRITE) == 3
+    rig.disk.gate.set()
+    rig.until(lambda: len(rig.finished) == 4)
+    assert [op.outcome for op in ops] == [OK] * 3
+    assert "RuntimeError: mine" in caplog.text
+
+
+def test_what_waits_can_be_cancelled(one_worker: Rig) -> None:
+    rig = one_worker
+    held = hold(rig)
+    writes = [rig.write_op(number, content(number, 8192)) for number in range(4)]
+    later = rig.write_op(8, content(8, 100))
+    assert rig.queue.submit_many(writes, DiskPriority.WRITE) == 4
+    assert rig.queue.submit(later, DiskPriority.PREFETCH)
+    assert rig.queue.cancel_queued(DiskPriority.WRITE) == 4
+    assert rig.finished == []
+    rig.until(lambda: len(rig.finished) == 4)
+    assert {op.outcome for op in writes} == {DiskOutcome.CANCELLED}
+    rig.disk.gate.set()
+    rig.until(lambda: rig.queue.in_flight == 0)
+    assert (held.outcome, later.outcome, rig.queue.cancelled) == (OK, OK, 4)
+
+
+def test_an_unwanted_operation_is_not_started(one_worker: Rig) -> None:
+    rig = one_worker
+    hold(rig)
+    writes = [rig.write_op(number, content(number, 8192)) for number in range(4)]
+    assert rig.queue.submit_many(writes, DiskPriority.WRITE) == 4
+    writes[1].unwanted = writes[3].unwanted = True
+    rig.disk.gate.set()
+    rig.until(lambda: rig.queue.in_flight == 0)
+    assert [op.outcome for op in writes] == [OK, DiskOutcome.CANCELLED, OK, DiskOutcome.CANCELLED]
+    assert on_disk(rig, 0, 4 * 8192) == content(0, 8192) + bytes(8192) + content(2, 8192) + bytes(8192)
+
+
+def test_a_hung_disk_shows_its_age_and_is_left_behind(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "nvme", threads=2)
+    rig.disk.gate.clear()
+    assert rig.queue.oldest_age_s() == 0
+    ops = [rig.write_op(2 * number, content(number, 100)) for number in range(4)]
+    assert rig.queue.submit_many(ops, DiskPriority.LOAD) == 4
+    rig.until(lambda: rig.disk.running == 2)
+    rig.until(lambda: rig.queue.oldest_age_s() > 0.02)
+    assert not rig.queue.stop(time.monotonic() + 0.05)
+    assert [op.outcome for op in ops].count(DiskOutcome.ABANDONED) == 2
+    assert [op.outcome for op in ops].count(DiskOutcome.CANCELLED) == 2
+    assert sorted(map(id, rig.finished)) == sorted(map(id, ops))
+    assert not rig.queue.submit(rig.write_op(9, b"late"), DiskPriority.LOAD)
+    rig.disk.gate.set()
+    assert rig.queue.stop(time.monotonic() + DEADLINE_S)
+    rig.close()
+    assert len(rig.finished) == 4
+
+
+def test_stop_finishes_what_runs_and_cancels_the_rest(one_worker: Rig) -> None:
+    rig = one_worker
+    held = hold(rig)
+    op = rig.write_op(0, content(0, 100))
+    assert rig.queue.submit(op, DiskPriority.WRITE)
+    rig.queue.begin_stop()
+    assert not rig.queue.submit(rig.write_op(2, content(2, 100)), DiskPriority.LOAD)
+    rig.disk.gate.set()
+    assert rig.queue.stop(time.monotonic() + DEADLINE_S)
+    assert (held.outcome, op.outcome) == (OK, DiskOutcome.CANCELLED)
+    assert rig.finished == [op, held]
+
+
+def test_segments_come_and_go_by_way_of_the_queue(rig: Rig) -> None:
+    done: list[TaskOp] = []
+
+    def task(call: object) -> TaskOp:
+        op = TaskOp(call=call, done=done.append)  # type: ignore[arg-type]
+        assert rig.queue.submit(op, DiskPriority.WRITE)
+        rig.until(lambda: bool(done) and done[-1] is op)
+        return op
+
+    assert task(lambda: rig.directory.create_segment(2)).outcome is OK
+    assert rig.directory.segments == [1, 2]
+    again = task(lambda: rig.directory.create_segment(2))
+    assert (again.outcome, again.errno) == (IO_ERROR, errno.EEXIST)
+    assert task(lambda: rig.directory.remove_segment(2)).outcome is OK
+    assert rig.directory.segments == [1]
+    assert task(lambda: rig.directory.remove_segment(2)).errno == errno.ENOENT
+
+
+# --- codecs --------------------------------------------------------------------------------------
+
+
+def test_encoded_blocks_save_pages_and_come_back(rig: Rig) -> None:
+    lz4 = codecs.codec_number("lz4", 2)
+    small = rig.write_op(0, b"\x00\x3f" * 4000, lz4)
+    noise = rig.write_op(1, random.Random(1).randbytes(8000), lz4)
+    assert rig.run([small, noise], DiskPriority.WRITE) == [OK, OK]
+    assert (small.codec, small.moved_bytes) == (lz4, PAGE_BYTES)
+    assert (noise.codec, noise.stored_length) == (codecs.RAW, 8000)
+    assert rig.queue.written_bytes == PAGE_BYTES + 8192
+    assert rig.run([rig.read_op(small, 4), rig.read_op(noise, 5)]) == [OK, OK]
+    assert rig.frame(4, 8000) == b"\x00\x3f" * 4000
+    assert rig.frame(5, 8000) == random.Random(1).randbytes(8000)
+    assert rig.run([rig.read_op(small, 4, codec=0x11), rig.read_op(small, 4, length=8001)]) == [CORRUPT, CORRUPT]
+
+
+# --- all together --------------------------------------------------------------------------------
+
+
+def test_many_blocks_on_a_real_loop(tmp_path: Path) -> None:
+    asyncio.run(many_blocks(tmp_path))
+
+
+async def many_blocks(tmp_path: Path) -> None:
+    choose = random.Random(7)
+    rig = Rig(tmp_path / "nvme", threads=1)
+    rig.queue.begin_stop()
+    queue = DiskQueue(rig.directory, asyncio.get_running_loop().call_soon_threadsafe, threads=4)
+    finished: asyncio.Queue[WriteOp | ReadOp] = asyncio.Queue()
+    rows: dict[int, WriteOp] = {}
+    half = rig.frames // 2
+
+    async def settle(ops: list[WriteOp | ReadOp], priority: DiskPriority) -> None:
+        for op in ops:
+            op.done = finished.put_nowait
+        assert queue.submit_many(ops, priority) == len(ops)
+        for _ in ops:
+            op = await asyncio.wait_for(finished.get(), DEADLINE_S)
+            assert op.outcome is OK
+
+    for _ in range(30):
+        numbers = choose.sample(range(half), choose.randint(1, half))
+        numbers = sorted(numbers) if choose.random() < 0.5 else numbers
+        writes = [rig.write_op(n, choose.randbytes(choose.randint(1, 8192))) for n in numbers]
+        expected = {n: rig.frame(n, op.length) for n, op in zip(numbers, writes, strict=True)}
+        await settle(list(writes), DiskPriority.WRITE)
+        rows.update(zip(numbers, writes, strict=True))
+        reads = [rig.read_op(rows[n], half + n) for n in numbers]
+        await settle(list(reads), DiskPriority.LOAD)
+        for n in numbers:
+            assert rig.frame(half + n, rows[n].length) == expected[n]
+    stats = queue.stats()
+    assert stats["reads"] == stats["writes"] == queue.latency["load"].count
+    assert stats["errors"] == {}
+    assert queue.stop(time.monotonic() + DEADLINE_S)
+    rig.close()
+
+
+def test_the_queue_needs_an_open_directory_only(tmp_path: Path) -> None:
+    directory = Directory(tmp_path / "nvme", 4 * SEGMENT_BYTES, SEGMENT_BYTES)
+    directory.open()
+    queue = DiskQueue(directory, lambda call: None, threads=1)
+    assert queue.stats()["queued"] == 0
+    assert queue.stop(time.monotonic() + DEADLINE_S)
+    directory.close()
+
+
+def test_ops_name_what_they_prove() -> None:
+    op = WriteOp(slot=0, address=0, length=1, key=key(0), fingerprint=FINGERPRINT, done=print)
+    assert (op.codec, op.kind, op.outcome) == (codecs.RAW, 1, DiskOutcome.PENDING)

@@ -1,0 +1,265 @@
+"""A whole NVMe tier below a DRAM cache in this process: real files, disks that the test controls."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from disk_rig import ObedientDisk
+
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.config.setting_kinds import NvmeDirectory
+from tiercache.copies.arena import Region, create_region
+from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.events.events import Events, Named
+from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
+from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
+from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.daemon.tiers.nvme.tier import NvmeTier
+from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
+from tiercache.protocol.namespaces import NamespaceSpec
+
+BLOCK_BYTES = 64 << 10
+REGION_BYTES = 2 << 20
+DEADLINE_S = 60.0
+
+
+def keys_of(name: str, blocks: int) -> bytes:
+    """The packed keys of a chain of its own."""
+    parts, before = [], name.encode()
+    for number in range(blocks):
+        before = hashlib.blake2b(before + number.to_bytes(4, "little"), digest_size=KEY_BYTES).digest()
+        parts.append(before)
+    return b"".join(parts)
+
+
+def key_of(chain: bytes, number: int) -> bytes:
+    return chain[KEY_BYTES * number : KEY_BYTES * (number + 1)]
+
+
+def content(key: bytes, length: int) -> bytes:
+    """What is stored under a key: bytes that no other key has, and no two pages alike."""
+    pages = range(length // 4096)
+    return b"".join(hashlib.blake2b(key + page.to_bytes(4, "little"), digest_size=64).digest() * 64 for page in pages)
+
+
+def right(namespace: Namespace, key: bytes) -> bytes:
+    """What is stored under a key in a namespace; no two have the same."""
+    whose = namespace.fingerprint if namespace.spec.tp_rank or namespace.table.windowed else ""
+    return content(key + whose.encode(), namespace.spec.block_bytes)
+
+
+Scenario = Callable[[], Coroutine[Any, Any, None]]
+
+
+def play(scenario: Scenario) -> None:
+    """Run it on a loop of its own; an error in a callback of the loop fails the test too."""
+    errors: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        await scenario()
+
+    asyncio.run(run())
+    assert not errors, errors
+
+
+class TierRig:
+    """`await rig.open()`, then store, load, flush; `rig.check()` after each step. Never two at a time.
+
+    disks: one for each directory. Everything else as the daemon's settings.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        disks: int = 1,
+        arena_regions: int = 8,
+        nvme_bytes: int = 64 << 20,
+        segment_bytes: int = 2 << 20,
+        dirs: list[Path] | None = None,
+        events: Events | None = None,
+        **settings: Any,
+    ) -> None:
+        self.dirs = dirs or [root / f"nvme{number}" for number in range(disks)]
+        self.disks = {path: ObedientDisk() for path in self.dirs}
+        config = DaemonConfig(
+            run_dir=root / "run",
+            nvme_dirs=tuple(map(NvmeDirectory, self.dirs)),
+            nvme_bytes=nvme_bytes,
+            nvme_segment_bytes=segment_bytes,
+            **settings,
+        )
+        self.regions: dict[int, Region] = {}
+        self.tier = NvmeTier(config, self.regions, lambda: None, lambda path: self.disks[path])
+        self.cache = Cache(time.monotonic, CacheLimits(quarantine_bytes=1 << 30), self.tier, events)
+        self.tier.attach(self.cache)
+        for region_id in range(arena_regions):
+            fd = create_region(REGION_BYTES, "test")
+            self.regions[region_id] = Region(region_id, fd, REGION_BYTES)
+            os.close(fd)
+            self.cache.space.allocator.add_region(region_id, REGION_BYTES)
+        self.owner = Owner(b"a" * 16)
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def open(self) -> TierRig:
+        await self.tier.open()
+        await self.loaded()
+        return self
+
+    async def loaded(self) -> None:
+        """All rows of earlier lives are in."""
+        await self.until(lambda: not any(shelf.loading for shelf in self.shelves))
+
+    async def close(self, grace_s: float = 0.0) -> int:
+        """As at SIGTERM; returns the blocks that were left."""
+        left = await self.tier.close(grace_s)
+        self._unmap()
+        return left
+
+    async def crash(self) -> None:
+        """As much like kill -9 as one process allows: nothing that waits is written any more."""
+        self.tier._stop_keeping()
+        for shelf in self.shelves:
+            self.disks[shelf.directory.path].gate.set()
+            shelf.queue.stop(time.monotonic() + DEADLINE_S)
+            shelf.catalog._abandoned = shelf.catalog._closing = True  # what waits for a commit is lost
+            shelf.catalog.close(DEADLINE_S)
+            shelf.directory.close()
+        self.tier._shelves.clear()
+        self._unmap()
+
+    def _unmap(self) -> None:
+        for region in self.regions.values():
+            region.unmap()
+
+    @property
+    def shelves(self) -> list[Shelf]:
+        return self.tier._shelves
+
+    async def until(self, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+        """Do the daemon's work until it is so."""
+        end_s = time.monotonic() + deadline_s
+        while not condition():
+            assert time.monotonic() < end_s, f"not in time: {self.tier.stats()}"
+            self.cache.work()
+            self.cache.expire()
+            await asyncio.sleep(0.001)
+
+    async def settled(self) -> None:
+        """Nothing is on its way to the disks, or waits to be."""
+        await self.until(lambda: self.tier._writes.idle)
+        await self.committed()
+
+    async def committed(self) -> None:
+        """All that was posted to the catalogs is in the databases."""
+        await self.until(lambda: all(shelf.catalog.pending == 0 for shelf in self.shelves))
+
+    def check(self) -> None:
+        assert self.cache.check_integrity() == []
+        assert self.tier.check_integrity() == []
+        if self.tier._writes.in_flight_bytes == 0:
+            assert not self.cache.space.allocator._holders, "a frame is held for ever"
+        for shelf in self.shelves:
+            if shelf.queue.in_flight == 0:
+                assert not shelf.allocator._holders, "a slot is held for ever"
+                own = {*shelf.index.unlinking_entries(), *(table.root for table in shelf.index.tables.values())}
+                pinned = {entry for entry, pins in enumerate(shelf.index.pins) if pins and shelf.index.state[entry]}
+                own |= set(shelf.slots.tails)
+                writes = self.tier._writes  # those complete and not visible yet hold their parents
+                own |= {entry for name, entry in writes._held.items() if writes._flying[name].shelf is shelf}
+                assert pinned <= own, "an entry is pinned for ever"
+
+    # --- blocks ----------------------------------------------------------------------------------
+
+    def namespace(self, block_bytes: int = BLOCK_BYTES, rank: int = 0, window_blocks: int = 0) -> Namespace:
+        return self.cache.space.open_namespace(
+            NamespaceSpec(
+                engine="t",
+                layout="l",
+                dtype="uint8",
+                block_size=1,
+                block_bytes=block_bytes,
+                tp_rank=rank,
+                tp_size=8,
+                window_blocks=window_blocks,
+            )
+        )
+
+    def view(self, frame: int, length: int) -> memoryview:
+        return self.regions[frame >> REGION_SHIFT].view(frame & OFFSET_MASK, length)
+
+    def store(self, namespace: Namespace, chain: bytes, first: int = 0, named: Named | None = None) -> list[BlockState]:
+        """Reserve, copy, commit, as a client does."""
+        parent = key_of(chain, first - 1) if first else b""
+        got = self.cache.reserve(self.owner, namespace, parent, chain[KEY_BYTES * first :], 10, named)
+        assert not got.parent_missing
+        numbers = [number for number, state in enumerate(got.states) if state is BlockState.FRAME]
+        length = namespace.spec.block_bytes
+        for number, frame in zip(numbers, got.frames, strict=True):
+            self.view(frame, length)[:] = right(namespace, key_of(chain, first + number))
+        self.cache.writes.commit(self.owner, got.lease_id, numbers)
+        return got.states
+
+    def match(self, namespaces: list[Namespace], chain: bytes, ttl_s: float = 60.0) -> ReadLease | None:
+        """A lease on what there is, with what is below on its way up."""
+        return self.cache.match(self.owner, namespaces, chain, ttl_s, promote=True).lease
+
+    def read(self, lease: ReadLease, *namespaces: Namespace) -> int:
+        """Compare every block under a lease, then release it; the blocks, 0 if it was revoked."""
+        blocks, wrong = lease.blocks, list[str]()
+        for namespace in namespaces:
+            first, length = first_of_window(namespace, blocks), namespace.spec.block_bytes
+            frames = self.cache.reads.frames(lease, namespace, first, blocks - first)
+            assert len(frames) == blocks - first or lease.over
+            for number, frame in enumerate(frames, first):
+                if bytes(self.view(frame, length)) != right(namespace, key_of(lease.keys, number)):
+                    wrong.append(f"block {number} of namespace {namespace.number}")
+        if not self.cache.reads.release(self.owner, lease.lease_id):
+            return 0
+        assert not wrong, f"wrong bytes: {wrong}"
+        return blocks
+
+    async def load(self, namespace: Namespace, chain: bytes) -> int:
+        """Match, wait for what comes up, compare, release."""
+        return await self.load_all([namespace], chain)
+
+    async def load_all(self, namespaces: list[Namespace], chain: bytes) -> int:
+        """As `load`, what all of the namespaces have."""
+        lease = self.match(namespaces, chain)
+        if lease is None:
+            return 0
+        await self.until(lambda: lease.over or lease.lease_id not in self.cache.reads.growing)
+        return self.read(lease, *namespaces)
+
+    def forget_blocks(self, namespace: Namespace, keys: bytes) -> None:
+        """Only DRAM forgets, and these blocks only (of a chain what follows too)."""
+        for at in range(0, len(keys), KEY_BYTES):
+            self.cache.flush([namespace.number], keys[at : at + KEY_BYTES])
+
+    def forget_dram(self) -> None:
+        """Only DRAM forgets."""
+        numbers = [namespace.number for namespace in self.cache.all_namespaces()]
+        more = self.cache.flush(numbers, b"")[1]
+        while more:
+            more = any(table.unlinking for table in self.cache.space.index.tables.values())
+            self.cache.space.work()
+
+    async def flush(self, key: bytes = b"", tier: str = "all") -> bool:
+        """As the service does; whether it is durable."""
+        namespaces = self.cache.all_namespaces()
+        if tier != "nvme":
+            self.cache.flush([namespace.number for namespace in namespaces], key)
+        if tier == "dram":
+            return True
+        answers: list[bool] = []
+        self.tier.flush(namespaces, key, lambda blocks, durable: answers.append(durable))
+        await self.until(lambda: bool(answers))
+        assert len(answers) == 1
+        return answers[0]
