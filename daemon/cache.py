@@ -1,12 +1,15 @@
-"""The cache as one object: every decision of the daemon, without sockets, threads or real time.
+"""Puts the parts of the cache together, and does what concerns more than one of them.
 
-    Space    where blocks live: namespaces, size classes, eviction
+    Space    where blocks live in DRAM: namespaces, size classes, eviction
     Reads    match, resolve, hold, release, pin
     Writes   reserve, commit, abort, quarantine
-    WhatIf   hit rates that caches of other sizes would have had
-    Cache    what concerns all three: flush, expiry, lost sessions, checks
+    below    the tier below: NVMe, or none
+    Ahead    prefetches for clients that said when they return
+    Cache    hints, flush, deferred work, expiry, lost sessions, checks
 
-The clock is a parameter, so tests use a fake one.
+It is no door to the parts. Each class that answers requests, and each move between the tiers, is given those that it
+uses; statistics and inspection read them. There are no sockets, threads or real time here: the clock is a parameter, so
+tests use a fake one.
 """
 
 from __future__ import annotations
@@ -17,19 +20,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tiercache.daemon.events.events import Events, Named
+from tiercache.daemon.events.events import Events
 from tiercache.daemon.ground.counters import Counters
-from tiercache.daemon.ground.slices import Slices, Steps, finish, noted
+from tiercache.daemon.ground.slices import Slices, Steps, noted
 from tiercache.daemon.hints.hints import GivenHint
 from tiercache.daemon.index.ages import Ages
 from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.observe.observers import Observers
 from tiercache.daemon.observe.reuse import WhatIf
-from tiercache.daemon.observe.traffic import Traffic
 from tiercache.daemon.policies import POLICIES, Maker, Policies
 from tiercache.daemon.prefetch import Ahead
 from tiercache.daemon.tiers.dram.check import check_dram
-from tiercache.daemon.tiers.dram.leases import Owner, Reservation
-from tiercache.daemon.tiers.dram.reads import Found, Reads
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.reads import Reads
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.unfinished import Unfinished
 from tiercache.daemon.tiers.dram.writes import Writes
@@ -63,7 +66,7 @@ class CacheLimits:
 
 
 class Cache:
-    """All state of the DRAM tier. Event loop only; never blocks."""
+    """The parts, and what concerns more than one of them. Event loop only; never blocks."""
 
     def __init__(
         self,
@@ -74,11 +77,10 @@ class Cache:
         what_if: WhatIf | None = None,
     ) -> None:
         limits = limits or CacheLimits()
-        self.what_if = what_if
         self.below = below or NoTierBelow()
         self.clock_s = clock_s
         self.counters = Counters()
-        self.traffic = Traffic()
+        self.observers = Observers(what_if)
         policies, quotas = Policies(limits.policy, clock_s, limits.secret), Quotas(limits.quota)
         self.space = Space(policies, self.counters, quotas, limits.headroom_bytes, Quotas(limits.quota_below))
         self.reads = Reads(self.space, self.below, clock_s, limits.pin_share)
@@ -100,57 +102,7 @@ class Cache:
         self._round = iter(self._kinds)
         self._more = False  # left over from kinds of work that had their turn in this round
 
-    def match(
-        self,
-        owner: Owner,
-        namespaces: Sequence[Namespace],
-        keys: bytes,
-        ttl_s: float,
-        promote: bool = False,
-        extents: bool = False,
-    ) -> Found:
-        """`Reads.match`, all of it at once, however long it takes."""
-        return finish(self.match_in_slices(owner, namespaces, keys, ttl_s, promote, extents))
-
-    def peek(self, namespaces: Sequence[Namespace], keys: bytes) -> tuple[int, int]:
-        """`Reads.peek`, all of it at once."""
-        return finish(self.reads.peek(namespaces, keys))
-
-    def pin(self, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float) -> int:
-        """`Reads.pin`, all of it at once."""
-        return finish(self.reads.pin(namespaces, keys, ttl_s))
-
-    def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Found:
-        """`Reads.prefetch`, all of it at once."""
-        return finish(self.prefetch_in_slices(owner, namespaces, keys))
-
-    def match_in_slices(
-        self,
-        owner: Owner,
-        namespaces: Sequence[Namespace],
-        keys: bytes,
-        ttl_s: float,
-        promote: bool = False,
-        extents: bool = False,
-    ) -> Steps[Found]:
-        """See `Reads.match`."""
-        found = yield from self.reads.match(owner, namespaces, keys, ttl_s, promote, extents)
-        if self.what_if is not None:
-            self.what_if.looked_up(namespaces, keys, found.dram, found.below)
-        return found
-
-    def prefetch_in_slices(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Steps[Found]:
-        """See `Reads.prefetch`."""
-        found = yield from self.reads.prefetch(owner, namespaces, keys)
-        if self.what_if is not None:
-            self.what_if.looked_up(namespaces, keys, found.dram, found.below)
-        return found
-
-    def hint(self, namespaces: Sequence[Namespace], keys: bytes, first: int, said: GivenHint) -> int:
-        """`hint_in_slices`, all of it at once."""
-        return finish(self.hint_in_slices(namespaces, keys, first, said))
-
-    def hint_in_slices(self, namespaces: Sequence[Namespace], keys: bytes, first: int, said: GivenHint) -> Steps[int]:
+    def hint(self, namespaces: Sequence[Namespace], keys: bytes, first: int, said: GivenHint) -> Steps[int]:
         """Apply a client's hint to blocks `first..` of `keys`; returns how many of `keys` are here."""
         hints, index, blocks = self.space.policies.hints, self.space.index, 0
         hints.count(said)
@@ -164,24 +116,7 @@ class Cache:
             self.ahead.say(namespaces, keys[: blocks * KEY_BYTES], said)
         return blocks
 
-    def all_namespaces(self) -> list[Namespace]:
-        """Every registered namespace."""
-        return list(self.space.namespaces.values())
-
-    def reserve(
-        self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float, named: Named | None = None
-    ) -> Reservation:
-        """See `Writes.reserve`. May evict, so leases that lost a block are revoked on the way."""
-        reservation = self.writes.reserve(owner, namespace, parent, keys, ttl_s, named)
-        if self.what_if is not None and not owner.internal:
-            self.what_if.stored(namespace, parent, keys)
-        return reservation
-
-    def flush(self, numbers: Sequence[int], key: bytes) -> tuple[int, bool]:
-        """`flush_in_slices` of DRAM alone, all of it at once."""
-        return finish(self.flush_in_slices([self.space.namespaces[number] for number in numbers], key, None))
-
-    def flush_in_slices(
+    def flush(
         self, namespaces: Sequence[Namespace], key: bytes, below: FlushBelow | None, dram: bool = True
     ) -> Steps[tuple[int, bool]]:
         """Flush everything in these namespaces, or one block and what follows it: in DRAM, and `below`.
@@ -209,8 +144,8 @@ class Cache:
         index = self.space.index
         tables = [index.tables[number] for number in numbers]
         before = sum(table.blocks for table in tables)
-        if self.what_if is not None and not key:
-            self.what_if.forget([self.space.namespaces[number] for number in numbers])
+        if self.observers.what_if is not None and not key:
+            self.observers.what_if.forget([self.space.namespaces[number] for number in numbers])
         if key:
             for table in tables:
                 self.writes.drop_key(table.number, key)
@@ -308,11 +243,7 @@ class Cache:
         for policy in self.space.policies.hints.policies:
             findings += policy.check_integrity()
             yield
-        if self.what_if is not None:
-            findings += self.what_if.stack.check_integrity()
+        if self.observers.what_if is not None:
+            findings += self.observers.what_if.stack.check_integrity()
             yield
         return findings
-
-    def check_integrity(self) -> list[str]:
-        """`check`, all of it at once."""
-        return finish(self.check())

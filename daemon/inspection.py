@@ -7,11 +7,11 @@ from heapq import nsmallest
 from operator import attrgetter
 
 from tiercache.daemon.cache import Cache
-from tiercache.daemon.ground.slices import LOOKUPS, Steps
-from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.index.walks import path_to
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.protocol.messages import MAX_INSPECTED, MAX_KEYS, MAX_LISTED_PINS, BlockView, PinView
+from tiercache.protocol.messages import MAX_INSPECTED, MAX_LISTED_PINS, BlockView, PinView
 
 _NAMESPACES_AT_ONCE = 256
 _PINS_AT_ONCE = 256
@@ -51,25 +51,6 @@ def chain_of(cache: Cache, namespaces: Sequence[Namespace], key: bytes) -> Steps
         if found:
             return found
     return []
-
-
-def path_to(index: Index, table: Table | None, key: bytes) -> Steps[list[bytes]]:
-    """Keys from the root of a table down to a block of it; empty where the block is not here, or has no chain.
-
-    A key stands for all before it, so results of earlier slices stay right as long as the last key is here.
-    """
-    if table is None or table.windowed:
-        return []
-    entry, keys, parent, path = table.get(key), index.key, index.parent, list[bytes]()
-    while entry not in (NO_ENTRY, table.root) and len(path) < MAX_KEYS:
-        path.append(keys[entry])
-        if not len(path) % LOOKUPS:
-            yield
-            if table.get(path[-1]) != entry:
-                return []  # it was evicted or flushed meanwhile
-        entry = parent[entry]
-    # A path that does not end at the root is being unlinked, or is longer than a request may name.
-    return path[::-1] if entry == table.root else []
 
 
 def pins_of(cache: Cache) -> Steps[list[PinView]]:

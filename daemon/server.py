@@ -102,7 +102,7 @@ class Server:
         self.cache.work_ns, self.cache.writes.publish_ns = WORK_NS, PUBLISH_NS
         self.settings = LiveSettings(running, again, self.cache)
         if self.nvme is not None:
-            self.nvme.attach(self.cache)
+            self.nvme.attach(self.cache.space, self.cache.reads, self.cache.writes, self.events)
             self.nvme.limit_work(WORK_NS)
         self.recorder: Recorder | None = None
         self.http: HttpProcess | None = None
@@ -191,7 +191,7 @@ class Server:
             max_leases=config.max_leases_per_session,
             region_bytes=min(config.region_bytes, config.arena_bytes),
         )
-        desk.recorder, desk.settings = self.recorder, self.settings
+        desk.settings, self.cache.observers.recorder = self.settings, self.recorder
         slow = SlowRequests(config.slow_request_s, self.cache.counters)
         self.service = Service(
             desk,

@@ -6,10 +6,10 @@ for the end of a chain of 65536 blocks would walk up all of it at once; a walk b
 
 from __future__ import annotations
 
-from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.ground.slices import LOOKUPS, Steps
 from tiercache.daemon.index.index import LIVE, REMEMBERED, Index, Table
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.protocol.messages import KEY_BYTES
+from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
 
 WALKED_AT_ONCE = 8192
 """Entries looked at in one slice on the way to a root: about a millisecond."""
@@ -58,3 +58,22 @@ def _deepest(table: Table, keys: bytes, limit: int) -> int:
         else:
             low, deepest = middle + 1, entry
     return deepest
+
+
+def path_to(index: Index, table: Table | None, key: bytes) -> Steps[list[bytes]]:
+    """Keys from the root of a table down to a block of it; empty where the block is not here, or has no chain.
+
+    A key stands for all before it, so results of earlier slices stay right as long as the last key is here.
+    """
+    if table is None or table.windowed:
+        return []
+    entry, keys, parent, path = table.get(key), index.key, index.parent, list[bytes]()
+    while entry not in (NO_ENTRY, table.root) and len(path) < MAX_KEYS:
+        path.append(keys[entry])
+        if not len(path) % LOOKUPS:
+            yield
+            if table.get(path[-1]) != entry:
+                return []  # it was evicted or flushed meanwhile
+        entry = parent[entry]
+    # A path that does not end at the root is being unlinked, or is longer than a request may name.
+    return path[::-1] if entry == table.root else []

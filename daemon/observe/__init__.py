@@ -3,6 +3,7 @@
 histograms             the histograms of `tiercache stats`; requests/stats answers with them and all other figures
 traffic, hot_prefixes  look-ups and hits; the prefixes most asked for
 reuse*                 the hit rate that caches of other sizes would have
+observers              passes on to these what clients ask and store
 recorder               records requests in a file for `tiercache replay`
 http_process           the HTTP process beside the daemon
 """

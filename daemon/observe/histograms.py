@@ -8,22 +8,26 @@ from typing import TYPE_CHECKING, Any
 from tiercache.ground.histograms import Histogram, LatencyHistogram
 
 if TYPE_CHECKING:
-    from tiercache.daemon.cache import Cache
+    from tiercache.daemon.observe.traffic import Traffic
     from tiercache.daemon.tiers.nvme.tier import NvmeTier
 
 
 def build_histograms(
-    cache: Cache, latency: Mapping[str, LatencyHistogram], nvme: NvmeTier | None
+    traffic: Traffic,
+    leases: Mapping[str, LatencyHistogram],
+    latency: Mapping[str, LatencyHistogram],
+    nvme: NvmeTier | None,
 ) -> dict[str, list[dict[str, Any]]]:
     """By name, one for each combination of labels. Sums and bucket bounds are in the unit that ends the name.
 
-    `latency` is that of requests, by kind. Some 10 us for each non-empty one.
+    `leases`: how long leases of clients were held, by kind. `latency`: that of requests, by kind. Some 10 us for each
+    non-empty one.
     """
     found = {
         "request_ns": [_shown(histogram, request=name) for name, histogram in sorted(latency.items())],
-        "asked_tokens": [_shown(cache.traffic.asked_tokens)],
-        "hit_tokens": [_shown(cache.traffic.hit_tokens)],
-        "lease_ns": [_shown(cache.reads.ages, kind="read"), _shown(cache.writes.ages, kind="write")],
+        "asked_tokens": [_shown(traffic.asked_tokens)],
+        "hit_tokens": [_shown(traffic.hit_tokens)],
+        "lease_ns": [_shown(histogram, kind=kind) for kind, histogram in leases.items()],
     }
     if nvme is not None:
         found |= {"promotion_ns": [], "demotion_ns": [], "disk_call_ns": [], "disk_call_bytes": []}

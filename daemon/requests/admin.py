@@ -38,7 +38,12 @@ class AdminRequests:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._cache = desk.cache
+        self._cache = desk.cache  # for what concerns all of it: hints, flushes, checks, inspection
+        self._reads = desk.cache.reads
+        self._below = desk.cache.below
+        self._space = desk.cache.space
+        self._events = desk.cache.events
+        self._observers = desk.cache.observers
         self._generation = desk.generation
         self._checking = False
         self._tasks: set[asyncio.Future[None]] = set()  # the loop itself keeps only weak references
@@ -66,19 +71,20 @@ class AdminRequests:
         ttl_s = min(positive(request.ttl_ms, "ttl_ms"), m.MAX_PIN_TTL_MS) / 1000
         namespaces = self._desk.namespaces(request.namespaces)
         check_windows(namespaces, request.keys)
-        blocks = yield from self._cache.reads.pin(namespaces, request.keys, ttl_s)
+        blocks = yield from self._reads.pin(namespaces, request.keys, ttl_s)
         return m.Pinned(request.request_id, self._generation, blocks)
 
     def _unpin(self, session: Session, request: m.Unpin) -> m.Reply:
         check_keys(request.keys, m.MAX_KEYS)
-        blocks = self._cache.reads.unpin(self._desk.namespaces(request.namespaces), request.keys)
+        blocks = self._reads.unpin(self._desk.namespaces(request.namespaces), request.keys)
         return m.Pinned(request.request_id, self._generation, blocks)
 
     def _prefetch(self, session: Session, request: m.Prefetch) -> Steps[m.Reply]:
         check_keys(request.keys, m.MAX_KEYS)
         namespaces = self._desk.namespaces(request.namespaces)
         check_windows(namespaces, request.keys)
-        found = yield from self._cache.prefetch_in_slices(session.owner, namespaces, request.keys)
+        found = yield from self._reads.prefetch(session.owner, namespaces, request.keys)
+        self._observers.prefetched(namespaces, request.keys, found)
         return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
 
     def _hint(self, session: Session, request: m.Hint) -> Steps[m.Reply]:
@@ -99,25 +105,25 @@ class AdminRequests:
             min(request.ttl_ms, m.MAX_HINT_MS) / 1000,
             m.Priority(request.priority) if request.priority else None,
         )
-        blocks = yield from self._cache.hint_in_slices(namespaces, request.keys, request.first, said)
-        if self._desk.recorder is not None:
-            self._desk.recorder.hinted(namespaces, request)
+        blocks = yield from self._cache.hint(namespaces, request.keys, request.first, said)
+        self._observers.hinted(namespaces, request)
         return m.Hinted(request.request_id, self._generation, blocks)
 
     def _flush(self, session: Session, request: m.Flush) -> Steps[m.Reply | None]:
-        tiers = ["all", "dram", *filter(None, [self._cache.below.name])]
+        tiers = ["all", "dram", *filter(None, [self._below.name])]
         if request.tier not in tiers:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, f"there is no tier {request.tier!r}: {', '.join(tiers)}")
         if request.key:
             check_keys(request.key, 1)
         if self._desk.tenant and not request.namespaces:
             raise RequestRefused(ErrorCode.FORBIDDEN.value, "a tenant flushes its own namespaces: name them")
-        namespaces = self._desk.namespaces(request.namespaces) if request.namespaces else self._cache.all_namespaces()
-        if self._cache.events is not None and not (request.namespaces or request.key) and request.tier == "all":
-            self._cache.events.cleared()
+        namespaces = self._desk.namespaces(request.namespaces) if request.namespaces else self._space.all_namespaces()
+        if self._events is not None and not (request.namespaces or request.key) and request.tier == "all":
+            self._events.cleared()
+        self._observers.flushed(namespaces, request.key, request.tier)
         # Not logged as info for a single prefix: probes of the data path flush one every few seconds.
         level = logging.DEBUG if request.key else logging.INFO
-        cache, identity, blocks, more = self._cache, self._desk.identity, 0, False
+        identity, blocks, more = self._desk.identity, 0, False
 
         def done(below_blocks: int, durable: bool) -> None:
             log.log(level, "session %s flushed %d blocks, %d of them below DRAM", session.name, blocks, below_blocks)
@@ -131,10 +137,10 @@ class AdminRequests:
             self._desk.answer(identity, session, reply)
 
         below = None
-        if cache.below.name and request.tier != "dram":
-            below = cache.below.begin_flush(namespaces, request.key, done, named=bool(request.namespaces))
-        in_dram = request.tier != cache.below.name
-        blocks, more = yield from cache.flush_in_slices(namespaces, request.key, below, in_dram)
+        if self._below.name and request.tier != "dram":
+            below = self._below.begin_flush(namespaces, request.key, done, named=bool(request.namespaces))
+        in_dram = request.tier != self._below.name
+        blocks, more = yield from self._cache.flush(namespaces, request.key, below, in_dram)
         if below is None:
             log.log(level, "session %s flushed %d blocks", session.name, blocks)
             return m.Flushed(request.request_id, self._generation, blocks, more)
@@ -172,7 +178,7 @@ class AdminRequests:
             if looked >= MODELS_AT_ONCE:
                 looked = 0
                 yield
-        known = self._cache.space.numbers({name for card in models.values() for name in card.namespaces})
+        known = self._space.numbers({name for card in models.values() for name in card.namespaces})
         return m.ModelList(request.request_id, self._generation, list(models.values()), known)
 
     def _check(self, session: Session, request: m.Check) -> Steps[m.Reply | None]:
@@ -181,15 +187,15 @@ class AdminRequests:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         if self._checking:
             raise RequestRefused(ErrorCode.LIMIT.value, "another check is under way: wait until it has ended")
-        cache, identity = self._cache, self._desk.identity
+        identity, below = self._desk.identity, self._below
         self._checking = True
         try:
-            findings = yield from cache.check()
-            findings += yield from cache.below.check()
+            findings = yield from self._cache.check()
+            findings += yield from below.check()
         finally:
             self._checking = False
-        blocks = sum(table.blocks for table in cache.space.index.tables.values())
-        blocks += int(cache.below.stats().get("blocks", 0))
+        blocks = sum(table.blocks for table in self._space.index.tables.values())
+        blocks += int(below.stats().get("blocks", 0))
         if not request.sample:
             return self._checked(request, findings, blocks, 0)
 
@@ -197,7 +203,7 @@ class AdminRequests:
             reply = self._checked(request, findings + bad, blocks, scanned)
             self._desk.answer(identity, session, reply)
 
-        if not cache.below.scan(request.sample, request.bytes_per_s, lambda: session.open, done):
+        if not below.scan(request.sample, request.bytes_per_s, lambda: session.open, done):
             raise RequestRefused(ErrorCode.LIMIT.value, "another check reads blocks: wait until it has ended")
         return None
 
@@ -210,24 +216,23 @@ class AdminRequests:
 
     def _inspect(self, session: Session, request: m.Inspect) -> Steps[m.Reply]:
         check_keys(request.key, 1)
-        cache = self._cache
-        namespaces = self._desk.namespaces(request.namespaces) if request.namespaces else cache.all_namespaces()
-        blocks = yield from places_of(cache, namespaces, request.key)
+        namespaces = self._desk.namespaces(request.namespaces) if request.namespaces else self._space.all_namespaces()
+        blocks = yield from places_of(self._cache, namespaces, request.key)
         # Only look into the namespaces that have the block.
-        known = [cache.space.namespaces[number] for number in dict.fromkeys(view.namespace for view in blocks)]
-        chain = yield from chain_of(cache, known, request.key)
+        known = [self._space.namespaces[number] for number in dict.fromkeys(view.namespace for view in blocks)]
+        chain = yield from chain_of(self._cache, known, request.key)
         packed = b"".join(chain) if request.chain else b""
         return m.Inspected(request.request_id, self._generation, blocks, len(chain), packed)
 
     def _pins(self, session: Session, request: m.Pins) -> Steps[m.Reply]:
         views = yield from pins_of(self._cache)
-        reads = self._cache.reads
+        reads = self._reads
         return m.PinList(request.request_id, self._generation, views, len(reads.pins), reads.pin_limit_bytes)
 
     def _specs(self, session: Session, request: m.Specs) -> m.Reply:
         specs, left_bytes = {}, MAX_LISTED_SPECS_BYTES
         for namespace in self._desk.namespaces(request.namespaces):
-            left_bytes -= len(self._cache.space.save(namespace))
+            left_bytes -= len(self._space.save(namespace))
             if left_bytes < 0:
                 break
             specs[namespace.number] = msgspec.to_builtins(namespace.spec)

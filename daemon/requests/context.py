@@ -20,7 +20,6 @@ from tiercache.protocol.messages import KEY_BYTES, ErrorCode
 
 if TYPE_CHECKING:
     from tiercache.daemon.live_settings import LiveSettings
-    from tiercache.daemon.observe.recorder import Recorder
 
 encoder = msgspec.msgpack.Encoder()
 
@@ -47,7 +46,6 @@ class Desk:
         tenant: the client's tenant: it can name only that tenant's namespaces. Empty for a trusted client.
         unsent: earlier answers that wait to be read.
         send: gives an answer to a connection, once there is a router.
-        recorder: is told of requests, if they are recorded.
         settings: what the daemon runs with.
     """
 
@@ -72,7 +70,6 @@ class Desk:
         self.identity = b""
         self.tenant = ""
         self.send: Callable[[bytes, Answer], None] = _nowhere
-        self.recorder: Recorder | None = None
         self.settings: LiveSettings | None = None
 
     def answer(self, identity: bytes, session: Session, reply: m.Reply) -> None:

@@ -16,7 +16,7 @@ from tiercache.daemon.tiers.dram.leases import HeldBelow, ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.errors import RequestRefused
 from tiercache.protocol import messages as m
-from tiercache.protocol.messages import KEY_BYTES, NO_LEASE, OFFSET_MASK, REGION_SHIFT, ErrorCode
+from tiercache.protocol.messages import NO_LEASE, OFFSET_MASK, REGION_SHIFT, ErrorCode
 
 MAX_PARKED = 64
 """Requests of one session that may wait for the tier below."""
@@ -48,13 +48,20 @@ class ReadRequests:
     def __init__(self, desk: Desk, slow: SlowRequests) -> None:
         self._slow = slow
         self._desk = desk
-        self._cache = desk.cache
+        self._reads = desk.cache.reads
+        self._writes = desk.cache.writes
+        self._below = desk.cache.below
+        self._slices = desk.cache.slices
+        self._allocator = desk.cache.space.allocator
+        self._counters = desk.cache.counters
+        self._observers = desk.cache.observers
+        self._traffic = desk.cache.observers.traffic
         self._generation = desk.generation
         self._parked: dict[int, deque[_Parked]] = {}  # by lease
         self._parked_of: Counter[Session] = Counter()
         self._overdue: list[tuple[float, int]] = []  # a heap: deadline and lease of each
         self._due: dict[int, int] = {}  # leases with requests that may be answered, and how many of these to look at
-        desk.cache.reads.on_progress = self._progressed
+        self._reads.on_progress = self._progressed
 
     def methods(self) -> dict[type, Method]:
         """The method that answers each kind of request."""
@@ -76,19 +83,16 @@ class ReadRequests:
         ttl_s = self._desk.lease_ttl_s(session, request.ttl_ms) if request.ttl_ms else 0.0
         # A client on another host cannot read the disks, so no extents are kept for it.
         wants = request.promote, request.extents and not session.tenant
-        found = yield from self._cache.match_in_slices(session.owner, namespaces, request.keys, ttl_s, *wants)
-        self._cache.traffic.matched(namespaces, request.keys, len(request.keys) // KEY_BYTES, found)
-        if self._desk.recorder is not None:
-            promote = request.promote and request.ttl_ms > 0
-            self._desk.recorder.looked(namespaces, request.keys, found.dram, found.below, promote)
+        found = yield from self._reads.match(session.owner, namespaces, request.keys, ttl_s, *wants)
+        self._observers.looked_up(namespaces, request.keys, found, request.promote and request.ttl_ms > 0)
         if found.lease is None:
             return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
         named = min(request.resolve, m.MAX_RESOLVE, max(1, MAX_MATCHED_FRAMES // len(namespaces)))
         frames = []
         if named > 0:
             for namespace in namespaces:
-                its = self._cache.reads.frames(found.lease, namespace, 0, named)
-                self._cache.traffic.read(namespace, len(its) * namespace.spec.block_bytes)
+                its = self._reads.frames(found.lease, namespace, 0, named)
+                self._traffic.read(namespace, len(its) * namespace.spec.block_bytes)
                 frames.append(m.pack_frames(its))
         lease_id = found.lease.lease_id
         held = found.lease.held is not None
@@ -97,10 +101,10 @@ class ReadRequests:
     def _peek(self, session: Session, request: m.Peek) -> Steps[m.Reply]:
         check_keys(request.keys, m.MAX_KEYS)
         namespaces = self._desk.namespaces(request.namespaces)
-        together = yield from self._cache.reads.peek(namespaces, request.keys)
+        together = yield from self._reads.peek(namespaces, request.keys)
         each = []
         for number, namespace in enumerate(namespaces, 1):
-            each.append((yield from self._cache.reads.peek([namespace], request.keys)))
+            each.append((yield from self._reads.peek([namespace], request.keys)))
             if not number % _PEEKS:
                 yield
         return m.Peeked(request.request_id, self._generation, *together, each)
@@ -109,11 +113,11 @@ class ReadRequests:
         if not request.first >= 0 or not 0 < request.count <= m.MAX_RESOLVE:
             text = f"blocks {request.first} + {request.count}: at most {m.MAX_RESOLVE} in one request, from 0 on"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
-        lease = self._cache.reads.find(session.owner, request.lease)
+        lease = self._reads.find(session.owner, request.lease)
         if lease is None:
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
         namespace = self._desk.namespace(request.namespace)
-        self._cache.slices.begin(self._cache.reads.bring_up(lease, request.first + request.count))
+        self._slices.begin(self._reads.bring_up(lease, request.first + request.count))
         reply = self._resolved(lease, namespace, request)
         if reply.frames or not reply.more or self._parked_of[session] >= MAX_PARKED:
             return reply
@@ -127,9 +131,9 @@ class ReadRequests:
         return None
 
     def _resolved(self, lease: ReadLease, namespace: Namespace, request: m.Resolve) -> m.Frames:
-        frames = self._cache.reads.frames(lease, namespace, request.first, request.count)
+        frames = self._reads.frames(lease, namespace, request.first, request.count)
         growing = lease.blocks < lease.target
-        self._cache.traffic.read(namespace, len(frames) * namespace.spec.block_bytes)
+        self._traffic.read(namespace, len(frames) * namespace.spec.block_bytes)
         more = growing and request.first + len(frames) < min(request.first + request.count, lease.target)
         packed = m.pack_frames(frames)
         return m.Frames(request.request_id, self._generation, request.first, packed, more=more)
@@ -173,7 +177,7 @@ class ReadRequests:
         """Answer a parked request, if there is anything to say."""
         session, request = parked.session, parked.request
         if session.open:
-            lease = self._cache.reads.find(session.owner, request.lease)  # it may have lost a block meanwhile
+            lease = self._reads.find(session.owner, request.lease)  # it may have lost a block meanwhile
             reply = m.Frames(request.request_id, self._generation, request.first, b"")
             if lease is not None:
                 reply = self._resolved(lease, parked.namespace, request)
@@ -202,7 +206,7 @@ class ReadRequests:
 
     def _held(self, session: Session, lease_id: int, number: int) -> tuple[HeldBelow, Namespace]:
         """What a lease keeps in the tier below for one of its namespaces."""
-        lease = self._cache.reads.find(session.owner, lease_id)
+        lease = self._reads.find(session.owner, lease_id)
         if lease is None:
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
         namespace = self._desk.namespace(number)
@@ -213,26 +217,26 @@ class ReadRequests:
 
     def _hold(self, session: Session, request: m.Hold) -> m.Reply:
         self._desk.lease_ttl_s(session, 1)
-        if not self._cache.reads.hold(session.owner, request.lease):
+        if not self._reads.hold(session.owner, request.lease):
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
         return m.Done(request.request_id, self._generation)
 
     def _release(self, session: Session, request: m.Release) -> m.Reply:
-        good = self._cache.reads.release(session.owner, request.lease)
+        good = self._reads.release(session.owner, request.lease)
         return m.Released(request.request_id, self._generation, good)
 
     def _renew(self, session: Session, request: m.Renew) -> Steps[m.Reply]:
         ttl_s = min(positive(request.ttl_ms, "ttl_ms") / 1000, self._desk.lease_ttl_max_s)
         alive, looked = bytearray(), 0
-        owner, grants = session.owner, self._cache.below.grants
+        owner, grants = session.owner, self._below.grants
         for lease_id in request.leases[: self._desk.max_leases]:
             looked += len(owner.reads[lease_id].pins) if lease_id in owner.reads else 0
-            read, write = self._cache.reads.find(owner, lease_id), owner.writes.get(lease_id)
+            read, write = self._reads.find(owner, lease_id), owner.writes.get(lease_id)
             granted = grants is not None and lease_id in owner.grants
             if read is not None:
-                self._cache.reads.renew(read, ttl_s)
+                self._reads.renew(read, ttl_s)
             elif write is not None:
-                self._cache.writes.renew(write, ttl_s)
+                self._writes.renew(write, ttl_s)
             elif grants is not None and granted:
                 grants.renew(lease_id, ttl_s)
             alive.append(read is not None or write is not None or granted)
@@ -242,19 +246,19 @@ class ReadRequests:
         return m.Renewed(request.request_id, self._generation, bytes(alive))
 
     def read(self, session: Session, request: m.Read) -> Answer:
-        lease = self._cache.reads.find(session.owner, request.lease)
+        lease = self._reads.find(session.owner, request.lease)
         if lease is None:
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
         namespace = self._desk.namespace(request.namespace)
         check_range(request.offset, request.length, namespace.spec.block_bytes)
-        frames = self._cache.reads.frames(lease, namespace, request.index, 1) if request.index >= 0 else []
+        frames = self._reads.frames(lease, namespace, request.index, 1) if request.index >= 0 else []
         if not frames:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, f"block {request.index} is not under this lease")
         if (problem := self._desk.unsent.problem(session, request.length)) is not None:
             raise RequestRefused(ErrorCode.LIMIT.value, problem)
-        frame, allocator = frames[0], self._cache.space.allocator
-        self._cache.counters.payload_bytes_read += request.length
-        self._cache.traffic.read(namespace, request.length)
+        frame, allocator = frames[0], self._allocator
+        self._counters.payload_bytes_read += request.length
+        self._traffic.read(namespace, request.length)
         region = self._desk.regions[frame >> REGION_SHIFT]
         view = region.view((frame & OFFSET_MASK) + request.offset, request.length)
         header = encoder.encode(m.Payload(request.request_id, self._generation, request.length))

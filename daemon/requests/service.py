@@ -106,7 +106,8 @@ class Service:
     ) -> None:
         self.latency: dict[str, LatencyHistogram] = {}
         self.desk = desk
-        self._cache = desk.cache
+        self._counters = desk.cache.counters
+        self._slices = desk.cache.slices
         self._clock = clock
         self._generation = desk.generation
         self._sessions = desk.sessions
@@ -133,8 +134,7 @@ class Service:
         None if the request waits for the tier below or takes several slices; its answer is given to `send` later.
         """
         started_ns = time.perf_counter_ns()
-        counters = self._cache.counters
-        counters.requests += 1
+        self._counters.requests += 1
         self._clock.observe()
         self.desk.identity = identity
         request_id = 0
@@ -166,18 +166,6 @@ class Service:
             histogram = self.latency[kind] = LatencyHistogram()
         histogram.observe(ended_ns - started_ns)
         self.slow.served(session, request, started_ns, ended_ns)
-        if self.desk.recorder is not None and isinstance(request, (m.Flush, m.Prefetch)):
-            self._record(request)
-
-    def _record(self, request: m.Flush | m.Prefetch) -> None:
-        """Record requests that are rare enough to be inspected here."""
-        recorder, known = self.desk.recorder, self._cache.space.namespaces
-        assert recorder is not None
-        namespaces = [known[number] for number in request.namespaces or known]
-        if isinstance(request, m.Flush):
-            recorder.forgot(namespaces, request.key, request.tier)
-        else:
-            recorder.fetched(namespaces, request.keys)
 
     def _decode(self, header: bytes | memoryview) -> m.Request:
         if len(header) > MAX_REGISTER_BYTES and _REGISTER.encode() in bytes(header[:_TAG_WITHIN]):
@@ -186,7 +174,7 @@ class Service:
         try:
             return _decode(header)
         except UNREADABLE as error:
-            self._cache.counters.requests_malformed += 1
+            self._counters.requests_malformed += 1
             raise RequestRefused(ErrorCode.MALFORMED.value, str(error)) from error
 
     def _session_of(self, request: m.Request) -> Session:
@@ -202,13 +190,13 @@ class Service:
             # be handled.
             session.clock_offset_us = now_us - request.clock_us
         elif request.deadline_us + session.clock_offset_us < now_us:
-            self._cache.counters.requests_expired += 1
+            self._counters.requests_expired += 1
             raise RequestRefused(ErrorCode.EXPIRED.value, "its deadline was over before it was read")
         return session
 
     def _dispatch(self, session: Session, request: m.Request, parts: list[zmq.Frame]) -> Answer | None:
         if len(parts) != (1 if isinstance(request, m.Write) else 0):
-            self._cache.counters.requests_malformed += 1
+            self._counters.requests_malformed += 1
             raise RequestRefused(ErrorCode.MALFORMED.value, f"{len(parts)} payload parts do not belong to this request")
         if isinstance(request, m.Read):
             return self.reads.read(session, request)
@@ -237,7 +225,7 @@ class Service:
         except AnswerNow:
             raise _too_many() from None
         self._sliced[session] += 1
-        self._cache.slices.add(self._go_on(self.desk.identity, session, request, steps))
+        self._slices.add(self._go_on(self.desk.identity, session, request, steps))
         self.soon()
         return None
 
@@ -255,7 +243,7 @@ class Service:
             while session.open or to_the_end:
                 try:
                     if until_us < time.monotonic_ns() // 1000 and not to_the_end:
-                        self._cache.counters.requests_expired += 1
+                        self._counters.requests_expired += 1
                         raise RequestRefused(ErrorCode.EXPIRED.value, "its deadline was over before it was answered")
                     next(steps)
                 except StopIteration as end:
@@ -276,13 +264,13 @@ class Service:
             self.desk.answer(identity, session, reply)
 
     def _refused(self, request_id: int, refusal: RequestRefused) -> m.Error:
-        self._cache.counters.requests_refused += 1
+        self._counters.requests_refused += 1
         text = refusal.text[:MAX_ERROR_CHARS]  # some quote what was sent
         return m.Error(request_id, self._generation, refusal.code, text)
 
     def _failed(self, request_id: int) -> m.Error:
         """Answer after a bug of ours, so that no client waits for ever."""
-        self._cache.counters.requests_failed += 1
+        self._counters.requests_failed += 1
         text = "the daemon failed at this request; its log says where"
         return m.Error(request_id, self._generation, ErrorCode.INTERNAL.value, text)
 

@@ -65,17 +65,20 @@ def build_stats(daemon: Daemon, request: Stats) -> Steps[dict[str, Any]]:
 
     Very many namespaces, and the optional parts, come in slices of their own.
     """
-    if daemon.cache.what_if is not None:
-        yield from daemon.cache.what_if.catch_up()
+    if daemon.cache.observers.what_if is not None:
+        yield from daemon.cache.observers.what_if.catch_up()
     stats = _figures(daemon)
     stats["namespaces"] = yield from _namespaces(daemon)
     stats["sessions"] = _sessions(daemon)
     if request.histograms:
         yield
-        stats["histograms"] = build_histograms(daemon.cache, daemon.service.latency, daemon.nvme)
+        cache = daemon.cache
+        leases = {"read": cache.reads.ages, "write": cache.writes.ages}
+        latency = daemon.service.latency
+        stats["histograms"] = build_histograms(cache.observers.traffic, leases, latency, daemon.nvme)
     if request.hot_prefixes > 0:
         yield
-        paths, index = daemon.cache.traffic.hot_paths, daemon.cache.space.index
+        paths, index = daemon.cache.observers.traffic.hot_paths, daemon.cache.space.index
         stats["hot_prefixes"] = paths.snapshot(request.hot_prefixes, index)
     return stats
 
@@ -98,9 +101,9 @@ def _figures(daemon: Daemon) -> dict[str, Any]:
             },
             **({cache.below.name: cache.below.stats()} if cache.below.name else {}),
         },
-        **({} if cache.what_if is None else {"what_if": cache.what_if.stats()}),
+        **({} if cache.observers.what_if is None else {"what_if": cache.observers.what_if.stats()}),
         "counters": counters,
-        "traffic": cache.traffic.stats(),
+        "traffic": cache.observers.traffic.stats(),
         "latency": {name: histogram.snapshot() for name, histogram in sorted(daemon.service.latency.items())},
         "leases": {
             "read": len(cache.reads.leases) - len(cache.reads.pins),

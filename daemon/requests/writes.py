@@ -24,7 +24,12 @@ class WriteRequests:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._cache = desk.cache
+        self._space = desk.cache.space
+        self._writes = desk.cache.writes
+        self._below = desk.cache.below
+        self._events = desk.cache.events
+        self._counters = desk.cache.counters
+        self._observers = desk.cache.observers
         self._generation = desk.generation
 
     def methods(self) -> dict[type, Method]:
@@ -51,7 +56,7 @@ class WriteRequests:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, problem)
         spec = request.spec.of_tenant(session.tenant) if session.tenant else request.spec
         try:
-            namespace = self._cache.space.open_namespace(spec)
+            namespace = self._space.open_namespace(spec)
         except NoRoom as error:
             raise RequestRefused(ErrorCode.LIMIT.value, str(error)) from error
         if session.tenant and len(session.registered) < MAX_TENANT_NAMESPACES:
@@ -64,16 +69,15 @@ class WriteRequests:
         ttl_s = self._desk.lease_ttl_s(session, request.ttl_ms)
         namespace = self._desk.namespace(request.namespace)
         named = self._named(session.owner, request, namespace)
-        got = self._cache.reserve(session.owner, namespace, request.parent, request.keys, ttl_s, named)
-        if self._desk.recorder is not None:
-            self._desk.recorder.stored(namespace, request.parent, request.keys)
+        got = self._writes.reserve(session.owner, namespace, request.parent, request.keys, ttl_s, named)
+        self._observers.reserved(namespace, request.parent, request.keys)
         frames, states = m.pack_frames(got.frames), bytes(got.states)
         return m.Reserved(request.request_id, self._generation, got.lease_id, states, frames, got.parent_missing)
 
     def _named(self, owner: Owner, request: m.Reserve | m.ReserveExtents, namespace: Namespace) -> Named | None:
         """What events will say of a store's blocks; None without events, or if it is too much to keep."""
         run, block_size = request.events, namespace.spec.block_size
-        if run is None or self._cache.events is None:
+        if run is None or self._events is None:
             return None
         blocks = len(request.keys) // KEY_BYTES
         extra = blocks if run.extra_keys is None else len(run.extra_keys)
@@ -81,7 +85,7 @@ class WriteRequests:
             text = f"events name {len(run.hashes)} blocks, {extra} extra keys and {len(run.tokens)} bytes of tokens"
             text += f": must be {blocks} blocks of {block_size} tokens"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
-        named, events = NamedBlocks(run, block_size, namespace.spec.tenant), self._cache.events
+        named, events = NamedBlocks(run, block_size, namespace.spec.tenant), self._events
         try:
             fits = named.check() and not named.too_large
         except UNREADABLE as error:
@@ -96,25 +100,24 @@ class WriteRequests:
             text = f"blocks must be u32le indices, at most {m.MAX_RESERVE}"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         numbers = m.unpack_indices(request.blocks)
-        states = yield from self._cache.writes.commit_in_slices(session.owner, request.lease, numbers)
+        states = yield from self._writes.commit_in_slices(session.owner, request.lease, numbers)
         return m.Committed(request.request_id, self._generation, bytes(states))
 
     def _abort(self, session: Session, request: m.Abort) -> m.Reply:
-        self._cache.writes.abort(session.owner, request.lease, request.finished)
-        if self._cache.below.grants is not None:
-            self._cache.below.grants.abort(session.owner, request.lease, request.finished)
+        self._writes.abort(session.owner, request.lease, request.finished)
+        if self._below.grants is not None:
+            self._below.grants.abort(session.owner, request.lease, request.finished)
         return m.Done(request.request_id, self._generation)
 
     def _reserve_extents(self, session: Session, request: m.ReserveExtents) -> m.Reply:
         check_run(request.parent, request.keys)
         ttl_s = self._desk.lease_ttl_s(session, request.ttl_ms)
         namespace = self._desk.namespace(request.namespace)
-        grants, got = self._cache.below.grants, Granted()
+        grants, got = self._below.grants, Granted()
         if grants is not None:
             named = self._named(session.owner, request, namespace)
             got = grants.reserve(session.owner, namespace, request.parent, request.keys, ttl_s, named)
-            if self._cache.what_if is not None:
-                self._cache.what_if.stored(namespace, request.parent, request.keys)
+            self._observers.reserved_below(namespace, request.parent, request.keys)
         extents = m.pack_extents(got.extents)
         return m.ReservedExtents(
             request.request_id, self._generation, got.lease_id, got.present, got.directory, extents, got.soon
@@ -124,22 +127,22 @@ class WriteRequests:
         if len(request.checksums) % 8 or len(request.checksums) > 8 * m.MAX_RESERVE:
             text = f"checksums must be u64le, at most {m.MAX_RESERVE}"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
-        checksums, grants = m.unpack_checksums(request.checksums), self._cache.below.grants
+        checksums, grants = m.unpack_checksums(request.checksums), self._below.grants
         states = [m.CommitState.DROPPED] * len(checksums)
         if grants is not None:
             states = grants.commit(session.owner, request.lease, checksums)
         with suppress(AnswerNow):
-            while self._cache.events is not None and self._cache.events.behind:
+            while self._events is not None and self._events.behind:
                 yield  # its client stores no more meanwhile
         return m.Committed(request.request_id, self._generation, bytes(states))
 
     def write(self, session: Session, request: m.Write, payload: memoryview) -> m.Reply:
-        block = self._cache.writes.writable_block(session.owner, request.lease, request.index)
+        block = self._writes.writable_block(session.owner, request.lease, request.index)
         if block is None:
             text = f"block {request.index} is not reserved under this lease (any more)"
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, text)
         frame = block.frame
-        check_range(request.offset, len(payload), self._cache.space.allocator.frame_bytes(frame))
+        check_range(request.offset, len(payload), self._space.allocator.frame_bytes(frame))
         if request.offset > block.written:
             text = f"offset {request.offset} leaves a gap after byte {block.written}: write a block from its start"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
@@ -147,5 +150,5 @@ class WriteRequests:
         region = self._desk.regions[frame >> REGION_SHIFT]
         # At most 2 MiB: a third of a millisecond of the event loop.
         region.view((frame & OFFSET_MASK) + request.offset, len(payload))[:] = payload
-        self._cache.counters.payload_bytes_written += len(payload)
+        self._counters.payload_bytes_written += len(payload)
         return m.Done(request.request_id, self._generation)

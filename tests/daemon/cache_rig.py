@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from cache_at_once import CacheAtOnce
 from chains import chain
 
-from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.events.publisher import Publisher
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.policies import POLICIES
@@ -34,7 +35,7 @@ class CacheRig:
     ) -> None:
         self.now_s = 0.0
         limits = CacheLimits(POLICIES[policy], pin_share=pin_share, quota=quota or {})
-        self.cache = Cache(lambda: self.now_s, limits)
+        self.cache = CacheAtOnce(lambda: self.now_s, limits)
         for region_id in range(regions):
             self.cache.space.allocator.add_region(region_id, region_bytes)
         self.owner = Owner(b"a" * 16)

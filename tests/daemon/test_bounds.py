@@ -11,10 +11,11 @@ from typing import Any, cast
 import msgpack
 import pytest
 import zmq
+from cache_at_once import CacheAtOnce
 from cache_rig import FRAME_BYTES, CacheRig, counted, fill, finish
 from chains import chain
 
-from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.policies import POLICIES
 from tiercache.daemon.policies.fresh_stores import FreshStores
@@ -34,7 +35,7 @@ def test_a_store_unlinks_a_part_of_what_others_flushed(monkeypatch: pytest.Monke
     small, large = h.space(), h.space(rank=1, block_bytes=2 * FRAME_BYTES)
     fill(h, small, 1, BLOCKS)
     unlinked = counted(monkeypatch, Index, "_unlink")
-    h.cache.flush([small.number], b"")
+    h.cache.flush_dram([small.number], b"")
     unlinked()
     assert h.cache.reserve(h.owner, large, b"", chain(2, 1), 10).states == [BlockState.NONE]
     assert 0 < unlinked() <= ROOM_STEPS
@@ -47,7 +48,7 @@ def test_a_store_into_what_was_flushed_finds_room_at_once() -> None:
     h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
     namespace = h.space()
     fill(h, namespace, 1, BLOCKS)
-    h.cache.flush([namespace.number], b"")
+    h.cache.flush_dram([namespace.number], b"")
     h.store(namespace, chain(2, 500))
     finish(h)
 
@@ -78,7 +79,7 @@ def test_a_flush_looks_at_a_part_of_the_leases_and_revokes_all_that_lost_somethi
     lost = [h.cache.match(h.owner, [namespace], keys[: 16 * (n + 1)], 10).lease for n in range(1500)]
     kept = [h.cache.match(h.owner, [namespace], other, 10).lease for _ in range(1500)]
     attached = counted(monkeypatch, Index, "attached")
-    h.cache.flush([namespace.number], keys[:16])
+    h.cache.flush_dram([namespace.number], keys[:16])
     assert attached() <= SLICE
     assert all(lease is not None and not h.cache.reads.release(h.owner, lease.lease_id) for lease in lost[:50])
     assert all(lease is not None and h.cache.reads.release(h.owner, lease.lease_id) for lease in kept[:50])
@@ -95,7 +96,7 @@ def test_what_hangs_below_a_dropped_block_is_out_of_sight_while_it_is_being_unli
     keys = fill(h, namespace, 1, 5000)
     lease = h.cache.match(h.owner, [namespace], keys, 10).lease
     assert lease is not None
-    h.cache.flush([namespace.number], keys[16 * 100 : 16 * 101])
+    h.cache.flush_dram([namespace.number], keys[16 * 100 : 16 * 101])
     assert namespace.table.unlinking
     for asked, found in ((5000, 100), (101, 100), (100, 100), (50, 50)):
         assert h.cache.match(h.owner, [namespace], keys[: 16 * asked], 0).dram == found
@@ -162,7 +163,7 @@ def test_large_blocks_do_not_push_all_small_ones_out_of_the_window_at_once(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     monkeypatch.setattr("tiercache.daemon.policies.fresh_stores.LET_OUT", 16)
-    cache = Cache(lambda: 0.0, CacheLimits(policy=POLICIES[policy]))
+    cache = CacheAtOnce(lambda: 0.0, CacheLimits(policy=POLICIES[policy]))
     for region_id in range(2):
         cache.space.allocator.add_region(region_id, BLOCKS * FRAME_BYTES)
     h = CacheRig()

@@ -159,7 +159,7 @@ def test_a_flush_revokes_every_lease_below_it_and_no_other() -> None:
     h.store(namespace, other)
     leases = [h.cache.match(h.owner, [namespace], keys[: 16 * (1000 + n)], 10).lease for n in range(500)]
     kept = h.cache.match(h.owner, [namespace], other, 10).lease
-    assert h.cache.flush([namespace.number], keys[16 * 999 : 16 * 1000])[0] == 1001
+    assert h.cache.flush_dram([namespace.number], keys[16 * 999 : 16 * 1000])[0] == 1001
     assert kept is not None
     assert h.cache.reads.release(h.owner, kept.lease_id)
     assert all(lease is not None and not h.cache.reads.release(h.owner, lease.lease_id) for lease in leases)
@@ -173,7 +173,7 @@ def test_flushes_of_several_namespaces_take_everything_with_them() -> None:
     for namespace in spaces:
         h.store(namespace, chain(1, 2))
         pending.append(h.cache.reserve(h.owner, namespace, chain(1, 2)[-16:], chain(2, 1), 10).lease_id)
-    assert h.cache.flush([spaces[0].number, spaces[1].number], b"") == (4, False)
+    assert h.cache.flush_dram([spaces[0].number, spaces[1].number], b"") == (4, False)
     assert [h.cache.match(h.owner, [namespace], chain(1, 2), 0).dram for namespace in spaces] == [0, 0, 2]
     states = [h.cache.writes.commit(h.owner, lease, [0]) for lease in pending]
     assert states == [[CommitState.DROPPED], [CommitState.DROPPED], [CommitState.VISIBLE]]

@@ -116,7 +116,7 @@ def test_a_flush_revokes_reads_and_drops_writes() -> None:
     h.store(ns, branch(1, 2, 3))
     found = h.cache.match(h.owner, [ns], branch(1, 2, 3), 10)
     writing = h.cache.reserve(h.owner, ns, key(1, 2, 3), key(1, 2, 3, 4), 10)
-    assert h.cache.flush([ns.number], b"")[0] == 3
+    assert h.cache.flush_dram([ns.number], b"")[0] == 3
     assert h.length(ns, branch(1, 2, 3)) == 0
     assert found.lease is not None
     assert not h.cache.reads.release(h.owner, found.lease.lease_id)
@@ -132,7 +132,7 @@ def test_a_flush_by_prefix_takes_descendants_only() -> None:
     ns = h.space()
     h.store(ns, branch(1, 2, 3))
     h.store(ns, branch(1, 7))
-    assert h.cache.flush([ns.number], key(1, 2)) == (2, False)
+    assert h.cache.flush_dram([ns.number], key(1, 2)) == (2, False)
     assert h.length(ns, branch(1, 2, 3)) == 1
     assert h.length(ns, branch(1, 7)) == 2
     h.check()
@@ -243,13 +243,13 @@ def test_random_histories_stay_consistent(policy: str, seed: int) -> None:
             if rng.random() < 0.2:
                 h.cache.pin([ns], keys, 5)
         elif action == 11:
-            h.cache.flush([ns.number], rng.choice([b"", keys[-16:]]))
+            h.cache.flush_dram([ns.number], rng.choice([b"", keys[-16:]]))
             if rng.random() < 0.5:
                 h.cache.work()
         h.check()
     for owner in owners:
         h.cache.process_gone(owner)
-    h.cache.flush([ns.number for ns in spaces], b"")
+    h.cache.flush_dram([ns.number for ns in spaces], b"")
     h.now_s += 100
     h.cache.expire()
     while h.cache.work():

@@ -53,9 +53,9 @@ class Busy(CacheRig):
                 case 5:
                     cache.pin([self.spaces[0]], self.long[: KEY_BYTES * rng.randrange(1, 99)], 0.05)
                 case 6:
-                    cache.flush([namespace.number], rng.choice([keys[:KEY_BYTES], self.window[:KEY_BYTES]]))
+                    cache.flush_dram([namespace.number], rng.choice([keys[:KEY_BYTES], self.window[:KEY_BYTES]]))
                 case 7 if rng.random() < 0.05:
-                    cache.flush([namespace.number], b"")
+                    cache.flush_dram([namespace.number], b"")
             if len(self.written) > 5:
                 lease, blocks = self.written.pop(0)
                 cache.writes.commit(self.owner, lease, range(rng.randrange(blocks + 1)))

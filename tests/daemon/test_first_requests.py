@@ -9,6 +9,7 @@ _FIRST = """
 import random, sys, time
 import tiercache.daemon.server
 from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.policies import POLICIES
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.protocol.namespaces import NamespaceSpec
@@ -21,10 +22,10 @@ before = set(sys.modules)
 for number in range(50):
     now_s += 1.0
     keys = random.Random(number).randbytes(16 * 512)
-    got = cache.reserve(owner, space, b"", keys, 10)
+    got = cache.writes.reserve(owner, space, b"", keys, 10)
     cache.writes.commit(owner, got.lease_id, range(512))
     for _ in range(3):
-        assert cache.match(owner, [space], keys, 10).dram
+        assert finish(cache.reads.match(owner, [space], keys, 10)).dram
     cache.expire()
     while cache.work():
         pass

@@ -43,7 +43,7 @@ def test_many_namespaces_are_flushed_in_slices() -> None:
     spaces = [h.space(rank=rank, layers=layers) for rank in range(8) for layers in range(1, 20)][:MANY]
     for place in (0, FLUSHED_AT_ONCE, MANY - 1):
         h.store(spaces[place], chain(place + 1, 2))
-    steps, parts = h.cache.flush_in_slices(spaces, b"", below), list[int]()
+    steps, parts = h.cache.flush(spaces, b"", below), list[int]()
     late = chain(99, 1)
     while True:
         try:
@@ -68,7 +68,7 @@ def test_a_key_of_many_namespaces_is_flushed_in_smaller_slices() -> None:
     spaces = [h.space(rank=rank) for rank in range(2 * KEYS_FLUSHED_AT_ONCE + 1)]
     keys = chain(1, 2)
     h.store(spaces[-1], keys)
-    steps = h.cache.flush_in_slices(spaces, keys[:KEY_BYTES], below)
+    steps = h.cache.flush(spaces, keys[:KEY_BYTES], below)
     next(steps)
     assert [len(part) for part in below.parts] == [KEYS_FLUSHED_AT_ONCE]
     next(steps)

@@ -5,4 +5,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "daemon" / "tiers" / "nvme"))
+_DAEMON = Path(__file__).parent.parent / "daemon"
+sys.path[:0] = [str(_DAEMON / "tiers" / "nvme"), str(_DAEMON)]

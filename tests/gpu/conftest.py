@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("kernels", "gds", "daemon/tiers/nvme")]
+_FOLDERS = ("kernels", "gds", "daemon/tiers/nvme", "daemon")
+sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in _FOLDERS]
 
 
 @pytest.fixture(scope="session")

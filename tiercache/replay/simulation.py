@@ -1,6 +1,6 @@
 """Simulation: requests of a trace on the daemon's own cache; only time and disks are simulated.
 
-    Request ─► Cache.match ─► (promotion) ─► Cache.reserve, commit ─► (write-behind) ─► Outcome
+    Request ─► Reads.match ─► (promotion) ─► Writes.reserve, commit ─► (write-behind) ─► Outcome
                  Space, Index, Policy          NvmeTier: Shelf, Slots, WriteBehind, Promotion on paper disks
 
 The arena is numbers without memory, the disk keeps no bytes, and the clock is the trace's. All of the daemon's
@@ -118,7 +118,7 @@ class Simulation:
         segment_bytes = sizes.segment_bytes or min(sizes.nvme_bytes, _REGION_BYTES)
         directory = PaperDirectory(sizes.nvme_bytes // segment_bytes, segment_bytes)
         self._queue = PaperQueue()
-        tier.attach(self.cache)
+        tier.attach(self.cache.space, self.cache.reads, self.cache.writes, None)
         state = CatalogState(True, [], {}, [], 1)
         shelf = self._shelf = Shelf(
             cast(Any, directory), cast(Any, self._catalog), cast(Any, self._queue), state, self.cache.space
@@ -162,10 +162,10 @@ class Simulation:
             told = request.told
             priority = Priority(told.priority) if told.priority else None
             said = hint_given_at(self.now_s, told.done, told.return_in_s, told.ttl_s, priority)
-            self.cache.hint(namespaces, request.keys, request.first, said)
+            finish(self.cache.hint(namespaces, request.keys, request.first, said))
             return Outcome(0, 0)
         if request.kind is Kind.FETCH:
-            fetched = self.cache.prefetch(self._owner, namespaces, request.keys)
+            fetched = finish(self.cache.reads.prefetch(self._owner, namespaces, request.keys))
             self._settle()
             return Outcome(fetched.dram, fetched.below)
         found, here = self._match(namespaces, request.keys, request.promote)
@@ -179,7 +179,8 @@ class Simulation:
 
     def _match(self, namespaces: list[Namespace], keys: bytes, promote: bool) -> tuple[Outcome, int]:
         """What was found, and how much of it an engine can load: the blocks in DRAM after NVMe's part is promoted."""
-        found = self.cache.match(self._owner, namespaces, keys, _LEASE_S if promote else 0.0, promote)
+        asked = self.cache.reads.match(self._owner, namespaces, keys, _LEASE_S if promote else 0.0, promote)
+        found = finish(asked)
         outcome, here, lease = Outcome(found.dram, found.below), found.dram, found.lease
         if self._queue is not None:
             self._settle()
@@ -203,7 +204,7 @@ class Simulation:
             count = min(MAX_RESERVE, blocks - first)
             parent = keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else b""
             run = keys[first * KEY_BYTES : (first + count) * KEY_BYTES]
-            got = cache.reserve(self._owner, namespace, parent, run, _LEASE_S)
+            got = cache.writes.reserve(self._owner, namespace, parent, run, _LEASE_S)
             if got.frames:
                 numbers = [number for number, state in enumerate(got.states) if state == BlockState.FRAME]
                 cache.writes.commit(self._owner, got.lease_id, numbers)
@@ -216,7 +217,7 @@ class Simulation:
         key, below = keys[-KEY_BYTES:], None
         if tier != "dram":
             below = self.cache.below.begin_flush(namespaces, key, lambda blocks, durable: None)
-        finish(self.cache.flush_in_slices(namespaces, key, below, dram=tier != NvmeTier.name))
+        finish(self.cache.flush(namespaces, key, below, dram=tier != NvmeTier.name))
         if below is not None:
             below.end()
         self._settle()
@@ -244,8 +245,8 @@ class Simulation:
         return here[0], here[1] if len(here) > 1 else set()
 
     def check_integrity(self) -> list[str]:
-        """Findings where the daemon's parts disagree; see `Cache.check_integrity`."""
-        return self.cache.check_integrity() + finish(self.cache.below.check())
+        """Findings where the daemon's parts disagree; see `Cache.check`."""
+        return finish(self.cache.check()) + finish(self.cache.below.check())
 
 
 class _Anywhere(dict[int, Any]):

@@ -144,6 +144,10 @@ class Space:
         self.namespaces[number] = self._by_fingerprint[fingerprint] = namespace
         return namespace
 
+    def all_namespaces(self) -> list[Namespace]:
+        """Every registered namespace."""
+        return list(self.namespaces.values())
+
     def numbers(self, fingerprints: Iterable[str]) -> dict[str, int]:
         """The numbers of those namespaces that are registered."""
         known = self._by_fingerprint

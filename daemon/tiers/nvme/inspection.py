@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.inspection import path_to
+from tiercache.daemon.index.walks import path_to
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.codecs import SEALED, codec_name
 from tiercache.daemon.tiers.nvme.shelf import Shelf

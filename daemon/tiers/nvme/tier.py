@@ -23,12 +23,14 @@ from typing import Any
 
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.copies.arena import Region
-from tiercache.daemon.cache import Cache
+from tiercache.daemon.events.events import Events
 from tiercache.daemon.ground.slices import Steps, finish
 from tiercache.daemon.index.index import Index, Table
 from tiercache.daemon.index.policy import Touch
 from tiercache.daemon.tiers.dram.leases import ReadLease
-from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.dram.reads import Reads
+from tiercache.daemon.tiers.dram.space import Namespace, Space
+from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.daemon.tiers.lower_tier import FlushBelow
 from tiercache.daemon.tiers.nvme import inspection as viewing
 from tiercache.daemon.tiers.nvme.check.scan import Scan
@@ -92,32 +94,32 @@ class NvmeTier:
         self._scan: Scan | None = None
         self.grants: Grants | None = None
 
-    def attach(self, cache: Cache) -> None:
-        """Attach it as the tier below this cache."""
-        self._cache = cache
-        self.fairness = Fairness(cache.space, self._shelves)
-        self._flushes = Flushes(cache.all_namespaces)
+    def attach(self, space: Space, reads: Reads, writes: Writes, events: Events | None) -> None:
+        """Attach it as the tier below DRAM."""
+        self._space, self._events = space, events
+        self.fairness = Fairness(space, self._shelves)
+        self._flushes = Flushes(space.all_namespaces)
         self._writes = WriteBehind(
             self._placement,
-            cache.space,
+            space,
             self._regions,
             self._budget,
             self.fairness,
             self._config.nvme_codec,
             self._soon,
-            cache.events,
+            events,
             sealed=self._cipher is not None,
         )
         self._offers = Offers(self._writes, self._placement, lambda: self._may_write, self._soon)
-        self._promotion = Promotion(cache, self._regions, self._placement)
+        self._promotion = Promotion(reads, writes, events, self._regions, self._placement)
         self._extents = HeldExtents(self._placement.with_chain)
         self.grants = Grants(
             self._placement,
             self._budget,
             self.fairness,
             lambda: self._may_write,
-            cache.counters,
-            cache.clock_s,
+            space.counters,
+            space.policies.clock_s,
             self._config.quarantine_per_client_bytes,
         )
 
@@ -158,9 +160,9 @@ class NvmeTier:
         directory, catalog, state = found
         loop = asyncio.get_running_loop()
         queue = DiskQueue(directory, loop.call_soon_threadsafe, again=loop.call_soon)
-        shelf = Shelf(directory, catalog, queue, state, self._cache.space, self._soon)
-        if self._cache.events is not None:
-            shelf.tell(self._cache.events)
+        shelf = Shelf(directory, catalog, queue, state, self._space, self._soon)
+        if self._events is not None:
+            shelf.tell(self._events)
         self._shelves.append(shelf)
         order = [keeper.path for keeper in self._keepers]
         self._shelves.sort(key=lambda shelf: order.index(shelf.directory.path))
@@ -178,7 +180,7 @@ class NvmeTier:
         self._flushes.gone(shelf)
         self._promotion.give_up(shelf)
         self._writes.give_up(shelf)
-        self._cache.space.policies.hints.forget(shelf.index)
+        self._space.policies.hints.forget(shelf.index)
 
     def _stop_keeping(self) -> None:
         for task in self._keeping:
@@ -350,7 +352,7 @@ class NvmeTier:
                 shelf.directory.close()
 
     def _dirty(self) -> Iterator[tuple[Namespace, bytes]]:
-        return dirty(self._cache.space.index, self._cache.all_namespaces(), self._shelves)
+        return dirty(self._space.index, self._space.all_namespaces(), self._shelves)
 
     # --- checking --------------------------------------------------------------------------------
 
@@ -377,7 +379,7 @@ class NvmeTier:
         """See `TierBelow`."""
         if self._scan is not None and not self._scan.over:
             return False
-        namespaces = self._cache.space.namespaces
+        namespaces = self._space.namespaces
         self._scan = Scan(list(self._shelves), namespaces, sample, bytes_per_s, wanted, done)
         self._scan.pump()
         return True

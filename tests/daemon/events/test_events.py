@@ -17,10 +17,11 @@ import msgpack
 import msgspec
 import pytest
 import zmq
+from cache_at_once import CacheAtOnce
 from raw_client import ROOT, VISIBLE, WAIT_S, Client, daemon, new_chain, until
 
 from tiercache.config.daemon_config import DaemonConfig, load_config
-from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.events.events import Events, NamedBlocks
 from tiercache.daemon.events.publisher import Publisher
 from tiercache.daemon.tiers.dram.leases import Owner
@@ -443,7 +444,7 @@ def test_what_waits_to_be_said_is_limited_by_process_for_as_long_as_it_is_kept(m
 @pytest.mark.parametrize("end", ["published", "given up", "below one given up"])
 def test_a_store_keeps_what_is_said_only_while_a_block_of_it_may_be_published(end: str) -> None:
     """Quarantine lasts as long as its process, and has nothing more to say."""
-    cache = Cache(lambda: 0.0, CacheLimits())
+    cache = CacheAtOnce(lambda: 0.0, CacheLimits())
     cache.space.allocator.add_region(0, 16 * 4096)
     spec = NamespaceSpec(engine="t", layout="x", dtype="u8", block_size=1, block_bytes=4096)
     namespace, owner = cache.space.open_namespace(spec), Owner(bytes(16))

@@ -20,7 +20,7 @@ class Hinting(SmallCache):
 
     def hint(self, ns: Namespace, keys: bytes, first: int = 0, **said: Any) -> int:
         values = {"done": False, "return_in_s": 0.0, "ttl_s": 0.0, "priority": None, **said}
-        blocks = self.cache.hint([ns], keys, first, hint_given_at(self.now_s, **values))
+        blocks = self.cache.hint_now([ns], keys, first, hint_given_at(self.now_s, **values))
         self.check()
         return blocks
 

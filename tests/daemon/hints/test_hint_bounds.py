@@ -33,7 +33,7 @@ def test_a_hint_is_about_so_many_blocks_of_all_its_namespaces(h: Hinting, monkey
     for ns in spaces:
         h.store(ns, branch(1, 2, 3, 4, 5, 6))
     for asked, own in ((spaces[:1], 4), (spaces, 2)):
-        h.cache.hint(asked, branch(1, 2, 3, 4, 5, 6), 0, hint_given_at(h.now_s, True, 0.0, 0.0, None))
+        h.cache.hint_now(asked, branch(1, 2, 3, 4, 5, 6), 0, hint_given_at(h.now_s, True, 0.0, 0.0, None))
         mark = mark_of(h, spaces[0], key(1, 2, 3, 4, 5, 6))
         assert mark is not None
         assert mark.own == own

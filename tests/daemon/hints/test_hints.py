@@ -297,7 +297,7 @@ def test_a_block_that_comes_back_brings_what_was_said_with_it() -> None:
     assert mark.priority is LOW
     h.store(ns, branch(2))
     h.hint(ns, branch(2), done=True)
-    h.cache.flush([ns.number], key(2))
+    h.cache.flush_dram([ns.number], key(2))
     h.now_s += CARRY_S + 1.0
     h.store(ns, branch(2))
     assert h.policy(ns).mark_of(ns.table.get(key(2))) is None, "too long ago"
@@ -407,7 +407,7 @@ def test_nothing_that_is_said_breaks_anything(policy: str, steps: list[Any]) -> 
             numbers = [number for number, state in enumerate(got.states) if state is FRAME]
             h.cache.writes.commit(owner, got.lease_id, numbers)
         elif action <= 5:
-            h.cache.hint([ns], keys, said.pop("first"), hint_given_at(h.now_s, **said))
+            h.cache.hint_now([ns], keys, said.pop("first"), hint_given_at(h.now_s, **said))
         elif action == 6:
             found = h.cache.match(owner, [ns], keys, 5)
             if found.lease is not None:
@@ -422,7 +422,7 @@ def test_nothing_that_is_said_breaks_anything(policy: str, steps: list[Any]) -> 
             h.now_s += chance.choice([0.01, 1.5, 10.0])
             h.cache.expire()
         elif chance.random() < 0.3:
-            h.cache.flush([ns.number], chance.choice([b"", keys[-16:]]))
+            h.cache.flush_dram([ns.number], chance.choice([b"", keys[-16:]]))
         else:
             h.cache.pin([ns], keys, 5)
         h.check()
@@ -431,7 +431,7 @@ def test_nothing_that_is_said_breaks_anything(policy: str, steps: list[Any]) -> 
         while (victim := ns.table.policy.victim()) != NO_ENTRY:
             index.evict(victim)
         h.check()
-    h.cache.flush([ns.number for ns in spaces], b"")
+    h.cache.flush_dram([ns.number for ns in spaces], b"")
     h.now_s += 100.0
     h.cache.expire()
     while h.cache.work():

@@ -89,14 +89,14 @@ def test_ends_go_with_their_writer_and_with_a_flush() -> None:
     ns = h.space()
     h.store(ns, branch(1, 2))
     h.store(ns, branch(3, 4))
-    h.cache.flush([ns.number], key(3))
+    h.cache.flush_dram([ns.number], key(3))
     assert held(h) == [key(1, 2)]
     h.check()
     h.cache.session_lost(h.owner)
     assert held(h) == []
     h.check()
     h.store(ns, branch(5, 6))
-    h.cache.flush([ns.number], b"")
+    h.cache.flush_dram([ns.number], b"")
     assert held(h) == []
     h.check()
     assert h.cache.space.allocator.used_bytes == 0

@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable
 
 import pytest
+from cache_at_once import CacheAtOnce
 from cache_rig import FRAME_BYTES, CacheRig, fill, finish
 from chains import chain
 
-from tiercache.daemon.cache import Cache
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.leases import ReadLease
@@ -30,7 +30,7 @@ def test_nothing_is_published_below_what_is_being_unlinked(slices: int) -> None:
     h, namespace, keys = deep()
     writing = h.cache.reserve(h.owner, namespace, keys[-16:], chain(2, 3), 10)
     assert writing.states == [BlockState.FRAME] * 3
-    h.cache.flush([namespace.number], keys[:16])
+    h.cache.flush_dram([namespace.number], keys[:16])
     for _ in range(slices):
         h.cache.work()
     assert bool(namespace.table.unlinking) is (slices < 100)
@@ -43,7 +43,7 @@ def test_nothing_is_published_below_what_is_being_unlinked(slices: int) -> None:
 
 def test_nothing_is_stored_below_what_is_being_unlinked() -> None:
     h, namespace, keys = deep()
-    h.cache.flush([namespace.number], keys[:16])
+    h.cache.flush_dram([namespace.number], keys[:16])
     assert namespace.table.get(keys[-16:]) >= 0
     got = h.cache.reserve(h.owner, namespace, keys[-16:], chain(2, 3), 10)
     assert h.cache.writes.commit(h.owner, got.lease_id, [0, 1, 2]) == [CommitState.DROPPED] * 3
@@ -65,7 +65,7 @@ class Rising(NoTierBelow):
 def growing(window_blocks: int) -> tuple[CacheRig, Namespace, bytes, ReadLease]:
     """A lease on 8 blocks of which some are there, and of which others have landed since."""
     h = CacheRig(regions=4)
-    h.cache = Cache(lambda: h.now_s, below=Rising())
+    h.cache = CacheAtOnce(lambda: h.now_s, below=Rising())
     for region_id in range(4):
         h.cache.space.allocator.add_region(region_id, 8 * FRAME_BYTES)
     namespace, keys = h.space(window_blocks=window_blocks), chain(1, 8)
@@ -97,7 +97,7 @@ def test_a_growing_lease_is_revoked_for_what_has_landed(window_blocks: int, flus
 def test_a_growing_lease_stays_when_others_are_flushed() -> None:
     h, namespace, _, lease = growing(8)
     h.store(namespace, chain(2, 4))
-    h.cache.flush([namespace.number], chain(2, 1))
+    h.cache.flush_dram([namespace.number], chain(2, 1))
     assert h.cache.reads.release(h.owner, lease.lease_id)
     finish(h)
 

@@ -19,7 +19,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> tuple[CacheRig, Namespace, bytes]
     h = CacheRig(region_bytes=3 * BLOCKS * FRAME_BYTES)
     namespace = h.space()
     keys, other = fill(h, namespace, 1, BLOCKS), fill(h, namespace, 2, BLOCKS)
-    h.cache.flush([namespace.number], other[:KEY_BYTES])
+    h.cache.flush_dram([namespace.number], other[:KEY_BYTES])
     assert namespace.table.unlinking
     return h, namespace, keys
 
@@ -58,7 +58,8 @@ def test_what_happens_between_two_slices_counts(
         h.store(namespace, bytes(range(16)))
     else:
         place = places.get(what)
-        h.cache.flush([namespace.number], b"" if place is None else keys[KEY_BYTES * place : KEY_BYTES * (place + 1)])
+        key = b"" if place is None else keys[KEY_BYTES * place : KEY_BYTES * (place + 1)]
+        h.cache.flush_dram([namespace.number], key)
     h.check()
     while True:
         try:

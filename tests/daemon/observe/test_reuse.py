@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from cache_at_once import CacheAtOnce
 
-from tiercache.daemon.cache import Cache
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.observe import reuse
 from tiercache.daemon.observe.reuse import WhatIf, windowed
@@ -88,7 +88,7 @@ def keys_of(tag: int, count: int, first: int = 0) -> bytes:
 
 def real_hits(trace: Sequence[bytes], blocks: int, what_if: WhatIf | None = None) -> int:
     """Blocks that the daemon's own cache of that size finds; all that is asked for is stored."""
-    cache = Cache(lambda: 0.0, what_if=what_if)
+    cache = CacheAtOnce(lambda: 0.0, what_if=what_if)
     cache.space.allocator.add_region(0, blocks * BLOCK)
     namespace, owner = cache.space.open_namespace(spec()), Owner(b"a" * 16)
     for keys in trace:
@@ -235,11 +235,11 @@ def test_health_probes_are_no_traffic() -> None:
 
 
 def test_a_flush_forgets() -> None:
-    cache = Cache(lambda: 0.0, what_if=(what_if := WhatIf(lambda: 0.0, 8 * BLOCK)))
+    cache = CacheAtOnce(lambda: 0.0, what_if=(what_if := WhatIf(lambda: 0.0, 8 * BLOCK)))
     one, other = (cache.space.open_namespace(spec(tp_rank=rank)) for rank in (0, 1))
     for namespace in (one, other):
         what_if.stored(namespace, b"", keys_of(1, 4))
-    cache.flush([one.number], b"")
+    cache.flush_dram([one.number], b"")
     assert len(what_if.stack) == 4
     what_if.looked_up([one], keys_of(1, 4), 0, 0)
     assert what_if.lookups.hit_rates([1 << 40]) == [0]

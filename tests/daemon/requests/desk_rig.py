@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tiercache.daemon.cache import Cache
+from cache_at_once import CacheAtOnce
+
 from tiercache.daemon.requests.context import Desk
 from tiercache.daemon.requests.sessions import Session
 from tiercache.protocol.messages import Hello
@@ -12,6 +13,6 @@ MIB = 1 << 20
 
 def desk_of(tenant: str, max_leases: int = 1000) -> tuple[Desk, Session]:
     session = Session(Hello(1, 1, bytes(16), "s", 0, False), "p", tenant=tenant)
-    desk = Desk(Cache(lambda: 0.0), 1, {session.token: session}, {}, 60.0, max_leases, MIB)
+    desk = Desk(CacheAtOnce(lambda: 0.0), 1, {session.token: session}, {}, 60.0, max_leases, MIB)
     desk.tenant = tenant
     return desk, session

@@ -105,7 +105,7 @@ def test_a_lease_that_has_lost_blocks_takes_no_others_in_their_place(then: str) 
     assert store(cache, other, other_keys) == 1
     for _ in range(300):  # newer leases are looked at first
         assert cache.match(owner, [other], other_keys, 60.0).lease is not None
-    cache.flush([namespace.number], b"")
+    cache.flush_dram([namespace.number], b"")
     assert not lease.over
     assert store(cache, namespace, keys[: 3 * KEY_BYTES]) == 3
     getattr(reads, then)(lease)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from cache_at_once import CacheAtOnce
 from chains import chain
 from tenant_cache import FRAME, found, make_cache, open_for, store
 
 from tiercache.config.daemon_config import load_config
-from tiercache.daemon.cache import Cache
 from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.dram import space
 from tiercache.daemon.tiers.dram.leases import Owner
@@ -182,7 +182,7 @@ def test_flushed_blocks_count_until_their_frames_are_free() -> None:
     assert cache.space.used_bytes("a") == 0
 
 
-def squat(cache: Cache, tenant: str, regions: int) -> tuple[Owner, list[Namespace]]:
+def squat(cache: CacheAtOnce, tenant: str, regions: int) -> tuple[Owner, list[Namespace]]:
     """One small block of another size in each region, each kept by a lease."""
     owner, its = Owner(b"s" * 16), []
     for number in range(regions):
@@ -192,13 +192,13 @@ def squat(cache: Cache, tenant: str, regions: int) -> tuple[Owner, list[Namespac
     return owner, its
 
 
-def settle(cache: Cache) -> None:
+def settle(cache: CacheAtOnce) -> None:
     while cache.work():
         assert cache.check_integrity() == []
     assert cache.check_integrity() == []
 
 
-def regions(count: int, **quota: int) -> Cache:
+def regions(count: int, **quota: int) -> CacheAtOnce:
     """An arena of so many regions of 16 frames; quotas in frames."""
     cache = make_cache(16, **quota)
     for number in range(1, count):

@@ -15,10 +15,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tiercache.copies.arena import Region
-from tiercache.daemon.cache import Cache
+from tiercache.daemon.events.events import Events
 from tiercache.daemon.ground.slices import PINS, Steps
 from tiercache.daemon.tiers.dram.growing import GrowingRun
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
+from tiercache.daemon.tiers.dram.reads import Reads
+from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
@@ -96,12 +98,21 @@ class _Read(NamedTuple):
 class Promotion:
     """Event loop only; never blocks."""
 
-    def __init__(self, cache: Cache, regions: dict[int, Region], placement: ShelfPlacement) -> None:
+    def __init__(
+        self,
+        reads: Reads,
+        writes: Writes,
+        events: Events | None,
+        regions: dict[int, Region],
+        placement: ShelfPlacement,
+    ) -> None:
         self.promoted_blocks = 0
         self.promoted_bytes = 0
         self.bad_blocks = 0
         self.failed_reads = 0
-        self._cache = cache
+        self._read_leases = reads
+        self._writes = writes
+        self._events = events
         self._regions = regions
         self._placement = placement
         self._owner = Owner(bytes(INSTANCE_BYTES), internal=True)
@@ -139,11 +150,11 @@ class Promotion:
         for run in list(lease.runs):
             if not run.complete:
                 jobs += yield from self._jobs_for(lease, run)
-        if lease.over or lease.lease_id not in self._cache.reads.growing:
+        if lease.over or lease.lease_id not in self._read_leases.growing:
             return
         jobs = [job for job in jobs if not job.shelf.offline]
         if not jobs:  # the blocks are gone
-            self._cache.reads.stop_growing(lease)
+            self._read_leases.stop_growing(lease)
             return
         self._of_lease[lease.lease_id] = len(jobs)
         for job in jobs:
@@ -194,7 +205,7 @@ class Promotion:
         queues = self._jobs.pop(shelf, (deque(), deque()))
         for job in {*queues[0], *queues[1], *self._reading.pop(shelf, ())}:
             for write_lease in job.writing:
-                self._cache.writes.abort(self._owner, write_lease, finished=False)
+                self._writes.abort(self._owner, write_lease, finished=False)
             job.give_up()
             job.asking = False
             self._end(job)
@@ -206,9 +217,9 @@ class Promotion:
             return False
         keys, count = b"".join(map(job.run.key, numbers)), len(numbers)
         parent = job.run.key(numbers[0] - 1) if numbers[0] else b""
-        events = self._cache.events
+        events = self._events
         named = None if events is None else events.known(job.namespace.number, keys).__getitem__
-        got = self._cache.reserve(self._owner, job.namespace, parent, keys, math.inf, named)
+        got = self._writes.reserve(self._owner, job.namespace, parent, keys, math.inf, named)
         if got.parent_missing:
             return False
         if got.frames:
@@ -231,7 +242,7 @@ class Promotion:
     def _give_up(self, write_lease: int, numbers: range) -> None:
         """These blocks of a batch will not be read."""
         for number in numbers:
-            self._cache.writes.fail(self._owner, write_lease, number)
+            self._writes.fail(self._owner, write_lease, number)
 
     def _read(self, job: _Job, write_lease: int, number: int, key: bytes, frame: int) -> ReadOp | None:
         """The operation that fills one frame, with its slot held; None when the block is not here."""
@@ -279,7 +290,7 @@ class Promotion:
             self.promoted_blocks += 1
             self.promoted_bytes += op.stored_length
             self._unreadable.pop((job.namespace.number, read.key), None)
-            self._cache.writes.commit(self._owner, read.write_lease, [read.number])
+            self._writes.commit(self._owner, read.write_lease, [read.number])
         else:
             self._failed(read, op)
         self._landed = True
@@ -287,7 +298,7 @@ class Promotion:
 
     def _failed(self, read: _Read, op: ReadOp) -> None:
         """A bad block is dropped, with all that follows it; an unreadable block gets a second chance."""
-        self._cache.writes.fail(self._owner, read.write_lease, read.number)
+        self._writes.fail(self._owner, read.write_lease, read.number)
         read.job.give_up()
         name = read.job.namespace.number, read.key
         if op.outcome is DiskOutcome.CORRUPT:
@@ -311,8 +322,8 @@ class Promotion:
             return
         lease = job.lease
         if not lease.over:
-            self._cache.reads.grow(lease)
-            pending = self._cache.writes.pending
+            self._read_leases.grow(lease)
+            pending = self._writes.pending
             if any((job.namespace.number, key) in pending for key in job.awaited()):
                 self._waiting.add(job)
                 return
@@ -328,7 +339,7 @@ class Promotion:
         if self._of_lease[lease.lease_id] == 0:
             del self._of_lease[lease.lease_id]
             if not lease.over:
-                self._cache.reads.stop_growing(lease)
+                self._read_leases.stop_growing(lease)
 
     def look_again(self) -> None:
         """Check a slice of the jobs that wait for others, if there can be news for them."""
@@ -348,7 +359,7 @@ class Promotion:
 
     def note_published(self) -> None:
         """A block has become visible in DRAM, from any source: some lease may grow by it."""
-        self._landed = self._landed or bool(self._cache.reads.growing)
+        self._landed = self._landed or bool(self._read_leases.growing)
 
     def take_landed(self) -> bool:
         """Let leases grow by the blocks that have arrived, a slice of them; True if any has."""
@@ -356,12 +367,12 @@ class Promotion:
             if not self._landed:
                 return False
             self._landed = False
-            self._to_grow.extend(self._cache.reads.growing.values())
+            self._to_grow.extend(self._read_leases.growing.values())
         until_ns = time.perf_counter_ns() + GROW_NS
         while self._to_grow:
             lease = self._to_grow.popleft()
-            if lease.lease_id in self._cache.reads.growing:
-                self._cache.reads.grow(lease)
+            if lease.lease_id in self._read_leases.growing:
+                self._read_leases.grow(lease)
             if time.perf_counter_ns() >= until_ns:
                 break
         return True

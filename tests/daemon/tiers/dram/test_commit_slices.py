@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cache_at_once import CacheAtOnce
 from cache_rig import FRAME_BYTES, CacheRig, Kept, finish
 from chains import chain
 
-from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.events.events import MAX_FULL, Events, NamedBlocks
 from tiercache.daemon.ground.slices import AnswerNow, Steps
 from tiercache.daemon.ground.slices import finish as finished
@@ -111,7 +112,7 @@ def test_what_is_complete_stays_so_when_its_lease_ends_between_two_slices(how: s
 def test_what_is_flushed_between_two_slices_is_dropped() -> None:
     h = wide()
     namespace, _, steps = slow(h)
-    h.cache.flush([namespace.number], b"")
+    h.cache.flush_dram([namespace.number], b"")
     states = end_of(h, steps)
     assert states[RUN_BLOCKS:] == DROPPED[RUN_BLOCKS:]
     finish(h)
@@ -125,7 +126,7 @@ class Told(CacheRig):
         super().__init__()
         self.kept = Kept()
         self.events = Events(self.kept)
-        self.cache = Cache(lambda: self.now_s, CacheLimits(), events=self.events)
+        self.cache = CacheAtOnce(lambda: self.now_s, CacheLimits(), events=self.events)
         self.cache.space.allocator.add_region(0, 8 * MAX_RESERVE * FRAME_BYTES)
 
     def commit(self, namespace: Namespace, tag: int) -> Steps[list[CommitState]]:

@@ -6,10 +6,10 @@ import random
 from itertools import pairwise
 
 import pytest
+from cache_at_once import CacheAtOnce
 from cache_rig import FRAME_BYTES, CacheRig, Kept, fill, finish
 from chains import chain
 
-from tiercache.daemon.cache import Cache
 from tiercache.daemon.events import events as events_module
 from tiercache.daemon.events.events import Events, NamedBlocks
 from tiercache.daemon.ground.slices import PINS
@@ -202,7 +202,7 @@ def test_what_was_cleared_is_freed_in_slices_and_told_of_no_more(monkeypatch: py
 
 def test_the_cache_publishes_what_waits() -> None:
     kept = Kept()
-    cache = Cache(lambda: 0.0, events=Events(kept))
+    cache = CacheAtOnce(lambda: 0.0, events=Events(kept))
     assert cache.events is not None
     tell_many(cache.events, 100, 4096)
     while cache.work():

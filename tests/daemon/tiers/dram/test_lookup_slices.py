@@ -126,7 +126,7 @@ def test_what_is_lost_between_two_slices_is_not_held(after: int, what: str) -> N
             if h.cache.space.index.pins[entry] == 0:
                 h.cache.space.index.evict(entry)
         else:
-            h.cache.flush([namespace.number], {"all": b"", "first": keys[:16], "last": keys[-16:]}[what])
+            h.cache.flush_dram([namespace.number], {"all": b"", "first": keys[:16], "last": keys[-16:]}[what])
 
     found, _ = in_slices(h.cache.reads.match(h.owner, [namespace], wanted, 10), lose)
     whole = found.lease is not None and all(
@@ -145,11 +145,11 @@ def test_a_match_of_very_many_chains_searches_before_it_uses_them(lost: bool) ->
     namespaces = [h.space(layers=number) for number in range(1, MAX_TOGETHER + 2)]
     for namespace in namespaces:
         h.store(namespace, keys)
-    steps = h.cache.match_in_slices(h.owner, namespaces, keys, 10)
+    steps = h.cache.reads.match(h.owner, namespaces, keys, 10)
     next(steps)
     assert not h.owner.reads
     if lost:
-        h.cache.flush([namespaces[-1].number], keys[32:48])
+        h.cache.flush_dram([namespaces[-1].number], keys[32:48])
     found, _ = in_slices(steps, h.check)
     assert found.dram == (2 if lost else 4)
     assert h.cache.space.index.invariant_failures == 0
@@ -225,9 +225,9 @@ def test_the_chain_of_a_block_is_walked_in_slices(lost: str) -> None:
         if seen != 3 or lost == "nothing":
             return
         if lost == "the end":
-            h.cache.flush([namespace.number], keys[-KEY_BYTES:])
+            h.cache.flush_dram([namespace.number], keys[-KEY_BYTES:])
             return
-        h.cache.flush([namespace.number], keys[:KEY_BYTES])
+        h.cache.flush_dram([namespace.number], keys[:KEY_BYTES])
         if lost == "all, stored again":
             finish(h)
             fill(h, namespace, 2, 5000)  # its entries are other blocks' now
@@ -347,7 +347,7 @@ def test_a_flush_of_many_namespaces_leaves_the_empty_ones_alone(monkeypatch: pyt
     h.store(spaces[5], chain(1, 2))
     writing = h.cache.reserve(h.owner, spaces[9], b"", chain(2, 1), 10)
     dropped = counted(monkeypatch, Index, "drop_table")
-    assert h.cache.flush([namespace.number for namespace in spaces], b"")[0] == 2
+    assert h.cache.flush_dram([namespace.number for namespace in spaces], b"")[0] == 2
     assert dropped() == 1  # what was pending in the other one was dropped by itself
     assert [int(state) for state in h.cache.writes.commit(h.owner, writing.lease_id, [0])] == [2]
     assert h.cache.match(h.owner, [spaces[5]], chain(1, 2), 0).dram == 0
@@ -365,7 +365,7 @@ def test_a_pin_that_is_lost_while_its_regions_are_listed_is_no_contradiction(aft
         nonlocal slices
         slices += 1
         if slices == after:
-            h.cache.flush([namespace.number], keys[-16:])
+            h.cache.flush_dram([namespace.number], keys[-16:])
 
     in_slices(h.cache.reads.pin([namespace], keys, 10), lose)
     finish(h)
@@ -423,9 +423,9 @@ def test_that_a_wide_window_is_whole_takes_one_look_before_its_blocks(
     lease = h.cache.match(h.owner, [namespace], keys, 10).lease
     assert lease is not None
     assert len(lease.pins) == WINDOW
-    h.cache.flush([other.number], fill(h, other, 2, 2500)[:KEY_BYTES])
+    h.cache.flush_dram([other.number], fill(h, other, 2, 2500)[:KEY_BYTES])
     if lost:
-        h.cache.flush([namespace.number], keys[-KEY_BYTES:])
+        h.cache.flush_dram([namespace.number], keys[-KEY_BYTES:])
     assert h.cache.space.index.unlinking_entries()
     looked = counted(monkeypatch, Index, "attached")
     assert (h.cache.reads.find(h.owner, lease.lease_id) is None) is lost
@@ -475,8 +475,8 @@ def test_cards_are_looked_at_in_slices_whether_or_not_they_may_be_told() -> None
     models = {number.to_bytes(2, "little"): card for number in range(300)}
     sessions = {number: SimpleNamespace(tenant="t", registered={}, models=models) for number in range(10)}
     desk = SimpleNamespace(sessions=sessions)
-    cache = SimpleNamespace(space=SimpleNamespace(numbers=lambda names: {}))
-    ours: Any = SimpleNamespace(_desk=desk, _cache=cache, _generation=1)
+    space = SimpleNamespace(numbers=lambda names: {})
+    ours: Any = SimpleNamespace(_desk=desk, _space=space, _generation=1)
     asking: Any = SimpleNamespace(tenant="t")
     steps = AdminRequests._models(ours, asking, m.Models(1, b"", 1, 0))
     assert sum(1 for _ in steps) == 10

@@ -71,9 +71,9 @@ def test_what_hangs_below_a_lost_block_is_dropped_in_slices(
     if how == "abort":
         h.cache.writes.abort(h.owner, lease, finished=True)
     elif how == "flush":
-        h.cache.flush([namespace.number], b"")
+        h.cache.flush_dram([namespace.number], b"")
     elif how == "flush_key":
-        h.cache.flush([namespace.number], keys[:16])
+        h.cache.flush_dram([namespace.number], keys[:16])
     elif how == "expiry":
         h.now_s += 11
         h.cache.expire()
@@ -95,7 +95,7 @@ def test_a_flush_drops_what_is_about_to_be_published() -> None:
     h.cache.writes.commit(h.owner, lease, range(MAX_RESERVE))
     published = namespace.table.blocks
     assert published < BLOCKS
-    h.cache.flush([namespace.number], b"")
+    h.cache.flush_dram([namespace.number], b"")
     finish(h)
     assert (namespace.table.blocks, h.cache.space.allocator.used_bytes) == (0, 0)
     assert h.cache.match(h.owner, [namespace], keys, 0).dram == 0
@@ -194,7 +194,7 @@ def test_flushes_remember_no_more_than_what_is_pending() -> None:
     other = h.space(rank=1)
     for number in range(20):
         h.cache.reserve(h.owner, other, b"", chain(number, 1), 10)
-        h.cache.flush([other.number], b"")
+        h.cache.flush_dram([other.number], b"")
         assert sum(map(len, h.cache.writes._flushed)) <= 1
     assert len(h.cache.writes.pending) == len(keys) // 16
     finish(h)

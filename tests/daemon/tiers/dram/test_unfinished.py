@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from cache_at_once import CacheAtOnce
 
-from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.tiers.dram.leases import Owner, Reservation
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.protocol.messages import BlockState, CommitState
@@ -22,7 +23,7 @@ class Writers:
     def __init__(self, quarantine_frames: int = ARENA_FRAMES, floor_share: float = 0.25) -> None:
         self.now_s = 0.0
         limits = CacheLimits(quarantine_bytes=quarantine_frames * FRAME, floor_share=floor_share)
-        self.cache = Cache(lambda: self.now_s, limits)
+        self.cache = CacheAtOnce(lambda: self.now_s, limits)
         self.cache.space.allocator.add_region(0, ARENA_FRAMES * FRAME)
         spec = NamespaceSpec(engine="t", layout="x", dtype="u8", block_size=1, block_bytes=FRAME)
         self.namespace: Namespace = self.cache.space.open_namespace(spec)

@@ -10,12 +10,13 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from cache_at_once import CacheAtOnce
 from disk_rig import ObedientDisk
 
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import NvmeDirectory
 from tiercache.copies.arena import Region, create_region
-from tiercache.daemon.cache import Cache, CacheLimits
+from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.events.events import Events, Named
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
@@ -97,8 +98,8 @@ class TierRig:
         )
         self.regions: dict[int, Region] = {}
         self.tier = NvmeTier(config, self.regions, lambda: None, lambda path: self.disks[path])
-        self.cache = Cache(time.monotonic, CacheLimits(quarantine_bytes=1 << 30), self.tier, events)
-        self.tier.attach(self.cache)
+        self.cache = CacheAtOnce(time.monotonic, CacheLimits(quarantine_bytes=1 << 30), self.tier, events)
+        self.tier.attach(self.cache.space, self.cache.reads, self.cache.writes, events)
         for region_id in range(arena_regions):
             fd = create_region(REGION_BYTES, "test")
             self.regions[region_id] = Region(region_id, fd, REGION_BYTES)
@@ -241,21 +242,21 @@ class TierRig:
     def forget_blocks(self, namespace: Namespace, keys: bytes) -> None:
         """Only DRAM forgets, and these blocks only (of a chain what follows too)."""
         for at in range(0, len(keys), KEY_BYTES):
-            self.cache.flush([namespace.number], keys[at : at + KEY_BYTES])
+            self.cache.flush_dram([namespace.number], keys[at : at + KEY_BYTES])
 
     def forget_dram(self) -> None:
         """Only DRAM forgets."""
-        numbers = [namespace.number for namespace in self.cache.all_namespaces()]
-        more = self.cache.flush(numbers, b"")[1]
+        numbers = [namespace.number for namespace in self.cache.space.all_namespaces()]
+        more = self.cache.flush_dram(numbers, b"")[1]
         while more:
             more = any(table.unlinking for table in self.cache.space.index.tables.values())
             self.cache.space.work()
 
     async def flush(self, key: bytes = b"", tier: str = "all") -> bool:
         """As the service does; whether it is durable."""
-        namespaces = self.cache.all_namespaces()
+        namespaces = self.cache.space.all_namespaces()
         if tier != "nvme":
-            self.cache.flush([namespace.number for namespace in namespaces], key)
+            self.cache.flush_dram([namespace.number for namespace in namespaces], key)
         if tier == "dram":
             return True
         answers: list[bool] = []

@@ -1,0 +1,53 @@
+"""The daemon's cache for tests: what takes slices is done in one go, however long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tiercache.daemon.cache import Cache
+from tiercache.daemon.ground.slices import finish
+from tiercache.daemon.hints.hints import GivenHint
+from tiercache.daemon.tiers.dram.leases import Owner, Reservation
+from tiercache.daemon.tiers.dram.reads import Found
+from tiercache.daemon.tiers.dram.space import Namespace
+
+
+class CacheAtOnce(Cache):
+    """Requests as methods, and whatever else is tested on a cache without a daemon around it."""
+
+    def match(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, **how: Any) -> Found:
+        """See `Reads.match`."""
+        found = finish(self.reads.match(owner, namespaces, keys, ttl_s, **how))
+        self.observers.looked_up(namespaces, keys, found, False)
+        return found
+
+    def peek(self, namespaces: Sequence[Namespace], keys: bytes) -> tuple[int, int]:
+        """See `Reads.peek`."""
+        return finish(self.reads.peek(namespaces, keys))
+
+    def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Found:
+        """See `Reads.prefetch`."""
+        return finish(self.reads.prefetch(owner, namespaces, keys))
+
+    def pin(self, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float) -> int:
+        """See `Reads.pin`."""
+        return finish(self.reads.pin(namespaces, keys, ttl_s))
+
+    def reserve(self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, *rest: Any) -> Reservation:
+        """See `Writes.reserve`."""
+        reservation = self.writes.reserve(owner, namespace, parent, keys, *rest)
+        self.observers.reserved(namespace, parent, keys)
+        return reservation
+
+    def hint_now(self, namespaces: Sequence[Namespace], keys: bytes, first: int, said: GivenHint) -> int:
+        """See `Cache.hint`."""
+        return finish(self.hint(namespaces, keys, first, said))
+
+    def flush_dram(self, numbers: Sequence[int], key: bytes) -> tuple[int, bool]:
+        """See `Cache.flush`."""
+        return finish(self.flush([self.space.namespaces[number] for number in numbers], key, None))
+
+    def check_integrity(self) -> list[str]:
+        """See `Cache.check`."""
+        return finish(self.check())
