@@ -34,10 +34,11 @@ from tiercache.daemon.tiers.dram.check import check_dram
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.reads import Reads
 from tiercache.daemon.tiers.dram.space import Namespace, Space
-from tiercache.daemon.tiers.dram.unfinished import Unfinished
 from tiercache.daemon.tiers.dram.writes import Writes
-from tiercache.daemon.tiers.lower_tier import FlushBelow, GrantsBelow, NoTierBelow, TierBelow
+from tiercache.daemon.tiers.lower_tier import FlushBelow, NoTierBelow, TierBelow
+from tiercache.daemon.tiers.quarantine import process_gone, session_lost
 from tiercache.daemon.tiers.quotas import Quotas
+from tiercache.daemon.tiers.unfinished import Unfinished
 from tiercache.protocol.messages import KEY_BYTES
 
 _FLUSH_AT_ONCE = 1024
@@ -87,7 +88,7 @@ class Cache:
         self.slices = Slices()
         """Requests and other work that take more than one go of the loop."""
         self.ahead = Ahead(self.reads, clock_s, self.slices)
-        unfinished = Unfinished(limits.quarantine_bytes, limits.floor_share, self.space.allocator)
+        unfinished = Unfinished(limits.quarantine_bytes, limits.floor_share, lambda: self.space.allocator.arena_bytes)
         self.writes = Writes(self.space, self.below.published, clock_s, unfinished, events)
         self.space.on_taken_back = self.writes.take_back
         self.events = events
@@ -148,12 +149,12 @@ class Cache:
             self.observers.what_if.forget([self.space.namespaces[number] for number in numbers])
         if key:
             for table in tables:
-                self.writes.drop_key(table.number, key)
+                self.writes.pending.drop_key(table.number, key)
                 if (entry := table.get(key)) != NO_ENTRY:
                     index.drop(entry)
-            self.writes.drop_some()
+            self.writes.pending.drop_some()
         else:
-            self.writes.drop_namespaces(set(numbers))
+            self.writes.pending.drop_namespaces(set(numbers))
             for table in tables:
                 if not index.is_untouched(table):
                     index.drop_table(table)
@@ -194,46 +195,39 @@ class Cache:
         self.reads.expire()
         self.space.policies.hints.expire(self.space.index, self.space.tails)
         self.ahead.work()
-        for writes in self._all_writes():
-            writes.expire()
+        self.writes.expire()
+        self.below.expire()
 
     def session_lost(self, owner: Owner) -> None:
         """A session has ended, maybe not its process. Its leases end in slices, nearly always in one."""
-        self.space.tails.writer_gone(owner.instance)
+        self._writer_gone(owner)
         self.slices.begin(self._give_up(owner))
 
     def process_gone(self, owner: Owner) -> None:
         """The session's process has exited, so it no longer writes to any frame."""
-        self.space.tails.writer_gone(owner.instance)
+        self._writer_gone(owner)
         steps = self._forget(owner)
-        if owner.reads or owner.writes or owner.grants:
+        if owner.reads or owner.writes:
             self.slices.add(steps)  # what the session has left is a slice of its own
         else:
             self.slices.begin(steps)
 
+    def _writer_gone(self, owner: Owner) -> None:
+        self.space.tails.writer_gone(owner.instance)
+        self.below.writer_gone(owner.instance)
+
     def _give_up(self, owner: Owner) -> Steps[None]:
-        grants = self.below.grants
-        for steps in (
-            self.reads.session_lost(owner),
-            *([] if grants is None else [grants.session_lost(owner)]),
-            self.writes.session_lost(owner),
-        ):
+        for steps in (self.reads.session_lost(owner), session_lost(owner)):
             if (yield from noted(steps))[1]:
                 yield
 
     def _forget(self, owner: Owner) -> Steps[None]:
         yield from self._give_up(owner)
-        if self.below.grants is not None and (yield from noted(self.below.grants.process_gone(owner)))[1]:
-            yield
-        yield from self.writes.process_gone(owner)
+        yield from process_gone(owner)
 
     def has_quarantine(self, owner: Owner) -> bool:
-        """Whether frames are quarantined until this session's process exits."""
-        return any(writes.has_quarantine(owner) for writes in self._all_writes())
-
-    def _all_writes(self) -> list[Writes | GrantsBelow]:
-        """Stores into DRAM, and those that bypass it."""
-        return [self.writes] if self.below.grants is None else [self.writes, self.below.grants]
+        """Whether places are quarantined until this session's process exits, or may be soon."""
+        return bool(owner.writes or owner.quarantined)
 
     def check(self) -> Steps[list[str]]:
         """Every inconsistency between its parts, except in the tier below, which has a check of its own."""

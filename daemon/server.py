@@ -45,7 +45,7 @@ from tiercache.daemon.requests.sessions import Session, SessionGate
 from tiercache.daemon.requests.slow import SlowRequests
 from tiercache.daemon.requests.stats import build_stats, health_of
 from tiercache.daemon.requests.unsent import Unsent
-from tiercache.daemon.tiers.dram.unfinished import FLOOR_SHARE
+from tiercache.daemon.tiers.unfinished import FLOOR_SHARE
 from tiercache.ground.units import format_bytes
 from tiercache.protocol.messages import Welcome
 
@@ -99,7 +99,7 @@ class Server:
         below_bytes = config.nvme_capacity_bytes
         what_if = WhatIf(self.clock, config.arena_bytes, below_bytes) if config.what_if else None
         self.cache = Cache(self.clock, limits, self.nvme, self.events, what_if)
-        self.cache.work_ns, self.cache.writes.publish_ns = WORK_NS, PUBLISH_NS
+        self.cache.work_ns, self.cache.writes.pending.publish_ns = WORK_NS, PUBLISH_NS
         self.settings = LiveSettings(running, again, self.cache)
         if self.nvme is not None:
             self.nvme.attach(self.cache.space, self.cache.reads, self.cache.writes, self.events)

@@ -9,8 +9,9 @@
       └ check, frame_check    whether all of this is consistent
 
 Who frees a frame? The index tells its tier once an entry is evicted or dropped and nothing pins it. DRAM then frees the
-frame (`dram/space`). An NVMe slot is free after its row is deleted (`nvme/slots`). `dram/writes` frees frames that were
-reserved and not published: after a quarantine, if a client may still write to them.
+frame (`dram/space`). An NVMe slot is free after its row is deleted (`nvme/slots`). `dram/writes` and
+`dram/pending_blocks` free frames that were reserved and not published: after a quarantine, if a client may still write
+to them.
 """
 
 from typing import TYPE_CHECKING

@@ -93,7 +93,7 @@ class Desk:
     def lease_ttl_s(self, session: Session, ttl_ms: int) -> float:
         """How long a new lease of the session may last. Raises RequestRefused when it has too many."""
         owner = session.owner
-        if len(owner.reads) + len(owner.writes) + len(owner.grants) >= self.max_leases:
+        if len(owner.reads) + len(owner.writes) >= self.max_leases:
             raise RequestRefused(ErrorCode.LIMIT.value, f"{self.max_leases} leases are open in this session")
         if self.tenant and sum(len(lease.keys) for lease in owner.reads.values()) >= MAX_LEASED_KEYS_BYTES:
             raise RequestRefused(ErrorCode.LIMIT.value, "the leases of this session hold too many blocks: release some")

@@ -49,8 +49,6 @@ class ReadRequests:
         self._slow = slow
         self._desk = desk
         self._reads = desk.cache.reads
-        self._writes = desk.cache.writes
-        self._below = desk.cache.below
         self._slices = desk.cache.slices
         self._allocator = desk.cache.space.allocator
         self._counters = desk.cache.counters
@@ -228,18 +226,15 @@ class ReadRequests:
     def _renew(self, session: Session, request: m.Renew) -> Steps[m.Reply]:
         ttl_s = min(positive(request.ttl_ms, "ttl_ms") / 1000, self._desk.lease_ttl_max_s)
         alive, looked = bytearray(), 0
-        owner, grants = session.owner, self._below.grants
+        owner = session.owner
         for lease_id in request.leases[: self._desk.max_leases]:
             looked += len(owner.reads[lease_id].pins) if lease_id in owner.reads else 0
             read, write = self._reads.find(owner, lease_id), owner.writes.get(lease_id)
-            granted = grants is not None and lease_id in owner.grants
             if read is not None:
                 self._reads.renew(read, ttl_s)
             elif write is not None:
-                self._writes.renew(write, ttl_s)
-            elif grants is not None and granted:
-                grants.renew(lease_id, ttl_s)
-            alive.append(read is not None or write is not None or granted)
+                write.kept_by.renew(write, ttl_s)
+            alive.append(read is not None or write is not None)
             if looked >= LOOKUPS:  # checked for each block of a window after a drop
                 looked = 0
                 yield

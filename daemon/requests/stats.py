@@ -109,7 +109,7 @@ def _figures(daemon: Daemon) -> dict[str, Any]:
             "read": len(cache.reads.leases) - len(cache.reads.pins),
             "write": len(cache.writes.leases),
             "quarantined": len(cache.writes.quarantined),
-            "pending_blocks": len(cache.writes.pending),
+            "pending_blocks": len(cache.writes.pending.by_key),
             "parked_requests": daemon.service.reads.parked,
         },
         **({} if daemon.events is None else {"kv_events": daemon.events.stats()}),
@@ -170,7 +170,7 @@ def _sessions(daemon: Daemon) -> list[dict[str, Any]]:
             "protocol": session.protocol,
             "connected_s": round(session.age_s, 1),
             "read_leases": len(session.owner.reads),
-            "write_leases": len(session.owner.writes) + len(session.owner.grants),
+            "write_leases": len(session.owner.writes),
             "counters": session.counters,
         }
         for session in islice(daemon.gate.sessions.values(), MAX_LISTED_SESSIONS)

@@ -30,7 +30,7 @@ class Granted(NamedTuple):
 
 
 class GrantsBelow(Protocol):
-    """Places in the tier below that clients write themselves; terms as in `Writes`."""
+    """Places in the tier below that clients write themselves, under leases as for `Writes`."""
 
     def reserve(
         self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, ttl_s: float, named: Named | None = None
@@ -42,21 +42,6 @@ class GrantsBelow(Protocol):
 
     def abort(self, owner: Owner, lease_id: int, finished: bool) -> None:
         """Drop everything of a lease, if it is one of these. Unless `finished`, its places go into quarantine."""
-
-    def renew(self, lease_id: int, ttl_s: float) -> None:
-        """Move the deadline of a live lease."""
-
-    def expire(self) -> None:
-        """Quarantine expired leases, a slice of them."""
-
-    def session_lost(self, owner: Owner) -> Steps[None]:
-        """The session is closed; its process may still be writing."""
-
-    def process_gone(self, owner: Owner) -> Steps[None]:
-        """The process has exited, so it no longer writes to its places."""
-
-    def has_quarantine(self, owner: Owner) -> bool:
-        """Whether places are quarantined until this session's process exits."""
 
 
 class FlushBelow(Protocol):
@@ -82,6 +67,12 @@ class TierBelow(Protocol):
     @property
     def grants(self) -> GrantsBelow | None:
         """Its places that clients write themselves; None when there are none."""
+
+    def expire(self) -> None:
+        """End what has expired, a slice of it."""
+
+    def writer_gone(self, instance: bytes) -> None:
+        """An engine's session has ended: its chains are not about to continue."""
 
     def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
         """How many of the first `limit` keys of a chain are in this tier, as a leading run."""
@@ -162,6 +153,12 @@ class NoTierBelow:
     name = ""
     grants: GrantsBelow | None = None
     unlinking = False
+
+    def expire(self) -> None:
+        return
+
+    def writer_gone(self, instance: bytes) -> None:
+        return
 
     def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
         return 0

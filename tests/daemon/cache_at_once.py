@@ -8,9 +8,10 @@ from typing import Any
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.hints.hints import GivenHint
-from tiercache.daemon.tiers.dram.leases import Owner, Reservation
+from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.reads import Found
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.dram.write_lease import Reservation
 
 
 class CacheAtOnce(Cache):

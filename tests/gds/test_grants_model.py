@@ -95,7 +95,7 @@ class Game:
         if self.dice.random() < 0.5:
             self.rig.cache.process_gone(owner)
             self.open = [grant for grant in self.open if grant[0] is not owner]
-            assert not self.grants.has_quarantine(owner)
+            assert not self.rig.cache.has_quarantine(owner)
             self.owners[place] = Owner(owner.instance)
 
     def flush(self) -> None:

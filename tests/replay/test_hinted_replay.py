@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import tiercache
+from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.hints.hints import hint_given_at
 from tiercache.daemon.hints.switched_policy import SwitchedPolicy
 from tiercache.protocol.messages import KEY_BYTES, Hint, Priority
@@ -84,9 +85,10 @@ def test_what_was_said_is_known_where_a_block_comes_later() -> None:
     play = Play(dram=8, nvme=16)
     simulation, keys = play.simulation, chain_keys([1, 1])
     namespace = simulation._namespaces[1]
-    got = simulation.cache.reserve(simulation._owner, namespace, b"", keys, 10.0)
+    got = simulation.cache.writes.reserve(simulation._owner, namespace, b"", keys, 10.0)
     simulation.cache.writes.commit(simulation._owner, got.lease_id, [0, 1])
-    simulation.cache.hint([namespace], keys, 0, hint_given_at(0.0, False, 0.0, 0.0, Priority.LOW))
+    hint = hint_given_at(0.0, False, 0.0, 0.0, Priority.LOW)
+    finish(simulation.cache.hint([namespace], keys, 0, hint))
     assert play.here(1, 1) == (2, 0)
     simulation._settle()
     assert play.here(1, 1) == (2, 2)

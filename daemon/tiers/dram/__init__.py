@@ -4,9 +4,10 @@
     reads        match, resolve, pin: blocks that stay in place under a lease
       ├ match_ends    where a match may end, over both tiers
       └ growing       leases that wait for blocks of the tier below
-    writes       reserve, commit, abort; the quarantine of frames that a client may still write to
-      └ unfinished    how much of the arena unfinished stores may take
-    leases       leases and pending blocks, as data
+    writes       reserve, commit, abort; `tiers/quarantine` keeps frames that a client may still write to
+      ├ pending_blocks    reserved blocks, until they are visible or dropped
+      └ write_lease       a store and its blocks, as data
+    leases       leases and their owners, as data
     region_shares    whole regions that tenants take, and which of them they give back
     check        whether all of it is consistent
 

@@ -9,9 +9,10 @@ from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.index.allocator import NO_ACCOUNT, NO_FRAME
 from tiercache.daemon.index.check import ENTRIES, Holding, check_blocks, check_pins
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.tiers.dram.leases import PendingBlock, ReadLease
+from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.reads import Reads
 from tiercache.daemon.tiers.dram.space import Space
+from tiercache.daemon.tiers.dram.write_lease import PendingBlock
 from tiercache.daemon.tiers.dram.writes import Writes
 
 _TRIES = 3
@@ -25,8 +26,7 @@ def check_dram(space: Space, reads: Reads, writes: Writes) -> Steps[list[str]]:
     findings += yield from check_pins(space.index, lambda: _holdings(space, reads, writes))
     findings += yield from _check_accounts(space, writes)
     findings += yield from _check_pinned_regions(space, reads)
-    leases = writes.leases, writes.quarantined, writes.waiting
-    findings += yield from writes.unfinished.check(lambda: [lease for its in leases for lease in its.values()])
+    findings += yield from writes.check()
     return findings
 
 
@@ -41,7 +41,7 @@ def _holdings(space: Space, reads: Reads, writes: Writes) -> Sequence[Holding]:
     ]
     return [
         (list(reads.leases.values()), ReadLease.pinned),
-        (list(writes.pending.values()), _pinned_by),
+        (list(writes.pending.by_key.values()), _pinned_by),
         (single, lambda entry: (entry,)),
     ]
 

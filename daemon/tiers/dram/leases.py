@@ -1,7 +1,7 @@
-"""Leases, and the blocks being written under them.
+"""Leases, and who has them.
 
-A read lease keeps a prefix in place while its frames are copied from; a write lease keeps frames that are being copied
-into. Both are only data: `writes` and `reads` change them.
+A read lease keeps a prefix in place while its frames are copied from; a lease to store keeps places that are being
+copied into. Both are only data: `reads` and `quarantine` change them.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ from __future__ import annotations
 import heapq
 import secrets
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from tiercache.daemon.index.index import Table
-from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.protocol.messages import KEY_BYTES, MAX_RESERVE, BlockState, Extent
+from tiercache.protocol.messages import Extent
 
 if TYPE_CHECKING:
     from tiercache.daemon.events.events import Named
@@ -37,13 +34,11 @@ class Owner:
     """
 
     __slots__ = (
-        "grants",
         "instance",
         "internal",
         "mapped",
         "party",
         "quarantined",
-        "quarantined_grants",
         "reads",
         "writes",
     )
@@ -54,10 +49,8 @@ class Owner:
         self.mapped = mapped
         self.party = party or f"instance {instance.hex()}"
         self.reads: dict[int, ReadLease] = {}
-        self.writes: dict[int, WriteLease] = {}
-        self.quarantined: dict[int, WriteLease] = {}  # over, with frames quarantined until its process exits
-        self.grants: set[int] = set()  # ids of write leases in the tier below
-        self.quarantined_grants: set[int] = set()  # likewise, of those that are over
+        self.writes: dict[int, StoreLease] = {}  # into DRAM, and into the tier below
+        self.quarantined: dict[int, StoreLease] = {}  # over, with places quarantined until its process exits
 
     def same_engine(self, other: Owner) -> bool:
         """Whether one session may continue what the other has begun."""
@@ -151,119 +144,63 @@ class ReadLease:
         return [*self.pins, *chain.from_iterable(run.pins for run in self.runs)]
 
 
-class BlockPhase(Enum):
-    """The state of a reserved block.
+class KeepsStores(Protocol):
+    """Whose lease to store it is: see `StoreLeases`."""
 
-    WRITING ─commit→ HELD ─parent published→ VISIBLE
-       └──────────────┴─abort, expiry, loss of the parent, flush→ DROPPED
-    """
+    def renew(self, lease: Any, ttl_s: float) -> None:
+        """Move the deadline of a live lease."""
 
-    WRITING = "writing"
-    HELD = "held"
-    VISIBLE = "visible"
-    DROPPED = "dropped"
+    def give_up(self, lease: Any, finished: bool = False) -> None:
+        """Publish nothing more of it; its places wait in quarantine, unless its copies have `finished`."""
 
-
-class PendingBlock:
-    """A block between reserve and publication.
-
-    It hangs below an entry of the index (`parent_entry`, pinned meanwhile), below another pending block
-    (`parent_block`), or below nothing. `frame` belongs to it until it is published or its writer is known to be done
-    with it.
-    """
-
-    __slots__ = (
-        "among",
-        "children",
-        "frame",
-        "key",
-        "lease",
-        "parent_block",
-        "parent_entry",
-        "phase",
-        "place",
-        "table",
-        "written",
-    )
-
-    def __init__(
-        self, table: Table, key: bytes, frame: int, lease: WriteLease, place: int, among: dict[PendingBlock, None]
-    ) -> None:
-        self.among = among  # all pending blocks of its namespace, or those pending when it was flushed
-        self.table = table
-        self.key = key
-        self.frame = frame
-        self.lease = lease
-        self.place = place  # position of its key in the request
-        self.parent_entry = NO_ENTRY
-        self.parent_block: PendingBlock | None = None
-        self.children: dict[PendingBlock, None] = {}  # in order
-        self.phase = BlockPhase.WRITING
-        self.written = 0  # bytes received as payload, from the start without a gap
+    def finish(self, lease: Any) -> None:
+        """All copies of a lease that is over have ended."""
 
 
-class WriteLease:
-    """Frames handed to one writer, by the index of the key in its request.
+class StoreLease:
+    """Places of `frame_bytes` handed to one writer.
 
     `over`: it expired or was given up without word that its copies are finished. From then on nothing of it is
-    published, and its frames are in quarantine. `named`: what events say of its blocks. `chain`: for a windowed
-    namespace the key before the run (empty: the root) and the run's keys, since such blocks do not record the one
-    before them.
+    published, and its places are in quarantine. `writes_directly`: its writer has access to the places. Otherwise every
+    byte passes through the daemon, which writes none after the end. `named`: what events say of its blocks.
     """
 
     __slots__ = (
-        "blocks",
-        "chain",
         "deadline_s",
         "frame_bytes",
         "frames",
+        "kept_by",
         "lease_id",
         "named",
         "over",
         "owner",
         "started_s",
+        "steps",
+        "writes_directly",
         "writing",
     )
 
-    def __init__(self, lease_id: int, owner: Owner, started_s: float, ttl_s: float, frame_bytes: int) -> None:
-        self.lease_id = lease_id
+    def __init__(
+        self,
+        kept_by: KeepsStores,
+        owner: Owner,
+        started_s: float,
+        ttl_s: float,
+        frame_bytes: int,
+        writes_directly: bool = True,
+    ) -> None:
+        self.lease_id = new_lease_id()
+        self.kept_by = kept_by
         self.owner = owner
         self.frame_bytes = frame_bytes
+        self.writes_directly = writes_directly
         self.started_s = started_s
         self.deadline_s = started_s + ttl_s
-        self.blocks: dict[int, PendingBlock] = {}
-        self.writing = 0  # blocks whose frame the writer may still write to
+        self.steps = 0  # what giving it up costs
+        self.writing = 0  # places that the writer may still write to
         self.frames = 0  # those, plus frames of complete blocks not published yet
         self.over = False
         self.named: Named | None = None
-        self.chain = (b"", b"")
-
-    def before(self, place: int) -> bytes:
-        """The key of the block before that one in the run, as its writer has named it; empty for none."""
-        parent, keys = self.chain
-        return keys[(place - 1) * KEY_BYTES : place * KEY_BYTES] if place else parent
-
-
-class Reservation(NamedTuple):
-    """Answer to `reserve`: one state per key, frames of those in state FRAME, in order."""
-
-    lease_id: int
-    states: list[BlockState]
-    frames: list[int]
-    parent_missing: bool
-
-
-def complete_run(first: PendingBlock, most: int = MAX_RESERVE) -> list[PendingBlock]:
-    """A complete block and the complete ones below it, as far as each is an only child."""
-    run, last = [first], first
-    while len(last.children) == 1 and len(run) < most:
-        child = next(iter(last.children))
-        if child.phase is not BlockPhase.HELD:
-            break
-        child.parent_block, last.children = None, {}
-        run.append(child)
-        last = child
-    return run
 
 
 class Lease(Protocol):

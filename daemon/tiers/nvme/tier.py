@@ -194,6 +194,18 @@ class NvmeTier:
 
     # --- what DRAM asks and tells ----------------------------------------------------------------
 
+    def expire(self) -> None:
+        """See `TierBelow`."""
+        for shelf in self._shelves:
+            shelf.slots.tails.lapse()
+        if self.grants is not None:
+            self.grants.expire()
+
+    def writer_gone(self, instance: bytes) -> None:
+        """See `TierBelow`."""
+        for shelf in self._shelves:
+            shelf.slots.tails.writer_gone(instance)
+
     def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
         """See `TierBelow`."""
         return self._placement.find(namespace, keys, limit)[1]
@@ -366,7 +378,7 @@ class NvmeTier:
         for shelf in list(self._shelves):
             findings += yield from shelf.check(partial(self._written, shelf))
         pending = self._writes.pending() + (Counter() if self.grants is None else self.grants.pending())
-        findings += [] if self.grants is None else self.grants.check()
+        findings += [] if self.grants is None else (yield from self.grants.check())
         return findings + self.fairness.check_integrity(pending)
 
     def _written(self, shelf: Shelf) -> list[int]:

@@ -12,7 +12,7 @@ from tiercache.daemon.requests import admin as admin_requests
 from tiercache.daemon.requests.admin import AdminRequests
 from tiercache.daemon.requests.context import MAX_LEASED_KEYS_BYTES, MAX_WINDOW_BLOCKS, check_range, check_windows
 from tiercache.daemon.requests.sessions import Session
-from tiercache.daemon.tiers.dram.leases import ReadLease
+from tiercache.daemon.tiers.dram.leases import ReadLease, StoreLease
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.errors import RequestRefused
 from tiercache.protocol.messages import KEY_BYTES, MAX_PAYLOAD_BYTES, Hello, ModelCard, ModelList, Models
@@ -45,10 +45,10 @@ def test_what_leases_of_a_client_of_this_host_keep_is_its_own_affair() -> None:
 def test_a_session_has_so_many_leases_of_all_kinds() -> None:
     desk, session = desk_of("", max_leases=3)
     lease_keys(session, 1)
-    session.owner.grants.update((7, 8))
+    session.owner.writes |= {number: cast(StoreLease, None) for number in (7, 8)}
     with pytest.raises(RequestRefused, match="3 leases are open in this session"):
         desk.lease_ttl_s(session, 1000)
-    session.owner.grants.clear()
+    session.owner.writes.clear()
     assert desk.lease_ttl_s(session, 1 << 40) == 60.0
 
 

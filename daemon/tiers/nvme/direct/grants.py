@@ -19,14 +19,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 
 from tiercache.daemon.events.events import Named
 from tiercache.daemon.ground.counters import Counters
-from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.tiers.dram.leases import Deadlines, Owner, new_lease_id
+from tiercache.daemon.tiers.dram.leases import KeepsStores, Owner, StoreLease
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.lower_tier import Granted
 from tiercache.daemon.tiers.nvme.disk.codecs import RAW
@@ -35,55 +33,34 @@ from tiercache.daemon.tiers.nvme.fairness import Fairness, Room
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
 from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
+from tiercache.daemon.tiers.quarantine import StoreLeases
+from tiercache.daemon.tiers.unfinished import Unfinished
 from tiercache.protocol.checksums import CHECKSUM_LANES
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, CommitState, Extent
-
-SLOTS_AT_ONCE = 1024
-"""Slots of leases given up or ended in one go: a millisecond or so of the event loop."""
-NOTES_AT_ONCE = 512
-"""Deadlines checked in one go; most belong to leases that have ended before."""
 
 _VISIBLE, _DROPPED = CommitState.VISIBLE, CommitState.DROPPED
 
 
-class Grant:
-    """Slots granted to one writer: block `i` of the run is `keys[i]`, at `slots[i]` while that is the writer's.
+class Grant(StoreLease):
+    """Slots granted to one writer: block `i` of the run is `keys[i]`, at `slots[i]` while that is the writer's."""
 
-    `over`: it expired or was given up without word that its writes have ended.
-    """
-
-    __slots__ = (
-        "deadline_s",
-        "epoch",
-        "first",
-        "keys",
-        "lease_id",
-        "named",
-        "namespace",
-        "over",
-        "owner",
-        "parent",
-        "pin",
-        "shelf",
-        "slots",
-    )
+    __slots__ = ("epoch", "first", "keys", "namespace", "parent", "pin", "shelf", "slots")
 
     def __init__(
         self,
+        kept_by: KeepsStores,
         owner: Owner,
-        deadline_s: float,
+        started_s: float,
+        ttl_s: float,
         shelf: Shelf,
         namespace: Namespace,
         parent: bytes,
         pin: int,
         keys: list[bytes],
         slots: list[int],
-        named: Named | None,
         first: int,
     ) -> None:
-        self.lease_id = new_lease_id()
-        self.owner = owner
-        self.deadline_s = deadline_s
+        super().__init__(kept_by, owner, started_s, ttl_s, namespace.spec.frame_bytes)
         self.shelf = shelf
         self.namespace = namespace
         self.epoch = shelf.epoch(namespace)
@@ -91,14 +68,7 @@ class Grant:
         self.pin = pin  # the parent's entry: keeps room for the run from being made of its ancestors
         self.keys = keys
         self.slots = slots
-        self.named = named  # what events say of the blocks, from position `first` on
-        self.first = first
-        self.over = False
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the slots that are the writer's."""
-        return len(self.slots) * self.namespace.spec.frame_bytes
+        self.first = first  # position in the request, from which on events are named
 
     @property
     def flushed(self) -> bool:
@@ -106,7 +76,7 @@ class Grant:
         return self.epoch != self.shelf.epoch(self.namespace)
 
 
-class Grants:
+class Grants(StoreLeases[Grant]):
     """All slots that clients write to. Event loop only; never blocks.
 
     Args:
@@ -124,21 +94,14 @@ class Grants:
         clock_s: Callable[[], float],
         limit_bytes: int,
     ) -> None:
-        self.leases: dict[int, Grant] = {}
-        self.quarantined: dict[int, Grant] = {}
+        super().__init__(Unfinished(limit_bytes), counters, clock_s)
         self.stored_blocks = 0
         self.stored_bytes = 0
         self._placement = placement
         self._budget = budget
         self._fairness = fairness
         self._may_write = may_write
-        self._counters = counters
-        self._clock_s = clock_s
-        self._limit_bytes = limit_bytes
-        self._bytes: Counter[str] = Counter()  # of slots granted to clients, by party
-        self._quarantined_bytes = 0  # part of that, in quarantine
         self._pending: dict[tuple[int, bytes], Grant] = {}  # writer of a block, by namespace number and key
-        self._deadlines = Deadlines(self.leases)
 
     # --- reserve ---------------------------------------------------------------------------------
 
@@ -163,12 +126,9 @@ class Grants:
             shelf.index.unpin(entry)
             return Granted(present, soon=soon)
         mine = rest[: len(slots)]
-        deadline_s = self._clock_s() + ttl_s
-        grant = Grant(owner, deadline_s, shelf, namespace, before, entry, mine, slots, named, present)
-        self._count(grant, grant.bytes)
-        self.leases[grant.lease_id] = grant
-        owner.grants.add(grant.lease_id)
-        self._deadlines.add(grant.deadline_s, grant.lease_id)
+        grant = Grant(self, owner, self._clock_s(), ttl_s, shelf, namespace, before, entry, mine, slots, present)
+        grant.named = named
+        self._begin(grant, len(slots))
         shelf.slots.tails.went_on(owner.instance, entry)
         self._pending.update(((namespace.number, key), grant) for key in mine)
         extents = [_place(slot, namespace.spec.block_bytes) for slot in slots]
@@ -195,8 +155,7 @@ class Grants:
     ) -> tuple[list[int], bool]:
         """Free slots for the leading ones of `keys`; and if there is none, whether there may be one soon."""
         size_bytes = namespace.spec.frame_bytes
-        held_bytes = self._bytes[owner.party]
-        most = max(0 if held_bytes else 1, (self._limit_bytes - held_bytes) // size_bytes)
+        most = self.unfinished.most_places(owner, size_bytes)
         table, slots = shelf.table(namespace), list[int]()
         self._fairness.look_again()
         for key in keys:
@@ -214,7 +173,7 @@ class Grants:
             slots.append(slot)
         return slots, False
 
-    # --- commit and abort ------------------------------------------------------------------------
+    # --- commit ----------------------------------------------------------------------------------
 
     def commit(self, owner: Owner, lease_id: int, checksums: Sequence[int]) -> list[CommitState]:
         """The writes of a grant have ended, and its leading blocks are complete, with these checksums.
@@ -225,7 +184,7 @@ class Grants:
         if grant is None:
             return [_DROPPED] * len(checksums)
         visible = 0 if grant.over or grant.shelf.retired else self._publish(grant, checksums)
-        self._end(grant)
+        self.give_up(grant, finished=True)  # what was not kept is free
         return [_VISIBLE] * visible + [_DROPPED] * (len(checksums) - visible)
 
     def _publish(self, grant: Grant, checksums: Sequence[int]) -> int:
@@ -252,120 +211,27 @@ class Grants:
         if visible and (end := table.get(parent)) != NO_ENTRY and not shelf.index.children[end]:
             shelf.slots.tails.stored(grant.owner.instance, end)
         namespace.use.pending_below_blocks -= visible - len(left)
-        self._count(grant, -grant.bytes)
+        self.unfinished.count(grant, len(left) - visible)
         grant.slots = left + grant.slots[visible:]
-        self._count(grant, grant.bytes)
         return visible
-
-    def abort(self, owner: Owner, lease_id: int, finished: bool) -> None:
-        """Keep nothing. Unless `finished`, the slots wait for that word or for the process to exit."""
-        grant = self._find(owner, lease_id)
-        if grant is None:
-            return
-        if finished:
-            self._end(grant)
-        else:
-            self._give_up(grant)
-
-    def renew(self, lease_id: int, ttl_s: float) -> None:
-        """Move the deadline of a live lease."""
-        grant = self.leases[lease_id]
-        grant.deadline_s = self._clock_s() + ttl_s
-        self._deadlines.add(grant.deadline_s, grant.lease_id)
-
-    def _find(self, owner: Owner, lease_id: int) -> Grant | None:
-        """A live or quarantined lease of the same instance."""
-        grant = self.leases.get(lease_id) or self.quarantined.get(lease_id)
-        return grant if grant is not None and grant.owner.same_engine(owner) else None
 
     # --- the ends of leases ----------------------------------------------------------------------
 
-    def expire(self) -> None:
-        """Quarantine expired leases, a slice of them."""
-        now_s, done = self._clock_s(), 0
-        for shelf in self._placement.shelves:
-            shelf.slots.tails.lapse()
-        for lease_id in islice(self._deadlines.due(now_s), NOTES_AT_ONCE):
-            grant = self.leases.get(lease_id)
-            if grant is not None and grant.deadline_s <= now_s:
-                self._counters.leases_expired += 1
-                done += 1 + len(grant.keys)
-                self._give_up(grant)
-                if done >= SLOTS_AT_ONCE:
-                    break
-
-    def session_lost(self, owner: Owner) -> Steps[None]:
-        """The session is closed; its process may still be writing."""
-        for shelf in self._placement.shelves:
-            shelf.slots.tails.writer_gone(owner.instance)
-        while owner.grants:
-            done = 0
-            for lease_id in list(islice(owner.grants, SLOTS_AT_ONCE)):
-                grant = self.leases[lease_id]
-                done += 1 + len(grant.keys)
-                self._give_up(grant)
-                if done >= SLOTS_AT_ONCE:
-                    break
-            if owner.grants:
-                yield
-
-    def process_gone(self, owner: Owner) -> Steps[None]:
-        """The process has exited, and its I/O in the kernel with it."""
-        while owner.quarantined_grants:
-            done = 0
-            while owner.quarantined_grants and done < SLOTS_AT_ONCE:
-                grant = self.quarantined[owner.quarantined_grants.pop()]
-                done += 1 + len(grant.keys)
-                self._end(grant)
-            if owner.quarantined_grants:
-                yield
-
-    def has_quarantine(self, owner: Owner) -> bool:
-        """Whether slots are quarantined until this session's process exits, or may be soon."""
-        return bool(owner.grants or owner.quarantined_grants)
-
-    def _give_up(self, grant: Grant) -> None:
-        """Publish nothing of it; its slots wait in quarantine."""
-        if not grant.over:
-            self._counters.quarantines += 1
-            self._close(grant)
-            self.quarantined[grant.lease_id] = grant
-            grant.owner.quarantined_grants.add(grant.lease_id)
-            self._quarantined_bytes += grant.bytes
-
-    def _end(self, grant: Grant) -> None:
-        """Its writes have ended: free the slots that were not kept."""
-        if grant.over:
-            del self.quarantined[grant.lease_id]
-            grant.owner.quarantined_grants.discard(grant.lease_id)
-            self._quarantined_bytes -= grant.bytes
-        else:
-            self._close(grant)
-        self._count(grant, -grant.bytes)
-        grant.namespace.use.pending_below_blocks -= len(grant.slots)
-        for slot in grant.slots:
-            grant.shelf.allocator.give_back(slot)
-
     def _close(self, grant: Grant) -> None:
-        grant.over, grant.named = True, None
-        del self.leases[grant.lease_id]
-        grant.owner.grants.remove(grant.lease_id)
+        grant.named = None
         grant.shelf.index.unpin(grant.pin)
         for key in grant.keys:
             if self._pending.get((grant.namespace.number, key)) is grant:
                 del self._pending[grant.namespace.number, key]
 
-    def _count(self, grant: Grant, more_bytes: int) -> None:
-        party = grant.owner.party
-        self._bytes[party] += more_bytes
-        if not self._bytes[party]:
-            del self._bytes[party]
+    def _free(self, grant: Grant) -> None:
+        self.unfinished.count(grant, -len(grant.slots))
+        grant.namespace.use.pending_below_blocks -= len(grant.slots)
+        for slot in grant.slots:
+            grant.shelf.allocator.give_back(slot)
+        grant.slots = []
 
     # --- what is held ----------------------------------------------------------------------------
-
-    def _all(self) -> Iterable[Grant]:
-        yield from self.leases.values()
-        yield from self.quarantined.values()
 
     def slots_of(self, shelf: Shelf) -> list[int]:
         """Slots of a directory that are granted to clients."""
@@ -378,23 +244,13 @@ class Grants:
             counts[grant.namespace.number] += len(grant.slots)
         return counts
 
-    def check(self) -> list[str]:
-        """Where the counts of what clients have are wrong."""
-        held = Counter[str]()
-        for grant in self._all():
-            held[grant.owner.party] += grant.bytes
-        quarantined = sum(grant.bytes for grant in self.quarantined.values())
-        mine = all(grant.lease_id in grant.owner.quarantined_grants for grant in self.quarantined.values())
-        right = +held == +self._bytes and quarantined == self._quarantined_bytes and mine
-        return [] if right else ["places that clients write to are not counted as they are"]
-
     def stats(self) -> dict[str, int]:
         """What `stats` shows of direct stores."""
         return {
             "direct_stored_blocks": self.stored_blocks,
             "direct_stored_bytes": self.stored_bytes,
             "direct_write_leases": len(self.leases),
-            "direct_quarantined_bytes": self._quarantined_bytes,
+            "direct_quarantined_bytes": self.unfinished.quarantined_bytes,
         }
 
 

@@ -323,7 +323,7 @@ class Promotion:
         lease = job.lease
         if not lease.over:
             self._read_leases.grow(lease)
-            pending = self._writes.pending
+            pending = self._writes.pending.by_key
             if any((job.namespace.number, key) in pending for key in job.awaited()):
                 self._waiting.add(job)
                 return

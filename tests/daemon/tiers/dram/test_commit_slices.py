@@ -13,8 +13,8 @@ from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.events.events import MAX_FULL, Events, NamedBlocks
 from tiercache.daemon.ground.slices import AnswerNow, Steps
 from tiercache.daemon.ground.slices import finish as finished
+from tiercache.daemon.tiers.dram.pending_blocks import RUN_BLOCKS
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.dram.writes import RUN_BLOCKS
 from tiercache.protocol.messages import MAX_RESERVE, BlockState, CommitState, EventRun
 
 VISIBLE, DROPPED = [CommitState.VISIBLE] * MAX_RESERVE, [CommitState.DROPPED] * MAX_RESERVE
@@ -24,7 +24,7 @@ TOKENS = 4096  # four blocks make a batch
 
 def slow(h: CacheRig) -> tuple[Namespace, int, Steps[list[CommitState]]]:
     """A commit whose time was up after its first blocks; its namespace, its lease and the rest of it."""
-    h.cache.writes.publish_ns = 0
+    h.cache.writes.pending.publish_ns = 0
     namespace = h.space()
     lease = h.cache.reserve(h.owner, namespace, b"", KEYS, 10).lease_id
     steps = h.cache.writes.commit_in_slices(h.owner, lease, range(MAX_RESERVE))

@@ -13,7 +13,7 @@ from chains import chain
 from tiercache.daemon.events import events as events_module
 from tiercache.daemon.events.events import Events, NamedBlocks
 from tiercache.daemon.ground.slices import PINS
-from tiercache.daemon.tiers.dram import writes
+from tiercache.daemon.tiers.dram import pending_blocks
 from tiercache.daemon.tiers.dram.growing import GrowingRun
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.reads import ENDED_AT_ONCE
@@ -72,7 +72,7 @@ def test_the_exit_of_a_process_waits_for_what_its_session_has_left() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_published_in_a_region_that_is_emptied_in_slices(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Clients commit, abort and go on storing between two slices."""
-    monkeypatch.setattr(writes, "LOOKED_AT_ONCE", 3)
+    monkeypatch.setattr(pending_blocks, "LOOKED_AT_ONCE", 3)
     h, dice = CacheRig(regions=3, region_bytes=40 * FRAME_BYTES), random.Random(seed)
     namespace = h.space()
     remote, mapped = Owner(b"r" * 16, mapped=False), h.owner

@@ -8,10 +8,12 @@ import pytest
 from cache_rig import FRAME_BYTES, CacheRig, counted, finish
 from chains import chain
 
-from tiercache.daemon.tiers.dram import writes as writes_module
+from tiercache.daemon.tiers import quarantine
 from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.pending_blocks import BLOCKS_AT_ONCE, PendingBlocks
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.dram.writes import BLOCKS_AT_ONCE, LEASE_STEPS, Writes
+from tiercache.daemon.tiers.dram.writes import Writes
+from tiercache.daemon.tiers.quarantine import LEASE_STEPS
 from tiercache.protocol.messages import MAX_RESERVE, BlockState, CommitState
 
 BLOCKS = 6000
@@ -51,12 +53,12 @@ def worked(h: CacheRig, calls: Callable[[], int]) -> int:
 @pytest.mark.parametrize("fan", [1, 40])
 def test_what_waits_for_a_block_is_published_in_slices(monkeypatch: pytest.MonkeyPatch, fan: int) -> None:
     h, namespace, keys, (lease,) = waiting(fan)
-    shown = counted(monkeypatch, Writes, "_show")
+    shown = counted(monkeypatch, PendingBlocks, "_show")
     assert set(h.cache.writes.commit(h.owner, lease, range(MAX_RESERVE))) == {CommitState.VISIBLE}
     assert namespace.table.blocks < MAX_RESERVE + BLOCKS
     assert 0 < worked(h, shown) <= BLOCKS_AT_ONCE + MAX_RESERVE
     assert namespace.table.blocks == MAX_RESERVE + BLOCKS // fan * fan
-    assert not h.cache.writes.pending
+    assert not h.cache.writes.pending.by_key
     if fan == 1:
         assert h.cache.match(h.owner, [namespace], keys, 0).dram == MAX_RESERVE + BLOCKS
 
@@ -67,7 +69,7 @@ def test_what_hangs_below_a_lost_block_is_dropped_in_slices(
     monkeypatch: pytest.MonkeyPatch, fan: int, how: str
 ) -> None:
     h, namespace, keys, (lease,) = waiting(fan)
-    dropped = counted(monkeypatch, Writes, "_drop")
+    dropped = counted(monkeypatch, PendingBlocks, "drop")
     if how == "abort":
         h.cache.writes.abort(h.owner, lease, finished=True)
     elif how == "flush":
@@ -79,10 +81,10 @@ def test_what_hangs_below_a_lost_block_is_dropped_in_slices(
         h.cache.expire()
     else:
         h.cache.process_gone(h.owner)
-    assert h.cache.writes.pending
+    assert h.cache.writes.pending.by_key
     assert h.cache.match(h.owner, [namespace], keys, 0).dram == 0
     assert 0 < worked(h, dropped) <= BLOCKS_AT_ONCE + MAX_RESERVE
-    assert not h.cache.writes.pending
+    assert not h.cache.writes.pending.by_key
     assert set(h.cache.writes.commit(h.owner, lease, range(MAX_RESERVE))) == {CommitState.DROPPED}
     finish(h)
     assert h.cache.space.allocator.used_bytes == 0
@@ -104,7 +106,7 @@ def test_a_flush_drops_what_is_about_to_be_published() -> None:
 def test_what_is_stored_below_a_block_that_is_to_be_dropped_is_dropped_too() -> None:
     h, namespace, keys, (lease,) = waiting()
     h.cache.writes.abort(h.owner, lease, finished=True)
-    assert (namespace.number, keys[-16:]) in h.cache.writes.pending
+    assert (namespace.number, keys[-16:]) in h.cache.writes.pending.by_key
     late = h.cache.reserve(h.owner, namespace, keys[-16:], chain(9, 3), 10)
     assert late.states == [BlockState.FRAME] * 3
     states = h.cache.writes.commit(h.owner, late.lease_id, range(3))
@@ -120,7 +122,7 @@ def test_leases_with_many_blocks_end_in_slices(monkeypatch: pytest.MonkeyPatch) 
     namespace = h.space()
     for tag in range(leases):
         h.cache.reserve(h.owner, namespace, b"", chain(tag, MAX_RESERVE), 10)
-    dropped, given_back = counted(monkeypatch, Writes, "_drop"), counted(monkeypatch, Writes, "_give_back")
+    dropped, given_back = counted(monkeypatch, PendingBlocks, "drop"), counted(monkeypatch, Writes, "_give_back")
     h.cache.session_lost(h.owner)
     assert 0 < worked(h, dropped) < BLOCKS_AT_ONCE + MAX_RESERVE
     h.cache.process_gone(h.owner)
@@ -130,18 +132,18 @@ def test_leases_with_many_blocks_end_in_slices(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_many_leases_of_a_session_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writes_module, "BLOCKS_AT_ONCE", 4 * (LEASE_STEPS + 2))
+    monkeypatch.setattr(quarantine, "PLACES_AT_ONCE", 4 * (LEASE_STEPS + 2))
     h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
     namespace, other = h.space(), Owner(b"b" * 16)
     for tag in range(50):
         h.cache.reserve(h.owner, namespace, b"", chain(tag, 2), 10)
     kept = h.cache.reserve(other, namespace, b"", chain(99, 1), 10)
-    given_up = counted(monkeypatch, Writes, "_give_up")
+    given_up = counted(monkeypatch, Writes, "give_up")
     h.cache.session_lost(h.owner)
     assert h.cache.has_quarantine(h.owner)
     assert 0 < worked(h, given_up) <= 4
     assert len(h.cache.writes.quarantined) == 50
-    finished = counted(monkeypatch, Writes, "_finish")
+    finished = counted(monkeypatch, Writes, "finish")
     h.cache.process_gone(h.owner)
     assert 0 < worked(h, finished) <= 4
     assert not h.cache.writes.quarantined
@@ -151,7 +153,7 @@ def test_many_leases_of_a_session_end_in_slices(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_leases_that_expire_together_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writes_module, "BLOCKS_AT_ONCE", 4 * (LEASE_STEPS + 1))
+    monkeypatch.setattr(quarantine, "PLACES_AT_ONCE", 4 * (LEASE_STEPS + 1))
     h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
     namespace = h.space()
     h.store(namespace, chain(1, 1))
@@ -174,7 +176,7 @@ def test_leases_that_expire_together_end_in_slices(monkeypatch: pytest.MonkeyPat
 def test_leases_that_others_end_between_two_slices_keep_nothing_back(
     monkeypatch: pytest.MonkeyPatch, gone: bool
 ) -> None:
-    monkeypatch.setattr(writes_module, "BLOCKS_AT_ONCE", 4 * (LEASE_STEPS + 1))
+    monkeypatch.setattr(quarantine, "PLACES_AT_ONCE", 4 * (LEASE_STEPS + 1))
     h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
     namespace, same = h.space(), Owner(h.owner.instance)
     leases = [h.cache.reserve(h.owner, namespace, b"", chain(tag, 1), 10).lease_id for tag in range(30)]
@@ -195,6 +197,6 @@ def test_flushes_remember_no_more_than_what_is_pending() -> None:
     for number in range(20):
         h.cache.reserve(h.owner, other, b"", chain(number, 1), 10)
         h.cache.flush_dram([other.number], b"")
-        assert sum(map(len, h.cache.writes._flushed)) <= 1
-    assert len(h.cache.writes.pending) == len(keys) // 16
+        assert sum(map(len, h.cache.writes.pending._flushed)) <= 1
+    assert len(h.cache.writes.pending.by_key) == len(keys) // 16
     finish(h)

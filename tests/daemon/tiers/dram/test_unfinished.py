@@ -6,8 +6,9 @@ import pytest
 from cache_at_once import CacheAtOnce
 
 from tiercache.daemon.cache import CacheLimits
-from tiercache.daemon.tiers.dram.leases import Owner, Reservation
+from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.dram.write_lease import Reservation
 from tiercache.protocol.messages import BlockState, CommitState
 from tiercache.protocol.namespaces import NamespaceSpec
 

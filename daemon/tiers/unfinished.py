@@ -1,6 +1,6 @@
-"""Unfinished stores: how many bytes of frames each client may still be writing to, and the limit of that.
+"""Unfinished stores: how many bytes of frames or slots each client may still be writing to, and the limit of that.
 
-A client that hangs keeps its frames: they wait in quarantine until its process exits. So what a client may have is
+A client that hangs keeps its places: they wait in quarantine until its process exits. So what a client may have is
 limited before it writes, and a part of the arena stays readable, however many clients hang. A complete block counts too
 until the one before it is complete: it cannot be read, nor evicted. The count is per party, a process of this host or a
 tenant on others: clients choose their instances.
@@ -8,12 +8,12 @@ tenant on others: clients choose their instances.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.index.allocator import Allocator
-from tiercache.daemon.tiers.dram.leases import WriteLease
+from tiercache.daemon.tiers.dram.leases import Owner, StoreLease
 from tiercache.ground.units import format_bytes
 from tiercache.protocol.messages import MAX_RESERVE
 
@@ -27,23 +27,28 @@ _TRIES = 3
 
 
 class Unfinished:
-    """Bytes by party; `limit_bytes` is the most that one may have. Event loop only."""
+    """Bytes by party; `limit_bytes` is the most that one may have. Event loop only.
 
-    def __init__(self, limit_bytes: int, floor_share: float, allocator: Allocator) -> None:
+    Of `room_bytes()`, the size of the arena, all parties together leave `floor_share` free, and one alone twice that.
+    """
+
+    def __init__(
+        self, limit_bytes: int, floor_share: float = 0.0, room_bytes: Callable[[], float] = lambda: math.inf
+    ) -> None:
         self._limit_bytes = limit_bytes
         self._floor_share = floor_share
-        self._allocator = allocator
+        self._room_bytes = room_bytes
         self._held: Counter[str] = Counter()
         self._quarantined: Counter[str] = Counter()
         self._changes = 0  # of any of these
 
     @property
-    def _limit_of_one_bytes(self) -> int:
-        return min(self._limit_bytes, int(self._allocator.arena_bytes * (1 - 2 * self._floor_share)))
+    def _limit_of_one_bytes(self) -> float:
+        return min(self._limit_bytes, self._room_bytes() * (1 - 2 * self._floor_share))
 
     @property
-    def _limit_of_all_bytes(self) -> int:
-        return int(self._allocator.arena_bytes * (1 - self._floor_share))
+    def _limit_of_all_bytes(self) -> float:
+        return self._room_bytes() * (1 - self._floor_share)
 
     @property
     def quarantined_bytes(self) -> int:
@@ -54,15 +59,15 @@ class Unfinished:
         """Bytes in quarantine until that client exits."""
         return self._quarantined[party]
 
-    def most_frames(self, lease: WriteLease) -> int:
-        """How many frames a new lease may have. At least one if its party has none, so that it can make progress."""
-        if lease.owner.internal:
+    def most_places(self, owner: Owner, frame_bytes: int) -> int:
+        """How many places a new lease may have. At least one if its party has none, so that it can make progress."""
+        if owner.internal:
             return MAX_RESERVE
-        held_bytes = self._held[lease.owner.party]
+        held_bytes = self._held[owner.party]
         room_bytes = min(self._limit_of_one_bytes - held_bytes, self._limit_of_all_bytes - self._held.total())
-        return max(0 if held_bytes else 1, room_bytes // lease.frame_bytes)
+        return max(0 if held_bytes else 1, int(room_bytes // frame_bytes))
 
-    def count(self, lease: WriteLease, frames: int) -> None:
+    def count(self, lease: StoreLease, frames: int) -> None:
         """Its writer has so many frames more, or fewer."""
         self._changes += 1
         lease.writing += frames
@@ -72,19 +77,19 @@ class Unfinished:
             if lease.over:
                 _add(self._quarantined, lease.owner.party, frames * lease.frame_bytes)
 
-    def complete(self, lease: WriteLease, frames: int) -> None:
+    def complete(self, lease: StoreLease, frames: int) -> None:
         """Its writer is done with so many more frames, which wait to be published."""
         self._changes += 1
         lease.writing -= frames
 
-    def settle(self, lease: WriteLease, frames: int) -> None:
+    def settle(self, lease: StoreLease, frames: int) -> None:
         """So many complete blocks were published, or dropped."""
         self._changes += 1
         lease.frames -= frames
         if not lease.owner.internal:
             _add(self._held, lease.owner.party, -frames * lease.frame_bytes)
 
-    def give_up(self, lease: WriteLease) -> None:
+    def give_up(self, lease: StoreLease) -> None:
         """The lease is over: the frames of its writer are in quarantine."""
         self._changes += 1
         lease.over = True
@@ -108,7 +113,7 @@ class Unfinished:
             )
         return reasons
 
-    def check(self, leases: Callable[[], Sequence[WriteLease]]) -> Steps[list[str]]:
+    def check(self, leases: Callable[[], Sequence[StoreLease]]) -> Steps[list[str]]:
         """Findings where the frames of all write leases differ from the counts here.
 
         Finds nothing while there are many leases whose frames change all the time.
