@@ -26,6 +26,7 @@ from tiercache.connector.loads import Match
 from tiercache.connectors.vllm.orders import Orders
 from tiercache.connectors.vllm.orders import Report as WorkersReport
 from tiercache.connectors.vllm.scheduler import Scheduler
+from tiercache.connectors.vllm.stores import EngineFacts
 from tiercache.protocol.namespaces import NamespaceSpec
 
 BLOCK = 32
@@ -75,7 +76,7 @@ class Rig:
         blocks = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[manager]))
         cache: Any = self.cache
         names: Any = Names()
-        self.scheduler = Scheduler(cache, [[SPEC]], names, 1, False, blocks)
+        self.scheduler = Scheduler(cache, EngineFacts([[SPEC]], 1), names, blocks)
         self.took_us: dict[str, list[float]] = defaultdict(list)
         self._other = np.zeros(OTHER_BYTES, np.uint8), np.ones(OTHER_BYTES, np.uint8)
 
@@ -96,7 +97,7 @@ class Rig:
         for request in requests:
             self.call("on_new_request", cold, scheduler.add, request)
         scheduler.step(make_output({}))
-        assert scheduler._background.finish(60)
+        assert scheduler._lookups.finish(60)
         jobs: list[int] = []
         for request in requests:
             tokens = self.call("get_num_new_matched_tokens", cold, scheduler.matched_tokens, request, 0)
@@ -124,7 +125,7 @@ class Rig:
     def step(self, tokens: dict[str, int], cold: bool) -> list[int]:
         """The numbers of the stores that it begins."""
         orders: Orders = self.call("build_connector_meta", cold, self.scheduler.step, make_output(tokens))
-        return [store.job for store in (*orders.ready, *orders.fresh)]
+        return [store.job_id for store in (*orders.ready, *orders.fresh)]
 
 
 def make_request(name: str) -> Any:

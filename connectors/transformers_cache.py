@@ -213,8 +213,8 @@ class PrefixCache:
             kept = min(row.pad + match.blocks * self._block_size for row, match in zip(rows, matches, strict=True))
             kept = min(kept, length - 1)
             states = self._new_states(len(rows), kept)
-            for number, (row, match) in enumerate(zip(rows, matches, strict=True)):
-                kept = min(kept, self._load_row(row, match, states, number, kept))
+            for index, (row, match) in enumerate(zip(rows, matches, strict=True)):
+                kept = min(kept, self._load_row(row, match, states, index, kept))
         for layer in range(len(self._shapes) if kept else 0):
             keys, values = states[2 * layer : 2 * layer + 2]
             cache.update(keys[:, :, :kept], values[:, :, :kept], layer)
@@ -253,7 +253,7 @@ class PrefixCache:
             return 0
         with self._lock:
             rows = self._rows(cache.root, tokens[:, :length], attention_mask)
-            stored = sum(self._store_row(row, cache, number) for number, row in enumerate(rows))
+            stored = sum(self._store_row(row, cache, index) for index, row in enumerate(rows))
         if hint is not None:
             for row in rows:
                 self.connector.hint(row.chain.packed(), hint)
@@ -276,8 +276,8 @@ class PrefixCache:
             for dim in (shape.k_dim, shape.v_dim)
         ]
 
-    def _load_row(self, row: _Row, match: Match, states: list[torch.Tensor], number: int, end: int) -> int:
-        """Load blocks of a row into tokens `row.pad ..< end`; returns up to which token they are good.
+    def _load_row(self, row: _Row, match: Match, states: list[torch.Tensor], index: int, end: int) -> int:
+        """Load blocks of the row at `index` into tokens `row.pad ..< end`; returns up to which token they are good.
 
         In pieces of the staging buffer, each under a match of its own.
         """
@@ -293,12 +293,12 @@ class PrefixCache:
             stop = min(begin + loaded * size, end)
             for piece, state in zip(self._pieces(loaded), states, strict=True):
                 tokens = piece.transpose(0, 1).flatten(1, 2)
-                state[number, :, begin:stop] = tokens[:, : stop - begin].to(state.device)
+                state[index, :, begin:stop] = tokens[:, : stop - begin].to(state.device)
             good += loaded
         self.connector.release(match)
         return min(end, row.pad + good * size)
 
-    def _store_row(self, row: _Row, cache: RestoredCache, number: int) -> int:
+    def _store_row(self, row: _Row, cache: RestoredCache, index: int) -> int:
         size, count, stored = self._block_size, len(row.chain), 0
         done = min(count, max(0, cache.known_tokens - row.pad) // size)
         begun_anew = False
@@ -307,7 +307,7 @@ class PrefixCache:
             begin = row.pad + done * size
             states = (state for layer in cache.layers for state in (layer.keys, layer.values))
             for piece, state in zip(self._pieces(part), states, strict=True):
-                tokens = state[number, :, begin : begin + part * size]
+                tokens = state[index, :, begin : begin + part * size]
                 piece.copy_(tokens.reshape(tokens.shape[0], part, size, -1).transpose(0, 1))
             keys, events = row.chain.packed(done + part), None
             if self.connector.wants_events:

@@ -42,8 +42,8 @@ from tiercache.connectors.vllm.log import introduce, join_vllm
 from tiercache.connectors.vllm.names import Names, lengths_of
 from tiercache.connectors.vllm.settings import Settings, absence
 from tiercache.connectors.vllm.tier_form import engine_of_caller, make_namespaces
-from tiercache.connectors.vllm.tier_jobs import LoadJob, Orphan, Run, StoreJob, has_ended, runs_of
-from tiercache.connectors.vllm.tier_lookups import Chain, Lookups, place
+from tiercache.connectors.vllm.tier_jobs import ChunkRun, LoadJob, Orphan, StoreJob, has_ended, runs_of
+from tiercache.connectors.vllm.tier_lookups import Chain, TierLookups, place
 from tiercache.copies.pool import Pool, Segment
 from tiercache.errors import ConfigError, DeadlineExceeded, TierCacheError
 from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES
@@ -73,7 +73,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality.LOCAL
         self._groups: list[Connector] = []
-        self._lookups: Lookups | None = None
+        self._lookups: TierLookups | None = None
         self._jobs: dict[int, LoadJob | StoreJob] = {}
         self._results: list[JobResult] = []  # of jobs that never began
         self._orphans: deque[Orphan] = deque(maxlen=MAX_ORPHANS)
@@ -113,7 +113,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         names = Names(vllm_config, settings.model_id, settings.salt, wait_s=0, lengths=lengths)
         names.read_later("vLLM's offloading")
         served = [group.namespace for group in self._groups]  # with the tenant
-        self._lookups = Lookups(matcher, served, names, settings.request_timeout_s)
+        self._lookups = TierLookups(matcher, served, names, settings.request_timeout_s)
         introduce(matcher, 1)
         if why := absence(matcher):
             logger.warning("vLLM's offloading is served without the cache until that changes: %s", why)
@@ -127,7 +127,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """See `Lookups.lookup`."""
+        """See `TierLookups.lookup`."""
         return LookupResult.MISS if self._lookups is None else self._lookups.lookup(key, req_context)
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -144,11 +144,11 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_load(self, job_metadata: Any) -> None:
         """Load chunks that lookups have found."""
-        match = None if self._lookups is None else self._lookups.take(job_metadata.req_context.req_id)
-        if match is None:
+        lookup = None if self._lookups is None else self._lookups.take(job_metadata.req_context.req_id)
+        if lookup is None:
             self._results.append(JobResult(job_metadata.job_id, False))
             return
-        job = self._jobs[job_metadata.job_id] = LoadJob(job_metadata.req_context.req_id, match, len(job_metadata.keys))
+        job = self._jobs[job_metadata.job_id] = LoadJob(job_metadata.req_context.req_id, lookup, len(job_metadata.keys))
         self._later(partial(self._begin_load, job, job_metadata))
 
     def submit_store(self, job_metadata: Any) -> None:
@@ -169,13 +169,13 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     # --- in the background, some microseconds for each chunk
 
     def _begin_load(self, job: LoadJob, metadata: Any) -> None:
-        parts: dict[int, tuple[Run, Transfer[int]]] = {}
+        parts: dict[int, tuple[ChunkRun, Transfer[int]]] = {}
         try:
             for run in self._runs(metadata):
                 if run.group in parts:  # a hold on a match ends with one load: vLLM asks for the rest of a group again
                     job.left_out += run.keys
                 else:
-                    load = self._groups[run.group].load_async(job.match.ticket(), run.rows, first=run.first)
+                    load = self._groups[run.group].load_async(job.lookup.ticket, run.rows, first=run.first)
                     parts[run.group] = run, load
         finally:
             job.parts, job.begun = list(parts.values()), True
@@ -188,7 +188,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         finally:
             job.begun = True
 
-    def _runs(self, metadata: Any) -> list[Run]:
+    def _runs(self, metadata: Any) -> list[ChunkRun]:
         places = [place(key, metadata.req_context, self._chunk_tokens) for key in metadata.keys]
         return runs_of(places, metadata.chunk_ids.tolist(), metadata.keys)
 
@@ -217,7 +217,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
                 self._orphans.extend(job.orphans())
             elif self._lookups is not None:
                 self._lookups.ask_again(job.request_id, job.left_out)
-                self._lookups.release(job.match)
+                self._lookups.drop(job.lookup)
         return results
 
     def serve_external_requests(self, parent: Any) -> None:

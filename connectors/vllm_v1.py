@@ -36,6 +36,7 @@ from tiercache.connectors.vllm.scheduler import Scheduler
 from tiercache.connectors.vllm.settings import Settings, absence
 from tiercache.connectors.vllm.siblings import Roll, check_parent, come_first, parent_of_caller
 from tiercache.connectors.vllm.stats import PromMetrics, Stats
+from tiercache.connectors.vllm.stores import EngineFacts
 from tiercache.connectors.vllm.weights import RunnerTensors, Weights, models_of, runner_of_caller
 from tiercache.connectors.vllm.worker import Worker
 from tiercache.errors import ConfigError, TierCacheError, VersionError
@@ -191,25 +192,16 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         names = Names(self._vllm_config, settings.model_id, settings.salt, wait_s=settings.request_timeout_s)
         specs = [spec for form in ranks for spec in form.specs]
         names.on_use = Cards(self._vllm_config, connector, specs, hash_size).add
-        windowed = any(spec.window_blocks for spec in ranks[0].specs)
-        per_block = connector.namespace.block_size // hash_size
-        block_size, batches = connector.namespace.block_size, self._vllm_config.max_concurrent_batches
-        costs = Costs(block_size, batches, partial=not windowed) if settings.load == "auto" else None
-        rank_specs = [form.specs for form in ranks]
-        log, introduction = RequestLog(settings.log_requests), partial(introduce, connector, len(ranks))
-        self._scheduler = Scheduler(
-            connector,
-            rank_specs,
-            names,
-            per_block,
-            windowed,
-            self._kv_cache_manager,
-            costs,
-            log,
-            introduction,
+        block_size = connector.namespace.block_size
+        engine = EngineFacts(
+            [form.specs for form in ranks],
+            per_block=block_size // hash_size,
+            batches=self._vllm_config.max_concurrent_batches,
             media_ids=settings.media_ids == "content",
-            batches=batches,
         )
+        costs = Costs(block_size, engine.batches, partial=not engine.windowed) if settings.load == "auto" else None
+        log, introduction = RequestLog(settings.log_requests), partial(introduce, connector, len(ranks))
+        self._scheduler = Scheduler(connector, engine, names, self._kv_cache_manager, costs, log, introduction)
         if self._reset_due:
             self._scheduler.reset()
         for why in dict.fromkeys(filter(None, (absence(connector), *(form.absence for form in ranks)))):

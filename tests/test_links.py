@@ -63,3 +63,18 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
         '<img src="nothing.png">\n'
     )
     assert [link.split(": ")[1] for link in broken(page)] == ["#nothing", "nowhere.md", "page.md#no", "nothing.png"]
+
+
+def test_each_test_in_the_table_of_faults_is_there() -> None:
+    page = ROOT / "tests/vllm/README.md"
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`([\w/]+)`", row.rsplit(" | ", 1)[1])
+        assert named, row
+        source = ""
+        for name in named:
+            if "test_" in name:
+                source = ((ROOT if "/" in name else page.parent) / f"{name}.py").read_text()
+            else:
+                assert re.search(rf"def test_\w*{name}", source), f"{row}: no test is called {name}"

@@ -113,12 +113,12 @@ def _try(model: Any) -> tuple[list[LayerShape], torch.dtype]:
     whole, resumed = DynamicCache(), DynamicCache()
     expected = model(input_ids=tokens, past_key_values=whole, use_cache=True).logits[:, PROBE_CUT:].float()
     shapes = []
-    for number, layer in enumerate(whole.layers):
+    for layer_id, layer in enumerate(whole.layers):
         keys, values = layer.keys, layer.values
         if keys is None or keys.ndim != 4 or keys.shape[-2] != PROBE_TOKENS or keys.dtype != values.dtype:
-            raise ModelRefused(f"layer {number} of {model.config.model_type} keeps no K and V of every token")
+            raise ModelRefused(f"layer {layer_id} of {model.config.model_type} keeps no K and V of every token")
         shapes.append(LayerShape(keys.shape[1], keys.shape[-1], values.shape[-1], keys.device))
-        resumed.update(keys[:, :, :PROBE_CUT], values[:, :, :PROBE_CUT], number)
+        resumed.update(keys[:, :, :PROBE_CUT], values[:, :, :PROBE_CUT], layer_id)
     if not shapes or len({layer.keys.dtype for layer in whole.layers}) > 1:
         raise ModelRefused(f"{model.config.model_type} keeps K and V of several types, or none")
     found = model(input_ids=tokens[:, PROBE_CUT:], past_key_values=resumed, use_cache=True).logits.float()

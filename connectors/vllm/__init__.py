@@ -2,6 +2,7 @@
 
 scheduler process                        worker processes
 scheduler ── orders ───────────────────► worker        loads and stores in the background
+  ├ lookups  asks what the cache has       │
   ├ stores   blocks to store               ├ pool      vLLM's KV tensors as pools of blocks
   ├ costs    whether a load pays           ├ weights   whether the weights are still the same
   ├ names    what blocks are called        │   └ built    what a rank has built around them
@@ -9,6 +10,7 @@ scheduler ── orders ──────────────────�
 
 hashes, cards   vLLM's own block hashes, for affinity queries       settings   what can be configured
 apart           threads for work that may hang                      siblings   below MultiConnector
-tier_form, tier_jobs, tier_lookups   for `vllm_tier`, below vLLM's own offloading: these import vLLM themselves
+tier_form, tier_jobs, tier_lookups   for `vllm_tier`, below vLLM's own offloading: these import vLLM themselves;
+                tier_lookups asks the cache through lookups, too
 compat          everything else that is used of vLLM, and the versions that this was written for
 """

@@ -13,7 +13,7 @@ from tiercache.protocol.messages import EventRun, pack_indices
 class Group(NamedTuple):
     """A KV cache group, as events name it."""
 
-    number: int
+    group_id: int
     kind: str
     window: int | None
 
@@ -22,7 +22,7 @@ def event_groups(kv_cache_config: Any) -> list[Group]:
     """The groups of an engine, in order."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     kind, window = kv_cache_interface.get_kv_cache_spec_kind, kv_cache_interface.get_kv_cache_spec_sliding_window
-    return [Group(number, kind(spec).value, window(spec)) for number, spec in enumerate(specs)]
+    return [Group(group_id, kind(spec).value, window(spec)) for group_id, spec in enumerate(specs)]
 
 
 def name_blocks(request: Any, first: int, end: int, per_block: int, block_size: int) -> EventRun:
@@ -47,4 +47,4 @@ def name_blocks(request: Any, first: int, end: int, per_block: int, block_size: 
 def of_group(events: EventRun, group: Group, first: int, count: int) -> EventRun:
     """The part of an event run for blocks `first ..< first + count` in one KV cache group."""
     part = events.part(first, count)
-    return msgspec.structs.replace(part, group=group.number, kind=group.kind, window=group.window)
+    return msgspec.structs.replace(part, group=group.group_id, kind=group.kind, window=group.window)

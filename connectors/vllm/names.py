@@ -94,7 +94,7 @@ class Names:
         self._named = threading.Event()
         forks.watch(self, "_named")
         self._deadline_s = time.monotonic() + wait_s
-        self._adapters: dict[int, tuple[list[Any], str]] = {}  # by vLLM's number: files and content when first used
+        self._adapters: dict[int, tuple[list[Any], str]] = {}  # by vLLM's id: files and content when first used
         self.on_use: Callable[[bytes, str, str], None] = lambda content, adapter, adapter_path: None
         """Called for every request with what computes its blocks."""
 
@@ -155,14 +155,14 @@ class Names:
 
     def _adapter(self, lora_request: Any) -> str:
         """The content of an adapter; empty if its files have changed since vLLM loaded it."""
-        number, path = lora_request.lora_int_id, lora_request.lora_path
+        adapter_id, path = lora_request.lora_int_id, lora_request.lora_path
         state = [path, *_states(path)]
-        if number not in self._adapters or (lora_request.load_inplace and self._adapters[number][0] != state):
+        if adapter_id not in self._adapters or (lora_request.load_inplace and self._adapters[adapter_id][0] != state):
             content = _content_of(path, None, "")
             if state != [path, *_states(path)]:
                 content = ""  # vLLM may have either
-            self._adapters[number] = state, content
-        loaded, content = self._adapters[number]
+            self._adapters[adapter_id] = state, content
+        loaded, content = self._adapters[adapter_id]
         return content if loaded == state else ""
 
     def new_epoch(self) -> None:

@@ -11,7 +11,7 @@ from tiercache.protocol.messages import EventRun
 from tiercache.protocol.namespaces import NamespaceSpec
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """Blocks `first ..< first + len(block_ids)` of a chain, in one KV cache group."""
 
     first: int
@@ -23,7 +23,7 @@ class Load(NamedTuple):
 
     request_id: str
     ticket: bytes
-    runs: tuple[Run, ...]
+    runs: tuple[BlockRun, ...]
 
 
 class Store(NamedTuple):
@@ -32,13 +32,13 @@ class Store(NamedTuple):
     `events` is what KV events say of the blocks, if there are any.
     """
 
-    job: int
+    job_id: int
     keys: bytes
-    runs: tuple[Run, ...]
+    runs: tuple[BlockRun, ...]
     events: EventRun | None = None
 
 
-class Said(NamedTuple):
+class ChainHint(NamedTuple):
     """A hint about a chain, to be sent once the blocks ordered so far are stored."""
 
     keys: bytes
@@ -66,7 +66,7 @@ class Orders(base.KVConnectorMetadata):  # type: ignore[misc]
     fresh: list[Store] = field(default_factory=list)
     flush: list[int] = field(default_factory=list)
     cancel: list[str] = field(default_factory=list)
-    hints: list[Said] = field(default_factory=list)
+    hints: list[ChainHint] = field(default_factory=list)
     idle: bool = False
     moves: dict[int, int] = field(default_factory=dict)
     renamed: bool = False

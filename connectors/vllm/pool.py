@@ -55,7 +55,7 @@ def make_pools(
     """
     block_size = check_groups(vllm_config, kv_cache_config)
     pools = []
-    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         segments: list[Segment] = []
         forms: list[str] = []
         for name, spec in layer_specs(group).items():
@@ -64,7 +64,7 @@ def make_pools(
             forms.append(f"{form} {_backend(vllm_config, name)}")
         arrays = [kv_caches[name] for name in group.layer_names]
         pool = Pool(_joined(segments), kv_cache_config.num_blocks, str(arrays[0].device), True, arrays)
-        pools.append((_namespace(vllm_config, number, group, block_size, pool.block_bytes, forms, built), pool))
+        pools.append((_namespace(vllm_config, group_id, group, block_size, pool.block_bytes, forms, built), pool))
     return pools
 
 
@@ -99,7 +99,7 @@ def _joined(segments: list[Segment]) -> list[Segment]:
 
 def _namespace(
     vllm_config: Any,
-    number: int,
+    group_id: int,
     group: Any,
     block_size: int,
     block_bytes: int,
@@ -124,7 +124,7 @@ def _namespace(
         layers=len(group.layer_names),
         kv_heads=getattr(spec, "num_kv_heads", 0),
         head_dim=getattr(spec, "head_size", 0),
-        group=f"{number} of {type(spec).__name__} {window or ''}".strip(),
+        group=f"{group_id} of {type(spec).__name__} {window or ''}".strip(),
         quantization=str(getattr(spec, "kv_quant_mode", "none")),
         tp_rank=tp_rank,
         tp_size=tp_size,

@@ -1,9 +1,8 @@
 """The scheduler's half: what to load, and, with `stores.py`, what to store.
 
-A request is looked up once, in the background, as soon as it arrives; vLLM asks again and again and is answered from
-memory. A match stays leased until it is loaded or not wanted. Lookups are done in order: while the daemon is slow with
-each, a request waits for its turn no longer than for one answer, and then bypasses the cache. An adapter's files are
-read in a thread of its own: only requests for that adapter wait for them, and no longer than for one answer either.
+A request is looked up once, in the background, as soon as it arrives (`lookups.py`); vLLM asks again and again and is
+answered from memory. A match stays leased until it is loaded or not wanted. A separate thread reads an adapter's files:
+only requests for that adapter wait for them, and no longer than for one answer.
 
     arrives ─ lookup ─► known ─ blocks allocated ─► loading ─► running ─► finished
                           └──── nothing new: lease back ─────────┘  stores on the way
@@ -13,48 +12,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from tiercache.connector.connector import Connector
-from tiercache.connector.jobs import JobQueue
 from tiercache.connector.loads import Match
 from tiercache.connectors.vllm.apart import Apart
 from tiercache.connectors.vllm.compat import CacheHitSource, block_tables, ended_by_output, local_cache
 from tiercache.connectors.vllm.costs import Costs
 from tiercache.connectors.vllm.hints import hint_of
 from tiercache.connectors.vllm.log import RequestLog
+from tiercache.connectors.vllm.lookups import Lookup, Lookups
 from tiercache.connectors.vllm.names import Names, keys_of
-from tiercache.connectors.vllm.orders import Load, Orders, Report, Said
-from tiercache.connectors.vllm.stores import Stores, runs_of
+from tiercache.connectors.vllm.orders import ChainHint, Load, Orders, Report
+from tiercache.connectors.vllm.stores import EngineFacts, StorePlanner, runs_of
 from tiercache.errors import TierCacheError
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
-from tiercache.protocol.namespaces import NamespaceSpec
 
 MAX_LEASED = 512
 """Waiting requests that are looked up as they arrive; later ones when vLLM first asks for them."""
-SLOW_LOOKUP_S = 0.05
-"""A lookup that takes longer than this is slow: those behind it could wait for many of them."""
 DECLINED = "declined_blocks"
 """The counter of blocks that were found but computed all the same."""
-MISS = Match()
 
 logger = logging.getLogger("tiercache.connectors.vllm")
-
-
-@dataclass(slots=True, eq=False)
-class _Lookup:
-    """Result of a request's look-up; the lookups' thread sets it, `done` last. Without a root there is no cache."""
-
-    until_s: float  # how long to wait if lookups are slow, or its adapter has to be read
-    wanted: bool = True
-    root: bytes = b""
-    keys: bytes = b""
-    match: Match = MISS
-    ticket: bytes = b""
-    done: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +44,7 @@ class _Request:
     """A request of vLLM, and its look-up."""
 
     request: Any
-    lookup: _Lookup | None = None  # not yet: there were too many before it
+    lookup: Lookup | None = None  # not yet: there were too many before it
     running: bool = False  # its blocks are stored from here on
     local: int = 0  # blocks that vLLM had itself when it asked
     end: int | None = None  # of the blocks worth loading after those; None: not decided
@@ -76,10 +58,10 @@ def _tiers(match: Match, first: int, end: int) -> tuple[int, int]:
 
 
 @dataclass(slots=True, eq=False)
-class _Load:
+class _Loading:
     """A load in progress."""
 
-    match: Match
+    lookup: Lookup
     first_key: bytes
     in_dram: int
     below: int  # blocks on NVMe, after those in DRAM
@@ -94,49 +76,38 @@ class Scheduler:
 
     Args:
         connector: a connector without a pool.
-        ranks: the namespaces of each rank; a match is what all of them have.
+        engine: what it is to know of vLLM.
         names: the roots of chains.
-        per_block: block hashes of vLLM in one block.
-        windowed: whether vLLM forgets the early blocks of any KV cache group.
         kv_cache_manager: vLLM's, which knows the blocks of its requests.
         costs: tell which loads are worth it; without, all are.
         log: logs what requests got.
-        media_ids: whether ids of images name their content, no matter who has set them.
-        batches: steps that vLLM has in progress at once.
         introduce: logs which cache this is, and returns whether it is there. May block for a request.
     """
 
     def __init__(
         self,
         connector: Connector,
-        ranks: Sequence[Sequence[NamespaceSpec]],
+        engine: EngineFacts,
         names: Names,
-        per_block: int,
-        windowed: bool,
         kv_cache_manager: Any,
         costs: Costs | None = None,
         log: RequestLog | None = None,
         introduce: Callable[[], bool] = lambda: True,
-        media_ids: bool = False,
-        batches: int = 1,
     ) -> None:
         self.connector = connector
-        self._specs = list({spec.fingerprint(): spec for specs in ranks for spec in specs}.values())
+        self._engine = engine
         self._names = names
-        self._media_ids = media_ids
-        self._per_block = per_block
         self._block_size = connector.namespace.block_size
-        self._background = JobQueue("tiercache-lookup")
+        specs = {spec.fingerprint(): spec for specs in engine.ranks for spec in specs}
+        self._lookups = Lookups(connector, list(specs.values()))
         self._adapters = Apart("tiercache-adapter")
-        self._slow = False  # whether the last lookup was; set by their thread
-        self._began_s: float | None = None  # start of the lookup in progress; set by their thread
         self._requests: dict[str, _Request] = {}
         self._leased: set[str] = set()  # requests whose match has yet to end
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, _Loading] = {}
         self._asked: dict[str, int] = {}  # tokens in vLLM's own cache, for requests without any other match yet
         self.costs = costs
         self._declined = 0  # blocks, when they were last counted
-        self.stores = Stores(connector, block_tables(kv_cache_manager), len(ranks), per_block, windowed, batches)
+        self.stores = StorePlanner(connector, block_tables(kv_cache_manager), engine)
         self._orders = Orders()
         self._moves: dict[int, int] = {}  # of each rank's weights
         self._renamed = False  # since the last orders
@@ -147,7 +118,7 @@ class Scheduler:
         self._log = log or RequestLog("off")
         self._introduce, self._introduced = introduce, False
         names.read_later("vLLM")
-        self._background.begin_with(self._greet)
+        self._lookups.begin_with(self._greet)
 
     # --- lookups ---------------------------------------------------------------------------------
 
@@ -158,12 +129,12 @@ class Scheduler:
             self._look_up(state)
 
     def _look_up(self, state: _Request) -> None:
-        state.lookup = lookup = _Lookup(time.monotonic() + self.connector.client.request_timeout_s)
+        state.lookup = lookup = self._lookups.prepare()
         state.running, state.end, state.preemptions = False, None, state.request.num_preemptions
         self._leased.add(state.request.request_id)
-        self._background.later(partial(self._find, state.request, lookup))
+        self._lookups.later(partial(self._find, state.request, lookup))
 
-    def _find(self, request: Any, lookup: _Lookup) -> None:
+    def _find(self, request: Any, lookup: Lookup) -> None:
         """In the background thread."""
         adapter = request.lora_request
         if adapter is None:
@@ -176,13 +147,13 @@ class Scheduler:
 
         A prompt that comes in parts may have images in a later one.
         """
-        return not self._media_ids and bool(request.mm_features or request.resumable)
+        return not self._engine.media_ids and bool(request.mm_features or request.resumable)
 
     def _greet(self) -> None:
         """In the background thread."""
         self._introduced = self._introduced or self._introduce()
 
-    def _find_adapter(self, request: Any, lookup: _Lookup) -> None:
+    def _find_adapter(self, request: Any, lookup: Lookup) -> None:
         """In a thread of the adapter's, where its files may take long."""
         root = b""
         try:
@@ -191,35 +162,19 @@ class Scheduler:
         except (TierCacheError, OSError) as error:
             logger.warning("a request goes without the cache: %s", error)
         finally:
-            self._background.begin_with(partial(self._match, request, lookup, lambda: root))
+            self._lookups.begin_with(partial(self._match, request, lookup, lambda: root))
 
-    def _match(self, request: Any, lookup: _Lookup, name: Callable[[], bytes]) -> None:
+    def _match(self, request: Any, lookup: Lookup, name: Callable[[], bytes]) -> None:
         """In the background thread."""
-        self._began_s = began_s = time.monotonic()
-        try:
-            root = name()
-            if root and lookup.wanted:
-                hashes = list(request.block_hashes)
-                keys = keys_of(root, hashes, self._per_block, 0, min(len(hashes) // self._per_block, MAX_KEYS))
-                began_s = time.monotonic()
-                lookup.match = self.connector.match(keys, namespaces=self._specs)
-                self._slow = time.monotonic() - began_s > SLOW_LOOKUP_S
-                lookup.ticket = lookup.match.ticket()
-                lookup.root, lookup.keys = root, keys
-                self._greet()
-        except (TierCacheError, OSError) as error:
-            logger.warning("a request goes without the cache: %s", error)
-        finally:
-            self._began_s = None
-            lookup.done = True
+        self._lookups.find(lookup, lambda: self._chain(request, name()))
+        if lookup.root:
+            self._greet()
 
-    def _waits(self, state: _Request, lookup: _Lookup) -> bool:
-        """Whether a request continues to wait for its lookup. While lookups are quick it does."""
-        if lookup.done:
-            return False
-        now_s, began_s = time.monotonic(), self._began_s
-        slow = self._slow or (began_s is not None and now_s - began_s > SLOW_LOOKUP_S)
-        return now_s <= lookup.until_s or not (slow or state.request.lora_request is not None)
+    def _chain(self, request: Any, root: bytes) -> tuple[bytes, bytes]:
+        """In the background thread: the root of a request's chain, and the keys of its blocks."""
+        per_block, hashes = self._engine.per_block, list(request.block_hashes)
+        end = min(len(hashes) // per_block, MAX_KEYS)
+        return root, keys_of(root, hashes, per_block, 0, end) if root else b""
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
         """How many tokens can be loaded after the first `local_tokens`; None while that is not known."""
@@ -233,8 +188,8 @@ class Scheduler:
             self._look_up(state)
         lookup = state.lookup
         assert lookup is not None
-        if self._waits(state, lookup):
-            self._background.begin()
+        if not lookup.done and not self._lookups.overdue(lookup, slow=request.lora_request is not None):
+            self._lookups.begin()
             return None
         if not lookup.done or not lookup.root:
             self._let_go(state)
@@ -275,13 +230,7 @@ class Scheduler:
         if lookup is None or state.request.request_id not in self._leased:
             return
         self._leased.discard(state.request.request_id)
-        lookup.wanted = False
-        if not lookup.done or lookup.match.blocks:
-            self._background.later(partial(self._release, lookup))  # after the lookup, which may still be to come
-
-    def _release(self, lookup: _Lookup) -> None:
-        """In the background thread."""
-        self.connector.release(lookup.match)
+        self._lookups.drop(lookup)
 
     # --- loads -----------------------------------------------------------------------------------
 
@@ -295,18 +244,18 @@ class Scheduler:
         if not tokens:
             self._let_go(state)
             return
-        match, end = state.lookup.match, state.local + tokens // self._block_size
+        lookup, end = state.lookup, state.local + tokens // self._block_size
         runs = runs_of(blocks.blocks, state.local, end)
         self._leased.discard(request.request_id)
-        self._loads[request.request_id] = _Load(
-            match,
+        self._loads[request.request_id] = _Loading(
+            lookup,
             self._first_key(state),
-            *_tiers(match, state.local, end),
+            *_tiers(lookup.match, state.local, end),
             state.local,
             request.num_prompt_tokens,
             {block for run in runs for block in run.block_ids},
         )
-        self._orders.loads.append(Load(request.request_id, state.lookup.ticket, runs))
+        self._orders.loads.append(Load(request.request_id, lookup.ticket, runs))
 
     def hit_sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
         """The tiers that the tokens of a load come from."""
@@ -323,7 +272,7 @@ class Scheduler:
         for request_id in request_ids:
             ended = self._loads.pop(request_id, None)
             if ended is not None:
-                self._background.later(partial(self.connector.release, ended.match))
+                self._lookups.drop(ended.lookup)
                 if self.costs is not None and ended.seconds:
                     self.costs.loaded(ended.in_dram, ended.below, ended.seconds)
                 if not failed:
@@ -356,7 +305,7 @@ class Scheduler:
 
     def lost(self, block_ids: set[int]) -> None:
         """Loads have not filled these blocks. After one within a step vLLM may go on with what is in them."""
-        # Blocks of an aborted request are no one's load before the steps under way are known: vLLM defers their return.
+        # Blocks of an aborted request belong to no load before the steps under way are known: vLLM defers their return.
         ours = set[int]().union(*(load.block_ids for load in self._loads.values()))
         if self.stores.brought(block_ids - ours):
             logger.warning("a load of another connector failed: vLLM finds only what it has computed itself since then")
@@ -371,7 +320,7 @@ class Scheduler:
         self._local = local
         orders, self._orders = self._orders, Orders()
         orders.moves, orders.renamed, self._renamed = dict(self._moves), self._renamed, False
-        self._background.begin()
+        self._lookups.begin()
         self.stores.step(output, orders)
         orders.idle = not output.num_scheduled_tokens
         if self.costs is not None:
@@ -400,7 +349,7 @@ class Scheduler:
             logger.warning("a request's hint is not passed on: %s", error)
             return
         if hint is not None:
-            self._orders.hints.append(Said(keys, hint))
+            self._orders.hints.append(ChainHint(keys, hint))
 
     # --- the rest --------------------------------------------------------------------------------
 
@@ -432,5 +381,4 @@ class Scheduler:
 
     def close(self) -> None:
         """Blocks for seconds at most."""
-        self._background.close()
-        self.connector.close()
+        self._lookups.close()

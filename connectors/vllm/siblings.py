@@ -53,7 +53,7 @@ def come_first(parent: Any, connector: Any) -> Callable[[Any], None]:
     ModelRefused where the parent is not a MultiConnector.
     """
     try:
-        place = next(number for number, child in enumerate(parent.sub_connectors) if child is connector)
+        place = next(index for index, child in enumerate(parent.sub_connectors) if child is connector)
     except (AttributeError, StopIteration):
         raise ModelRefused(f"being one of the connectors of a {type(parent).__name__} is not served") from None
     original: Callable[[Any], None] = parent.handle_preemptions

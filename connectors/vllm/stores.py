@@ -21,8 +21,9 @@ from typing import Any
 from tiercache.connector.connector import Connector
 from tiercache.connectors.vllm.events import name_blocks
 from tiercache.connectors.vllm.names import keys_of
-from tiercache.connectors.vllm.orders import Orders, Report, Run, Store
+from tiercache.connectors.vllm.orders import BlockRun, Orders, Report, Store
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
+from tiercache.protocol.namespaces import NamespaceSpec
 
 MAX_JOBS = 48
 """Stores in progress; a request that finds no place offers its blocks again with a later step."""
@@ -33,14 +34,37 @@ DECODE_BLOCKS = 8
 AT_ITS_END = sys.maxsize
 
 
-def runs_of(tables: Iterable[Sequence[Any]], first: int, end: int, base: int = 0) -> tuple[Run, ...]:
+def runs_of(tables: Iterable[Sequence[Any]], first: int, end: int, base: int = 0) -> tuple[BlockRun, ...]:
     """Blocks `first ..< end` of a request in each group, counted from `base` on; not those that a window has left."""
     runs = []
     for table in tables:
         blocks = table[first:end]
         ids = [block.block_id for block in blocks if not block.is_null]  # vLLM's null blocks come first
-        runs.append(Run(first + len(blocks) - len(ids) - base, ids))
+        runs.append(BlockRun(first + len(blocks) - len(ids) - base, ids))
     return tuple(runs)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the scheduler's half knows of its engine.
+
+    Attributes:
+        ranks: the namespaces of each rank, one for each KV cache group.
+        per_block: block hashes of vLLM in one block.
+        batches: steps that vLLM has in progress at once: it knows the result of one before it schedules the last of so
+            many after it.
+        media_ids: ids of images name their content, no matter who has set them.
+    """
+
+    ranks: Sequence[Sequence[NamespaceSpec]]
+    per_block: int
+    batches: int = 1
+    media_ids: bool = False
+
+    @property
+    def windowed(self) -> bool:
+        """Whether vLLM forgets the early blocks of any KV cache group."""
+        return any(spec.window_blocks for spec in self.ranks[0])
 
 
 @dataclass(slots=True, eq=False)
@@ -56,11 +80,11 @@ class _Chain:
 
 
 @dataclass(slots=True)
-class _Job:
+class _Storing:
     """A store in progress."""
 
     chain: _Chain
-    runs: tuple[Run, ...]
+    runs: tuple[BlockRun, ...]
     preemptions: int  # of the request, before it
     ranks_left: int  # that have not ended it yet
 
@@ -70,46 +94,36 @@ class _Job:
         return request is None or bool(request.num_preemptions != self.preemptions)
 
 
-class Stores:
+class StorePlanner:
     """The stores of one engine. Used by vLLM's scheduler thread.
 
     Args:
         connector: tells whether there is a cache, and whether it wants events.
         tables: for each KV cache group, vLLM's blocks of each request.
-        ranks: processes that each store their part.
-        per_block: block hashes of vLLM in one block.
-        windowed: whether vLLM forgets the early blocks of any KV cache group.
-        batches: steps that vLLM has in progress at once: it knows the result of one before it schedules the last of so
-            many after it.
+        engine: its ranks each store their part.
     """
 
     def __init__(
-        self,
-        connector: Connector,
-        tables: Sequence[Mapping[str, Sequence[Any]]],
-        ranks: int,
-        per_block: int,
-        windowed: bool,
-        batches: int = 1,
+        self, connector: Connector, tables: Sequence[Mapping[str, Sequence[Any]]], engine: EngineFacts
     ) -> None:
         self._connector = connector
         self._tables = tables
-        self._ranks = ranks
-        self._per_block = per_block
-        self._windowed = windowed
+        self._ranks = len(engine.ranks)
+        self._per_block = engine.per_block
+        self._windowed = engine.windowed
         self._block_size = connector.namespace.block_size
         # Blocks that a window leaves are gone: they are stored at once.
-        self._least, self._turn_steps = (1, 1) if windowed else (DECODE_BLOCKS, TURN_STEPS)
+        self._least, self._turn_steps = (1, 1) if self._windowed else (DECODE_BLOCKS, TURN_STEPS)
         self._chains: dict[str, _Chain] = {}
         self._last: list[Store] = []  # of requests that have ended, for the next step
         # What requests were given since the last step: their blocks, and the number of tokens in them.
         self._given: dict[str, tuple[Sequence[Sequence[Any]], int]] = {}
         # Blocks that other connectors load in steps whose result vLLM may not know yet.
-        self._brought: deque[set[int]] = deque(maxlen=batches)
+        self._brought: deque[set[int]] = deque(maxlen=engine.batches)
         # Requests that have blocks but were in no step since: another connector may be filling these.
         self._unstepped: set[str] = set()
-        self._jobs: dict[int, _Job] = {}
-        self._numbers = itertools.count(1)
+        self._jobs: dict[int, _Storing] = {}
+        self._job_ids = itertools.count(1)
 
     # --- which
 
@@ -163,9 +177,9 @@ class Stores:
         events = None
         if self._connector.wants_events:
             events = name_blocks(request, first, end, per_block, self._block_size)
-        job = next(self._numbers)
-        store = Store(job, chain.keys[base * KEY_BYTES : end * KEY_BYTES], runs, events)
-        self._jobs[job] = _Job(chain, runs, request.num_preemptions, self._ranks)
+        job_id = next(self._job_ids)
+        store = Store(job_id, chain.keys[base * KEY_BYTES : end * KEY_BYTES], runs, events)
+        self._jobs[job_id] = _Storing(chain, runs, request.num_preemptions, self._ranks)
         stores.append(store)
         self._go_on_after(chain, end)
 
@@ -244,21 +258,21 @@ class Stores:
             return []
         # Requests with the same beginning share blocks, so several may read one. Workers end them in order.
         last = 0
-        for number, job in self._jobs.items():
+        for job_id, job in self._jobs.items():
             if any(not written.isdisjoint(run.block_ids) for run in job.runs):
-                last = number
-        return [number for number in self._jobs if number <= last]
+                last = job_id
+        return [job_id for job_id in self._jobs if job_id <= last]
 
     def reported(self, report: Report) -> None:
         """Handle the workers' report of stores."""
-        for number, count in report.ended.items():
-            job = self._jobs[number]
+        for job_id, count in report.ended.items():
+            job = self._jobs[job_id]
             job.ranks_left -= count
-            if number in report.incomplete and not job.chain.retried and job.chain.request is not None:
+            if job_id in report.incomplete and not job.chain.retried and job.chain.request is not None:
                 job.chain.retried = True  # the cache had no room, or has lost the blocks before
                 self._go_on_after(job.chain, 0)
             if not job.ranks_left:
-                del self._jobs[number]
+                del self._jobs[job_id]
 
     def brought(self, block_ids: set[int]) -> bool:
         """Whether another connector was to load any of these blocks within a step."""
@@ -273,12 +287,12 @@ class Stores:
         self._chains.clear()
         self._unstepped.clear()
         for store in self._last:
-            del self._jobs[store.job]
+            del self._jobs[store.job_id]
         self._last.clear()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent."""
         assert all(0 < job.ranks_left <= self._ranks for job in self._jobs.values())
-        assert {store.job for store in self._last} <= self._jobs.keys()
+        assert {store.job_id for store in self._last} <= self._jobs.keys()
         assert self._unstepped <= self._chains.keys()
         assert all(chain.offered <= MAX_KEYS for chain in self._chains.values())

@@ -79,7 +79,7 @@ def make_namespaces(vllm_config: Any, kv_cache_config: Any, offloading: Any, row
         "device": _device(),
     }
     namespaces = []
-    for number, group in enumerate(groups):
+    for group_id, group in enumerate(groups):
         spec = next(iter(layer_specs(group).values()))
         kind = type(spec).__name__
         # As many chunks as vLLM looks for: of a windowed group it stores no more than that either.
@@ -94,7 +94,7 @@ def make_namespaces(vllm_config: Any, kv_cache_config: Any, offloading: Any, row
                 layers=len(group.layer_names),
                 kv_heads=getattr(spec, "num_kv_heads", 0),
                 head_dim=getattr(spec, "head_size", 0),
-                group=f"{number} of {kind}",
+                group=f"{group_id} of {kind}",
                 quantization=str(getattr(spec, "kv_quant_mode", "none")),
                 window_blocks=window,
                 extra=extra,

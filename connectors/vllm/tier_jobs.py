@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tiercache.connector.jobs import Transfer
-from tiercache.connector.loads import Match
 from tiercache.connector.stores import StoreResult
+from tiercache.connectors.vllm.lookups import Lookup
 from tiercache.connectors.vllm.tier_lookups import Chain, Place
 from vllm.v1.kv_offload.tiering.base import JobResult
 
 
-class Run(NamedTuple):
-    """Consecutive chunks of a job: the number of the first, counted from the root, and rows and keys of all."""
+class ChunkRun(NamedTuple):
+    """Consecutive chunks of a job: the position of the first in its chain, and rows and keys of all."""
 
     group: int
     first: int
@@ -22,16 +22,16 @@ class Run(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The number of the chunk after the last."""
+        """The position after the last."""
         return self.first + len(self.rows)
 
 
-def runs_of(places: Iterable[Place], rows: Iterable[int], keys: Iterable[bytes]) -> list[Run]:
+def runs_of(places: Iterable[Place], rows: Iterable[int], keys: Iterable[bytes]) -> list[ChunkRun]:
     """The chunks of a job by KV cache group, in the order of their chains."""
-    runs: list[Run] = []
-    for (group, number), row, key in sorted(zip(places, rows, keys, strict=True)):
-        if not runs or runs[-1].group != group or runs[-1].end != number:
-            runs.append(Run(group, number, [], []))
+    runs: list[ChunkRun] = []
+    for (group, position), row, key in sorted(zip(places, rows, keys, strict=True)):
+        if not runs or runs[-1].group != group or runs[-1].end != position:
+            runs.append(ChunkRun(group, position, [], []))
         runs[-1].rows.append(row)
         runs[-1].keys.append(key)
     return runs
@@ -49,11 +49,11 @@ class Orphan(NamedTuple):
 class LoadJob:
     """A load; the background thread makes its `parts` until it has `begun`."""
 
-    def __init__(self, request_id: str, match: Match, chunks: int) -> None:
+    def __init__(self, request_id: str, lookup: Lookup, chunks: int) -> None:
         self.request_id = request_id
-        self.match = match
+        self.lookup = lookup
         self.chunks = chunks
-        self.parts: list[tuple[Run, Transfer[int]]] = []
+        self.parts: list[tuple[ChunkRun, Transfer[int]]] = []
         self.left_out: list[bytes] = []  # keys of chunks that are not loaded after all
         self.begun = False
 

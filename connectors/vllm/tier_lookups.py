@@ -5,39 +5,35 @@
     step n + m  lookup of chunk 0, 1, ...    from its memory; what that has lost again meanwhile is a miss
 
 An answer does not change within a step, where vLLM goes over the chunks of a request once or more. And it is given once
-for each chunk of a request, or a memory too small for a prompt would load it again and again. Lookups are done in
-order: while the daemon is slow with each, a request waits for its turn no longer than for one answer, and then bypasses
-the cache.
+for each chunk of a request, or a memory too small for a prompt would load it again and again. How the daemon is asked,
+and how long a request waits for that, is in `lookups.py`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 from tiercache.connector.connector import Connector
-from tiercache.connector.jobs import JobQueue, Transfer
-from tiercache.connector.loads import Match
+from tiercache.connectors.vllm.lookups import Lookup, Lookups
 from tiercache.connectors.vllm.names import Names, keys_of
-from tiercache.connectors.vllm.scheduler import SLOW_LOOKUP_S
-from tiercache.copies.pool import Limit
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
 from tiercache.protocol.namespaces import NamespaceSpec
 from vllm.v1.kv_offload.base import LookupResult, get_offload_block_hash, get_offload_group_idx
 
-MAX_QUEUED_LOOKUPS = 1024
+MAX_LOOKUPS = 1024
+"""In progress at once; requests beyond them are looked up in later steps."""
 FIRST_GROUP = bytes(4)
 """The end of vLLM's keys of the first KV cache group. Keys of the other groups differ only in that end."""
 
 
 class Place(NamedTuple):
-    """A chunk: its KV cache group, and its number from the root on."""
+    """A chunk: its KV cache group, and its position in the chain; 0 is the first."""
 
     group: int
-    number: int
+    position: int
 
 
 class Chain:
@@ -60,25 +56,20 @@ class Chain:
         return keys[: end * KEY_BYTES]
 
 
-class _Request:
-    """A request of vLLM: its chunks as far as it has hashes for them, and its match."""
+class _TierRequest:
+    """A request of vLLM: its chunks as far as it has hashes for them, and its lookup."""
 
-    __slots__ = ("answered", "chain", "closed", "finding", "match", "until_s")
+    __slots__ = ("answered", "chain", "closed", "known", "lookup")
 
     def __init__(self) -> None:
         self.chain = Chain()
         self.closed = False  # everything is a miss from here on
-        self.until_s = 0.0  # deadline of the lookup in progress, if lookups are slow
         self.answered: set[bytes] = set()
-        self.open()
-
-    def open(self) -> None:
-        """Reset to no lookup in progress."""
-        self.finding: Transfer[Match] | None = None
-        self.match: Match | None = None  # from the end of the step that found it, until it is loaded or released
+        self.lookup: Lookup | None = None
+        self.known = False  # vLLM may be told of its match: from the end of a step on, until it is loaded or dropped
 
 
-class Lookups:
+class TierLookups:
     """The requests of one engine.
 
     Args:
@@ -91,66 +82,57 @@ class Lookups:
     def __init__(
         self, connector: Connector, specs: Sequence[NamespaceSpec], names: Names, name_timeout_s: float
     ) -> None:
-        self._connector = connector
+        self.connector = connector
         self._specs = specs
         self._names = names
         self._named_by_s = time.monotonic() + name_timeout_s
         self._root = b""
         self._chunk_tokens = specs[0].block_size
-        self._slow = False  # whether the last lookup was; set by their thread
-        self._queue = JobQueue("tiercache-lookup", MAX_QUEUED_LOOKUPS)
-        self._requests: dict[str, _Request] = {}
-        self._finding: list[_Request] = []
-        self._answering: list[_Request] = []  # in this step
+        self._lookups = Lookups(connector, specs)
+        self._requests: dict[str, _TierRequest] = {}
+        self._finding: list[_TierRequest] = []
+        self._answering: list[_TierRequest] = []  # in this step
 
     def add(self, request_id: str) -> None:
         """A new request. Only these are looked up or stored."""
-        self._requests[request_id] = _Request()
+        self._requests[request_id] = _TierRequest()
 
     def lookup(self, key: bytes, context: Any) -> LookupResult:
         """Whether the cache has a chunk of a request; RETRY while that is not known."""
         state = self._requests.get(context.req_id)
-        if state is None or state.closed or (key in state.answered and state.match is None):
+        if state is None or state.closed or (key in state.answered and not state.known):
             return LookupResult.MISS
-        if state.match is None:
-            if state.finding is None:
+        lookup = state.lookup
+        if lookup is None or not state.known:
+            if lookup is None:
                 self._ask(state, context)
-            elif self._slow and time.monotonic() > state.until_s and not state.finding.done():
+            elif self._lookups.overdue(lookup) and not lookup.done:
                 state.closed = True
                 self._let_go(state)
             return LookupResult.MISS if state.closed else LookupResult.RETRY
         if not self._answering or self._answering[-1] is not state:
             self._answering.append(state)
         state.answered.add(key)
-        (group, number), blocks = place(key, context, self._chunk_tokens), state.match.blocks
+        (group, position), blocks = place(key, context, self._chunk_tokens), lookup.match.blocks
         window = self._specs[group].window_blocks
         first = max(0, blocks - window) if window else 0
-        return LookupResult.HIT if first <= number < blocks else LookupResult.MISS
+        return LookupResult.HIT if first <= position < blocks else LookupResult.MISS
 
-    def _ask(self, state: _Request, context: Any) -> None:
+    def _ask(self, state: _TierRequest, context: Any) -> None:
         chain = self.chain(context)
         if chain is None:
             state.closed = time.monotonic() >= self._named_by_s
-        elif not self._connector.available:
+        elif not chain.hashes or not self.connector.available:  # without hashes it was made for another tier
             state.closed = True
-        else:
-            state.closed = not chain.hashes  # made for another tier
-            finding = Transfer(partial(self._find, chain, min(len(chain.hashes), MAX_KEYS)), Match, Match(), Limit())
-            if self._queue.submit(finding):  # else the next step tries again
-                state.finding = finding
-                state.until_s = time.monotonic() + self._connector.client.request_timeout_s
-                self._finding.append(state)
+        elif len(self._finding) < MAX_LOOKUPS:
+            end = min(len(chain.hashes), MAX_KEYS)
+            state.lookup = self._lookups.ask(lambda: (chain.root, chain.keys(end)))
+            self._lookups.begin()
+            self._finding.append(state)
 
     def _named(self) -> bool:
         self._root = self._root or self._names.root()
         return bool(self._root)
-
-    def _find(self, chain: Chain, end: int) -> Match:
-        """In the thread of the queue."""
-        keys, began_s = chain.keys(end), time.monotonic()
-        match = self._connector.match(keys, namespaces=self._specs)
-        self._slow = time.monotonic() - began_s > SLOW_LOOKUP_S
-        return match
 
     def chain(self, context: Any) -> Chain | None:
         """The chunks of a request that vLLM has hashed so far; None where we have no keys for them."""
@@ -165,14 +147,13 @@ class Lookups:
             chain.seen = len(known)
         return chain
 
-    def take(self, request_id: str) -> Match | None:
-        """What was found for a request; the caller loads it and releases it. None the second time."""
+    def take(self, request_id: str) -> Lookup | None:
+        """What was found for a request; the caller loads it and drops it. None the second time."""
         state = self._requests.get(request_id)
-        if state is None:
+        if state is None or not state.known:
             return None
-        match = state.match
-        state.open()
-        return match
+        lookup, state.lookup, state.known = state.lookup, None, False
+        return lookup
 
     def ask_again(self, request_id: str, keys: Iterable[bytes]) -> None:
         """These chunks have been answered, but not loaded."""
@@ -189,10 +170,10 @@ class Lookups:
                 self._requests[request_id].answered.clear()
         waiting, self._finding = self._finding, []
         for state in waiting:
-            if state.finding is not None and not state.finding.done():
+            if state.lookup is not None and not state.lookup.done:
                 self._finding.append(state)
-            elif state.finding is not None:
-                state.match = state.finding.result(0)
+            elif state.lookup is not None:
+                state.known = True
 
     def remove(self, request_id: str) -> None:
         """A request has ended."""
@@ -209,42 +190,27 @@ class Lookups:
         self._names.new_epoch()
         self._root = b""
 
-    def release(self, match: Match) -> None:
-        """End a match in the background."""
-        if match.blocks:
-            self._queue.submit(Transfer(partial(self._connector.release, match), _nothing, None, Limit()))
+    def drop(self, lookup: Lookup) -> None:
+        """End a match in the background, present or to come."""
+        self._lookups.drop(lookup)
+        self._lookups.begin()
 
-    def _let_go(self, state: _Request) -> None:
-        """Release the match, present or to come."""
-        if state.match is not None:
-            self.release(state.match)
-        elif state.finding is not None:
-            state.finding.cancel()
-            release = partial(_release_found, self._connector, state.finding)  # in its turn, after the lookup
-            self._queue.submit(Transfer(release, _nothing, None, Limit()))
-        state.open()
+    def _let_go(self, state: _TierRequest) -> None:
+        if state.lookup is not None:
+            self.drop(state.lookup)
+        state.lookup, state.known = None, False
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent."""
         for state in self._requests.values():
-            assert state.match is None or state.finding is not None
+            assert not state.known or (state.lookup is not None and state.lookup.done)
             assert len(state.chain.hashes) <= state.chain.seen
 
     def close(self) -> None:
         """Blocks for seconds at most."""
-        self._queue.close()
-        self._connector.close()
+        self._lookups.close()
 
 
 def place(key: bytes, context: Any, chunk_tokens: int) -> Place:
     """The chunk of a request with this key of vLLM's. In any thread."""
     return Place(get_offload_group_idx(key), context._offload_key_positions[key] // chunk_tokens - 1)
-
-
-def _nothing() -> None:
-    """A release that is not made: the lease expires."""
-
-
-def _release_found(connector: Connector, finding: Transfer[Match]) -> None:
-    if finding.done():
-        connector.release(finding.result(0))

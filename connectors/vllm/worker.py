@@ -9,7 +9,7 @@ from tiercache.connector.connector import Connector
 from tiercache.connector.jobs import Transfer
 from tiercache.connector.stores import StoreResult
 from tiercache.connectors.vllm.events import Group, of_group
-from tiercache.connectors.vllm.orders import Load, Orders, Report, Run, Store
+from tiercache.connectors.vllm.orders import BlockRun, Load, Orders, Report, Store
 from tiercache.connectors.vllm.weights import Weights
 from tiercache.protocol.messages import KEY_BYTES, EventRun
 
@@ -30,7 +30,7 @@ class Worker:
         writers: for each group, whether this rank stores it.
         names: for each group, its name in KV events; None where another rank's blocks are in events.
         weights: those that compute this rank's blocks; without, they are assumed never to change.
-        rank: the number of this rank.
+        rank: which of the engine's ranks this is.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Worker:
         self._weights = weights
         self._rank = rank
         self._known_moves = 0  # of the weights, as known to the last orders
-        self._loads: dict[str, list[tuple[Run, Transfer[int]]]] = {}
+        self._loads: dict[str, list[tuple[BlockRun, Transfer[int]]]] = {}
         self._load_moves: dict[str, int] = {}
         self._stores: dict[int, list[Transfer[StoreResult]]] = {}
         self._fresh: list[Store] = []  # computed by the step before
@@ -64,10 +64,10 @@ class Worker:
             for store in stores:
                 self._store(store, proof if moves == self._moves() else None)
         self._known_moves = orders.moves.get(self._rank, 0)
-        for said in orders.hints:
+        for hint in orders.hints:
             for connector, writes in zip(self._groups, self._writers, strict=True):
                 if writes:
-                    connector.hint_async(said.keys, said.hint)
+                    connector.hint_async(hint.keys, hint.hint)
         self._fresh = orders.fresh
         if orders.flush:
             self._flush(orders.flush)
@@ -93,22 +93,22 @@ class Worker:
 
     def _store(self, store: Store, proof: Proof | None) -> None:
         """Store blocks, and commit them if `proof` holds; without a proof they are not stored."""
-        self._stores[store.job] = [
+        self._stores[store.job_id] = [
             connector.store_async(
-                store.keys, run.block_ids, first=run.first, events=self._events(store, number), proof=proof
+                store.keys, run.block_ids, first=run.first, events=self._events(store, group), proof=proof
             )
             if proof is not None
             else Transfer.finished(StoreResult(dropped=len(run.block_ids)))
-            for number, (connector, writes, run) in enumerate(zip(self._groups, self._writers, store.runs, strict=True))
+            for group, (connector, writes, run) in enumerate(zip(self._groups, self._writers, store.runs, strict=True))
             if writes and run.block_ids
         ]
 
-    def _events(self, store: Store, number: int) -> EventRun | None:
+    def _events(self, store: Store, group: int) -> EventRun | None:
         """What KV events say of the blocks of one group."""
         if store.events is None or self._names is None:
             return None
-        run, before = store.runs[number], len(store.keys) // KEY_BYTES - len(store.events.hashes)
-        return of_group(store.events, self._names[number], run.first - before, len(run.block_ids))
+        run, before = store.runs[group], len(store.keys) // KEY_BYTES - len(store.events.hashes)
+        return of_group(store.events, self._names[group], run.first - before, len(run.block_ids))
 
     def _load(self, load: Load, begin: bool) -> None:
         """Begin a load, or have it fail."""

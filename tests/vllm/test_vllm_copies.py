@@ -1,7 +1,7 @@
 """Copies under real vLLM whose blocks, daemon or process go away while they are under way.
 
 A copy waits in the engine's process, in the thread that does it, until the test lets it go on; the daemon is real.
-connectors/README.md says which fault each of these is.
+README.md in this folder says which fault each of these is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Daemons that die, hang, are slow, lose blocks, come back or cannot be used, under real vLLM, which must not mind.
 
-Each fault, what becomes of it and which test shows it: see connectors/README.md.
+README.md in this folder says which test shows which fault.
 """
 
 from __future__ import annotations

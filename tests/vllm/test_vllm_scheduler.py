@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,8 +16,10 @@ import tiercache
 from tiercache.connectors.vllm.apart import MAX_THREADS
 from tiercache.connectors.vllm.compat import CacheHitSource
 from tiercache.connectors.vllm.costs import LAST_LOADS, LEAST_SAMPLES, Costs
+from tiercache.connectors.vllm.lookups import SLOW_LOOKUP_S
 from tiercache.connectors.vllm.orders import Report
-from tiercache.connectors.vllm.scheduler import DECLINED, SLOW_LOOKUP_S, Scheduler
+from tiercache.connectors.vllm.scheduler import DECLINED, Scheduler
+from tiercache.connectors.vllm.stores import EngineFacts
 from tiercache.protocol.messages import KEY_BYTES, Priority
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -89,7 +90,7 @@ class Rig:
         self.names = Names()
         names: Any = self.names
         self.costs = Costs(SIZE)
-        self.scheduler = Scheduler(cache, [[SPEC]], names, 1, False, blocks, self.costs)
+        self.scheduler = Scheduler(cache, EngineFacts([[SPEC]], 1), names, blocks, self.costs)
 
     def add(self, name: str, blocks: int, adapter: Any = None, media: Sequence[Any] = ()) -> Any:
         """A request of so many blocks, all of which begin alike."""
@@ -111,7 +112,7 @@ class Rig:
 
     def looked_up(self) -> None:
         """Wait until all lookups and releases so far are done."""
-        assert self.scheduler._background.finish(PATIENCE_S)
+        assert self.scheduler._lookups.finish(PATIENCE_S)
 
     def load(self, request: Any, tokens: int) -> None:
         blocks = SimpleNamespace(blocks=[self.tables[request.request_id]])
@@ -233,7 +234,7 @@ def test_images_have_names_in_one_engine_only_unless_ids_are_content(rig: Rig, n
     hashed = "0123456789abcdef" * 4
     assert [own(), own(hashed), own(hashed, "cat.png"), own("cat.png")] == [False, True, True, True]
     assert own(in_parts=True), "a later part may have images"
-    rig.scheduler._media_ids = True
+    rig.scheduler._engine = EngineFacts([[SPEC]], 1, media_ids=True)
     assert not own("dog.png", hashed)
     assert not own("cat.png", in_parts=True)
 
@@ -314,7 +315,7 @@ def test_a_lookup_that_hangs_is_waited_for_no_longer_than_for_one_answer(rig: Ri
     first, second = rig.add("a", 2), rig.add("b", 2)
     rig.step()
     assert rig.cache.asked.wait(PATIENCE_S)
-    wait_until(lambda: time.monotonic() - (rig.scheduler._began_s or math.inf) > SLOW_LOOKUP_S)
+    wait_until(lambda: time.monotonic() - rig.scheduler._lookups._moved_s > SLOW_LOOKUP_S)
     assert rig.scheduler.matched_tokens(second, 0) is None
     for request in (first, second):
         lookup = rig.scheduler._requests[request.request_id].lookup
@@ -510,5 +511,5 @@ def test_what_a_request_says_goes_with_the_next_step(rig: Rig, parameters: Any, 
     rig.scheduler.allocated(request, SimpleNamespace(blocks=[]), 0)
     request.num_computed_tokens = 2 * SIZE
     rig.scheduler.finished(request)
-    assert [said.hint for said in rig.step().hints] == ([hint] if hint else [])
+    assert [each.hint for each in rig.step().hints] == ([hint] if hint else [])
     assert not rig.step().hints

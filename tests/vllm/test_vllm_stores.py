@@ -6,14 +6,17 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from tiercache.connectors.vllm.orders import Orders, Report, Run
-from tiercache.connectors.vllm.stores import MAX_JOBS, TURN_STEPS, Stores
+from tiercache.connectors.vllm.orders import BlockRun, Orders, Report
+from tiercache.connectors.vllm.stores import MAX_JOBS, TURN_STEPS, EngineFacts, StorePlanner
 from tiercache.protocol.messages import KEY_BYTES
+from tiercache.protocol.namespaces import NamespaceSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(60)]
 SIZE = 4
+SPEC = NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=SIZE, block_bytes=64)
 ROOT = b"r" * KEY_BYTES
 
 
@@ -36,7 +39,8 @@ class Engine:
             namespace=SimpleNamespace(block_size=SIZE), available=True, wants_events=False
         )
         self.tables: list[dict[str, list[Any]]] = [{} for _ in range(groups)]
-        self.stores = Stores(self.connector, self.tables, 1, 1, windowed, batches)
+        facts = EngineFacts([[msgspec.structs.replace(SPEC, window_blocks=int(windowed))]], 1, batches)
+        self.stores = StorePlanner(self.connector, self.tables, facts)
         self.requests: dict[str, Request] = {}
 
     def add(self, name: str, blocks: list[int], *, found: int = 0) -> Request:
@@ -84,7 +88,7 @@ def test_blocks_are_offered_when_they_are_computed_and_each_once() -> None:
     engine.add("a", list(range(10, 20)), found=2)
     assert engine.step({"a": 15}).fresh == []
     [store] = engine.step({"a": 25}).fresh
-    assert store.runs == (Run(1, list(range(12, 20))),)
+    assert store.runs == (BlockRun(1, list(range(12, 20))),)
     assert len(store.keys) == 9 * KEY_BYTES  # and the parent's
     assert engine.step({"a": 1}).fresh == []
     engine.finish("a")
@@ -97,7 +101,7 @@ def test_what_is_left_is_offered_at_the_end() -> None:
     engine.step({"a": 9})
     engine.finish("a")
     [store] = engine.step({}).ready
-    assert store.runs == (Run(0, [1, 2]),)
+    assert store.runs == (BlockRun(0, [1, 2]),)
 
 
 def test_requests_take_turns() -> None:
@@ -114,8 +118,8 @@ def test_a_window_takes_its_blocks_along() -> None:
     engine = Engine(groups=2, windowed=True)
     engine.add("a", [0, 0, 7, 8])
     [store] = engine.step({"a": 16}).fresh
-    assert store.runs == (Run(2, [7, 8]), Run(2, [7, 8]))
-    assert engine.step({"a": 1}, a=[7]).flush == [store.job]  # it has left the window, and comes back as a new one
+    assert store.runs == (BlockRun(2, [7, 8]), BlockRun(2, [7, 8]))
+    assert engine.step({"a": 1}, a=[7]).flush == [store.job_id]  # it has left the window, and comes back as a new one
 
 
 @pytest.mark.parametrize("why", ["finished", "preempted", "forgotten"])
@@ -133,8 +137,8 @@ def test_a_step_ends_stores_whose_blocks_it_writes_to(why: str) -> None:
         engine.stores.forget()
         engine.add("b", [4])
     assert engine.step({"b": 1}, b=[6]).flush == []
-    assert engine.step({"b": 1}, b=[2]).flush == [store.job]
-    engine.stores.reported(Report({store.job: 1}))
+    assert engine.step({"b": 1}, b=[2]).flush == [store.job_id]
+    engine.stores.reported(Report({store.job_id: 1}))
     assert engine.step({"b": 1}, b=[2]).flush == []
 
 
@@ -154,7 +158,7 @@ def test_blocks_that_another_connector_may_fill_end_the_stores_that_read_them(wa
     assert engine.step({"b": 1}).flush == [], "it has the first from vLLM's own cache"
     engine.stores.allocated("c", blocks([0, 3, 4]), SIZE)
     orders = engine.step({"b": 1}) if waits else engine.step({"b": 1}, starts={"c": (8, [0, 3, 4])})
-    assert orders.flush == [store.job]
+    assert orders.flush == [store.job_id]
     assert engine.step({"b": 1}).flush == [], "it was said"
 
 
@@ -169,7 +173,7 @@ def test_what_follows_a_load_of_another_connector_in_the_same_step_is_stored_at_
     assert engine.step({"loaded": 4}).fresh == []
     engine.finish("loaded")
     [store] = engine.step({}).ready
-    assert store.runs == (Run(0, [1, 2, 3]),)
+    assert store.runs == (BlockRun(0, [1, 2, 3]),)
 
 
 def test_a_load_of_part_of_a_block_in_the_same_step_is_a_load() -> None:
@@ -179,7 +183,7 @@ def test_a_load_of_part_of_a_block_in_the_same_step_is_a_load() -> None:
     assert engine.step({"a": 1}, starts={"a": (11, [1, 2, 3])}).fresh == []
     engine.finish("a")
     [store] = engine.step({}).ready
-    assert store.runs == (Run(0, [1, 2, 3]),)
+    assert store.runs == (BlockRun(0, [1, 2, 3]),)
 
 
 @pytest.mark.parametrize(("batches", "later", "shares"), [(1, 0, True), (1, 1, False), (2, 1, True), (2, 2, False)])
@@ -214,7 +218,7 @@ def test_what_a_sibling_still_fills_when_its_request_ends_is_not_stored() -> Non
             engine.stores.allocated(name, blocks([1, 2, 3]), 8)
             engine.step({name: 1})
         engine.finish(name)
-        assert [store.runs for store in engine.step({}).ready] == ([(Run(0, [1, 2]),)] if again else [])
+        assert [store.runs for store in engine.step({}).ready] == ([(BlockRun(0, [1, 2]),)] if again else [])
 
 
 def test_a_request_that_waits_again_and_is_filled_by_a_sibling_is_not_stored() -> None:
@@ -250,13 +254,13 @@ def test_what_is_stored_at_its_end_only_stays_so() -> None:
     [store] = engine.step({"a": 12}).fresh
     engine.stores.allocated("a", blocks([1, 2, 3]), 0)
     engine.step({"a": 4}, starts={"a": (8, [1, 2, 3])})
-    engine.stores.reported(Report({store.job: 1}, {store.job}))
+    engine.stores.reported(Report({store.job_id: 1}, {store.job_id}))
     assert engine.step({"a": 0}).fresh == []
     engine.stores.begin_again("a")
     assert engine.step({"a": 0}).fresh == []
     engine.finish("a")
     [store] = engine.step({}).ready
-    assert store.runs == (Run(0, [1, 2, 3]),)
+    assert store.runs == (BlockRun(0, [1, 2, 3]),)
 
 
 def test_all_stores_that_read_a_block_are_ended() -> None:
@@ -269,7 +273,7 @@ def test_all_stores_that_read_a_block_are_ended() -> None:
     [second] = engine.step({"b": 12}).fresh
     engine.finish("a")
     engine.finish("b")
-    assert engine.step({"c": 1}, c=[1]).flush == [first.job, second.job]
+    assert engine.step({"c": 1}, c=[1]).flush == [first.job_id, second.job_id]
 
 
 def test_a_request_that_has_ended_is_nobodys() -> None:
@@ -280,7 +284,7 @@ def test_a_request_that_has_ended_is_nobodys() -> None:
     engine.finish("a")
     del engine.requests["a"]
     assert ended() is None
-    engine.stores.reported(Report({store.job: 1}, {store.job}))
+    engine.stores.reported(Report({store.job_id: 1}, {store.job_id}))
     engine.stores.check_integrity()
     assert engine.step({}).ready == []
 
@@ -291,8 +295,8 @@ def test_a_store_that_was_cut_short_is_offered_once_more() -> None:
     jobs = []
     for _ in range(2):
         [store] = engine.step({"a": 8 * (not jobs)}).fresh
-        jobs.append(store.job)
-        engine.stores.reported(Report({store.job: 1}, {store.job}))
+        jobs.append(store.job_id)
+        engine.stores.reported(Report({store.job_id: 1}, {store.job_id}))
     assert (len(set(jobs)), engine.step({"a": 0}).fresh) == (2, [])
 
 

@@ -16,7 +16,7 @@ import tiercache
 from tiercache.connector.direct.backend import Fault, HostBackend
 from tiercache.connector.jobs import Transfer
 from tiercache.connector.stores import StoreResult
-from tiercache.connectors.vllm.orders import Load, Orders, Report, Run, Store
+from tiercache.connectors.vllm.orders import BlockRun, Load, Orders, Report, Store
 from tiercache.connectors.vllm.weights import Look, Weights
 from tiercache.connectors.vllm.worker import Worker
 
@@ -73,7 +73,7 @@ def test_stores_whose_blocks_are_overwritten_count_for_nothing(rig: tuple[Worker
 
     copier.copy_out = copy_when_it_is_too_late
     pool[:] = 7
-    worker.begin(Orders(ready=[Store(1, keys, (Run(0, list(range(BLOCKS))),))]))
+    worker.begin(Orders(ready=[Store(1, keys, (BlockRun(0, list(range(BLOCKS))),))]))
     wait_until(lambda: backend.hanging or not direct)
     worker.begin(Orders(flush=[1]))  # the step that follows writes to the blocks
     pool[:] = 9
@@ -83,7 +83,7 @@ def test_stores_whose_blocks_are_overwritten_count_for_nothing(rig: tuple[Worker
     assert (report.ended, report.incomplete) == ({1: 1}, {1})
     assert connector.match(keys).blocks == 0
 
-    worker.begin(Orders(fresh=[Store(2, keys, (Run(0, list(range(BLOCKS))),))]))
+    worker.begin(Orders(fresh=[Store(2, keys, (BlockRun(0, list(range(BLOCKS))),))]))
     assert worker.report() is None, "the step has not computed them yet"
     worker.begin(Orders())
     assert report_of(worker) == Report({2: 1}, set())
@@ -108,7 +108,7 @@ class Group:
 def test_a_store_is_complete_when_it_is_in_all_groups(dropped: list[int], incomplete: set[int]) -> None:
     groups: list[Any] = [Group(count) for count in dropped]
     worker = Worker(groups, [True, True])
-    worker.begin(Orders(ready=[Store(1, b"k" * 32, (Run(0, [1, 2]), Run(0, [3, 4])))]))
+    worker.begin(Orders(ready=[Store(1, b"k" * 32, (BlockRun(0, [1, 2]), BlockRun(0, [3, 4])))]))
     assert worker.report() == Report({1: 1}, incomplete)
 
 
@@ -148,7 +148,7 @@ def cached(tmp_path: Path, moving: Moving) -> Iterator[tuple[Worker, Any, bytes]
 
 def order_load(worker: Worker, keys: bytes, name: str = "r", **known: Any) -> None:
     ticket = worker._groups[0].match(keys).ticket()
-    worker.begin(Orders(loads=[Load(name, ticket, (Run(0, list(range(BLOCKS // 2))),))], **known))
+    worker.begin(Orders(loads=[Load(name, ticket, (BlockRun(0, list(range(BLOCKS // 2))),))], **known))
 
 
 def ended(worker: Worker) -> tuple[set[str], set[int]]:
@@ -159,7 +159,7 @@ def ended(worker: Worker) -> tuple[set[str], set[int]]:
 
 
 ALL = set(range(BLOCKS // 2))
-REST = (Run(BLOCKS // 2, list(range(BLOCKS // 2, BLOCKS))),)
+REST = (BlockRun(BLOCKS // 2, list(range(BLOCKS // 2, BLOCKS))),)
 
 
 def test_loads_count_for_the_weights_that_they_are_named_by(cached: tuple[Worker, Any, bytes], moving: Moving) -> None:

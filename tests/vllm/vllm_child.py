@@ -240,7 +240,7 @@ class Child:
         if tier is not None and tier._lookups is not None:
             tier.check_integrity()
             idle = not (tier._jobs or tier._orphans or tier._lookups._requests or tier._lookups._finding)
-            available = all(connector.available for connector in (tier._lookups._connector, *tier._groups))
+            available = all(connector.available for connector in (tier._lookups.connector, *tier._groups))
             return {"served": True, "idle": idle, "available": available}
         if scheduler is None:
             return {"served": False}
