@@ -12,5 +12,6 @@ hashes, cards   vLLM's own block hashes, for affinity queries       settings   w
 apart           threads for work that may hang                      siblings   below MultiConnector
 tier_form, tier_jobs, tier_lookups   for `vllm_tier`, below vLLM's own offloading: these import vLLM themselves;
                 tier_lookups asks the cache through lookups, too
+callers         what vLLM knows and does not pass on
 compat          everything else that is used of vLLM, and the versions that this was written for
 """

@@ -1,7 +1,7 @@
 """Everything that the connector uses of vLLM, and the versions that it was written for.
 
-vLLM calls its connector interface experimental and changes it with nearly every minor version. With a version that was
-not tried the connectors do nothing: they log it, and vLLM runs without a cache.
+vLLM calls its connector interface experimental and changes it with nearly every minor version. With an untested version
+the connectors do nothing: they log a line, and vLLM runs without a cache.
 """
 
 from __future__ import annotations

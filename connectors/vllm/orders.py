@@ -19,7 +19,7 @@ class BlockRun(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Blocks of a match, of which `ticket` tells the worker, into each group's blocks."""
+    """A load of blocks of a match, which the worker adopts by `ticket`, into each group's blocks."""
 
     request_id: str
     ticket: bytes

@@ -41,7 +41,7 @@ logger = logging.getLogger("tiercache.connectors.vllm")
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request of vLLM, and its look-up."""
+    """A request of vLLM, and its lookup."""
 
     request: Any
     lookup: Lookup | None = None  # not yet: there were too many before it
@@ -76,7 +76,7 @@ class Scheduler:
 
     Args:
         connector: a connector without a pool.
-        engine: what it is to know of vLLM.
+        engine: facts about vLLM, such as its ranks.
         names: the roots of chains.
         kv_cache_manager: vLLM's, which knows the blocks of its requests.
         costs: tell which loads are worth it; without, all are.

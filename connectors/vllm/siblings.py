@@ -1,18 +1,18 @@
 """tiercache as one of several connectors, below vLLM's MultiConnector.
 
-It differs from being alone in three ways. Siblings write to blocks that stores may still read: our hook before a step
-runs before theirs, whatever their order. The handshake at the start is a sibling's, if any has one: ranks then send the
-form of their blocks with their reports, and the first requests wait for that. And the handling of failed loads is set
-at the top, for all of them.
+Three things differ from running alone. Siblings write to blocks that stores may still read, so our hook before a step
+runs before theirs, whatever their order. A sibling may take the handshake at the start, so ranks send the form of
+their blocks with their reports, and the first requests wait for that. And the handling of failed loads is set at the
+top, for all connectors.
 """
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable
 from typing import Any
 
+from tiercache.connectors.vllm.callers import locals_of_callers
 from tiercache.connectors.vllm.compat import base
 from tiercache.connectors.vllm.orders import RankForm, Report
 from tiercache.errors import ConfigError, ModelRefused
@@ -25,12 +25,11 @@ TOO_EARLY = {"MoRIIOConnector"}
 
 def parent_of_caller(connector: Any) -> Any | None:
     """The connector that is making this one or calling it, if it is not vLLM itself."""
-    frame, parent = inspect.currentframe(), None
-    while frame is not None:
-        owner = frame.f_locals.get("self")
+    parent = None
+    for known in locals_of_callers():
+        owner = known.get("self")
         if isinstance(owner, base.KVConnectorBase_V1) and owner is not connector:
             parent = owner
-        frame = frame.f_back
     return parent
 
 

@@ -8,12 +8,12 @@ the tier.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import platform
 from typing import Any, NamedTuple
 
 import torch
 
+from tiercache.connectors.vllm.callers import locals_of_callers
 from tiercache.connectors.vllm.compat import VERSION
 from tiercache.connectors.vllm.names import check_hashes
 from tiercache.connectors.vllm.pool import WINDOWED, check_groups, layer_specs
@@ -45,12 +45,10 @@ def engine_of_caller() -> Caller:
     overrides. But it makes a tier from the constructor of a scheduler that has been given both, so they are on the
     stack, and so is the scheduler. Raises ModelRefused where they are not.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        found = frame.f_locals.get("vllm_config"), frame.f_locals.get("kv_cache_config")
-        if isinstance(found[0], VllmConfig) and isinstance(found[1], KVCacheConfig):
-            return Caller(*found, frame.f_locals.get("self"))
-        frame = frame.f_back
+    for known in locals_of_callers():
+        vllm_config, kv_cache_config = known.get("vllm_config"), known.get("kv_cache_config")
+        if isinstance(vllm_config, VllmConfig) and isinstance(kv_cache_config, KVCacheConfig):
+            return Caller(vllm_config, kv_cache_config, known.get("self"))
     raise ModelRefused("this vLLM does not show which model a tier is for: use TierCacheConnector")
 
 

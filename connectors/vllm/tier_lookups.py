@@ -1,4 +1,4 @@
-"""Look-ups for the vLLM tier: what the cache has of each request, asked in the background for vLLM's scheduler thread.
+"""Lookups for the vLLM tier: answers to vLLM about each chunk of a request, from one match for all of them.
 
     step 1      lookup of chunk 0, 1, ...    retry: one match for the whole request is on its way
     step n      lookup of chunk 0, 1, ...    hit, hit, ..., miss: vLLM has the hits loaded into its own memory

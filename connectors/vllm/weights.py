@@ -13,7 +13,6 @@ are not carried out. Nothing waits for a device: the result of a look is read la
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from tiercache.connectors.vllm.callers import locals_of_callers
 from tiercache.connectors.weights.sample import Taken, WeightSample
 from tiercache.errors import ModelRefused
 
@@ -152,10 +152,8 @@ def runner_of_caller() -> Any:
 
     Raises ModelRefused where it is not on the stack.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
+    for known in locals_of_callers():
+        owner = known.get("self")
         if unwrapped(getattr(owner, "model", None)) is not None:
             return owner
-        frame = frame.f_back
     raise ModelRefused("this vLLM does not show its weights, so that a change of them could not be noticed")
