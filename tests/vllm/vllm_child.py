@@ -193,7 +193,9 @@ class Child:
 
     def _loads(self) -> bool:
         if self.tier is not None:
-            return any(hasattr(job, "match") for job in self.tier._jobs.values())
+            from tiercache.connectors.vllm.tier_jobs import LoadJob
+
+            return any(isinstance(job, LoadJob) for job in self.tier._jobs.values())
         assert self.scheduler is not None
         return bool(self.scheduler._loads)
 
