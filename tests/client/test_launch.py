@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from tiercache.client.launcher import LaunchedDaemon
 from tiercache.errors import DaemonUnavailable
@@ -25,10 +25,7 @@ WAIT_S = 30.0
 
 
 def said(daemon: LaunchedDaemon, text: str, times: int = 1) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while daemon.log.read_text().count(text) < times:
-        assert time.monotonic() < end_s, daemon.log.read_text()
-        time.sleep(0.01)
+    wait_until(lambda: daemon.log.read_text().count(text) >= times, f"the daemon says {text!r}")
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import doctest
 import threading
-import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from connector_helpers import bytes_of, keys, spec
+from waiting import wait_until
 
 import tiercache
 import tiercache.connector.connector
@@ -159,9 +159,7 @@ def test_a_full_queue_drops_stores_and_misses_loads(open_connector: Open) -> Non
     gate = threading.Event()
     for queue in (connector._loads, connector._stores):
         queue.submit(tiercache.Transfer(lambda: gate.wait(10), lambda: None, None, _limit()))
-        deadline_s = time.monotonic() + 5
-        while len(queue):
-            assert time.monotonic() < deadline_s
+        wait_until(lambda queue=queue: not len(queue), "it is under way")
         queue._capacity = 1
     waiting = connector.store_async(chain, [0, 1]), connector.load_async(connector.match(chain), [2, 3])
     dropped = connector.store_async(chain, [0, 1])

@@ -10,19 +10,19 @@ import hashlib
 import itertools
 import mmap
 import os
-import select
 import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import zmq
+from waiting import wait_until
 
 WAIT_S = 20.0
 HAVE, PENDING, FRAME, NONE = 0, 1, 2, 3
@@ -62,15 +62,6 @@ def daemon(run_dir: Path, *flags: str) -> Iterator[Daemon]:
     assert status == 0
 
 
-def until(condition: Callable[[], Any]) -> Any:
-    """The first true answer of `condition`."""
-    end_s = time.monotonic() + WAIT_S
-    while not (answer := condition()):
-        assert time.monotonic() < end_s, "waited in vain"
-        select.select([], [], [], 0.005)
-    return answer
-
-
 class SessionSocket:
     """The SEQPACKET socket and its packets."""
 
@@ -85,7 +76,7 @@ class SessionSocket:
                 return False
             return True
 
-        until(connected)
+        wait_until(connected)
         self.sock.settimeout(WAIT_S)
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
@@ -232,7 +223,7 @@ class Client:
 
     def await_arena(self) -> None:
         """Until the daemon has all of its memory: it serves before that, and refuses blocks."""
-        until(lambda: self.stats()["arena"]["populated_bytes"] == self.arena_bytes)
+        wait_until(lambda: self.stats()["arena"]["populated_bytes"] == self.arena_bytes)
 
     def take_regions(self, wait_s: float = WAIT_S) -> None:
         """Map what the next packet brings."""

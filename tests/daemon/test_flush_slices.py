@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ import pytest
 from cache_rig import CacheRig, finish
 from chains import chain
 from raw_client import Client, block_of, new_chain
+from waiting import wait_until
 
 from tiercache.daemon.cache import FLUSHED_AT_ONCE, KEYS_FLUSHED_AT_ONCE
 from tiercache.daemon.ground.slices import AnswerNow, Steps
@@ -86,9 +86,7 @@ def test_a_flush_goes_on_when_its_client_has_gone(client: Client, run_dir: Path)
     with Client(run_dir) as leaver:
         leaver.send("flush", "dram", [], b"")
         leaver.leave()
-    end_s = time.monotonic() + 30
-    while client.ask("peek", numbers[-1:], keys)[1]:
-        assert time.monotonic() < end_s
+    wait_until(lambda: not client.ask("peek", numbers[-1:], keys)[1], "the last namespace is flushed")
     assert client.ask("check")[1] == []
 
 

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from raw_client import Client, until
+from raw_client import Client
+from waiting import wait_until
 
 import tiercache
 from tiercache.cli.main import main
@@ -38,7 +39,7 @@ class Running:
         before = len(self.log.read_text())
         self.file.write_text(text)
         os.kill(self.daemon.pid, signal.SIGHUP)
-        until(lambda: "reloaded" in self.log.read_text()[before:])
+        wait_until(lambda: "reloaded" in self.log.read_text()[before:])
         with Client(Path(self.daemon.address), map_arena=False) as client:  # whatever else it has to say is said
             client.ask("settings")
         return self.log.read_text()[before:]
@@ -98,7 +99,7 @@ def test_a_hangup_while_the_daemon_starts_is_heeded_when_it_serves(tmp_path: Pat
     command = [sys.executable, "-c", EARLY, "--run-dir", str(tmp_path), "--arena", "8MiB"]
     with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
         try:
-            until(lambda: process.poll() is not None or "reloaded" in (tmp_path / "log").read_text())
+            wait_until(lambda: process.poll() is not None or "reloaded" in (tmp_path / "log").read_text())
             assert process.poll() is None
         finally:
             process.terminate()
@@ -137,7 +138,7 @@ def test_what_is_set_by_hand_holds_until_a_reload(running: Running, capsys: pyte
     assert 'a reload or restart makes it "team-a=1MiB"' in capsys.readouterr().out
     assert main(["set", "log_level=debug", "--json", *where]) == 0
     assert json.loads(capsys.readouterr().out) == {"key": "log_level", "value": "debug", "note": ""}
-    until(lambda: "DEBUG" in running.log.read_text())
+    wait_until(lambda: "DEBUG" in running.log.read_text())
     for wrong in ("arena=1GiB", "quotas=1", "log_level=loud", "quota", "quota=x"):
         assert main(["set", wrong, *where]) == 2
         assert capsys.readouterr().err.count("\n") == 1

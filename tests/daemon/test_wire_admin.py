@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_client import VISIBLE, Client, block_of, daemon, new_chain, new_spec, until
+from raw_client import VISIBLE, Client, block_of, daemon, new_chain, new_spec
+from waiting import wait_until
 
 from tiercache.daemon.index.ages import MAX_MOMENTS, Ages
 
@@ -43,7 +44,7 @@ def test_a_block_is_inspected_in_every_place(client: Client, run_dir: Path) -> N
         assert (tag, chain) == ("inspected", b"")
         return list(views)
 
-    until(lambda: len(places(one, keys[32:])) == 2)  # written behind, after its parents
+    wait_until(lambda: len(places(one, keys[32:])) == 2)  # written behind, after its parents
     dram, nvme = places(one, keys[16:32])
     assert dram[:8] == [one, "dram", "", 8192, 1, 0, "", ""]
     assert 0 <= dram[8] < 60
@@ -54,7 +55,7 @@ def test_a_block_is_inspected_in_every_place(client: Client, run_dir: Path) -> N
     assert client.ask("inspect", [two], keys[32:], True) == ["inspected", [], 0, b""]
     _, lease, _ = client.match([one], keys)
     assert places(one, keys[32:])[0][5] >= 1, "the lease pins the deepest block"
-    until(lambda: places(one, keys[32:])[0][5] == 1)  # nobody is waited for any longer to go on with the chain
+    wait_until(lambda: places(one, keys[32:])[0][5] == 1)  # nobody is waited for any longer to go on with the chain
     assert client.release(lease)
     after = client.stats()["counters"]
     assert after["match_requests"] == before["match_requests"] + 1, "looking is not asking"
@@ -65,7 +66,7 @@ def test_a_block_is_inspected_in_every_place(client: Client, run_dir: Path) -> N
 def test_a_chain_is_known_where_it_is_on_nvme_only(client: Client) -> None:
     number, keys = client.namespace(), new_chain(4)
     store(client, number, keys)
-    until(lambda: len(client.ask("inspect", [number], keys[48:])[1]) == 2)
+    wait_until(lambda: len(client.ask("inspect", [number], keys[48:])[1]) == 2)
     client.ask("flush", "dram", [number], b"")
     _, views, depth, chain = client.ask("inspect", [number], keys[48:], True)
     assert ([view[1] for view in views], depth, chain) == (["nvme"], 4, keys)

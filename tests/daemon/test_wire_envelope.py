@@ -15,8 +15,8 @@ from raw_client import (
     hello,
     new_chain,
     new_spec,
-    until,
 )
+from waiting import wait_until
 
 # --- envelope and evolution -----------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ def test_requests_of_another_life_or_session_are_refused(client: Client, run_dir
     with Client(run_dir) as other:
         token = other.token
         assert client.ask("ping", session=token) == ["done"]
-    until(lambda: client.ask("ping", session=token)[:2] == ["error", "unknown_session"])
+    wait_until(lambda: client.ask("ping", session=token)[:2] == ["error", "unknown_session"])
 
 
 def test_a_request_past_its_deadline_is_not_done(client: Client) -> None:
@@ -239,4 +239,4 @@ def test_descriptors_do_not_pile_up(client: Client, run_dir: Path) -> None:
     before = count()
     for _ in range(10):
         connect_in_every_way()
-    until(lambda: count() <= before)
+    wait_until(lambda: count() <= before)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from raw_client import VISIBLE, Client, daemon, new_spec, until
+from raw_client import VISIBLE, Client, daemon, new_spec
+from waiting import wait_until
 
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -69,13 +70,13 @@ def test_blocks_of_a_later_form_are_found_again_after_a_restart(tmp_path: Path) 
     later = {**plain, "sink_tokens": 4}
     with daemon(tmp_path / "run", *flags), Client(tmp_path / "run") as client:
         client.await_arena()
-        until(lambda: not client.stats()["health"]["reasons"])
+        wait_until(lambda: not client.stats()["health"]["reasons"])
         number = _number(client, later)
         lease = client.ask("reserve", number, b"", key, 5000)[1]
         assert client.ask("commit", lease, bytes(4))[1] == bytes([VISIBLE])
-        until(lambda: client.stats()["tiers"]["nvme"]["blocks"] == 1)
+        wait_until(lambda: client.stats()["tiers"]["nvme"]["blocks"] == 1)
     with daemon(tmp_path / "run", *flags), Client(tmp_path / "run") as client:
-        until(lambda: client.stats()["tiers"]["nvme"]["blocks"] == 1)
+        wait_until(lambda: client.stats()["tiers"]["nvme"]["blocks"] == 1)
         assert client.ask("peek", [_number(client, later)], key)[1:3] == [0, 1]
         assert client.ask("peek", [_number(client, plain)], key)[1:3] == [0, 0]
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_client import VISIBLE, Client, block_of, hello, new_chain, until
+from raw_client import VISIBLE, Client, block_of, hello, new_chain
+from waiting import wait_until
 
 
 def stored(client: Client, blocks: int) -> tuple[int, bytes]:
@@ -30,7 +31,7 @@ def test_a_hint_takes_effect(client: Client) -> None:
     other = stored(client, 1)
     assert client.ask("hint", [number], keys + new_chain(1)) == ["hinted", 3], "nothing is said: nothing follows"
     assert client.ask("hint", [number], keys, 1, False, 0, 50) == ["hinted", 3]
-    until(lambda: client.ask("peek", [number], keys)[1] == 1)
+    wait_until(lambda: client.ask("peek", [number], keys)[1] == 1)
     assert client.ask("peek", [other[0]], other[1])[1] == 1
     assert client.ask("hint", [number], keys, 0, True) == ["hinted", 1]
     assert client.ask("hint", [number], keys, 0, False, 1000, 0, 3) == ["hinted", 1]

@@ -15,8 +15,8 @@ from raw_client import (
     Client,
     block_of,
     new_chain,
-    until,
 )
+from waiting import wait_until
 
 
 def test_what_is_ended_twice_is_answered_twice(client: Client) -> None:
@@ -60,7 +60,7 @@ def test_a_lease_lasts_as_long_as_it_is_renewed(client: Client) -> None:
     _, left, _ = client.match([number], keys, ttl_ms=300)
     writing, _, _, _ = client.reserve(number, keys, ttl_ms=300)
     assert client.ask("renew", [kept, writing, 5], 30_000) == ["renewed", b"\1\1\0"]
-    until(lambda: client.ask("renew", [left], 1)[1] == b"\0")
+    wait_until(lambda: client.ask("renew", [left], 1)[1] == b"\0")
     assert not client.release(left)
     assert client.release(kept)
     assert client.commit(writing, [2]) == [VISIBLE]
@@ -71,7 +71,7 @@ def test_an_expired_store_is_dropped_and_its_frames_wait_for_the_word(client: Cl
     number, keys = client.namespace(), new_chain(2)
     before = quarantined_bytes(client)
     lease, _, _, _ = client.reserve(number, keys, ttl_ms=1)
-    until(lambda: quarantined_bytes(client) == before + 2 * 8192)
+    wait_until(lambda: quarantined_bytes(client) == before + 2 * 8192)
     assert client.commit(lease, [0]) == [DROPPED]
     assert quarantined_bytes(client) == before + 8192
     assert client.ask("abort", lease, True) == ["done"]
@@ -105,12 +105,12 @@ def test_frames_of_a_closed_session_wait_for_the_end_of_its_process(client: Clie
     assert writer.stdout is not None
     try:
         assert writer.stdout.readline() == b"closed\n"
-        until(lambda: quarantined_bytes(client) == before + 3 * 8192)
+        wait_until(lambda: quarantined_bytes(client) == before + 3 * 8192)
         assert client.stats()["leases"]["quarantined"] >= 1
     finally:
         writer.send_signal(signal.SIGKILL)
         writer.communicate()
-    until(lambda: quarantined_bytes(client) == before)
+    wait_until(lambda: quarantined_bytes(client) == before)
 
 
 def test_bye_ends_the_session_and_its_leases(client: Client, run_dir: Path) -> None:
@@ -119,5 +119,5 @@ def test_bye_ends_the_session_and_its_leases(client: Client, run_dir: Path) -> N
     with Client(run_dir) as other:
         other.match([number], keys)
         assert other.ask("bye") == ["done"]
-        until(other.session.ended)
-        until(lambda: client.stats()["leases"]["read"] == 0)
+        wait_until(other.session.ended)
+        wait_until(lambda: client.stats()["leases"]["read"] == 0)

@@ -15,8 +15,8 @@ from raw_client import (
     daemon,
     new_chain,
     new_spec,
-    until,
 )
+from waiting import wait_until
 
 
 def test_pins_end_with_their_unpin(client: Client) -> None:
@@ -51,7 +51,7 @@ def test_a_flush_by_key_goes_on_behind_the_answer(client: Client) -> None:
     def table() -> Any:
         return next(space for space in client.stats()["namespaces"] if space["id"] == number)
 
-    until(lambda: table()["blocks"] == 10)
+    wait_until(lambda: table()["blocks"] == 10)
     assert client.ask("flush", "all", [number], b"")[:2] == ["flushed", 10]
     assert client.length(number, keys) == 0
     assert client.reserve(number, keys[:16])[1] == [FRAME]
@@ -105,7 +105,7 @@ def test_models_are_listed_while_their_session_lives(client: Client, run_dir: Pa
         assert other.ask("report", "none", {}) == ["done"]
         assert client.ask("models") == ["model_list", [], {}]
         assert other.ask("report", "none", {}, cards) == ["done"]
-    until(lambda: client.ask("models") == ["model_list", [], {}])
+    wait_until(lambda: client.ask("models") == ["model_list", [], {}])
 
 
 def test_frames_run_out_as_backpressure(tmp_path: Path) -> None:
@@ -121,14 +121,14 @@ def test_frames_run_out_as_backpressure(tmp_path: Path) -> None:
         with Client(tmp_path / "run") as other:
             _, lease, _ = other.match([number], keys)
             assert client.reserve(number, new_chain(1))[:2] == (0, [NONE])
-        until(lambda: client.reserve(number, new_chain(1))[1] == [FRAME])
+        wait_until(lambda: client.reserve(number, new_chain(1))[1] == [FRAME])
 
 
 def test_the_daemon_stops_with_clients_connected(tmp_path: Path) -> None:
     with daemon(tmp_path / "run", "--arena", "4MiB", "--region", "2MiB") as running, Client(tmp_path / "run") as client:
         client.reserve(client.namespace(), new_chain(1))
         assert running.stop() == 0
-        until(client.session.ended)
+        wait_until(client.session.ended)
         assert not (tmp_path / "run" / "session.sock").exists()
 
 
@@ -154,6 +154,6 @@ def test_a_peer_that_does_not_read_its_replies_loses_its_session(client: Client,
             except BlockingIOError:
                 return False
 
-        until(cut)
+        wait_until(cut)
         assert client.ask("ping") == ["done"]
         assert client.refusal("ping", session=deaf.token) == "unknown_session"

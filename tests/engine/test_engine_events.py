@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 from random_models import prompt_of
+from waiting import wait_until
 
 import tiercache
 from tiercache.engine import Engine, EngineSettings, SamplingParams, connect_to
@@ -65,9 +65,7 @@ def test_events_have_the_tokens_of_what_is_stored(
     small = {"block_size": SIZE, "chunk_size": 32, "pool_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 72}
     with Engine(llama, EngineSettings(**{**small, **settings}), connect=connect_to(daemon.address)) as engine:
         engine.generate([PROMPT], GREEDY)
-    deadline_s = time.monotonic() + 30
-    while len(stored(dealer)) < 14 and time.monotonic() < deadline_s:
-        pass
+    wait_until(lambda: len(stored(dealer)) >= 14, "all blocks are told of")
     said = list(stored(dealer).values())
     assert [tokens for tokens, *_ in said] == [tuple(PROMPT[: SIZE * (block + 1)]) for block in range(14)]
     assert [extra is None for _, extra, _ in said] == [True] * 12 + [False] * 2

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from random_models import SaveModel, prompt_of
+from waiting import wait_until
 
 import tiercache
 from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
@@ -20,7 +20,6 @@ SETTINGS = EngineSettings(block_size=8, chunk_size=32, pool_blocks=96)
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 PROMPT = prompt_of(150)
 LATER = [*PROMPT, *prompt_of(60, seed=1)]
-DEADLINE_S = 60.0
 
 
 def start(root: Path) -> tiercache.LaunchedDaemon:
@@ -36,13 +35,6 @@ def nvme_of(daemon: tiercache.LaunchedDaemon) -> dict[str, Any]:
         return stats
     finally:
         client.close()
-
-
-def wait_for(daemon: tiercache.LaunchedDaemon, name: str, count: int) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while nvme_of(daemon)[name] < count:
-        assert time.monotonic() < end_s, f"no {count} {name}: {nvme_of(daemon)}"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +57,12 @@ def test_a_window_is_loaded_from_nvme_after_a_kill(
             assert engine.drain()
             stored = int(engine.stats()["stored"])
         assert stored > 0
-        wait_for(daemon, "blocks", stored)
+        wait_until(lambda: nvme_of(daemon)["blocks"] >= stored, f"{stored} blocks are on NVMe")
         os.kill(daemon.pid, signal.SIGKILL)
         daemon.close()
         assert check_directory(tmp_path / "nvme", sample=ALL, rate=0).findings == []
         daemon = start(tmp_path)
-        wait_for(daemon, "blocks", stored)
+        wait_until(lambda: nvme_of(daemon)["blocks"] >= stored, f"{stored} blocks are on NVMe")
         with Engine(folder, SETTINGS, connect_to(daemon.address, required=True)) as engine:
             outputs = [engine.generate([prompt], GREEDY)[0] for prompt in (PROMPT, LATER)]
             engine.check_integrity()

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cluster import BLOCK_BYTES, POOL_BLOCKS, Cluster, chain_of, content, key_of, wait_for
+from cluster import BLOCK_BYTES, POOL_BLOCKS, Cluster, chain_of, content, key_of
 
 import tiercache
 from tiercache.connector.direct.backend import Fault, HostBackend
-
-__all__ = ["DirectCluster", "chain_of", "content", "key_of", "wait_for"]
 
 
 class DirectCluster(Cluster):

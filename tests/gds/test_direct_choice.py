@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster, chain_of, wait_for
+from cluster import Cluster, chain_of
+from waiting import wait_until
 
 import tiercache
 from tiercache.connector.direct import loads as direct
@@ -36,7 +37,7 @@ def decided(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, probe: GdsProbe, 
     pool = tiercache.Pool.from_blocks(cluster.pool)
     pool.device = "cuda:0"
     path = DirectPath(cluster.connector.client, cluster.spec, pool, "auto", stores)
-    wait_for("it is decided", lambda: "it is being probed" not in (path.reason, path.store_reason))
+    wait_until(lambda: "it is being probed" not in (path.reason, path.store_reason), "it is decided")
     return path
 
 
@@ -201,7 +202,7 @@ def test_blocks_with_the_daemons_own_checksum_are_not_named(cluster: Cluster) ->
         come = len(reply.frames) // 8
         return come == 5
 
-    wait_for("they come up when they are asked for", all_come)
+    wait_until(all_come, "they come up when they are asked for")
     assert release(cluster, matched.lease)
 
 
@@ -259,7 +260,7 @@ def test_a_block_that_a_client_calls_bad_is_read_before_it_is_dropped(cluster: C
         file.write(b"damaged!")
     for index in (1, 1, 4):
         cluster.connector.client.call(messages.BadExtent, lease=matched.lease, namespace=number, index=index)
-    wait_for("the one that is bad is dropped, and what follows", lambda: cluster.nvme()["blocks"] == 4)
+    wait_until(lambda: cluster.nvme()["blocks"] == 4, "the one that is bad is dropped, and what follows")
     stats = cluster.nvme()
     assert (stats["direct_reported_blocks"], stats["bad_blocks"]) == (3, 1)
     assert release(cluster, matched.lease), "the others are good all the same"
@@ -274,4 +275,4 @@ def test_a_lost_session_lets_go(cluster: Cluster) -> None:
     assert match.blocks == 5
     assert cluster.nvme()["direct_leases"] == 1
     other.close()
-    wait_for("nothing is held any more", lambda: cluster.nvme()["direct_leases"] == 0)
+    wait_until(lambda: cluster.nvme()["direct_leases"] == 0, "nothing is held any more")

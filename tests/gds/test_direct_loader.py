@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import wait_for
+from waiting import wait_until
 
 from tiercache.connector.blocks import Blocks
 from tiercache.connector.direct.backend import Fault, HostBackend
@@ -234,7 +234,7 @@ def test_a_stop_waits_for_the_reads_under_way(tmp_path: Path) -> None:
     ids = list(range(len(extents)))
     thread = threading.Thread(target=lambda: results.append(disk.load(extents, ids, limit)))
     thread.start()
-    wait_for("all threads read", lambda: disk.backend.hanging == 8)
+    wait_until(lambda: disk.backend.hanging == 8, "all threads read")
     limit.stopped = True
     thread.join(0.3)
     assert thread.is_alive()

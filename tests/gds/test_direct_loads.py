@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from direct_case import DirectCluster, chain_of, key_of, wait_for
+from cluster import chain_of, key_of
+from direct_case import DirectCluster
+from waiting import wait_until
 
 import tiercache
 from tiercache.connector.direct.backend import Fault
@@ -123,7 +125,7 @@ def test_a_read_that_fails_is_made_good_by_the_daemon(make: Make, fault: Fault, 
     assert cluster.direct("failures") == 1
     assert cluster.direct("bad_blocks") == (fault is Fault.WRONG)
     assert cluster.direct("blocks") >= 30
-    wait_for("a doubt is settled", lambda: cluster.nvme()["direct_reported_blocks"] == (fault is Fault.WRONG))
+    wait_until(lambda: cluster.nvme()["direct_reported_blocks"] == (fault is Fault.WRONG), "a doubt is settled")
     assert cluster.nvme()["bad_blocks"] == 0, "a client's word is not enough"
     assert cluster.nvme()["blocks"] == 40
 
@@ -148,7 +150,7 @@ def test_a_bad_block_is_a_miss_and_forgotten(make: Make) -> None:
     good = cluster.load(chain)
     assert good == 7, "those before it were verified, whatever comes after"
     assert cluster.direct("bad_blocks") == 1
-    wait_for("it is forgotten with what follows", lambda: cluster.nvme()["blocks"] == good)
+    wait_until(lambda: cluster.nvme()["blocks"] == good, "it is forgotten with what follows")
     assert cluster.nvme()["bad_blocks"] >= 1
     assert cluster.store(chain).stored >= 20 - good
     cluster.wait_written()
@@ -176,12 +178,12 @@ def test_a_flush_while_reads_are_under_way_is_a_miss(make: Make) -> None:
     chain = cluster.store_on_disk("a", 10)
     match = cluster.connector.match(chain)
     transfer = cluster.connector.load_async(match, range(10))
-    wait_for("a read is under way", lambda: cluster.backend.hanging == 1)
+    wait_until(lambda: cluster.backend.hanging == 1, "a read is under way")
     with cluster.connect() as other:
         assert other.flush(key=key_of(chain, 4)) == 6
         fresh = chain_of("new owner", 40)
         assert other.store(fresh, range(40)).stored == 40
-        wait_for("they are written", lambda: cluster.nvme()["blocks"] == 44)
+        wait_until(lambda: cluster.nvme()["blocks"] == 44, "they are written")
     cluster.backend.resume()
     assert transfer.result(20) == 0
     # The named slots had no new owner before the lease ended: the bytes that came are the old ones.
@@ -195,7 +197,7 @@ def test_blocks_belong_to_a_load_until_its_last_read_has_ended(make: Make) -> No
     match = cluster.connector.match(chain)
     cluster.pool[:] = 0
     transfer = cluster.connector.load_async(match, range(10), timeout_s=0.1)
-    wait_for("a read is under way", lambda: cluster.backend.hanging == 1)
+    wait_until(lambda: cluster.backend.hanging == 1, "a read is under way")
     transfer.cancel()
     with pytest.raises(tiercache.DeadlineExceeded):
         transfer.result(0.5)  # past its deadline and cancelled, and yet not done
@@ -222,9 +224,9 @@ def test_the_daemon_dies_while_reads_are_under_way(make: Make) -> None:
     cluster = make(lambda read: Fault.HANG if read == 0 else None)
     chain = cluster.store_on_disk("a", 10)
     transfer = cluster.connector.load_async(cluster.connector.match(chain), range(10))
-    wait_for("a read is under way", lambda: cluster.backend.hanging == 1)
+    wait_until(lambda: cluster.backend.hanging == 1, "a read is under way")
     os.kill(cluster.daemon.pid, signal.SIGKILL)
-    wait_for("its death is known", lambda: not cluster.connector.available)
+    wait_until(lambda: not cluster.connector.available, "its death is known")
     assert not transfer.done()
     cluster.backend.resume()
     assert transfer.result(30) == 0, "nobody has said that the lease was good to the end"
@@ -254,8 +256,8 @@ def test_a_lease_that_expired_is_a_miss(make: Make) -> None:
     match = cluster.connector.match(chain)
     taken = match._lease
     transfer = cluster.connector.load_async(match, range(10))
-    wait_for("a read is under way", lambda: cluster.backend.hanging == 1)
+    wait_until(lambda: cluster.backend.hanging == 1, "a read is under way")
     cluster.connector.client.leases.let_go(taken)  # nobody renews it any more
-    wait_for("it is over", lambda: cluster.nvme()["direct_leases"] == 0)
+    wait_until(lambda: cluster.nvme()["direct_leases"] == 0, "it is over")
     cluster.backend.resume()
     assert transfer.result(20) == 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import wait_for
+from waiting import wait_until
 
 from tiercache.connector.blocks import Blocks
 from tiercache.connector.direct.backend import DirectFailed, Fault, HostBackend, KvikioBackend
@@ -150,7 +150,7 @@ def test_a_stop_waits_for_the_writes_under_way(tmp_path: Path) -> None:
     ids = list(range(len(places)))
     thread = threading.Thread(target=lambda: results.append(disk.store(places, ids, limit)))
     thread.start()
-    wait_for("all threads write", lambda: disk.backend.hanging == 8)
+    wait_until(lambda: disk.backend.hanging == 8, "all threads write")
     limit.stopped = True
     thread.join(0.3)
     assert thread.is_alive()

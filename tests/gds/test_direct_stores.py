@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from direct_case import DirectCluster, chain_of, key_of, wait_for
+from cluster import chain_of, key_of
+from direct_case import DirectCluster
+from waiting import wait_until
 
 import tiercache
 from tiercache.connector.direct.backend import Fault, HostBackend
@@ -191,7 +193,7 @@ def test_what_was_written_wrong_is_never_good(make: Make, number: int) -> None:
     chain = chain_of("a", BLOCKS)
     assert store_backwards(cluster, chain).stored == BLOCKS, "nobody knows yet"
     assert cluster.load(chain) == number
-    wait_for("it is forgotten with what follows", lambda: cluster.nvme()["blocks"] == number)
+    wait_until(lambda: cluster.nvme()["blocks"] == number, "it is forgotten with what follows")
     assert store_backwards(cluster, chain).stored == BLOCKS - number
     assert cluster.load(chain) == BLOCKS
 
@@ -212,7 +214,7 @@ def test_a_flush_while_writes_are_under_way_drops_them(make: Make) -> None:
     chain = chain_of("a", BLOCKS)
     cluster.fill(chain, BACKWARDS)
     transfer = cluster.connector.store_async(chain, BACKWARDS)
-    wait_for("a write is under way", lambda: cluster.backend.hanging == 1)
+    wait_until(lambda: cluster.backend.hanging == 1, "a write is under way")
     with cluster.connect() as other:
         other.flush()
         assert not transfer.done()
@@ -231,7 +233,7 @@ def test_a_flush_by_key_of_the_block_before_drops_what_follows(make: Make) -> No
     assert cluster.connector.store(chain[: 16 * 4], range(4)).stored == 4
     assert cluster.backend.writes == 1
     transfer = cluster.connector.store_async(chain, range(4, 4 + BLOCKS), first=4)
-    wait_for("a write is under way", lambda: cluster.backend.hanging == 1)
+    wait_until(lambda: cluster.backend.hanging == 1, "a write is under way")
     with cluster.connect() as other:
         assert other.flush(key=key_of(chain, 3)) == 1
     cluster.backend.resume()
@@ -245,7 +247,7 @@ def test_what_changes_while_it_is_written_is_not_kept(make: Make) -> None:
     chain = chain_of("a", BLOCKS)
     cluster.fill(chain, BACKWARDS)
     transfer = cluster.connector.store_async(chain, BACKWARDS)
-    wait_for("a write is under way", lambda: cluster.backend.hanging == 1)
+    wait_until(lambda: cluster.backend.hanging == 1, "a write is under way")
     transfer.void()
     cluster.pool[:] = 99
     cluster.backend.resume()
@@ -259,10 +261,10 @@ def test_a_block_is_written_by_one_client_at_a_time(make: Make) -> None:
     chain = chain_of("a", BLOCKS)
     cluster.fill(chain, BACKWARDS)
     transfer = cluster.connector.store_async(chain, BACKWARDS)
-    wait_for("a write is under way", lambda: cluster.backend.hanging == 1)
+    wait_until(lambda: cluster.backend.hanging == 1, "a write is under way")
     with cluster.connect(gds=HostBackend(), gds_store=True) as other:
         second = other.store_async(chain, BACKWARDS)
-        wait_for("it is told to ask again", lambda: asked(cluster) >= 2)
+        wait_until(lambda: asked(cluster) >= 2, "it is told to ask again")
         cluster.backend.resume()
         assert transfer.result(20) == tiercache.StoreResult(stored=BLOCKS)
         assert second.result(20) == tiercache.StoreResult(present=BLOCKS)
@@ -282,10 +284,10 @@ def test_the_same_block_from_dram_and_past_it(make: Make) -> None:
     chain = chain_of("a", BLOCKS)
     cluster.fill(chain, BACKWARDS)
     transfer = cluster.connector.store_async(chain, BACKWARDS)
-    wait_for("a write is under way", lambda: cluster.backend.hanging == 1)
+    wait_until(lambda: cluster.backend.hanging == 1, "a write is under way")
     with cluster.connect() as plain:
         assert plain.store(chain, BACKWARDS).stored == BLOCKS
-        wait_for("DRAM's are written", lambda: cluster.nvme()["written_blocks"] == BLOCKS)
+        wait_until(lambda: cluster.nvme()["written_blocks"] == BLOCKS, "DRAM's are written")
     cluster.backend.resume()
     assert transfer.result(20) == tiercache.StoreResult(stored=BLOCKS), "visible, whoever has written them"
     assert cluster.nvme()["direct_stored_blocks"] == 0
@@ -341,7 +343,7 @@ def test_a_client_killed_in_mid_write_leaves_nothing(make: Make) -> None:
         assert cluster.connector.match(chain_of("killed", BLOCKS)).blocks == 0
         child.kill()
         child.wait(30)
-        wait_for("its slots are free", lambda: nothing_is_held(cluster))
+        wait_until(lambda: nothing_is_held(cluster), "its slots are free")
     assert cluster.nvme()["blocks"] == 0
     cluster.check_daemon()
     chain = chain_of("killed", BLOCKS)
@@ -354,7 +356,7 @@ def test_slots_of_a_stopped_client_are_nobodys_before_it_is_dead(make: Make) -> 
     cluster = make(lease_ttl_max="1s", nvme_size="24MiB", nvme_segment="8MiB")
     with writing_child(cluster, "stopped", 20) as child:
         child.send_signal(signal.SIGSTOP)
-        wait_for("its lease is over", lambda: cluster.nvme()["direct_quarantined_bytes"] == 20 * 65536)
+        wait_until(lambda: cluster.nvme()["direct_quarantined_bytes"] == 20 * 65536, "its lease is over")
         for number in range(10):  # three times the directory
             assert cluster.store(chain_of(str(number), 100)).stored == 100
         assert cluster.nvme()["blocks"] <= 24 * 16 - 20
@@ -362,7 +364,7 @@ def test_slots_of_a_stopped_client_are_nobodys_before_it_is_dead(make: Make) -> 
         child.send_signal(signal.SIGCONT)
         child.kill()
         child.wait(30)
-        wait_for("its slots are free", lambda: nothing_is_held(cluster))
+        wait_until(lambda: nothing_is_held(cluster), "its slots are free")
     assert cluster.connector.match(chain_of("stopped", 20)).blocks == 0
     assert cluster.load(chain_of("9", 100)) == 100
     cluster.check_daemon(sample=-1)
@@ -387,9 +389,9 @@ def test_the_daemon_dies_while_writes_are_under_way(make: Make) -> None:
     chain = chain_of("old", BLOCKS)
     cluster.fill(chain, BACKWARDS)
     old, backend, transfer = cluster.connector, cluster.backend, cluster.connector.store_async(chain, BACKWARDS)
-    wait_for("writes are under way", lambda: backend.hanging == MOVE_THREADS)
+    wait_until(lambda: backend.hanging == MOVE_THREADS, "writes are under way")
     os.kill(cluster.daemon.pid, signal.SIGKILL)
-    wait_for("its death is known", lambda: not old.available)
+    wait_until(lambda: not old.available, "its death is known")
     cluster.daemon.close()
     cluster.backend = HostBackend()
     cluster.start()
@@ -403,7 +405,7 @@ def test_the_daemon_dies_while_writes_are_under_way(make: Make) -> None:
     old.close()
     good = cluster.load(fresh)
     assert good < 100, "an old write has hit one of them"
-    wait_for("that one is gone", lambda: cluster.nvme()["blocks"] == good)
+    wait_until(lambda: cluster.nvme()["blocks"] == good, "that one is gone")
     assert cluster.store(fresh).stored == 100 - good
     assert cluster.load(fresh) == 100
 
@@ -417,7 +419,7 @@ def test_blocks_given_away_at_any_moment_are_never_wrong(make: Make, moment: str
     transfers: list[tiercache.Transfer[tiercache.StoreResult]] = []
 
     def give_away() -> None:
-        wait_for("it is under way", lambda: bool(transfers))
+        wait_until(lambda: bool(transfers), "it is under way")
         transfers[0].void()
         cluster.pool[:] = 99
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of, wait_for
+from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of
+from waiting import wait_until
 
 import tiercache
 from tiercache.errors import RequestRefused
@@ -70,7 +71,7 @@ class Writer:
             assert replies[-1].lease or replies[-1].soon
             return replies[-1].lease != 0
 
-        wait_for("there are places", has_places)
+        wait_until(has_places, "there are places")
         return replies[-1]
 
     def write(self, reply: messages.ReservedExtents, keys: bytes) -> list[int]:
@@ -162,7 +163,7 @@ def test_a_run_begins_below_a_block_that_is_here(cluster: Cluster, writer: Write
 def test_slots_of_a_lease_that_ran_out_wait_for_the_word(cluster: Cluster, writer: Writer) -> None:
     chain = chain_of("a", 10)
     reply = writer.granted(chain, ttl_ms=200)
-    wait_for("its time is up", lambda: held(cluster) == (0, 10))
+    wait_until(lambda: held(cluster) == (0, 10), "its time is up")
     other = Writer(cluster)
     second = other.granted(chain)
     assert not set(slots(second)) & set(slots(reply)), "they may still be written to"
@@ -183,7 +184,7 @@ def test_renewed_it_does_not_run_out(cluster: Cluster, writer: Writer) -> None:
         assert answer.alive == b"\x01\x00"
     assert held(cluster) == (1, 0)
     writer.client.call(messages.Renew, leases=[reply.lease], ttl_ms=1)
-    wait_for("its time is up", lambda: held(cluster) == (0, 3))
+    wait_until(lambda: held(cluster) == (0, 3), "its time is up")
     writer.abort(reply.lease, False)
     assert held(cluster) == (0, 3)
     writer.abort(reply.lease, True)
@@ -195,7 +196,7 @@ def test_another_session_of_the_instance_may_say_that_it_has_finished(cluster: C
     lost, survivor = Writer(cluster, instance), Writer(cluster, instance)
     reply = lost.granted(chain_of("a", 6))
     lost.client.close()
-    wait_for("it waits for this process", lambda: held(cluster) == (0, 6))
+    wait_until(lambda: held(cluster) == (0, 6), "it waits for this process")
     survivor.abort(reply.lease, True)
     assert held(cluster) == (0, 0)
     survivor.client.close()
@@ -243,7 +244,7 @@ def test_a_parent_that_is_lost_takes_the_run_along(cluster: Cluster, writer: Wri
     match = cluster.connector.match(chain)
     assert match.blocks == 5
     assert cluster.connector.load(match, range(5)) == 0, "a lying client hurts those who believe it, by a miss"
-    wait_for("the bad ones are dropped", lambda: cluster.nvme()["blocks"] == 0)
+    wait_until(lambda: cluster.nvme()["blocks"] == 0, "the bad ones are dropped")
     assert writer.commit(rest.lease, sums) == [DROPPED] * 5
     assert held(cluster) == (0, 0)
 

@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from waiting import wait_until
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "daemon" / "tiers" / "nvme"))
 
-from cluster import BLOCK_BYTES, chain_of, content, key_of, wait_for
+from cluster import BLOCK_BYTES, chain_of, content, key_of
 
 import tiercache
 from tiercache.connector.direct.backend import Fault, HostBackend
@@ -41,7 +42,7 @@ def main(run_dir: str, name: str, blocks: int) -> None:
         gds_store=True,
     )
     transfer = connector.store_async(chain, range(blocks)[::-1])
-    wait_for("all other writes are done", lambda: backend.hanging == 1 and backend.writes == blocks)
+    wait_until(lambda: backend.hanging == 1 and backend.writes == blocks, "all other writes are done")
     print("it hangs", flush=True)
     transfer.result(600)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_driver import FakeDriver
+from waiting import wait_until
 
 from tiercache.client import mapping
 from tiercache.copies import arena, host_memory
@@ -128,9 +128,7 @@ def test_a_region_that_cuda_keeps_stays_mapped(fake: FakeDriver, kept: bool, mon
     fd = arena.create_region(2 << 20)
     mapped.add([(0, 2 << 20)], [fd])
     os.close(fd)
-    deadline_s = time.monotonic() + 10
-    while not ready:
-        assert time.monotonic() < deadline_s
+    wait_until(lambda: ready, "the region is registered")
     assert ready == ["cuda"]
     (address,) = fake.held
     fake.keeps = address if kept else -1

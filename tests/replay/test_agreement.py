@@ -8,14 +8,13 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Event
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 import tiercache
 from tiercache.daemon.policies import POLICIES
@@ -67,23 +66,23 @@ def daemon(run_dir: str, clock_file: Path, **settings: object) -> Iterator[None]
 
 def connect(run_dir: str) -> tiercache.Connector:
     """A connector, once the daemon answers and has all of its memory."""
-    end_s = time.monotonic() + WAIT_S
     pool = tiercache.Pool.from_blocks(np.zeros((32, BLOCK_BYTES), np.uint8))
-    while True:
-        try:
-            waits = {"request_timeout_s": WAIT_S, "load_timeout_s": WAIT_S, "connect_timeout_s": WAIT_S}
-            connector = tiercache.connect(run_dir, namespace=SPEC, pool=pool, required=True, **waits)
-        except DaemonUnavailable:
-            assert time.monotonic() < end_s, "the daemon does not answer"
-            Event().wait(0.02)
-            continue
-        while True:
-            stats = connector.client.stats()
-            ready = stats["health"]["state"] == "ok" and stats["tiers"]["dram"]["capacity_bytes"] == 4 << 20
-            if ready and stats["tiers"]["nvme"]["directories"][0]["state"] == "ok":
-                return connector
-            assert time.monotonic() < end_s, "the daemon does not get ready"
-            Event().wait(0.02)
+    waits = {"request_timeout_s": WAIT_S, "load_timeout_s": WAIT_S, "connect_timeout_s": WAIT_S}
+
+    def connected() -> tiercache.Connector | None:
+        with suppress(DaemonUnavailable):
+            return tiercache.connect(run_dir, namespace=SPEC, pool=pool, required=True, **waits)
+        return None
+
+    connector = wait_until(connected, "the daemon answers", WAIT_S)
+
+    def ready() -> bool:
+        stats = connector.client.stats()
+        whole = stats["health"]["state"] == "ok" and stats["tiers"]["dram"]["capacity_bytes"] == 4 << 20
+        return whole and stats["tiers"]["nvme"]["directories"][0]["state"] == "ok"
+
+    wait_until(ready, "the daemon gets ready", WAIT_S)
+    return connector
 
 
 def conversations(seed: int) -> Iterator[list[int]]:
@@ -106,16 +105,17 @@ def conversations(seed: int) -> Iterator[list[int]]:
 
 def wait_until_idle(connector: tiercache.Connector) -> dict[str, int]:
     """Until everything is written, recorded in the catalog, and free again; what NVMe says then."""
-    end_s = time.monotonic() + WAIT_S
-    while True:
+
+    def idle() -> dict[str, int] | None:
         stats = connector.client.stats()
         nvme = stats["tiers"]["nvme"]
         one = nvme["directories"][0]
         waiting = nvme["write_queue_blocks"] + nvme["write_in_flight_bytes"] + nvme["promotion_in_flight_bytes"]
-        if not waiting + one["database_queue"] + stats["leases"]["read"] + stats["leases"]["write"]:
-            return {name: nvme[name] for name in ("written_blocks", "promoted_blocks", "evicted_blocks")}
-        assert time.monotonic() < end_s, "the daemon does not come to rest"
-        Event().wait(0.002)
+        if waiting + one["database_queue"] + stats["leases"]["read"] + stats["leases"]["write"]:
+            return None
+        return {name: nvme[name] for name in ("written_blocks", "promoted_blocks", "evicted_blocks")}
+
+    return wait_until(idle, "the daemon comes to rest", WAIT_S)
 
 
 def chunks(keys: bytes) -> list[bytes]:

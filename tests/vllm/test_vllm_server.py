@@ -55,7 +55,7 @@ def server(model: str, address: str, log: Path) -> Iterator[str]:
             return False
 
     try:
-        wait_until(answers, 300)
+        wait_until(answers, timeout_s=300)
         yield url
         process.terminate()
         assert process.wait(PATIENCE_S) in (0, -15)

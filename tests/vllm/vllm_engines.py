@@ -7,11 +7,12 @@ import random
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import waiting
 
 import tiercache
 from tiercache.client.launcher import LaunchedDaemon
@@ -21,6 +22,7 @@ VOCABULARY = 512
 BLOCK = 32
 PATIENCE_S = 100.0
 """How long a test waits for what must come: a busy machine is not a defect."""
+wait_until = partial(waiting.wait_until, timeout_s=90.0)
 ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "float32",
@@ -144,14 +146,6 @@ def damage_segments(folder: Path) -> None:
 def prompt(tokens: int, name: str = "") -> list[int]:
     """Token ids that depend on nothing but the arguments."""
     return [random.Random(f"{name}/{place}").randrange(3, VOCABULARY) for place in range(tokens)]
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 90.0) -> None:
-    """Poll until `condition()` is true. Fails at the deadline."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come true in time"
-        threading.Event().wait(0.02)
 
 
 class Engine:

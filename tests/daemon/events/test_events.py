@@ -18,7 +18,8 @@ import msgspec
 import pytest
 import zmq
 from cache_at_once import CacheAtOnce
-from raw_client import ROOT, VISIBLE, WAIT_S, Client, daemon, new_chain, until
+from raw_client import ROOT, VISIBLE, WAIT_S, Client, daemon, new_chain
+from waiting import wait_until
 
 from tiercache.config.daemon_config import DaemonConfig, load_config
 from tiercache.daemon.cache import CacheLimits
@@ -175,7 +176,7 @@ def test_what_is_evicted_has_left(tmp_path: Path) -> None:
         store(client, number, new_chain(4), range(4))
         store(client, number, new_chain(4), range(10, 14))
         store(client, number, new_chain(2), [100, 101])
-        until(lambda: len(sub.all()) == 5)
+        wait_until(lambda: len(sub.all()) == 5)
         cleared, *arrived = sub.all()
         removed = {"type": "BlockRemoved", "block_hashes": [3, 2], "medium": "CPU", "group_idx": 0}
         assert cleared == CLEARED
@@ -192,7 +193,7 @@ def test_a_flush_and_the_end_leave_nothing(tmp_path: Path) -> None:
             store(client, number, keys, [1, 2, 3])
             assert client.ask("flush", "all", [], b"")[:2] == ["flushed", 3]
             store(client, number, keys, [1, 2, 3])
-            until(lambda: len(sub.all()) >= 6)
+            wait_until(lambda: len(sub.all()) >= 6)
             events = sub.all()
             gone = [name for event in events if event["type"] == "BlockRemoved" for name in event["block_hashes"]]
             assert sorted(gone) == [1, 2, 3]
@@ -206,7 +207,7 @@ def test_a_flush_and_the_end_leave_nothing(tmp_path: Path) -> None:
         with daemon(tmp_path / "run", *flags(tmp_path)), connected(tmp_path) as client:
             assert sub.replay(0) == [(0, [CLEARED])]  # another life begins with nothing, and counts from 0
             store(client, client.namespace(), new_chain(1), [1])
-            until(lambda: sub.all() == [CLEARED, stored([1])])
+            wait_until(lambda: sub.all() == [CLEARED, stored([1])])
 
 
 def test_a_slow_subscriber_loses_and_nobody_waits_for_it(tmp_path: Path) -> None:
@@ -251,7 +252,7 @@ def replayed(publisher: Publisher, context: zmq.Context[zmq.Socket[bytes]], fold
             publisher.tick()
             return bool(dealer.poll(1))
 
-        until(came)
+        wait_until(came)
         for _ in range(50):
             if not dealer.poll(0):
                 break

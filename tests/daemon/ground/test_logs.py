@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_client import ROOT, WAIT_S, Client, new_chain, until
+from raw_client import ROOT, WAIT_S, Client, new_chain
+from waiting import wait_until
 
 from tiercache.daemon.ground import logs
 from tiercache.daemon.ground.counters import Counters
@@ -147,7 +148,7 @@ def test_a_full_disk_costs_lines_and_the_log_says_so_when_it_has_room() -> None:
         log = logs.Log(TEXT, full)
         for number in range(1, 4):  # what was to tell of the first is lost with the second
             log.handle(record("lost"))
-            until(lambda count=number: log.lost_lines == count)
+            wait_until(lambda count=number: log.lost_lines == count)
         assert log.problem == "No space left on device"
         os.dup2(writer, full)  # now there is room
         log.handle(record("kept"))
@@ -303,9 +304,9 @@ def test_a_daemon_serves_and_stops_when_nobody_reads_its_log(full: Callable[[int
         flags = ["--log-level", "debug", "--slow-request", "1us"]
         with daemon_with(writer, tmp_path / "run", *flags) as child, Client(tmp_path / "run") as client:
             make_noise(client, 200)
-            until(lambda: client.stats()["daemon"]["log_left_out_lines"] > 0)
+            wait_until(lambda: client.stats()["daemon"]["log_left_out_lines"] > 0)
             if full is None:
-                until(lambda: client.stats()["daemon"]["log_problem"] == "No space left on device")
+                wait_until(lambda: client.stats()["daemon"]["log_problem"] == "No space left on device")
             assert client.ask("ping") == ["done"]
             ends_well(child)
         assert reader > 0

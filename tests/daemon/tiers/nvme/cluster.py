@@ -6,13 +6,13 @@ import hashlib
 import os
 import signal
 import sqlite3
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from waiting import wait_until
 
 import tiercache
 from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
@@ -38,14 +38,6 @@ def chain_of(name: str, blocks: int) -> bytes:
 
 def key_of(chain: bytes, number: int) -> bytes:
     return chain[16 * number : 16 * number + 16]
-
-
-def wait_for(what: str, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
-    """Poll until it is so."""
-    end_s = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end_s, f"waited {deadline_s} s for: {what}"
-        time.sleep(0.01)
 
 
 def rows_in(directory: Path) -> int:
@@ -94,8 +86,8 @@ class Cluster:
             connect_timeout_s=60.0,
         )
         states = {"loading", "ok"}
-        wait_for("directories are open", lambda: all(one["state"] in states for one in self.nvme()["directories"]))
-        wait_for("all memory is there", self.has_memory)
+        wait_until(lambda: all(one["state"] in states for one in self.nvme()["directories"]), "directories are open")
+        wait_until(self.has_memory, "all memory is there")
 
     def has_memory(self) -> bool:
         arena = self.connector.client.stats()["arena"]
@@ -139,7 +131,7 @@ class Cluster:
         self.wait_loaded()
 
     def wait_loaded(self) -> None:
-        wait_for("rows are loaded", lambda: all(one["state"] == "ok" for one in self.nvme()["directories"]))
+        wait_until(lambda: all(one["state"] == "ok" for one in self.nvme()["directories"]), "rows are loaded")
 
     def nvme(self) -> dict[str, Any]:
         stats: dict[str, Any] = self.connector.client.stats()["tiers"]["nvme"]
@@ -153,7 +145,7 @@ class Cluster:
             idle = stats["write_queue_blocks"] == 0 and stats["write_in_flight_bytes"] == 0
             return idle and stats["blocks"] == sum(map(rows_in, self.directories))
 
-        wait_for("blocks are written", settled)
+        wait_until(settled, "blocks are written")
 
     def store(self, chain: bytes, first: int = 0) -> tiercache.StoreResult:
         """Store a chain from block `first` on."""

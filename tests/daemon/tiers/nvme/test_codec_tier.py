@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import BLOCK_BYTES, Cluster, chain_of, wait_for
+from cluster import BLOCK_BYTES, Cluster, chain_of
+from waiting import wait_until
 
 from tiercache.daemon.tiers.nvme.catalog.rows import Row, unpack_row
 from tiercache.daemon.tiers.nvme.disk import codecs
@@ -142,7 +143,7 @@ def test_blocks_whose_library_is_gone_are_misses(tmp_path: Path, monkeypatch: py
     cluster.start()
     cluster.wait_loaded()
     assert cluster.load(chain) == 0
-    wait_for("what follows is forgotten too", lambda: cluster.nvme()["blocks"] == 0)
+    wait_until(lambda: cluster.nvme()["blocks"] == 0, "what follows is forgotten too")
     assert cluster.store(chain).stored == 5
     cluster.wait_written()
     said = cluster.daemon.log.read_text()

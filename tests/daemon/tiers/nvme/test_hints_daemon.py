@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from raw_client import VISIBLE, Client, block_of, daemon, new_chain, until
+from raw_client import VISIBLE, Client, block_of, daemon, new_chain
+from waiting import wait_until
 
 DRAM_BLOCKS = 512
 
@@ -23,7 +24,7 @@ def store(client: Client, number: int, keys: bytes) -> None:
     """Store a chain, and wait for NVMe to have it."""
     blocks = len(keys) // 16
     assert client.store(number, keys, [block_of(place) for place in range(blocks)]) == [VISIBLE] * blocks
-    until(lambda: {view[1] for view in client.ask("inspect", [number], keys[-16:])[1]} == {"dram", "nvme"})
+    wait_until(lambda: {view[1] for view in client.ask("inspect", [number], keys[-16:])[1]} == {"dram", "nvme"})
 
 
 def where(client: Client, number: int, keys: bytes) -> tuple[int, int]:
@@ -42,7 +43,7 @@ def test_a_session_comes_back_and_ends(client: Client) -> None:
     before = client.stats()
 
     assert client.ask("hint", [number], keys, 0, False, 1500) == ["hinted", 20]
-    until(lambda: where(client, number, keys) == (20, 0))
+    wait_until(lambda: where(client, number, keys) == (20, 0))
     after = client.stats()
     assert after["hints"]["ahead_blocks"] == 20
     assert after["hints"]["returning"] == 1
@@ -51,7 +52,7 @@ def test_a_session_comes_back_and_ends(client: Client) -> None:
     assert client.load(number, keys, 8192) == [block_of(place) for place in range(20)]
 
     assert client.ask("hint", [number], keys, 0, False, 0, 100) == ["hinted", 20]
-    until(lambda: where(client, number, keys) == (0, 0))
+    wait_until(lambda: where(client, number, keys) == (0, 0))
     assert client.stats()["hints"]["expired_blocks"] == 40, "in both tiers"
     tag, findings, _, _ = client.ask("check")
     assert (tag, findings) == ("check_reply", [])

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of, wait_for
+from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of
+from waiting import wait_until
 
 import tiercache
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows
@@ -296,12 +297,12 @@ def _killed_under_load(tmp_path: Path, rounds: int, seed: int) -> None:
     try:
         for _ in range(rounds):
             hits = [customer.hits for customer in customers]
-            wait_for(
-                "hits are back, for everybody",
+            wait_until(
                 lambda: all(one.hits > before for one, before in zip(customers, hits, strict=True)),  # noqa: B023
+                "hits are back, for everybody",
             )
             enough = rng.randrange(50, 400)
-            wait_for("there is work for the disks", lambda: moved_blocks(cluster) > enough)  # noqa: B023
+            wait_until(lambda: moved_blocks(cluster) > enough, "there is work for the disks")  # noqa: B023
             kill_now(cluster)
             cluster.start()
     finally:

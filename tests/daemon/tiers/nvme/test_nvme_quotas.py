@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of, wait_for
+from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of
+from waiting import wait_until
 
 import tiercache
 
@@ -51,7 +52,7 @@ class Tenant:
         for number in range(count):
             self.pool[number] = content(key_of(chain, number))
         self.connector.store(chain, range(count))
-        wait_for("writes", self.quiet)
+        wait_until(self.quiet, "writes")
 
     def quiet(self) -> bool:
         nvme = self.cluster.nvme()
@@ -139,7 +140,7 @@ def test_a_quota_that_was_made_smaller_holds_after_the_next_store(start: Start, 
     a = Tenant(cluster, "a")
     assert a.below() == 100
     a.store(chain_of("second", 4))
-    wait_for("it fits", lambda: a.below() <= 8)
+    wait_until(lambda: a.below() <= 8, "it fits")
     forget_dram(cluster)
     assert a.load(chain_of("second", 4)) == 4
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from catalog_bench import fill
-from cluster import Cluster, chain_of, key_of, wait_for
+from cluster import Cluster, chain_of, key_of
+from waiting import wait_until
 
 from tiercache.daemon.tiers.nvme.catalog.rows import unpack_row
 
@@ -65,9 +66,9 @@ def test_a_daemon_that_starts_on_a_full_disk_without_the_spare_room_reads(mount:
     assert f"nvme directory {cluster.directories[0]}: database or disk is full" in health["reasons"]
     for filler in fillers:
         filler.unlink()
-    wait_for("it writes again", lambda: cluster.connector.client.stats()["health"]["state"] == "ok")
+    wait_until(lambda: cluster.connector.client.stats()["health"]["state"] == "ok", "it writes again")
     cluster.store(new)
-    wait_for("both are there", lambda: cluster.nvme()["blocks"] == 80)
+    wait_until(lambda: cluster.nvme()["blocks"] == 80, "both are there")
     cluster.stop()
     cluster.start()
     cluster.wait_loaded()
@@ -87,7 +88,7 @@ def test_a_disk_that_fills_up_and_empties_again(mount: Callable[[str], Path]) ->
     for chain in others:
         cluster.store(chain)
         cluster.load(chain)
-    wait_for("it says what is wrong", lambda: "nvme directory" in str(cluster.connector.client.stats()["health"]))
+    wait_until(lambda: "nvme directory" in str(cluster.connector.client.stats()["health"]), "it says what is wrong")
     cluster.flush_dram()
     assert sum(map(cluster.load, [kept, *others])) > 0, "reads go on"
     assert cluster.nvme()["failed_reads"] == 0
@@ -98,7 +99,7 @@ def test_a_disk_that_fills_up_and_empties_again(mount: Callable[[str], Path]) ->
         cluster.store(new)
         return cluster.nvme()["directories"][0]["writing"] == "on" and cluster.nvme()["write_queue_blocks"] == 0
 
-    wait_for("it writes again", stored)
+    wait_until(stored, "it writes again")
     cluster.wait_written()
     for _ in range(2):
         cluster.restart()

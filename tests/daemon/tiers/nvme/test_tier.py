@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import BLOCK_BYTES, Cluster, chain_of, key_of, wait_for
+from cluster import BLOCK_BYTES, Cluster, chain_of, key_of
+from waiting import wait_until
 
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows
 from tiercache.daemon.tiers.nvme.catalog.rows import pack_row
@@ -72,7 +73,7 @@ def test_a_flipped_bit_is_a_miss(cluster: Cluster) -> None:
     good = cluster.load(chain)
     assert good < 20
     assert cluster.nvme()["bad_blocks"] == 1
-    wait_for("the bad block and what follows are forgotten", lambda: cluster.nvme()["blocks"] == good)
+    wait_until(lambda: cluster.nvme()["blocks"] == good, "the bad block and what follows are forgotten")
     assert cluster.store(chain).stored == 20 - good
     assert cluster.load(chain) == 20
 

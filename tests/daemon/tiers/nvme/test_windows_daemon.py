@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of, wait_for
+from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of
+from waiting import wait_until
 
 import tiercache
 
@@ -169,6 +170,6 @@ def test_the_arena_is_too_small_for_all_windows(tmp_path: Path) -> None:
         hybrid.store(chain)
         cluster.wait_written()
     assert [hybrid.load(chain) for chain in chains] == [20] * 6
-    wait_for("nothing is held any more", lambda: not cluster.connector.client.stats()["leases"]["read"])
+    wait_until(lambda: not cluster.connector.client.stats()["leases"]["read"], "nothing is held any more")
     hybrid.close()
     cluster.stop()

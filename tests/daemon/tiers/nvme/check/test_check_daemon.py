@@ -13,7 +13,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cluster import BLOCK_BYTES, Cluster, chain_of, wait_for
+from cluster import BLOCK_BYTES, Cluster, chain_of
+from waiting import wait_until
 
 from tiercache.cli.main import main
 from tiercache.daemon.tiers.nvme.catalog.rows import segment_and_slot, unpack_row
@@ -70,7 +71,7 @@ def test_a_bad_block_is_found_and_forgotten(cluster: Cluster) -> None:
     reply = ask(cluster, sample=-1)
     assert len(reply.findings) == 1
     assert "fails its checksum and is dropped" in reply.findings[0]
-    wait_for("what follows it is gone too", lambda: cluster.nvme()["blocks"] < 30)
+    wait_until(lambda: cluster.nvme()["blocks"] < 30, "what follows it is gone too")
     cluster.flush_dram()
     good = cluster.load(chain)
     assert good < 30
@@ -104,7 +105,7 @@ def test_books_are_in_order_under_load(tmp_path: Path) -> None:
                 cluster.check_daemon(sample=-1 if number % 10 == 0 else 0)
                 return number >= 60 and cluster.nvme()["written_blocks"] > 100
 
-            wait_for("60 checks, and 100 blocks written beside them", checked_among_writes)
+            wait_until(checked_among_writes, "60 checks, and 100 blocks written beside them")
         finally:
             over.set()
         working.result(30)
@@ -146,8 +147,8 @@ def test_reading_keeps_to_its_rate(cluster: Cluster) -> None:
                 raise
             return False
 
-    wait_for("two scans exclude each other", second_is_refused)
-    wait_for("the books can be checked meanwhile", books_are_right)
+    wait_until(second_is_refused, "two scans exclude each other")
+    wait_until(books_are_right, "the books can be checked meanwhile")
     cluster.stop()
     asked.join(30)
     assert not asked.is_alive()
